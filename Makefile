@@ -1,0 +1,51 @@
+# The first command typed in a fresh clone may be any of these; .venv is made when missing and reused while current.
+
+PYTHON     ?= python3
+GPU_PYTHON ?= python3
+# pytest-xdist workers; each runs torch on one thread.
+WORKERS    ?= -n auto --maxprocesses 2
+# More arguments for pytest: make test ARGS="-k gated -x"
+ARGS       ?=
+
+VENV  := .venv
+STAMP := $(VENV)/.stamp
+PIP   := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-gpu check bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# torch goes first, by its pin, and setuptools builds lineate without a second, unpinned environment.
+$(STAMP): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "lineate needs Python 3.11 or later, got %d.%d; use make PYTHON=python3.11" % v[:2])'
+	@echo "installing into $(VENV) (a minute or two) ..."
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch setuptools
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## run the demo
+	$(VENV)/bin/lineate demo
+
+test: $(STAMP) ## run the fast tests on the CPU
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) $(ARGS)
+
+test-all: $(STAMP) ## run the fast and the slow tests on the CPU
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) -m "not gpu" $(ARGS)
+
+test-gpu: ## run the GPU tests with GPU_PYTHON, which must have torch and pytest
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+check: $(STAMP) ## lint, check the format, check the types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(STAMP) ## measure the ops on the CPU
+	$(VENV)/bin/python bench/cpu.py
+
+clean: ## remove caches, builds and outputs; keep .venv
+	rm -rf build dist out bench/out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,34 @@
+"""lineate: attention with a fixed-size memory, from linear attention to Kimi Delta Attention.
+
+out, state = lineate.gated_delta_rule(q, k, v, log_decay, beta)
+out, state = lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=state)   # continue where it stopped
+"""
+
+from lineate.dispatch import Plan, explain
+from lineate.forms.softmax import KeyValueCache
+from lineate.ops import (
+    Attended,
+    attention_matrix,
+    delta_rule,
+    gated_delta_rule,
+    gated_linear_attention,
+    kimi_delta_attention,
+    linear_attention,
+    softmax_attention,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attended",
+    "KeyValueCache",
+    "Plan",
+    "attention_matrix",
+    "delta_rule",
+    "explain",
+    "gated_delta_rule",
+    "gated_linear_attention",
+    "kimi_delta_attention",
+    "linear_attention",
+    "softmax_attention",
+]

@@ -1,0 +1,219 @@
+"""Every shape, dtype, device and range message: argument, what was expected, what came, and the remedy."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineate.forms.softmax import KeyValueCache
+from lineate.rule import Rule, compute_dtype
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LETTERS = "(b, t, h, k)"
+
+
+def check_inputs(
+    rule: Rule, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None
+) -> None:
+    """The tensors of one call, against each other and against what the rule takes."""
+    check_qkv(q, k, v)
+    b, t, hv, value_dim = v.shape
+    key_dim = q.shape[-1]
+    if log_decay is not None:
+        _check_tensor("log_decay", log_decay, q)
+        shapes = {"head": (b, t, hv), "channel": (b, t, hv, key_dim)}
+        allowed = [shapes[decay] for decay in rule.decays if decay != "none"]
+        if tuple(log_decay.shape) not in allowed:
+            letters = {"head": "(b, t, hv)", "channel": "(b, t, hv, k)"}
+            wanted = " or ".join(f"{letters[d]} = {shapes[d]}" for d in rule.decays if d != "none")
+            raise ValueError(
+                f"log_decay must have shape {wanted}, got {tuple(log_decay.shape)}{_decay_remedy(rule, log_decay, shapes)}"
+            )
+        if _concrete(log_decay):
+            largest = log_decay.detach().amax().item()
+            if largest > 0:
+                raise ValueError(
+                    f"log_decay must be <= 0 (natural log of a decay in [0, 1]), got a maximum of {largest:.6g}; "
+                    "pass log(decay), or -exp(A_log) * softplus(x)"
+                )
+    if beta is not None:
+        _check_tensor("beta", beta, q)
+        if tuple(beta.shape) not in ((b, t, hv), (b, t, hv, value_dim)):
+            raise ValueError(
+                f"beta must have shape (b, t, hv) = {(b, t, hv)} "
+                f"or (b, t, hv, v) = {(b, t, hv, value_dim)}, got {tuple(beta.shape)}"
+            )
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k `b t h k`, v `b t hv v`, hv a multiple of h, one floating dtype, one device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            letters = "(b, t, hv, v)" if name == "v" else _LETTERS
+            raise ValueError(f"{name} must have 4 dimensions {letters}, got shape {tuple(x.shape)}")
+        if x.dtype not in _DTYPES:
+            raise ValueError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
+            )
+    if k.shape != q.shape:
+        raise ValueError(f"k must have the shape of q, (b, t, h, k) = {tuple(q.shape)}, got {tuple(k.shape)}")
+    b, t, h, _ = q.shape
+    if v.shape[:2] != (b, t):
+        raise ValueError(f"v must have shape (b, t, hv, v) with (b, t) = {(b, t)}, got {tuple(v.shape)}")
+    if 0 in q.shape or 0 in v.shape:
+        raise ValueError(f"every dimension must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
+    if v.shape[2] % h:
+        raise ValueError(
+            f"v must have a multiple of h = {h} value heads (each key head serves hv / h of them), got hv = {v.shape[2]}"
+        )
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(
+                f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}; convert with .to(q.dtype)"
+            )
+        _check_device(name, x, q)
+
+
+def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int) -> None:
+    """state `b hv k v`, or `n_seqs hv k v` with packed sequences, in float32 (float64 for float64 inputs)."""
+    if state is None:
+        return
+    if not isinstance(state, Tensor):
+        raise TypeError(f"state must be a torch.Tensor or None, got {type(state).__name__}")
+    expected = (n_states, v.shape[2], key_dim, v.shape[3])
+    if tuple(state.shape) != expected:
+        first = "b" if n_states == v.shape[0] else "n_seqs"
+        raise ValueError(f"state must have shape ({first}, hv, k, v) = {expected}, got {tuple(state.shape)}")
+    dtype = compute_dtype(v.dtype)
+    if state.dtype != dtype:
+        raise ValueError(
+            f"state must be {_name(dtype)} for {_name(v.dtype)} inputs, got {_name(state.dtype)}; "
+            f"convert it with .to(torch.{_name(dtype)})"
+        )
+    _check_device("state", state, v)
+
+
+def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
+    """The key/value cache of softmax attention: `b p h k` and `b p hv v`, packed exactly when the call is."""
+    if cache is None:
+        return
+    if not isinstance(cache, KeyValueCache):
+        raise TypeError(f"state must be a lineate.KeyValueCache or None, got {type(cache).__name__}")
+    for name, old, new in (("keys", cache.keys, k), ("values", cache.values, v)):
+        if old.dim() != 4 or old.shape[0] != new.shape[0] or old.shape[2:] != new.shape[2:]:
+            expected = f"({new.shape[0]}, p, {new.shape[2]}, {new.shape[3]})"
+            raise ValueError(
+                f"state.{name} must have shape {expected} for p cached tokens, got {tuple(old.shape)}"
+            )
+        if old.dtype != new.dtype:
+            raise ValueError(
+                f"state.{name} must be {_name(new.dtype)} like the inputs, got {_name(old.dtype)}"
+            )
+        _check_device(f"state.{name}", old, new)
+    if (cache.cu_seqlens is None) != (cu_seqlens is None):
+        raise ValueError("state must come from a call with cu_seqlens exactly when this one has it")
+    if cu_seqlens is not None and cache.cu_seqlens is not None and cache.cu_seqlens.shape != cu_seqlens.shape:
+        raise ValueError(
+            f"state must hold {cu_seqlens.shape[0] - 1} texts like cu_seqlens, got {cache.cu_seqlens.shape[0] - 1}"
+        )
+
+
+def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
+    """cu_seqlens `n_seqs + 1`: 0, the ends of the packed texts in order, t."""
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(
+            f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}; "
+            "pass torch.tensor([0, ..., t]) with the cumulative lengths"
+        )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens must be int32 or int64, got {_name(cu_seqlens.dtype)}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens must have shape (n_seqs + 1,) with at least 2 entries, got {tuple(cu_seqlens.shape)}"
+        )
+    if b != 1:
+        raise ValueError(
+            f"cu_seqlens needs the texts packed into one row, b = 1, got b = {b}; reshape to (1, b * t, ...)"
+        )
+    if not _concrete(cu_seqlens):
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != t:
+        raise ValueError(f"cu_seqlens must start at 0 and end at t = {t}, got {bounds[0]} and {bounds[-1]}")
+    if any(end < start for start, end in zip(bounds[:-1], bounds[1:], strict=True)):
+        raise ValueError(f"cu_seqlens must not decrease, got {_shorten(bounds)}")
+
+
+def check_scale(scale: float | None) -> None:
+    """A finite number, or None for 1/sqrt(k)."""
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a number or None (1/sqrt(k)), got {type(scale).__name__}")
+    if not abs(scale) < float("inf"):
+        raise ValueError(f"scale must be finite, got {scale}")
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """A positive int."""
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; the usual choice is 64")
+
+
+def check_flag(name: str, flag: bool) -> None:
+    """A bool, so that a tensor or a shifted argument does not pass for one."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+
+
+def check_choice(name: str, choice: str, allowed: Sequence[str]) -> None:
+    """One of a few words."""
+    if choice not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
+
+
+def _decay_remedy(rule: Rule, log_decay: Tensor, shapes: dict[str, tuple[int, ...]]) -> str:
+    if rule.decays == ("head",) and tuple(log_decay.shape) == shapes["channel"]:
+        return "; for a decay per key channel use kimi_delta_attention"
+    if rule.decays == ("channel",) and tuple(log_decay.shape) == shapes["head"]:
+        return "; for a decay per head use gated_delta_rule"
+    return ""
+
+
+def _check_tensor(name: str, x: Any, q: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}")
+    _check_device(name, x, q)
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(
+            f"{name} must be on the device of q, {q.device}, got {x.device}; move it with .to(q.device)"
+        )
+
+
+def _concrete(x: Tensor) -> bool:
+    """Whether values may be looked at: not while compiling, and not where that would wait for a GPU."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shorten(bounds: list[int]) -> str:
+    return str(bounds) if len(bounds) <= 12 else f"[{', '.join(map(str, bounds[:11]))}, ...]"

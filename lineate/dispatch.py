@@ -1,0 +1,169 @@
+"""Which form and backend run a call, decided in one pure function, and `explain`, which tells."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lineate import checks
+from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
+
+FORMS = ("auto", "recurrent", "chunkwise", "parallel")
+BACKENDS = ("auto", "torch", "triton")
+# Up to this many tokens the token loop beats setting up a chunk (bench/cpu.py, table "short").
+RECURRENT_UP_TO = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs, and why."""
+
+    rule: str
+    """The public op's name."""
+    form: str
+    """'recurrent', 'chunkwise' or 'parallel'."""
+    backend: str
+    """'torch' or 'triton'."""
+    chunk_size: int
+    """Tokens a chunk: 1 for the recurrent form, t for the parallel one."""
+    reason: str
+    """One clause a choice."""
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.form}, {self.backend}, chunks of {self.chunk_size}\n  {self.reason}"
+
+
+def resolve(
+    rule: Rule,
+    *,
+    t: int,
+    packed: bool,
+    beta_per_channel: bool,
+    device: str,
+    form: str,
+    backend: str,
+    chunk_size: int,
+) -> Plan:
+    """`auto` becomes a choice; an explicit request that cannot be served raises, never falls back."""
+    if backend == "triton":
+        if device != "cuda":
+            raise ValueError(f"backend='triton' needs a CUDA tensor, got {device}; use backend='torch'")
+        raise ValueError("backend='triton' has no kernels in this version of lineate; use backend='torch'")
+    why_backend = (
+        "backend 'torch' as asked" if backend == "torch" else f"backend 'torch' serves {device} tensors"
+    )
+
+    if beta_per_channel and form not in ("auto", "recurrent"):
+        raise ValueError(
+            f"form={form!r} needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
+            "is supported by form='recurrent' only"
+        )
+    if form != "auto":
+        why_form = f"form {form!r} as asked"
+    elif beta_per_channel:
+        form, why_form = "recurrent", "form 'recurrent' because beta has one rate per value channel"
+    elif t <= RECURRENT_UP_TO and not packed:
+        form, why_form = (
+            "recurrent",
+            f"form 'recurrent' because t = {t} is at most {RECURRENT_UP_TO}: decoding",
+        )
+    else:
+        form, why_form = (
+            "chunkwise",
+            f"form 'chunkwise' because t = {t}: linear in t, quadratic only inside a chunk",
+        )
+    size = {"recurrent": 1, "chunkwise": min(chunk_size, t), "parallel": t}[form]
+    return Plan(rule.name, form, "torch", size, f"{why_form}; {why_backend}")
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int = 64,
+    normalize_qk: bool = False,
+) -> Plan:
+    """Say which rule these gates select, which form, backend and chunk size would run, and why; runs nothing.
+
+    >>> print(lineate.explain(q, k, v, log_decay, beta))
+    gated_delta_rule: chunkwise, torch, chunks of 64
+      form 'chunkwise' because t = 2048: linear in t, quadratic only inside a chunk; backend 'torch' serves cpu tensors
+    """
+    rule = select_rule(log_decay, beta)
+    return check_and_resolve(
+        rule,
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        scale=scale,
+        state=state,
+        cu_seqlens=cu_seqlens,
+        form=form,
+        backend=backend,
+        chunk_size=chunk_size,
+        normalize_qk=normalize_qk,
+    )
+
+
+def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
+    """The row of the table that takes these gates."""
+    if beta is None:
+        return LINEAR if log_decay is None else GATED_LINEAR
+    if log_decay is None:
+        return DELTA
+    return KIMI_DELTA if log_decay.dim() == 4 else GATED_DELTA
+
+
+def check_and_resolve(
+    rule: Rule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    *,
+    scale: float | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    form: str,
+    backend: str,
+    chunk_size: int,
+    normalize_qk: bool,
+) -> Plan:
+    """All checks of one call, then its plan."""
+    checks.check_choice("form", form, FORMS)
+    checks.check_choice("backend", backend, BACKENDS)
+    checks.check_chunk_size(chunk_size)
+    checks.check_scale(scale)
+    checks.check_flag("normalize_qk", normalize_qk)
+    checks.check_inputs(rule, q, k, v, log_decay, beta)
+    b, t = q.shape[:2]
+    checks.check_cu_seqlens(cu_seqlens, b, t)
+    n_states = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    checks.check_state(state, v, q.shape[-1], n_states)
+    return resolve(
+        rule,
+        t=t,
+        packed=cu_seqlens is not None,
+        beta_per_channel=beta is not None and beta.dim() == 4,
+        device=q.device.type,
+        form=form,
+        backend=backend,
+        chunk_size=chunk_size,
+    )
+
+
+def empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Zeros `b hv k v`, or `n_seqs hv k v` with packed sequences."""
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return torch.zeros(rows, v.shape[2], q.shape[3], v.shape[3], dtype=dtype, device=v.device)

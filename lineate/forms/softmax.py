@@ -1,0 +1,75 @@
+"""Softmax attention in the same shapes: the memory that never forgets and never stops growing."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.rule import compute_dtype, normalize
+
+
+class KeyValueCache(NamedTuple):
+    """The state of softmax attention: all keys and values so far."""
+
+    keys: Tensor
+    """`b t h k`, as they came (normalised if normalize_qk)."""
+    values: Tensor
+    """`b t hv v`."""
+    cu_seqlens: Tensor | None = None
+    """The bounds of the packed texts in the cache, or None."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+def softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: KeyValueCache | None,
+    cu_seqlens: Tensor | None,
+    *,
+    scale: float,
+    normalize_qk: bool,
+) -> tuple[Tensor, KeyValueCache]:
+    """q, k `b t h k`; v `b t hv v`; a cache of p earlier tokens makes token i see the first p + i + 1 keys."""
+    if normalize_qk:
+        dtype = compute_dtype(v.dtype)
+        q, k = (normalize(x.to(dtype)).to(v.dtype) for x in (q, k))
+    if cu_seqlens is None:
+        if state is not None:
+            k, v = torch.cat((state.keys, k), dim=1), torch.cat((state.values, v), dim=1)
+        return _attend(q, k, v, scale), KeyValueCache(k, v)
+
+    outputs, keys, values, lengths = [], [], [], [0]
+    bounds = cu_seqlens.tolist()
+    old = None if state is None or state.cu_seqlens is None else state.cu_seqlens.tolist()
+    for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        own_k, own_v = k[:, start:end], v[:, start:end]
+        if state is not None and old is not None:
+            own_k = torch.cat((state.keys[:, old[i] : old[i + 1]], own_k), dim=1)
+            own_v = torch.cat((state.values[:, old[i] : old[i + 1]], own_v), dim=1)
+        if end > start:
+            outputs.append(_attend(q[:, start:end], own_k, own_v, scale))
+        keys.append(own_k)
+        values.append(own_v)
+        lengths.append(lengths[-1] + own_k.shape[1])
+    ends = torch.tensor(lengths, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.cat(outputs, dim=1), KeyValueCache(torch.cat(keys, dim=1), torch.cat(values, dim=1), ends)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """q `b t h k` over the last t of the keys `b p+t h k`; key heads are repeated for their value heads."""
+    t, total = q.shape[1], k.shape[1]
+    group = v.shape[2] // q.shape[2]
+    q, k = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (q, k))
+    mask = None
+    if 1 < t < total:
+        mask = torch.ones(t, total, dtype=torch.bool, device=q.device).tril(total - t)
+    causal = 1 < t == total
+    return F.scaled_dot_product_attention(
+        q, k, v.transpose(1, 2), attn_mask=mask, is_causal=causal, scale=scale
+    ).transpose(1, 2)

@@ -1,0 +1,288 @@
+"""The five public ops, softmax attention beside them, and the attention matrix of each.
+
+Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural log, <= 0, per token;
+beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). Keywords, the same on all:
+
+    scale         multiplies the output; None is 1/sqrt(k)
+    state         the memory to continue from; None is an empty one
+    cu_seqlens    (n_seqs + 1,) int: texts packed into one row (b = 1) that never see each other; states are `n_seqs hv k v`
+    form          "auto", "recurrent", "chunkwise" or "parallel"
+    backend       "auto", "torch" or "triton"
+    chunk_size    tokens a chunk of the chunkwise form
+    normalize_qk  l2-normalise q and k inside
+
+The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain` says what would run.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate import checks
+from lineate.dispatch import check_and_resolve, empty_state, select_rule
+from lineate.forms.chunkwise import chunkwise
+from lineate.forms.packing import run_packed
+from lineate.forms.parallel import attention_matrix as _attention_matrix
+from lineate.forms.parallel import parallel
+from lineate.forms.recurrent import recurrent
+from lineate.forms.softmax import KeyValueCache, softmax
+from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype
+from lineate.rule import normalize as unit
+
+State = TypeVar("State")
+
+
+class Attended(NamedTuple, Generic[State]):
+    """What every op returns: the output `b t hv v`, and the memory after the last token."""
+
+    output: Tensor
+    state: State
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int = 64,
+    normalize_qk: bool = False,
+    feature_map: str | Callable[[Tensor], Tensor] = "identity",
+    normalize: bool = False,
+) -> Attended[Tensor]:
+    """Accumulate every pair: S_t = S_{t-1} + phi(k_t) v_t^T, o_t = scale * S_t^T phi(q_t).
+
+    feature_map is phi: "identity", "elu+1", or any callable on `b t h k` (it may change k). With normalize=True the
+    output is divided by phi(q_t) . sum of the keys so far; the state then has v + 1 columns, the last of which is that sum.
+    """
+    checks.check_qkv(q, k, v)
+    checks.check_flag("normalize", normalize)
+    if normalize_qk:
+        checks.check_flag("normalize_qk", normalize_qk)
+    phi = _feature_map(feature_map)
+    if phi is not None:
+        if normalize_qk:  # the features of unit vectors, not unit features
+            q, k = unit(q), unit(k)
+            normalize_qk = False
+        q, k = phi(q), phi(k)
+    if normalize:
+        v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # the key sum is the memory of the value 1
+    attended = _attend(
+        LINEAR, q, k, v, None, None, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
+    )  # fmt: skip
+    return Attended(_divide(attended.output), attended.state) if normalize else attended
+
+
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int = 64,
+    normalize_qk: bool = False,
+) -> Attended[Tensor]:
+    """Forget, then accumulate: S_t = Diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T (RetNet, Mamba-2, GLA).
+
+    log_decay is `b t hv` (per head) or `b t hv k` (per key channel).
+    """
+    return _attend(
+        GATED_LINEAR, q, k, v, log_decay, None, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
+    )  # fmt: skip
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int = 64,
+    normalize_qk: bool = False,
+) -> Attended[Tensor]:
+    """Correct instead of adding: S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T (DeltaNet).
+
+    Keys should have unit length (normalize_qk=True): the memory is stable for beta |k|^2 in [0, 2].
+    beta may be `b t hv v`, one rate per value channel, in the recurrent form.
+    """
+    return _attend(
+        DELTA, q, k, v, None, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
+    )  # fmt: skip
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int = 64,
+    normalize_qk: bool = False,
+) -> Attended[Tensor]:
+    """Forget per head, then correct: S' = exp(log_decay_t) S_{t-1}, S_t = S' + beta_t k_t (v_t - S'^T k_t)^T.
+
+    log_decay is `b t hv`. Keys should have unit length (normalize_qk=True).
+    """
+    return _attend(
+        GATED_DELTA, q, k, v, log_decay, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
+    )  # fmt: skip
+
+
+def kimi_delta_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    chunk_size: int = 64,
+    normalize_qk: bool = False,
+) -> Attended[Tensor]:
+    """Forget per key channel, then correct: S' = Diag(exp(log_decay_t)) S_{t-1}, S_t = S' + beta_t k_t (v_t - S'^T k_t)^T.
+
+    log_decay is `b t hv k`. Decay comes before the comparison. Keys should have unit length (normalize_qk=True).
+    """
+    return _attend(
+        KIMI_DELTA, q, k, v, log_decay, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
+    )  # fmt: skip
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    state: KeyValueCache | None = None,
+    cu_seqlens: Tensor | None = None,
+    normalize_qk: bool = False,
+) -> Attended[KeyValueCache]:
+    """Causal softmax attention in the same shapes, for comparison: o_t = sum_j softmax_j(scale q_t . k_j) v_j, j <= t.
+
+    Its state is the key/value cache, which grows by one key and one value a token.
+    """
+    checks.check_qkv(q, k, v)
+    checks.check_scale(scale)
+    checks.check_flag("normalize_qk", normalize_qk)
+    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
+    checks.check_cache(state, k, v, cu_seqlens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Attended(*softmax(q, k, v, state, cu_seqlens, scale=scale, normalize_qk=normalize_qk))
+
+
+def attention_matrix(
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+) -> Tensor:
+    """A `b hv t t`, lower triangular, such that the output from an empty memory is A V: what each token reads of each value.
+
+    The gates select the rule as in `explain`; without gates it is linear attention.
+    """
+    gate = log_decay if log_decay is not None else beta
+    hv = q.shape[2] if gate is None else gate.shape[2]
+    checks.check_inputs(select_rule(log_decay, beta), q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta)
+    checks.check_scale(scale)
+    checks.check_flag("normalize_qk", normalize_qk)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    corrects = beta is not None
+    return _attention_matrix(q, k, log_decay, beta, corrects=corrects, scale=scale, normalize_qk=normalize_qk)
+
+
+def _attend(
+    rule: Rule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    form: str,
+    backend: str,
+    chunk_size: int,
+    normalize_qk: bool,
+) -> Attended[Tensor]:
+    """Check, choose, run."""
+    plan = check_and_resolve(
+        rule,
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        scale=scale,
+        state=state,
+        cu_seqlens=cu_seqlens,
+        form=form,
+        backend=backend,
+        chunk_size=chunk_size,
+        normalize_qk=normalize_qk,
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if state is None:
+        state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype))
+    options = {"corrects": rule.corrects, "scale": scale, "normalize_qk": normalize_qk}
+    if plan.form == "chunkwise":
+        return Attended(
+            *chunkwise(q, k, v, log_decay, beta, state, cu_seqlens, chunk_size=plan.chunk_size, **options)
+        )
+    run = partial(
+        recurrent if plan.form == "recurrent" else parallel,
+        corrects=rule.corrects,
+        scale=scale,
+        normalize_qk=normalize_qk,
+    )
+    if cu_seqlens is None:
+        output, state = run(q, k, v, log_decay, beta, state)
+    else:
+        output, state = run_packed(run, q, k, v, log_decay, beta, state, cu_seqlens)
+    return Attended(output.to(v.dtype), state)
+
+
+def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor] | None:
+    if callable(feature_map):
+        return feature_map
+    checks.check_choice("feature_map", feature_map, ("identity", "elu+1"))
+    return None if feature_map == "identity" else lambda x: F.elu(x) + 1
+
+
+def _divide(output: Tensor, smallest: float = 1e-6) -> Tensor:
+    """Divide by the last column, q . sum of keys, kept at least `smallest` away from 0."""
+    total = output[..., -1:]
+    total = torch.where(total.abs() < smallest, torch.copysign(total.new_full((), smallest), total), total)
+    return output[..., :-1] / total

@@ -1,0 +1,70 @@
+"""The equation: one memory, one step, five rules.
+
+    S' = Diag(exp(log_decay_t)) S_{t-1}              forget        S: [k, v]
+    r  = v_t - S'^T k_t   if the rule corrects       compare
+       = v_t              if it only accumulates
+    S_t = S' + beta_t k_t r^T                        write
+    o_t = scale * S_t^T q_t                          read
+
+Symbols, here and everywhere: b batch, t tokens, h key heads, hv value heads (a multiple of h), k key dim, v value dim,
+n chunks, c chunk length.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Decay = Literal["none", "head", "channel"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table: what a rule does with the error, and what may forget."""
+
+    name: str
+    """The public op's name, used in messages."""
+    corrects: bool
+    """Whether the write is the error v - S'^T k (delta rule) or the value itself."""
+    decays: tuple[Decay, ...]
+    """The shapes of log_decay it takes: per head (b t hv), per key channel (b t hv k), or none."""
+
+
+LINEAR = Rule("linear_attention", corrects=False, decays=("none",))
+GATED_LINEAR = Rule("gated_linear_attention", corrects=False, decays=("head", "channel"))
+DELTA = Rule("delta_rule", corrects=True, decays=("none",))
+GATED_DELTA = Rule("gated_delta_rule", corrects=True, decays=("head",))
+KIMI_DELTA = Rule("kimi_delta_attention", corrects=True, decays=("channel",))
+
+RULES = (LINEAR, GATED_LINEAR, DELTA, GATED_DELTA, KIMI_DELTA)
+
+
+def step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, corrects: bool
+) -> tuple[Tensor, Tensor]:
+    """One token of the equation, for any leading dimensions; returns (S_t^T q_t, S_t).
+
+    state [k, v]; q, k [k]; v [v]; decay = exp(log_decay) [1] or [k]; beta [1] or [v]; None means 1.
+    """
+    forgotten = state if decay is None else decay.unsqueeze(-1) * state
+    error = v - read(forgotten, k) if corrects else v
+    if beta is not None:
+        error = beta * error
+    state = forgotten + k.unsqueeze(-1) * error.unsqueeze(-2)
+    return read(state, q), state
+
+
+def read(state: Tensor, x: Tensor) -> Tensor:
+    """S^T x: what the memory [k, v] answers to x [k]."""
+    return (x.unsqueeze(-2) @ state).squeeze(-2)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the state and of all arithmetic: float64 for float64 inputs, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def normalize(x: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """x * rsqrt(sum x^2 + epsilon) over the last dimension: the l2-normalisation of `normalize_qk`."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
