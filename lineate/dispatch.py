@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from lineate import checks
+from lineate.chunk_op import needs_grad
+from lineate.native.build import why_not
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
 
 FORMS = ("auto", "recurrent", "chunkwise", "parallel")
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "native", "triton")
 # Up to this many tokens the token loop beats setting up a chunk (bench/cpu.py, table "short").
-RECURRENT_UP_TO = 2
+RECURRENT_UP_TO = 8
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Plan:
     form: str
     """'recurrent', 'chunkwise' or 'parallel'."""
     backend: str
-    """'torch' or 'triton'."""
+    """'torch', 'native' or 'triton'."""
     chunk_size: int
     """Tokens a chunk: 1 for the recurrent form, t for the parallel one."""
     reason: str
@@ -39,20 +41,18 @@ def resolve(
     t: int,
     packed: bool,
     beta_per_channel: bool,
+    needs_grad: bool,
     device: str,
+    dtype: torch.dtype,
+    no_native: str | None,
     form: str,
     backend: str,
     chunk_size: int,
 ) -> Plan:
-    """`auto` becomes a choice; an explicit request that cannot be served raises, never falls back."""
-    if backend == "triton":
-        if device != "cuda":
-            raise ValueError(f"backend='triton' needs a CUDA tensor, got {device}; use backend='torch'")
-        raise ValueError("backend='triton' has no kernels in this version of lineate; use backend='torch'")
-    why_backend = (
-        "backend 'torch' as asked" if backend == "torch" else f"backend 'torch' serves {device} tensors"
-    )
+    """`auto` becomes a choice; an explicit request that cannot be served raises, never falls back.
 
+    no_native is why the native backend cannot run on this machine, or None if it can.
+    """
     if beta_per_channel and form not in ("auto", "recurrent"):
         raise ValueError(
             f"form={form!r} needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
@@ -62,18 +62,42 @@ def resolve(
         why_form = f"form {form!r} as asked"
     elif beta_per_channel:
         form, why_form = "recurrent", "form 'recurrent' because beta has one rate per value channel"
-    elif t <= RECURRENT_UP_TO and not packed:
-        form, why_form = (
-            "recurrent",
-            f"form 'recurrent' because t = {t} is at most {RECURRENT_UP_TO}: decoding",
-        )
+    elif t <= RECURRENT_UP_TO and not packed and not needs_grad:
+        form, why_form = "recurrent", f"form 'recurrent' because t = {t} is at most {RECURRENT_UP_TO}: decoding"
     else:
-        form, why_form = (
-            "chunkwise",
-            f"form 'chunkwise' because t = {t}: linear in t, quadratic only inside a chunk",
-        )
+        form, why_form = "chunkwise", f"form 'chunkwise' because t = {t}: linear in t, quadratic only inside a chunk"
+
+    if backend == "triton":
+        if device != "cuda":
+            raise ValueError(f"backend='triton' needs a CUDA tensor, got {device}; use backend='torch'")
+        raise ValueError("backend='triton' has no kernels in this version of lineate; use backend='torch'")
+    obstacle = _native_obstacle(form, beta_per_channel, needs_grad, device, dtype) or no_native
+    if backend == "native" and obstacle is not None:
+        raise ValueError(f"backend='native' cannot serve this call: {obstacle}; use backend='torch'")
+    if backend == "auto":
+        backend = "native" if obstacle is None else "torch"
+        why_backend = f"backend {backend!r} " + ("runs float32 on a CPU" if obstacle is None else f"because {obstacle}")
+    else:
+        why_backend = f"backend {backend!r} as asked"
     size = {"recurrent": 1, "chunkwise": min(chunk_size, t), "parallel": t}[form]
-    return Plan(rule.name, form, "torch", size, f"{why_form}; {why_backend}")
+    return Plan(rule.name, form, backend, size, f"{why_form}; {why_backend}")
+
+
+def _native_obstacle(
+    form: str, beta_per_channel: bool, needs_grad: bool, device: str, dtype: torch.dtype
+) -> str | None:
+    """What about this call the native backend does not do, or None."""
+    if device != "cpu":
+        return f"the native backend needs CPU tensors, got {device}"
+    if dtype == torch.float64:
+        return "the native backend computes in float32, got float64 inputs"
+    if form == "parallel":
+        return "the native backend has no parallel form"
+    if form == "recurrent" and beta_per_channel:
+        return "the native backend takes no beta per value channel"
+    if form == "recurrent" and needs_grad:
+        return "the native recurrent form has no gradients"
+    return None
 
 
 def explain(
@@ -94,8 +118,8 @@ def explain(
     """Say which rule these gates select, which form, backend and chunk size would run, and why; runs nothing.
 
     >>> print(lineate.explain(q, k, v, log_decay, beta))
-    gated_delta_rule: chunkwise, torch, chunks of 64
-      form 'chunkwise' because t = 2048: linear in t, quadratic only inside a chunk; backend 'torch' serves cpu tensors
+    gated_delta_rule: chunkwise, native, chunks of 64
+      form 'chunkwise' because t = 2048: linear in t, quadratic only inside a chunk; backend 'native' runs float32 on a CPU
     """
     rule = select_rule(log_decay, beta)
     return check_and_resolve(
@@ -156,11 +180,20 @@ def check_and_resolve(
         t=t,
         packed=cu_seqlens is not None,
         beta_per_channel=beta is not None and beta.dim() == 4,
+        needs_grad=needs_grad(q, k, v, log_decay, beta, state),
         device=q.device.type,
+        dtype=q.dtype,
+        no_native=_no_native() if q.device.type == "cpu" and backend in ("auto", "native") else None,
         form=form,
         backend=backend,
         chunk_size=chunk_size,
     )
+
+
+@torch.compiler.assume_constant_result
+def _no_native() -> str | None:
+    """Why the native backend cannot run on this machine, or None; compiles it the first time."""
+    return why_not()
 
 
 def empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -30,6 +30,7 @@ from lineate.forms.parallel import attention_matrix as _attention_matrix
 from lineate.forms.parallel import parallel
 from lineate.forms.recurrent import recurrent
 from lineate.forms.softmax import KeyValueCache, softmax
+from lineate.native import ops as native_ops
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype
 from lineate.rule import normalize as unit
 
@@ -256,22 +257,40 @@ def _attend(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if state is None:
         state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype))
-    options = {"corrects": rule.corrects, "scale": scale, "normalize_qk": normalize_qk}
+    native = plan.backend == "native"
     if plan.form == "chunkwise":
-        return Attended(
-            *chunkwise(q, k, v, log_decay, beta, state, cu_seqlens, chunk_size=plan.chunk_size, **options)
+        run_chunks = native_ops.chunkwise if native else chunkwise
+        output, final = run_chunks(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            state,
+            cu_seqlens,
+            corrects=rule.corrects,
+            scale=scale,
+            normalize_qk=normalize_qk,
+            chunk_size=plan.chunk_size,
         )
+        return Attended(output, final)
+    if native:
+        output, final = native_ops.recurrent(
+            q, k, v, log_decay, beta, state, cu_seqlens, corrects=rule.corrects, scale=scale, normalize_qk=normalize_qk
+        )
+        return Attended(output, final)
     run = partial(
         recurrent if plan.form == "recurrent" else parallel,
         corrects=rule.corrects,
         scale=scale,
         normalize_qk=normalize_qk,
     )
-    if cu_seqlens is None:
-        output, state = run(q, k, v, log_decay, beta, state)
-    else:
-        output, state = run_packed(run, q, k, v, log_decay, beta, state, cu_seqlens)
-    return Attended(output.to(v.dtype), state)
+    with torch.autocast(q.device.type, enabled=False):
+        if cu_seqlens is None:
+            output, final = run(q, k, v, log_decay, beta, state)
+        else:
+            output, final = run_packed(run, q, k, v, log_decay, beta, state, cu_seqlens)
+    return Attended(output.to(v.dtype), final)
 
 
 def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor] | None:

@@ -55,9 +55,7 @@ class Chunk:
         if log_decay is not None and log_decay.shape[-1] > 1:
             self.decay = ChannelDecay(log_decay.unflatten(0, (n, self.r)))
         else:
-            self.decay = HeadDecay(
-                None if log_decay is None else log_decay.unflatten(0, (n, self.r)), self.k, self.r
-            )
+            self.decay = HeadDecay(None if log_decay is None else log_decay.unflatten(0, (n, self.r)), self.k, self.r)
 
     def forward(self, S: Tensor) -> Tensor:
         """O `nv c v`; S `nv k v` becomes the next state in place."""
@@ -116,9 +114,7 @@ class Chunk:
         dq = dQK[:, 0]
         if s == 2:
             dk += dQK[:, 1]
-        return ChunkGrad(
-            self._through_norm(dq * self.scale, 0), self._through_norm(dk, 1), dv, dlog_decay, dbeta
-        )
+        return ChunkGrad(self._through_norm(dq * self.scale, 0), self._through_norm(dk, 1), dv, dlog_decay, dbeta)
 
     def _scores(self) -> Tensor:
         """P, and M if the rule corrects: `nv s c c`."""
@@ -167,6 +163,4 @@ class Chunk:
 
 def _solve(A: Tensor, right: Tensor, transposed: bool = False) -> Tensor:
     """(I + A)^{-1} right, or (I + A)^{-T} right; of A only the strictly lower triangle is read."""
-    return torch.linalg.solve_triangular(
-        A.mT if transposed else A, right, upper=transposed, unitriangular=True
-    )
+    return torch.linalg.solve_triangular(A.mT if transposed else A, right, upper=transposed, unitriangular=True)

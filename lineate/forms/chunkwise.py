@@ -19,36 +19,16 @@ are one torch op each, for autograd and torch.compile alike. docs/derivation.md 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from lineate.chunk_op import Grads, Outputs, register
 from lineate.forms.chunk import Chunk
 from lineate.rule import compute_dtype
 
 
-def chunkwise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    """q, k `b t h k`; v `b t hv v`; log_decay `b t hv` or `b t hv k`; beta `b t hv`; state `b hv k v`."""
-    tensors = (q, k, v, log_decay, beta, state)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    output, state, _ = _forward(*tensors, cu_seqlens, corrects, scale, normalize_qk, chunk_size, keep)
-    return output, state
-
-
-@torch.library.custom_op("lineate::chunkwise", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -57,27 +37,26 @@ def _forward(
     beta: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor | None,
+    outputs: Outputs,
+    *,
     corrects: bool,
     scale: float,
     normalize_qk: bool,
     chunk_size: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output `b t hv v`, final state, and the states entering each chunk `n b hv k v` (none unless `keep`)."""
-    output, final, states = _empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
+) -> None:
+    """q, k `b t h k`; v `b t hv v`; log_decay `b t hv` or `b t hv k`; beta `b t hv`; state `b hv k v`."""
+    output, final, states = outputs
     for heads in _head_blocks(q, v):
         for text, chunks in _texts(q, chunk_size, cu_seqlens):
             S = heads.take_state(state, text)
             for index, tokens in chunks:
-                if keep:
+                if states.shape[0]:
                     heads.put_state(states[index], None, S)
                 chunk = heads.load(q, k, v, log_decay, beta, tokens, corrects, scale, normalize_qk)
                 heads.put(output, tokens, chunk.forward(S))
             heads.put_state(final, text, S)
-    return output, final, states
 
 
-@torch.library.custom_op("lineate::chunkwise_backward", mutates_args=())
 def _backward(
     doutput: Tensor,
     dfinal: Tensor,
@@ -88,13 +67,15 @@ def _backward(
     beta: Tensor | None,
     states: Tensor,
     cu_seqlens: Tensor | None,
+    grads: Grads,
+    *,
     corrects: bool,
     scale: float,
     normalize_qk: bool,
     chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dlog_decay, dbeta, dstate; no elements where the input was None."""
-    dq, dk, dv, dlog_decay, dbeta, dstate = grads = _empty_grads(q, k, v, log_decay, beta, dfinal)
+) -> None:
+    """The same chunks from the last to the first, each from the state that entered it."""
+    dq, dk, dv, dlog_decay, dbeta, dstate = grads
     for heads in _head_blocks(q, v):
         for text, chunks in _texts(q, chunk_size, cu_seqlens):
             dS = heads.take_state(dfinal, text)
@@ -110,77 +91,17 @@ def _backward(
                 if grad.beta is not None:
                     heads.put(dbeta, tokens, grad.beta)
             heads.put_state(dstate, text, dS)
-    return grads
 
 
-def _empty_outputs(
-    q: Tensor, v: Tensor, state: Tensor, cu_seqlens: Tensor | None, chunk_size: int, keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    b, t, _, key_dim = q.shape
-    texts = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    chunks = (
-        (t + texts * (chunk_size - 1)) // chunk_size if keep else 0
-    )  # at most: each text may end in part of a chunk
-    states = state.new_empty(chunks, b, v.shape[2], key_dim, v.shape[3])
-    return v.new_empty(v.shape), state.new_empty(state.shape), states
+chunkwise = register("chunkwise", _forward, _backward)
 
 
-def _empty_grads(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, dfinal: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dlog_decay, dbeta = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_decay, beta))
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        dlog_decay,
-        dbeta,
-        dfinal.new_empty(dfinal.shape),
-    )
-
-
-@_forward.register_fake
-def _(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk, chunk_size, keep):  # type: ignore[no-untyped-def]
-    return _empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
-
-
-@_backward.register_fake
-def _(
-    doutput, dfinal, q, k, v, log_decay, beta, states, cu_seqlens, corrects, scale, normalize_qk, chunk_size
-):  # type: ignore[no-untyped-def]
-    return _empty_grads(q, k, v, log_decay, beta, dfinal)
-
-
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    q, k, v, log_decay, beta, _, cu_seqlens, *ctx.options, _ = inputs
-    ctx.save_for_backward(q, k, v, log_decay, beta, output[2], cu_seqlens)
-
-
-def _differentiate(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
-    q, k, v, log_decay, beta, states, cu_seqlens = ctx.saved_tensors
-    dq, dk, dv, dlog_decay, dbeta, dstate = _backward(
-        doutput, dfinal, q, k, v, log_decay, beta, states, cu_seqlens, *ctx.options
-    )
-    dlog_decay = None if log_decay is None else dlog_decay
-    dbeta = None if beta is None else dbeta
-    return dq, dk, dv, dlog_decay, dbeta, dstate, *[None] * 6
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _texts(
-    q: Tensor, chunk_size: int, cu_seqlens: Tensor | None
-) -> list[tuple[int | None, list[tuple[int, slice]]]]:
+def _texts(q: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> list[tuple[int | None, list[tuple[int, slice]]]]:
     """For each text: its row in the states (None: all rows alike), and its chunks as (running index, tokens)."""
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    if (
-        bounds[0] != 0 or bounds[-1] != q.shape[1] or sorted(bounds) != bounds
-    ):  # compiled calls are checked only here
-        raise ValueError(f"cu_seqlens must rise from 0 to t = {q.shape[1]}, got {bounds}")
     texts: list[tuple[int | None, list[tuple[int, slice]]]] = []
     index = 0
-    for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for i, (start, end) in enumerate(pairwise(bounds)):
         starts = range(start, end, chunk_size)
         chunks = [(index + j, slice(x, min(x + chunk_size, end))) for j, x in enumerate(starts)]
         index += len(chunks)
@@ -263,6 +184,4 @@ def _head_blocks(q: Tensor, v: Tensor) -> Iterator[_Heads]:
     for row in range(0, b, rows):
         for key in range(0, h, keys):
             end = min(key + keys, h)
-            yield _Heads(
-                slice(row, min(row + rows, b)), slice(key, end), slice(key * group, end * group), group
-            )
+            yield _Heads(slice(row, min(row + rows, b)), slice(key, end), slice(key * group, end * group), group)

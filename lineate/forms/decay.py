@@ -33,9 +33,7 @@ class Decay(Protocol):
         """P, and M if k is among the readers: `n r s c c`, zero above the diagonal."""
         ...
 
-    def scores_backward(
-        self, QK: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def scores_backward(self, QK: Tensor, k: Tensor, scores: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From d(scores), zero above the diagonal: d(readers) `n s c k`, d(k as writer) `n c k`, dG `n r c 1|k`."""
         ...
 
@@ -63,9 +61,7 @@ class HeadDecay:
         products = times_transposed(QK.flatten(1, 2), k).view(n, 1, s, c, c)
         return products * self.D.unsqueeze(2)
 
-    def scores_backward(
-        self, QK: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def scores_backward(self, QK: Tensor, k: Tensor, scores: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         n, s, c, key_dim = QK.shape
         paired = (scores * dscores).sum(2)  # n r c c
         dG = (paired.sum(-1) - paired.sum(-2)).unsqueeze(-1)
@@ -143,9 +139,7 @@ class ChannelDecay:
         s, B, C = QK.shape[1], self.block, self.blocks * self.block
         QK, k = self._spread(QK), self._spread(k)
         scores = k.new_zeros(n * r, s, C, C)
-        written = k.new_empty(
-            n * r, key_dim, C
-        )  # columns k_j e^{G_a - G_j}, a the first row of the block at work
+        written = k.new_empty(n * r, key_dim, C)  # columns k_j e^{G_a - G_j}, a the first row of the block at work
         for i in range(self.blocks):
             start, stop = i * B, (i + 1) * B
             written[:, :, start:stop] = (k[:, start:stop] * self.inverse[:, i]).mT
@@ -162,9 +156,7 @@ class ChannelDecay:
             by_block[head, :, block, row, block] = torch.bmm(readers, kept.mT)
         return scores.tril_()[:, :, :c, :c].reshape(n, r, s, c, c)
 
-    def scores_backward(
-        self, QK: Tensor, k: Tensor, scores: Tensor, dscores: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def scores_backward(self, QK: Tensor, k: Tensor, scores: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         n, r, c, key_dim = self.shape
         s, B, C = QK.shape[1], self.block, self.blocks * self.block
         QK, k = self._spread(QK), self._spread(k)
@@ -208,9 +200,7 @@ class ChannelDecay:
         if self.exact is None:
             return
         position = torch.arange(self.block, device=self.decay.device)
-        for head, block, row in zip(
-            *(x.split(at_once) for x in self.exact.nonzero(as_tuple=True)), strict=True
-        ):
+        for head, block, row in zip(*(x.split(at_once) for x in self.exact.nonzero(as_tuple=True)), strict=True):
             later = (position > row.unsqueeze(-1)).unsqueeze(-1)  # f B 1
             decay = self.decay[head, block].masked_fill_(later, 1)
             between = torch.ones_like(decay)

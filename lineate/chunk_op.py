@@ -1,0 +1,235 @@
+"""The chunkwise form as one torch op a backend: schema, shapes, autograd; the arithmetic is the backend's.
+
+torch.compile and autograd both see `lineate::<name>` and `lineate::<name>_backward`, nothing inside them.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Outputs = tuple[Tensor, Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Forward(Protocol):
+    """Fills output `b t hv v`, final state, and, unless it has no elements, the states entering each chunk `n b hv k v`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        state: Tensor,
+        cu_seqlens: Tensor | None,
+        outputs: Outputs,
+        *,
+        corrects: bool,
+        scale: float,
+        normalize_qk: bool,
+        chunk_size: int,
+    ) -> None: ...
+
+
+class Backward(Protocol):
+    """Fills dq, dk, dv, dlog_decay, dbeta, dstate; those of absent inputs have no elements."""
+
+    def __call__(
+        self,
+        doutput: Tensor,
+        dfinal: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        states: Tensor,
+        cu_seqlens: Tensor | None,
+        grads: Grads,
+        *,
+        corrects: bool,
+        scale: float,
+        normalize_qk: bool,
+        chunk_size: int,
+    ) -> None: ...
+
+
+class Chunkwise(Protocol):
+    """The form as callers use it: (output, final state)."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        state: Tensor,
+        cu_seqlens: Tensor | None,
+        *,
+        corrects: bool,
+        scale: float,
+        normalize_qk: bool,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwise:
+    """Make the two ops of one backend and return the differentiable function over them."""
+
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        state: Tensor,
+        cu_seqlens: Tensor | None,
+        corrects: bool,
+        scale: float,
+        normalize_qk: bool,
+        chunk_size: int,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        outputs = _empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
+        _check_bounds(cu_seqlens, q.shape[1])
+        with torch.autocast(q.device.type, enabled=False):
+            run_forward(
+                q,
+                k,
+                v,
+                log_decay,
+                beta,
+                state,
+                cu_seqlens,
+                outputs,
+                corrects=corrects,
+                scale=scale,
+                normalize_qk=normalize_qk,
+                chunk_size=chunk_size,
+            )
+        return outputs
+
+    def backward(
+        doutput: Tensor,
+        dfinal: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        states: Tensor,
+        cu_seqlens: Tensor | None,
+        corrects: bool,
+        scale: float,
+        normalize_qk: bool,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        grads = _empty_grads(q, k, v, log_decay, beta, dfinal)
+        with torch.autocast(q.device.type, enabled=False):
+            run_backward(
+                doutput,
+                dfinal,
+                q,
+                k,
+                v,
+                log_decay,
+                beta,
+                states,
+                cu_seqlens,
+                grads,
+                corrects=corrects,
+                scale=scale,
+                normalize_qk=normalize_qk,
+                chunk_size=chunk_size,
+            )
+        return grads
+
+    forward_op = torch.library.custom_op(f"lineate::{name}", forward, mutates_args=())
+    backward_op = torch.library.custom_op(f"lineate::{name}_backward", backward, mutates_args=())
+
+    @forward_op.register_fake
+    def _(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk, chunk_size, keep):  # type: ignore[no-untyped-def]
+        return _empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
+
+    @backward_op.register_fake
+    def _(doutput, dfinal, q, k, v, log_decay, beta, states, cu_seqlens, corrects, scale, normalize_qk, chunk_size):  # type: ignore[no-untyped-def]
+        return _empty_grads(q, k, v, log_decay, beta, dfinal)
+
+    forward_op.register_autograd(_differentiate(backward_op), setup_context=_save)
+
+    def chunkwise(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        state: Tensor,
+        cu_seqlens: Tensor | None,
+        *,
+        corrects: bool,
+        scale: float,
+        normalize_qk: bool,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        keep = needs_grad(q, k, v, log_decay, beta, state)
+        output, final, _ = forward_op(
+            q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk, chunk_size, keep
+        )
+        return output, final
+
+    return chunkwise
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd will want a backward of a call with these inputs."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, log_decay, beta, _, cu_seqlens, *ctx.options, _ = inputs
+    ctx.save_for_backward(q, k, v, log_decay, beta, output[2], cu_seqlens)
+
+
+def _differentiate(backward_op):  # type: ignore[no-untyped-def]
+    def differentiate(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
+        q, k, v, log_decay, beta, states, cu_seqlens = ctx.saved_tensors
+        dq, dk, dv, dlog_decay, dbeta, dstate = backward_op(
+            doutput, dfinal, q, k, v, log_decay, beta, states, cu_seqlens, *ctx.options
+        )
+        dlog_decay = None if log_decay is None else dlog_decay
+        dbeta = None if beta is None else dbeta
+        return dq, dk, dv, dlog_decay, dbeta, dstate, *[None] * 6
+
+    return differentiate
+
+
+def _empty_outputs(
+    q: Tensor, v: Tensor, state: Tensor, cu_seqlens: Tensor | None, chunk_size: int, keep: bool
+) -> Outputs:
+    b, t, _, key_dim = q.shape
+    texts = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    chunks = (
+        (t + texts * (chunk_size - 1)) // chunk_size if keep else 0
+    )  # at most: each text may end in part of a chunk
+    states = state.new_empty(chunks, b, v.shape[2], key_dim, v.shape[3])
+    return v.new_empty(v.shape), state.new_empty(state.shape), states
+
+
+def _empty_grads(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, dfinal: Tensor
+) -> Grads:
+    dlog_decay, dbeta = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_decay, beta))
+    dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, dfinal))
+    return dq, dk, dv, dlog_decay, dbeta, dstate
+
+
+def _check_bounds(cu_seqlens: Tensor | None, t: int) -> None:
+    """Compiled calls can be checked only here, where the values are known."""
+    if cu_seqlens is None:
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != t or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens must rise from 0 to t = {t}, got {bounds}")
