@@ -1,6 +1,7 @@
 """Every shape, dtype, device and range message: argument, what was expected, what came, and the remedy."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,9 +14,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LETTERS = "(b, t, h, k)"
 
 
-def check_inputs(
-    rule: Rule, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None
-) -> None:
+def check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> None:
     """The tensors of one call, against each other and against what the rule takes."""
     check_qkv(q, k, v)
     b, t, hv, value_dim = v.shape
@@ -27,9 +26,8 @@ def check_inputs(
         if tuple(log_decay.shape) not in allowed:
             letters = {"head": "(b, t, hv)", "channel": "(b, t, hv, k)"}
             wanted = " or ".join(f"{letters[d]} = {shapes[d]}" for d in rule.decays if d != "none")
-            raise ValueError(
-                f"log_decay must have shape {wanted}, got {tuple(log_decay.shape)}{_decay_remedy(rule, log_decay, shapes)}"
-            )
+            remedy = _decay_remedy(rule, log_decay, shapes)
+            raise ValueError(f"log_decay must have shape {wanted}, got {tuple(log_decay.shape)}{remedy}")
         if _concrete(log_decay):
             largest = log_decay.detach().amax().item()
             if largest > 0:
@@ -67,7 +65,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"every dimension must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
     if v.shape[2] % h:
         raise ValueError(
-            f"v must have a multiple of h = {h} value heads (each key head serves hv / h of them), got hv = {v.shape[2]}"
+            f"v must have a multiple of h = {h} value heads (each key head serves hv / h of them), "
+            f"got hv = {v.shape[2]}"
         )
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
@@ -105,13 +104,9 @@ def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: T
     for name, old, new in (("keys", cache.keys, k), ("values", cache.values, v)):
         if old.dim() != 4 or old.shape[0] != new.shape[0] or old.shape[2:] != new.shape[2:]:
             expected = f"({new.shape[0]}, p, {new.shape[2]}, {new.shape[3]})"
-            raise ValueError(
-                f"state.{name} must have shape {expected} for p cached tokens, got {tuple(old.shape)}"
-            )
+            raise ValueError(f"state.{name} must have shape {expected} for p cached tokens, got {tuple(old.shape)}")
         if old.dtype != new.dtype:
-            raise ValueError(
-                f"state.{name} must be {_name(new.dtype)} like the inputs, got {_name(old.dtype)}"
-            )
+            raise ValueError(f"state.{name} must be {_name(new.dtype)} like the inputs, got {_name(old.dtype)}")
         _check_device(f"state.{name}", old, new)
     if (cache.cu_seqlens is None) != (cu_seqlens is None):
         raise ValueError("state must come from a call with cu_seqlens exactly when this one has it")
@@ -145,7 +140,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != t:
         raise ValueError(f"cu_seqlens must start at 0 and end at t = {t}, got {bounds[0]} and {bounds[-1]}")
-    if any(end < start for start, end in zip(bounds[:-1], bounds[1:], strict=True)):
+    if any(end < start for start, end in pairwise(bounds)):
         raise ValueError(f"cu_seqlens must not decrease, got {_shorten(bounds)}")
 
 
@@ -159,12 +154,14 @@ def check_scale(scale: float | None) -> None:
         raise ValueError(f"scale must be finite, got {scale}")
 
 
-def check_chunk_size(chunk_size: int) -> None:
-    """A positive int."""
+def check_chunk_size(chunk_size: int | None) -> None:
+    """A positive int, or None for the backend's own."""
+    if chunk_size is None:
+        return
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
+        raise TypeError(f"chunk_size must be an int or None, got {type(chunk_size).__name__}")
     if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; the usual choice is 64")
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; None takes the backend's own")
 
 
 def check_flag(name: str, flag: bool) -> None:
@@ -197,18 +194,12 @@ def _check_tensor(name: str, x: Any, q: Tensor) -> None:
 
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
-        raise ValueError(
-            f"{name} must be on the device of q, {q.device}, got {x.device}; move it with .to(q.device)"
-        )
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}; move it with .to(q.device)")
 
 
 def _concrete(x: Tensor) -> bool:
     """Whether values may be looked at: not while compiling, and not where that would wait for a GPU."""
-    return (
-        x.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and type(x) in (Tensor, torch.nn.Parameter)
-    )
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Forward(Protocol):
-    """Fills output `b t hv v`, final state, and, unless it has no elements, the states entering each chunk `n b hv k v`."""
+    """Fills output `b t hv v`, final state, and, if it has room, the states entering each chunk `n b hv k v`."""
 
     def __call__(
         self,

@@ -12,6 +12,8 @@ from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, R
 
 FORMS = ("auto", "recurrent", "chunkwise", "parallel")
 BACKENDS = ("auto", "torch", "native", "triton")
+# The chunk length that is fastest on each backend (bench/cpu.py, table "chunk size").
+CHUNK_SIZES = {"torch": 64, "native": 32}
 # Up to this many tokens the token loop beats setting up a chunk (bench/cpu.py, table "short").
 RECURRENT_UP_TO = 8
 
@@ -47,7 +49,7 @@ def resolve(
     no_native: str | None,
     form: str,
     backend: str,
-    chunk_size: int,
+    chunk_size: int | None,
 ) -> Plan:
     """`auto` becomes a choice; an explicit request that cannot be served raises, never falls back.
 
@@ -79,6 +81,7 @@ def resolve(
         why_backend = f"backend {backend!r} " + ("runs float32 on a CPU" if obstacle is None else f"because {obstacle}")
     else:
         why_backend = f"backend {backend!r} as asked"
+    chunk_size = CHUNK_SIZES[backend] if chunk_size is None else chunk_size
     size = {"recurrent": 1, "chunkwise": min(chunk_size, t), "parallel": t}[form]
     return Plan(rule.name, form, backend, size, f"{why_form}; {why_backend}")
 
@@ -112,14 +115,14 @@ def explain(
     cu_seqlens: Tensor | None = None,
     form: str = "auto",
     backend: str = "auto",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     normalize_qk: bool = False,
 ) -> Plan:
     """Say which rule these gates select, which form, backend and chunk size would run, and why; runs nothing.
 
     >>> print(lineate.explain(q, k, v, log_decay, beta))
-    gated_delta_rule: chunkwise, native, chunks of 64
-      form 'chunkwise' because t = 2048: linear in t, quadratic only inside a chunk; backend 'native' runs float32 on a CPU
+    gated_delta_rule: chunkwise, native, chunks of 32
+      form 'chunkwise' because t = 2048: linear in t, ...; backend 'native' runs float32 on a CPU
     """
     rule = select_rule(log_decay, beta)
     return check_and_resolve(
@@ -161,7 +164,7 @@ def check_and_resolve(
     cu_seqlens: Tensor | None,
     form: str,
     backend: str,
-    chunk_size: int,
+    chunk_size: int | None,
     normalize_qk: bool,
 ) -> Plan:
     """All checks of one call, then its plan."""

@@ -1,14 +1,15 @@
 """The five public ops, softmax attention beside them, and the attention matrix of each.
 
-Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural log, <= 0, per token;
-beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). Keywords, the same on all:
+Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural log, <= 0, per
+token; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). Keywords, the same on all:
 
     scale         multiplies the output; None is 1/sqrt(k)
     state         the memory to continue from; None is an empty one
-    cu_seqlens    (n_seqs + 1,) int: texts packed into one row (b = 1) that never see each other; states are `n_seqs hv k v`
+    cu_seqlens    (n_seqs + 1,) int: texts packed into one row (b = 1) that never see each other;
+                  states are then `n_seqs hv k v`
     form          "auto", "recurrent", "chunkwise" or "parallel"
-    backend       "auto", "torch" or "triton"
-    chunk_size    tokens a chunk of the chunkwise form
+    backend       "auto", "torch", "native" (C, on a CPU) or "triton"
+    chunk_size    tokens a chunk of the chunkwise form; None takes the backend's own
     normalize_qk  l2-normalise q and k inside
 
 The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain` says what would run.
@@ -54,7 +55,7 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     form: str = "auto",
     backend: str = "auto",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     normalize_qk: bool = False,
     feature_map: str | Callable[[Tensor], Tensor] = "identity",
     normalize: bool = False,
@@ -62,7 +63,7 @@ def linear_attention(
     """Accumulate every pair: S_t = S_{t-1} + phi(k_t) v_t^T, o_t = scale * S_t^T phi(q_t).
 
     feature_map is phi: "identity", "elu+1", or any callable on `b t h k` (it may change k). With normalize=True the
-    output is divided by phi(q_t) . sum of the keys so far; the state then has v + 1 columns, the last of which is that sum.
+    output is divided by phi(q_t) . sum of the keys so far; the state then has v + 1 columns, the last one that sum.
     """
     checks.check_qkv(q, k, v)
     checks.check_flag("normalize", normalize)
@@ -93,7 +94,7 @@ def gated_linear_attention(
     cu_seqlens: Tensor | None = None,
     form: str = "auto",
     backend: str = "auto",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     normalize_qk: bool = False,
 ) -> Attended[Tensor]:
     """Forget, then accumulate: S_t = Diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T (RetNet, Mamba-2, GLA).
@@ -116,7 +117,7 @@ def delta_rule(
     cu_seqlens: Tensor | None = None,
     form: str = "auto",
     backend: str = "auto",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     normalize_qk: bool = False,
 ) -> Attended[Tensor]:
     """Correct instead of adding: S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T (DeltaNet).
@@ -141,7 +142,7 @@ def gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     form: str = "auto",
     backend: str = "auto",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     normalize_qk: bool = False,
 ) -> Attended[Tensor]:
     """Forget per head, then correct: S' = exp(log_decay_t) S_{t-1}, S_t = S' + beta_t k_t (v_t - S'^T k_t)^T.
@@ -165,10 +166,10 @@ def kimi_delta_attention(
     cu_seqlens: Tensor | None = None,
     form: str = "auto",
     backend: str = "auto",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     normalize_qk: bool = False,
 ) -> Attended[Tensor]:
-    """Forget per key channel, then correct: S' = Diag(exp(log_decay_t)) S_{t-1}, S_t = S' + beta_t k_t (v_t - S'^T k_t)^T.
+    """Forget per key channel, then correct: S' = Diag(exp(log_decay_t)) S_{t-1}, then as gated_delta_rule.
 
     log_decay is `b t hv k`. Decay comes before the comparison. Keys should have unit length (normalize_qk=True).
     """
@@ -209,7 +210,7 @@ def attention_matrix(
     scale: float | None = None,
     normalize_qk: bool = False,
 ) -> Tensor:
-    """A `b hv t t`, lower triangular, such that the output from an empty memory is A V: what each token reads of each value.
+    """A `b hv t t`, lower triangular, with output A V from an empty memory: what each token reads of each value.
 
     The gates select the rule as in `explain`; without gates it is linear attention.
     """
@@ -235,7 +236,7 @@ def _attend(
     cu_seqlens: Tensor | None,
     form: str,
     backend: str,
-    chunk_size: int,
+    chunk_size: int | None,
     normalize_qk: bool,
 ) -> Attended[Tensor]:
     """Check, choose, run."""

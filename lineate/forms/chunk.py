@@ -1,7 +1,7 @@
 """One chunk of the chunkwise form: the chunk map and its backward, on dense tensors of a few heads.
 
-n = key heads at work, nv = their value heads, r = nv / n; s = 2 readers of the state (q and k) if the rule corrects, else 1.
-The lines of forms/chunkwise.py stand here one by one.
+n = key heads at work, nv = their value heads, r = nv / n; s = 2 readers of the state (q and k) if the rule corrects,
+else 1. The lines of forms/chunkwise.py stand here one by one.
 """
 
 from typing import NamedTuple
@@ -91,7 +91,7 @@ class Chunk:
         dreaders = times_transposed(Y, S).view(n, r, s, c, -1)
         dwriters = times_transposed(R, dS).view(n, r, c, -1)
         writers = writers.view(n, r, c, -1)
-        dlast = None if self.decay.last is None else (S * dS).sum(-1).view(n, r, 1, -1)
+        dlast = (S * dS).sum(-1).view(n, r, 1, -1)
         self._forget(dS).baddbmm_(readers.mT, Y)
 
         dQK, dk, dG = self.decay.scores_backward(

@@ -12,9 +12,9 @@ Backward, from dO and dS_next, with X = (I + beta M)^{-T} dR, dE = beta X = dV, 
     dR = P^T dO + Kw dS_next      d[P; M] = tril(Y R^T)      d[Qr; Kr] = Y S^T      dKw = R dS_next^T
     dbeta = rowsum(X (E - M R))      dS = e^{G_c} dS_next + [Qr; Kr]^T Y
 
-q and k are stacked (s = 2) so that each line is one product. A chunk's work is done for a few heads at a time and stays in
-cache; kept for the backward are only the states between chunks, everything else is computed again. Forward and backward
-are one torch op each, for autograd and torch.compile alike. docs/derivation.md derives every line.
+q and k are stacked (s = 2) so that each line is one product. A chunk's work is done for a few heads at a time and stays
+in cache; kept for the backward are only the states between chunks, everything else is computed again. Forward and
+backward are one torch op each, for autograd and torch.compile alike. docs/derivation.md derives every line.
 """
 
 from collections.abc import Iterator
@@ -111,7 +111,7 @@ def _texts(q: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> list[tuple[
 
 @dataclass(frozen=True)
 class _Heads:
-    """Some rows of the batch and some heads of it, worked on together; hands out chunks as `heads c ...` and takes them back."""
+    """Some rows and heads of the batch, worked on together: hands out chunks as `heads c ...`, takes them back."""
 
     rows: slice
     """Rows of the batch."""

@@ -3,12 +3,12 @@
     P_ij = sum_x q_ix k_jx e^{G_ix - G_jx}  (j <= i)      M_ij = the same with k_i for q_i
     readers e^{G_i}      writers e^{G_c - G_j}      last e^{G_c}
 
-G is the inclusive cumulative sum of log_decay inside the chunk. Only this file knows whether it is per head or per channel.
-No exponent is ever positive and no two sums are subtracted: every factor is a sum or product over just the tokens it spans,
-so a reset (log_decay of -50, of -inf) is exact, and what comes after a reset is as accurate as what came before.
+G is the inclusive cumulative sum of log_decay inside the chunk. Only this file knows whether it is per head or per
+channel. No exponent is ever positive and no two sums are subtracted: every factor is a sum or product over just the
+tokens it spans, so a reset (log_decay of -50, of -inf) is exact, and what follows it as accurate as what came before.
 
-Heads: n = key heads of all rows at work, r = value heads a key head serves. Tensors are `n r c ...`; q and k arrive stacked
-as QK `n s c k`, s = 2 (q and k) if the rule corrects, else 1 (q alone).
+Heads: n = key heads of all rows at work, r = value heads a key head serves. Tensors are `n r c ...`; q and k arrive
+stacked as QK `n s c k`, s = 2 (q and k) if the rule corrects, else 1 (q alone).
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,17 @@ from torch import Tensor
 class Decay(Protocol):
     """The factors of one chunk; None stands for 1."""
 
-    readers: Tensor | None
-    """e^{G_i}, `n r c 1|k`."""
-    writers: Tensor | None
-    """e^{G_c - G_j}, `n r c 1|k`."""
-    last: Tensor | None
-    """e^{G_c}, `n r 1|k 1`."""
+    @property
+    def readers(self) -> Tensor | None:
+        """e^{G_i}, `n r c 1|k`."""
+
+    @property
+    def writers(self) -> Tensor | None:
+        """e^{G_c - G_j}, `n r c 1|k`."""
+
+    @property
+    def last(self) -> Tensor | None:
+        """e^{G_c}, `n r 1|k 1`."""
 
     def scores(self, QK: Tensor, k: Tensor) -> Tensor:
         """P, and M if k is among the readers: `n r s c c`, zero above the diagonal."""
@@ -48,7 +53,7 @@ class HeadDecay:
         if log_decay is None:
             self.D = torch.ones(c, c, dtype=like.dtype, device=like.device).tril_().expand(1, r, c, c)
             return
-        # Sums over (j, i] by a cumulative sum down the columns of the masked matrix: -inf stays -inf, never -inf - -inf.
+        # Sums over (j, i] by a cumulative sum down the masked columns: -inf stays -inf, never -inf - -inf.
         future = torch.full((c, c), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
         sums = log_decay.expand(*log_decay.shape[:3], c).tril(-1).cumsum(-2)
         self.D = sums.add_(future).exp_()  # n r c c
@@ -75,9 +80,9 @@ class ChannelDecay:
     """One decay per key channel: the factor sits inside the product, so it is shared out between its two sides.
 
     Rows are taken in blocks of 16. With a = the block's first row, reader i carries rho_i = e^{G_i - G_a} and writer j
-    carries e^{G_a - G_j}: at most 1 for earlier blocks, 1 / rho_j inside the block. The latter is only used where rho_j is
-    not tiny in any channel; the rows past such a point (after a reset) are computed pair by pair instead. Which way a
-    row goes depends on its own and earlier gates alone, so the future cannot change the past, not even its rounding.
+    carries e^{G_a - G_j}: at most 1 for earlier blocks, 1 / rho_j inside the block. The latter is only used where rho_j
+    is not tiny in any channel; the rows past such a point (after a reset) are computed pair by pair instead. Which way
+    a row goes depends on its own and earlier gates alone, so the future cannot change the past, not even its rounding.
     """
 
     block = 16
@@ -190,7 +195,7 @@ class ChannelDecay:
 
     def _spread(self, x: Tensor) -> Tensor:
         """`n ... c k` -> `nv ... C k`: each key head repeated for its value heads, rows filled up to whole blocks."""
-        n, r, c, _ = self.shape
+        _, r, c, _ = self.shape
         if c % self.block:
             x = F.pad(x, (0, 0, 0, -c % self.block))
         return x if r == 1 else x.repeat_interleave(r, dim=0)

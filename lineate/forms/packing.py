@@ -1,5 +1,6 @@
 """Packed sequences for forms that know only whole ones: run each text by itself, from its own state."""
 
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -27,7 +28,7 @@ def run_packed(
     """Tensors are `1 t ...`, state is `n_seqs hv k v`; a text of length 0 returns its state unchanged."""
     bounds = cu_seqlens.tolist()
     outputs, states = [], []
-    for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for i, (start, end) in enumerate(pairwise(bounds)):
         own = state[i : i + 1]
         if end > start:
             text = slice(start, end)

@@ -1,5 +1,6 @@
 """Softmax attention in the same shapes: the memory that never forgets and never stops growing."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def softmax(
     outputs, keys, values, lengths = [], [], [], [0]
     bounds = cu_seqlens.tolist()
     old = None if state is None or state.cu_seqlens is None else state.cu_seqlens.tolist()
-    for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for i, (start, end) in enumerate(pairwise(bounds)):
         own_k, own_v = k[:, start:end], v[:, start:end]
         if state is not None and old is not None:
             own_k = torch.cat((state.keys[:, old[i] : old[i + 1]], own_k), dim=1)

@@ -208,12 +208,15 @@ typedef struct {
     void *memory;
 } Scratch;
 
-static int allocate(Scratch *s, const Call *a, int backward) {
-    s->rows = up(least(a->chunk, a->t), PAD_ROWS);
+enum { RECURRENT, FORWARD, BACKWARD };
+
+static int allocate(Scratch *s, const Call *a, int mode) {
+    s->rows = mode == RECURRENT ? 1 : up(least(a->chunk, a->t), PAD_ROWS);
     s->K = up(a->key_dim, PAD_COLS), s->V = up(a->value_dim, PAD_COLS);
     s->ldk = s->K + SKEW, s->ldv = s->V + SKEW, s->ldc = up(s->rows, PAD_COLS) + SKEW;
     s->ldw = s->ldk > s->ldc ? s->ldk : s->ldc;
-    i64 rk = s->rows * s->ldk, rv = s->rows * s->ldv, rr = s->rows * s->ldc, state = a->group * s->K * s->ldv, B = backward;
+    i64 rk = s->rows * s->ldk, rv = s->rows * s->ldv, rr = s->rows * s->ldc, B = mode == BACKWARD, T = mode != RECURRENT;
+    i64 state = T * a->group * s->K * s->ldv;
     struct {
         float **at;
         i64 size;
@@ -221,7 +224,7 @@ static int allocate(Scratch *s, const Call *a, int backward) {
         {&s->X, 2 * rk},     {&s->XR, 2 * rk},  {&s->KW, rk},          {&s->ER, rk},           {&s->EW, rk},
         {&s->last, s->ldk},  {&s->D, rr},       {&s->decay, rk},       {&s->carry, rk},        {&s->W, rk},
         {&s->reach, 2 * BLOCK * s->ldk},        {&s->span, BLOCK * s->ldk},
-        {&s->T, (s->K > s->V ? s->K : s->V) * s->ldw},                 {&s->raw, 2 * rr},      {&s->SC, 2 * rr},
+        {&s->T, T * (s->K > s->V ? s->K : s->V) * s->ldw},                 {&s->raw, 2 * rr},      {&s->SC, 2 * rr},
         {&s->A, rr},         {&s->RD, 2 * rv},  {&s->E, rv},           {&s->R, rv},            {&s->beta, s->ldc},
         {&s->norm, 2 * s->ldc},                 {&s->S, state},        {(float **)&s->G, 2 * s->rows},
         {&s->dR, B * rv},    {&s->dSC, B * 2 * rr},                    {&s->dX, B * 2 * rk},   {&s->dKW, B * rk},
@@ -647,51 +650,75 @@ static void backward_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
 
 // ---- recurrent -----------------------------------------------------------------------------------------------------
 
-// One pass over S a token: o = S'^T q + (k . q) r, with r = beta (v - S'^T k) and S' = e^{log_decay} S.
+// One token: S' = e^{log_decay} S, r = beta (v - S'^T k), o = S'^T q + (k . q) r, S = S' + k r^T; `to` may be `from`.
+// Rows of S are taken four at a time, in the order they lie in memory, so that the sums are loaded once for four.
+static void recurrent_token(const Call *a, const float *from, float *to, const float *q, const float *k, const float *decay,
+                            float *v, float *by_k, float *by_q, float beta) {
+    const i64 n = a->key_dim, columns = a->value_dim, whole = columns / LANES * LANES;
+    float along = 0;
+    for (i64 p = 0; p < n; p++) along += q[p] * k[p];
+    clear(by_k, columns), clear(by_q, columns);
+    for (i64 first = 0; first < n; first += 4) {
+        const i64 rows = least(4, n - first);
+        const float *S = from + first * columns, *kp = k + first, *qp = q + first, *dp = decay + first;
+        float *out = to + first * columns;
+        for (i64 x = 0; x < (rows == 4 ? whole : 0); x += LANES) {
+            vec sum_k = load(by_k + x), sum_q = load(by_q + x);
+#pragma GCC unroll 4
+            for (int p = 0; p < 4; p++) {
+                vec kept = dp[p] * load(S + p * columns + x);
+                store(out + p * columns + x, kept);
+                sum_k += kp[p] * kept, sum_q += qp[p] * kept;
+            }
+            store(by_k + x, sum_k), store(by_q + x, sum_q);
+        }
+        for (i64 x = rows == 4 ? whole : 0; x < columns; x++)
+            for (i64 p = 0; p < rows; p++) {
+                float kept = out[p * columns + x] = dp[p] * S[p * columns + x];
+                by_k[x] += kp[p] * kept, by_q[x] += qp[p] * kept;
+            }
+    }
+    for (i64 x = 0; x < columns; x++) {
+        by_k[x] = a->corrects ? beta * (v[x] - by_k[x]) : v[x];  // r
+        v[x] = by_q[x] + along * by_k[x];                        // o
+    }
+    for (i64 p = 0; p < n; p++) {
+        float *out = to + p * columns;
+        for (i64 x = 0; x < columns; x++) out[x] += k[p] * by_k[x];
+    }
+}
+
 static void recurrent_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
-    const i64 hv = a->h * a->group, size = a->key_dim * a->value_dim, K = s->K, V = s->V, ldv = s->ldv;
+    const i64 hv = a->h * a->group, size = a->key_dim * a->value_dim;
     const i64 row = a->starts ? 0 : text, begin = a->starts ? a->starts[text] : 0, end = a->starts ? a->starts[text + 1] : a->t;
-    float *q = s->X, *k = s->X + s->rows * s->ldk, *from_k = s->E, *from_q = s->RD, *r = s->R;
+    float *q = s->X, *k = s->X + s->rows * s->ldk;
     for (i64 j = 0; j < a->group; j++) {
-        i64 head = key_head * a->group + j;
-        float *S = s->S, *final = a->final + (text * hv + head) * size;
-        get_state(S, ldv, a->state + (text * hv + head) * size, a, K);
-        for (i64 i = begin; i < end; i++) {
+        const i64 head = key_head * a->group + j;
+        const float *from = a->state + (text * hv + head) * size;
+        float *S = a->final + (text * hv + head) * size;
+        if (begin == end) memcpy(S, from, size * sizeof(float));
+        for (i64 i = begin; i < end; i++, from = S) {
+            float beta = 1;
             load_keys(s, a, row, i, 1, key_head);
             load_decay(s, a, row, i, head);
-            clear(from_k, V), clear(from_q, V);
-            for (i64 p = 0; p < a->key_dim; p++) {
-                float *Sp = S + p * ldv;
-                for (i64 x = 0; x < V; x += LANES) {
-                    vec kept = s->last[p] * load(Sp + x);
-                    store(Sp + x, kept);
-                    store(from_k + x, load(from_k + x) + k[p] * kept);
-                    store(from_q + x, load(from_q + x) + q[p] * kept);
-                }
-            }
-            get(r, &a->v, row, i, head, a->value_dim, V);
-            if (a->corrects) {
-                float beta;
-                get(&beta, &a->beta, row, i, head, 1, 1);
-                add_scaled(r, from_k, -1, V);
-                scale_to(r, r, beta, V);
-            }
-            add_scaled(from_q, r, dot(q, k, K), V);
-            put(&a->output, row, i, head, from_q, a->value_dim);
-            for (i64 p = 0; p < a->key_dim; p++) add_scaled(S + p * ldv, r, k[p], V);
+            get(s->RD, &a->v, row, i, head, a->value_dim, s->V);
+            if (a->corrects) get(&beta, &a->beta, row, i, head, 1, 1);
+            recurrent_token(a, from, S, q, k, s->last, s->RD, s->E, s->R, beta);
+            put(&a->output, row, i, head, s->RD, a->value_dim);
         }
-        put_state(final, S, ldv, a);
     }
 }
 
 // ---- threads -------------------------------------------------------------------------------------------------------
+
+enum { WORTH_A_THREAD = 1 << 17 };  // elements of state a token: starting a thread costs about as much
 
 typedef void (*Work)(Scratch *, const Call *, i64 text, i64 key_head);
 
 typedef struct {
     const Call *call;
     Work work;
-    int backward;
+    int mode;
     atomic_llong next;
     atomic_int failed;
 } Job;
@@ -703,7 +730,7 @@ static void *run(void *argument) {
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8040);  // denormals are 0: beside anything else they are, and they are slow
 #endif
-    if (allocate(&scratch, job->call, job->backward)) atomic_store(&job->failed, 1);
+    if (allocate(&scratch, job->call, job->mode)) atomic_store(&job->failed, 1);
     else {
         const i64 units = job->call->texts * job->call->h;
         for (i64 i; (i = atomic_fetch_add(&job->next, 1)) < units;)
@@ -716,9 +743,11 @@ static void *run(void *argument) {
     return NULL;
 }
 
-static int start(const Call *call, Work work, int backward) {
-    Job job = {.call = call, .work = work, .backward = backward};
-    i64 helpers = least(call->threads, call->texts * call->h) - 1, started = 0;
+static int start(const Call *call, Work work, int mode) {
+    Job job = {.call = call, .work = work, .mode = mode};
+    i64 work_in_all = call->texts * call->h * call->group * (call->starts ? 1 : call->t) * call->key_dim * call->value_dim;
+    i64 useful = mode == RECURRENT ? 1 + work_in_all / WORTH_A_THREAD : call->threads;
+    i64 helpers = least(least(call->threads, useful), call->texts * call->h) - 1, started = 0;
     pthread_t *threads = helpers > 0 ? malloc(helpers * sizeof *threads) : NULL;
     for (; threads && started < helpers; started++)
         if (pthread_create(threads + started, NULL, run, &job)) break;
@@ -728,6 +757,6 @@ static int start(const Call *call, Work work, int backward) {
     return atomic_load(&job.failed);
 }
 
-int lineate_forward(const Call *call) { return start(call, forward_text, 0); }
-int lineate_backward(const Call *call) { return start(call, backward_text, 1); }
-int lineate_recurrent(const Call *call) { return start(call, recurrent_text, 0); }
+int lineate_forward(const Call *call) { return start(call, forward_text, FORWARD); }
+int lineate_backward(const Call *call) { return start(call, backward_text, BACKWARD); }
+int lineate_recurrent(const Call *call) { return start(call, recurrent_text, RECURRENT); }

@@ -1,0 +1,86 @@
+"""The command line: `lineate demo`."""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    import typer
+
+OPTIONAL = ("typer", "rich", "matplotlib")
+"""Modules that only the extras cli and plot bring."""
+REMEDY = "pip install 'lineate[cli,plot]'"
+
+
+def main() -> None:
+    """Run the command line; a missing optional dependency is one line, not a traceback."""
+    try:
+        build_app()()
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in OPTIONAL:
+            raise
+        sys.exit(f"lineate: this command needs {module}, which is not installed; run {REMEDY}")
+
+
+def build_app() -> "typer.Typer":
+    """The commands; typer is imported here so that its absence can be explained."""
+    import typer
+
+    app = typer.Typer(
+        help="Attention with a fixed-size memory: see what each rule remembers and forgets.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            from lineate import __version__
+
+            typer.echo(f"lineate {__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def options(
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version and stop.", callback=show_version, is_eager=True)
+        ] = False,
+    ) -> None:
+        pass
+
+    @app.command()
+    def demo(
+        out: Annotated[Path, typer.Option(help="Folder for the plots and the numbers.")] = Path("out/demo"),
+        seed: Annotated[int, typer.Option(help="Seed of all keys and values.", min=0, max=2**63 - 1)] = 0,
+        quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes: seconds, and rougher numbers.")] = False,
+    ) -> None:
+        """Write pairs into each memory, overwrite some, read all back: see why each rule was invented."""
+        import matplotlib  # noqa: F401  # say now, not after all scenes, that it is missing
+
+        _make_folder(out)
+        from lineate.explore.demo import run_demo
+
+        run_demo(out, seed=seed, quick=quick)
+
+    return app
+
+
+def _make_folder(out: Path) -> None:
+    """Create the folder and prove that a file can be written there, before anything is computed."""
+    import typer
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(
+            f"expected a folder that can be written, got '{out}' ({error.strerror}); choose another folder",
+            param_hint="--out",
+        ) from None
+
+
+if __name__ == "__main__":
+    main()

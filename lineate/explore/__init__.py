@@ -1,0 +1,1 @@
+"""Experiments that show what each memory keeps, and the pictures and tables made of their numbers."""

@@ -1,0 +1,152 @@
+"""The six memories of the demo: written through the public ops, read without changing them.
+
+A memory is asked for a key by reading its state, S^T k; softmax attention is asked by attending to its cache.
+Keys and values have length 1, so an error of 0 is perfect recall and an error of 1 is what an empty memory scores.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lineate
+from lineate import rule as equation
+
+LABELS = {
+    "linear_attention": "linear attention",
+    "gated_linear_attention": "gated linear attention",
+    "delta_rule": "DeltaNet",
+    "gated_delta_rule": "Gated DeltaNet",
+    "kimi_delta_attention": "Kimi Delta Attention",
+    "softmax_attention": "softmax attention",
+}
+"""The public op of every memory, and its name in tables and plots."""
+
+SHORT = {
+    "linear_attention": "linear",
+    "gated_linear_attention": "gated linear",
+    "delta_rule": "DeltaNet",
+    "gated_delta_rule": "Gated DeltaNet",
+    "kimi_delta_attention": "Kimi Delta",
+    "softmax_attention": "softmax",
+}
+"""The same, for narrow tables."""
+
+RULES = tuple(LABELS)
+FIXED_SIZE = tuple(rule for rule in RULES if rule != "softmax_attention")
+FORGETTING = ("gated_linear_attention", "gated_delta_rule", "kimi_delta_attention")
+
+Memory = Tensor | lineate.KeyValueCache
+Report = Callable[[float], None]
+"""Told how much of an experiment is done, from 0 to 1."""
+
+
+def silent(done: float) -> None:
+    """The report of an experiment nobody watches."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The size of the recall experiments."""
+
+    key_dim: int = 128
+    """Channels of a key and of a value; a memory is key_dim x key_dim."""
+    trials: int = 16
+    """Independent memories, averaged."""
+    similarity: float = 0.1
+    """Mean cosine between two keys of one topic: real keys are never quite orthogonal."""
+    group: int = 8
+    """Pairs in each group (old, kept, overwritten) of the overwriting experiment."""
+    softmax_scale: float = 32.0
+    """Sharpness of softmax attention; the default 1/sqrt(k) is meant for keys of length sqrt(k), ours have length 1."""
+    seed: int = 0
+    """Seed of all keys and values."""
+
+    def generator(self) -> torch.Generator:
+        """A fresh source of random numbers: every experiment starts from the same seed."""
+        return torch.Generator().manual_seed(self.seed)
+
+
+def pairs(
+    setting: Setting, count: int, generator: torch.Generator, channels: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
+    """Keys and values `trials count 1 key_dim` of one topic; the keys use `channels` and are zero elsewhere."""
+    trials, dim = setting.trials, setting.key_dim
+    width = len(range(dim)[channels])
+    shared = _unit(torch.randn(trials, 1, 1, width, generator=generator))
+    own = _unit(torch.randn(trials, count, 1, width, generator=generator))
+    keys = torch.zeros(trials, count, 1, dim)
+    keys[..., channels] = _unit(setting.similarity**0.5 * shared + (1 - setting.similarity) ** 0.5 * own)
+    return keys, _unit(torch.randn(trials, count, 1, dim, generator=generator))
+
+
+def write(
+    rule: str,
+    memory: Memory | None,
+    keys: Tensor,
+    values: Tensor,
+    decay: Tensor | None = None,
+    channels: slice = slice(None),
+) -> Memory:
+    """The memory after these pairs, in order; `decay` (one number in [0, 1] a token) is for the rules that can forget.
+
+    A rule with one gate per head forgets everywhere; Kimi Delta Attention forgets in `channels` only. beta is 1.
+    """
+    trials, tokens, heads, dim = keys.shape
+    per_token = torch.zeros(tokens) if decay is None else decay.log()
+    per_head = per_token[None, :, None].expand(trials, tokens, heads)
+    beta = torch.ones(trials, tokens, heads)
+    if isinstance(memory, lineate.KeyValueCache) or rule == "softmax_attention":
+        cache = memory if isinstance(memory, lineate.KeyValueCache) else None
+        return lineate.softmax_attention(keys, keys, values, state=cache).state
+    match rule:
+        case "linear_attention":
+            return lineate.linear_attention(keys, keys, values, state=memory).state
+        case "gated_linear_attention":
+            return lineate.gated_linear_attention(keys, keys, values, per_head, state=memory).state
+        case "delta_rule":
+            return lineate.delta_rule(keys, keys, values, beta, state=memory).state
+        case "gated_delta_rule":
+            return lineate.gated_delta_rule(keys, keys, values, per_head, beta, state=memory).state
+        case "kimi_delta_attention":
+            per_channel = torch.zeros(trials, tokens, heads, dim)
+            per_channel[..., channels] = per_head.unsqueeze(-1)
+            return lineate.kimi_delta_attention(keys, keys, values, per_channel, beta, state=memory).state
+        case _:
+            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+
+
+def read(memory: Memory, keys: Tensor, setting: Setting) -> Tensor:
+    """What the memory answers to keys `b t h k`, without writing anything."""
+    if isinstance(memory, lineate.KeyValueCache):
+        queries, cached_keys, cached_values = (x.transpose(1, 2) for x in (keys, memory.keys, memory.values))
+        scale = setting.softmax_scale
+        return F.scaled_dot_product_attention(queries, cached_keys, cached_values, scale=scale).transpose(1, 2)
+    return equation.read(memory.unsqueeze(1), keys)
+
+
+def recall_error(memory: Memory, keys: Tensor, values: Tensor, setting: Setting) -> float:
+    """Root mean square distance between the answers and the values: 0 is perfect, 1 is no better than no answer."""
+    return _root_mean_square(read(memory, keys, setting) - values)
+
+
+def answer_size(memory: Memory, keys: Tensor, setting: Setting) -> float:
+    """Root mean square length of the answers; a stored value has length 1."""
+    return _root_mean_square(read(memory, keys, setting))
+
+
+def state_norm(memory: Memory) -> float | None:
+    """Frobenius norm of the state, averaged over trials; a cache has none to compare."""
+    if isinstance(memory, lineate.KeyValueCache):
+        return None
+    return memory.norm(dim=(-2, -1)).mean().item()
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return x.square().sum(dim=-1).mean().sqrt().item()

@@ -1,0 +1,203 @@
+"""The demo's numbers as terminal tables; the best of the fixed-size memories is bold, with a star."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from lineate.explore.cost import Cost
+from lineate.explore.findings import Results, size
+from lineate.explore.memories import FIXED_SIZE, LABELS, SHORT
+from lineate.explore.recall import Frame, Interference, Overwrite, ScratchPad, Topics
+
+SHADES = ((0.25, "█", "#", "green"), (0.5, "▓", "+", "green"), (0.75, "▒", "-", "yellow"), (1.0, "░", ".", "yellow"))
+"""Below this error: the block, the same in ASCII, its colour."""
+WRONG = ("x", "red")
+"""An error of 1 or more: worse than no answer."""
+
+
+class Column(NamedTuple):
+    """One number per memory."""
+
+    header: str
+    values: Mapping[str, float | None]
+    show: Callable[[float], str]
+    marked: bool = True
+    """Whether the lowest number is the best one."""
+
+
+def interference_table(result: Interference) -> Table:
+    """Recall errors against the number of pairs, and against how often they were told."""
+    shown = [index for index, count in enumerate(result.pairs) if count >= 8][::2]
+    columns = [
+        Column(f"{result.pairs[i]}\npairs", {rule: error[i] for rule, error in result.error.items()}, _number)
+        for i in shown
+    ]
+    again = {rule: error[-1] for rule, error in result.error_by_told.items()}
+    columns.append(Column(f"{result.repeated_pairs} pairs\n{result.told[-1]} times", again, _number))
+    return _table("recall error", columns)
+
+
+def overwrite_table(result: Overwrite) -> Table:
+    """Recall errors of the three groups, and what is left of the old value."""
+    return _table(
+        "recall error",
+        [
+            Column("old", result.old, _number),
+            Column("kept", result.kept, _number),
+            Column("overwritten", result.overwritten, _number),
+            Column("old value left", {rule: abs(share) for rule, share in result.ghost.items()}, _percent),
+        ],
+    )
+
+
+def topics_table(result: Topics) -> Table:
+    """The state after many writes, and the last topic."""
+    middle, many = (result.writes.index(result.switches[i]) for i in (len(result.switches) // 2, -1))
+    columns = [
+        Column(
+            f"state norm,\n{result.writes[i]} writes",
+            {rule: norm[i] for rule, norm in result.norm.items()},
+            _norm,
+            marked=False,
+        )
+        for i in (middle, many)
+    ]
+    columns += [
+        Column("error on\nnew topic", result.new, _number),
+        Column("answer to\nunseen key", result.unseen, _number),
+    ]
+    return _table("", columns)
+
+
+def scratch_pad_table(result: ScratchPad) -> Table:
+    """The facts, the cleared pad, and its clutter."""
+    return _table(
+        "",
+        [
+            Column("error on\nfacts to keep", result.facts, _number),
+            Column("error on new\nscratch pairs", result.new, _number),
+            Column("answer to unseen\nscratch key", result.unseen, _number),
+        ],
+    )
+
+
+def cost_table(result: Cost) -> Table:
+    """Bytes and times at the shortest and the longest text."""
+    columns: list[Column] = []
+    measures = (
+        ("state", result.bytes, size),
+        ("decode us", result.decode_microseconds, _whole),
+        ("prefill us", result.prefill_microseconds, _whole),
+    )
+    for name, numbers, show in measures:
+        for index in (0, -1):
+            values = {rule: float(series[index]) for rule, series in numbers.items()}
+            columns.append(Column(f"{name}\nat {result.lengths[index]}", values, show, marked=False))
+    return _table("", columns)
+
+
+def summary_table(results: Results) -> Table:
+    """One row per memory: what it remembers, what it forgets, what it costs."""
+    rows = results.summary
+    columns = [
+        Column("kept", {rule: row.kept for rule, row in rows.items()}, _number),
+        Column("over-\nwritten", {rule: row.overwritten for rule, row in rows.items()}, _number),
+        Column("old", {rule: row.old for rule, row in rows.items()}, _number),
+        Column("new\ntopic", {rule: row.new_topic for rule, row in rows.items()}, _number),
+        Column("unseen\nkey", {rule: row.unseen for rule, row in rows.items()}, _number),
+        Column("facts", {rule: row.facts for rule, row in rows.items()}, _number),
+        Column("state\nnorm", {rule: row.norm for rule, row in rows.items()}, _norm, marked=False),
+        Column("bytes", {rule: float(row.bytes) for rule, row in rows.items()}, size),
+    ]
+    return _table("", columns)
+
+
+def reasons_table(results: Results) -> Table:
+    """Why each rule was invented, as a problem and two numbers."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for reason in results.reasons:
+        show = size if reason.measure.startswith("bytes") else _number
+        gained = reason.value < reason.value_before
+        table.add_row(
+            LABELS[reason.rule],
+            Text.assemble(
+                f"{LABELS[reason.before]}: {reason.problem}\n  {reason.measure}: {show(reason.value_before)} -> ",
+                (show(reason.value), "bold green" if gained else "bold red"),
+                "" if gained else " (no gain in this run)",
+            ),
+        )
+    return table
+
+
+def board(frame: Frame, group: int, ascii_only: bool) -> Group:
+    """Every memory as a row of cells, one per key, shaded by how well the key is recalled right now."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in ("old", "kept", "overwritten"):
+        table.add_column(name, min_width=group)
+    for rule, label in LABELS.items():
+        cells = [_cell(error, ascii_only) for error in frame.error[rule]]
+        table.add_row(label, *(Text.assemble(*cells[start : start + group]) for start in range(0, 3 * group, group)))
+    legend = Text.assemble("error below  ", *_legend(ascii_only), "1 or more ", WRONG)
+    return Group(table, legend)
+
+
+def _legend(ascii_only: bool) -> list[tuple[str, str]]:
+    return [
+        part
+        for below, block, letter, color in SHADES
+        for part in ((f"{below:g} ", "default"), (letter if ascii_only else block, color), ("  ", "default"))
+    ]
+
+
+def _cell(error: float | None, ascii_only: bool) -> tuple[str, str]:
+    if error is None:
+        return " ", "default"
+    for below, block, letter, color in SHADES:
+        if error < below:
+            return (letter if ascii_only else block), color
+    return WRONG
+
+
+def _table(corner: str, columns: Sequence[Column]) -> Table:
+    """One row per memory; the lowest number of the fixed-size memories is marked, unless all of them have it."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column(corner, no_wrap=True)
+    best: list[str | None] = []
+    for column in columns:
+        table.add_column(column.header, justify="right", no_wrap=True)
+        numbers = [number for rule in FIXED_SIZE if (number := column.values.get(rule)) is not None]
+        lowest, highest = column.show(min(numbers)), column.show(max(numbers))
+        best.append(lowest if column.marked and lowest != highest else None)
+    for rule, label in SHORT.items():
+        cells = []
+        for column, lowest_shown in zip(columns, best, strict=True):
+            value = column.values.get(rule)
+            text = "-" if value is None else column.show(value)
+            marked = rule in FIXED_SIZE and text == lowest_shown
+            space = " " if lowest_shown is not None else ""
+            cells.append(Text(f"{text}*", style="bold green") if marked else Text(text + space))
+        table.add_row(label, *cells, style="" if rule in FIXED_SIZE else "dim")
+    return table
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _norm(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
