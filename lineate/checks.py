@@ -29,7 +29,7 @@ def check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor 
             remedy = _decay_remedy(rule, log_decay, shapes)
             raise ValueError(f"log_decay must have shape {wanted}, got {tuple(log_decay.shape)}{remedy}")
         if _concrete(log_decay):
-            largest = log_decay.detach().amax().item()
+            largest = log_decay.amax().item()
             if largest > 0:
                 raise ValueError(
                     f"log_decay must be <= 0 (natural log of a decay in [0, 1]), got a maximum of {largest:.6g}; "

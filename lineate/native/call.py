@@ -1,36 +1,52 @@
-"""From tensors to the C code and back: one structure, three entry points."""
+"""From tensors to the C code and back: one structure of 64-bit words, three entry points."""
 
 import ctypes
-from ctypes import c_double, c_int64, c_void_p
+import functools
+import struct
+from collections.abc import Callable
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lineate.native.build import library
 
-_NAMES = ("q", "k", "v", "log_decay", "beta", "output", "doutput", "dq", "dk", "dv", "dlog_decay", "dbeta")
-_POINTERS = ("state", "dfinal", "final", "states", "dstate", "starts", "first_chunk")
-_SIZES = ("b", "t", "h", "group", "key_dim", "value_dim", "chunk", "texts", "decay", "corrects", "normalize", "threads")
+_LAYOUT = struct.Struct("12q" + "5q" * 12 + "7q" + "d")  # Call in chunkwise.c
+_NO_TENSOR = (0, 0, 0, 0, 0)
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("row", c_int64), ("token", c_int64), ("head", c_int64), ("half", c_int64)]
+class Tensors(NamedTuple):
+    """The strided tensors of one call, float32 or bfloat16 with a dense last dimension; None where the entry has none."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+    output: Tensor | None = None
+    doutput: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dlog_decay: Tensor | None = None
+    dbeta: Tensor | None = None
 
 
-class _Call(ctypes.Structure):
-    _fields_ = [
-        *((name, _Tensor) for name in _NAMES),
-        *((name, c_void_p) for name in _POINTERS),
-        *((name, c_int64) for name in _SIZES),
-        ("scale", c_double),
-    ]
+class States(NamedTuple):
+    """The dense float32 states of one call; None where the entry has none."""
+
+    state: Tensor | None = None
+    dfinal: Tensor | None = None
+    final: Tensor | None = None
+    states: Tensor | None = None
+    dstate: Tensor | None = None
 
 
 def run(
     entry: str,
-    tensors: dict[str, Tensor | None],
-    pointers: dict[str, Tensor | None],
+    tensors: Tensors,
+    states: States,
     cu_seqlens: Tensor | None,
     *,
     corrects: bool,
@@ -38,34 +54,37 @@ def run(
     normalize_qk: bool,
     chunk_size: int,
 ) -> None:
-    """Fill the structure and call `lineate_<entry>`; tensors are float32 or bfloat16 with a dense last dimension."""
-    q, v, log_decay = tensors["q"], tensors["v"], tensors["log_decay"]
-    assert q is not None and v is not None
-    b, t, h, key_dim = q.shape
-    call = _Call()
-    for name, x in tensors.items():
-        if x is not None:
-            setattr(call, name, _Tensor(x.data_ptr(), *x.stride()[:3], x.dtype == torch.bfloat16))
-    for name, x in pointers.items():
-        setattr(call, name, None if x is None else x.data_ptr())
-    call.texts = b
+    """Fill the structure and call `lineate_<entry>`."""
+    b, t, h, key_dim = tensors.q.shape
+    hv, value_dim = tensors.v.shape[2:]
+    decay = 0 if tensors.log_decay is None else tensors.log_decay.dim() - 2
+    texts, starts, first_chunk = b, None, None
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         chunks = [-(-(end - start) // chunk_size) for start, end in pairwise(bounds)]
-        call.texts = len(chunks)
-        starts = (c_int64 * len(bounds))(*bounds)
-        first_chunk = (c_int64 * len(chunks))(*accumulate([0, *chunks[:-1]]))
-        call.starts, call.first_chunk = ctypes.addressof(starts), ctypes.addressof(first_chunk)
-    call.b, call.t, call.h, call.group = b, t, h, v.shape[2] // h
-    call.key_dim, call.value_dim, call.chunk = key_dim, v.shape[3], chunk_size
-    call.decay = 0 if log_decay is None else log_decay.dim() - 2
-    call.corrects, call.normalize, call.threads = corrects, normalize_qk, torch.get_num_threads()
-    call.scale = scale
-    if getattr(library(), f"lineate_{entry}")(ctypes.byref(call)):
-        raise MemoryError(f"no memory for the scratch space of {call.threads} threads at chunk_size = {chunk_size}")
+        texts = len(chunks)
+        starts = (ctypes.c_int64 * len(bounds))(*bounds)
+        first_chunk = (ctypes.c_int64 * len(chunks))(*accumulate([0, *chunks[:-1]]))
+    threads = torch.get_num_threads()
+    words: list[int] = [b, t, h, hv // h, key_dim, value_dim, chunk_size, texts, decay, corrects, normalize_qk, threads]
+    for x in tensors:
+        words += _NO_TENSOR if x is None else (x.data_ptr(), *x.stride()[:3], x.dtype is torch.bfloat16)
+    words += [0 if x is None else x.data_ptr() for x in states]
+    words += [0 if x is None else ctypes.addressof(x) for x in (starts, first_chunk)]
+    if _entry(entry)(_LAYOUT.pack(*words, scale)):
+        raise MemoryError(f"no memory for the scratch space of {threads} threads at chunk_size = {chunk_size}")
 
 
-def dense(x: Tensor) -> Tensor:
+def dense(x: Tensor | None) -> Tensor | None:
     """float32 or bfloat16 with a dense last dimension; a copy only where that is not so yet."""
-    x = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+    if x is None:
+        return None
+    x = x if x.dtype is torch.float32 or x.dtype is torch.bfloat16 else x.float()
     return x if x.dim() == 3 or x.stride(-1) == 1 else x.contiguous()
+
+
+@functools.cache
+def _entry(name: str) -> Callable[[bytes], int]:
+    function = library()[f"lineate_{name}"]
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+    return function

@@ -137,14 +137,14 @@ typedef struct {  // b t heads d, the last dimension dense; strides in elements
     i64 half;  // 1: bfloat16, 0: float32
 } Tensor;
 
-typedef struct {
+typedef struct {  // words of 64 bits, filled in by call.py
+    i64 b, t, h, group, key_dim, value_dim, chunk, texts;
+    i64 decay, corrects, normalize, threads;
     Tensor q, k, v, log_decay, beta, output;        // forward
     Tensor doutput, dq, dk, dv, dlog_decay, dbeta;  // backward
     const float *state, *dfinal;                    // texts hv k v
     float *final, *states, *dstate;                 // states: n b hv k v, or NULL
     const i64 *starts, *first_chunk;                // texts + 1, texts; NULL: every row is one text
-    i64 b, t, h, group, key_dim, value_dim, chunk, texts;
-    i64 decay, corrects, normalize, threads;
     double scale;
 } Call;
 
@@ -651,40 +651,46 @@ static void backward_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
 // ---- recurrent -----------------------------------------------------------------------------------------------------
 
 // One token: S' = e^{log_decay} S, r = beta (v - S'^T k), o = S'^T q + (k . q) r, S = S' + k r^T; `to` may be `from`.
-// Rows of S are taken four at a time, in the order they lie in memory, so that the sums are loaded once for four.
+// S is read once from memory and once more from cache, and written once. Rows are taken four at a time, in the order
+// they lie in memory; S'^T k = S^T (e^{log_decay} k), so S' is never stored. v becomes o.
 static void recurrent_token(const Call *a, const float *from, float *to, const float *q, const float *k, const float *decay,
                             float *v, float *by_k, float *by_q, float beta) {
     const i64 n = a->key_dim, columns = a->value_dim, whole = columns / LANES * LANES;
     float along = 0;
     for (i64 p = 0; p < n; p++) along += q[p] * k[p];
     clear(by_k, columns), clear(by_q, columns);
-    for (i64 first = 0; first < n; first += 4) {
-        const i64 rows = least(4, n - first);
-        const float *S = from + first * columns, *kp = k + first, *qp = q + first, *dp = decay + first;
-        float *out = to + first * columns;
-        for (i64 x = 0; x < (rows == 4 ? whole : 0); x += LANES) {
+    i64 p = 0;
+    for (; p + 4 <= n; p += 4) {
+        const float *S = from + p * columns;
+        vec kp[4], qp[4];
+        for (int i = 0; i < 4; i++) kp[i] = (vec){0} + decay[p + i] * k[p + i], qp[i] = (vec){0} + decay[p + i] * q[p + i];
+        for (i64 x = 0; x < whole; x += LANES) {
             vec sum_k = load(by_k + x), sum_q = load(by_q + x);
 #pragma GCC unroll 4
-            for (int p = 0; p < 4; p++) {
-                vec kept = dp[p] * load(S + p * columns + x);
-                store(out + p * columns + x, kept);
-                sum_k += kp[p] * kept, sum_q += qp[p] * kept;
+            for (int i = 0; i < 4; i++) {
+                vec row = load(S + i * columns + x);
+                sum_k += kp[i] * row, sum_q += qp[i] * row;
             }
             store(by_k + x, sum_k), store(by_q + x, sum_q);
         }
-        for (i64 x = rows == 4 ? whole : 0; x < columns; x++)
-            for (i64 p = 0; p < rows; p++) {
-                float kept = out[p * columns + x] = dp[p] * S[p * columns + x];
-                by_k[x] += kp[p] * kept, by_q[x] += qp[p] * kept;
-            }
+        for (i64 x = whole; x < columns; x++)
+            for (int i = 0; i < 4; i++) by_k[x] += kp[i][0] * S[i * columns + x], by_q[x] += qp[i][0] * S[i * columns + x];
     }
+    for (; p < n; p++)
+        for (i64 x = 0; x < columns; x++) {
+            float kept = decay[p] * from[p * columns + x];
+            by_k[x] += k[p] * kept, by_q[x] += q[p] * kept;
+        }
     for (i64 x = 0; x < columns; x++) {
         by_k[x] = a->corrects ? beta * (v[x] - by_k[x]) : v[x];  // r
         v[x] = by_q[x] + along * by_k[x];                        // o
     }
-    for (i64 p = 0; p < n; p++) {
+    for (p = 0; p < n; p++) {
+        const float *S = from + p * columns;
         float *out = to + p * columns;
-        for (i64 x = 0; x < columns; x++) out[x] += k[p] * by_k[x];
+        const vec kp = (vec){0} + k[p], dp = (vec){0} + decay[p];
+        for (i64 x = 0; x < whole; x += LANES) store(out + x, dp * load(S + x) + kp * load(by_k + x));
+        for (i64 x = whole; x < columns; x++) out[x] = decay[p] * S[x] + k[p] * by_k[x];
     }
 }
 
