@@ -125,6 +125,7 @@ def explain(
       form 'chunkwise' because t = 2048: linear in t, ...; backend 'native' runs float32 on a CPU
     """
     rule = select_rule(log_decay, beta)
+    checks.check_decay(log_decay)
     return check_and_resolve(
         rule,
         q,

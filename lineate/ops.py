@@ -259,6 +259,8 @@ def _attend(
     if state is None:
         state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype))
     native = plan.backend == "native"
+    if not native:
+        checks.check_decay(log_decay)
     if plan.form == "chunkwise":
         run_chunks = native_ops.chunkwise if native else chunkwise
         output, final = run_chunks(

@@ -10,14 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lineate.checks import check_decay
 from lineate.native.build import library
 
 _LAYOUT = struct.Struct("12q" + "5q" * 12 + "7q" + "d")  # Call in chunkwise.c
 _NO_TENSOR = (0, 0, 0, 0, 0)
+_NO_MEMORY, _POSITIVE_DECAY = 1, 2
 
 
 class Tensors(NamedTuple):
-    """The strided tensors of one call, float32 or bfloat16 with a dense last dimension; None where the entry has none."""
+    """The strided tensors of a call, float32 or bfloat16 with a dense last dimension; None where there is none."""
 
     q: Tensor
     k: Tensor
@@ -71,8 +73,11 @@ def run(
         words += _NO_TENSOR if x is None else (x.data_ptr(), *x.stride()[:3], x.dtype is torch.bfloat16)
     words += [0 if x is None else x.data_ptr() for x in states]
     words += [0 if x is None else ctypes.addressof(x) for x in (starts, first_chunk)]
-    if _entry(entry)(_LAYOUT.pack(*words, scale)):
+    status = _entry(entry)(_LAYOUT.pack(*words, scale))
+    if status == _NO_MEMORY:
         raise MemoryError(f"no memory for the scratch space of {threads} threads at chunk_size = {chunk_size}")
+    if status == _POSITIVE_DECAY:
+        check_decay(tensors.log_decay)
 
 
 def dense(x: Tensor | None) -> Tensor | None:

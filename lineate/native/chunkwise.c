@@ -205,12 +205,14 @@ typedef struct {
     float *dR, *dSC, *dX, *dKW, *dk, *dG;   // backward: rows, V; 2 rows, rows; 2 rows, K; rows, K; rows, K; rows, K
     float *intra, *dW, *sums, *dS;          // backward: 3 rows, K; rows, K; 2 rows, K: over the group; group, K, V
     double *G;                              // rows
+    ivec positive;                          // whether any log_decay was above 0
     void *memory;
 } Scratch;
 
 enum { RECURRENT, FORWARD, BACKWARD };
 
 static int allocate(Scratch *s, const Call *a, int mode) {
+    s->positive = (ivec){0};
     s->rows = mode == RECURRENT ? 1 : up(least(a->chunk, a->t), PAD_ROWS);
     s->K = up(a->key_dim, PAD_COLS), s->V = up(a->value_dim, PAD_COLS);
     s->ldk = s->K + SKEW, s->ldv = s->V + SKEW, s->ldc = up(s->rows, PAD_COLS) + SKEW;
@@ -268,7 +270,10 @@ static void load_decay(Scratch *s, const Call *a, i64 row, i64 start, i64 head) 
         for (i64 i = 0; i < c; i++) {
             float *x = s->decay + i * ldk;
             get(x, &a->log_decay, row, start + i, head, a->key_dim, K);
-            for (i64 p = 0; p < K; p += LANES) store(x + p, exponential(load(x + p)));
+            for (i64 p = 0; p < K; p += LANES) {
+                s->positive |= load(x + p) > 0;
+                store(x + p, exponential(load(x + p)));
+            }
         }
         scale_to(s->ER, s->decay, 1, K);
         for (i64 i = 1; i < c; i++) times(s->ER + i * ldk, s->ER + (i - 1) * ldk, s->decay + i * ldk, K);
@@ -281,6 +286,7 @@ static void load_decay(Scratch *s, const Call *a, i64 row, i64 start, i64 head) 
     for (i64 i = 0; i < c; i++) {
         float x = 0;
         if (a->decay == HEAD) get(&x, &a->log_decay, row, start + i, head, 1, 1);
+        s->positive[0] |= x > 0;
         s->G[i] = sum += x < -1000.f ? -1000. : x;
     }
     for (i64 i = 0; i < c; i++) {
@@ -717,6 +723,7 @@ static void recurrent_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
 
 // ---- threads -------------------------------------------------------------------------------------------------------
 
+enum { NO_MEMORY = 1, POSITIVE_DECAY = 2 };
 enum { WORTH_A_THREAD = 1 << 17 };  // elements of state a token: starting a thread costs about as much
 
 typedef void (*Work)(Scratch *, const Call *, i64 text, i64 key_head);
@@ -726,7 +733,7 @@ typedef struct {
     Work work;
     int mode;
     atomic_llong next;
-    atomic_int failed;
+    atomic_int failed;  // NO_MEMORY, POSITIVE_DECAY
 } Job;
 
 static void *run(void *argument) {
@@ -736,11 +743,13 @@ static void *run(void *argument) {
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8040);  // denormals are 0: beside anything else they are, and they are slow
 #endif
-    if (allocate(&scratch, job->call, job->mode)) atomic_store(&job->failed, 1);
+    if (allocate(&scratch, job->call, job->mode)) atomic_store(&job->failed, NO_MEMORY);
     else {
         const i64 units = job->call->texts * job->call->h;
         for (i64 i; (i = atomic_fetch_add(&job->next, 1)) < units;)
             job->work(&scratch, job->call, i / job->call->h, i % job->call->h);
+        for (int i = 0; i < LANES; i++)
+            if (scratch.positive[i]) atomic_store(&job->failed, POSITIVE_DECAY);
         free(scratch.memory);
     }
 #if defined(__SSE2__)

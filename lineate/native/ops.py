@@ -1,9 +1,12 @@
 """The native backend's forms: chunkwise with its backward, and recurrent for decoding."""
 
+import torch
 from torch import Tensor
 
 from lineate.chunk_op import Grads, Outputs, register
 from lineate.native.call import States, Tensors, dense, run
+
+_NO_STATES = torch.empty(0)
 
 
 def _forward(
@@ -106,7 +109,7 @@ def recurrent(
     normalize_qk: bool,
 ) -> tuple[Tensor, Tensor]:
     """Token by token, without gradients: decoding."""
-    outputs = v.new_empty(v.shape), state.new_empty(state.shape), state[:0]
+    outputs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (v, state))
     _forward(
         q,
         k,
@@ -115,7 +118,7 @@ def recurrent(
         beta,
         state,
         cu_seqlens,
-        outputs,
+        (outputs[0], outputs[1], _NO_STATES),
         corrects=corrects,
         scale=scale,
         normalize_qk=normalize_qk,
