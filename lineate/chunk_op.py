@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lineate.rule import full_precision
+
 Outputs = tuple[Tensor, Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -95,7 +97,7 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
     ) -> tuple[Tensor, Tensor, Tensor]:
         outputs = _empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
         _check_bounds(cu_seqlens, q.shape[1])
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             run_forward(
                 q,
                 k,
@@ -128,7 +130,7 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
         chunk_size: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         grads = _empty_grads(q, k, v, log_decay, beta, dfinal)
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             run_backward(
                 doutput,
                 dfinal,

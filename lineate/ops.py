@@ -32,7 +32,7 @@ from lineate.forms.parallel import parallel
 from lineate.forms.recurrent import recurrent
 from lineate.forms.softmax import KeyValueCache, softmax
 from lineate.native import ops as native_ops
-from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype
+from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype, full_precision
 from lineate.rule import normalize as unit
 
 State = TypeVar("State")
@@ -288,7 +288,7 @@ def _attend(
         scale=scale,
         normalize_qk=normalize_qk,
     )
-    with torch.autocast(q.device.type, enabled=False):
+    with full_precision(q):
         if cu_seqlens is None:
             output, final = run(q, k, v, log_decay, beta, state)
         else:

@@ -10,6 +10,7 @@ Symbols, here and everywhere: b batch, t tokens, h key heads, hv value heads (a 
 n chunks, c chunk length.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +64,12 @@ def read(state: Tensor, x: Tensor) -> Tensor:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the state and of all arithmetic: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[object]:
+    """Autocast off for the device of x: the state and the solve stay in float32 inside a bfloat16 region."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def normalize(x: Tensor, epsilon: float = 1e-6) -> Tensor:

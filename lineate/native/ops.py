@@ -95,6 +95,45 @@ def _dense(x: Tensor) -> Tensor:
 chunkwise = register("chunkwise_native", _forward, _backward)
 
 
+def _recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    corrects: bool,
+    scale: float,
+    normalize_qk: bool,
+) -> tuple[Tensor, Tensor]:
+    output, final = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (v, state))
+    _forward(
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        state,
+        cu_seqlens,
+        (output, final, _NO_STATES),
+        corrects=corrects,
+        scale=scale,
+        normalize_qk=normalize_qk,
+        chunk_size=1,
+        entry="recurrent",
+    )
+    return output, final
+
+
+_recurrent_op = torch.library.custom_op("lineate::recurrent_native", _recurrent, mutates_args=())
+
+
+@_recurrent_op.register_fake
+def _(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
 def recurrent(
     q: Tensor,
     k: Tensor,
@@ -108,21 +147,6 @@ def recurrent(
     scale: float,
     normalize_qk: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Token by token, without gradients: decoding."""
-    outputs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (v, state))
-    _forward(
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        state,
-        cu_seqlens,
-        (outputs[0], outputs[1], _NO_STATES),
-        corrects=corrects,
-        scale=scale,
-        normalize_qk=normalize_qk,
-        chunk_size=1,
-        entry="recurrent",
-    )
-    return outputs[0], outputs[1]
+    """Token by token, without gradients: decoding. Only the compiler needs it as an op, which costs microseconds."""
+    run_tokens = _recurrent_op if torch.compiler.is_compiling() else _recurrent
+    return run_tokens(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk)
