@@ -100,6 +100,7 @@ class Chunk:
         dlog_decay = None
         if self.decay.readers is not None and self.decay.writers is not None and self.decay.last is not None:
             written = writers * dwriters
+            written[:, :, -1] = 0  # e^{G_c - G_c} is 1, whatever G_c is
             through = (readers.view(n, r, s, c, -1) * dreaders).sum(2) - written
             end = written.sum(2, keepdim=True) + self.decay.last.mT * dlast
             if dG.shape[-1] == 1:

@@ -68,7 +68,7 @@ class HeadDecay:
 
     def scores_backward(self, QK: Tensor, k: Tensor, scores: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         n, s, c, key_dim = QK.shape
-        paired = (scores * dscores).sum(2)  # n r c c
+        paired = (scores * dscores).sum(2).tril_(-1)  # n r c c; a token's own pair has no decay in it
         dG = (paired.sum(-1) - paired.sum(-2)).unsqueeze(-1)
         dproducts = (dscores * self.D.unsqueeze(2)).sum(1).flatten(1, 2)  # n sc c
         dreaders = (dproducts @ k).view(n, s, c, key_dim)
@@ -167,6 +167,9 @@ class ChannelDecay:
         QK, k = self._spread(QK), self._spread(k)
         d = k.new_zeros(n * r, s, C, C)
         d[:, :, :c, :c] = dscores.reshape(n * r, s, c, c)
+        own = d[:, 0].diagonal(dim1=-2, dim2=-1)  # a token's own pair has no decay in it, so it comes after dG
+        d_own = own.unsqueeze(-1).clone()
+        own.zero_()
         dreaders, dk = torch.zeros_like(QK), torch.zeros_like(k)
         by_block = d.view(n * r, s, self.blocks, B, self.blocks, B)
         for head, block, row, between in self._exact_rows():
@@ -190,6 +193,8 @@ class ChannelDecay:
                 carried[:, :start] *= self.step[:, i].unsqueeze(1)
                 carried[:, start:stop] = self.handed[:, i]
         dG = (QK * dreaders).sum(1) - k * dk
+        dreaders[:, 0].addcmul_(d_own, k)
+        dk.addcmul_(d_own, QK[:, 0])
         dreaders, dk, dG = (x[..., :c, :].unflatten(0, (n, r)) for x in (dreaders, dk, dG))
         return dreaders.sum(1), dk.sum(1), dG
 

@@ -509,13 +509,12 @@ static void channel_scores_backward(Scratch *s, const Call *a) {
             const float *dP = s->dSC + i * ldc, *dM = dP + rows * ldc, *qi = q + i * ldk, *ki = k + i * ldk;
             float *between = s->W;
             fill(between, 1, K);
-            for (i64 j = i; j >= start; j--) {
+            for (i64 j = i - 1; j >= start; j--) {
                 const float *kj = k + j * ldk, *next = s->decay + (j + 1) * ldk;
                 const float p = dP[j], m = a->corrects ? dM[j] : 0;
                 for (i64 x = 0; x < K; x += LANES) {
-                    vec w = load(between + x);
-                    if (j < i) store(between + x, w *= load(next + x));
-                    vec kept = w * load(kj + x);
+                    vec w = load(between + x) * load(next + x), kept = w * load(kj + x);
+                    store(between + x, w);
                     store(dq + i * ldk + x, load(dq + i * ldk + x) + p * kept);
                     store(dkr + i * ldk + x, load(dkr + i * ldk + x) + m * kept);
                     store(dkw + j * ldk + x, load(dkw + j * ldk + x) + w * (p * load(qi + x) + m * load(ki + x)));
@@ -529,6 +528,10 @@ static void channel_scores_backward(Scratch *s, const Call *a) {
             i64 at = i * ldk + x;
             store(s->dG + at, load(s->dG + at) + load(q + at) * load(dq + at) + load(k + at) * (load(dkr + at) - load(dkw + at)));
         }
+    for (i64 i = 0; i < c; i++) {  // a token's own pair has no decay in it, so it comes after dG
+        add_scaled(dq + i * ldk, k + i * ldk, s->dSC[i * ldc + i], K);
+        add_scaled(dkw + i * ldk, q + i * ldk, s->dSC[i * ldc + i], K);
+    }
 }
 
 static void backward_chunk(Scratch *s, const Call *a, i64 row, i64 start, i64 head, const float *S, float *dS) {
@@ -575,8 +578,8 @@ static void backward_chunk(Scratch *s, const Call *a, i64 row, i64 start, i64 he
         times(dG, s->XR + i * ldk, s->dX + i * ldk, K);
         if (a->corrects) add_times(dG, s->XR + (rows + i) * ldk, dXk + i * ldk, K);
     }
-    float *end = s->dG + (c - 1) * ldk;  // G_c also stands in every writer and beside S
-    for (i64 i = 0; i < c; i++)
+    float *end = s->dG + (c - 1) * ldk;  // G_c also stands in every writer but the last, and beside S
+    for (i64 i = 0; i < c - 1; i++)
         for (i64 x = 0; x < K; x += LANES) {
             vec written = load(s->KW + i * ldk + x) * load(s->dKW + i * ldk + x);
             store(s->dG + i * ldk + x, load(s->dG + i * ldk + x) - written);
