@@ -65,9 +65,9 @@ def resolve(
     elif beta_per_channel:
         form, why_form = "recurrent", "form 'recurrent' because beta has one rate per value channel"
     elif t <= RECURRENT_UP_TO and not packed and not needs_grad:
-        form, why_form = "recurrent", f"form 'recurrent' because t = {t} is at most {RECURRENT_UP_TO}: decoding"
+        form, why_form = "recurrent", f"form 'recurrent' because t is at most {RECURRENT_UP_TO}: decoding"
     else:
-        form, why_form = "chunkwise", f"form 'chunkwise' because t = {t}: linear in t, quadratic only inside a chunk"
+        form, why_form = "chunkwise", "form 'chunkwise': linear in t, quadratic only inside a chunk"
 
     if backend == "triton":
         if device != "cuda":
@@ -122,7 +122,7 @@ def explain(
 
     >>> print(lineate.explain(q, k, v, log_decay, beta))
     gated_delta_rule: chunkwise, native, chunks of 32
-      form 'chunkwise' because t = 2048: linear in t, ...; backend 'native' runs float32 on a CPU
+      form 'chunkwise': linear in t, quadratic only inside a chunk; backend 'native' runs float32 on a CPU
     """
     rule = select_rule(log_decay, beta)
     checks.check_decay(log_decay)
@@ -194,10 +194,13 @@ def check_and_resolve(
     )
 
 
-@torch.compiler.assume_constant_result
 def _no_native() -> str | None:
     """Why the native backend cannot run on this machine, or None; compiles it the first time."""
     return why_not()
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
+_no_native._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:

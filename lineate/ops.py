@@ -217,6 +217,7 @@ def attention_matrix(
     gate = log_decay if log_decay is not None else beta
     hv = q.shape[2] if gate is None else gate.shape[2]
     checks.check_inputs(select_rule(log_decay, beta), q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta)
+    checks.check_decay(log_decay)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -89,8 +89,8 @@ INLINE vec exponential(vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.f;
     ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
-    ivec some = x > -87.f;
-    return (vec)((ivec)(p * (vec)power) & some);
+    ivec none = x < -87.f;  // not so for NaN, which stays NaN
+    return (vec)((ivec)(p * (vec)power) & ~none);
 }
 
 INLINE float total(vec x) {

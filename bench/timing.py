@@ -1,0 +1,214 @@
+"""Interleaved timing, peak memory in a fresh process, and what the numbers were measured on."""
+
+import gc
+import json
+import os
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Call = Callable[[], Any]
+
+SAMPLE_SECONDS = 0.01  # a shorter call is repeated inside one sample until it fills this
+
+
+@dataclass
+class Samples:
+    """Seconds a call, one entry a round."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def minimum(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def interleave(
+    calls: Mapping[Key, Call],
+    *,
+    rounds: int,
+    budget: float,
+    at_least: int = 2,
+    inspect: Callable[[Key, Any], None] | None = None,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[Key, Samples]:
+    """Time A, B, C, A, B, C, ...: what disturbs the machine disturbs all of them alike.
+
+    Each is called once to warm up, and `inspect` sees that result. A call leaves the rounds once it has used `budget`
+    seconds, but not before `at_least` samples; the warm-up of one slower than the budget is its first sample.
+    `synchronize` waits for a device that works asynchronously.
+    """
+
+    def seconds(call: Call, repeats: int = 1) -> float:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        synchronize()
+        return (time.perf_counter() - start) / repeats
+
+    samples = {key: Samples() for key in calls}
+    repeats, spent = {}, {}
+    for key, call in calls.items():
+        start = time.perf_counter()
+        result = call()
+        synchronize()
+        first = time.perf_counter() - start
+        if inspect is not None:
+            inspect(key, result)
+        del result
+        if first > budget:
+            samples[key].seconds.append(first)
+        again = first if first > 10 * SAMPLE_SECONDS else min(seconds(call), seconds(call))
+        repeats[key] = min(1000, max(1, round(SAMPLE_SECONDS / again)))
+        spent[key] = 0.0  # a warm-up that something disturbed costs no rounds
+
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(max(rounds, at_least)):
+            for key, call in calls.items():
+                if spent[key] < budget or len(samples[key].seconds) < at_least:
+                    sample = seconds(call, repeats[key])
+                    samples[key].seconds.append(sample)
+                    spent[key] += sample * repeats[key]
+    finally:
+        gc.enable()
+    return samples
+
+
+# What is freed goes back to the system at once and what is taken is seen as new, in glibc's malloc and in mimalloc,
+# which some builds of torch carry. Without these a block that is reused counts as nothing.
+EXACT_ALLOCATION = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MIMALLOC_PURGE_DELAY": "0",
+    "MIMALLOC_PURGE_DECOMMITS": "1",
+    "MIMALLOC_ARENA_EAGER_COMMIT": "0",
+}
+METER_WITHIN = 0.05  # how far from 1 `meter` may read before a measurement is not believed
+
+
+def peak_extra_bytes(call: Call) -> dict[str, float | str]:
+    """Resident bytes that `call` needs at its peak beyond those before it; in a fresh process with EXACT_ALLOCATION."""
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present
+        how = "peak reset before the call"
+    except OSError:
+        how = "peak of the process"  # an upper bound where VmRSS can be read, else a lower one
+    before = _status_bytes("VmRSS") or _peak_bytes()
+    result = call()
+    peak = _status_bytes("VmHWM") or _peak_bytes()
+    del result
+    return {"bytes": max(0, peak - before), "how": how}
+
+
+def meter(allocate: Callable[[int], Any], size: int = 2**26) -> float:
+    """What peak_extra_bytes makes of a known allocation, as a fraction of its size: 1 if it can be believed.
+
+    The block is taken and freed once before: an allocator that keeps it would give it back unseen, and read 0.
+    """
+    allocate(size)
+    return float(peak_extra_bytes(lambda: allocate(size))["bytes"]) / size
+
+
+def _status_bytes(name: str) -> int:
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return 1024 * int(found[1]) if found else 0
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def in_fresh_process(arguments: list[str], environment: Mapping[str, str]) -> Any:
+    """Run `python *arguments` and read the JSON of the last line it prints; None if it fails (out of memory, say)."""
+    done = subprocess.run(
+        [sys.executable, *arguments], env=dict(environment), capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    print(f"exit code {done.returncode} of {arguments[-1]}: {done.stderr.strip()[-200:]}", file=sys.stderr)
+    return None
+
+
+class OtherProcesses:
+    """How many cores others have kept busy since this was made, on average; None where /proc/stat is missing.
+
+    Contention is not fair to contestants, taking turns or not: threads that wait for each other at the end of every
+    operation suffer most, so code of many small parallel operations looks far slower than it is.
+    """
+
+    BUSY = 0.1  # cores; above it ratios are not to be believed
+
+    def __init__(self) -> None:
+        self.start = self._read()
+
+    def cores(self) -> float | None:
+        now = self._read()
+        if self.start is None or now is None:
+            return None
+        wall, everyone, own = (b - a for a, b in zip(self.start, now, strict=True))
+        return max(0.0, everyone - own) / max(wall, 1e-9)
+
+    @staticmethod
+    def _read() -> tuple[float, float, float] | None:
+        """Seconds: on the clock, of all processes, of this one and its finished children."""
+        try:
+            fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        except OSError:
+            return None
+        ticks = sum(fields[:3]) + sum(fields[5:8])  # user, nice, system; interrupts, stolen by other guests
+        return time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), sum(os.times()[:4])
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        text = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        text = ""
+    if not re.search(r"^Model name:", text, re.MULTILINE) and Path("/proc/cpuinfo").exists():
+        text = Path("/proc/cpuinfo").read_text()
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE | re.IGNORECASE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table: with rich where it is installed, else as plain text."""
+    print(f"\n{title}")
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+        for row in [columns, ["-" * width for width in widths], *rows]:
+            cells = [row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]
+            print("  ".join(cells).rstrip())
+        return
+    table = Table()
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 220  # a file or a pipe has no width: do not cut the cells
+    console.print(table)

@@ -1,0 +1,192 @@
+"""torch.compile(fullgraph=True) of modules that use the ops, and what torch demands of custom ops."""
+
+import shutil
+
+import pytest
+import torch
+from cases import (
+    CHUNKWISE,
+    FORWARD_PATHS,
+    GATED_DELTA,
+    KIMI_DELTA,
+    PACKED,
+    ROWS,
+    SMALL,
+    TEXTS,
+    Inputs,
+    Row,
+    Shape,
+    bounds,
+    convert,
+    draw,
+    needs_native,
+    relative_error,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lineate
+
+SHAPE = Shape(2, 21, 2, 4, 6, 5)
+
+
+class Memory(nn.Module):
+    """A layer around one op: something to differentiate before it and after it, the state in and out."""
+
+    def __init__(self, row: Row, shape: Shape, **options: object):
+        super().__init__()
+        self.row, self.options = row, options
+        self.before, self.after = nn.Linear(shape.v, shape.v), nn.Linear(shape.v, 3)
+
+    def forward(self, inputs: Inputs, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        inputs = {**inputs, "v": self.before(inputs["v"])}
+        output, state = self.row.op(**inputs, cu_seqlens=cu_seqlens, **self.options)
+        return self.after(output), state
+
+
+def results(module: nn.Module, inputs: Inputs, *rest: object) -> list[Tensor]:
+    """Output, state, and the gradients of inputs and parameters."""
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    output, state = module(leaves, *rest)
+    loss = output.square().sum() + state.square().sum()
+    return [output, state, *torch.autograd.grad(loss, [*leaves.values(), *module.parameters()])]
+
+
+def compare(module: Memory, inputs: Inputs, *rest: object, backend: str = "aot_eager", tolerance: float = 0.0) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    for seed in (0, 1):  # the second call runs what the first one compiled
+        some = {name: x + 0 if seed == 0 else x.roll(1, dims=1) for name, x in inputs.items()}
+        for i, (got, expected) in enumerate(
+            zip(results(compiled, some, *rest), results(module, some, *rest), strict=True)
+        ):
+            assert relative_error(got.detach(), expected.detach()) <= tolerance, i
+
+
+@pytest.mark.parametrize("path", CHUNKWISE)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_compiled_equals_eager(row, path):
+    """Forward and backward, state in and out, to the last bit: the op runs as it is."""
+    torch.manual_seed(0)
+    inputs = convert(draw(row, SHAPE), torch.float32)
+    compare(Memory(row, SHAPE, **path, chunk_size=8, normalize_qk=True), inputs)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_compiled_packed_texts(row):
+    torch.manual_seed(0)
+    inputs = convert(draw(row, PACKED, texts=len(TEXTS)), torch.float32)
+    compare(Memory(row, PACKED, chunk_size=16), inputs, bounds())
+
+
+@pytest.mark.parametrize("form", ["auto", "recurrent", "parallel"])
+def test_other_forms_compile(form):
+    """Plain torch all the way; the compiler may order sums differently."""
+    torch.manual_seed(0)
+    shape = SHAPE._replace(t=4)
+    compare(Memory(KIMI_DELTA, shape, form=form), convert(draw(KIMI_DELTA, shape), torch.float32), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("path", [*FORWARD_PATHS, {}], ids=lambda x: "auto" if not x else None)
+@pytest.mark.parametrize("t", [1, 4, 21])
+def test_compiled_without_gradients(t, path):
+    """Decoding and prefill in inference: whatever `auto` chooses compiles in one graph."""
+    torch._dynamo.reset()
+    shape = SHAPE._replace(t=t)
+    inputs = convert(draw(GATED_DELTA, shape), torch.float32)
+    op = torch.compile(lambda x: GATED_DELTA.op(**x, **path), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for got, expected in zip(op(inputs), GATED_DELTA.op(**inputs, **path), strict=True):
+            assert relative_error(got, expected) <= 1e-6
+
+
+def test_one_graph_serves_every_length():
+    """Dynamic shapes: after the second length nothing is compiled again."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    op = torch.compile(lambda x: KIMI_DELTA.op(**x, chunk_size=16), fullgraph=True, backend=counter, dynamic=True)
+    for t in (20, 33, 47, 64):
+        inputs = {name: x.requires_grad_() for name, x in draw(KIMI_DELTA, SHAPE._replace(t=t)).items()}
+        assert (
+            relative_error(op(inputs).output.detach(), KIMI_DELTA.op(**inputs, form="recurrent").output.detach())
+            < 1e-12
+        )
+    assert counter.frame_count == 1
+
+
+def test_softmax_attention_and_attention_matrix_compile():
+    torch._dynamo.reset()
+    inputs = convert(draw(KIMI_DELTA, SHAPE), torch.float32)
+    q, k, v, log_decay, beta = (inputs[name] for name in ("q", "k", "v", "log_decay", "beta"))
+
+    def function(q: Tensor) -> tuple[Tensor, Tensor]:
+        first = lineate.softmax_attention(q, k, v)
+        second = lineate.softmax_attention(q, k, v, state=first.state)
+        return second.output, lineate.attention_matrix(q, k, log_decay, beta)
+
+    for got, expected in zip(torch.compile(function, fullgraph=True, backend="aot_eager")(q), function(q), strict=True):
+        assert relative_error(got, expected) <= 1e-6
+
+
+def test_compiled_calls_check_bounds_when_they_run():
+    """Values are not known while compiling; the op itself refuses bounds that would read past the texts."""
+    torch._dynamo.reset()
+    inputs = convert(draw(GATED_DELTA, SMALL._replace(b=1), "empty memory"), torch.float32)
+    op = torch.compile(lambda x, ends: GATED_DELTA.op(**x, cu_seqlens=ends).output, fullgraph=True, backend="aot_eager")
+    assert op(inputs, bounds((20, 33))).isfinite().all()
+    for wrong in ([0, 20, 54], [1, 20, 53], [0, 60, 53], [0, -1, 53]):
+        with pytest.raises(ValueError, match=r"^cu_seqlens must rise from 0 to t = 53, got "):
+            op(inputs, torch.tensor(wrong))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="inductor needs a C++ compiler"
+)
+@pytest.mark.parametrize("path", CHUNKWISE)
+def test_inductor(path):
+    torch.manual_seed(0)
+    inputs = convert(draw(KIMI_DELTA, SHAPE), torch.float32)
+    compare(Memory(KIMI_DELTA, SHAPE, **path, chunk_size=8), inputs, backend="inductor", tolerance=1e-5)
+
+
+class Captured(TorchDispatchMode):
+    """The calls of lineate's own torch ops, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "lineate":
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("path", CHUNKWISE)
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_custom_ops_keep_their_promises(row, packed, path):
+    """opcheck: schema, fake tensors, autograd registration, of every op that a call and its backward use."""
+    shape, texts = (PACKED, len(TEXTS)) if packed else (SHAPE, None)
+    inputs = convert(draw(row, shape, texts=texts), torch.float32)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    with Captured() as captured:
+        output, state = row.op(**leaves, **path, chunk_size=8, cu_seqlens=bounds() if packed else None)
+        torch.autograd.grad(output.square().sum() + state.square().sum(), list(leaves.values()))
+    assert len(captured.calls) == 2
+    for op, args, kwargs in captured.calls:
+        checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
+        detached = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
+        torch.library.opcheck(op, detached, kwargs, test_utils=checks)
+
+
+@needs_native
+def test_fake_tensors_have_the_real_strides():
+    """What the compiler believes about an output is what comes: contiguous, whatever the inputs are."""
+    inputs = convert(draw(GATED_DELTA, SHAPE), torch.float32)
+    odd = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in inputs.items()}
+    for call in (inputs, odd):
+        output, state = GATED_DELTA.op(**call, form="chunkwise")
+        assert output.is_contiguous()
+        assert state.is_contiguous()

@@ -1,0 +1,332 @@
+"""`auto` is one pure function: a table of what it chooses, and of what it refuses; `explain` tells what really runs."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import (
+    DELTA,
+    FORMS,
+    GATED_DELTA,
+    GATED_LINEAR,
+    GATED_LINEAR_CHANNEL,
+    KIMI_DELTA,
+    LINEAR,
+    PACKED,
+    ROWS,
+    SMALL,
+    TEXTS,
+    assert_same_bits,
+    bounds,
+    convert,
+    draw,
+    needs_native,
+    run,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lineate
+from lineate import rule
+from lineate.dispatch import resolve
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+NO_COMPILER = "no C compiler was found"
+
+SHORT = "form 'recurrent' because t is at most 8: decoding"
+CHUNKS = "form 'chunkwise': linear in t, quadratic only inside a chunk"
+RATES = "form 'recurrent' because beta has one rate per value channel"
+ASKED = "form '{form}' as asked"
+NATIVE = "backend 'native' runs float32 on a CPU"
+NATIVE_ASKED, TORCH_ASKED = "backend 'native' as asked", "backend 'torch' as asked"
+BECAUSE = "backend 'torch' because "
+NO_PARALLEL = "the native backend has no parallel form"
+NO_RATES = "the native backend takes no beta per value channel"
+NO_GRADIENTS = "the native recurrent form has no gradients"
+NO_FLOAT64 = "the native backend computes in float32, got float64 inputs"
+NOT_CUDA = "the native backend needs CPU tensors, got cuda"
+
+DEFAULTS = {
+    "t": 100,
+    "packed": False,
+    "beta_per_channel": False,
+    "needs_grad": False,
+    "device": "cpu",
+    "dtype": F32,
+    "no_native": None,
+    "form": "auto",
+    "backend": "auto",
+    "chunk_size": None,
+}
+
+# What differs from the defaults -> form, backend, chunk size, why this form, why this backend.
+SERVED = [
+    # auto form on the native backend
+    ({}, "chunkwise", "native", 32, CHUNKS, NATIVE),
+    ({"t": 1}, "recurrent", "native", 1, SHORT, NATIVE),
+    ({"t": 8}, "recurrent", "native", 1, SHORT, NATIVE),
+    ({"t": 9}, "chunkwise", "native", 9, CHUNKS, NATIVE),
+    ({"t": 8, "packed": True}, "chunkwise", "native", 8, CHUNKS, NATIVE),
+    ({"t": 8, "needs_grad": True}, "chunkwise", "native", 8, CHUNKS, NATIVE),
+    ({"packed": True, "needs_grad": True}, "chunkwise", "native", 32, CHUNKS, NATIVE),
+    ({"dtype": BF16}, "chunkwise", "native", 32, CHUNKS, NATIVE),
+    ({"dtype": F16}, "chunkwise", "native", 32, CHUNKS, NATIVE),
+    ({"chunk_size": 64}, "chunkwise", "native", 64, CHUNKS, NATIVE),
+    ({"chunk_size": 1000}, "chunkwise", "native", 100, CHUNKS, NATIVE),
+    ({"t": 8, "chunk_size": 4}, "recurrent", "native", 1, SHORT, NATIVE),
+    # auto backend where native cannot serve
+    ({"dtype": F64}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_FLOAT64),
+    ({"t": 1, "dtype": F64}, "recurrent", "torch", 1, SHORT, BECAUSE + NO_FLOAT64),
+    ({"device": "cuda"}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NOT_CUDA),
+    ({"t": 1, "device": "cuda"}, "recurrent", "torch", 1, SHORT, BECAUSE + NOT_CUDA),
+    ({"no_native": NO_COMPILER}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_COMPILER),
+    ({"t": 3, "no_native": NO_COMPILER}, "recurrent", "torch", 1, SHORT, BECAUSE + NO_COMPILER),
+    ({"beta_per_channel": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
+    ({"beta_per_channel": True, "packed": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
+    ({"beta_per_channel": True, "needs_grad": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
+    # explicit forms
+    ({"form": "recurrent"}, "recurrent", "native", 1, ASKED, NATIVE),
+    ({"form": "recurrent", "packed": True}, "recurrent", "native", 1, ASKED, NATIVE),
+    ({"form": "recurrent", "needs_grad": True}, "recurrent", "torch", 1, ASKED, BECAUSE + NO_GRADIENTS),
+    ({"form": "recurrent", "beta_per_channel": True}, "recurrent", "torch", 1, ASKED, BECAUSE + NO_RATES),
+    ({"form": "chunkwise", "t": 1}, "chunkwise", "native", 1, ASKED, NATIVE),
+    ({"form": "chunkwise", "needs_grad": True}, "chunkwise", "native", 32, ASKED, NATIVE),
+    ({"form": "chunkwise", "dtype": F64}, "chunkwise", "torch", 64, ASKED, BECAUSE + NO_FLOAT64),
+    ({"form": "parallel"}, "parallel", "torch", 100, ASKED, BECAUSE + NO_PARALLEL),
+    ({"form": "parallel", "packed": True, "chunk_size": 7}, "parallel", "torch", 100, ASKED, BECAUSE + NO_PARALLEL),
+    # explicit backends
+    ({"backend": "torch"}, "chunkwise", "torch", 64, CHUNKS, TORCH_ASKED),
+    ({"backend": "torch", "t": 2}, "recurrent", "torch", 1, SHORT, TORCH_ASKED),
+    ({"backend": "torch", "form": "parallel", "device": "cuda"}, "parallel", "torch", 100, ASKED, TORCH_ASKED),
+    ({"backend": "torch", "no_native": NO_COMPILER}, "chunkwise", "torch", 64, CHUNKS, TORCH_ASKED),
+    ({"backend": "native"}, "chunkwise", "native", 32, CHUNKS, NATIVE_ASKED),
+    ({"backend": "native", "t": 2}, "recurrent", "native", 1, SHORT, NATIVE_ASKED),
+    ({"backend": "native", "t": 2, "needs_grad": True}, "chunkwise", "native", 2, CHUNKS, NATIVE_ASKED),
+    ({"backend": "native", "form": "recurrent"}, "recurrent", "native", 1, ASKED, NATIVE_ASKED),
+]
+
+RATES_MESSAGE = (
+    "form='{form}' needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
+    "is supported by form='recurrent' only"
+)
+NATIVE_MESSAGE = "backend='native' cannot serve this call: {why}; use backend='torch'"
+REFUSED = [
+    ({"form": "chunkwise", "beta_per_channel": True}, RATES_MESSAGE.format(form="chunkwise")),
+    ({"form": "parallel", "beta_per_channel": True}, RATES_MESSAGE.format(form="parallel")),
+    ({"backend": "triton"}, "backend='triton' needs a CUDA tensor, got cpu; use backend='torch'"),
+    ({"backend": "triton", "device": "mps"}, "backend='triton' needs a CUDA tensor, got mps; use backend='torch'"),
+    (
+        {"backend": "triton", "device": "cuda"},
+        "backend='triton' has no kernels in this version of lineate; use backend='torch'",
+    ),
+    ({"backend": "native", "dtype": F64}, NATIVE_MESSAGE.format(why=NO_FLOAT64)),
+    ({"backend": "native", "device": "cuda"}, NATIVE_MESSAGE.format(why=NOT_CUDA)),
+    ({"backend": "native", "form": "parallel"}, NATIVE_MESSAGE.format(why=NO_PARALLEL)),
+    ({"backend": "native", "beta_per_channel": True}, NATIVE_MESSAGE.format(why=NO_RATES)),
+    ({"backend": "native", "form": "recurrent", "needs_grad": True}, NATIVE_MESSAGE.format(why=NO_GRADIENTS)),
+    ({"backend": "native", "no_native": NO_COMPILER}, NATIVE_MESSAGE.format(why=NO_COMPILER)),
+]
+
+
+def label(changes: dict[str, object]) -> str:
+    return ", ".join(f"{name}={x}" for name, x in changes.items()) or "defaults"
+
+
+@pytest.mark.parametrize("row", SERVED, ids=lambda row: label(row[0]))
+@pytest.mark.parametrize("the_rule", rule.RULES, ids=lambda x: x.name)
+def test_served(the_rule, row):
+    changes, form, backend, chunk_size, why_form, why_backend = row
+    call = {**DEFAULTS, **changes}
+    reason = f"{why_form.format(t=call['t'], form=form)}; {why_backend}"
+    assert resolve(the_rule, **call) == lineate.Plan(the_rule.name, form, backend, chunk_size, reason)
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[label(x) for x, _ in REFUSED])
+def test_refused(changes, message):
+    with pytest.raises(ValueError) as caught:
+        resolve(rule.GATED_DELTA, **{**DEFAULTS, **changes})
+    assert str(caught.value) == message
+
+
+def test_an_explicit_request_is_served_or_refused_but_never_replaced():
+    """Every combination there is: what was asked for by name is what the plan says."""
+    choices = {
+        "t": (1, 8, 9, 100),
+        "packed": (False, True),
+        "beta_per_channel": (False, True),
+        "needs_grad": (False, True),
+        "device": ("cpu", "cuda", "meta"),
+        "dtype": (F32, F64, BF16),
+        "no_native": (None, NO_COMPILER),
+        "form": ("auto", *FORMS),
+        "backend": ("auto", "torch", "native", "triton"),
+        "chunk_size": (None, 16),
+    }
+    served = refused = 0
+    for values in itertools.product(*choices.values()):
+        call = dict(zip(choices, values, strict=True))
+        try:
+            plan = resolve(rule.DELTA, **call)
+        except ValueError:
+            refused += 1
+            assert (call["form"], call["backend"]) != ("auto", "auto")
+            assert call["backend"] in ("native", "triton") or call["beta_per_channel"]
+            continue
+        served += 1
+        assert call["form"] in ("auto", plan.form)
+        assert call["backend"] in ("auto", plan.backend)
+        assert (plan.form, plan.backend) in {("chunkwise", "native"), ("recurrent", "native")} | {
+            (form, "torch") for form in FORMS
+        }
+        assert not (plan.backend == "native" and (call["dtype"] == F64 or call["device"] != "cpu" or call["no_native"]))
+        assert not (plan.backend == "native" and plan.form == "recurrent" and call["needs_grad"])
+        assert not (call["beta_per_channel"] and plan.form != "recurrent")
+    assert served > 1000
+    assert refused > 1000
+
+
+# explain
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        (LINEAR, "linear_attention"),
+        (GATED_LINEAR, "gated_linear_attention"),
+        (GATED_LINEAR_CHANNEL, "gated_linear_attention"),
+        (DELTA, "delta_rule"),
+        (GATED_DELTA, "gated_delta_rule"),
+        (KIMI_DELTA, "kimi_delta_attention"),
+    ],
+    ids=str,
+)
+def test_explain_names_the_rule_that_the_gates_select(row, name):
+    plan = lineate.explain(**draw(row, SMALL))
+    assert plan.rule == name == row.op.__name__
+
+
+def test_explain_prints():
+    plan = lineate.explain(**draw(GATED_DELTA, SMALL))
+    assert str(plan) == (
+        "gated_delta_rule: chunkwise, torch, chunks of 53\n"
+        "  form 'chunkwise': linear in t, quadratic only inside a chunk; "
+        "backend 'torch' because the native backend computes in float32, got float64 inputs"
+    )
+
+
+class CustomOps(TorchDispatchMode):
+    """The names of lineate's own torch ops that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "lineate":
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+CALLS = [
+    {},
+    {"t": 1},
+    {"t": 8},
+    {"t": 9},
+    {"dtype": F64},
+    {"dtype": F64, "t": 2},
+    {"dtype": BF16},
+    {"packed": True},
+    {"needs_grad": True},
+    {"needs_grad": True, "t": 1},
+    {"form": "recurrent"},
+    {"form": "recurrent", "needs_grad": True},
+    {"form": "parallel"},
+    {"form": "chunkwise", "t": 1},
+    {"backend": "torch"},
+    {"backend": "torch", "chunk_size": 5},
+    {"chunk_size": 5},
+]
+
+
+@needs_native
+@pytest.mark.parametrize("call", CALLS, ids=label)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_explain_says_what_really_runs(row, call):
+    """The same bits as asking for the plan by name; and of the ops the one that the plan names."""
+    call = dict(call)
+    packed, needs_grad = call.pop("packed", False), call.pop("needs_grad", False)
+    shape = PACKED if packed else SMALL._replace(t=call.pop("t", SMALL.t))
+    inputs = convert(draw(row, shape, texts=len(TEXTS) if packed else None), call.pop("dtype", F32))
+    inputs["v"].requires_grad_(needs_grad)
+    options = {**call, "cu_seqlens": bounds() if packed else None}
+    plan = lineate.explain(**inputs, **options)
+    only = ("v",) if needs_grad else ()
+    with CustomOps() as ran:
+        got = run(row, inputs, **{"form": "auto", **options}, only=only)
+    expected_ops = {
+        ("chunkwise", "torch"): ["lineate.chunkwise.default", "lineate.chunkwise_backward.default"],
+        ("chunkwise", "native"): ["lineate.chunkwise_native.default", "lineate.chunkwise_native_backward.default"],
+    }.get((plan.form, plan.backend), [])
+    assert [name for name in ran.names if "recurrent" not in name] == expected_ops[: 1 + needs_grad]
+    by_name = {**options, "form": plan.form, "backend": plan.backend, "chunk_size": plan.chunk_size}
+    assert_same_bits(got, run(row, inputs, **by_name, only=only))
+
+
+def test_explain_runs_nothing():
+    """Not one torch op on the inputs but the look at the gates."""
+    inputs = {name: x.to("meta") for name, x in draw(KIMI_DELTA, SMALL).items()}
+    with CustomOps() as ran:
+        plan = lineate.explain(**inputs)
+    assert not ran.names
+    assert (plan.form, plan.backend) == ("chunkwise", "torch")
+
+
+# Without the native backend
+
+
+def without_native(code: str, **environment: str) -> str:
+    """The output of `code` in a fresh process with these environment variables."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+EXPLAIN = """
+import torch, lineate
+x = torch.ones(1, 20, 1, 4)
+plan = lineate.explain(x, x, x)
+print(plan.backend, plan.chunk_size, plan.reason.split("; ", 1)[1], sep="|")
+print(lineate.linear_attention(x, x, x).output.sum().item())
+try:
+    lineate.linear_attention(x, x, x, backend="native")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_switched_off():
+    assert without_native(EXPLAIN, LINEATE_NATIVE="0").splitlines() == [
+        "torch|20|backend 'torch' because it is switched off by LINEATE_NATIVE=0",
+        "1680.0",
+        "backend='native' cannot serve this call: it is switched off by LINEATE_NATIVE=0; use backend='torch'",
+    ]
+
+
+def test_without_a_compiler(tmp_path):
+    """A compiler that is not there, one that fails, and a cache that cannot be written: torch serves, and says why."""
+    gone = without_native(EXPLAIN, CC=str(tmp_path / "no-such-cc"), LINEATE_CACHE=str(tmp_path / "a")).splitlines()
+    fails = without_native(EXPLAIN, CC="false", LINEATE_CACHE=str(tmp_path / "b")).splitlines()
+    (tmp_path / "file").write_text("")
+    no_cache = without_native(EXPLAIN, LINEATE_CACHE=str(tmp_path / "file" / "c")).splitlines()
+    for plan, output, error in (gone, fails, no_cache):
+        assert plan.startswith("torch|20|backend 'torch' because ")
+        assert output == "1680.0"
+        assert error.startswith("backend='native' cannot serve this call: ")
+        assert error.endswith("; use backend='torch'")
+    assert "no-such-cc could not run" in gone[2]
+    assert "false failed" in fails[2]
+    assert "the cache folder cannot be made" in no_cache[2]
