@@ -222,14 +222,17 @@ def targets(bench: Bench) -> list[dict[str, Any]]:
         return ratio(table, (rule, "transformers", what, t), (rule, "lineate", what, t))
 
     def over_sdpa(table: str, t: int) -> float | None:
-        return ratio(table, ("softmax", "SDPA", "forward", t), ("gdn", "lineate", "forward", t))
+        ours = ("gdn", "lineate", "forward", t)
+        # Both names run torch's kernel, on two layouts: the faster one is the one to beat.
+        found = [ratio(table, ("softmax", who, "forward", t), ours) for who in ("SDPA", "lineate")]
+        return min((x for x in found if x is not None), default=None)
 
     def growth(table: str, rule: str, over: tuple[str, int], under: tuple[str, int]) -> float | None:
         return ratio(table, (rule, "lineate", *over), (rule, "lineate", *under))
 
     extra = bench.memory.get(Key("kda", "lineate", "forward", T))
     imported = statistics.median(bench.import_seconds) if bench.import_seconds else None
-    bf16, f32 = ("bfloat16", T), ("float32", T)
+    bf16, f32 = ("bfloat16", T), ("float32", T)  # "no slower", with 2% for the noise between two equal times
     lines: list[tuple[str, str, float, float | None]] = [
         ("GDN prefill, times faster than transformers", ">=", 3, gain("prefill", "gdn", "forward", T)),
         ("GDN prefill, times faster than SDPA", ">=", 1.5, over_sdpa("prefill", T)),
@@ -240,8 +243,8 @@ def targets(bench: Bench) -> list[dict[str, Any]]:
         ("GDN forward+backward, times faster than transformers", ">=", 3, gain("prefill", "gdn", TRAIN, T)),
         ("GDN at t 16384, times faster than SDPA", ">=", 12, over_sdpa("scaling", 16384)),
         ("GDN, time at t 32768 / at t 2048", "<=", 18, growth("scaling", "gdn", ("forward", 32768), ("forward", T))),
-        ("GDN, time in bfloat16 / in float32", "<=", 1, growth("dtype", "gdn", bf16, f32)),
-        ("KDA, time in bfloat16 / in float32", "<=", 1, growth("dtype", "kda", bf16, f32)),
+        ("GDN, time in bfloat16 / in float32", "<=", 1.02, growth("dtype", "gdn", bf16, f32)),
+        ("KDA, time in bfloat16 / in float32", "<=", 1.02, growth("dtype", "kda", bf16, f32)),
         ("import lineate beyond torch, in seconds", "<=", 0.2, imported),
     ]
     results = []
@@ -307,7 +310,7 @@ def main() -> None:
          for p in promises],
     )  # fmt: skip
     if (busy := bench.others.cores()) is not None and busy > bench.others.BUSY:
-        print(f"Other processes kept {busy:.1f} cores busy meanwhile: believe none of these ratios, ok or short.")
+        print(f"Other processes kept {busy:.1f} cores busy: believe no time or ratio above (memory is unaffected).")
     print(f"\nwrote {args.json}")
     if args.plot:
         plot.draw(args.json, args.plot)
