@@ -10,6 +10,8 @@ from lineate.chunk_op import needs_grad
 from lineate.native.build import why_not
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
 
+Signature = tuple[object, ...]
+
 FORMS = ("auto", "recurrent", "chunkwise", "parallel")
 BACKENDS = ("auto", "torch", "native", "triton")
 # The chunk length that is fastest on each backend (bench/cpu.py, table "chunk size").
@@ -152,6 +154,29 @@ def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
     return KIMI_DELTA if log_decay.dim() == 4 else GATED_DELTA
 
 
+# Plans of calls that passed every check, by all that the checks and the plan depend on: decoding makes the same call
+# for every token, and looking at it again would take a fifth of the step.
+_KNOWN: dict[Signature, Plan] = {}
+_KNOWN_AT_MOST = 1024
+
+
+def _signature(
+    rule: Rule, tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, options: tuple[object, ...]
+) -> Signature | None:
+    """What the checks look at, or None where they must look again: values, odd types, and while compiling."""
+    if cu_seqlens is not None or torch.compiler.is_compiling():
+        return None
+    parts: list[object] = [rule, torch.is_grad_enabled(), *options, *map(type, options)]
+    for x in tensors:
+        if x is None:
+            parts.append(None)
+        elif type(x) is Tensor:
+            parts += (x.shape, x.dtype, x.device, x.requires_grad)
+        else:
+            return None
+    return tuple(parts)
+
+
 def check_and_resolve(
     rule: Rule,
     q: Tensor,
@@ -169,6 +194,11 @@ def check_and_resolve(
     normalize_qk: bool,
 ) -> Plan:
     """All checks of one call, then its plan."""
+    options = (scale, form, backend, chunk_size, normalize_qk)
+    plain = all(x is None or type(x) in (float, int, str, bool) for x in options)
+    signature = _signature(rule, (q, k, v, log_decay, beta, state), cu_seqlens, options) if plain else None
+    if signature is not None and signature in _KNOWN:
+        return _KNOWN[signature]
     checks.check_choice("form", form, FORMS)
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_chunk_size(chunk_size)
@@ -179,7 +209,7 @@ def check_and_resolve(
     checks.check_cu_seqlens(cu_seqlens, b, t)
     n_states = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     checks.check_state(state, v, q.shape[-1], n_states)
-    return resolve(
+    plan = resolve(
         rule,
         t=t,
         packed=cu_seqlens is not None,
@@ -192,6 +222,9 @@ def check_and_resolve(
         backend=backend,
         chunk_size=chunk_size,
     )
+    if signature is not None and len(_KNOWN) < _KNOWN_AT_MOST:
+        _KNOWN[signature] = plan
+    return plan
 
 
 def _no_native() -> str | None:

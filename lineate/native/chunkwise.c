@@ -727,7 +727,7 @@ static void recurrent_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
 // ---- threads -------------------------------------------------------------------------------------------------------
 
 enum { NO_MEMORY = 1, POSITIVE_DECAY = 2 };
-enum { WORTH_A_THREAD = 1 << 19 };  // elements of state updated: what a thread should get to be worth starting
+enum { WORTH_A_THREAD = 1 << 17 };  // elements of state updated: what a thread should get to be worth starting
 
 typedef void (*Work)(Scratch *, const Call *, i64 text, i64 key_head);
 
