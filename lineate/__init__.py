@@ -4,8 +4,10 @@ out, state = lineate.gated_delta_rule(q, k, v, log_decay, beta)
 out, state = lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=state)   # continue where it stopped
 """
 
+from lineate.decoding import decode
 from lineate.dispatch import Plan, explain
 from lineate.forms.softmax import KeyValueCache
+from lineate.fused import fused_delta_rule
 from lineate.ops import (
     Attended,
     attention_matrix,
@@ -24,8 +26,10 @@ __all__ = [
     "KeyValueCache",
     "Plan",
     "attention_matrix",
+    "decode",
     "delta_rule",
     "explain",
+    "fused_delta_rule",
     "gated_delta_rule",
     "gated_linear_attention",
     "kimi_delta_attention",

@@ -121,6 +121,43 @@ def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: T
         )
 
 
+def check_raw_gates(
+    gate: Tensor, write: Tensor, A_log: Tensor, dt_bias: Tensor | None, beta_scale: float, q: Tensor, v: Tensor
+) -> None:
+    """gate `b t hv` or `b t hv k`, write `b t hv`, A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel)."""
+    b, t, hv, key_dim = *v.shape[:3], q.shape[3]
+    named = {"gate": gate, "write": write, "A_log": A_log, "dt_bias": dt_bias}
+    for name, x in named.items():
+        if x is None and name == "dt_bias":
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
+            )
+        if x.device != q.device:
+            raise ValueError(
+                f"{name} must be on the device of q, {q.device}, got {x.device}; move it with .to(q.device)"
+            )
+    per_channel = gate.dim() == 4
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {
+        "gate": {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)},
+        "write": {"(b, t, hv)": (b, t, hv)},
+        "A_log": {"(hv,)": (hv,)},
+        "dt_bias": {"(hv, k)": (hv, key_dim), "(hv * k,)": (hv * key_dim,)} if per_channel else {"(hv,)": (hv,)},
+    }
+    for name, allowed in shapes.items():
+        x = named[name]
+        if x is not None and tuple(x.shape) not in allowed.values():
+            wanted = " or ".join(f"{symbols} = {sizes}" for symbols, sizes in allowed.items())
+            raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
+    if isinstance(beta_scale, bool) or not isinstance(beta_scale, int | float):
+        raise TypeError(f"beta_scale must be a number, got {type(beta_scale).__name__}")
+    if not 0 < beta_scale < float("inf"):
+        raise ValueError(f"beta_scale must be finite and above 0, got {beta_scale}; 1 and 2 are usual")
+
+
 def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
     """cu_seqlens `n_seqs + 1`: 0, the ends of the packed texts in order, t."""
     if cu_seqlens is None:

@@ -1,5 +1,7 @@
 """Which form and backend run a call, decided in one pure function, and `explain`, which tells."""
 
+import importlib
+import os
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +16,10 @@ Signature = tuple[object, ...]
 
 FORMS = ("auto", "recurrent", "chunkwise", "parallel")
 BACKENDS = ("auto", "torch", "native", "triton")
-# The chunk length that is fastest on each backend (bench/cpu.py, table "chunk size").
-CHUNK_SIZES = {"torch": 64, "native": 32}
+# The chunk length that is fastest on each backend (bench/cpu.py, table "chunk size"); the triton kernels know no other.
+CHUNK_SIZES = {"torch": 64, "native": 32, "triton": 64}
+# The widest key and value heads that the triton kernels hold in registers.
+TRITON_WIDTH = 256
 # Up to this many tokens the token loop beats setting up a chunk (bench/cpu.py, table "short").
 RECURRENT_UP_TO = 8
 
@@ -43,19 +47,22 @@ def resolve(
     rule: Rule,
     *,
     t: int,
+    width: int,
     packed: bool,
     beta_per_channel: bool,
     needs_grad: bool,
     device: str,
     dtype: torch.dtype,
     no_native: str | None,
+    no_triton: str | None,
     form: str,
     backend: str,
     chunk_size: int | None,
 ) -> Plan:
     """`auto` becomes a choice; an explicit request that cannot be served raises, never falls back.
 
-    no_native is why the native backend cannot run on this machine, or None if it can.
+    width is the larger of k and v. no_native and no_triton say why that backend cannot run on this machine, or are None
+    if it can.
     """
     if beta_per_channel and form not in ("auto", "recurrent"):
         raise ValueError(
@@ -71,17 +78,19 @@ def resolve(
     else:
         form, why_form = "chunkwise", "form 'chunkwise': linear in t, quadratic only inside a chunk"
 
-    if backend == "triton":
-        if device != "cuda":
-            raise ValueError(f"backend='triton' needs a CUDA tensor, got {device}; use backend='torch'")
-        raise ValueError("backend='triton' has no kernels in this version of lineate; use backend='torch'")
-    obstacle = _native_obstacle(form, beta_per_channel, needs_grad, device, dtype) or no_native
-    if backend == "native" and obstacle is not None:
-        raise ValueError(f"backend='native' cannot serve this call: {obstacle}; use backend='torch'")
+    obstacles = {
+        "native": _native_obstacle(form, beta_per_channel, needs_grad, device, dtype) or no_native,
+        "triton": no_triton or _triton_obstacle(form, needs_grad, device, dtype, width, chunk_size),
+        "torch": None,
+    }
+    own = "triton" if device == "cuda" else "native"  # the backend made for the device
     if backend == "auto":
-        backend = "native" if obstacle is None else "torch"
-        why_backend = f"backend {backend!r} " + ("runs float32 on a CPU" if obstacle is None else f"because {obstacle}")
+        backend = own if obstacles[own] is None else "torch"
+        found = {"triton": "runs kernels made for a GPU", "native": "runs float32 on a CPU"}
+        why_backend = f"backend {backend!r} " + (f"because {obstacles[own]}" if obstacles[own] else found[backend])
     else:
+        if obstacles[backend] is not None:
+            raise ValueError(f"backend={backend!r} cannot serve this call: {obstacles[backend]}; use backend='torch'")
         why_backend = f"backend {backend!r} as asked"
     chunk_size = CHUNK_SIZES[backend] if chunk_size is None else chunk_size
     size = {"recurrent": 1, "chunkwise": min(chunk_size, t), "parallel": t}[form]
@@ -102,6 +111,25 @@ def _native_obstacle(
         return "the native backend takes no beta per value channel"
     if form == "recurrent" and needs_grad:
         return "the native recurrent form has no gradients"
+    return None
+
+
+def _triton_obstacle(
+    form: str, needs_grad: bool, device: str, dtype: torch.dtype, width: int, chunk_size: int | None
+) -> str | None:
+    """What about this call the triton kernels do not do, or None."""
+    if device == "cpu" and dtype != torch.float32:
+        return f"triton's interpreter computes float32 only, got {str(dtype).removeprefix('torch.')}"
+    if dtype == torch.float64:
+        return "the triton kernels compute in float32, got float64 inputs"
+    if form == "parallel":
+        return "the triton backend has no parallel form"
+    if form == "recurrent" and needs_grad:
+        return "the triton recurrent form has no gradients"
+    if width > TRITON_WIDTH:
+        return f"the triton kernels take k and v up to {TRITON_WIDTH}, got {width}"
+    if form == "chunkwise" and chunk_size not in (None, CHUNK_SIZES["triton"]):
+        return f"the triton kernels work in chunks of {CHUNK_SIZES['triton']}, got chunk_size={chunk_size}"
     return None
 
 
@@ -212,12 +240,14 @@ def check_and_resolve(
     plan = resolve(
         rule,
         t=t,
+        width=max(q.shape[-1], v.shape[-1]),
         packed=cu_seqlens is not None,
         beta_per_channel=beta is not None and beta.dim() == 4,
         needs_grad=needs_grad(q, k, v, log_decay, beta, state),
         device=q.device.type,
         dtype=q.dtype,
         no_native=_no_native() if q.device.type == "cpu" and backend in ("auto", "native") else None,
+        no_triton=why_no_triton(q.device.type) if q.device.type == "cuda" or backend == "triton" else None,
         form=form,
         backend=backend,
         chunk_size=chunk_size,
@@ -234,6 +264,20 @@ def _no_native() -> str | None:
 
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
 _no_native._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def why_no_triton(device: str) -> str | None:
+    """Why the triton kernels cannot run on this device, or None; imports them. Triton's interpreter runs on a CPU."""
+    if device != "cuda" and not (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return f"the triton kernels need CUDA tensors, got {device}"
+    try:
+        importlib.import_module("lineate.kernels.ops")
+    except ImportError as missing:
+        return f"triton is not installed ({missing})"
+    return None
+
+
+why_no_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ token; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). 
     cu_seqlens    (n_seqs + 1,) int: texts packed into one row (b = 1) that never see each other;
                   states are then `n_seqs hv k v`
     form          "auto", "recurrent", "chunkwise" or "parallel"
-    backend       "auto", "torch", "native" (C, on a CPU) or "triton"
+    backend       "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU)
     chunk_size    tokens a chunk of the chunkwise form; None takes the backend's own
     normalize_qk  l2-normalise q and k inside
 
@@ -262,6 +262,10 @@ def _attend(
     native = plan.backend == "native"
     if not native:
         checks.check_decay(log_decay)
+    if plan.backend == "triton":
+        return Attended(
+            *_attend_triton(plan.form, rule, q, k, v, log_decay, beta, scale, state, cu_seqlens, normalize_qk)
+        )
     if plan.form == "chunkwise":
         run_chunks = native_ops.chunkwise if native else chunkwise
         output, final = run_chunks(
@@ -295,6 +299,30 @@ def _attend(
         else:
             output, final = run_packed(run, q, k, v, log_decay, beta, state, cu_seqlens)
     return Attended(output.to(v.dtype), final)
+
+
+def _attend_triton(
+    form: str,
+    rule: Rule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    scale: float,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    normalize_qk: bool,
+) -> tuple[Tensor, Tensor]:
+    from lineate.kernels import ops as kernels  # triton, at its first use
+
+    if form == "recurrent":
+        return kernels.recurrent(
+            q, k, v, log_decay, beta, state, cu_seqlens, scale=scale, normalize_qk=normalize_qk
+        )  # fmt: skip
+    return kernels.chunkwise(
+        q, k, v, log_decay, beta, state, cu_seqlens, corrects=rule.corrects, scale=scale, normalize_qk=normalize_qk
+    )
 
 
 def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor] | None:

@@ -1,0 +1,571 @@
+"""The chunkwise form on a GPU: buffers, launches and their configuration. The arithmetic is in the kernels.
+
+forward    gates, scores: P, T and the factors of every chunk, all chunks at once
+           state: from chunk to chunk, the state and the output
+backward   gates, scores again
+           state: the same walk backwards, for dS
+           gradients: those of every chunk at once
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lineate.kernels import hopper, hopper_backward
+from lineate.kernels.backward import gather, head_decay_gradients, head_gradients, head_residuals
+from lineate.kernels.channel import (
+    channel_gradients,
+    channel_residuals,
+    channel_scores,
+    channel_state_gradients,
+    make_spans,
+)
+from lineate.kernels.gates import FACTORS, head_gates
+from lineate.kernels.scores import head_scores
+from lineate.kernels.split import CHAIN_WIDTH, PROGRAMS, chain, count_segments
+from lineate.kernels.state import backward_state, forward_state
+
+CHUNK = 64
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+# Measured on an H200 (bench/gpu.py); correct for every choice. BX, BV: key channels and value columns of a tile.
+LAUNCH: dict[str, dict[str, int]] = {
+    "head_gates": {"num_warps": 4},
+    "head_scores": {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
+    "channel_scores": {"BX": 64, "num_warps": 4, "num_stages": 1},
+    "forward_state": {"BV": 64, "num_warps": 4, "num_stages": 2},
+    "backward_state": {"BV": 64, "num_warps": 4, "num_stages": 2},
+    "head_residuals": {"BV": 128, "num_warps": 4, "num_stages": 1},
+    "head_gradients": {"BX": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "channel_residuals": {"BV": 128, "num_warps": 4, "num_stages": 1},
+    "channel_state_gradients": {"BX": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "channel_gradients": {"BX": 64, "num_warps": 4, "num_stages": 1},
+    "chain": {"BV": 16, "num_warps": 4, "num_stages": 1},
+}
+
+
+def launch(kernel: str, **limits: int) -> dict[str, int]:
+    """The configuration of a kernel, none of its numbers larger than `limits`."""
+    chosen = dict(LAUNCH[kernel])
+    for name, limit in limits.items():
+        chosen[name] = min(chosen[name], limit)
+    return chosen
+
+
+# What a walk may hold of chunks that it fetched ahead; the rest of the shared memory is for what it computes.
+AHEAD_BYTES = 190_000
+
+
+def launch_walk(kernel: str, call: "Call") -> dict[str, int]:
+    """The configuration of a walk; it fetches a chunk ahead only where two of them fit."""
+    _, _, _, K, V = call.sizes
+    config = launch(kernel, BV=power(V))
+    keys, squares = (3, 2) if call.channel and call.corrects else (2, 1 + call.corrects)
+    numbers = CHUNK * (keys * power(K) + squares * CHUNK + config["BV"])
+    if config["num_stages"] * numbers * call.q.element_size() > AHEAD_BYTES:
+        config["num_stages"] = 1
+    return config
+
+
+def narrow(call: "Call") -> int:
+    """The most value columns of a tile that stands beside whole keys: fewer in float32, which takes twice the room."""
+    return min(power(call.v.shape[3]), 64 if call.q.dtype == torch.float32 else 128)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Where the texts and their chunks lie; see layout.py."""
+
+    count: int
+    slots: int
+    """At most: a packed text may end in part of a chunk, and how many do is known on the device alone."""
+    bounds: Tensor | None
+    first_slots: Tensor | None
+    slot_texts: Tensor | None
+
+    @property
+    def packed(self) -> bool:
+        return self.bounds is not None
+
+
+def count_slots(t: int, texts: int) -> int:
+    """How many chunks texts of t tokens in all can have."""
+    return (t + texts * (CHUNK - 1)) // CHUNK
+
+
+def find_texts(q: Tensor, cu_seqlens: Tensor | None) -> Texts:
+    """Batch rows, or the texts packed into one; nothing waits for the device."""
+    b, t = q.shape[:2]
+    if cu_seqlens is None:
+        return Texts(b, b * count_slots(t, 1), None, None, None)
+    count = cu_seqlens.shape[0] - 1
+    bounds = (
+        cu_seqlens.to(device=q.device, dtype=torch.int64).clamp(0, t).cummax(0).values
+    )  # wrong bounds touch nothing
+    chunks = (bounds.diff() + CHUNK - 1) // CHUNK
+    first_slots = torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
+    slots = count_slots(t, count)
+    numbers = torch.arange(slots, device=q.device)
+    slot_texts = torch.searchsorted(first_slots[1:], numbers, right=True).clamp_(max=count - 1)
+    return Texts(count, slots, bounds, first_slots, slot_texts)
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The gates of a call, and how they are given."""
+
+    log_decay: Tensor | None
+    """`b t hv`, `b t hv k` or None; the raw gate if A_log is given."""
+    beta: Tensor | None
+    """`b t hv` or None; the raw logit if A_log is given."""
+    A_log: Tensor | None = None
+    """`hv`: log_decay = -exp(A_log) softplus(gate + dt_bias), beta = beta_scale sigmoid(logit)."""
+    dt_bias: Tensor | None = None
+    """`hv`, or `hv k`."""
+    beta_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: tensors in the order the kernels want, sizes, and compile-time choices."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Gates
+    texts: Texts
+    corrects: bool
+    scale: float
+    normalize_qk: bool
+
+    @property
+    def channel(self) -> bool:
+        return self.gates.log_decay is not None and self.gates.log_decay.dim() == 4
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """t, h, hv, K, V."""
+        return self.q.shape[1], self.q.shape[2], self.v.shape[2], self.q.shape[3], self.v.shape[3]
+
+    @property
+    def precision(self) -> str:
+        """Of products in float32; narrower types multiply exactly."""
+        return "tf32x3" if self.q.dtype == torch.float32 else "ieee"
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Of the inverse, one launch each: float16's for tame systems, then tf32's for those that are not.
+
+        Their 11 bits are more than bfloat16 inputs need; inputs in float16 have as many, and get all of float32's.
+        """
+        if self.q.dtype != torch.bfloat16:
+            return ("tf32x3",)
+        return ("fp16", "tf32") if self.corrects else ("fp16",)
+
+    @property
+    def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+        """bounds, first_slots, slot_texts, t: what chunk_bounds takes."""
+        return self.texts.bounds, self.texts.first_slots, self.texts.slot_texts, self.q.shape[1]
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    cu_seqlens: Tensor | None,
+    corrects: bool,
+    scale: float,
+    normalize_qk: bool,
+) -> Call:
+    log_decay, beta, A_log, dt_bias = (
+        None if x is None else x.contiguous() for x in (gates.log_decay, gates.beta, gates.A_log, gates.dt_bias)
+    )
+    gates = Gates(log_decay, beta, A_log, dt_bias, gates.beta_scale)
+    return Call(
+        in_rows(q), in_rows(k), in_rows(v), gates, find_texts(q, cu_seqlens), corrects, scale, normalize_qk
+    )  # fmt: skip
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x `b t heads k` such that token i of row b is at (b t + i) stride(1); a copy only if it is not."""
+    b, t = x.shape[:2]
+    aligned = x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0 and x.data_ptr() % 16 == 0
+    if aligned and (b == 1 or x.stride(0) == t * x.stride(1)):
+        return x
+    dense = x.contiguous()  # whose strides may still be anything where a size is 1
+    row = x.shape[2] * x.shape[3]
+    return dense.as_strided(x.shape, (t * row, row, x.shape[3], 1))
+
+
+def power(n: int) -> int:
+    """The tile that holds n: a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(n))
+
+
+_SPANS: dict[tuple[torch.device, bool], Tensor] = {}
+
+
+def spans_like(q: Tensor) -> Tensor:
+    """make_spans, made once; not kept if this call is being captured, when memory belongs to the graph."""
+    key = q.device, q.dtype == torch.float32
+    if key in _SPANS:
+        return _SPANS[key]
+    spans = make_spans(CHUNK, q)
+    if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _SPANS[key] = spans
+    return spans
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What of a call does not depend on the state. q, k, w are Qr, Kr, Kw if decay is per channel, else q, k, k."""
+
+    q: Tensor
+    k: Tensor
+    w: Tensor
+    P: Tensor
+    T: Tensor
+    M: Tensor
+    factors: Tensor
+
+
+def prepare(call: Call, for_backward: bool = False) -> Prepared:
+    """Scores, inverse and factors of every chunk."""
+    _, h, hv, K, _ = call.sizes
+    q, k, gates, texts = call.q, call.k, call.gates, call.texts
+    slots, R, BK = texts.slots, hv // h, power(K)
+    raw, bias = gates.A_log is not None, gates.dt_bias is not None
+    P = q.new_empty(slots, hv, CHUNK, CHUNK)
+    T = torch.empty_like(P) if call.corrects else P
+    wild = q.new_empty(slots, hv, dtype=torch.int8)
+    if call.channel:
+        M = torch.empty_like(P) if call.corrects and for_backward else P
+        factors = q.new_empty(slots, hv, BK + CHUNK, dtype=torch.float32)
+        Qr = q.new_empty(*q.shape[:2], hv, K)
+        Kw = torch.empty_like(Qr)
+        Kr = torch.empty_like(Qr) if call.corrects else Kw
+        for products in call.products:
+            channel_scores[(slots, hv)](
+                q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, Qr, Kr, Kw, P, M, T, factors, wild,
+                spans_like(q), *call.where,
+                q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.beta_scale,
+                HV=hv, R=R, K=K, BK=BK, C=CHUNK, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
+                RAW=raw, BIAS=bias, KEEP=M is not P, PACKED=texts.packed, SPLIT=q.dtype != torch.float32,
+                PRECISION=call.precision, PRODUCTS=products, **launch("channel_scores", BX=BK),
+            )  # fmt: skip
+        return Prepared(Qr, Kr, Kw, P, T, M, factors)
+    factors = q.new_empty(slots, hv, FACTORS.value, CHUNK, dtype=torch.float32)
+    heads = min(16, triton.next_power_of_2(hv))
+    decay = gates.log_decay is not None
+    head_gates[(slots, triton.cdiv(hv, heads))](
+        gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, factors, *call.where, call.scale, gates.beta_scale,
+        HV=hv, HEADS=heads, C=CHUNK, GATED=decay, CORRECTS=call.corrects, RAW=raw, BIAS=bias, PACKED=texts.packed,
+        **launch("head_gates"),
+    )  # fmt: skip
+    for products in call.products:
+        head_scores[(slots, h)](
+            q, k, P, T, factors, wild, *call.where, q.stride(1), k.stride(1), q.stride(2), k.stride(2), h, call.scale,
+            R=R, K=K, BK=BK, C=CHUNK, GATED=decay, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
+            PACKED=texts.packed, PRECISION=call.precision, PRODUCTS=products,
+            **launch("head_scores", maxnreg=128 if R == 1 else 255),
+        )  # fmt: skip
+    return Prepared(q, k, k, P, T, P, factors)
+
+
+def forward(call: Call, state: Tensor, output: Tensor, final: Tensor, states: Tensor | None) -> None:
+    """Fills output, final, and states `slots hv v k`, the state entering each chunk, if given."""
+    ready = prepare(call)
+    segments = segments_of(call)
+    if segments > 1:
+        maps = walk_forward(call, ready, segments, map_only=True)
+        state = chain_segments(call, maps, state, segments, reverse=False)
+    walk_forward(call, ready, segments, state, output, final, states)
+
+
+def segments_of(call: Call) -> int:
+    """Packed texts are never cut: where would depend on their company. Wide keys are not: their maps are too large."""
+    if call.texts.packed or call.q.shape[3] > CHAIN_WIDTH:
+        return 1
+    chunks = call.texts.slots // call.texts.count
+    return count_segments(chunks, call.v.shape[2] * triton.cdiv(call.v.shape[3], 64))
+
+
+def chain_segments(call: Call, maps: Tensor, outer: Tensor, segments: int, reverse: bool) -> Tensor:
+    """The states between the segments, `pair segment k v`."""
+    _, _, hv, K, V = call.sizes
+    pairs = call.texts.count * hv
+    entries = outer.new_empty(pairs, segments, K, V)
+    config = launch("chain", BV=power(V))
+    chain[(triton.cdiv(V, config["BV"]) * pairs,)](
+        maps, outer, entries, segments, K=K, V=V, BK=power(K), REVERSE=reverse, **config
+    )
+    return entries
+
+
+def walk_forward(
+    call: Call,
+    ready: Prepared,
+    segments: int,
+    starts: Tensor | None = None,
+    output: Tensor | None = None,
+    final: Tensor | None = None,
+    states: Tensor | None = None,
+    map_only: bool = False,
+) -> Tensor | None:
+    """From chunk to chunk; map_only: the affine maps of the segments instead, `pair segment k (v + k)`."""
+    t, h, hv, K, V = call.sizes
+    texts, q, k, v = call.texts, ready.q, ready.k, call.v
+    pairs = texts.count * hv
+    if not map_only and hopper.fits(q, k, v, texts.slots, texts.count):
+        hopper.forward_state_hopper(
+            q, k, ready.w, v, ready.P, ready.T, ready.factors, starts, output, final, states,
+            texts.bounds, texts.first_slots, texts.count, texts.packed, channel=call.channel, corrects=call.corrects,
+            segments=segments, block=128 if V % 128 == 0 and pairs * segments >= PROGRAMS else 64,
+        )  # fmt: skip
+        return None
+    if map_only:
+        final = v.new_empty(pairs, segments, K, V + K, dtype=torch.float32)
+    config = launch_walk("forward_state", call)
+    BV = config["BV"]
+    columns = V + K if map_only else V
+    forward_state[(triton.cdiv(columns, BV) * pairs, 1, segments)](
+        q, k, ready.w, v, ready.P, ready.T, ready.factors, starts, output, final, states,
+        texts.bounds, texts.first_slots, t, segments,
+        q.stride(1), k.stride(1), v.stride(1), q.stride(2), k.stride(2), v.stride(2),
+        HV=hv, R=hv // h, K=K, V=V, BK=power(K), C=CHUNK, CHANNEL=call.channel, CORRECTS=call.corrects,
+        KEEP=states is not None, MAP=map_only, PACKED=texts.packed, EVEN=V % BV == 0 and not map_only,
+        PRECISION=call.precision, **config,
+    )  # fmt: skip
+    return final
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where the gradients go, in the shapes and dtypes of what they are of; None where there is nothing to have one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+    state: Tensor
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+
+
+# What the backward of one slice of the tokens may keep of states alone; its other buffers are about as large.
+SLICE_BYTES = 2**27
+
+
+def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads: Gradients) -> None:
+    """Fills grads, from the states that forward kept.
+
+    Slice by slice from the last chunks to the first (a few rows of the batch at a time if it has several), so that the
+    buffers stay small beside the states; the arithmetic is the same to the bit.
+    """
+    doutput, dfinal = doutput.contiguous(), dfinal.contiguous()
+    parts = grads.A_log, grads.dt_bias
+    totals = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in parts]
+    for rows, tokens in _slices(call, states):
+        chunks = states if call.texts.packed else states.view(call.q.shape[0], -1, *states.shape[1:])
+        if not call.texts.packed:
+            chunks = chunks[rows, tokens.start // CHUNK : triton.cdiv(tokens.stop, CHUNK)].flatten(0, 1)
+        part = _part(call, rows, tokens)
+        within = Gradients(
+            *(None if x is None else x[rows, tokens] for x in (grads.q, grads.k, grads.v, grads.log_decay, grads.beta)),
+            grads.state if call.texts.packed else grads.state[rows],
+            grads.A_log, grads.dt_bias,
+        )  # fmt: skip
+        _backward_part(part, doutput[rows, tokens], dfinal if call.texts.packed else dfinal[rows], chunks, within)
+        dfinal = grads.state if call.q.shape[0] == 1 else dfinal
+        for total, x in zip(totals, parts, strict=True):
+            if total is not None:
+                total += x
+    for total, x in zip(totals, parts, strict=True):
+        if total is not None and x is not None:
+            x.copy_(total)
+
+
+def _slices(call: Call, states: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows and tokens of each slice, the last tokens first."""
+    b, t = call.q.shape[:2]
+    everything = slice(0, b), slice(0, t)
+    if call.texts.packed or (b == 1 and segments_of(call) > 1):  # slices would be cut into other segments
+        yield everything
+        return
+    count = max(1, triton.cdiv(states.numel() * states.element_size(), SLICE_BYTES))
+    if b > 1:
+        rows = triton.cdiv(b, min(count, b))
+        for first in range(0, b, rows):
+            yield slice(first, min(first + rows, b)), slice(0, t)
+        return
+    tokens = triton.cdiv(triton.cdiv(t, CHUNK), count) * CHUNK
+    for first in reversed(range(0, t, tokens)):
+        yield slice(0, 1), slice(first, min(first + tokens, t))
+
+
+def _part(call: Call, rows: slice, tokens: slice) -> Call:
+    """The same call on a slice of its rows and tokens."""
+    gates, texts = call.gates, call.texts
+    if tokens == slice(0, call.q.shape[1]) and rows == slice(0, call.q.shape[0]):
+        return call
+    log_decay, beta = (None if x is None else x[rows, tokens] for x in (gates.log_decay, gates.beta))
+    q, k, v = (x[rows, tokens] for x in (call.q, call.k, call.v))
+    return replace(
+        call, q=q, k=k, v=v, gates=replace(gates, log_decay=log_decay, beta=beta), texts=find_texts(q, texts.bounds)
+    )
+
+
+def _backward_part(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads: Gradients) -> None:
+    _, h, hv, K, V = call.sizes
+    q, k, v, texts, gates = call.q, call.k, call.v, call.texts, call.gates
+    ready = prepare(call, for_backward=True)
+    dstates = torch.empty_like(states)
+    segments = segments_of(call)
+    if segments > 1:
+        maps = walk_backward(call, ready, segments, doutput, map_only=True)
+        dfinal = chain_segments(call, maps, dfinal, segments, reverse=True)
+    walk_backward(call, ready, segments, doutput, dfinal, grads.v, grads.state, dstates)
+    if call.channel:
+        _channel_gradients(call, ready, doutput, states, dstates, grads)
+        return
+    decay = gates.log_decay is not None
+    residuals = torch.empty_like(grads.v) if call.corrects else v
+    dq, dk = _parts(call, grads)
+    first = launch("head_residuals", BV=narrow(call))
+    second = launch("head_gradients", BX=power(K), BV=power(V))
+    blocks = triton.cdiv(K, second["BX"])
+    sums = q.new_empty(texts.slots, hv, 1 + blocks, CHUNK, dtype=torch.float32) if decay else None
+    options = {
+        "HV": hv, "R": hv // h, "K": K, "V": V, "PARTS": 1 + blocks, "C": CHUNK, "GATED": decay,
+        "CORRECTS": call.corrects, "PACKED": texts.packed, "PRECISION": call.precision,
+    }  # fmt: skip
+    head_residuals[(texts.slots, hv)](
+        q, k, v, ready.P, ready.T, ready.factors, states, doutput, grads.v, grads.beta, residuals, sums, *call.where,
+        q.stride(1), k.stride(1), v.stride(1), q.stride(2), k.stride(2), v.stride(2), call.scale,
+        BK=power(K), NORMALIZE=call.normalize_qk, EVEN=V % first["BV"] == 0, **options, **first,
+    )  # fmt: skip
+    head_gradients[(texts.slots, hv, blocks)](
+        q, k, ready.P, ready.T, ready.factors, states, dstates, doutput, grads.v, residuals, sums, dq, dk, *call.where,
+        q.stride(1), k.stride(1), residuals.stride(1), q.stride(2), k.stride(2), residuals.stride(2),
+        EVEN=V % second["BV"] == 0, **options, **second,
+    )  # fmt: skip
+    if decay:
+        heads = min(16, triton.next_power_of_2(hv))
+        head_decay_gradients[(texts.slots, triton.cdiv(hv, heads))](
+            ready.factors, sums, grads.log_decay, *call.where,
+            HV=hv, PARTS=1 + blocks, HEADS=heads, C=CHUNK, PACKED=texts.packed, **launch("head_gates"),
+        )  # fmt: skip
+    _gather(call, dq, dk, grads)
+
+
+def _parts(call: Call, grads: Gradients) -> tuple[Tensor, Tensor]:
+    """Where the value heads' dq and dk go: straight to where they belong if gather has nothing to do."""
+    _, h, hv, _, _ = call.sizes
+    if hv == h and not call.normalize_qk:
+        return grads.q, grads.k
+    shape = *grads.q.shape[:2], hv, grads.q.shape[3]
+    return grads.q.new_empty(shape), grads.k.new_empty(shape)
+
+
+def _gather(call: Call, dq: Tensor, dk: Tensor, grads: Gradients) -> None:
+    """From each value head's gradients (of unit q and k, if normalised) to those of q and k."""
+    t, h, _, K, _ = call.sizes
+    if dq is grads.q:
+        return
+    for x, parts, dx in ((call.q, dq, grads.q), (call.k, dk, grads.k)):
+        tokens = x.shape[0] * t
+        gather[(triton.cdiv(tokens * h, 16),)](
+            x, parts, dx, tokens, x.stride(1), x.stride(2),
+            H=h, R=parts.shape[2] // h, K=K, BK=power(K), ROWS=16, NORMALIZE=call.normalize_qk, num_warps=4,
+        )  # fmt: skip
+
+
+def walk_backward(
+    call: Call,
+    ready: Prepared,
+    segments: int,
+    doutput: Tensor,
+    ends: Tensor | None = None,
+    dvalues: Tensor | None = None,
+    dstart: Tensor | None = None,
+    dstates: Tensor | None = None,
+    map_only: bool = False,
+) -> Tensor | None:
+    """From the last chunk to the first; map_only: the affine maps of the segments instead."""
+    t, h, hv, K, V = call.sizes
+    texts, q, k = call.texts, ready.q, ready.k
+    pairs = texts.count * hv
+    if not map_only and hopper.fits(q, k, call.v, texts.slots, texts.count):
+        hopper_backward.backward_state_hopper(
+            q, k, ready.w, ready.P, ready.T, ready.factors, ends, doutput, dvalues, dstart, dstates,
+            texts.bounds, texts.first_slots, texts.count, texts.packed, hv=hv, channel=call.channel,
+            corrects=call.corrects, segments=segments,
+        )  # fmt: skip
+        return None
+    if map_only:
+        dstart = doutput.new_empty(pairs, segments, K, V + K, dtype=torch.float32)
+    config = launch_walk("backward_state", call)
+    BV = config["BV"]
+    columns = V + K if map_only else V
+    backward_state[(triton.cdiv(columns, BV) * pairs, 1, segments)](
+        q, k, ready.w, ready.P, ready.T, ready.factors, ends, doutput, dvalues, dstart, dstates,
+        texts.bounds, texts.first_slots, t, segments, q.stride(1), k.stride(1), q.stride(2), k.stride(2),
+        HV=hv, R=hv // h, K=K, V=V, BK=power(K), C=CHUNK, CHANNEL=call.channel, CORRECTS=call.corrects,
+        MAP=map_only, PACKED=texts.packed, EVEN=V % BV == 0 and not map_only, PRECISION=call.precision,
+        **config,
+    )  # fmt: skip
+    return dstart
+
+
+def _channel_gradients(
+    call: Call, ready: Prepared, doutput: Tensor, states: Tensor, dstates: Tensor, grads: Gradients
+) -> None:
+    _, h, hv, K, V = call.sizes
+    texts, gates, v = call.texts, call.gates, call.v
+    raw, bias = gates.A_log is not None, gates.dt_bias is not None
+    BK = power(K)
+    config = launch("channel_residuals", BV=narrow(call))
+    residuals = torch.empty_like(v, memory_format=torch.contiguous_format) if call.corrects else v
+    dP, dM = torch.empty_like(ready.P), torch.empty_like(ready.T)
+    channel_residuals[(texts.slots, hv)](
+        ready.k, v, ready.M, ready.T, ready.factors, states, doutput, grads.v, grads.beta, residuals, dP, dM,
+        *call.where,
+        v.stride(1), v.stride(2), gates.beta_scale,
+        HV=hv, K=K, V=V, BK=BK, C=CHUNK, CORRECTS=call.corrects, RAW=raw, PACKED=texts.packed,
+        EVEN=V % config["BV"] == 0, PRECISION=call.precision, **config,
+    )  # fmt: skip
+    q, k = call.q, call.k
+    dq, dk = _parts(call, grads)
+    dG = q.new_empty(*q.shape[:2], hv, K, dtype=torch.float32)
+    spans = spans_like(q)
+    strides = q.stride(1), k.stride(1), q.stride(2), k.stride(2)
+    options = {
+        "HV": hv, "R": hv // h, "K": K, "BK": BK, "C": CHUNK, "CORRECTS": call.corrects,
+        "NORMALIZE": call.normalize_qk, "RAW": raw, "BIAS": bias, "PACKED": texts.packed,
+        "SPLIT": q.dtype != torch.float32, "PRECISION": call.precision,
+    }  # fmt: skip
+    config = launch("channel_state_gradients", BX=BK, BV=power(V))
+    channel_state_gradients[(texts.slots, hv, triton.cdiv(K, config["BX"]))](
+        q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
+        dq, dk, dG, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
+        q.stride(2), k.stride(2), residuals.stride(2), call.scale, V=V, EVEN=V % config["BV"] == 0, **options, **config,
+    )  # fmt: skip
+    config = launch("channel_gradients", BX=BK)
+    blocks = triton.cdiv(K, config["BX"])
+    dA_log = dP.new_empty(texts.slots, hv, blocks, dtype=torch.float32) if raw else None
+    ddt_bias = dP.new_empty(texts.slots, hv, K, dtype=torch.float32) if bias else None
+    channel_gradients[(texts.slots, hv, blocks)](
+        q, k, gates.log_decay, gates.A_log, gates.dt_bias, dP, dM, dq, dk, dG, grads.log_decay,
+        dA_log, ddt_bias, spans, *call.where, *strides, call.scale, dtype=TYPES[q.dtype], **options, **config,
+    )  # fmt: skip
+    _gather(call, dq, dk, grads)
+    if dA_log is not None and grads.A_log is not None:
+        grads.A_log.copy_(dA_log.sum((0, 2)))
+    if ddt_bias is not None and grads.dt_bias is not None:
+        grads.dt_bias.copy_(ddt_bias.sum(0).view_as(grads.dt_bias))

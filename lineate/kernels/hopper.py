@@ -1,0 +1,458 @@
+"""The state's walk of state.py for Hopper (sm_90), in Gluon: TMA, mbarriers, wgmma in flight.
+
+    E = V - Kr S      R = T (beta E)      (rule only accumulates: R = V)
+    O = Qr S + P R    S <- e^{G_c} S + Kw^T R
+
+Held transposed as in state.py, S [BV, K], and in halves of 64 key channels, S0 and S1, each a wgmma accumulator. Every
+product is [BV, 64] x [64, 64], its left operand in registers. They are issued in an order that leaves the tensor cores
+always one more product to do while the registers of the one before are converted (in brackets, what is waited for):
+
+    Qr0 S0  [E]  T E  Qr1 S1  [R]  Kw0 R  P R  Kw1 R  [S0]  next Kr0 S0  [S1]  Kr1 S1  [all]
+
+Tiles come in through a ring of STAGES buffers. What is written leaves, and a chunk's buffers are filled again, while
+the next Kr S is computed. ptxas allows no product in flight around the loop's end: it ends where the next product needs
+no register of the last.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lineate.kernels.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7, triton 3.6
+
+
+@gluon.jit
+def _half(ring, stage, FIRST: gl.constexpr):
+    """64 columns of a tile."""
+    return ring.index(stage).slice(FIRST, 64, 1)
+
+
+@gluon.jit
+def _expect(sources, ready, stage, there):
+    """Before _fetch."""
+    for x in gl.static_range(len(sources)):
+        mbarrier.expect(ready[x].index(stage), sources[x].block_type.nbytes, pred=there)
+
+
+@gluon.jit
+def _fetch(sources, kept, ready, places, stage, there):
+    """Ask for one chunk's tiles; each has its own barrier (with one for all, the threads would meet before each)."""
+    for x in gl.static_range(len(sources)):
+        tma.async_copy_global_to_shared(sources[x], places[x], ready[x].index(stage), kept[x].index(stage), pred=there)
+
+
+@gluon.jit
+def _places(token, at, column_q, column_k, column_v, ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr):
+    """Where a chunk's tiles lie: of k, q, v, P, factors, T, w."""
+    places = ((token, column_k), (token, column_q), (token, column_v), (at * 64, 0), (at * ROWS, 0))
+    if CORRECTS:
+        places += ((at * 64, 0),)
+    if CHANNEL and CORRECTS:
+        places += ((token, column_k),)
+    return places
+
+
+@gluon.jit
+def _ring(source, STAGES: gl.constexpr):
+    """Buffers for STAGES tiles, and their barriers."""
+    shape: gl.constexpr = source.block_type.shape
+    kept = gl.allocate_shared_memory(source.dtype, [STAGES, shape[0], shape[1]], source.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    return kept, ready
+
+
+@gluon.jit
+def _trim(ring, ready, stage, phase, rows):
+    """Once a tile is there: 0 in what lies below a text's last row."""
+    mbarrier.wait(ready.index(stage), phase)
+    tile = ring.index(stage)
+    across: gl.constexpr = tile.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
+    i = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    for x in gl.static_range(4):  # few registers at a time
+        part = tile.slice(x * 16, 16, 0)
+        part.store(gl.where(i < rows - x * 16, part.load(layout), 0.0))
+
+
+@gluon.jit
+def _factor(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
+    """One vector of 64, as a row: [1, 64]."""
+    return kept_factors.index(stage).slice(ROW, 1, 0).load(layout)
+
+
+@gluon.jit
+def _keep(entering, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
+    """The state as it entered a chunk, to be stored."""
+    _half(entering, stage, 0).store(gl.convert_layout(held0, layout))
+    if H == 2:
+        _half(entering, stage, 64).store(gl.convert_layout(held1, layout))
+
+
+@gluon.jit
+def _compare(
+    kept_v, ready_v, kept_factors, ready_factors, stage, phase, there,
+    layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr,
+):  # fmt: skip
+    """beta V [BV, 64] and what beta E takes Kr S times, [1, 64]."""
+    mbarrier.wait(ready_factors.index(stage), phase, pred=there)
+    beta = _factor(kept_factors, stage, H if CHANNEL else BETA, layout)
+    rate = beta
+    if not CHANNEL:
+        rate = beta * _factor(kept_factors, stage, READ_K, layout)
+    mbarrier.wait(ready_v.index(stage), phase, pred=there)
+    return kept_v.index(stage).permute([1, 0]).load(layout).to(gl.float32) * beta, rate
+
+
+@gluon.jit(do_not_specialize=["t"])
+def forward_state(
+    q, k, w, v, P, T, factors, output, states, starts, final, out,
+    bounds, first_slots, t, segments, head_q, head_k, head_v,
+    HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """What state.py's forward_state computes. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
+
+    factors are rows of 64: those of gates.py or, CHANNEL, e^{G_c} in halves and beta. CHANNEL: k, q, w are Kr, Qr, Kw;
+    without CORRECTS nothing reads with k, and k is Kw.
+    """
+    gl.static_assert(K == 128 or K == 64)
+    H: gl.constexpr = K // 64
+    ROWS: gl.constexpr = H + 1 if CHANNEL else FACTORS
+    dtype: gl.constexpr = k.dtype
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+
+    column = gl.program_id(0)
+    pair = gl.program_id(1)
+    text = pair // HV
+    head = pair % HV
+    segment = gl.program_id(2)
+    if PACKED:
+        start = gl.load(bounds + text).to(gl.int32)
+        length = gl.load(bounds + text + 1).to(gl.int32) - start
+        slot = gl.load(first_slots + text).to(gl.int32)
+    else:
+        start = text * t
+        length = t
+        slot = text * ((t + 63) // 64)
+    chunks = (length + 63) // 64
+    per_segment = (chunks + segments - 1) // segments
+    begin = segment * per_segment
+    count = gl.minimum(begin + per_segment, chunks) - begin
+    first = column * BV
+    key_head = head if CHANNEL else head // R
+    column_q = key_head * head_q
+    column_k = key_head * head_k
+    column_v = head * head_v + first
+    column_o = head * V + first
+    token = start + begin * 64  # of the chunk in hand
+    at = (slot + begin) * HV + head
+
+    kept_k, ready_k = _ring(k, STAGES)
+    kept_q, ready_q = _ring(q, STAGES)
+    kept_v, ready_v = _ring(v, STAGES)
+    kept_P, ready_P = _ring(P, STAGES)
+    kept_factors, ready_factors = _ring(factors, STAGES)
+    sources = (k, q, v, P, factors)
+    kept = (kept_k, kept_q, kept_v, kept_P, kept_factors)
+    ready = (ready_k, ready_q, ready_v, ready_P, ready_factors)
+    kept_T, ready_T, kept_w, ready_w = kept_P, ready_P, kept_k, ready_k
+    if CORRECTS:
+        kept_T, ready_T = _ring(T, STAGES)
+        sources += (T,)
+        kept += (kept_T,)
+        ready += (ready_T,)
+    if CHANNEL and CORRECTS:
+        kept_w, ready_w = _ring(w, STAGES)
+        sources += (w,)
+        kept += (kept_w,)
+        ready += (ready_w,)
+    written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], output.layout)
+    if KEEP:
+        entering = gl.allocate_shared_memory(dtype, [OUTS, BV, K], states.layout)
+    fence_async_shared()
+    for s in gl.static_range(STAGES):
+        places = _places(token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS)
+        _expect(sources, ready, s, s < count)
+        _fetch(sources, kept, ready, places, s, s < count)
+
+    i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
+    base = starts + (pair.to(gl.int64) * segments + segment) * K * V + first
+    S0 = gl.load(base + i + j * V)
+    S1 = S0
+    if H == 2:
+        S1 = gl.load(base + i + (j + 64) * V)
+    none = gl.zeros([BV, 64], gl.float32, acc)
+    O = none.to(dtype)
+    held0 = gl.convert_layout(S0.to(dtype), left)
+    held1 = gl.convert_layout(S1.to(dtype), left)
+    KS = none
+    rows = length - (begin + count - 1) * 64  # of the last chunk; it may end early, and what follows is another text's
+    if (count == 1) & (rows < 64):
+        _trim(kept_k, ready_k, 0, 0, rows)
+        _trim(kept_v, ready_v, 0, 0, rows)
+        if CHANNEL and CORRECTS:
+            _trim(kept_w, ready_w, 0, 0, rows)
+        fence_async_shared()
+        barrier()
+    if CORRECTS:
+        mbarrier.wait(ready_k.index(0), 0, pred=count > 0)
+        KS = warpgroup_mma(held0, _half(kept_k, 0, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+        if H == 2:
+            KS = warpgroup_mma(held1, _half(kept_k, 0, 64).permute([1, 0]), KS, is_async=True)
+        goal, rate = _compare(kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, acc, H, CHANNEL)
+        mbarrier.wait(ready_T.index(0), 0, pred=count > 0)
+        KS = warpgroup_mma_wait(0, deps=(KS,))
+    mbarrier.wait(ready_q.index(0), 0, pred=count > 0)
+    stage = 0
+    phase = 0
+    barrier()
+    for n in range(count):
+        out_stage = n % OUTS
+        upcoming = gl.where(stage == STAGES - 1, 0, stage + 1)
+        turn = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        if (n + 2 == count) & (rows < 64):
+            _trim(kept_k, ready_k, upcoming, turn, rows)
+            _trim(kept_v, ready_v, upcoming, turn, rows)
+            if CHANNEL and CORRECTS:
+                _trim(kept_w, ready_w, upcoming, turn, rows)
+            fence_async_shared()
+            barrier()
+        # Nothing is in flight here (ptxas would wait for it anyway); S, its halves in 16 bits and Kr S are at hand.
+        QS = warpgroup_mma(held0, _half(kept_q, stage, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+        if CORRECTS:
+            E = gl.convert_layout((goal - KS * rate).to(dtype), left)
+            Rt = warpgroup_mma(E, kept_T.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
+        else:
+            mbarrier.wait(ready_factors.index(stage), phase)
+            mbarrier.wait(ready_v.index(stage), phase)
+            Rt = kept_v.index(stage).permute([1, 0]).load(acc).to(gl.float32)
+        if H == 2:
+            QS = warpgroup_mma(held1, _half(kept_q, stage, 64).permute([1, 0]), QS, is_async=True)
+        if KEEP and OUTS == 2:  # else one must wait for the last to have left
+            _keep(entering, out_stage, held0, held1, acc, H)
+        if CHANNEL:
+            S0 = S0 * _factor(kept_factors, stage, 0, acc)
+            if H == 2:
+                S1 = S1 * _factor(kept_factors, stage, 1, acc)
+        else:
+            last = _factor(kept_factors, stage, LAST, acc)
+            S0 = S0 * last
+            S1 = S1 * last
+        if not CHANNEL:
+            write = _factor(kept_factors, stage, WRITE, acc)
+        if CORRECTS:
+            Rt, QS = warpgroup_mma_wait(H - 1, deps=(Rt, QS))
+        added = gl.convert_layout(Rt.to(dtype), left)
+        wrote = added
+        if not CHANNEL:
+            wrote = gl.convert_layout((Rt * write).to(dtype), left)
+        if CHANNEL or not CORRECTS:
+            mbarrier.wait(ready_w.index(stage), phase)
+        S0 = warpgroup_mma(wrote, _half(kept_w, stage, 0), S0, is_async=True)
+        if not CHANNEL:
+            read = _factor(kept_factors, stage, READ_Q, acc)
+        mbarrier.wait(ready_P.index(stage), phase)
+        QS, S0 = warpgroup_mma_wait(1, deps=(QS, S0))
+        if not CHANNEL:
+            QS = QS * read
+        QS = warpgroup_mma(added, kept_P.index(stage).permute([1, 0]), QS, is_async=True)
+        if H == 2:
+            S1 = warpgroup_mma(wrote, _half(kept_w, stage, 64), S1, is_async=True)
+        more = n + 1 < count
+        if CORRECTS:
+            goal, rate = _compare(kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, acc, H, CHANNEL)
+        if OUTS == 1:
+            tma.store_wait(0)
+        _expect(sources, ready, stage, n + STAGES < count)
+        if H == 2:
+            S0, QS, S1 = warpgroup_mma_wait(1, deps=(S0, QS, S1))
+        else:
+            S0, QS = warpgroup_mma_wait(0, deps=(S0, QS))
+        if KEEP and OUTS == 1:
+            _keep(entering, out_stage, held0, held1, acc, H)
+        held0 = gl.convert_layout(S0.to(dtype), left)
+        if CORRECTS:
+            mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
+            KS = warpgroup_mma(held0, _half(kept_k, upcoming, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+        O = QS.to(dtype)
+        if CORRECTS:
+            if H == 2:
+                S1, KS = warpgroup_mma_wait(1, deps=(S1, KS))
+        elif H == 2:
+            S1 = warpgroup_mma_wait(0, deps=(S1,))
+        if H == 2:
+            held1 = gl.convert_layout(S1.to(dtype), left)
+            if CORRECTS:
+                KS = warpgroup_mma(held1, _half(kept_k, upcoming, 64).permute([1, 0]), KS, is_async=True)
+
+        # All of this chunk has been read. Its output leaves, and its buffers are filled again.
+        written.index(out_stage).permute([1, 0]).store(O)
+        fence_async_shared()
+        places = _places(token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS)
+        # (The last chunk may end early, and is stored below: here, outside of the output.)
+        tma.async_copy_shared_to_global(
+            output, [gl.where(more, token, output.shape[0]), column_o], written.index(out_stage)
+        )
+        if KEEP:
+            tma.async_copy_shared_to_global(states, [at * V + first, 0], entering.index(out_stage))
+        _fetch(sources, kept, ready, places, stage, n + STAGES < count)
+        if OUTS == 2:
+            tma.store_wait(1 + KEEP)
+        mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
+        if CORRECTS:
+            mbarrier.wait(ready_T.index(upcoming), turn, pred=more)
+            KS = warpgroup_mma_wait(0, deps=(KS,))
+        token += 64
+        at += HV
+        stage = upcoming
+        phase = turn
+
+    if count > 0:  # the last chunk's output: it may end early
+        at_o = out + (token - 64).to(gl.int64) * (HV * V) + column_o
+        gl.store(at_o + i + j * (HV * V), O, mask=j < rows)
+    if segment == segments - 1:
+        base = final + pair.to(gl.int64) * K * V + first
+        gl.store(base + i + j * V, S0)
+        if H == 2:
+            gl.store(base + i + (j + 64) * V, S1)
+    tma.store_wait(0)
+
+
+SHARED = 232448  # bytes of shared memory a program may have on sm_90
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, slots: int, texts: int) -> bool:
+    """Whether forward_state_hopper can take these (as chunkwise.in_rows returns them)."""
+    K, hv, V = q.shape[3], v.shape[2], v.shape[3]
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and K in (64, 128)
+        and V % 64 == 0
+        and all(x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (q, k, v))
+        and max(slots * hv * max(64, V), v.shape[0] * v.shape[1]) < 2**30
+        and all(x.shape[2] * x.stride(2) < 2**31 for x in (q, k, v))
+        and texts * hv < 2**16
+        and _is_hopper(q.device)
+    )
+
+
+@lru_cache
+def layout(columns: int, bits: int) -> gl.NVMMASharedLayout:
+    """Swizzled for the tensor cores; float32 (factors) row by row."""
+    return gl.NVMMASharedLayout(min(128, columns * 2) if bits == 16 else 0, bits, 2)
+
+
+def describe(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) -> TensorDescriptor:
+    """x as [rows, columns], rows `stride` apart, cut into boxes. What TensorDescriptor would check, fits() has."""
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = x, [rows, columns], [stride, 1], box
+    made.layout, made.padding = layout(box[1], x.element_size() * 8), "zero"
+    if _FIELDS > 6:  # triton 3.7
+        made.round_f32_to_tf32 = False
+    return made
+
+
+_FIELDS = len(TensorDescriptor.__dataclass_fields__)
+
+
+def shared_bytes(K: int, BV: int, stages: int, outs: int, channel: bool, corrects: bool, keep: bool) -> int:
+    tiles = K * (3 if channel and corrects else 2) + BV + 64 * (2 if corrects else 1)
+    rows = _box_rows(K, channel)
+    return stages * (128 * tiles + 256 * rows) + outs * 2 * BV * (64 + (K if keep else 0)) + 1024
+
+
+def _box_rows(K: int, channel: bool) -> int:
+    """Rows of 64 factors that a box holds: the least power of two."""
+    return 8 if not channel else 4 if K == 128 else 2
+
+
+def configuration(K: int, V: int, channel: bool, corrects: bool, keep: bool, block: int) -> tuple[int, int]:
+    """Stages and buffers for what is written: the most that shared memory holds."""
+    for stages, outs in ((3, 2), (3, 1), (2, 2), (2, 1)):
+        if shared_bytes(K, block, stages, outs, channel, corrects, keep) <= SHARED:
+            return stages, outs
+    raise ValueError(f"lineate: a state of {K} x {block} does not fit into shared memory")
+
+
+def forward_state_hopper(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    v: Tensor,
+    P: Tensor,
+    T: Tensor,
+    factors: Tensor,
+    starts: Tensor,
+    output: Tensor,
+    final: Tensor,
+    states: Tensor | None,
+    bounds: Tensor | None,
+    first_slots: Tensor | None,
+    count: int,
+    packed: bool,
+    *,
+    channel: bool,
+    corrects: bool,
+    segments: int = 1,
+    block: int = 64,
+    stages: int | None = None,
+    outs: int | None = None,
+) -> None:
+    """The launch; arguments as of state.py's forward_state.
+
+    count: of texts. q, k, w, v: as chunkwise.in_rows makes them; w is k without channel. block: 64 or 128 columns.
+    """
+    b, t, h, K = q.shape
+    hv, V = v.shape[2:]
+    slots = P.shape[0]
+    most = configuration(K, V, channel, corrects, states is not None, block)
+    stages, outs = stages or most[0], outs or most[1]
+    rows = _box_rows(K, channel)
+    tokens = b * t
+    numbers = factors.numel() // 64
+
+    def read(x: Tensor, columns: int) -> TensorDescriptor:
+        return describe(x, tokens, (x.shape[2] - 1) * x.stride(2) + x.shape[3], x.stride(1), [64, columns])
+
+    scores = slots * hv * 64
+    P_tiles = describe(P, scores, 64, 64, [64, 64])
+    k_tiles = read(k if corrects or not channel else w, K)
+    output_tiles = describe(output, tokens, hv * V, hv * V, [64, block])
+    forward_state[(V // block, count * hv, segments)](
+        read(q, K),
+        k_tiles,
+        read(w, K) if channel and corrects else k_tiles,
+        read(v, block),
+        P_tiles,
+        describe(T, scores, 64, 64, [64, 64]) if corrects else P_tiles,
+        describe(factors, numbers, 64, 64, [rows, 64]),
+        output_tiles,
+        output_tiles if states is None else describe(states, slots * hv * V, K, K, [block, K]),
+        starts, final, output, bounds, first_slots, t, segments, q.stride(2), k.stride(2), v.stride(2),
+        HV=hv, R=hv // h, K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
+        CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, PACKED=packed, num_warps=block // 16,
+    )  # fmt: skip

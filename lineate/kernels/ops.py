@@ -1,0 +1,216 @@
+"""The kernels as torch ops with shapes and autograd: what torch.compile and autograd see of them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.chunk_op import needs_grad
+from lineate.kernels import chunkwise as kernels
+from lineate.kernels import decode as decoding
+from lineate.kernels.chunkwise import Gates, Gradients
+
+Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("lineate::chunkwise_triton", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    corrects: bool,
+    scale: float,
+    normalize_qk: bool,
+    beta_scale: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, final state, and, to keep for the backward, the states entering each chunk."""
+    output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
+    gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
+    call = kernels.make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
+    kernels.forward(call, state.contiguous(), output, final, states if keep else None)
+    return output, final, states
+
+
+@_forward.register_fake
+def _(q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep):  # type: ignore[no-untyped-def]
+    return _empty_outputs(q, v, state, cu_seqlens, keep)
+
+
+@torch.library.custom_op("lineate::chunkwise_triton_backward", mutates_args=())
+def _backward(
+    doutput: Tensor,
+    dfinal: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    states: Tensor,
+    cu_seqlens: Tensor | None,
+    corrects: bool,
+    scale: float,
+    normalize_qk: bool,
+    beta_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate; those of absent inputs have no elements."""
+    grads = _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias)
+    dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
+    gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
+    call = kernels.make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
+    # Raw gates per head are a small matter, and left to torch; the kernels see through those per channel themselves.
+    outside = A_log is not None and not call.channel
+    if outside:
+        dlog_decay, dbeta = (torch.empty_like(x, dtype=torch.float32) for x in (dlog_decay, dbeta))
+    wanted = Gradients(
+        dq,
+        dk,
+        dv,
+        None if log_decay is None else dlog_decay,
+        None if beta is None else dbeta,
+        dstate,
+        None if A_log is None or outside else dA_log,
+        None if dt_bias is None or outside else ddt_bias,
+    )
+    kernels.backward(call, doutput, dfinal, states, wanted)
+    if outside:
+        raw = _through_gates(gates, dlog_decay, dbeta)
+        for to, x in zip((grads[3], grads[4], dA_log, ddt_bias), raw, strict=True):
+            to.copy_(x)
+    return grads
+
+
+@_backward.register_fake
+def _(
+    doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens, corrects, scale, normalize_qk,
+    beta_scale
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    return _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias)
+
+
+def _through_gates(gates: Gates, dlog_decay: Tensor, dbeta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From the gradients of log_decay and beta per head to those of the raw gate, the logit, A_log and dt_bias."""
+    assert gates.log_decay is not None and gates.beta is not None and gates.A_log is not None
+    given = gates.log_decay.float()
+    if gates.dt_bias is not None:
+        given = given + gates.dt_bias.float()
+    speed = -gates.A_log.float().exp()
+    dA_log = (dlog_decay * speed * F.softplus(given)).sum((0, 1))
+    dgate = dlog_decay * speed * given.sigmoid()
+    rate = gates.beta.float().sigmoid()
+    dbias = dgate.sum((0, 1)) if gates.dt_bias is not None else dgate.new_empty(0)
+    return dgate, dbeta * gates.beta_scale * rate * (1 - rate), dA_log, dbias
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    q, k, v, log_decay, beta, A_log, dt_bias, _, cu_seqlens, *ctx.options, _ = inputs
+    ctx.save_for_backward(q, k, v, log_decay, beta, A_log, dt_bias, output[2], cu_seqlens)
+
+
+def _differentiate(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
+    saved = ctx.saved_tensors
+    *grads, dstate = _backward(doutput, dfinal, *saved, *ctx.options)
+    grads = [None if x is None else dx for x, dx in zip(saved[:7], grads, strict=True)]
+    return *grads, dstate, *[None] * 6
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _empty_outputs(
+    q: Tensor, v: Tensor, state: Tensor, cu_seqlens: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    b, t, _, key_dim = q.shape
+    hv, value_dim = v.shape[2:]
+    slots = b * kernels.count_slots(t, 1) if cu_seqlens is None else kernels.count_slots(t, cu_seqlens.shape[0] - 1)
+    states = v.new_empty(slots if keep else 0, hv, value_dim, key_dim)
+    return v.new_empty(v.shape), state.new_empty(state.shape), states
+
+
+def _empty_grads(
+    dfinal: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> Grads:
+    gates = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_decay, beta, A_log, dt_bias))
+    dlog_decay, dbeta, dA_log, ddt_bias = gates
+    dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, dfinal))
+    return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate
+
+
+def chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    corrects: bool,
+    scale: float,
+    normalize_qk: bool,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    beta_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Output and final state. With A_log, log_decay is the raw gate and beta the raw logit."""
+    keep = needs_grad(q, k, v, log_decay, beta, A_log, dt_bias, state)
+    output, final, _ = _forward(
+        q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep
+    )
+    return output, final
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    scale: float,
+    normalize_qk: bool,
+) -> tuple[Tensor, Tensor]:
+    """Token by token in one launch, without gradients: decoding, with the state copied first."""
+    return _recurrent(q, k, v, log_decay, beta, state, cu_seqlens, scale, normalize_qk)
+
+
+@torch.library.custom_op("lineate::recurrent_triton", mutates_args=())
+def _recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normalize_qk: bool,
+) -> tuple[Tensor, Tensor]:
+    final = state.clone(memory_format=torch.contiguous_format)
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
+    output = decoding.decode(
+        q, k, v, log_decay, beta, final, None, None, cu_seqlens, None, None,
+        scale=scale, beta_scale=1.0, normalize_qk=normalize_qk, raw_gates=False,
+    )  # fmt: skip
+    return output, final
+
+
+@_recurrent.register_fake
+def _(q, k, v, log_decay, beta, state, cu_seqlens, scale, normalize_qk):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape), state.new_empty(state.shape)

@@ -1,0 +1,88 @@
+"""What of a chunk does not depend on the state: its scores and its triangular inverse.
+
+    P_ij = sum_x q_ix k_jx e^{G_ix - G_jx}  (j <= i)      M_ij = the same with k_i for q_i  (j < i)
+    T = (I + beta M)^{-1}
+
+All chunks at once, one program a chunk and head. q and k are the caller's: `scale` and the norms of `normalize_qk` are
+folded into P, M and the factors of readers and writers. No exponent is positive, so resets (-50, -inf) are exact.
+"""
+
+import triton
+import triton.language as tl
+
+from lineate.kernels.gates import BETA, COARSE, FACTORS, FINE, READ_K, READ_Q, WRITE
+from lineate.kernels.layout import chunk_bounds, load_tile, store_tile
+from lineate.kernels.solve import invert, is_tame
+
+
+@triton.jit
+def between(vector, C: tl.constexpr):
+    """D_ij = e^{G_i - G_j} for j <= i, else 0: [C, C], from the factors of one chunk and head."""
+    i = tl.arange(0, C)
+    coarse = tl.load(vector + COARSE * C + i)[:, None] - tl.load(vector + COARSE * C + i)[None, :]
+    fine = tl.load(vector + FINE * C + i)[:, None] - tl.load(vector + FINE * C + i)[None, :]
+    return tl.exp(tl.where(i[:, None] >= i[None, :], coarse + fine, float("-inf")))
+
+
+@triton.jit
+def inverse_norms(x):
+    """1 / |x_i| for the rows of x [C, K]."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
+
+
+@triton.jit(do_not_specialize=["t"])
+def head_scores(
+    q, k, P, T, factors, wild, bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, h, scale,
+    R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
+    GATED: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """Decay per head, or none. One program a chunk and key head, which serves R value heads.
+
+    PRODUCTS are those of the inverse: "fp16" leaves in wild `slot hv` which systems are not tame; a second launch with
+    "tf32" inverts those again and does nothing else. "tf32x3" needs no second one.
+    """
+    slot = tl.program_id(0)
+    key_head = tl.program_id(1).to(tl.int64)
+    wild += slot.to(tl.int64) * h * R + key_head * R
+    if PRODUCTS == "tf32":
+        found = 0
+        for r in range(R):
+            found += tl.load(wild + r)
+        if found == 0:
+            return
+    start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+    queries = load_tile(q + start * stride_q + key_head * head_q, stride_q, rows, K, C, BK, K == BK)
+    keys = load_tile(k + start * stride_k + key_head * head_k, stride_k, rows, K, C, BK, K == BK)
+    QK = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+    KK = QK
+    if CORRECTS:
+        KK = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+    if NORMALIZE:
+        norm_q, norm_k = inverse_norms(queries), inverse_norms(keys)
+        QK = QK * norm_q[:, None] * norm_k[None, :]
+        KK = KK * norm_k[:, None] * norm_k[None, :]
+    i = tl.arange(0, C)
+    squares = tl.sum(tl.where(i[:, None] == i[None, :], KK, 0.0), 1)
+    hv = h * R
+    for r in range(R):
+        at = slot.to(tl.int64) * hv + key_head * R + r
+        vector = factors + at * (FACTORS * C)
+        D = between(vector, C) if GATED else tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
+        if PRODUCTS != "tf32":
+            store_tile(P + at * C * C, C, QK * D, C, C, C, C, True)
+        if CORRECTS:
+            beta = tl.load(vector + BETA * C + i)
+            A = tl.where(i[:, None] > i[None, :], KK * D * beta[:, None], 0.0)
+            if PRODUCTS == "tf32":
+                if tl.load(wild + r) != 0:
+                    store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True)
+            else:
+                store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True)
+                if PRODUCTS == "fp16":
+                    tl.store(wild + r, (is_tame(beta, squares) == 0).to(tl.int8))
+        if NORMALIZE and PRODUCTS != "tf32":
+            tl.store(vector + READ_Q * C + i, tl.load(vector + READ_Q * C + i) * norm_q)
+            tl.store(vector + READ_K * C + i, tl.load(vector + READ_K * C + i) * norm_k)
+            tl.store(vector + WRITE * C + i, tl.load(vector + WRITE * C + i) * norm_k)

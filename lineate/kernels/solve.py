@@ -1,0 +1,60 @@
+"""The triangular system of one chunk."""
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def is_tame(beta, squares):
+    """Whether no entry of (I + A)^{-1} can come near the largest float16, from beta [C] and |k|^2 [C].
+
+    A step multiplies the state by I - beta k k^T. With 0 <= beta |k|^2 <= 2 that never grows, and the entries of the
+    inverse are at most beta_i |k_i| |k_j|; 2.1 leaves room for rounding (1.1^64 is 446).
+    """
+    bounded = (tl.max(beta * squares, 0) <= 2.1) & (tl.max(squares, 0) <= 1e4) & (tl.max(beta, 0) <= 100.0)
+    return bounded & (tl.min(beta, 0) >= 0.0)
+
+
+@triton.jit
+def invert(A, C: tl.constexpr, PRODUCTS: tl.constexpr):
+    """(I + A)^{-1} for A [C, C] strictly lower triangular, by exact block doubling.
+
+    X holds the inverses of the diagonal blocks of size s. Two neighbours merge as
+
+        [X1   0 ]            Y = X2 A21 X1
+        [-Y   X2]
+
+    and Y of all pairs at once is X A X, looked at inside the blocks (2, 1) only. Up to 16 x 16 the diagonal blocks are
+    a batch of their own, one a warp. PRODUCTS: "tf32x3", to float32; "tf32", to 11 bits; "fp16", faster, to as many
+    bits if the system is tame.
+    """
+    SMALL: tl.constexpr = "tf32" if PRODUCTS == "fp16" else PRODUCTS
+    block = tl.arange(0, C // BLOCK)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    diagonal = tl.sum(tl.where(same, tl.reshape(A, (C // BLOCK, BLOCK, C // BLOCK, BLOCK)), 0.0), 2)
+    i = tl.arange(0, BLOCK)[None, :, None]
+    j = tl.arange(0, BLOCK)[None, None, :]
+    X = tl.where(i == j, 1.0, tl.where((i == j + 1) & (i % 2 == 1), -diagonal, 0.0))
+    for level in tl.static_range(1, 4):
+        X = _merge(X, diagonal, i, j, 1 << level, SMALL)
+    X = tl.reshape(tl.where(same, X[:, :, None, :], 0.0), (C, C))
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    for level in tl.static_range(4, 6):
+        if (1 << level) < C:
+            X = _merge(X, A, i, j, 1 << level, PRODUCTS)
+    return X
+
+
+@triton.jit
+def _merge(X, A, i, j, S: tl.constexpr, PRODUCTS: tl.constexpr):
+    """From inverses of blocks of S to those of 2 S."""
+    if PRODUCTS == "fp16":
+        half = X.to(tl.float16)
+        Y = tl.dot(tl.dot(half, A.to(tl.float16)).to(tl.float16), half)
+    else:
+        Y = tl.dot(tl.dot(X, A, input_precision=PRODUCTS), X, input_precision=PRODUCTS)
+    merged = (i // (2 * S) == j // (2 * S)) & (i // S > j // S)
+    return tl.where(merged, -Y, X)

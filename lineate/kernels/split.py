@@ -1,0 +1,47 @@
+"""Few heads and a long text: the walk over chunks is cut into segments that run side by side, exactly.
+
+A segment maps the state it is given to the one it leaves, S -> A S + B. One walk finds all A and B at once (B is what
+the segment makes of an empty state, A what it makes of the identity without values); a short chain over the segments
+then finds every segment's first state, and all segments walk at once. The work is threefold, the waiting 1/segments.
+"""
+
+import triton
+import triton.language as tl
+
+# One H200 runs about this many programs at a time, and a walk of fewer chunks is not worth cutting.
+PROGRAMS = 132
+LEAST_CHUNKS = 256
+LEAST_SEGMENT = 32
+CHAIN_WIDTH = 128  # of keys: a map [k, k] in float32 must fit into shared memory
+
+
+def count_segments(chunks: int, programs: int) -> int:
+    """Segments of a walk over `chunks` by `programs` programs a text; never by what else is in the batch."""
+    wanted = PROGRAMS // max(programs, 1)
+    return 1 if chunks < LEAST_CHUNKS or wanted < 3 else min(wanted, chunks // LEAST_SEGMENT)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def chain(
+    maps, outer, entries, segments,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """entries `pair segment k v`: the state entering each segment (leaving it if REVERSE), from outer `pair k v` on.
+
+    maps `pair segment k (v + k)`: B, then A. A program has BV value columns of one text and head.
+    """
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    x = tl.arange(0, BK)
+    column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
+    there = (x < K)[:, None] & (column < V)[None, :]
+    within = x[:, None] * V + column[None, :]
+    S = tl.load(outer + pair * K * V + within, mask=there, other=0.0)
+    for step in range(segments):
+        j = segments - 1 - step if REVERSE else step
+        entry = pair * segments + j
+        tl.store(entries + entry * K * V + within, S, mask=there)
+        map_ = maps + entry * K * (V + K) + x[:, None] * (V + K)
+        A = tl.load(map_ + V + x[None, :], mask=(x < K)[:, None] & (x < K)[None, :], other=0.0)
+        B = tl.load(map_ + column[None, :], mask=there, other=0.0)
+        S = tl.dot(A, S, B, input_precision="tf32x3")
