@@ -5,7 +5,9 @@
 in float64.
 """
 
+import importlib.util
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,6 +35,11 @@ def _native_obstacle() -> str:
 
 NATIVE_OBSTACLE = _native_obstacle()
 needs_native = pytest.mark.skipif(bool(NATIVE_OBSTACLE), reason=NATIVE_OBSTACLE)
+# What runs kernels on a CPU.
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
+    reason="needs triton and TRITON_INTERPRET=1, which tests/conftest.py sets where there is no GPU",
+)
 
 
 # The backends of the chunkwise form in float32 and below.

@@ -100,6 +100,23 @@ def test_compiled_without_gradients(t, path):
             assert relative_error(got, expected) <= 1e-6
 
 
+@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+def test_fused_delta_rule_compiles(row):
+    """On a CPU: activations in torch, then the op; forward and backward, in one graph."""
+    torch._dynamo.reset()
+    inputs = convert(draw(row, SHAPE), torch.float32)
+    gates = {"gate": inputs.pop("log_decay"), "write": inputs.pop("beta"), "A_log": torch.zeros(SHAPE.hv)}
+    inputs = {**inputs, **gates, "dt_bias": torch.ones(gates["gate"].shape[2:])}
+    compiled = torch.compile(lineate.fused_delta_rule, fullgraph=True, backend="aot_eager")
+    results = []
+    for op in (lineate.fused_delta_rule, compiled):
+        leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+        output, state = op(**leaves, beta_scale=2.0)
+        results.append([output, state, *torch.autograd.grad(output.sum() + state.sum(), list(leaves.values()))])
+    for expected, got in zip(*results, strict=True):
+        assert relative_error(got.detach(), expected.detach()) <= 1e-6
+
+
 def test_one_graph_serves_every_length():
     """Dynamic shapes: after the second length nothing is compiled again."""
     torch._dynamo.reset()

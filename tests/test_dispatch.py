@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lineate
 from lineate import rule
-from lineate.dispatch import resolve
+from lineate.dispatch import resolve, why_no_triton
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 NO_COMPILER = "no C compiler was found"
@@ -46,20 +46,33 @@ NO_PARALLEL = "the native backend has no parallel form"
 NO_RATES = "the native backend takes no beta per value channel"
 NO_GRADIENTS = "the native recurrent form has no gradients"
 NO_FLOAT64 = "the native backend computes in float32, got float64 inputs"
-NOT_CUDA = "the native backend needs CPU tensors, got cuda"
+NOT_CPU = "the native backend needs CPU tensors, got {}"
+NO_TRITON = "triton is not installed (No module named 'triton')"
+TRITON, TRITON_ASKED = "backend 'triton' runs kernels made for a GPU", "backend 'triton' as asked"
+TRITON_FLOAT64 = "the triton kernels compute in float32, got float64 inputs"
+TRITON_PARALLEL = "the triton backend has no parallel form"
+TRITON_GRADIENTS = "the triton recurrent form has no gradients"
+TRITON_WIDE = "the triton kernels take k and v up to 256, got 257"
+TRITON_CHUNKS = "the triton kernels work in chunks of 64, got chunk_size={}"
+INTERPRETER = "triton's interpreter computes float32 only, got {}"
+TRITON_DEVICE = "the triton kernels need CUDA tensors, got {}"
 
 DEFAULTS = {
     "t": 100,
+    "width": 128,
     "packed": False,
     "beta_per_channel": False,
     "needs_grad": False,
     "device": "cpu",
     "dtype": F32,
     "no_native": None,
+    "no_triton": None,
     "form": "auto",
     "backend": "auto",
     "chunk_size": None,
 }
+GPU = {"device": "cuda"}
+GPU_AND_NO_TRITON = {**GPU, "no_triton": NO_TRITON}
 
 # What differs from the defaults -> form, backend, chunk size, why this form, why this backend.
 SERVED = [
@@ -79,13 +92,41 @@ SERVED = [
     # auto backend where native cannot serve
     ({"dtype": F64}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_FLOAT64),
     ({"t": 1, "dtype": F64}, "recurrent", "torch", 1, SHORT, BECAUSE + NO_FLOAT64),
-    ({"device": "cuda"}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NOT_CUDA),
-    ({"t": 1, "device": "cuda"}, "recurrent", "torch", 1, SHORT, BECAUSE + NOT_CUDA),
+    ({"device": "mps"}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NOT_CPU.format("mps")),
+    ({"t": 1, "device": "mps"}, "recurrent", "torch", 1, SHORT, BECAUSE + NOT_CPU.format("mps")),
+    ({"device": "meta"}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NOT_CPU.format("meta")),
     ({"no_native": NO_COMPILER}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_COMPILER),
     ({"t": 3, "no_native": NO_COMPILER}, "recurrent", "torch", 1, SHORT, BECAUSE + NO_COMPILER),
     ({"beta_per_channel": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
     ({"beta_per_channel": True, "packed": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
     ({"beta_per_channel": True, "needs_grad": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
+    # auto on a GPU: the triton kernels, and torch where they cannot serve; what native lacks is no matter there
+    (GPU, "chunkwise", "triton", 64, CHUNKS, TRITON),
+    ({**GPU, "t": 8}, "recurrent", "triton", 1, SHORT, TRITON),
+    ({**GPU, "t": 9}, "chunkwise", "triton", 9, CHUNKS, TRITON),
+    ({**GPU, "t": 8, "packed": True}, "chunkwise", "triton", 8, CHUNKS, TRITON),
+    ({**GPU, "t": 8, "needs_grad": True}, "chunkwise", "triton", 8, CHUNKS, TRITON),
+    ({**GPU, "packed": True, "needs_grad": True}, "chunkwise", "triton", 64, CHUNKS, TRITON),
+    ({**GPU, "dtype": BF16}, "chunkwise", "triton", 64, CHUNKS, TRITON),
+    ({**GPU, "dtype": F16}, "chunkwise", "triton", 64, CHUNKS, TRITON),
+    ({**GPU, "no_native": NO_COMPILER}, "chunkwise", "triton", 64, CHUNKS, TRITON),
+    ({**GPU, "width": 256}, "chunkwise", "triton", 64, CHUNKS, TRITON),
+    ({**GPU, "chunk_size": 64}, "chunkwise", "triton", 64, CHUNKS, TRITON),
+    ({**GPU, "t": 8, "chunk_size": 16}, "recurrent", "triton", 1, SHORT, TRITON),
+    ({**GPU, "beta_per_channel": True}, "recurrent", "triton", 1, RATES, TRITON),
+    ({**GPU, "form": "recurrent"}, "recurrent", "triton", 1, ASKED, TRITON),
+    ({**GPU, "form": "chunkwise", "t": 1}, "chunkwise", "triton", 1, ASKED, TRITON),
+    ({**GPU, "dtype": F64}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + TRITON_FLOAT64),
+    ({**GPU, "dtype": F64, "t": 1}, "recurrent", "torch", 1, SHORT, BECAUSE + TRITON_FLOAT64),
+    ({**GPU, "form": "parallel"}, "parallel", "torch", 100, ASKED, BECAUSE + TRITON_PARALLEL),
+    ({**GPU, "form": "recurrent", "needs_grad": True}, "recurrent", "torch", 1, ASKED, BECAUSE + TRITON_GRADIENTS),
+    ({**GPU, "beta_per_channel": True, "needs_grad": True}, "recurrent", "torch", 1, RATES, BECAUSE + TRITON_GRADIENTS),
+    ({**GPU, "width": 257}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + TRITON_WIDE),
+    ({**GPU, "width": 257, "t": 1}, "recurrent", "torch", 1, SHORT, BECAUSE + TRITON_WIDE),
+    ({**GPU, "chunk_size": 16}, "chunkwise", "torch", 16, CHUNKS, BECAUSE + TRITON_CHUNKS.format(16)),
+    ({**GPU, "chunk_size": 128}, "chunkwise", "torch", 100, CHUNKS, BECAUSE + TRITON_CHUNKS.format(128)),
+    (GPU_AND_NO_TRITON, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_TRITON),
+    ({**GPU_AND_NO_TRITON, "t": 1}, "recurrent", "torch", 1, SHORT, BECAUSE + NO_TRITON),
     # explicit forms
     ({"form": "recurrent"}, "recurrent", "native", 1, ASKED, NATIVE),
     ({"form": "recurrent", "packed": True}, "recurrent", "native", 1, ASKED, NATIVE),
@@ -105,28 +146,53 @@ SERVED = [
     ({"backend": "native", "t": 2}, "recurrent", "native", 1, SHORT, NATIVE_ASKED),
     ({"backend": "native", "t": 2, "needs_grad": True}, "chunkwise", "native", 2, CHUNKS, NATIVE_ASKED),
     ({"backend": "native", "form": "recurrent"}, "recurrent", "native", 1, ASKED, NATIVE_ASKED),
+    ({**GPU_AND_NO_TRITON, "backend": "torch"}, "chunkwise", "torch", 64, CHUNKS, TORCH_ASKED),
+    ({**GPU, "backend": "triton"}, "chunkwise", "triton", 64, CHUNKS, TRITON_ASKED),
+    ({**GPU, "backend": "triton", "t": 1}, "recurrent", "triton", 1, SHORT, TRITON_ASKED),
+    ({**GPU, "backend": "triton", "t": 1, "needs_grad": True}, "chunkwise", "triton", 1, CHUNKS, TRITON_ASKED),
+    ({**GPU, "backend": "triton", "form": "chunkwise"}, "chunkwise", "triton", 64, ASKED, TRITON_ASKED),
+    ({**GPU, "backend": "triton", "form": "recurrent", "chunk_size": 7}, "recurrent", "triton", 1, ASKED, TRITON_ASKED),
+    # the interpreter, which is there when no_triton is None, serves a CPU only when asked
+    ({"backend": "triton"}, "chunkwise", "triton", 64, CHUNKS, TRITON_ASKED),
+    ({"backend": "triton", "t": 1}, "recurrent", "triton", 1, SHORT, TRITON_ASKED),
 ]
 
 RATES_MESSAGE = (
     "form='{form}' needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
     "is supported by form='recurrent' only"
 )
-NATIVE_MESSAGE = "backend='native' cannot serve this call: {why}; use backend='torch'"
+MESSAGE = "backend='{backend}' cannot serve this call: {why}; use backend='torch'"
+
+
+def _refused(backend: str, changes: dict[str, object], why: str) -> tuple[dict[str, object], str]:
+    return {"backend": backend, **changes}, MESSAGE.format(backend=backend, why=why)
+
+
 REFUSED = [
     ({"form": "chunkwise", "beta_per_channel": True}, RATES_MESSAGE.format(form="chunkwise")),
     ({"form": "parallel", "beta_per_channel": True}, RATES_MESSAGE.format(form="parallel")),
-    ({"backend": "triton"}, "backend='triton' needs a CUDA tensor, got cpu; use backend='torch'"),
-    ({"backend": "triton", "device": "mps"}, "backend='triton' needs a CUDA tensor, got mps; use backend='torch'"),
-    (
-        {"backend": "triton", "device": "cuda"},
-        "backend='triton' has no kernels in this version of lineate; use backend='torch'",
-    ),
-    ({"backend": "native", "dtype": F64}, NATIVE_MESSAGE.format(why=NO_FLOAT64)),
-    ({"backend": "native", "device": "cuda"}, NATIVE_MESSAGE.format(why=NOT_CUDA)),
-    ({"backend": "native", "form": "parallel"}, NATIVE_MESSAGE.format(why=NO_PARALLEL)),
-    ({"backend": "native", "beta_per_channel": True}, NATIVE_MESSAGE.format(why=NO_RATES)),
-    ({"backend": "native", "form": "recurrent", "needs_grad": True}, NATIVE_MESSAGE.format(why=NO_GRADIENTS)),
-    ({"backend": "native", "no_native": NO_COMPILER}, NATIVE_MESSAGE.format(why=NO_COMPILER)),
+    ({**GPU, "form": "chunkwise", "beta_per_channel": True}, RATES_MESSAGE.format(form="chunkwise")),
+    _refused("native", {"dtype": F64}, NO_FLOAT64),
+    _refused("native", GPU, NOT_CPU.format("cuda")),
+    _refused("native", {"form": "parallel"}, NO_PARALLEL),
+    _refused("native", {"beta_per_channel": True}, NO_RATES),
+    _refused("native", {"form": "recurrent", "needs_grad": True}, NO_GRADIENTS),
+    _refused("native", {"no_native": NO_COMPILER}, NO_COMPILER),
+    _refused("triton", {"no_triton": TRITON_DEVICE.format("cpu")}, TRITON_DEVICE.format("cpu")),
+    _refused("triton", {"device": "mps", "no_triton": TRITON_DEVICE.format("mps")}, TRITON_DEVICE.format("mps")),
+    _refused("triton", GPU_AND_NO_TRITON, NO_TRITON),
+    _refused("triton", {**GPU_AND_NO_TRITON, "dtype": F64}, NO_TRITON),
+    _refused("triton", {"dtype": BF16}, INTERPRETER.format("bfloat16")),
+    _refused("triton", {"dtype": F16}, INTERPRETER.format("float16")),
+    _refused("triton", {"dtype": F64}, INTERPRETER.format("float64")),
+    _refused("triton", {**GPU, "dtype": F64}, TRITON_FLOAT64),
+    _refused("triton", {**GPU, "form": "parallel"}, TRITON_PARALLEL),
+    _refused("triton", {**GPU, "form": "recurrent", "needs_grad": True}, TRITON_GRADIENTS),
+    _refused("triton", {**GPU, "beta_per_channel": True, "needs_grad": True}, TRITON_GRADIENTS),
+    _refused("triton", {**GPU, "width": 257}, TRITON_WIDE),
+    _refused("triton", {**GPU, "width": 257, "t": 1}, TRITON_WIDE),
+    _refused("triton", {**GPU, "chunk_size": 32}, TRITON_CHUNKS.format(32)),
+    _refused("triton", {**GPU, "chunk_size": 128}, TRITON_CHUNKS.format(128)),
 ]
 
 
@@ -153,13 +219,15 @@ def test_refused(changes, message):
 def test_an_explicit_request_is_served_or_refused_but_never_replaced():
     """Every combination there is: what was asked for by name is what the plan says."""
     choices = {
-        "t": (1, 8, 9, 100),
+        "t": (1, 100),
+        "width": (128, 257),
         "packed": (False, True),
         "beta_per_channel": (False, True),
         "needs_grad": (False, True),
         "device": ("cpu", "cuda", "meta"),
         "dtype": (F32, F64, BF16),
         "no_native": (None, NO_COMPILER),
+        "no_triton": (None, NO_TRITON),
         "form": ("auto", *FORMS),
         "backend": ("auto", "torch", "native", "triton"),
         "chunk_size": (None, 16),
@@ -177,11 +245,13 @@ def test_an_explicit_request_is_served_or_refused_but_never_replaced():
         served += 1
         assert call["form"] in ("auto", plan.form)
         assert call["backend"] in ("auto", plan.backend)
-        assert (plan.form, plan.backend) in {("chunkwise", "native"), ("recurrent", "native")} | {
-            (form, "torch") for form in FORMS
-        }
+        assert plan.backend == "torch" or plan.form != "parallel"
         assert not (plan.backend == "native" and (call["dtype"] == F64 or call["device"] != "cpu" or call["no_native"]))
         assert not (plan.backend == "native" and plan.form == "recurrent" and call["needs_grad"])
+        assert not (plan.backend == "triton" and (call["dtype"] == F64 or call["width"] > 256 or call["no_triton"]))
+        assert not (plan.backend == "triton" and plan.form == "recurrent" and call["needs_grad"])
+        assert not (plan.backend == "triton" and plan.form == "chunkwise" and call["chunk_size"] == 16)
+        assert call["backend"] != "auto" or plan.backend != {"cpu": "triton", "cuda": "native"}.get(call["device"])
         assert not (call["beta_per_channel"] and plan.form != "recurrent")
     assert served > 1000
     assert refused > 1000
@@ -283,7 +353,31 @@ def test_explain_runs_nothing():
     assert (plan.form, plan.backend) == ("chunkwise", "torch")
 
 
-# Without the native backend
+# On devices that are not here
+
+
+def test_explain_asks_for_a_device_that_has_kernels():
+    """A meta tensor stands for any device without kernels (mps, xpu): auto takes torch, an explicit request is told."""
+    inputs = {name: x.to("meta") for name, x in convert(draw(GATED_DELTA, SMALL), F32).items()}
+    plan = lineate.explain(**inputs)
+    assert (plan.form, plan.backend) == ("chunkwise", "torch")
+    assert plan.reason.endswith(BECAUSE + NOT_CPU.format("meta"))
+    with pytest.raises(ValueError) as caught:
+        lineate.explain(**inputs, backend="triton")
+    assert str(caught.value) == MESSAGE.format(backend="triton", why=TRITON_DEVICE.format("meta"))
+
+
+def test_why_no_triton_names_the_device(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for device in ("mps", "xpu", "meta"):
+        assert why_no_triton(device) == TRITON_DEVICE.format(device)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert why_no_triton("cpu") == TRITON_DEVICE.format("cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert why_no_triton("cpu") == TRITON_DEVICE.format("cpu")
+
+
+# Without the native backend, without triton
 
 
 def without_native(code: str, **environment: str) -> str:

@@ -17,6 +17,7 @@ from cases import (
     Shape,
     convert,
     draw,
+    interpreted,
     needs_native,
 )
 from torch import zeros
@@ -55,8 +56,18 @@ def packed_qkv() -> Arguments:
     return {name: x for name, x in packed().items() if name in "qkv"}
 
 
+def raw(**changes: object) -> Arguments:
+    """A call of fused_delta_rule."""
+    own = arguments()
+    gates = {"gate": own.pop("log_decay"), "write": own.pop("beta"), "A_log": zeros(4), "dt_bias": zeros(4)}
+    return {**own, **gates, **changes}
+
+
 def ints(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers)
+
+
+TRITON = "backend='triton' cannot serve this call: {}; use backend='torch'"
 
 
 # Keywords that every op takes, and what it says when they are wrong.
@@ -67,8 +78,11 @@ KEYWORDS: list[tuple[str, Arguments, type[Exception], str]] = [
      "form must be one of 'auto', 'recurrent', 'chunkwise', 'parallel', got None"),
     ("unknown backend", {"backend": "cuda"}, ValueError,
      "backend must be one of 'auto', 'torch', 'native', 'triton', got 'cuda'"),
-    ("triton without a GPU", {"backend": "triton"}, ValueError,
-     "backend='triton' needs a CUDA tensor, got cpu; use backend='torch'"),
+    ("triton has no parallel form", {"backend": "triton", "form": "parallel"}, ValueError,
+     "backend='triton' cannot serve this call: the triton backend has no parallel form; use backend='torch'"),
+    ("triton in other chunks", {"backend": "triton", "form": "chunkwise", "chunk_size": 32}, ValueError,
+     "backend='triton' cannot serve this call: the triton kernels work in chunks of 64, got chunk_size=32; "
+     "use backend='torch'"),
     ("native has no parallel form", {"backend": "native", "form": "parallel"}, ValueError,
      "backend='native' cannot serve this call: the native backend has no parallel form; use backend='torch'"),
     ("chunk_size 0", {"chunk_size": 0}, ValueError,
@@ -185,6 +199,28 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
     ("native elsewhere", lineate.linear_attention,
      {**{name: zeros(1, 3, 2, 2, device=META) for name in "qkv"}, "backend": "native"}, ValueError,
      "backend='native' cannot serve this call: the native backend needs CPU tensors, got meta; use backend='torch'"),
+    ("triton float64", GATED_DELTA.op, {**draw(GATED_DELTA, SHAPE), "backend": "triton"}, ValueError,
+     TRITON.format("triton's interpreter computes float32 only, got float64")),
+    ("triton's interpreter in bfloat16", GATED_DELTA.op,
+     {**convert(draw(GATED_DELTA, SHAPE), torch.bfloat16), "backend": "triton"}, ValueError,
+     TRITON.format("triton's interpreter computes float32 only, got bfloat16")),
+    ("triton elsewhere", lineate.linear_attention,
+     {**{name: zeros(1, 3, 2, 2, device=META) for name in "qkv"}, "backend": "triton"}, ValueError,
+     TRITON.format("the triton kernels need CUDA tensors, got meta")),
+    ("triton, wide keys", DELTA.op,
+     {**convert(draw(DELTA, Shape(1, 9, 1, 1, 257, 2)), torch.float32), "backend": "triton"}, ValueError,
+     TRITON.format("the triton kernels take k and v up to 256, got 257")),
+    ("triton, wide values", KIMI_DELTA.op,
+     {**convert(draw(KIMI_DELTA, Shape(1, 1, 1, 1, 2, 300)), torch.float32), "backend": "triton"}, ValueError,
+     TRITON.format("the triton kernels take k and v up to 256, got 300")),
+    ("triton, beta per value channel, chunkwise", DELTA.op,
+     arguments(DELTA, beta=zeros(2, 6, 4, 5), backend="triton", form="chunkwise"), ValueError,
+     "form='chunkwise' needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
+     "is supported by form='recurrent' only"),
+    ("triton log_decay positive", GATED_DELTA.op,
+     arguments(log_decay=zeros(2, 6, 4) + 0.25, backend="triton", form="chunkwise"), ValueError,
+     "log_decay must be <= 0 (natural log of a decay in [0, 1]), got a maximum of 0.25; "
+     "pass log(decay), or -exp(A_log) * softplus(x)"),
     # cu_seqlens
     ("cu_seqlens list", GATED_DELTA.op, packed(cu_seqlens=[0, 6]), TypeError,
      "cu_seqlens must be a torch.Tensor, got list; pass torch.tensor([0, ..., t]) with the cumulative lengths"),
@@ -213,6 +249,73 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
      "feature_map must be one of 'identity', 'elu+1', got 'relu'"),
     ("state without the key sum", lineate.linear_attention, arguments(LINEAR, normalize=True), ValueError,
      "state must have shape (b, hv, k, v) = (2, 4, 3, 6), got (2, 4, 3, 5)"),
+    # raw gates
+    ("raw gate None", lineate.fused_delta_rule, raw(gate=None), TypeError, "gate must be a torch.Tensor, got NoneType"),
+    ("raw gate int", lineate.fused_delta_rule, raw(gate=zeros(2, 6, 4, dtype=torch.int32)), ValueError,
+     "gate must be float64, float32, bfloat16 or float16, got int32; convert it with .float()"),
+    ("raw gate per key head", lineate.fused_delta_rule, raw(gate=zeros(2, 6, 2)), ValueError,
+     "gate must have shape (b, t, hv) = (2, 6, 4) or (b, t, hv, k) = (2, 6, 4, 3), got (2, 6, 2)"),
+    ("raw gate per value channel", lineate.fused_delta_rule, raw(gate=zeros(2, 6, 4, 5)), ValueError,
+     "gate must have shape (b, t, hv) = (2, 6, 4) or (b, t, hv, k) = (2, 6, 4, 3), got (2, 6, 4, 5)"),
+    ("raw gate float8", lineate.fused_delta_rule, raw(gate=zeros(2, 6, 4).to(torch.float8_e5m2)), ValueError,
+     "gate must be float64, float32, bfloat16 or float16, got float8_e5m2; convert it with .float()"),
+    ("raw gate elsewhere", lineate.fused_delta_rule, raw(gate=zeros(2, 6, 4, device=META)), ValueError,
+     "gate must be on the device of q, cpu, got meta; move it with .to(q.device)"),
+    ("write None", lineate.fused_delta_rule, raw(write=None), TypeError, "write must be a torch.Tensor, got NoneType"),
+    ("write bool", lineate.fused_delta_rule, raw(write=zeros(2, 6, 4, dtype=torch.bool)), ValueError,
+     "write must be float64, float32, bfloat16 or float16, got bool; convert it with .float()"),
+    ("write per key head", lineate.fused_delta_rule, raw(write=zeros(2, 6, 2)), ValueError,
+     "write must have shape (b, t, hv) = (2, 6, 4), got (2, 6, 2)"),
+    ("write per value channel", lineate.fused_delta_rule, raw(write=zeros(2, 6, 4, 5)), ValueError,
+     "write must have shape (b, t, hv) = (2, 6, 4), got (2, 6, 4, 5)"),
+    ("A_log float", lineate.fused_delta_rule, raw(A_log=0.0), TypeError, "A_log must be a torch.Tensor, got float"),
+    ("A_log int", lineate.fused_delta_rule, raw(A_log=ints(1, 2, 3, 4)), ValueError,
+     "A_log must be float64, float32, bfloat16 or float16, got int64; convert it with .float()"),
+    ("A_log per key head", lineate.fused_delta_rule, raw(A_log=zeros(2)), ValueError,
+     "A_log must have shape (hv,) = (4,), got (2,)"),
+    ("A_log of 2 dimensions", lineate.fused_delta_rule, raw(A_log=zeros(4, 1)), ValueError,
+     "A_log must have shape (hv,) = (4,), got (4, 1)"),
+    ("dt_bias list", lineate.fused_delta_rule, raw(dt_bias=[0.0] * 4), TypeError,
+     "dt_bias must be a torch.Tensor, got list"),
+    ("dt_bias int", lineate.fused_delta_rule, raw(dt_bias=ints(1, 2, 3, 4)), ValueError,
+     "dt_bias must be float64, float32, bfloat16 or float16, got int64; convert it with .float()"),
+    ("dt_bias per channel of a gate per head", lineate.fused_delta_rule, raw(dt_bias=zeros(4, 3)), ValueError,
+     "dt_bias must have shape (hv,) = (4,), got (4, 3)"),
+    ("dt_bias per head of a gate per channel", lineate.fused_delta_rule,
+     raw(gate=zeros(2, 6, 4, 3), dt_bias=zeros(4)), ValueError,
+     "dt_bias must have shape (hv, k) = (4, 3) or (hv * k,) = (12,), got (4,)"),
+    ("beta_scale str", lineate.fused_delta_rule, raw(beta_scale="2"), TypeError,
+     "beta_scale must be a number, got str"),
+    ("beta_scale bool", lineate.fused_delta_rule, raw(beta_scale=True), TypeError,
+     "beta_scale must be a number, got bool"),
+    ("beta_scale tensor", lineate.fused_delta_rule, raw(beta_scale=torch.ones(())), TypeError,
+     "beta_scale must be a number, got Tensor"),
+    ("beta_scale 0", lineate.fused_delta_rule, raw(beta_scale=0), ValueError,
+     "beta_scale must be finite and above 0, got 0; 1 and 2 are usual"),
+    ("beta_scale negative", lineate.fused_delta_rule, raw(beta_scale=-1.0), ValueError,
+     "beta_scale must be finite and above 0, got -1.0; 1 and 2 are usual"),
+    ("beta_scale inf", lineate.fused_delta_rule, raw(beta_scale=float("inf")), ValueError,
+     "beta_scale must be finite and above 0, got inf; 1 and 2 are usual"),
+    ("beta_scale nan", lineate.fused_delta_rule, raw(beta_scale=float("nan")), ValueError,
+     "beta_scale must be finite and above 0, got nan; 1 and 2 are usual"),
+    ("fused backend", lineate.fused_delta_rule, raw(backend="cuda"), ValueError,
+     "backend must be one of 'auto', 'torch', 'native', 'triton', got 'cuda'"),
+    ("fused scale", lineate.fused_delta_rule, raw(scale="1"), TypeError,
+     "scale must be a number or None (1/sqrt(k)), got str"),
+    ("fused normalize_qk", lineate.fused_delta_rule, raw(normalize_qk=1), TypeError,
+     "normalize_qk must be a bool, got int"),
+    ("fused state", lineate.fused_delta_rule, raw(state=zeros(2, 4, 5, 3)), ValueError,
+     "state must have shape (b, hv, k, v) = (2, 4, 3, 5), got (2, 4, 5, 3)"),
+    ("fused cu_seqlens", lineate.fused_delta_rule, raw(cu_seqlens=ints(0, 6)), ValueError,
+     "cu_seqlens needs the texts packed into one row, b = 1, got b = 2; reshape to (1, b * t, ...)"),
+    ("fused v", lineate.fused_delta_rule, raw(v=zeros(2, 6, 3, 5)), ValueError,
+     "v must have a multiple of h = 2 value heads (each key head serves hv / h of them), got hv = 3"),
+    ("fused triton, wide", lineate.fused_delta_rule,
+     {"q": zeros(1, 6, 1, 260), "k": zeros(1, 6, 1, 260), "v": zeros(1, 6, 1, 2), "gate": zeros(1, 6, 1),
+      "write": zeros(1, 6, 1), "A_log": zeros(1), "backend": "triton"}, ValueError,
+     TRITON.format("the triton kernels take k and v up to 256, got 260")),
+    ("fused form", lineate.fused_delta_rule, raw(form="recurrent"), TypeError,
+     "fused_delta_rule() got an unexpected keyword argument 'form'"),
     # softmax attention
     ("cache tensor", lineate.softmax_attention, arguments(LINEAR), TypeError,
      "state must be a lineate.KeyValueCache or None, got Tensor"),
@@ -265,13 +368,18 @@ def check(op: Op, call: Arguments, error: type[Exception], message: str) -> None
         assert x.is_meta or torch.equal(call[name], x), name
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), [x[1:] for x in KEYWORDS], ids=[x[0] for x in KEYWORDS])
+def named(table: list[tuple]) -> list[object]:
+    """Parameters by their names; what triton says about a CPU tensor takes triton's interpreter."""
+    return [pytest.param(*rest, id=name, marks=[interpreted] if "triton" in name else []) for name, *rest in table]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), named(KEYWORDS))
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_wrong_keywords_of_every_op(row, changes, error, message):
     check(row.op, arguments(row, **changes), error, message)
 
 
-@pytest.mark.parametrize(("op", "call", "error", "message"), [x[1:] for x in CALLS], ids=[x[0] for x in CALLS])
+@pytest.mark.parametrize(("op", "call", "error", "message"), named(CALLS))
 def test_wrong_calls(op, call, error, message):
     check(op, call, error, message)
 
@@ -298,6 +406,13 @@ def test_the_native_recurrent_form_has_no_gradients():
     check(GATED_DELTA.op, {**call, "form": "recurrent", "backend": "native"}, ValueError, message)
 
 
+@interpreted
+def test_the_triton_recurrent_form_has_no_gradients():
+    call = {name: x.requires_grad_() for name, x in arguments().items()}
+    message = TRITON.format("the triton recurrent form has no gradients")
+    check(GATED_DELTA.op, {**call, "form": "recurrent", "backend": "triton"}, ValueError, message)
+
+
 def test_options_are_keywords_only():
     q, k, v, beta = (arguments(DELTA)[name] for name in ("q", "k", "v", "beta"))
     with pytest.raises(TypeError, match=r"^delta_rule\(\) takes 4 positional arguments but 5 were given$"):
@@ -305,8 +420,9 @@ def test_options_are_keywords_only():
 
 
 def test_explain_makes_the_same_checks():
-    for _, changes, error, message in KEYWORDS:
-        check(lineate.explain, arguments(**changes), error, message)
+    for name, changes, error, message in KEYWORDS:
+        if "triton" not in name:
+            check(lineate.explain, arguments(**changes), error, message)
     for name, op, call, error, message in CALLS:
         if op is GATED_DELTA.op and name.startswith(("beta", "cu_seqlens", "native")):
             check(lineate.explain, call, error, message)

@@ -1,5 +1,6 @@
 """`import lineate` needs torch alone."""
 
+import os
 import subprocess
 import sys
 
@@ -27,8 +28,10 @@ print(lineate.explain(q, q, q, log_decay, beta).rule)
 """
 
 
-def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -39,6 +42,54 @@ def test_import_and_use_with_everything_optional_blocked():
 
 def test_the_block_blocks():
     assert "blocked" in python(BLOCK + "try:\n    import rich\nexcept ImportError as error:\n    print(error)")
+
+
+WITHOUT_TRITON = """
+import torch, lineate
+q = torch.ones(1, 20, 1, 4)
+gate = torch.zeros(1, 20, 1)
+assert lineate.explain(q, q, q, gate, gate).backend != "triton"
+lineate.fused_delta_rule(q, q, q, gate, gate, gate[0, 0])
+lineate.decode(q[:, :1], q[:, :1], q[:, :1], gate[:, :1], gate[:, :1], state=torch.zeros(1, 1, 4, 4))
+for call in (
+    lambda: lineate.gated_delta_rule(q, q, q, gate, gate, backend="triton"),
+    lambda: lineate.fused_delta_rule(q, q, q, gate, gate, gate[0, 0], backend="triton"),
+):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_without_triton_everything_else_works_and_a_request_says_so():
+    missing = "No module named 'triton' (blocked)"
+    message = f"backend='triton' cannot serve this call: triton is not installed ({missing}); use backend='torch'"
+    assert python(BLOCK + WITHOUT_TRITON, TRITON_INTERPRET="1").splitlines() == [message] * 2
+
+
+def test_without_a_gpu_a_request_for_triton_says_so():
+    message = (
+        "backend='triton' cannot serve this call: the triton kernels need CUDA tensors, got cpu; use backend='torch'"
+    )
+    assert python(BLOCK + WITHOUT_TRITON, TRITON_INTERPRET="0").splitlines() == [message] * 2
+
+
+def test_triton_is_imported_at_its_first_use_only():
+    """Neither by importing lineate nor by calls that torch or C serve (torch imports triton by itself at some call)."""
+    code = """
+import sys, torch
+before = "triton" in sys.modules
+import lineate
+assert ("triton" in sys.modules) == before == False
+x, gate = torch.ones(1, 20, 1, 4), torch.zeros(1, 20, 1)
+lineate.gated_delta_rule(x, x, x, gate, gate)
+lineate.fused_delta_rule(x, x, x, gate, gate, gate[0, 0])
+lineate.explain(x, x, x, gate, gate)
+lineate.decode(x[:, :1], x[:, :1], x[:, :1], gate[:, :1], gate[:, :1], state=torch.zeros(1, 1, 4, 4))
+print(any(name.startswith("lineate.kernels") for name in sys.modules))
+"""
+    assert python(code) == "False"
 
 
 def test_import_adds_nothing_heavy():
@@ -70,7 +121,7 @@ print(os.path.exists(os.environ["LINEATE_CACHE"]))
 def test_public_names():
     code = "import lineate; print(*sorted(lineate.__all__)); print(all(hasattr(lineate, x) for x in lineate.__all__))"
     assert python(code).splitlines() == [
-        "Attended KeyValueCache Plan attention_matrix delta_rule explain gated_delta_rule gated_linear_attention "
-        "kimi_delta_attention linear_attention softmax_attention",
+        "Attended KeyValueCache Plan attention_matrix decode delta_rule explain fused_delta_rule gated_delta_rule "
+        "gated_linear_attention kimi_delta_attention linear_attention softmax_attention",
         "True",
     ]

@@ -68,6 +68,19 @@ def test_float32_on_special_inputs(row, special, shape):
             assert_within(found, allowed, (backend, chunk_size))
 
 
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_normalize_qk_in_float32(row):
+    """q and k five times too long, and one key of zeros: its direction does not exist, its gradient does."""
+    inputs = convert(draw(row, SMALL), torch.float32)
+    inputs["q"], inputs["k"] = inputs["q"] * 5, inputs["k"] * 5
+    inputs["k"][:, 7] = 0
+    expected = oracle(row, inputs, normalize_qk=True)
+    allowed = budget(row, inputs, expected, 16, normalize_qk=True)
+    for backend in BACKENDS:
+        got = run(row, inputs, backend=backend, chunk_size=16, normalize_qk=True)
+        assert_within(errors(got, expected), allowed, backend)
+
+
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_parallel_form_in_float32(row, special):
     """The same budget, with one chunk of length t."""
