@@ -1,0 +1,164 @@
+"""What the GPU benchmark measures: the cases, who computes them, the floors and the targets. Needs no GPU, no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+FORWARD, TRAIN, STEP = "forward", "forward+backward", "decode"
+DIM = 128  # k = v
+CHUNK = 64  # the chunk length of the operation count
+
+
+@dataclass(frozen=True)
+class Case:
+    """One computation: bfloat16 q, k, v; float32 log_decay, beta and state."""
+
+    group: str
+    """What --only selects."""
+    rule: str
+    what: str
+    """FORWARD, TRAIN or STEP."""
+    b: int
+    t: int
+    h: int
+    hv: int
+    raw: bool = False
+    """bfloat16 gates before their activations, q and k of any length: norm, softplus, sigmoid are part of the work."""
+    target: float | None = None
+    """Milliseconds that ours should need at most."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.rule} {self.what}{' from raw gates' if self.raw else ''} {self.b},{self.t},{self.h},{self.hv}"
+
+    @property
+    def batch(self) -> tuple[str, str]:
+        """Cases of one batch share a process."""
+        return self.group, self.what
+
+    def record(self) -> dict[str, Any]:
+        return {"case": self.name, **asdict(self)}
+
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+CASES = (
+    Case("gdn", "gdn", FORWARD, 1, 32768, 16, 64, target=1.40),
+    Case("gdn", "gdn", FORWARD, 8, 4096, 32, 32, target=0.60),
+    Case("gdn", "gdn", FORWARD, 1, 8192, 16, 32, target=0.28),
+    Case("gdn", "gdn", FORWARD, 1, 32768, 2, 8, target=0.32),
+    Case("gdn", "gdn", TRAIN, 1, 8192, 16, 32, target=1.1),
+    Case("gdn", "gdn", TRAIN, 1, 32768, 16, 64, target=7.0),
+    Case("kda", "kda", FORWARD, 1, 8192, 96, 96, raw=True, target=1.3),
+    Case("kda", "kda", FORWARD, 1, 8192, 96, 96),
+    Case("kda", "kda", TRAIN, 1, 8192, 96, 96, target=7.0),
+    Case("delta", "delta", FORWARD, 8, 4096, 32, 32),
+    Case("delta", "delta", TRAIN, 8, 4096, 32, 32),
+    Case("linear", "linear", FORWARD, 8, 4096, 32, 32),
+    Case("linear", "linear", TRAIN, 8, 4096, 32, 32),
+    Case("decode", "gdn", STEP, 256, 1, 32, 32),
+    Case("decode", "kda", STEP, 256, 1, 32, 32),
+    Case("decode", "gdn", STEP, 1, 1, 32, 32, target=0.012),
+    Case("decode", "kda", STEP, 1, 1, 32, 32, target=0.012),
+    *(Case("length", "gdn", FORWARD, 1, t, 16, 32) for t in LENGTHS),
+)
+GROUPS = tuple(dict.fromkeys(case.group for case in CASES))
+NEEDED_FASTER = 1.5  # times faster than fla: DeltaNet and linear attention
+NEEDED_MEMORY = 0.5  # of fla's extra memory: GDN forward+backward at the last of its shapes
+NEEDED_DECODE = 1.12  # of the floor: a decoding step of batch 256
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who computes, which package it needs, what it can do, and the switches of its process."""
+
+    label: str
+    package: str
+    can: Callable[[Case], bool]
+    environment: Mapping[str, str]
+
+
+# fla hands calls to other packages when it finds them. Off here, as these are contestants of their own; TileLang stays
+# on where fla wants it, because fla refuses the gated backward of Triton 3.4 to 3.7 on Hopper.
+FLA_ALONE = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0"}
+CONTESTANTS = {
+    "ours": Contestant("lineate", "lineate", lambda case: True, {}),
+    "fla": Contestant("fla", "fla", lambda case: True, FLA_ALONE),
+    # The same kernels with the bounded gate lower_bound * sigmoid(exp(A_log) (gate + dt_bias)), which allows it more.
+    "fla-bounded": Contestant("fla, bounded gate", "fla", lambda case: case.raw, FLA_ALONE),
+    "flashqla": Contestant("FlashQLA", "flash_qla", lambda case: case.rule == "gdn" and case.what != STEP, {}),
+    "flashkda": Contestant("FlashKDA, bounded gate", "flash_kda", lambda case: case.raw, {}),
+    "sdpa": Contestant("softmax (SDPA, flash)", "torch", lambda case: case.rule == "gdn" and case.what == FORWARD, {}),
+}
+
+
+def least_bytes(case: Case) -> float:
+    """What must move: every input read once, every output written once; the backward reads all inputs again."""
+    per_token = case.h / case.hv
+    if case.rule == "linear":
+        gates = 0
+    elif case.raw:
+        gates = 2 * (DIM + 1 if case.rule == "kda" else 2)
+    else:
+        gates = 4 * {"delta": 1, "gdn": 2, "kda": DIM + 1}[case.rule]
+    qk, value = 2 * 2 * DIM * per_token, 2 * DIM  # q and k; one of v, o, dv, do
+    token = qk + 2 * value + gates
+    if case.what == TRAIN:
+        token += (qk + 2 * value + gates) + (qk + value + gates)  # reads with do; writes dq, dk, dv and the gates'
+    state = 4 * DIM * DIM * case.b * case.hv
+    return token * case.b * case.t * case.hv + (2 * state if case.what == STEP else state)
+
+
+def operations(case: Case) -> float:
+    """Floating-point operations of the chunk map with chunks of 64 (a step: of the equation)."""
+    if case.what == STEP:
+        per_token = 7 * DIM * DIM
+    elif case.rule == "linear":
+        per_token = 4 * DIM * DIM + 4 * CHUNK * DIM if case.what == FORWARD else 610e3
+    elif case.what == FORWARD:
+        per_token = 6 * DIM * DIM + 8 * CHUNK * DIM + 2.2e3  # the last term is the triangular solve
+    else:
+        per_token = 745e3 if case.rule != "kda" else 1.15e6
+    return per_token * case.b * case.t * case.hv
+
+
+def floor_ms(case: Case, ceilings: Mapping[str, float] | None) -> float | None:
+    """No version runs much faster: the larger of the bytes' and the operations' time at the measured ceilings."""
+    if not ceilings:
+        return None
+    return 1e3 * max(
+        least_bytes(case) / ceilings["copy_bytes_per_second"], operations(case) / ceilings["matrix_flop_per_second"]
+    )
+
+
+def device_ms(result: Mapping[str, Any] | None) -> float | None:
+    """The time of the device: a graph's replays where it could be captured, else between events."""
+    if result is None:
+        return None
+    return result["event_ms"] if result.get("graph_ms") is None else result["graph_ms"]
+
+
+def targets(results: list[dict[str, Any]], ceilings: Mapping[str, float] | None) -> list[dict[str, Any]]:
+    """What the library promises on an H200."""
+    found = {(r["group"], r["case"], r["who"]): r for r in results if r.get("event_ms") is not None}
+    lines: list[tuple[str, str, float, float | None]] = []
+    for case in CASES:
+        ours, fla = (found.get((case.group, case.name, who)) for who in ("ours", "fla"))
+        own, other = device_ms(ours), device_ms(fla)
+        if case.target is not None:
+            lines.append((f"{case.name}, ms", "<=", case.target, own))
+        if case.rule in ("delta", "linear"):
+            ratio = None if own is None or other is None else other / own
+            lines.append((f"{case.name}, times faster than fla", ">=", NEEDED_FASTER, ratio))
+        if case == next(c for c in reversed(CASES) if (c.group, c.what) == ("gdn", TRAIN)):
+            ratio = ours["extra_bytes"] / fla["extra_bytes"] if ours and fla else None
+            lines.append((f"{case.name}, extra memory / fla's", "<=", NEEDED_MEMORY, ratio))
+        if case.what == STEP and case.b > 1:
+            least = floor_ms(case, ceilings)
+            ratio = None if own is None or least is None else own / least
+            lines.append((f"{case.name}, time / floor", "<=", NEEDED_DECODE, ratio))
+    rows = []
+    for name, sign, wanted, got in lines:
+        reached = None if got is None else got >= wanted if sign == ">=" else got <= wanted
+        verdict = {None: "not measured", True: "ok", False: "short"}[reached]
+        rows.append({"target": name, "wanted": f"{sign} {wanted:g}", "measured": got, "verdict": verdict})
+    return rows
