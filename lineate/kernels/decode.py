@@ -109,7 +109,7 @@ def _decode(
                 _store(output + y, tl.full([BV], 0.0, tl.float32) + nothing, has_y, EVEN_V)
                 output += output_token
             return
-    tile = head.to(tl.int64) * (state_head * STATE_UNIT) + x[:, None] * V + y[None, :]
+    tile = head.to(tl.int64) * (tl.cast(state_head, tl.int64) * STATE_UNIT) + x[:, None] * V + y[None, :]
     slot_stride = tl.cast(state_slot, tl.int64) * STATE_UNIT
     S = _load(state + start * slot_stride + tile, has_xy, EVEN_K and EVEN_V)
 

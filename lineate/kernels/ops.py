@@ -61,14 +61,14 @@ def _backward(
     beta_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate; those of absent inputs have no elements."""
-    grads = _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias)
+    grads = _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias, cu_seqlens)
     dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
     gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
     call = kernels.make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
     # Raw gates per head are a small matter, and left to torch; the kernels see through those per channel themselves.
     outside = A_log is not None and not call.channel
     if outside:
-        dlog_decay, dbeta = (torch.empty_like(x, dtype=torch.float32) for x in (dlog_decay, dbeta))
+        dlog_decay, dbeta = (torch.zeros_like(x, dtype=torch.float32) for x in (dlog_decay, dbeta))
     wanted = Gradients(
         dq,
         dk,
@@ -92,7 +92,7 @@ def _(
     doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens, corrects, scale, normalize_qk,
     beta_scale
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    return _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias)
+    return _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias, cu_seqlens)
 
 
 def _through_gates(gates: Gates, dlog_decay: Tensor, dbeta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -110,12 +110,18 @@ def _through_gates(gates: Gates, dlog_decay: Tensor, dbeta: Tensor) -> tuple[Ten
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.set_materialize_grads(False)  # one of zeros for the kept states would be as large as they are
     q, k, v, log_decay, beta, A_log, dt_bias, _, cu_seqlens, *ctx.options, _ = inputs
+    ctx.results = [(x.shape, x.dtype) for x in output[:2]]
     ctx.save_for_backward(q, k, v, log_decay, beta, A_log, dt_bias, output[2], cu_seqlens)
 
 
 def _differentiate(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
+    doutput, dfinal = (
+        saved[2].new_zeros(shape, dtype=dtype) if x is None else x
+        for x, (shape, dtype) in zip((doutput, dfinal), ctx.results, strict=True)
+    )
     *grads, dstate = _backward(doutput, dfinal, *saved, *ctx.options)
     grads = [None if x is None else dx for x, dx in zip(saved[:7], grads, strict=True)]
     return *grads, dstate, *[None] * 6
@@ -131,7 +137,7 @@ def _empty_outputs(
     hv, value_dim = v.shape[2:]
     slots = b * kernels.count_slots(t, 1) if cu_seqlens is None else kernels.count_slots(t, cu_seqlens.shape[0] - 1)
     states = v.new_empty(slots if keep else 0, hv, value_dim, key_dim)
-    return v.new_empty(v.shape), state.new_empty(state.shape), states
+    return _room(v, cu_seqlens), _room(state, cu_seqlens), states
 
 
 def _empty_grads(
@@ -143,11 +149,17 @@ def _empty_grads(
     beta: Tensor | None,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> Grads:
-    gates = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_decay, beta, A_log, dt_bias))
+    gates = (q.new_empty(0) if x is None else _room(x, cu_seqlens) for x in (log_decay, beta, A_log, dt_bias))
     dlog_decay, dbeta, dA_log, ddt_bias = gates
-    dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, dfinal))
+    dq, dk, dv, dstate = (_room(x, cu_seqlens) for x in (q, k, v, dfinal))
     return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate
+
+
+def _room(like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Memory for a result; of zeros where tokens may lie outside every text (bounds on a GPU are not looked at)."""
+    return like.new_empty(like.shape) if cu_seqlens is None else like.new_zeros(like.shape)
 
 
 def chunkwise(
