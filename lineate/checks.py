@@ -78,7 +78,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}; convert with .to(q.dtype)"
             )
-        _check_device(name, x, q)
+        check_device(name, x, q)
 
 
 def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int) -> None:
@@ -97,7 +97,7 @@ def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int) ->
             f"state must be {_name(dtype)} for {_name(v.dtype)} inputs, got {_name(state.dtype)}; "
             f"convert it with .to(torch.{_name(dtype)})"
         )
-    _check_device("state", state, v)
+    check_device("state", state, v)
 
 
 def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -112,7 +112,7 @@ def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: T
             raise ValueError(f"state.{name} must have shape {expected} for p cached tokens, got {tuple(old.shape)}")
         if old.dtype != new.dtype:
             raise ValueError(f"state.{name} must be {_name(new.dtype)} like the inputs, got {_name(old.dtype)}")
-        _check_device(f"state.{name}", old, new)
+        check_device(f"state.{name}", old, new)
     if (cache.cu_seqlens is None) != (cu_seqlens is None):
         raise ValueError("state must come from a call with cu_seqlens exactly when this one has it")
     if cu_seqlens is not None and cache.cu_seqlens is not None and cache.cu_seqlens.shape != cu_seqlens.shape:
@@ -132,14 +132,11 @@ def check_raw_gates(
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if x.dtype not in _DTYPES:
             raise ValueError(
                 f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
             )
-        if x.device != q.device:
-            raise ValueError(
-                f"{name} must be on the device of q, {q.device}, got {x.device}; move it with .to(q.device)"
-            )
+        check_device(name, x, q)
     per_channel = gate.dim() == 4
     shapes: dict[str, dict[str, tuple[int, ...]]] = {
         "gate": {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)},
@@ -152,10 +149,120 @@ def check_raw_gates(
         if x is not None and tuple(x.shape) not in allowed.values():
             wanted = " or ".join(f"{symbols} = {sizes}" for symbols, sizes in allowed.items())
             raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
-    if isinstance(beta_scale, bool) or not isinstance(beta_scale, int | float):
-        raise TypeError(f"beta_scale must be a number, got {type(beta_scale).__name__}")
+    _check_number("beta_scale", beta_scale)
     if not 0 < beta_scale < float("inf"):
         raise ValueError(f"beta_scale must be finite and above 0, got {beta_scale}; 1 and 2 are usual")
+
+
+def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: Tensor, *, packed: bool) -> None:
+    """slots `rows` or one for each token, start_slots `rows`, of a pool; what their values are, check_slot_values."""
+    for name, x in (("slots", slots), ("start_slots", start_slots)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+        if x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be int32 or int64, got {_name(x.dtype)}")
+        check_device(name, x, q)
+    first = "n_seqs" if packed else "b"
+    if slots is None:
+        if start_slots is not None:
+            raise ValueError("start_slots needs slots, where the memory goes, got slots=None; pass both")
+        return
+    if slots.dim() == 2:
+        right = slots.shape[0] == rows and slots.shape[1] > 0 if packed else slots.shape == (rows, q.shape[1])
+    else:
+        right = slots.shape == (rows,)
+    if not right:
+        each = f"({first}, longest text) = ({rows}, ...)" if packed else f"({first}, t) = {(rows, q.shape[1])}"
+        raise ValueError(f"slots must have shape ({first},) = ({rows},) or {each}, got {tuple(slots.shape)}")
+    if slots.dim() == 2 and start_slots is None:
+        raise ValueError("slots for each token need start_slots, where each row starts, got start_slots=None")
+    if start_slots is not None and start_slots.shape != (rows,):
+        raise ValueError(f"start_slots must have shape ({first},) = ({rows},), got {tuple(start_slots.shape)}")
+
+
+def check_slot_values(
+    slots: Tensor | None, start_slots: Tensor | None, cu_seqlens: Tensor | None, n_slots: int
+) -> None:
+    """Inside the pool, and no row touches what another one writes; only where looking does not wait for a GPU."""
+    if slots is None or slots.device.type != "cpu":
+        return
+    for name, x in (("slots", slots), ("start_slots", start_slots)):
+        if x is not None and int(x.max()) >= n_slots:
+            raise ValueError(f"{name} must be below n_slots = {n_slots}, got {int(x.max())}; a negative one is idle")
+    starts = slots.tolist() if start_slots is None else start_slots.tolist()
+    writer: dict[int, int] = {}
+    for row, written in enumerate(slots.reshape(slots.shape[0], -1).tolist()):
+        for slot in written:
+            if starts[row] >= 0 and slot >= 0 and writer.setdefault(slot, row) != row:
+                raise ValueError(f"slots must differ between rows, got {slot} in rows {writer[slot]} and {row}")
+    for row, slot in enumerate(starts):
+        if slot >= 0 and writer.get(slot, row) != row:
+            raise ValueError(f"start_slots[{row}] = {slot} is written by row {writer[slot]}; let it write elsewhere")
+    if slots.dim() == 2 and cu_seqlens is not None:
+        longest = int(cu_seqlens.diff().max())
+        if longest > slots.shape[1]:
+            raise ValueError(f"slots must have one for each token, at least {longest} a row, got {slots.shape[1]}")
+
+
+def check_decode_state(state: Tensor, q: Tensor, v: Tensor, rows: int, *, pooled: bool) -> None:
+    """`rows hv k v`, or a pool `n_slots hv k v`, that can be written in place."""
+    if not isinstance(state, Tensor):
+        raise TypeError(f"state must be a torch.Tensor, got {type(state).__name__}; start from torch.zeros")
+    sizes = (v.shape[2], q.shape[3], v.shape[3])
+    if pooled:
+        if state.dim() != 4 or state.shape[1:] != sizes or state.shape[0] == 0:
+            expected = f"(n_slots, hv, k, v) = (n_slots, {', '.join(map(str, sizes))})"
+            raise ValueError(f"state must have shape {expected} with slots, got {tuple(state.shape)}")
+        rows = state.shape[0]
+    check_state(state, v, q.shape[3], rows)
+    if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape, strict=True)):
+        raise ValueError("state must have memory of its own for each row, got an expanded view; call .contiguous()")
+
+
+def check_decode_gates(
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_scale: float,
+    raw_gates: bool,
+    q: Tensor,
+    v: Tensor,
+) -> None:
+    """What raw gates need and others must not have; either gate may be None."""
+    _check_number("beta_scale", beta_scale)
+    if not raw_gates:
+        for name, given in (("A_log", A_log is not None), ("dt_bias", dt_bias is not None)):
+            if given:
+                raise ValueError(f"{name} is for raw gates, got raw_gates=False; pass raw_gates=True")
+        if beta_scale != 1:
+            raise ValueError(f"beta_scale is for raw gates, got {beta_scale} and raw_gates=False; multiply beta by it")
+        return
+    if log_decay is None and beta is None:
+        raise ValueError("raw_gates=True needs log_decay or beta, got neither; leave it False")
+    if log_decay is None:
+        if A_log is not None or dt_bias is not None:
+            raise ValueError("A_log and dt_bias need log_decay, the raw gate, got log_decay=None")
+        return
+    hv, key_dim = v.shape[2], q.shape[3]
+    if A_log is None:
+        raise ValueError(f"raw_gates=True with log_decay needs A_log of shape (hv,) = ({hv},), got None")
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {_name(x.dtype)}; convert it with .float()")
+        check_device(name, x, q)
+        if x.shape == (hv,) or (name == "dt_bias" and log_decay.dim() == 4 and x.shape == (hv, key_dim)):
+            continue
+        wanted = f"(hv,) = ({hv},)"
+        if name == "dt_bias" and log_decay.dim() == 4:
+            wanted += f" or (hv, k) = {(hv, key_dim)}"
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
@@ -231,12 +338,17 @@ def _check_tensor(name: str, x: Any, q: Tensor) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in _DTYPES:
         raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}")
-    _check_device(name, x, q)
+    check_device(name, x, q)
 
 
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
+def check_device(name: str, x: Tensor | None, q: Tensor) -> None:
+    if x is not None and x.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}; move it with .to(q.device)")
+
+
+def _check_number(name: str, x: Any) -> None:
+    if isinstance(x, bool) or not isinstance(x, int | float):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
 
 
 def _concrete(x: Tensor) -> bool:

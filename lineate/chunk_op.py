@@ -190,7 +190,22 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def expect_gradients(ctx, output):  # type: ignore[no-untyped-def]
+    """In setup_context: no gradient is made up for what has none (of the kept states it would be as large as they)."""
+    ctx.set_materialize_grads(False)
+    ctx.results = [(x.shape, x.dtype) for x in output[:2]]
+
+
+def arrived(ctx, like, *gradients):  # type: ignore[no-untyped-def]
+    """Those of output and final state; zeros for one that did not come."""
+    return [
+        like.new_zeros(shape, dtype=dtype) if x is None else x
+        for x, (shape, dtype) in zip(gradients, ctx.results, strict=True)
+    ]
+
+
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    expect_gradients(ctx, output)
     q, k, v, log_decay, beta, _, cu_seqlens, *ctx.options, _ = inputs
     ctx.save_for_backward(q, k, v, log_decay, beta, output[2], cu_seqlens)
 
@@ -198,6 +213,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _differentiate(backward_op):  # type: ignore[no-untyped-def]
     def differentiate(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
         q, k, v, log_decay, beta, states, cu_seqlens = ctx.saved_tensors
+        doutput, dfinal = arrived(ctx, v, doutput, dfinal)
         dq, dk, dv, dlog_decay, dbeta, dstate = backward_op(
             doutput, dfinal, q, k, v, log_decay, beta, states, cu_seqlens, *ctx.options
         )

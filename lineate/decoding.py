@@ -6,17 +6,15 @@ The equation is rule.step's; the gates select the rule as in `explain`. Training
 """
 
 import importlib.util
-import os
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
 from lineate.chunk_op import needs_grad
-from lineate.dispatch import select_rule
-from lineate.rule import compute_dtype, full_precision, normalize, step
+from lineate.dispatch import KNOWN_AT_MOST, TRITON_WIDTH, Signature, call_signature, interpreted, select_rule
+from lineate.rule import activate, compute_dtype, full_precision, normalize, step
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -64,11 +62,13 @@ def decode(
     """
     tensors = (q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, A_log, dt_bias)
     options = (scale, normalize_qk, raw_gates, beta_scale, backend)
-    signature = _signature(tensors, options)
+    signature = call_signature(tensors, options)
+    if signature is not None:
+        signature = None if state is None else (*signature, state.stride())
     chosen = None if signature is None else _KNOWN.get(signature)
     if chosen is None:
         chosen = _check_and_choose(*tensors, *options)
-        if signature is not None and len(_KNOWN) < _KNOWN_AT_MOST:
+        if signature is not None and len(_KNOWN) < KNOWN_AT_MOST:
             _KNOWN[signature] = chosen
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # Only the compiler, and tensors that only pretend, need it as an op, which costs microseconds.
@@ -96,12 +96,15 @@ def _decode(
 ) -> Tensor:
     """Check what only values tell, then run; compiled calls get here with the values known."""
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-    _check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
+    checks.check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
     if not raw_gates:
         checks.check_decay(log_decay)
     if backend == "torch":
         with full_precision(q):
-            log_decay, beta = _gates(log_decay, beta, A_log, dt_bias, beta_scale, raw_gates, compute_dtype(v.dtype))
+            dtype = compute_dtype(v.dtype)
+            if raw_gates:
+                log_decay, beta = activate(log_decay, beta, A_log, dt_bias, beta_scale, dtype)
+            log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
             return _decode_torch(
                 q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, scale=scale, normalize_qk=normalize_qk
             )
@@ -198,55 +201,13 @@ def _write(state: Tensor, slots: Tensor, own: Tensor, idle: Tensor | None) -> No
     state[slots[kept].long()] = own[kept]
 
 
-def _gates(
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    beta_scale: float,
-    raw_gates: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None]:
-    """log_decay = -exp(A_log) * softplus(x + dt_bias), beta = beta_scale * sigmoid(x) if they are raw."""
-    log_decay = None if log_decay is None else log_decay.to(dtype)
-    beta = None if beta is None else beta.to(dtype)
-    if not raw_gates:
-        return log_decay, beta
-    if log_decay is not None:
-        assert A_log is not None
-        rate, bias = -A_log.to(dtype).exp(), None if dt_bias is None else dt_bias.to(dtype)
-        if log_decay.dim() == 4:
-            rate = rate.unsqueeze(-1)  # hv 1
-            bias = bias.unsqueeze(-1) if bias is not None and bias.dim() == 1 else bias  # hv 1|k
-        log_decay = rate * F.softplus(log_decay if bias is None else log_decay + bias)
-    return log_decay, None if beta is None else beta_scale * torch.sigmoid(beta)
-
-
 def _at_least_4d(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.unsqueeze(-1)
 
 
 # Calls that passed every check, by all that the checks depend on, with the backend chosen: decoding makes the same call
 # for every token of every layer.
-_KNOWN: dict[tuple[object, ...], str] = {}
-_KNOWN_AT_MOST = 1024
-
-
-def _signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> tuple[object, ...] | None:
-    """What the checks look at, or None where they must look again: odd types, and while compiling."""
-    plain = all(x is None or type(x) in (float, int, str, bool) for x in options)
-    if not plain or torch.compiler.is_compiling():
-        return None
-    parts: list[object] = [torch.is_grad_enabled(), *options, *map(type, options)]
-    for x in tensors:
-        if x is None:
-            parts.append(None)
-        elif type(x) in (Tensor, torch.nn.Parameter):
-            parts += (x.shape, x.dtype, x.device, x.requires_grad)
-        else:
-            return None
-    state = tensors[5]
-    return None if state is None else (*parts, state.stride())
+_KNOWN: dict[Signature, str] = {}
 
 
 def _check_and_choose(
@@ -277,11 +238,11 @@ def _check_and_choose(
             raise TypeError(f"{name} must be a torch.Tensor, got {type(gate).__name__}")
     checks.check_inputs(select_rule(log_decay, beta), q, k, v, log_decay, beta)
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-    _check_device("cu_seqlens", cu_seqlens, q)
+    checks.check_device("cu_seqlens", cu_seqlens, q)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    _check_slots(slots, start_slots, rows, q, packed=cu_seqlens is not None)
-    _check_state(state, q, v, rows, pooled=slots is not None)
-    _check_raw_gates(log_decay, beta, A_log, dt_bias, beta_scale, raw_gates, q, v)
+    checks.check_slots(slots, start_slots, rows, q, packed=cu_seqlens is not None)
+    checks.check_decode_state(state, q, v, rows, pooled=slots is not None)
+    checks.check_decode_gates(log_decay, beta, A_log, dt_bias, beta_scale, raw_gates, q, v)
     named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
     for name, x in {**named, "A_log": A_log, "dt_bias": dt_bias}.items():
         if needs_grad(x):
@@ -301,13 +262,13 @@ def _check_and_choose(
 
 def _obstacle(q: Tensor, state: Tensor) -> str | None:
     """What about this call the kernel does not do, or None."""
-    if q.device.type != "cuda" and not (q.device.type == "cpu" and _interpreted()):
+    if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
         return f"it needs CUDA tensors, got {q.device.type}"
     if q.dtype == torch.float64:
         return "it computes in float32, got float64 inputs"
     key_dim, value_dim = state.shape[-2:]
-    if max(key_dim, value_dim) > 256:
-        return f"it takes k and v up to 256, got k = {key_dim} and v = {value_dim}"
+    if max(key_dim, value_dim) > TRITON_WIDTH:
+        return f"it takes k and v up to {TRITON_WIDTH}, got k = {key_dim} and v = {value_dim}"
     if (key_dim > 1 and state.stride(-2) != value_dim) or (value_dim > 1 and state.stride(-1) != 1):
         return f"it needs the [k, v] of each head of the state contiguous, got strides {tuple(state.stride())}"
     return _no_triton()
@@ -317,129 +278,5 @@ def _no_triton() -> str | None:
     return "triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
-def _interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
 _no_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_interpreted._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: Tensor, *, packed: bool) -> None:
-    for name, x in (("slots", slots), ("start_slots", start_slots)):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
-        if x.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64, got {_name(x.dtype)}")
-        _check_device(name, x, q)
-    first = "n_seqs" if packed else "b"
-    if slots is None:
-        if start_slots is not None:
-            raise ValueError("start_slots needs slots, where the memory goes, got slots=None; pass both")
-        return
-    if slots.dim() == 2:
-        right = slots.shape[0] == rows and slots.shape[1] > 0 if packed else slots.shape == (rows, q.shape[1])
-    else:
-        right = slots.shape == (rows,)
-    if not right:
-        each = f"({first}, longest text) = ({rows}, ...)" if packed else f"({first}, t) = {(rows, q.shape[1])}"
-        raise ValueError(f"slots must have shape ({first},) = ({rows},) or {each}, got {tuple(slots.shape)}")
-    if slots.dim() == 2 and start_slots is None:
-        raise ValueError("slots for each token need start_slots, where each row starts, got start_slots=None")
-    if start_slots is not None and start_slots.shape != (rows,):
-        raise ValueError(f"start_slots must have shape ({first},) = ({rows},), got {tuple(start_slots.shape)}")
-
-
-def _check_slot_values(
-    slots: Tensor | None, start_slots: Tensor | None, cu_seqlens: Tensor | None, n_slots: int
-) -> None:
-    """Inside the pool, and no row touches what another one writes; only where looking does not wait for a GPU."""
-    if slots is None or slots.device.type != "cpu":
-        return
-    for name, x in (("slots", slots), ("start_slots", start_slots)):
-        if x is not None and int(x.max()) >= n_slots:
-            raise ValueError(f"{name} must be below n_slots = {n_slots}, got {int(x.max())}; a negative one is idle")
-    starts = slots.tolist() if start_slots is None else start_slots.tolist()
-    writer: dict[int, int] = {}
-    for row, written in enumerate(slots.reshape(slots.shape[0], -1).tolist()):
-        for slot in written:
-            if starts[row] >= 0 and slot >= 0 and writer.setdefault(slot, row) != row:
-                raise ValueError(f"slots must differ between rows, got {slot} in rows {writer[slot]} and {row}")
-    for row, slot in enumerate(starts):
-        if slot >= 0 and writer.get(slot, row) != row:
-            raise ValueError(f"start_slots[{row}] = {slot} is written by row {writer[slot]}; let it write elsewhere")
-    if slots.dim() == 2 and cu_seqlens is not None:
-        longest = int(cu_seqlens.diff().max())
-        if longest > slots.shape[1]:
-            raise ValueError(f"slots must have one for each token, at least {longest} a row, got {slots.shape[1]}")
-
-
-def _check_state(state: Tensor, q: Tensor, v: Tensor, rows: int, *, pooled: bool) -> None:
-    if not isinstance(state, Tensor):
-        raise TypeError(f"state must be a torch.Tensor, got {type(state).__name__}; start from torch.zeros")
-    sizes = (v.shape[2], q.shape[3], v.shape[3])
-    if pooled:
-        if state.dim() != 4 or state.shape[1:] != sizes or state.shape[0] == 0:
-            expected = f"(n_slots, hv, k, v) = (n_slots, {', '.join(map(str, sizes))})"
-            raise ValueError(f"state must have shape {expected} with slots, got {tuple(state.shape)}")
-        rows = state.shape[0]
-    checks.check_state(state, v, q.shape[3], rows)
-    if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape, strict=True)):
-        raise ValueError("state must have memory of its own for each row, got an expanded view; call .contiguous()")
-
-
-def _check_raw_gates(
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    beta_scale: float,
-    raw_gates: bool,
-    q: Tensor,
-    v: Tensor,
-) -> None:
-    if isinstance(beta_scale, bool) or not isinstance(beta_scale, int | float):
-        raise TypeError(f"beta_scale must be a number, got {type(beta_scale).__name__}")
-    if not raw_gates:
-        for name, given in (("A_log", A_log is not None), ("dt_bias", dt_bias is not None)):
-            if given:
-                raise ValueError(f"{name} is for raw gates, got raw_gates=False; pass raw_gates=True")
-        if beta_scale != 1:
-            raise ValueError(f"beta_scale is for raw gates, got {beta_scale} and raw_gates=False; multiply beta by it")
-        return
-    if log_decay is None and beta is None:
-        raise ValueError("raw_gates=True needs log_decay or beta, got neither; leave it False")
-    if log_decay is None:
-        if A_log is not None or dt_bias is not None:
-            raise ValueError("A_log and dt_bias need log_decay, the raw gate, got log_decay=None")
-        return
-    hv, key_dim = v.shape[2], q.shape[3]
-    if A_log is None:
-        raise ValueError(f"raw_gates=True with log_decay needs A_log of shape (hv,) = ({hv},), got None")
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {_name(x.dtype)}; convert it with .float()")
-        _check_device(name, x, q)
-        if x.shape == (hv,) or (name == "dt_bias" and log_decay.dim() == 4 and x.shape == (hv, key_dim)):
-            continue
-        wanted = f"(hv,) = ({hv},)"
-        if name == "dt_bias" and log_decay.dim() == 4:
-            wanted += f" or (hv, k) = {(hv, key_dim)}"
-        raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
-
-
-def _check_device(name: str, x: Tensor | None, q: Tensor) -> None:
-    if x is not None and x.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}; move it with .to(q.device)")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -185,20 +185,19 @@ def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
 # Plans of calls that passed every check, by all that the checks and the plan depend on: decoding makes the same call
 # for every token, and looking at it again would take a fifth of the step.
 _KNOWN: dict[Signature, Plan] = {}
-_KNOWN_AT_MOST = 1024
+KNOWN_AT_MOST = 1024
 
 
-def _signature(
-    rule: Rule, tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, options: tuple[object, ...]
-) -> Signature | None:
-    """What the checks look at, or None where they must look again: values, odd types, and while compiling."""
-    if cu_seqlens is not None or torch.compiler.is_compiling():
+def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> Signature | None:
+    """All of a call but the values of its tensors, or None where checks must look again: odd types, and compiling."""
+    plain = all(x is None or type(x) in (float, int, str, bool) for x in options)
+    if not plain or torch.compiler.is_compiling():
         return None
-    parts: list[object] = [rule, torch.is_grad_enabled(), *options, *map(type, options)]
+    parts: list[object] = [torch.is_grad_enabled(), *options, *map(type, options)]
     for x in tensors:
         if x is None:
             parts.append(None)
-        elif type(x) is Tensor:
+        elif type(x) in (Tensor, torch.nn.Parameter):
             parts += (x.shape, x.dtype, x.device, x.requires_grad)
         else:
             return None
@@ -223,10 +222,13 @@ def check_and_resolve(
 ) -> Plan:
     """All checks of one call, then its plan."""
     options = (scale, form, backend, chunk_size, normalize_qk)
-    plain = all(x is None or type(x) in (float, int, str, bool) for x in options)
-    signature = _signature(rule, (q, k, v, log_decay, beta, state), cu_seqlens, options) if plain else None
-    if signature is not None and signature in _KNOWN:
-        return _KNOWN[signature]
+    signature = None  # the values of cu_seqlens are looked at every time
+    if cu_seqlens is None:
+        signature = call_signature((q, k, v, log_decay, beta, state), options)
+    if signature is not None:
+        signature = (rule, *signature)
+        if signature in _KNOWN:
+            return _KNOWN[signature]
     checks.check_choice("form", form, FORMS)
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_chunk_size(chunk_size)
@@ -252,7 +254,7 @@ def check_and_resolve(
         backend=backend,
         chunk_size=chunk_size,
     )
-    if signature is not None and len(_KNOWN) < _KNOWN_AT_MOST:
+    if signature is not None and len(_KNOWN) < KNOWN_AT_MOST:
         _KNOWN[signature] = plan
     return plan
 
@@ -266,9 +268,17 @@ def _no_native() -> str | None:
 _no_native._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+interpreted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def why_no_triton(device: str) -> str | None:
     """Why the triton kernels cannot run on this device, or None; imports them. Triton's interpreter runs on a CPU."""
-    if device != "cuda" and not (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+    if device != "cuda" and not (device == "cpu" and interpreted()):
         return f"the triton kernels need CUDA tensors, got {device}"
     try:
         importlib.import_module("lineate.kernels.ops")

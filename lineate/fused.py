@@ -1,13 +1,12 @@
 """The delta rules from what a layer's projections give: norms, gates and rates inside the kernels."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops import Attended, gated_delta_rule, kimi_delta_attention
-from lineate.rule import compute_dtype
+from lineate.rule import activate
 
 
 def fused_delta_rule(
@@ -58,21 +57,9 @@ def fused_delta_rule(
         )  # fmt: skip
         return Attended(output, final)
     log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
+    assert log_decay is not None and beta is not None
     op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
     return op(
         q, k, v, log_decay, beta,
         scale=scale, state=state, cu_seqlens=cu_seqlens, form="chunkwise", backend=backend, normalize_qk=normalize_qk,
     )  # fmt: skip
-
-
-def activate(
-    gate: Tensor, write: Tensor, A_log: Tensor, dt_bias: Tensor | None, beta_scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """log_decay and beta from raw gates, in float32 (float64 if the gates are)."""
-    dtype = compute_dtype(gate.dtype)
-    given, speed = gate.to(dtype), A_log.to(dtype).exp()
-    if dt_bias is not None:
-        given = given + dt_bias.to(dtype)
-    if gate.dim() == 4:
-        speed = speed.unsqueeze(-1)
-    return -speed * F.softplus(given), beta_scale * write.to(dtype).sigmoid()

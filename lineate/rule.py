@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Decay = Literal["none", "head", "channel"]
@@ -75,3 +76,32 @@ def full_precision(x: Tensor) -> AbstractContextManager[object]:
 def normalize(x: Tensor, epsilon: float = 1e-6) -> Tensor:
     """x * rsqrt(sum x^2 + epsilon) over the last dimension: the l2-normalisation of `normalize_qk`."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
+
+
+def activate(
+    gate: Tensor | None,
+    write: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Raw gates: log_decay = -exp(A_log) softplus(gate + dt_bias), beta = beta_scale sigmoid(write).
+
+    gate `b t hv` or `b t hv k`; write `b t hv` or `b t hv v`; A_log `hv`; dt_bias `hv`, or `hv k` per channel. Computed
+    in `dtype`; None is what the gate asks for.
+    """
+    log_decay = beta = None
+    if dtype is None:
+        dtype = torch.float32 if gate is None else compute_dtype(gate.dtype)
+    if gate is not None:
+        assert A_log is not None
+        given, speed = gate.to(dtype), A_log.to(dtype).exp()
+        bias = None if dt_bias is None else dt_bias.to(dtype)
+        if gate.dim() == 4:
+            speed = speed.unsqueeze(-1)  # hv 1
+            bias = bias.unsqueeze(-1) if bias is not None and bias.dim() == 1 else bias  # hv 1|k
+        log_decay = -speed * F.softplus(given if bias is None else given + bias)
+    if write is not None:
+        beta = beta_scale * write.to(dtype).sigmoid()
+    return log_decay, beta

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.chunk_op import needs_grad
+from lineate.chunk_op import arrived, expect_gradients, needs_grad
 from lineate.kernels import chunkwise as kernels
 from lineate.kernels import decode as decoding
 from lineate.kernels.chunkwise import Gates, Gradients
@@ -110,18 +110,14 @@ def _through_gates(gates: Gates, dlog_decay: Tensor, dbeta: Tensor) -> tuple[Ten
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    ctx.set_materialize_grads(False)  # one of zeros for the kept states would be as large as they are
+    expect_gradients(ctx, output)
     q, k, v, log_decay, beta, A_log, dt_bias, _, cu_seqlens, *ctx.options, _ = inputs
-    ctx.results = [(x.shape, x.dtype) for x in output[:2]]
     ctx.save_for_backward(q, k, v, log_decay, beta, A_log, dt_bias, output[2], cu_seqlens)
 
 
 def _differentiate(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
-    doutput, dfinal = (
-        saved[2].new_zeros(shape, dtype=dtype) if x is None else x
-        for x, (shape, dtype) in zip((doutput, dfinal), ctx.results, strict=True)
-    )
+    doutput, dfinal = arrived(ctx, saved[2], doutput, dfinal)
     *grads, dstate = _backward(doutput, dfinal, *saved, *ctx.options)
     grads = [None if x is None else dx for x, dx in zip(saved[:7], grads, strict=True)]
     return *grads, dstate, *[None] * 6
@@ -186,6 +182,7 @@ def chunkwise(
     return output, final
 
 
+@torch.library.custom_op("lineate::recurrent_triton", mutates_args=())
 def recurrent(
     q: Tensor,
     k: Tensor,
@@ -194,26 +191,10 @@ def recurrent(
     beta: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor | None,
-    *,
     scale: float,
     normalize_qk: bool,
 ) -> tuple[Tensor, Tensor]:
     """Token by token in one launch, without gradients: decoding, with the state copied first."""
-    return _recurrent(q, k, v, log_decay, beta, state, cu_seqlens, scale, normalize_qk)
-
-
-@torch.library.custom_op("lineate::recurrent_triton", mutates_args=())
-def _recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    normalize_qk: bool,
-) -> tuple[Tensor, Tensor]:
     final = state.clone(memory_format=torch.contiguous_format)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
     output = decoding.decode(
@@ -223,6 +204,6 @@ def _recurrent(
     return output, final
 
 
-@_recurrent.register_fake
+@recurrent.register_fake
 def _(q, k, v, log_decay, beta, state, cu_seqlens, scale, normalize_qk):  # type: ignore[no-untyped-def]
     return v.new_empty(v.shape), state.new_empty(state.shape)
