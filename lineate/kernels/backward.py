@@ -13,9 +13,9 @@ Pairs without decay (a token with itself, the last writer) are kept out of dG, w
 import triton
 import triton.language as tl
 
-from lineate.kernels.gates import BETA, DECAY, FACTORS, FLOOR, LAST, READ_K, READ_Q, WRITE
+from lineate.kernels.gates import BETA, DECAY, FACTORS, FLOOR, LAST, READ_K, READ_Q, WRITE, is_small
 from lineate.kernels.layout import chunk_bounds, load_tile, store_tile
-from lineate.kernels.scores import between, inverse_norms
+from lineate.kernels.scores import between, inverse_norms, load_norms
 
 
 @triton.jit(do_not_specialize=["t"])
@@ -43,9 +43,7 @@ def head_residuals(
     dtype = doutput.dtype.element_ty
     i = tl.arange(0, C)
     beta = tl.load(factors + BETA * C + i)
-    # R = beta (E - M R) tells nothing of the bracket where beta is 0, or so small that R has left float16's range.
-    LEAST: tl.constexpr = 0.00390625 if dtype == tl.float16 else 0.0
-    small = tl.abs(beta) <= LEAST
+    small = is_small(beta, dtype)
     some_are_small = tl.sum(tl.where(small & (i < rows), 1, 0), 0) > 0
     dP = tl.zeros((C, C), tl.float32)
     XR = tl.zeros((C, C), tl.float32)
@@ -67,11 +65,7 @@ def head_residuals(
             store_tile(dv + token + first, HV * V, X.to(tl.float32) * beta[:, None], rows, V - first, C, BV, EVEN)
         dO = load_tile(doutput + token + first, HV * V, rows, V - first, C, BV, EVEN)
         dP = tl.dot(dO, tl.trans(Rd), dP, input_precision=PRECISION)
-    norm_q = tl.zeros((C,), tl.float32) + scale
-    norm_k = tl.zeros((C,), tl.float32) + 1.0
-    if NORMALIZE:
-        norm_q = norm_q * inverse_norms(load_tile(q, stride_q, rows, K, C, BK, K == BK))
-        norm_k = inverse_norms(load_tile(k, stride_k, rows, K, C, BK, K == BK))
+    norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
     D = between(factors, C) if GATED else tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
     dP = tl.where(i[:, None] >= i[None, :], dP, 0.0) * D * norm_q[:, None] * norm_k[None, :]
     store_tile(P + at * C * C, C, dP, C, C, C, C, True)
@@ -198,7 +192,7 @@ def gather(
         total += tl.load(parts + (i * R + r)[:, None] * K + j[None, :], mask=there, other=0.0).to(tl.float32)
     if NORMALIZE:
         given = tl.load(x + (i // H * stride + i % H * head)[:, None] + j[None, :], mask=there, other=0.0)
+        norm = inverse_norms(given)
         given = given.to(tl.float32)
-        norm = tl.rsqrt(tl.sum(given * given, 1) + 1e-6)
         total -= given * (tl.sum(given * total, 1) * norm * norm)[:, None]
     tl.store(dx + i[:, None] * K + j[None, :], total.to(dx.dtype.element_ty), mask=there)

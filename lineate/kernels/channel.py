@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lineate.kernels.gates import FLOOR, allowed, softplus
+from lineate.kernels.gates import FLOOR, allowed, is_small, softplus
 from lineate.kernels.layout import chunk_bounds, load_tile, store_tile
-from lineate.kernels.scores import inverse_norms
+from lineate.kernels.scores import load_norms
 from lineate.kernels.solve import invert, is_tame
 
 BLOCK = tl.constexpr(16)
@@ -148,11 +148,7 @@ def channel_scores(
     EVEN_X: tl.constexpr = K % BX == 0
     dtype = q.dtype.element_ty
     i = tl.arange(0, C)
-    norm_q = tl.zeros((C,), tl.float32) + scale
-    norm_k = tl.zeros((C,), tl.float32) + 1.0
-    if NORMALIZE:
-        norm_q = norm_q * inverse_norms(load_tile(q, stride_q, rows, K, C, BK, K == BK))
-        norm_k = inverse_norms(load_tile(k, stride_k, rows, K, C, BK, K == BK))
+    norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
     scores = tl.zeros((C, C), tl.float32)
     A = tl.zeros((C, C), tl.float32)
     squares = tl.zeros((C,), tl.float32)
@@ -259,8 +255,7 @@ def channel_residuals(
         own = tl.sum(tl.where(i[:, None] == i[None, :], XR, 0.0), 1)
         scores = load_tile(M + at * C * C, C, C, C, C, C, True).to(tl.float32)
         unscaled = XE - tl.sum(tl.where(strictly_lower, XR * scores, 0.0), 1)
-        LEAST: tl.constexpr = 0.00390625 if dtype == tl.float16 else 0.0  # as in head_residuals
-        small = tl.abs(beta) <= LEAST
+        small = is_small(beta, dtype)
         rate = tl.where(small, unscaled, own / tl.where(small, 1.0, beta))
         if RAW:
             rate = rate * beta * (1.0 - beta / beta_scale)
@@ -289,11 +284,7 @@ def channel_state_gradients(
     left = K - first_x
     q += start * stride_q + head // R * head_q
     k += start * stride_k + head // R * head_k
-    norm_q = tl.zeros((C,), tl.float32) + scale
-    norm_k = tl.zeros((C,), tl.float32) + 1.0
-    if NORMALIZE:
-        norm_q = norm_q * inverse_norms(load_tile(q, stride_q, rows, K, C, BK, K == BK))
-        norm_k = inverse_norms(load_tile(k, stride_k, rows, K, C, BK, K == BK))
+    norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
     i = tl.arange(0, C)
     at = slot.to(tl.int64) * HV + head
     from_q = tl.zeros((C, BX), tl.float32)
@@ -342,7 +333,7 @@ def channel_gradients(
     bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, dtype: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What comes through P and M, added to dq, dk and dG of channel_state_gradients; then dlog_decay from dG.
 
@@ -352,16 +343,13 @@ def channel_gradients(
     head = tl.program_id(1).to(tl.int64)
     first_x = tl.program_id(2) * BX
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+    dtype = q.dtype.element_ty
     EVEN_X: tl.constexpr = K % BX == 0
     left = K - first_x
     q += start * stride_q + head // R * head_q
     k += start * stride_k + head // R * head_k
     row = (start * HV + head) * K + first_x
-    norm_q = tl.zeros((C,), tl.float32) + scale
-    norm_k = tl.zeros((C,), tl.float32) + 1.0
-    if NORMALIZE:
-        norm_q = norm_q * inverse_norms(load_tile(q, stride_q, rows, K, C, BK, K == BK))
-        norm_k = inverse_norms(load_tile(k, stride_k, rows, K, C, BK, K == BK))
+    norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
     queries = load_tile(q + first_x, stride_q, rows, left, C, BX, EVEN_X)
     keys = load_tile(k + first_x, stride_k, rows, left, C, BX, EVEN_X)
     i = tl.arange(0, C)

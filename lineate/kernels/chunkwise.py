@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels import hopper, hopper_backward
@@ -30,9 +29,9 @@ from lineate.kernels.split import CHAIN_WIDTH, PROGRAMS, chain, count_segments
 from lineate.kernels.state import backward_state, forward_state
 
 CHUNK = 64
-TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# Measured on an H200 (bench/gpu.py); correct for every choice. BX, BV: key channels and value columns of a tile.
+# Measured on an H200 (bench/gpu.py). BX, BV: key channels and value columns of a tile. Not every other choice is right:
+# the gradients go wrong with more stages or 32 channels (docs/kernels.md, compiler traps), so test a change on a GPU.
 LAUNCH: dict[str, dict[str, int]] = {
     "head_gates": {"num_warps": 4},
     "head_scores": {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
@@ -562,7 +561,7 @@ def _channel_gradients(
     ddt_bias = dP.new_empty(texts.slots, hv, K, dtype=torch.float32) if bias else None
     channel_gradients[(texts.slots, hv, blocks)](
         q, k, gates.log_decay, gates.A_log, gates.dt_bias, dP, dM, dq, dk, dG, grads.log_decay,
-        dA_log, ddt_bias, spans, *call.where, *strides, call.scale, dtype=TYPES[q.dtype], **options, **config,
+        dA_log, ddt_bias, spans, *call.where, *strides, call.scale, **options, **config,
     )  # fmt: skip
     _gather(call, dq, dk, grads)
     if dA_log is not None and grads.A_log is not None:

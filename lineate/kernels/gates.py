@@ -31,6 +31,13 @@ def allowed(log_decay):
 
 
 @triton.jit
+def is_small(beta, dtype: tl.constexpr):
+    """Where R = beta (E - M R) tells nothing of the bracket: beta is 0, or R would leave float16's range."""
+    LEAST: tl.constexpr = 0.00390625 if dtype == tl.float16 else 0.0
+    return tl.abs(beta) <= LEAST
+
+
+@triton.jit
 def softplus(x):
     """max(x, 0) + log(1 + y), y = e^-|x|: log(1 + y) / y by a polynomial, to 2e-7 for all y in [0, 1]."""
     y = tl.exp(-tl.abs(x))

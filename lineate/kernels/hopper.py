@@ -41,6 +41,23 @@ def _half(ring, stage, FIRST: gl.constexpr):
 
 
 @gluon.jit
+def _segment(text, segment, bounds, first_slots, t, segments, PACKED: gl.constexpr):
+    """First token, length and first slot of a text, and the chunks that are this segment's: from begin to end."""
+    if PACKED:
+        start = gl.load(bounds + text).to(gl.int32)
+        length = gl.load(bounds + text + 1).to(gl.int32) - start
+        slot = gl.load(first_slots + text).to(gl.int32)
+    else:
+        start = text * t
+        length = t
+        slot = text * ((t + 63) // 64)
+    chunks = (length + 63) // 64
+    per_segment = (chunks + segments - 1) // segments
+    begin = segment * per_segment
+    return start, length, slot, begin, gl.minimum(begin + per_segment, chunks)
+
+
+@gluon.jit
 def _expect(sources, ready, stage, there):
     """Before _fetch."""
     for x in gl.static_range(len(sources)):
@@ -138,24 +155,12 @@ def forward_state(
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
 
-    column = gl.program_id(0)
     pair = gl.program_id(1)
-    text = pair // HV
     head = pair % HV
     segment = gl.program_id(2)
-    if PACKED:
-        start = gl.load(bounds + text).to(gl.int32)
-        length = gl.load(bounds + text + 1).to(gl.int32) - start
-        slot = gl.load(first_slots + text).to(gl.int32)
-    else:
-        start = text * t
-        length = t
-        slot = text * ((t + 63) // 64)
-    chunks = (length + 63) // 64
-    per_segment = (chunks + segments - 1) // segments
-    begin = segment * per_segment
-    count = gl.minimum(begin + per_segment, chunks) - begin
-    first = column * BV
+    start, length, slot, begin, end = _segment(pair // HV, segment, bounds, first_slots, t, segments, PACKED)
+    count = end - begin
+    first = gl.program_id(0) * BV
     key_head = head if CHANNEL else head // R
     column_q = key_head * head_q
     column_k = key_head * head_k
@@ -376,6 +381,17 @@ def describe(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) ->
     return made
 
 
+def describe_rows(x: Tensor, columns: int) -> TensorDescriptor:
+    """x `b t heads k` as chunkwise.in_rows makes it: chunks of 64 tokens, so many columns of a head."""
+    width = (x.shape[2] - 1) * x.stride(2) + x.shape[3]
+    return describe(x, x.shape[0] * x.shape[1], width, x.stride(1), [64, columns])
+
+
+def describe_squares(x: Tensor) -> TensorDescriptor:
+    """P or T, `slot hv 64 64`."""
+    return describe(x, x.shape[0] * x.shape[1] * 64, 64, 64, [64, 64])
+
+
 _FIELDS = len(TensorDescriptor.__dataclass_fields__)
 
 
@@ -435,20 +451,16 @@ def forward_state_hopper(
     tokens = b * t
     numbers = factors.numel() // 64
 
-    def read(x: Tensor, columns: int) -> TensorDescriptor:
-        return describe(x, tokens, (x.shape[2] - 1) * x.stride(2) + x.shape[3], x.stride(1), [64, columns])
-
-    scores = slots * hv * 64
-    P_tiles = describe(P, scores, 64, 64, [64, 64])
-    k_tiles = read(k if corrects or not channel else w, K)
+    P_tiles = describe_squares(P)
+    k_tiles = describe_rows(k if corrects or not channel else w, K)
     output_tiles = describe(output, tokens, hv * V, hv * V, [64, block])
     forward_state[(V // block, count * hv, segments)](
-        read(q, K),
+        describe_rows(q, K),
         k_tiles,
-        read(w, K) if channel and corrects else k_tiles,
-        read(v, block),
+        describe_rows(w, K) if channel and corrects else k_tiles,
+        describe_rows(v, block),
         P_tiles,
-        describe(T, scores, 64, 64, [64, 64]) if corrects else P_tiles,
+        describe_squares(T) if corrects else P_tiles,
         describe(factors, numbers, 64, 64, [rows, 64]),
         output_tiles,
         output_tiles if states is None else describe(states, slots * hv * V, K, K, [block, K]),

@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lineate.kernels.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
 from lineate.kernels.hopper import (
@@ -36,10 +35,14 @@ from lineate.kernels.hopper import (
     _fetch,
     _half,
     _ring,
+    _segment,
     _trim,
     barrier,
     describe,
+    describe_rows,
+    describe_squares,
 )
+from lineate.kernels.split import PROGRAMS
 
 
 @gluon.jit
@@ -134,25 +137,12 @@ def backward_state(
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
 
-    column = gl.program_id(0)
     pair = gl.program_id(1)
-    text = pair // HV
     head = pair % HV
     segment = gl.program_id(2)
-    if PACKED:
-        start = gl.load(bounds + text).to(gl.int32)
-        length = gl.load(bounds + text + 1).to(gl.int32) - start
-        slot = gl.load(first_slots + text).to(gl.int32)
-    else:
-        start = text * t
-        length = t
-        slot = text * ((t + 63) // 64)
-    chunks = (length + 63) // 64
-    per_segment = (chunks + segments - 1) // segments
-    begin = segment * per_segment
-    end = gl.minimum(begin + per_segment, chunks)
+    start, length, slot, begin, end = _segment(pair // HV, segment, bounds, first_slots, t, segments, PACKED)
     count = end - begin
-    first = column * BV
+    first = gl.program_id(0) * BV
     key_head = head if CHANNEL else head // R
     column_q = key_head * head_q
     column_k = key_head * head_k
@@ -478,19 +468,15 @@ def backward_state_hopper(
     rows = _box_rows(K, channel)
     tokens = b * t
 
-    def read(x: Tensor) -> TensorDescriptor:
-        return describe(x, tokens, (x.shape[2] - 1) * x.stride(2) + x.shape[3], x.stride(1), [64, K])
-
-    scores = slots * hv * 64
-    P_tiles = describe(P, scores, 64, 64, [64, 64])
+    P_tiles = describe_squares(P)
     k = k if corrects or not channel else w
-    k_tiles = read(k)
+    k_tiles = describe_rows(k, K)
     backward_state[(V // block, count * hv, segments)](
-        read(q),
+        describe_rows(q, K),
         k_tiles,
-        read(w) if channel and corrects else k_tiles,
+        describe_rows(w, K) if channel and corrects else k_tiles,
         P_tiles,
-        describe(T, scores, 64, 64, [64, 64]) if corrects else P_tiles,
+        describe_squares(T) if corrects else P_tiles,
         describe(factors, factors.numel() // 64, 64, 64, [rows, 64]),
         describe(doutput, tokens, hv * V, hv * V, [64, block]),
         describe(dvalues, tokens, hv * V, hv * V, [64, block]),
@@ -499,6 +485,3 @@ def backward_state_hopper(
         HV=hv, R=hv // h, K=K, V=V, BV=block, STAGES=stages, OTHERS=others, EARLY=early, OUTS=outs,
         CHANNEL=channel, CORRECTS=corrects, PACKED=packed, num_warps=block // 16,
     )  # fmt: skip
-
-
-PROGRAMS = 132  # as many as run at once on an H100 or H200: one a multiprocessor

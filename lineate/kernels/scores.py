@@ -31,6 +31,19 @@ def inverse_norms(x):
     return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
+@triton.jit
+def load_norms(
+    q, k, stride_q, stride_k, rows, scale, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr
+):  # fmt: skip
+    """What stands beside q_i and k_i of one chunk and head: scale, and the inverse norms if NORMALIZE; [C] each."""
+    norm_q = tl.zeros((C,), tl.float32) + scale
+    norm_k = tl.zeros((C,), tl.float32) + 1.0
+    if NORMALIZE:
+        norm_q = norm_q * inverse_norms(load_tile(q, stride_q, rows, K, C, BK, K == BK))
+        norm_k = inverse_norms(load_tile(k, stride_k, rows, K, C, BK, K == BK))
+    return norm_q, norm_k
+
+
 @triton.jit(do_not_specialize=["t"])
 def head_scores(
     q, k, P, T, factors, wild, bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, h, scale,

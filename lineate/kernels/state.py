@@ -32,6 +32,22 @@ def store_state(base, S, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constex
 
 
 @triton.jit
+def _own_part(HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MAP: tl.constexpr):
+    """Which part is this program's: first value column, text and head together, head, segment."""
+    COLUMNS: tl.constexpr = ((V + K if MAP else V) + BV - 1) // BV
+    pair = tl.program_id(0) // COLUMNS
+    return tl.program_id(0) % COLUMNS * BV, pair, (pair % HV).to(tl.int64), tl.program_id(2)
+
+
+@triton.jit
+def _identity_behind(first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Columns first.. of an empty state with the identity behind its V columns, transposed: [BV, BK]."""
+    x = tl.arange(0, BK)
+    identity = (first - V + tl.arange(0, BV))[:, None] == x[None, :]
+    return tl.where(identity & (x < K)[None, :], 1.0, 0.0)
+
+
+@triton.jit
 def _load_factors(vector, there, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr):
     """e^{G_c}, [BK] or [1], and the factors of q, [C]."""
     i = tl.arange(0, C)
@@ -59,28 +75,18 @@ def forward_state(
     each chunk, `slot hv v k`. MAP: no output; final `text hv segment k (v + k)` is the segment's affine map instead:
     what it makes of an empty state, then of the identity without values.
     """
-    COLUMNS: tl.constexpr = ((V + K if MAP else V) + BV - 1) // BV
-    column = tl.program_id(0) % COLUMNS
-    pair = tl.program_id(0) // COLUMNS
-    text = pair // HV
-    head = (pair % HV).to(tl.int64)
-    segment = tl.program_id(2)
-    start, length, slot = text_bounds(text, bounds, first_slots, t, C, PACKED)
-    chunks = tl.cdiv(length, C)
-    per_segment = tl.cdiv(chunks, segments)
+    first, pair, head, segment = _own_part(HV, K, V, BV, MAP)
+    start, length, slot = text_bounds(pair // HV, bounds, first_slots, t, C, PACKED)
+    per_segment = tl.cdiv(tl.cdiv(length, C), segments)
     begin = segment * per_segment
-    end = tl.minimum(begin + per_segment, chunks)
+    end = tl.minimum(begin + per_segment, tl.cdiv(length, C))
     entry = pair.to(tl.int64) * segments + segment
-    first = column * BV
     columns = V - first  # how many are left from here on
     if MAP:
-        x = tl.arange(0, BK)
-        identity = (first - V + tl.arange(0, BV))[:, None] == x[None, :]
-        S = tl.where(identity & (x < K)[None, :], 1.0, 0.0)
+        S = _identity_behind(first, K, V, BK, BV)
     else:
         S = load_state(starts + entry * K * V, first, K, V, BK, BV)
     i = tl.arange(0, C)
-    x = tl.arange(0, BK)
     key_head = head if CHANNEL else head // R
     dtype = v.dtype.element_ty
     vectors = BK + C if CHANNEL else FACTORS * C  # numbers of `factors` a chunk and head
@@ -147,24 +153,15 @@ def backward_state(
     ends `text hv segment k v`: dS behind each segment; dstart: dS before the first. dvalues gets X (dV if the rule only
     accumulates), dstates `slot hv v k` the dS that left each chunk. MAP as in forward_state, into dstart.
     """
-    COLUMNS: tl.constexpr = ((V + K if MAP else V) + BV - 1) // BV
-    column = tl.program_id(0) % COLUMNS
-    pair = tl.program_id(0) // COLUMNS
-    text = pair // HV
-    head = (pair % HV).to(tl.int64)
-    segment = tl.program_id(2)
-    start, length, slot = text_bounds(text, bounds, first_slots, t, C, PACKED)
-    chunks = tl.cdiv(length, C)
-    per_segment = tl.cdiv(chunks, segments)
+    first, pair, head, segment = _own_part(HV, K, V, BV, MAP)
+    start, length, slot = text_bounds(pair // HV, bounds, first_slots, t, C, PACKED)
+    per_segment = tl.cdiv(tl.cdiv(length, C), segments)
     begin = segment * per_segment
-    end = tl.minimum(begin + per_segment, chunks)
+    end = tl.minimum(begin + per_segment, tl.cdiv(length, C))
     entry = pair.to(tl.int64) * segments + segment
-    first = column * BV
     columns = V - first
     if MAP:
-        x = tl.arange(0, BK)
-        identity = (first - V + tl.arange(0, BV))[:, None] == x[None, :]
-        dS = tl.where(identity & (x < K)[None, :], 1.0, 0.0)
+        dS = _identity_behind(first, K, V, BK, BV)
     else:
         dS = load_state(ends + entry * K * V, first, K, V, BK, BV)
     i = tl.arange(0, C)
