@@ -20,7 +20,7 @@ import triton.language as tl
 from lineate.kernels.gates import FLOOR, allowed, is_small, softplus
 from lineate.kernels.layout import chunk_bounds, load_tile, store_tile
 from lineate.kernels.scores import load_norms
-from lineate.kernels.solve import invert, is_tame
+from lineate.kernels.solve import first_wild_row, invert
 
 BLOCK = tl.constexpr(16)
 LEVELS = tl.constexpr(6)  # pairs of blocks of 1, 2, 4, 8, 16, 32: chunks of 64
@@ -129,19 +129,21 @@ def channel_scores(
     bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale, beta_scale,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
-    PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, PRODUCTS: tl.constexpr,
+    PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, PRODUCTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """One program a chunk and value head, BX channels at a time. factors `slot hv BK + c`: e^{G_c}, then beta. KEEP: M.
 
-    PRODUCTS and wild as of head_scores; the second launch does all of a wild chunk again.
+    PRODUCTS, wild and AGAIN as of head_scores. AGAIN makes all that is read of a chunk's wild rows, since
+    hopper_channel.py, which may have come first, makes nothing of them; Kw and e^{G_c} look ahead, and are made anew.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     at = slot.to(tl.int64) * HV + head
-    if PRODUCTS == "tf32":
-        found = tl.load(wild + at)
-        if found == 0:
+    first_row = 0
+    if AGAIN:
+        first_row = tl.load(wild + at)
+        if first_row == C:
             return
     q += start * stride_q + head // R * head_q
     k += start * stride_k + head // R * head_k
@@ -164,9 +166,11 @@ def channel_scores(
         coarse, fine = split(decay, SPLIT)
         row = (start * HV + head) * K + first
         read = tl.exp2(sums(spans, UP_TO, coarse, fine, C, SPLIT, PRECISION))
-        store_tile(Qr + row, HV * K, queries.to(tl.float32) * read * norm_q[:, None], rows, left, C, BX, EVEN_X)
+        reader = queries.to(tl.float32) * read * norm_q[:, None]
+        store_tile(Qr + row, HV * K, reader, rows, left, C, BX, EVEN_X, first_row)
         if CORRECTS:
-            store_tile(Kr + row, HV * K, keys.to(tl.float32) * read * norm_k[:, None], rows, left, C, BX, EVEN_X)
+            reader = keys.to(tl.float32) * read * norm_k[:, None]
+            store_tile(Kr + row, HV * K, reader, rows, left, C, BX, EVEN_X, first_row)
         write = tl.exp2(sums(spans, BEHIND, coarse, fine, C, SPLIT, PRECISION))
         store_tile(Kw + row, HV * K, keys.to(tl.float32) * write * norm_k[:, None], rows, left, C, BX, EVEN_X)
         squares += tl.sum(keys.to(tl.float32) * keys.to(tl.float32), 1)
@@ -193,7 +197,7 @@ def channel_scores(
             if CORRECTS:
                 A += tl.where(meet, tl.dot(Z, tl.trans(Z), input_precision=PRECISION), 0.0)
     scores = tl.where(i[:, None] >= i[None, :], scores * norm_q[:, None] * norm_k[None, :], 0.0)
-    store_tile(P + at * C * C, C, scores, C, C, C, C, True)
+    store_tile(P + at * C * C, C, scores, C, C, C, C, True, first_row)
     rate = tl.where(i < rows, 1.0, 0.0)
     if CORRECTS:
         rate = tl.load(beta + (start + i) * HV + head, mask=i < rows, other=0.0).to(tl.float32)
@@ -201,11 +205,13 @@ def channel_scores(
             rate = tl.where(i < rows, beta_scale * tl.sigmoid(rate), 0.0)
         A = tl.where(i[:, None] > i[None, :], A * norm_k[:, None] * norm_k[None, :], 0.0)
         if KEEP:
-            store_tile(M + at * C * C, C, A, C, C, C, C, True)
-        inverse = invert(A * rate[:, None], C, PRODUCTS)
-        store_tile(T + at * C * C, C, inverse, C, C, C, C, True)
+            store_tile(M + at * C * C, C, A, C, C, C, C, True, first_row)
+        A = A * rate[:, None]
         if PRODUCTS == "fp16":
-            tl.store(wild + at, (is_tame(rate, squares * norm_k * norm_k) == 0).to(tl.int8))
+            first_wild = first_wild_row(rate, squares * norm_k * norm_k, C)
+            tl.store(wild + at, first_wild)
+            A = tl.where(i[:, None] < first_wild, A, 0.0)
+        store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True, first_row)
     tl.store(factors + at * (BK + C) + BK + i, rate)
 
 

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lineate.kernels import hopper, hopper_backward
+from lineate.kernels import hopper, hopper_backward, hopper_channel, hopper_gradients
 from lineate.kernels.backward import gather, head_decay_gradients, head_gradients, head_residuals
 from lineate.kernels.channel import (
     channel_gradients,
@@ -34,7 +34,7 @@ CHUNK = 64
 # the gradients go wrong with more stages or 32 channels (docs/kernels.md, compiler traps), so test a change on a GPU.
 LAUNCH: dict[str, dict[str, int]] = {
     "head_gates": {"num_warps": 4},
-    "head_scores": {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
+    "head_scores": {"num_warps": 4, "num_stages": 1},
     "channel_scores": {"BX": 64, "num_warps": 4, "num_stages": 1},
     "forward_state": {"BV": 64, "num_warps": 4, "num_stages": 2},
     "backward_state": {"BV": 64, "num_warps": 4, "num_stages": 2},
@@ -151,19 +151,24 @@ class Call:
         return self.q.shape[1], self.q.shape[2], self.v.shape[2], self.q.shape[3], self.v.shape[3]
 
     @property
+    def on_hopper(self) -> bool:
+        """Whether the Gluon kernels take it."""
+        return hopper.fits(self.q, self.k, self.v, self.texts.slots, self.texts.count)
+
+    @property
     def precision(self) -> str:
         """Of products in float32; narrower types multiply exactly."""
         return "tf32x3" if self.q.dtype == torch.float32 else "ieee"
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Of the inverse, one launch each: float16's for tame systems, then tf32's for those that are not.
+        """Of the inverse, one launch each: float16's for tame rows, then float32's for those that are not.
 
-        Their 11 bits are more than bfloat16 inputs need; inputs in float16 have as many, and get all of float32's.
+        The 11 bits of float16's are more than bfloat16 inputs need; inputs in float16 have as many.
         """
         if self.q.dtype != torch.bfloat16:
             return ("tf32x3",)
-        return ("fp16", "tf32") if self.corrects else ("fp16",)
+        return ("fp16", "tf32x3") if self.corrects else ("fp16",)
 
     @property
     def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
@@ -197,6 +202,7 @@ def in_rows(x: Tensor) -> Tensor:
     if aligned and (b == 1 or x.stride(0) == t * x.stride(1)):
         return x
     dense = x.contiguous()  # whose strides may still be anything where a size is 1
+    dense = dense.clone() if dense.data_ptr() % 16 else dense
     row = x.shape[2] * x.shape[3]
     return dense.as_strided(x.shape, (t * row, row, x.shape[3], 1))
 
@@ -241,21 +247,30 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
     raw, bias = gates.A_log is not None, gates.dt_bias is not None
     P = q.new_empty(slots, hv, CHUNK, CHUNK)
     T = torch.empty_like(P) if call.corrects else P
-    wild = q.new_empty(slots, hv, dtype=torch.int8)
+    wild = q.new_empty(slots, hv, dtype=torch.int32)
     if call.channel:
         M = torch.empty_like(P) if call.corrects and for_backward else P
         factors = q.new_empty(slots, hv, BK + CHUNK, dtype=torch.float32)
         Qr = q.new_empty(*q.shape[:2], hv, K)
         Kw = torch.empty_like(Qr)
         Kr = torch.empty_like(Qr) if call.corrects else Kw
-        for products in call.products:
+        on_hopper = call.corrects and call.on_hopper and hopper_channel.fits(q, gates.log_decay)
+        if on_hopper:
+            hopper_channel.channel_scores_hopper(
+                q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, Qr, Kr, Kw, P, None if M is P else M, T,
+                factors, wild, texts.bounds, texts.first_slots, texts.slot_texts, call.scale, gates.beta_scale,
+                normalize=call.normalize_qk,
+            )  # fmt: skip
+        for n, products in enumerate(call.products):
+            if n == 0 and on_hopper:
+                continue
             channel_scores[(slots, hv)](
                 q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, Qr, Kr, Kw, P, M, T, factors, wild,
                 spans_like(q), *call.where,
                 q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.beta_scale,
                 HV=hv, R=R, K=K, BK=BK, C=CHUNK, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
                 RAW=raw, BIAS=bias, KEEP=M is not P, PACKED=texts.packed, SPLIT=q.dtype != torch.float32,
-                PRECISION=call.precision, PRODUCTS=products, **launch("channel_scores", BX=BK),
+                PRECISION=call.precision, PRODUCTS=products, AGAIN=n > 0, **launch("channel_scores", BX=BK),
             )  # fmt: skip
         return Prepared(Qr, Kr, Kw, P, T, M, factors)
     factors = q.new_empty(slots, hv, FACTORS.value, CHUNK, dtype=torch.float32)
@@ -266,12 +281,12 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
         HV=hv, HEADS=heads, C=CHUNK, GATED=decay, CORRECTS=call.corrects, RAW=raw, BIAS=bias, PACKED=texts.packed,
         **launch("head_gates"),
     )  # fmt: skip
-    for products in call.products:
+    for n, products in enumerate(call.products):
         head_scores[(slots, h)](
             q, k, P, T, factors, wild, *call.where, q.stride(1), k.stride(1), q.stride(2), k.stride(2), h, call.scale,
             R=R, K=K, BK=BK, C=CHUNK, GATED=decay, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
-            PACKED=texts.packed, PRECISION=call.precision, PRODUCTS=products,
-            **launch("head_scores", maxnreg=128 if R == 1 else 255),
+            PACKED=texts.packed, PRECISION=call.precision, PRODUCTS=products, AGAIN=n > 0,
+            maxnreg=255 if n > 0 else 128 if R == 1 else 168, **launch("head_scores"),
         )  # fmt: skip
     return Prepared(q, k, k, P, T, P, factors)
 
@@ -320,7 +335,7 @@ def walk_forward(
     t, h, hv, K, V = call.sizes
     texts, q, k, v = call.texts, ready.q, ready.k, call.v
     pairs = texts.count * hv
-    if not map_only and hopper.fits(q, k, v, texts.slots, texts.count):
+    if not map_only and call.on_hopper:
         hopper.forward_state_hopper(
             q, k, ready.w, v, ready.P, ready.T, ready.factors, starts, output, final, states,
             texts.bounds, texts.first_slots, texts.count, texts.packed, channel=call.channel, corrects=call.corrects,
@@ -421,7 +436,7 @@ def _part(call: Call, rows: slice, tokens: slice) -> Call:
 
 
 def _backward_part(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads: Gradients) -> None:
-    _, h, hv, K, V = call.sizes
+    _, _, hv, K, V = call.sizes
     q, k, v, texts, gates = call.q, call.k, call.v, call.texts, call.gates
     ready = prepare(call, for_backward=True)
     dstates = torch.empty_like(states)
@@ -432,8 +447,24 @@ def _backward_part(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, 
     walk_backward(call, ready, segments, doutput, dfinal, grads.v, grads.state, dstates)
     if call.channel:
         _channel_gradients(call, ready, doutput, states, dstates, grads)
-        return
-    decay = gates.log_decay is not None
+    elif call.on_hopper and call.corrects and K == V == 128:
+        parts = hopper_gradients.PARTS
+        sums = q.new_empty(texts.slots, hv, parts, CHUNK, dtype=torch.float32) if gates.log_decay is not None else None
+        hopper_gradients.head_gradients_hopper(
+            q, k, v, ready.T, ready.factors, states, dstates, doutput, grads.v, grads.q, grads.k, grads.beta, sums,
+            texts.bounds, texts.first_slots, texts.slot_texts, texts.count, call.scale, normalize_qk=call.normalize_qk,
+        )  # fmt: skip
+        _head_decay_gradients(call, ready, sums, grads)
+    else:
+        _head_gradients(call, ready, doutput, states, dstates, grads)
+
+
+def _head_gradients(
+    call: Call, ready: Prepared, doutput: Tensor, states: Tensor, dstates: Tensor, grads: Gradients
+) -> None:
+    _, h, hv, K, V = call.sizes
+    q, k, v, texts = call.q, call.k, call.v, call.texts
+    decay = call.gates.log_decay is not None
     residuals = torch.empty_like(grads.v) if call.corrects else v
     dq, dk = _parts(call, grads)
     first = launch("head_residuals", BV=narrow(call))
@@ -454,13 +485,20 @@ def _backward_part(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, 
         q.stride(1), k.stride(1), residuals.stride(1), q.stride(2), k.stride(2), residuals.stride(2),
         EVEN=V % second["BV"] == 0, **options, **second,
     )  # fmt: skip
-    if decay:
-        heads = min(16, triton.next_power_of_2(hv))
-        head_decay_gradients[(texts.slots, triton.cdiv(hv, heads))](
-            ready.factors, sums, grads.log_decay, *call.where,
-            HV=hv, PARTS=1 + blocks, HEADS=heads, C=CHUNK, PACKED=texts.packed, **launch("head_gates"),
-        )  # fmt: skip
+    _head_decay_gradients(call, ready, sums, grads)
     _gather(call, dq, dk, grads)
+
+
+def _head_decay_gradients(call: Call, ready: Prepared, sums: Tensor | None, grads: Gradients) -> None:
+    """From dG, in parts, to the gradient of log_decay."""
+    if sums is None:
+        return
+    hv = sums.shape[1]
+    heads = min(16, triton.next_power_of_2(hv))
+    head_decay_gradients[(call.texts.slots, triton.cdiv(hv, heads))](
+        ready.factors, sums, grads.log_decay, *call.where,
+        HV=hv, PARTS=sums.shape[2], HEADS=heads, C=CHUNK, PACKED=call.texts.packed, **launch("head_gates"),
+    )  # fmt: skip
 
 
 def _parts(call: Call, grads: Gradients) -> tuple[Tensor, Tensor]:
@@ -500,7 +538,7 @@ def walk_backward(
     t, h, hv, K, V = call.sizes
     texts, q, k = call.texts, ready.q, ready.k
     pairs = texts.count * hv
-    if not map_only and hopper.fits(q, k, call.v, texts.slots, texts.count):
+    if not map_only and call.on_hopper:
         hopper_backward.backward_state_hopper(
             q, k, ready.w, ready.P, ready.T, ready.factors, ends, doutput, dvalues, dstart, dstates,
             texts.bounds, texts.first_slots, texts.count, texts.packed, hv=hv, channel=call.channel,

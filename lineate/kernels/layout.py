@@ -54,13 +54,15 @@ def load_tile(base, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def store_tile(base, stride, tile, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """What load_tile reads, written."""
+def store_tile(
+    base, stride, tile, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, first=0
+):  # fmt: skip
+    """What load_tile reads, written; row `first` is the first one."""
     i = tl.arange(0, ROWS)
     j = tl.arange(0, COLUMNS)
     at = base + i[:, None] * stride + j[None, :]
     tile = tile.to(base.dtype.element_ty)
     if EVEN:
-        tl.store(at, tile, mask=(i < rows)[:, None])
+        tl.store(at, tile, mask=((i >= first) & (i < rows))[:, None])
     else:
-        tl.store(at, tile, mask=(i < rows)[:, None] & (j < columns)[None, :])
+        tl.store(at, tile, mask=((i >= first) & (i < rows))[:, None] & (j < columns)[None, :])

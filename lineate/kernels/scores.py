@@ -12,7 +12,7 @@ import triton.language as tl
 
 from lineate.kernels.gates import BETA, COARSE, FACTORS, FINE, READ_K, READ_Q, WRITE
 from lineate.kernels.layout import chunk_bounds, load_tile, store_tile
-from lineate.kernels.solve import invert, is_tame
+from lineate.kernels.solve import first_wild_row, invert
 
 
 @triton.jit
@@ -49,21 +49,21 @@ def head_scores(
     q, k, P, T, factors, wild, bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, h, scale,
     R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     GATED: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, PRODUCTS: tl.constexpr,
+    PRECISION: tl.constexpr, PRODUCTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Decay per head, or none. One program a chunk and key head, which serves R value heads.
 
-    PRODUCTS are those of the inverse: "fp16" leaves in wild `slot hv` which systems are not tame; a second launch with
-    "tf32" inverts those again and does nothing else. "tf32x3" needs no second one.
+    PRODUCTS are those of the inverse: "fp16" leaves in wild `slot hv` the first wild row of each system (C: none), and
+    T as if nothing were written from there on; a second launch, AGAIN, with "tf32x3", makes just those rows of T.
     """
     slot = tl.program_id(0)
     key_head = tl.program_id(1).to(tl.int64)
     wild += slot.to(tl.int64) * h * R + key_head * R
-    if PRODUCTS == "tf32":
-        found = 0
+    if AGAIN:
+        first = C
         for r in range(R):
-            found += tl.load(wild + r)
-        if found == 0:
+            first = tl.minimum(first, tl.load(wild + r))
+        if first == C:
             return
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     queries = load_tile(q + start * stride_q + key_head * head_q, stride_q, rows, K, C, BK, K == BK)
@@ -83,19 +83,22 @@ def head_scores(
         at = slot.to(tl.int64) * hv + key_head * R + r
         vector = factors + at * (FACTORS * C)
         D = between(vector, C) if GATED else tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
-        if PRODUCTS != "tf32":
+        if not AGAIN:
             store_tile(P + at * C * C, C, QK * D, C, C, C, C, True)
         if CORRECTS:
             beta = tl.load(vector + BETA * C + i)
             A = tl.where(i[:, None] > i[None, :], KK * D * beta[:, None], 0.0)
-            if PRODUCTS == "tf32":
-                if tl.load(wild + r) != 0:
-                    store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True)
+            if AGAIN:
+                first = tl.load(wild + r)
+                if first < C:
+                    store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True, first)
             else:
-                store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True)
                 if PRODUCTS == "fp16":
-                    tl.store(wild + r, (is_tame(beta, squares) == 0).to(tl.int8))
-        if NORMALIZE and PRODUCTS != "tf32":
+                    first = first_wild_row(beta, squares, C)
+                    tl.store(wild + r, first)
+                    A = tl.where(i[:, None] < first, A, 0.0)
+                store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True)
+        if NORMALIZE and not AGAIN:
             tl.store(vector + READ_Q * C + i, tl.load(vector + READ_Q * C + i) * norm_q)
             tl.store(vector + READ_K * C + i, tl.load(vector + READ_K * C + i) * norm_k)
             tl.store(vector + WRITE * C + i, tl.load(vector + WRITE * C + i) * norm_k)

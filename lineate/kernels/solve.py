@@ -7,14 +7,15 @@ BLOCK = tl.constexpr(16)
 
 
 @triton.jit
-def is_tame(beta, squares):
-    """Whether no entry of (I + A)^{-1} can come near the largest float16, from beta [C] and |k|^2 [C].
+def first_wild_row(beta, squares, C: tl.constexpr):
+    """The row, or C, before which no entry of (I + A)^{-1} can come near the largest float16; |k|^2 are `squares`.
 
     A step multiplies the state by I - beta k k^T. With 0 <= beta |k|^2 <= 2 that never grows, and the entries of the
-    inverse are at most beta_i |k_i| |k_j|; 2.1 leaves room for rounding (1.1^64 is 446).
+    inverse are at most beta_i |k_i| |k_j|; 2.1 leaves room for rounding (1.1^64 is 446). Rows before the first wild one
+    never depend on it, so what is done about it changes no bit of the past.
     """
-    bounded = (tl.max(beta * squares, 0) <= 2.1) & (tl.max(squares, 0) <= 1e4) & (tl.max(beta, 0) <= 100.0)
-    return bounded & (tl.min(beta, 0) >= 0.0)
+    tame = (beta >= 0.0) & (beta <= 100.0) & (squares <= 1e4) & (beta * squares <= 2.1)
+    return tl.min(tl.where(tame, C, tl.arange(0, C)), 0)
 
 
 @triton.jit
@@ -27,8 +28,7 @@ def invert(A, C: tl.constexpr, PRODUCTS: tl.constexpr):
         [-Y   X2]
 
     and Y of all pairs at once is X A X, looked at inside the blocks (2, 1) only. Up to 16 x 16 the diagonal blocks are
-    a batch of their own, one a warp. PRODUCTS: "tf32x3", to float32; "tf32", to 11 bits; "fp16", faster, to as many
-    bits if the system is tame.
+    a batch of their own, one a warp. PRODUCTS: "tf32x3", to float32; "fp16", faster, to 11 bits if no row is wild.
     """
     SMALL: tl.constexpr = "tf32" if PRODUCTS == "fp16" else PRODUCTS
     block = tl.arange(0, C // BLOCK)
