@@ -19,9 +19,11 @@ def pytest_addoption(parser):
 
 
 def _group(item):
-    """Of tests that compile the same kernels."""
+    """Of tests that compile the same kernels; those of other sizes, which do not, may go elsewhere."""
     parts = getattr(item, "callspec", None)
     ids = [] if parts is None else [str(parts.params[name]) for name in ("row", "path") if name in parts.params]
+    if parts is not None and "shape" in parts.params:
+        ids.append(item.name.split("[")[0])
     return "-".join(ids) or item.nodeid
 
 

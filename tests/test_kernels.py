@@ -179,6 +179,33 @@ def test_wide_heads(row, path, shape):
     check(row, convert(draw(row, shape), path.dtype), path)
 
 
+def tiled_shapes() -> list[object]:
+    """As the Gluon kernels take them: one, two and four value heads a key head, k and v of 64, 128 and 192."""
+    sizes = [(1, 4, 128, 128), (2, 2, 128, 128), (2, 2, 64, 64), (1, 2, 64, 128), (2, 2, 128, 64), (1, 2, 128, 192)]
+    return [param(BF16, Shape(2, 130, *size)) for size in sizes] + [param(GPU[2], Shape(2, 130, *sizes[2]))]
+
+
+@pytest.mark.parametrize(("path", "shape"), tiled_shapes())
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_whole_tiles(row, path, shape):
+    check(row, convert(draw(row, shape), path.dtype), path)
+
+
+@pytest.mark.parametrize("path", [param(BF16)])
+@pytest.mark.parametrize("heads", [24, 48])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_more_chunks_than_programs(row, packed, heads, path):
+    """Programs that take one chunk after another take several, and the walk has whole states, not halves of them."""
+    shape = Shape(3, 200, heads, 48, 128, 128)
+    if packed:
+        texts = (200, 1, 0, 330, 69)
+        inputs = convert(draw(row, shape._replace(b=1, t=sum(texts)), texts=len(texts)), path.dtype)
+        check(row, inputs, path, cu_seqlens=bounds(texts))
+    else:
+        check(row, convert(draw(row, shape), path.dtype), path)
+
+
 # Special inputs
 
 
@@ -1236,8 +1263,7 @@ def test_in_a_cuda_graph(row, backward, packed):
                 ends.copy_(bounds(((1, 129, 0), (0, 65, 65))[turn % 2]))
 
 
-def compilations() -> dict[str, int]:
-    """How many variants of each kernel there are by now."""
+def kernels() -> dict[str, object]:
     package = importlib.import_module("lineate.kernels")
     found = {}
     for info in pkgutil.iter_modules(package.__path__):
@@ -1247,16 +1273,31 @@ def compilations() -> dict[str, int]:
             continue
         for name, x in vars(module).items():
             if hasattr(x, "device_caches"):
-                found[f"{x.__module__}.{name}"] = sum(len(cache[0]) for cache in x.device_caches.values())
+                found[f"{x.__module__}.{name}"] = x
     return found
+
+
+def compilations() -> dict[str, int]:
+    """How many variants of each kernel there are by now."""
+    return {n: sum(len(cache[0]) for cache in x.device_caches.values()) for n, x in kernels().items()}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
-def test_one_compilation_for_every_batch_and_length(row, packed):
-    """Neither t nor b nor the number of texts may compile anything again: a server sees all of them."""
-    before = None
+def test_one_compilation_for_every_batch_and_length(row, packed, monkeypatch):
+    """Neither t nor b nor the number of texts may compile anything again: a server sees all of them.
+
+    And all that a call and its backward need was compiled ahead of them, side by side.
+    """
+    chunkwise = importlib.import_module("lineate.kernels.chunkwise")
+    before, ahead, compile_ahead = None, {}, chunkwise.compile_ahead
+    for kernel in kernels().values():
+        kernel.device_caches.clear()
+    monkeypatch.setattr(chunkwise, "_COMPILED", set())
+    monkeypatch.setattr(
+        chunkwise, "compile_ahead", lambda *args: (compile_ahead(*args), ahead.update(compilations()))[0]
+    )
     for b, t in ((2, 130), (1, 64), (3, 65), (1, 1), (5, 16), (2, 100)):
         texts = (t,) * b if packed else None
         shape = MODEL._replace(b=1, t=b * t) if packed else MODEL._replace(b=b, t=t)
@@ -1266,4 +1307,5 @@ def test_one_compilation_for_every_batch_and_length(row, packed):
         torch.autograd.grad(output.float().sum() + state.sum(), list(leaves.values()))
         after = compilations()
         before = before or after
+        assert after == ahead, (b, t)
         assert {n: x for n, x in after.items() if x != before.get(n)} == {}, (b, t)

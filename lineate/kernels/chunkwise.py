@@ -24,6 +24,7 @@ from lineate.kernels.channel import (
     make_spans,
 )
 from lineate.kernels.gates import FACTORS, head_gates
+from lineate.kernels.launching import compiling, start
 from lineate.kernels.scores import head_scores
 from lineate.kernels.split import CHAIN_WIDTH, PROGRAMS, chain, count_segments
 from lineate.kernels.state import backward_state, forward_state
@@ -127,6 +128,10 @@ class Gates:
     """`hv`, or `hv k`."""
     beta_scale: float = 1.0
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.log_decay, self.beta, self.A_log, self.dt_bias
+
 
 @dataclass(frozen=True)
 class Call:
@@ -186,10 +191,7 @@ def make_call(
     scale: float,
     normalize_qk: bool,
 ) -> Call:
-    log_decay, beta, A_log, dt_bias = (
-        None if x is None else x.contiguous() for x in (gates.log_decay, gates.beta, gates.A_log, gates.dt_bias)
-    )
-    gates = Gates(log_decay, beta, A_log, dt_bias, gates.beta_scale)
+    gates = Gates(*(None if x is None else x.contiguous() for x in gates.tensors), gates.beta_scale)
     return Call(
         in_rows(q), in_rows(k), in_rows(v), gates, find_texts(q, cu_seqlens), corrects, scale, normalize_qk
     )  # fmt: skip
@@ -264,7 +266,7 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
         for n, products in enumerate(call.products):
             if n == 0 and on_hopper:
                 continue
-            channel_scores[(slots, hv)](
+            start(channel_scores, (slots, hv))(
                 q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, Qr, Kr, Kw, P, M, T, factors, wild,
                 spans_like(q), *call.where,
                 q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.beta_scale,
@@ -276,19 +278,48 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
     factors = q.new_empty(slots, hv, FACTORS.value, CHUNK, dtype=torch.float32)
     heads = min(16, triton.next_power_of_2(hv))
     decay = gates.log_decay is not None
-    head_gates[(slots, triton.cdiv(hv, heads))](
+    start(head_gates, (slots, triton.cdiv(hv, heads)))(
         gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, factors, *call.where, call.scale, gates.beta_scale,
         HV=hv, HEADS=heads, C=CHUNK, GATED=decay, CORRECTS=call.corrects, RAW=raw, BIAS=bias, PACKED=texts.packed,
         **launch("head_gates"),
     )  # fmt: skip
     for n, products in enumerate(call.products):
-        head_scores[(slots, h)](
+        start(head_scores, (slots, h))(
             q, k, P, T, factors, wild, *call.where, q.stride(1), k.stride(1), q.stride(2), k.stride(2), h, call.scale,
             R=R, K=K, BK=BK, C=CHUNK, GATED=decay, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
             PACKED=texts.packed, PRECISION=call.precision, PRODUCTS=products, AGAIN=n > 0,
             maxnreg=255 if n > 0 else 128 if R == 1 else 168, **launch("head_scores"),
         )  # fmt: skip
     return Prepared(q, k, k, P, T, P, factors)
+
+
+_COMPILED: set[tuple[object, ...]] = set()
+
+
+def compile_ahead(call: Call, state: Tensor, keep: bool) -> None:
+    """Before the first call of its kind: its kernels, and its backward's if states are kept, compiled side by side.
+
+    What is missed here, or if nothing can be done here, is compiled when it is first launched.
+    """
+    if not call.q.is_cuda or torch.cuda.is_current_stream_capturing():
+        return
+    segments = segments_of(call)
+    pairs = call.texts.count * call.v.shape[2]
+    kind = (
+        *((None if x is None else (x.device, x.dtype, *x.shape[2:])) for x in (call.q, call.v, *call.gates.tensors)),
+        call.corrects, call.normalize_qk, call.texts.packed, segments > 1, pairs * segments >= PROGRAMS, keep,
+    )  # fmt: skip
+    if kind in _COMPILED:
+        return
+    _COMPILED.add(kind)
+    if segments == 1:  # few tokens stand for all
+        call = _part(call, slice(0, call.q.shape[0]), slice(0, CHUNK))
+    output, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), torch.empty_like(state)
+    states = output.new_empty(call.texts.slots, *call.v.shape[2:], call.q.shape[3]) if keep else None
+    with compiling():
+        forward(call, state, output, final, states)
+        if states is not None:
+            backward(call, output, final, states, _empty_gradients(call, final))
 
 
 def forward(call: Call, state: Tensor, output: Tensor, final: Tensor, states: Tensor | None) -> None:
@@ -315,7 +346,7 @@ def chain_segments(call: Call, maps: Tensor, outer: Tensor, segments: int, rever
     pairs = call.texts.count * hv
     entries = outer.new_empty(pairs, segments, K, V)
     config = launch("chain", BV=power(V))
-    chain[(triton.cdiv(V, config["BV"]) * pairs,)](
+    start(chain, (triton.cdiv(V, config["BV"]) * pairs,))(
         maps, outer, entries, segments, K=K, V=V, BK=power(K), REVERSE=reverse, **config
     )
     return entries
@@ -335,19 +366,20 @@ def walk_forward(
     t, h, hv, K, V = call.sizes
     texts, q, k, v = call.texts, ready.q, ready.k, call.v
     pairs = texts.count * hv
-    if not map_only and call.on_hopper:
+    if map_only:
+        final = v.new_empty(pairs, segments, K, V + K, dtype=torch.float32)
+    if call.on_hopper:
         hopper.forward_state_hopper(
             q, k, ready.w, v, ready.P, ready.T, ready.factors, starts, output, final, states,
             texts.bounds, texts.first_slots, texts.count, texts.packed, channel=call.channel, corrects=call.corrects,
-            segments=segments, block=128 if V % 128 == 0 and pairs * segments >= PROGRAMS else 64,
+            segments=segments, block=128 if V % 128 == 0 and K % 128 == 0 and pairs * segments >= PROGRAMS else 64,
+            map_only=map_only,
         )  # fmt: skip
-        return None
-    if map_only:
-        final = v.new_empty(pairs, segments, K, V + K, dtype=torch.float32)
+        return final
     config = launch_walk("forward_state", call)
     BV = config["BV"]
     columns = V + K if map_only else V
-    forward_state[(triton.cdiv(columns, BV) * pairs, 1, segments)](
+    start(forward_state, (triton.cdiv(columns, BV) * pairs, 1, segments))(
         q, k, ready.w, v, ready.P, ready.T, ready.factors, starts, output, final, states,
         texts.bounds, texts.first_slots, t, segments,
         q.stride(1), k.stride(1), v.stride(1), q.stride(2), k.stride(2), v.stride(2),
@@ -370,6 +402,17 @@ class Gradients:
     state: Tensor
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
+
+
+def _empty_gradients(call: Call, dstate: Tensor) -> Gradients:
+    """Room for all of a call's, as ops.py makes it: raw gates per head are its own matter, and get float32 here."""
+    outside = call.gates.A_log is not None and not call.channel
+    log_decay, beta, A_log, dt_bias = (
+        None if x is None else torch.empty_like(x, dtype=torch.float32 if outside else x.dtype)
+        for x in call.gates.tensors
+    )
+    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
+    return Gradients(q, k, v, log_decay, beta, dstate, None if outside else A_log, None if outside else dt_bias)
 
 
 # What the backward of one slice of the tokens may keep of states alone; its other buffers are about as large.
@@ -475,12 +518,12 @@ def _head_gradients(
         "HV": hv, "R": hv // h, "K": K, "V": V, "PARTS": 1 + blocks, "C": CHUNK, "GATED": decay,
         "CORRECTS": call.corrects, "PACKED": texts.packed, "PRECISION": call.precision,
     }  # fmt: skip
-    head_residuals[(texts.slots, hv)](
+    start(head_residuals, (texts.slots, hv))(
         q, k, v, ready.P, ready.T, ready.factors, states, doutput, grads.v, grads.beta, residuals, sums, *call.where,
         q.stride(1), k.stride(1), v.stride(1), q.stride(2), k.stride(2), v.stride(2), call.scale,
         BK=power(K), NORMALIZE=call.normalize_qk, EVEN=V % first["BV"] == 0, **options, **first,
     )  # fmt: skip
-    head_gradients[(texts.slots, hv, blocks)](
+    start(head_gradients, (texts.slots, hv, blocks))(
         q, k, ready.P, ready.T, ready.factors, states, dstates, doutput, grads.v, residuals, sums, dq, dk, *call.where,
         q.stride(1), k.stride(1), residuals.stride(1), q.stride(2), k.stride(2), residuals.stride(2),
         EVEN=V % second["BV"] == 0, **options, **second,
@@ -495,7 +538,7 @@ def _head_decay_gradients(call: Call, ready: Prepared, sums: Tensor | None, grad
         return
     hv = sums.shape[1]
     heads = min(16, triton.next_power_of_2(hv))
-    head_decay_gradients[(call.texts.slots, triton.cdiv(hv, heads))](
+    start(head_decay_gradients, (call.texts.slots, triton.cdiv(hv, heads)))(
         ready.factors, sums, grads.log_decay, *call.where,
         HV=hv, PARTS=sums.shape[2], HEADS=heads, C=CHUNK, PACKED=call.texts.packed, **launch("head_gates"),
     )  # fmt: skip
@@ -517,7 +560,7 @@ def _gather(call: Call, dq: Tensor, dk: Tensor, grads: Gradients) -> None:
         return
     for x, parts, dx in ((call.q, dq, grads.q), (call.k, dk, grads.k)):
         tokens = x.shape[0] * t
-        gather[(triton.cdiv(tokens * h, 16),)](
+        start(gather, (triton.cdiv(tokens * h, 16),))(
             x, parts, dx, tokens, x.stride(1), x.stride(2),
             H=h, R=parts.shape[2] // h, K=K, BK=power(K), ROWS=16, NORMALIZE=call.normalize_qk, num_warps=4,
         )  # fmt: skip
@@ -550,7 +593,7 @@ def walk_backward(
     config = launch_walk("backward_state", call)
     BV = config["BV"]
     columns = V + K if map_only else V
-    backward_state[(triton.cdiv(columns, BV) * pairs, 1, segments)](
+    start(backward_state, (triton.cdiv(columns, BV) * pairs, 1, segments))(
         q, k, ready.w, ready.P, ready.T, ready.factors, ends, doutput, dvalues, dstart, dstates,
         texts.bounds, texts.first_slots, t, segments, q.stride(1), k.stride(1), q.stride(2), k.stride(2),
         HV=hv, R=hv // h, K=K, V=V, BK=power(K), C=CHUNK, CHANNEL=call.channel, CORRECTS=call.corrects,
@@ -570,7 +613,7 @@ def _channel_gradients(
     config = launch("channel_residuals", BV=narrow(call))
     residuals = torch.empty_like(v, memory_format=torch.contiguous_format) if call.corrects else v
     dP, dM = torch.empty_like(ready.P), torch.empty_like(ready.T)
-    channel_residuals[(texts.slots, hv)](
+    start(channel_residuals, (texts.slots, hv))(
         ready.k, v, ready.M, ready.T, ready.factors, states, doutput, grads.v, grads.beta, residuals, dP, dM,
         *call.where,
         v.stride(1), v.stride(2), gates.beta_scale,
@@ -588,7 +631,7 @@ def _channel_gradients(
         "SPLIT": q.dtype != torch.float32, "PRECISION": call.precision,
     }  # fmt: skip
     config = launch("channel_state_gradients", BX=BK, BV=power(V))
-    channel_state_gradients[(texts.slots, hv, triton.cdiv(K, config["BX"]))](
+    start(channel_state_gradients, (texts.slots, hv, triton.cdiv(K, config["BX"])))(
         q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
         dq, dk, dG, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
         q.stride(2), k.stride(2), residuals.stride(2), call.scale, V=V, EVEN=V % config["BV"] == 0, **options, **config,
@@ -597,7 +640,7 @@ def _channel_gradients(
     blocks = triton.cdiv(K, config["BX"])
     dA_log = dP.new_empty(texts.slots, hv, blocks, dtype=torch.float32) if raw else None
     ddt_bias = dP.new_empty(texts.slots, hv, K, dtype=torch.float32) if bias else None
-    channel_gradients[(texts.slots, hv, blocks)](
+    start(channel_gradients, (texts.slots, hv, blocks))(
         q, k, gates.log_decay, gates.A_log, gates.dt_bias, dP, dM, dq, dk, dG, grads.log_decay,
         dA_log, ddt_bias, spans, *call.where, *strides, call.scale, **options, **config,
     )  # fmt: skip

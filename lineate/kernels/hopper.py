@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lineate.kernels.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
+from lineate.kernels.launching import start
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7, triton 3.6
 
@@ -72,9 +73,14 @@ def _fetch(sources, kept, ready, places, stage, there):
 
 
 @gluon.jit
-def _places(token, at, column_q, column_k, column_v, ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr):
-    """Where a chunk's tiles lie: of k, q, v, P, factors, T, w."""
-    places = ((token, column_k), (token, column_q), (token, column_v), (at * 64, 0), (at * ROWS, 0))
+def _places(
+    token, at, column_q, column_k, column_v,
+    ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, MAP: gl.constexpr,
+):  # fmt: skip
+    """Where a chunk's tiles lie: of k, v, factors, q, P, T, w."""
+    places = ((token, column_k), (token, column_v), (at * ROWS, 0))
+    if not MAP:
+        places += ((token, column_q), (at * 64, 0))
     if CORRECTS:
         places += ((at * 64, 0),)
     if CHANNEL and CORRECTS:
@@ -122,17 +128,26 @@ def _keep(entering, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
 
 @gluon.jit
 def _compare(
-    kept_v, ready_v, kept_factors, ready_factors, stage, phase, there,
+    kept_v, ready_v, kept_factors, ready_factors, stage, phase, there, valued,
     layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr,
 ):  # fmt: skip
-    """beta V [BV, 64] and what beta E takes Kr S times, [1, 64]."""
+    """beta V [BV, 64], 0 unless valued, and what beta E takes Kr S times, [1, 64]."""
     mbarrier.wait(ready_factors.index(stage), phase, pred=there)
     beta = _factor(kept_factors, stage, H if CHANNEL else BETA, layout)
     rate = beta
     if not CHANNEL:
         rate = beta * _factor(kept_factors, stage, READ_K, layout)
     mbarrier.wait(ready_v.index(stage), phase, pred=there)
-    return kept_v.index(stage).permute([1, 0]).load(layout).to(gl.float32) * beta, rate
+    return _values(kept_v, stage, valued, layout) * beta, rate
+
+
+@gluon.jit
+def _values(kept_v, stage, valued, layout: gl.constexpr):
+    """V [BV, 64]; 0 unless valued (None: yes)."""
+    values = kept_v.index(stage).permute([1, 0]).load(layout).to(gl.float32)
+    if valued is not None:
+        values = gl.where(valued, values, 0.0)
+    return values
 
 
 @gluon.jit(do_not_specialize=["t"])
@@ -140,13 +155,13 @@ def forward_state(
     q, k, w, v, P, T, factors, output, states, starts, final, out,
     bounds, first_slots, t, segments, head_q, head_k, head_v,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
-    num_warps: gl.constexpr,
+    OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
+    PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """What state.py's forward_state computes. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
 
     factors are rows of 64: those of gates.py or, CHANNEL, e^{G_c} in halves and beta. CHANNEL: k, q, w are Kr, Qr, Kw;
-    without CORRECTS nothing reads with k, and k is Kw.
+    without CORRECTS nothing reads with k, and k is Kw. MAP, as of state.py, reads neither q nor P.
     """
     gl.static_assert(K == 128 or K == 64)
     H: gl.constexpr = K // 64
@@ -165,19 +180,27 @@ def forward_state(
     column_q = key_head * head_q
     column_k = key_head * head_k
     column_v = head * head_v + first
+    valued = None
+    if MAP:  # behind the V columns of an empty state stand those of the identity, to which no values are written
+        valued = first < V
+        column_v = gl.where(valued, column_v, 0)
     column_o = head * V + first
     token = start + begin * 64  # of the chunk in hand
     at = (slot + begin) * HV + head
 
     kept_k, ready_k = _ring(k, STAGES)
-    kept_q, ready_q = _ring(q, STAGES)
     kept_v, ready_v = _ring(v, STAGES)
-    kept_P, ready_P = _ring(P, STAGES)
     kept_factors, ready_factors = _ring(factors, STAGES)
-    sources = (k, q, v, P, factors)
-    kept = (kept_k, kept_q, kept_v, kept_P, kept_factors)
-    ready = (ready_k, ready_q, ready_v, ready_P, ready_factors)
-    kept_T, ready_T, kept_w, ready_w = kept_P, ready_P, kept_k, ready_k
+    sources = (k, v, factors)
+    kept = (kept_k, kept_v, kept_factors)
+    ready = (ready_k, ready_v, ready_factors)
+    kept_T, ready_T, kept_w, ready_w = kept_k, ready_k, kept_k, ready_k
+    if not MAP:
+        kept_q, ready_q = _ring(q, STAGES)
+        kept_P, ready_P = _ring(P, STAGES)
+        sources += (q, P)
+        kept += (kept_q, kept_P)
+        ready += (ready_q, ready_P)
     if CORRECTS:
         kept_T, ready_T = _ring(T, STAGES)
         sources += (T,)
@@ -188,23 +211,29 @@ def forward_state(
         sources += (w,)
         kept += (kept_w,)
         ready += (ready_w,)
-    written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], output.layout)
+    if not MAP:
+        written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], output.layout)
     if KEEP:
         entering = gl.allocate_shared_memory(dtype, [OUTS, BV, K], states.layout)
     fence_async_shared()
     for s in gl.static_range(STAGES):
-        places = _places(token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS)
+        places = _places(token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP)
         _expect(sources, ready, s, s < count)
         _fetch(sources, kept, ready, places, s, s < count)
 
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
-    base = starts + (pair.to(gl.int64) * segments + segment) * K * V + first
-    S0 = gl.load(base + i + j * V)
-    S1 = S0
-    if H == 2:
-        S1 = gl.load(base + i + (j + 64) * V)
     none = gl.zeros([BV, 64], gl.float32, acc)
+    entry = pair.to(gl.int64) * segments + segment
+    if MAP:
+        S0 = gl.where(i + (first - V) == j, 1.0, none)
+        S1 = gl.where(i + (first - V) == j + 64, 1.0, none)
+    else:
+        base = starts + entry * K * V + first
+        S0 = gl.load(base + i + j * V)
+        S1 = S0
+        if H == 2:
+            S1 = gl.load(base + i + (j + 64) * V)
     O = none.to(dtype)
     held0 = gl.convert_layout(S0.to(dtype), left)
     held1 = gl.convert_layout(S1.to(dtype), left)
@@ -222,10 +251,13 @@ def forward_state(
         KS = warpgroup_mma(held0, _half(kept_k, 0, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if H == 2:
             KS = warpgroup_mma(held1, _half(kept_k, 0, 64).permute([1, 0]), KS, is_async=True)
-        goal, rate = _compare(kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, acc, H, CHANNEL)
+        if MAP:  # (else ptxas, which here knows S, waits after every product)
+            KS = warpgroup_mma_wait(0, deps=(KS,))
+        goal, rate = _compare(kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL)
         mbarrier.wait(ready_T.index(0), 0, pred=count > 0)
         KS = warpgroup_mma_wait(0, deps=(KS,))
-    mbarrier.wait(ready_q.index(0), 0, pred=count > 0)
+    if not MAP:
+        mbarrier.wait(ready_q.index(0), 0, pred=count > 0)
     stage = 0
     phase = 0
     barrier()
@@ -241,15 +273,16 @@ def forward_state(
             fence_async_shared()
             barrier()
         # Nothing is in flight here (ptxas would wait for it anyway); S, its halves in 16 bits and Kr S are at hand.
-        QS = warpgroup_mma(held0, _half(kept_q, stage, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+        if not MAP:
+            QS = warpgroup_mma(held0, _half(kept_q, stage, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if CORRECTS:
             E = gl.convert_layout((goal - KS * rate).to(dtype), left)
             Rt = warpgroup_mma(E, kept_T.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
         else:
             mbarrier.wait(ready_factors.index(stage), phase)
             mbarrier.wait(ready_v.index(stage), phase)
-            Rt = kept_v.index(stage).permute([1, 0]).load(acc).to(gl.float32)
-        if H == 2:
+            Rt = _values(kept_v, stage, valued, acc)
+        if H == 2 and not MAP:
             QS = warpgroup_mma(held1, _half(kept_q, stage, 64).permute([1, 0]), QS, is_async=True)
         if KEEP and OUTS == 2:  # else one must wait for the last to have left
             _keep(entering, out_stage, held0, held1, acc, H)
@@ -264,7 +297,10 @@ def forward_state(
         if not CHANNEL:
             write = _factor(kept_factors, stage, WRITE, acc)
         if CORRECTS:
-            Rt, QS = warpgroup_mma_wait(H - 1, deps=(Rt, QS))
+            if MAP:
+                Rt = warpgroup_mma_wait(0, deps=(Rt,))
+            else:
+                Rt, QS = warpgroup_mma_wait(H - 1, deps=(Rt, QS))
         added = gl.convert_layout(Rt.to(dtype), left)
         wrote = added
         if not CHANNEL:
@@ -272,22 +308,27 @@ def forward_state(
         if CHANNEL or not CORRECTS:
             mbarrier.wait(ready_w.index(stage), phase)
         S0 = warpgroup_mma(wrote, _half(kept_w, stage, 0), S0, is_async=True)
-        if not CHANNEL:
-            read = _factor(kept_factors, stage, READ_Q, acc)
-        mbarrier.wait(ready_P.index(stage), phase)
-        QS, S0 = warpgroup_mma_wait(1, deps=(QS, S0))
-        if not CHANNEL:
-            QS = QS * read
-        QS = warpgroup_mma(added, kept_P.index(stage).permute([1, 0]), QS, is_async=True)
+        if not MAP:
+            if not CHANNEL:
+                read = _factor(kept_factors, stage, READ_Q, acc)
+            mbarrier.wait(ready_P.index(stage), phase)
+            QS, S0 = warpgroup_mma_wait(1, deps=(QS, S0))
+            if not CHANNEL:
+                QS = QS * read
+            QS = warpgroup_mma(added, kept_P.index(stage).permute([1, 0]), QS, is_async=True)
         if H == 2:
             S1 = warpgroup_mma(wrote, _half(kept_w, stage, 64), S1, is_async=True)
         more = n + 1 < count
         if CORRECTS:
-            goal, rate = _compare(kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, acc, H, CHANNEL)
-        if OUTS == 1:
+            goal, rate = _compare(
+                kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, valued, acc, H, CHANNEL
+            )  # fmt: skip
+        if OUTS == 1 and not MAP:
             tma.store_wait(0)
         _expect(sources, ready, stage, n + STAGES < count)
-        if H == 2:
+        if MAP:
+            S0, S1 = warpgroup_mma_wait(H - 1, deps=(S0, S1))
+        elif H == 2:
             S0, QS, S1 = warpgroup_mma_wait(1, deps=(S0, QS, S1))
         else:
             S0, QS = warpgroup_mma_wait(0, deps=(S0, QS))
@@ -297,7 +338,8 @@ def forward_state(
         if CORRECTS:
             mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
             KS = warpgroup_mma(held0, _half(kept_k, upcoming, 0).permute([1, 0]), none, use_acc=False, is_async=True)
-        O = QS.to(dtype)
+        if not MAP:
+            O = QS.to(dtype)
         if CORRECTS:
             if H == 2:
                 S1, KS = warpgroup_mma_wait(1, deps=(S1, KS))
@@ -309,19 +351,25 @@ def forward_state(
                 KS = warpgroup_mma(held1, _half(kept_k, upcoming, 64).permute([1, 0]), KS, is_async=True)
 
         # All of this chunk has been read. Its output leaves, and its buffers are filled again.
-        written.index(out_stage).permute([1, 0]).store(O)
-        fence_async_shared()
-        places = _places(token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS)
-        # (The last chunk may end early, and is stored below: here, outside of the output.)
-        tma.async_copy_shared_to_global(
-            output, [gl.where(more, token, output.shape[0]), column_o], written.index(out_stage)
-        )
+        if MAP:
+            barrier()
+        else:
+            written.index(out_stage).permute([1, 0]).store(O)
+            fence_async_shared()
+            # (The last chunk may end early, and is stored below: here, outside of the output.)
+            tma.async_copy_shared_to_global(
+                output, [gl.where(more, token, output.shape[0]), column_o], written.index(out_stage)
+            )
         if KEEP:
             tma.async_copy_shared_to_global(states, [at * V + first, 0], entering.index(out_stage))
+        places = _places(
+            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP
+        )  # fmt: skip
         _fetch(sources, kept, ready, places, stage, n + STAGES < count)
-        if OUTS == 2:
-            tma.store_wait(1 + KEEP)
-        mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
+        if not MAP:
+            if OUTS == 2:
+                tma.store_wait(1 + KEEP)
+            mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
         if CORRECTS:
             mbarrier.wait(ready_T.index(upcoming), turn, pred=more)
             KS = warpgroup_mma_wait(0, deps=(KS,))
@@ -330,15 +378,21 @@ def forward_state(
         stage = upcoming
         phase = turn
 
-    if count > 0:  # the last chunk's output: it may end early
-        at_o = out + (token - 64).to(gl.int64) * (HV * V) + column_o
-        gl.store(at_o + i + j * (HV * V), O, mask=j < rows)
-    if segment == segments - 1:
-        base = final + pair.to(gl.int64) * K * V + first
-        gl.store(base + i + j * V, S0)
+    if MAP:
+        base = final + entry * K * (V + K) + first
+        gl.store(base + i + j * (V + K), S0)
         if H == 2:
-            gl.store(base + i + (j + 64) * V, S1)
-    tma.store_wait(0)
+            gl.store(base + i + (j + 64) * (V + K), S1)
+    else:
+        if count > 0:  # the last chunk's output: it may end early
+            at_o = out + (token - 64).to(gl.int64) * (HV * V) + column_o
+            gl.store(at_o + i + j * (HV * V), O, mask=j < rows)
+        if segment == segments - 1:
+            base = final + pair.to(gl.int64) * K * V + first
+            gl.store(base + i + j * V, S0)
+            if H == 2:
+                gl.store(base + i + (j + 64) * V, S1)
+        tma.store_wait(0)
 
 
 SHARED = 232448  # bytes of shared memory a program may have on sm_90
@@ -422,8 +476,8 @@ def forward_state_hopper(
     P: Tensor,
     T: Tensor,
     factors: Tensor,
-    starts: Tensor,
-    output: Tensor,
+    starts: Tensor | None,
+    output: Tensor | None,
     final: Tensor,
     states: Tensor | None,
     bounds: Tensor | None,
@@ -435,26 +489,24 @@ def forward_state_hopper(
     corrects: bool,
     segments: int = 1,
     block: int = 64,
-    stages: int | None = None,
-    outs: int | None = None,
+    map_only: bool = False,
 ) -> None:
-    """The launch; arguments as of state.py's forward_state.
+    """The launch; arguments as of state.py's forward_state. map_only: final gets the maps; no starts, no output.
 
     count: of texts. q, k, w, v: as chunkwise.in_rows makes them; w is k without channel. block: 64 or 128 columns.
     """
     b, t, h, K = q.shape
     hv, V = v.shape[2:]
     slots = P.shape[0]
-    most = configuration(K, V, channel, corrects, states is not None, block)
-    stages, outs = stages or most[0], outs or most[1]
+    stages, outs = configuration(K, V, channel, corrects, states is not None, block)
     rows = _box_rows(K, channel)
-    tokens = b * t
     numbers = factors.numel() // 64
 
     P_tiles = describe_squares(P)
     k_tiles = describe_rows(k if corrects or not channel else w, K)
-    output_tiles = describe(output, tokens, hv * V, hv * V, [64, block])
-    forward_state[(V // block, count * hv, segments)](
+    output_tiles = P_tiles if output is None else describe(output, b * t, hv * V, hv * V, [64, block])
+    columns = V + K if map_only else V
+    start(forward_state, (columns // block, count * hv, segments))(
         describe_rows(q, K),
         k_tiles,
         describe_rows(w, K) if channel and corrects else k_tiles,
@@ -466,5 +518,6 @@ def forward_state_hopper(
         output_tiles if states is None else describe(states, slots * hv * V, K, K, [block, K]),
         starts, final, output, bounds, first_slots, t, segments, q.stride(2), k.stride(2), v.stride(2),
         HV=hv, R=hv // h, K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
-        CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, PACKED=packed, num_warps=block // 16,
+        CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=map_only, PACKED=packed,
+        num_warps=block // 16,
     )  # fmt: skip

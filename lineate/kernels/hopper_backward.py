@@ -42,6 +42,7 @@ from lineate.kernels.hopper import (
     describe_rows,
     describe_squares,
 )
+from lineate.kernels.launching import start
 from lineate.kernels.split import PROGRAMS
 
 
@@ -471,7 +472,7 @@ def backward_state_hopper(
     P_tiles = describe_squares(P)
     k = k if corrects or not channel else w
     k_tiles = describe_rows(k, K)
-    backward_state[(V // block, count * hv, segments)](
+    start(backward_state, (V // block, count * hv, segments))(
         describe_rows(q, K),
         k_tiles,
         describe_rows(w, K) if channel and corrects else k_tiles,

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lineate.kernels.gates import FLOOR
 from lineate.kernels.hopper import barrier, describe_rows, describe_squares
+from lineate.kernels.launching import start
 from lineate.kernels.split import PROGRAMS
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -495,7 +496,7 @@ def channel_scores_hopper(
     units = P.shape[0] * hv
     tma_gates = log_decay.dtype == torch.bfloat16
     queries = describe_rows(q, 64)
-    channel_scores[(min(2 * PROGRAMS, units),)](
+    start(channel_scores, (min(2 * PROGRAMS, units),))(
         queries, describe_rows(k, 64), describe_rows(log_decay, 64) if tma_gates else queries,
         describe_squares(P), describe_squares(P if M is None else M), describe_squares(T),
         log_decay, beta, A_log, log_decay if dt_bias is None else dt_bias, Qr, Kr, Kw, factors, wild,

@@ -37,6 +37,7 @@ from lineate.kernels.hopper import (
     describe_squares,
 )
 from lineate.kernels.hopper_backward import _store_rows
+from lineate.kernels.launching import start
 from lineate.kernels.split import PROGRAMS
 
 PARTS = 3  # of sums: what is summed along rows, each warpgroup's columns; what is summed along columns
@@ -435,7 +436,7 @@ def head_gradients_hopper(
     # (Of a slice of tokens, b is 1: whatever its strides say, its rows follow one another.)
     doutput_rows, dvalues_rows = (describe(x, b * t, hv * V, hv * V, [64, V]) for x in (doutput, dvalues))
     dq_rows, dk_rows = (describe(x, b * t, h * K, h * K, [64, K]) for x in (dq, dk))
-    head_gradients[(min(PROGRAMS, slots * h),)](
+    start(head_gradients, (min(PROGRAMS, slots * h),))(
         describe_rows(q, K), describe_rows(k, K), describe_rows(v, V), describe_squares(T),
         describe(factors, factors.numel() // 64, 64, 64, [8, 64]),
         describe(states, slots * hv * V, K, K, [V, K]),

@@ -33,7 +33,9 @@ def _forward(
     output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
     gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
     call = kernels.make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
-    kernels.forward(call, state.contiguous(), output, final, states if keep else None)
+    state = state.contiguous()
+    kernels.compile_ahead(call, state, keep)
+    kernels.forward(call, state, output, final, states if keep else None)
     return output, final, states
 
 
