@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lineate.kernels import hopper, hopper_backward, hopper_channel, hopper_gradients
+from lineate.kernels import hopper, hopper_backward, hopper_channel, hopper_gradients, hopper_scores
 from lineate.kernels.backward import gather, head_decay_gradients, head_gradients, head_residuals
 from lineate.kernels.channel import (
     channel_gradients,
@@ -191,7 +191,7 @@ def make_call(
     scale: float,
     normalize_qk: bool,
 ) -> Call:
-    gates = Gates(*(None if x is None else x.contiguous() for x in gates.tensors), gates.beta_scale)
+    gates = Gates(*(None if x is None else aligned(x.contiguous()) for x in gates.tensors), gates.beta_scale)
     return Call(
         in_rows(q), in_rows(k), in_rows(v), gates, find_texts(q, cu_seqlens), corrects, scale, normalize_qk
     )  # fmt: skip
@@ -200,13 +200,17 @@ def make_call(
 def in_rows(x: Tensor) -> Tensor:
     """x `b t heads k` such that token i of row b is at (b t + i) stride(1); a copy only if it is not."""
     b, t = x.shape[:2]
-    aligned = x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0 and x.data_ptr() % 16 == 0
-    if aligned and (b == 1 or x.stride(0) == t * x.stride(1)):
+    even = x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0 and x.data_ptr() % 16 == 0
+    if even and (b == 1 or x.stride(0) == t * x.stride(1)):
         return x
-    dense = x.contiguous()  # whose strides may still be anything where a size is 1
-    dense = dense.clone() if dense.data_ptr() % 16 else dense
+    dense = aligned(x.contiguous())  # whose strides may still be anything where a size is 1
     row = x.shape[2] * x.shape[3]
     return dense.as_strided(x.shape, (t * row, row, x.shape[3], 1))
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, as TMA can read it: a copy if it does not begin where 16 bytes do."""
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def power(n: int) -> int:
@@ -283,7 +287,15 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
         HV=hv, HEADS=heads, C=CHUNK, GATED=decay, CORRECTS=call.corrects, RAW=raw, BIAS=bias, PACKED=texts.packed,
         **launch("head_gates"),
     )  # fmt: skip
+    on_hopper = call.on_hopper and q.dtype == torch.bfloat16
+    if on_hopper:
+        hopper_scores.head_scores_hopper(
+            q, k, P, T, factors, wild, texts.bounds, texts.first_slots, texts.slot_texts, call.scale,
+            gated=decay, corrects=call.corrects, normalize=call.normalize_qk,
+        )  # fmt: skip
     for n, products in enumerate(call.products):
+        if n == 0 and on_hopper:
+            continue
         start(head_scores, (slots, h))(
             q, k, P, T, factors, wild, *call.where, q.stride(1), k.stride(1), q.stride(2), k.stride(2), h, call.scale,
             R=R, K=K, BK=BK, C=CHUNK, GATED=decay, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,

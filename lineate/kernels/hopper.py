@@ -36,6 +36,11 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 
 
 
 @gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _half(ring, stage, FIRST: gl.constexpr):
     """64 columns of a tile."""
     return ring.index(stage).slice(FIRST, 64, 1)

@@ -29,17 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lineate.kernels.gates import FLOOR
-from lineate.kernels.hopper import barrier, describe_rows, describe_squares
+from lineate.kernels.hopper import _exp2, barrier, describe_rows, describe_squares
 from lineate.kernels.launching import start
 from lineate.kernels.split import PROGRAMS
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LIMIT = gl.constexpr(100.0)  # of within_block, bfloat16
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -108,7 +103,7 @@ def _zero_below(tile, rows, layout: gl.constexpr):
 def _ask(sources, places, tiles, ready, there):
     """One chunk's tiles of q, k (and gates), each of 64 x 64, with a barrier of its own."""
     for x in gl.static_range(len(sources)):
-        mbarrier.expect(ready[x], 8192, pred=there)
+        mbarrier.expect(ready[x], sources[x].block_type.nbytes, pred=there)
     for x in gl.static_range(len(sources)):
         tma.async_copy_global_to_shared(sources[x], places[x], ready[x], tiles[x], pred=there)
 
@@ -168,9 +163,9 @@ def _small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
 
 @gluon.jit
 def _half_chunk(
-    tile_q, tile_k, tile_g, tile_Y, tile_Yk, tile_Z, tile_Z4, gates, bias, speed, Qr, Kr, Kw, ends, rows,
+    tile_q, tile_k, tile_g, tile_Y, tile_Yk, tile_Z, tile_Y4, tile_Z4, bias, speed, Qr, Kr, Kw, ends, rows,
     norm_q, norm_k, scale, row_stride: gl.constexpr, flat: gl.constexpr, cube: gl.constexpr,
-    RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr, TMA_GATES: gl.constexpr,
+    RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr,
 ):  # fmt: skip
     """64 channels: Qr, Kr, Kw, e^{G_c} to memory, the seven operands to shared memory.
 
@@ -182,10 +177,7 @@ def _half_chunk(
     xs = gl.arange(0, 64, gl.SliceLayout(0, line))[None, :]
     there = r < (rows - b * 16)[:, None, :]
     at = (b * (16 * row_stride) + xs)[:, None, :]  # of a block's first row: the others lie at constants
-    if TMA_GATES:
-        d = _cube(tile_g.load(flat).to(gl.float32), cube)
-    else:
-        d = gl.load(gates + at + r * row_stride, mask=there, other=0.0).to(gl.float32)
+    d = _cube(tile_g.load(flat).to(gl.float32), cube)
     if RAW:
         if BIAS:
             d += gl.load(bias + xs).to(gl.float32)[:, None, :]
@@ -239,21 +231,21 @@ def _half_chunk(
     else:
         qr = Y * (up * scale)[:, None, :]
     gl.store(Qr + at + r * row_stride, qr.to(gl.bfloat16), mask=there)
-    tile_g.store(_flat((Y * f4).to(gl.bfloat16), flat))
+    tile_Y4.store(_flat((Y * f4).to(gl.bfloat16), flat))
     tile_q.store(_flat((Y * f5).to(gl.bfloat16), flat))
     return gl.sum(gl.where(W >= -LIMIT, 1, 0), 1)  # W falls from row to row
 
 
 @gluon.jit(do_not_specialize=["t", "units"])
 def channel_scores(
-    q, k, g, P, M, T, gates, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild,
+    q, k, g, P, M, T, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild,
     bounds, first_slots, slot_texts, t, units, head_q, head_k, scale, beta_scale,
     HV: gl.constexpr, R: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr,
-    KEEP: gl.constexpr, PACKED: gl.constexpr, TMA_GATES: gl.constexpr,
+    KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """K = 128, bfloat16, CORRECTS, PRODUCTS = "fp16". q, k, g, P, M, T: descriptors of tiles of 64 x 64.
 
-    units: slots HV. g is not used without TMA_GATES (gates not of 16 bits).
+    g: the gates, of 16 or 32 bits. units: slots HV.
     """
     K: gl.constexpr = 128
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -269,16 +261,17 @@ def channel_scores(
     all_q1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
     all_k0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
     all_k1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
-    all_g0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
-    all_g1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
     all_Y0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
     all_Y1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
     all_Yk0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
     all_Yk1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
     all_Z0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
     all_Z1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
-    all_V0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)  # Z of level 4
-    all_V1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_U0 = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)  # Y and Z of level 4; before that, the gates
+    all_U1 = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
+    BITS: gl.constexpr = g.dtype.primitive_bitwidth
+    all_g0 = all_U0._reinterpret(g.dtype, [32 // BITS, 64, 64], g.layout)
+    all_g1 = all_U1._reinterpret(g.dtype, [32 // BITS, 64, 64], g.layout)
     ready_q0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready_q1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready_k0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -287,17 +280,15 @@ def channel_scores(
     mbarrier.init(ready_q1, count=1)
     mbarrier.init(ready_k0, count=1)
     mbarrier.init(ready_k1, count=1)
-    sources = (k, k, q, q)
-    tiles = (all_k0.index(0), all_k1.index(0), all_q0.index(0), all_q1.index(0))
-    ready = (ready_k0, ready_k1, ready_q0, ready_q1)
-    if TMA_GATES:
-        ready_g0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        ready_g1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(ready_g0, count=1)
-        mbarrier.init(ready_g1, count=1)
-        sources += (g, g)
-        tiles += (all_g0.index(0), all_g1.index(0))
-        ready += (ready_g0, ready_g1)
+    ready_g0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready_g1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready_g0, count=1)
+    mbarrier.init(ready_g1, count=1)
+    sources = (k, k, q, q, g, g)
+    tiles = (
+        all_k0.index(0), all_k1.index(0), all_q0.index(0), all_q1.index(0), all_g0.index(0), all_g1.index(0)
+    )  # fmt: skip
+    ready = (ready_k0, ready_k1, ready_q0, ready_q1, ready_g0, ready_g1)
     fence_async_shared()
     barrier()
 
@@ -305,9 +296,8 @@ def channel_scores(
     start, rows, head = _bounds(u, bounds, first_slots, slot_texts, t, HV, PACKED)
     cq = head // R * head_q
     ck = head // R * head_k
-    places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64))
-    if TMA_GATES:
-        places += ((start, head * K), (start, head * K + 64))
+    cg = head * K
+    places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
     _ask(sources, places, tiles, ready, u < units)
 
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
@@ -328,11 +318,11 @@ def channel_scores(
         Yk1 = all_Yk1.index(zero)
         Z0 = all_Z0.index(zero)
         Z1 = all_Z1.index(zero)
-        V0 = all_V0.index(zero)
-        V1 = all_V1.index(zero)
-        tiles = (k0, k1, q0, q1)
-        if TMA_GATES:
-            tiles += (g0, g1)
+        U0 = all_U0.index(zero)
+        U1 = all_U1.index(zero)
+        V0 = all_U0.index(zero + 1)
+        V1 = all_U1.index(zero + 1)
+        tiles = (k0, k1, q0, q1, g0, g1)
         i1 = _opaque(gl.arange(0, 64, row))
         i = i1[:, None]
         gl.store(wild + u, 64)
@@ -363,12 +353,12 @@ def channel_scores(
         to = (token * HV + head) * K
         ends = factors + u.to(gl.int64) * (K + 64)
         good0 = _half_chunk(
-            q0, k0, g0, Y0, Yk0, Z0, V0, gates + to, dt_bias + head * K, speed, Qr + to, Kr + to, Kw + to, ends, rows,
-            norm_q, norm_k, scale, HV * K, flat, cube, RAW, BIAS, NORMALIZE, TMA_GATES,
+            q0, k0, g0, Y0, Yk0, Z0, U0, V0, dt_bias + head * K, speed, Qr + to, Kr + to, Kw + to, ends, rows,
+            norm_q, norm_k, scale, HV * K, flat, cube, RAW, BIAS, NORMALIZE,
         )  # fmt: skip
         good1 = _half_chunk(
-            q1, k1, g1, Y1, Yk1, Z1, V1, gates + to + 64, dt_bias + head * K + 64, speed, Qr + to + 64, Kr + to + 64,
-            Kw + to + 64, ends + 64, rows, norm_q, norm_k, scale, HV * K, flat, cube, RAW, BIAS, NORMALIZE, TMA_GATES,
+            q1, k1, g1, Y1, Yk1, Z1, U1, V1, dt_bias + head * K + 64, speed, Qr + to + 64, Kr + to + 64, Kw + to + 64,
+            ends + 64, rows, norm_q, norm_k, scale, HV * K, flat, cube, RAW, BIAS, NORMALIZE,
         )  # fmt: skip
         gl.store(ends + K + i1, rate)
         fence_async_shared()
@@ -390,7 +380,7 @@ def channel_scores(
         A = gl.where(i > j, gl.where(own, Ad, gl.where(far, A5, A4)), 0.0)
         A, squares = warpgroup_mma_wait(0, deps=(A, squares))  # (fewer registers than with all six in flight)
         Pd = _gram(Y0, Y1, Z0, Z1, none)
-        P4 = _gram(g0, g1, V0, V1, none)
+        P4 = _gram(U0, U1, V0, V1, none)
         P5 = _gram(q0, q1, k0, k1, none)
         if NORMALIZE:
             squares = squares * norm_k * norm_k
@@ -413,9 +403,8 @@ def channel_scores(
         head = next_head
         cq = head // R * head_q
         ck = head // R * head_k
-        places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64))
-        if TMA_GATES:
-            places += ((start, head * K), (start, head * K + 64))
+        cg = head * K
+        places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
         _ask(sources, places, tiles, ready, more)
         Y0.store(scores.to(gl.bfloat16))
         if KEEP:
@@ -482,7 +471,7 @@ def _turn(x, small: gl.constexpr):
 
 def fits(q: Tensor, log_decay: Tensor) -> bool:
     """Whether channel_scores_hopper can take these, if hopper.fits and the rule corrects; log_decay is contiguous."""
-    return q.dtype == torch.bfloat16 and q.shape[3] == 128 and log_decay.data_ptr() % 16 == 0
+    return q.dtype == torch.bfloat16 and q.shape[3] == 128 and log_decay.element_size() <= 4
 
 
 def channel_scores_hopper(
@@ -494,13 +483,11 @@ def channel_scores_hopper(
     """The launch; the second one, of channel_scores with AGAIN, must follow."""
     t, h, hv = q.shape[1], q.shape[2], log_decay.shape[2]
     units = P.shape[0] * hv
-    tma_gates = log_decay.dtype == torch.bfloat16
-    queries = describe_rows(q, 64)
     start(channel_scores, (min(2 * PROGRAMS, units),))(
-        queries, describe_rows(k, 64), describe_rows(log_decay, 64) if tma_gates else queries,
+        describe_rows(q, 64), describe_rows(k, 64), describe_rows(log_decay, 64),
         describe_squares(P), describe_squares(P if M is None else M), describe_squares(T),
-        log_decay, beta, A_log, log_decay if dt_bias is None else dt_bias, Qr, Kr, Kw, factors, wild,
+        beta, A_log, log_decay if dt_bias is None else dt_bias, Qr, Kr, Kw, factors, wild,
         bounds, first_slots, slot_texts, t, units, q.stride(2), k.stride(2), scale, beta_scale,
         HV=hv, R=hv // h, NORMALIZE=normalize, RAW=A_log is not None, BIAS=dt_bias is not None, KEEP=M is not None,
-        PACKED=bounds is not None, TMA_GATES=tma_gates, num_warps=4,
+        PACKED=bounds is not None, num_warps=4,
     )  # fmt: skip
