@@ -24,6 +24,8 @@ def _group(item):
     ids = [] if parts is None else [str(parts.params[name]) for name in ("row", "path") if name in parts.params]
     if parts is not None and "shape" in parts.params:
         ids.append(item.name.split("[")[0])
+    elif "fused" in item.name or "more_chunks" in item.name:
+        ids.append("fused" if "fused" in item.name else "more chunks")
     return "-".join(ids) or item.nodeid
 
 

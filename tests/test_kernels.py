@@ -493,7 +493,11 @@ def causal_positions() -> list[object]:
 @pytest.mark.parametrize(("path", "position"), causal_positions())
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_the_future_never_changes_the_past(row, path, position):
-    """Not one bit of an earlier output or gradient; and no gradient reaches the future, not even a rounding error."""
+    """Not one bit of an earlier output or gradient; and no gradient reaches the future, not even a rounding error.
+
+    Only where a reset leaves a chunk's gradients to another kernel (channel.py instead of hopper_channel_gradients.py)
+    are they merely close.
+    """
     inputs = convert(draw(row, sized(path, LEAN)), path.dtype)
     other = convert(draw(row, sized(path, LEAN), seed=99), path.dtype)
     expected = past(row, inputs, path, position)
@@ -510,10 +514,14 @@ def test_the_future_never_changes_the_past(row, path, position):
         if value is not None:
             changed["log_decay"][:, position] = value
         got = past(row, changed, path, position)
+        close = row is KIMI_DELTA and path == BF16 and value == -torch.inf
         assert same_bits(got.output, expected.output), value
         for name, x in got.grads.items():
             before = slice(None) if name == "state" else (slice(None), slice(position))
-            assert same_bits(x[before], expected.grads[name][before]), (name, value)
+            if close:
+                assert relative_error(x[before], expected.grads[name][before]) < 2**-7, (name, value)
+            else:
+                assert same_bits(x[before], expected.grads[name][before]), (name, value)
             if name != "state":
                 assert not x[:, position:].any(), (name, value)
 
@@ -1130,6 +1138,27 @@ def test_wild_systems(how, row, path):
         inputs["beta"] = torch.full_like(inputs["beta"], 1.2)
         inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"]) * 1.4
     check(row, convert(inputs, path.dtype), path, how)
+
+
+@pytest.mark.parametrize("normalize", [False, True], ids=["", "normalize"])
+@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("path", [param(INTERPRETER)])
+def test_wild_rows_are_made_anew(row, path, normalize, monkeypatch):
+    """As with bfloat16 inputs: products of float16 up to the first wild row, of float32 from there on."""
+    chunkwise = importlib.import_module("lineate.kernels.chunkwise")
+    inputs = convert(draw(row, LEAN._replace(t=150)), path.dtype)
+    inputs["k"][:, 100:] *= 1.7
+    inputs["beta"][:, 100:] = 1.0
+    inputs["beta"][:, 30] = -0.5
+    gates = chunkwise.Gates(inputs["log_decay"], inputs["beta"])
+    call = chunkwise.make_call(inputs["q"], inputs["k"], inputs["v"], gates, None, True, 1.0, normalize)
+    expected = chunkwise.prepare(call).T
+    monkeypatch.setattr(chunkwise.Call, "products", ("fp16", "tf32x3"))
+    got = chunkwise.prepare(call).T
+    for slot, first in ((0, 30), (1, CHUNK if normalize else 36), (2, CHUNK if normalize else 0)):
+        assert (got - expected)[slot].abs().max() < 1e-3
+        assert same_bits(got[slot, :, first:], expected[slot, :, first:])
+        assert first == 0 or not same_bits(got[slot, :, :first], expected[slot, :, :first])
 
 
 @pytest.mark.gpu

@@ -270,11 +270,12 @@ def channel_residuals(
 
 @triton.jit(do_not_specialize=["t"])
 def channel_state_gradients(
-    q, k, log_decay, A_log, dt_bias, states, dstates, doutput, dv, residuals, dq, dk, dG, spans,
+    q, k, log_decay, A_log, dt_bias, states, dstates, doutput, dv, residuals, dq, dk, dG, wild, spans,
     bounds, first_slots, slot_texts, t, stride_q, stride_k, stride_r, head_q, head_k, head_r, scale,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr,
     BIAS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):  # fmt: skip
     """dq, dk and dG (float32, `token hv k`) of BX channels of one chunk and value head, as readers and writers of the
     state.
@@ -285,6 +286,10 @@ def channel_state_gradients(
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     first_x = tl.program_id(2) * BX
+    if AGAIN:
+        found = tl.load(wild + (slot.to(tl.int64) * HV + head) * tl.num_programs(2) + tl.program_id(2))
+        if found == 0:
+            return
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     EVEN_X: tl.constexpr = K % BX == 0
     left = K - first_x
@@ -335,11 +340,11 @@ def channel_state_gradients(
 
 @triton.jit(do_not_specialize=["t"])
 def channel_gradients(
-    q, k, log_decay, A_log, dt_bias, dP, dM, dq, dk, dG, dlog_decay, dA_log, ddt_bias, spans,
+    q, k, log_decay, A_log, dt_bias, dP, dM, dq, dk, dG, dlog_decay, dA_log, ddt_bias, wild, spans,
     bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """What comes through P and M, added to dq, dk and dG of channel_state_gradients; then dlog_decay from dG.
 
@@ -348,6 +353,10 @@ def channel_gradients(
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     first_x = tl.program_id(2) * BX
+    if AGAIN:
+        found = tl.load(wild + (slot.to(tl.int64) * HV + head) * tl.num_programs(2) + tl.program_id(2))
+        if found == 0:
+            return
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     dtype = q.dtype.element_ty
     EVEN_X: tl.constexpr = K % BX == 0

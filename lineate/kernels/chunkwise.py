@@ -14,7 +14,15 @@ import torch
 import triton
 from torch import Tensor
 
-from lineate.kernels import hopper, hopper_backward, hopper_channel, hopper_gradients, hopper_scores
+from lineate.kernels import (
+    hopper,
+    hopper_added,
+    hopper_backward,
+    hopper_channel,
+    hopper_channel_gradients,
+    hopper_gradients,
+    hopper_scores,
+)
 from lineate.kernels.backward import gather, head_decay_gradients, head_gradients, head_residuals
 from lineate.kernels.channel import (
     channel_gradients,
@@ -25,7 +33,7 @@ from lineate.kernels.channel import (
 )
 from lineate.kernels.gates import FACTORS, head_gates
 from lineate.kernels.launching import compiling, start
-from lineate.kernels.scores import head_scores
+from lineate.kernels.scores import head_scores, invert_wild
 from lineate.kernels.split import CHAIN_WIDTH, PROGRAMS, chain, count_segments
 from lineate.kernels.state import backward_state, forward_state
 
@@ -55,6 +63,8 @@ def launch(kernel: str, **limits: int) -> dict[str, int]:
         chosen[name] = min(chosen[name], limit)
     return chosen
 
+
+GROUP = 16  # chunks of a head that one program of invert_wild looks at; mostly there is nothing to do
 
 # What a walk may hold of chunks that it fetched ahead; the rest of the shared memory is for what it computes.
 AHEAD_BYTES = 190_000
@@ -161,6 +171,12 @@ class Call:
         return hopper.fits(self.q, self.k, self.v, self.texts.slots, self.texts.count)
 
     @property
+    def channel_on_hopper(self) -> bool:
+        """Whether those for decay per channel do."""
+        decay = self.gates.log_decay
+        return self.corrects and self.on_hopper and decay is not None and hopper_channel.fits(self.q, decay)
+
+    @property
     def precision(self) -> str:
         """Of products in float32; narrower types multiply exactly."""
         return "tf32x3" if self.q.dtype == torch.float32 else "ieee"
@@ -243,6 +259,8 @@ class Prepared:
     T: Tensor
     M: Tensor
     factors: Tensor
+    norms: Tensor | None = None
+    """`slot hv 2 c`: scale / |q_i|, 1 / |k_i|; where a Gluon kernel found them for another."""
 
 
 def prepare(call: Call, for_backward: bool = False) -> Prepared:
@@ -260,15 +278,17 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
         Qr = q.new_empty(*q.shape[:2], hv, K)
         Kw = torch.empty_like(Qr)
         Kr = torch.empty_like(Qr) if call.corrects else Kw
-        on_hopper = call.corrects and call.on_hopper and hopper_channel.fits(q, gates.log_decay)
-        if on_hopper:
+        norms = None
+        if call.channel_on_hopper:
+            if for_backward and call.normalize_qk:
+                norms = q.new_empty(slots, hv, 2, CHUNK, dtype=torch.float32)
             hopper_channel.channel_scores_hopper(
                 q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, Qr, Kr, Kw, P, None if M is P else M, T,
-                factors, wild, texts.bounds, texts.first_slots, texts.slot_texts, call.scale, gates.beta_scale,
+                factors, wild, norms, texts.bounds, texts.first_slots, texts.slot_texts, call.scale, gates.beta_scale,
                 normalize=call.normalize_qk,
             )  # fmt: skip
         for n, products in enumerate(call.products):
-            if n == 0 and on_hopper:
+            if n == 0 and call.channel_on_hopper:
                 continue
             start(channel_scores, (slots, hv))(
                 q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, Qr, Kr, Kw, P, M, T, factors, wild,
@@ -278,7 +298,7 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
                 RAW=raw, BIAS=bias, KEEP=M is not P, PACKED=texts.packed, SPLIT=q.dtype != torch.float32,
                 PRECISION=call.precision, PRODUCTS=products, AGAIN=n > 0, **launch("channel_scores", BX=BK),
             )  # fmt: skip
-        return Prepared(Qr, Kr, Kw, P, T, M, factors)
+        return Prepared(Qr, Kr, Kw, P, T, M, factors, norms)
     factors = q.new_empty(slots, hv, FACTORS.value, CHUNK, dtype=torch.float32)
     heads = min(16, triton.next_power_of_2(hv))
     decay = gates.log_decay is not None
@@ -287,20 +307,23 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
         HV=hv, HEADS=heads, C=CHUNK, GATED=decay, CORRECTS=call.corrects, RAW=raw, BIAS=bias, PACKED=texts.packed,
         **launch("head_gates"),
     )  # fmt: skip
-    on_hopper = call.on_hopper and q.dtype == torch.bfloat16
-    if on_hopper:
+    if call.on_hopper and q.dtype == torch.bfloat16:
         hopper_scores.head_scores_hopper(
             q, k, P, T, factors, wild, texts.bounds, texts.first_slots, texts.slot_texts, call.scale,
             gated=decay, corrects=call.corrects, normalize=call.normalize_qk,
         )  # fmt: skip
-    for n, products in enumerate(call.products):
-        if n == 0 and on_hopper:
-            continue
+    else:
         start(head_scores, (slots, h))(
             q, k, P, T, factors, wild, *call.where, q.stride(1), k.stride(1), q.stride(2), k.stride(2), h, call.scale,
             R=R, K=K, BK=BK, C=CHUNK, GATED=decay, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
-            PACKED=texts.packed, PRECISION=call.precision, PRODUCTS=products, AGAIN=n > 0,
-            maxnreg=255 if n > 0 else 128 if R == 1 else 168, **launch("head_scores"),
+            PACKED=texts.packed, PRECISION=call.precision, PRODUCTS=call.products[0],
+            maxnreg=128 if R == 1 else 168, **launch("head_scores"),
+        )  # fmt: skip
+    if len(call.products) > 1:
+        start(invert_wild, (triton.cdiv(slots, GROUP), hv))(
+            k, T, factors, wild, *call.where, slots, k.stride(1), k.stride(2),
+            HV=hv, R=R, K=K, BK=BK, C=CHUNK, GROUP=GROUP, GATED=decay, NORMALIZE=call.normalize_qk,
+            PACKED=texts.packed, PRECISION=call.precision, **launch("head_scores"),
         )  # fmt: skip
     return Prepared(q, k, k, P, T, P, factors)
 
@@ -502,13 +525,20 @@ def _backward_part(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, 
     walk_backward(call, ready, segments, doutput, dfinal, grads.v, grads.state, dstates)
     if call.channel:
         _channel_gradients(call, ready, doutput, states, dstates, grads)
-    elif call.on_hopper and call.corrects and K == V == 128:
-        parts = hopper_gradients.PARTS
+    elif call.on_hopper and K == V == 128:
+        parts = (hopper_gradients.PARTS if call.corrects else hopper_added.ADDED_PARTS).value
         sums = q.new_empty(texts.slots, hv, parts, CHUNK, dtype=torch.float32) if gates.log_decay is not None else None
-        hopper_gradients.head_gradients_hopper(
-            q, k, v, ready.T, ready.factors, states, dstates, doutput, grads.v, grads.q, grads.k, grads.beta, sums,
-            texts.bounds, texts.first_slots, texts.slot_texts, texts.count, call.scale, normalize_qk=call.normalize_qk,
-        )  # fmt: skip
+        where = texts.bounds, texts.first_slots, texts.slot_texts, texts.count
+        if call.corrects:
+            hopper_gradients.head_gradients_hopper(
+                q, k, v, ready.T, ready.factors, states, dstates, doutput, grads.v, grads.q, grads.k, grads.beta, sums,
+                *where, call.scale, normalize_qk=call.normalize_qk,
+            )  # fmt: skip
+        else:
+            hopper_added.added_gradients_hopper(
+                q, k, v, ready.factors, states, dstates, doutput, grads.q, grads.k, sums,
+                *where, call.scale, normalize_qk=call.normalize_qk,
+            )  # fmt: skip
         _head_decay_gradients(call, ready, sums, grads)
     else:
         _head_gradients(call, ready, doutput, states, dstates, grads)
@@ -642,19 +672,29 @@ def _channel_gradients(
         "NORMALIZE": call.normalize_qk, "RAW": raw, "BIAS": bias, "PACKED": texts.packed,
         "SPLIT": q.dtype != torch.float32, "PRECISION": call.precision,
     }  # fmt: skip
-    config = launch("channel_state_gradients", BX=BK, BV=power(V))
-    start(channel_state_gradients, (texts.slots, hv, triton.cdiv(K, config["BX"])))(
-        q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
-        dq, dk, dG, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
-        q.stride(2), k.stride(2), residuals.stride(2), call.scale, V=V, EVEN=V % config["BV"] == 0, **options, **config,
-    )  # fmt: skip
     config = launch("channel_gradients", BX=BK)
     blocks = triton.cdiv(K, config["BX"])
     dA_log = dP.new_empty(texts.slots, hv, blocks, dtype=torch.float32) if raw else None
     ddt_bias = dP.new_empty(texts.slots, hv, K, dtype=torch.float32) if bias else None
+    wild = None
+    if call.channel_on_hopper and V == 128:  # then the others do just what is wild
+        wild = q.new_empty(texts.slots, hv, blocks, dtype=torch.int8)
+        hopper_channel_gradients.channel_gradients_hopper(
+            q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals, dP, dM,
+            ready.norms, dq, dk, grads.log_decay, dA_log, ddt_bias, wild,
+            texts.bounds, texts.first_slots, texts.slot_texts, call.scale,
+        )  # fmt: skip
+    options["AGAIN"] = wild is not None
+    config = launch("channel_state_gradients", BX=BK, BV=power(V))
+    start(channel_state_gradients, (texts.slots, hv, triton.cdiv(K, config["BX"])))(
+        q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
+        dq, dk, dG, wild, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
+        q.stride(2), k.stride(2), residuals.stride(2), call.scale, V=V, EVEN=V % config["BV"] == 0, **options, **config,
+    )  # fmt: skip
+    config = launch("channel_gradients", BX=BK)
     start(channel_gradients, (texts.slots, hv, blocks))(
         q, k, gates.log_decay, gates.A_log, gates.dt_bias, dP, dM, dq, dk, dG, grads.log_decay,
-        dA_log, ddt_bias, spans, *call.where, *strides, call.scale, **options, **config,
+        dA_log, ddt_bias, wild, spans, *call.where, *strides, call.scale, **options, **config,
     )  # fmt: skip
     _gather(call, dq, dk, grads)
     if dA_log is not None and grads.A_log is not None:

@@ -238,7 +238,7 @@ def _half_chunk(
 
 @gluon.jit(do_not_specialize=["t", "units"])
 def channel_scores(
-    q, k, g, P, M, T, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild,
+    q, k, g, P, M, T, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild, norms,
     bounds, first_slots, slot_texts, t, units, head_q, head_k, scale, beta_scale,
     HV: gl.constexpr, R: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr,
     KEEP: gl.constexpr, PACKED: gl.constexpr,
@@ -348,6 +348,10 @@ def channel_scores(
             qq, kk = warpgroup_mma_wait(0, deps=(qq, kk))
             norm_q = scale * gl.rsqrt(_diagonal(qq, acc) + 1e-6)
             norm_k = gl.rsqrt(_diagonal(kk, acc) + 1e-6)
+            if KEEP:
+                at_norm = norms + u.to(gl.int64) * 128 + i1
+                gl.store(at_norm, norm_q)
+                gl.store(at_norm + 64, norm_k)
         tma.store_wait(0)
         barrier()  # the tiles that left are free; with NORMALIZE, all warps' products have read q and k
         to = (token * HV + head) * K
@@ -476,17 +480,20 @@ def fits(q: Tensor, log_decay: Tensor) -> bool:
 
 def channel_scores_hopper(
     q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    Qr: Tensor, Kr: Tensor, Kw: Tensor, P: Tensor, M: Tensor | None, T: Tensor, factors: Tensor, wild: Tensor,
-    bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None, scale: float, beta_scale: float,
-    *, normalize: bool,
+    Qr: Tensor, Kr: Tensor, Kw: Tensor, P: Tensor, M: Tensor | None, T: Tensor, factors: Tensor,
+    wild: Tensor, norms: Tensor | None, bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None,
+    scale: float, beta_scale: float, *, normalize: bool,
 ) -> None:  # fmt: skip
-    """The launch; the second one, of channel_scores with AGAIN, must follow."""
+    """The launch; the second one, of channel_scores with AGAIN, must follow.
+
+    For the backward it keeps M and, if normalize, norms `slot hv 2 c`: scale / |q_i| and 1 / |k_i|.
+    """
     t, h, hv = q.shape[1], q.shape[2], log_decay.shape[2]
     units = P.shape[0] * hv
     start(channel_scores, (min(2 * PROGRAMS, units),))(
         describe_rows(q, 64), describe_rows(k, 64), describe_rows(log_decay, 64),
         describe_squares(P), describe_squares(P if M is None else M), describe_squares(T),
-        beta, A_log, log_decay if dt_bias is None else dt_bias, Qr, Kr, Kw, factors, wild,
+        beta, A_log, log_decay if dt_bias is None else dt_bias, Qr, Kr, Kw, factors, wild, norms,
         bounds, first_slots, slot_texts, t, units, q.stride(2), k.stride(2), scale, beta_scale,
         HV=hv, R=hv // h, NORMALIZE=normalize, RAW=A_log is not None, BIAS=dt_bias is not None, KEEP=M is not None,
         PACKED=bounds is not None, num_warps=4,

@@ -232,7 +232,7 @@ def head_scores(
     fence_async_shared()
     barrier()
 
-    item = gl.program_id(0)
+    item = items - 1 - gl.program_id(0)  # from the last on: the walk finds the first chunks' in the cache
     text = _text(item // H, slot_texts, PACKED)
     begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
     start, rows = _place(item // H, begin, end, first, t, PACKED)
@@ -252,7 +252,7 @@ def head_scores(
     none = gl.zeros([64, 64], gl.float32, acc)
     phase = 0
     phase_v = 0
-    count = (items - item + gl.num_programs(0) - 1) // gl.num_programs(0) * R
+    count = (item // gl.num_programs(0) + 1) * R
     for n in range(0, count):
         r = n % R
         last = r == R - 1
@@ -262,8 +262,8 @@ def head_scores(
         tile_k = all_k.index(zero)
         tile_P = all_P.index(zero)
         # What comes next, step by step.
-        upcoming = item + gl.where(last, gl.num_programs(0), 0)
-        more = upcoming < items
+        upcoming = item - gl.where(last, gl.num_programs(0), 0)
+        more = upcoming >= 0
         next_item = gl.where(more, upcoming, item)
         text = _text(next_item // H, slot_texts, PACKED)
         mbarrier.wait(ready_k, phase)

@@ -49,22 +49,16 @@ def head_scores(
     q, k, P, T, factors, wild, bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, h, scale,
     R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr,
     GATED: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr, PRODUCTS: tl.constexpr, AGAIN: tl.constexpr,
+    PRECISION: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Decay per head, or none. One program a chunk and key head, which serves R value heads.
 
     PRODUCTS are those of the inverse: "fp16" leaves in wild `slot hv` the first wild row of each system (C: none), and
-    T as if nothing were written from there on; a second launch, AGAIN, with "tf32x3", makes just those rows of T.
+    T as if nothing were written from there on; invert_wild makes those rows.
     """
     slot = tl.program_id(0)
     key_head = tl.program_id(1).to(tl.int64)
     wild += slot.to(tl.int64) * h * R + key_head * R
-    if AGAIN:
-        first = C
-        for r in range(R):
-            first = tl.minimum(first, tl.load(wild + r))
-        if first == C:
-            return
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     queries = load_tile(q + start * stride_q + key_head * head_q, stride_q, rows, K, C, BK, K == BK)
     keys = load_tile(k + start * stride_k + key_head * head_k, stride_k, rows, K, C, BK, K == BK)
@@ -83,22 +77,49 @@ def head_scores(
         at = slot.to(tl.int64) * hv + key_head * R + r
         vector = factors + at * (FACTORS * C)
         D = between(vector, C) if GATED else tl.where(i[:, None] >= i[None, :], 1.0, 0.0)
-        if not AGAIN:
-            store_tile(P + at * C * C, C, QK * D, C, C, C, C, True)
+        store_tile(P + at * C * C, C, QK * D, C, C, C, C, True)
         if CORRECTS:
             beta = tl.load(vector + BETA * C + i)
             A = tl.where(i[:, None] > i[None, :], KK * D * beta[:, None], 0.0)
-            if AGAIN:
-                first = tl.load(wild + r)
-                if first < C:
-                    store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True, first)
-            else:
-                if PRODUCTS == "fp16":
-                    first = first_wild_row(beta, squares, C)
-                    tl.store(wild + r, first)
-                    A = tl.where(i[:, None] < first, A, 0.0)
-                store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True)
-        if NORMALIZE and not AGAIN:
+            if PRODUCTS == "fp16":
+                first = first_wild_row(beta, squares, C)
+                tl.store(wild + r, first)
+                A = tl.where(i[:, None] < first, A, 0.0)
+            store_tile(T + at * C * C, C, invert(A, C, PRODUCTS), C, C, C, C, True)
+        if NORMALIZE:
             tl.store(vector + READ_Q * C + i, tl.load(vector + READ_Q * C + i) * norm_q)
             tl.store(vector + READ_K * C + i, tl.load(vector + READ_K * C + i) * norm_k)
             tl.store(vector + WRITE * C + i, tl.load(vector + WRITE * C + i) * norm_k)
+
+
+@triton.jit(do_not_specialize=["t", "slots"])
+def invert_wild(
+    k, T, factors, wild, bounds, first_slots, slot_texts, t, slots, stride_k, head_k,
+    HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr,
+    GATED: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The rows of T from the first wild one on, in float32. A program looks at GROUP chunks of a value head."""
+    group = tl.program_id(0) * GROUP
+    head = tl.program_id(1).to(tl.int64)
+    among = group + tl.arange(0, GROUP)
+    firsts = tl.load(wild + among.to(tl.int64) * HV + head, mask=among < slots, other=C)
+    if tl.min(firsts, 0) == C:
+        return
+    i = tl.arange(0, C)
+    for n in range(0, tl.minimum(GROUP, slots - group)):
+        slot = group + n
+        at = slot.to(tl.int64) * HV + head
+        first = tl.load(wild + at)
+        if first < C:
+            start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+            keys = load_tile(k + start * stride_k + head // R * head_k, stride_k, rows, K, C, BK, K == BK)
+            A = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
+            if NORMALIZE:
+                norm_k = inverse_norms(keys)
+                A = A * norm_k[:, None] * norm_k[None, :]
+            vector = factors + at * (FACTORS * C)
+            if GATED:
+                A = A * between(vector, C)
+            beta = tl.load(vector + BETA * C + i)
+            A = tl.where(i[:, None] > i[None, :], A * beta[:, None], 0.0)
+            store_tile(T + at * C * C, C, invert(A, C, "tf32x3"), C, C, C, C, True, first)
