@@ -9,6 +9,7 @@ backward   gates, scores again
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import triton
@@ -165,12 +166,12 @@ class Call:
         """t, h, hv, K, V."""
         return self.q.shape[1], self.q.shape[2], self.v.shape[2], self.q.shape[3], self.v.shape[3]
 
-    @property
+    @cached_property
     def on_hopper(self) -> bool:
         """Whether the Gluon kernels take it."""
         return hopper.fits(self.q, self.k, self.v, self.texts.slots, self.texts.count)
 
-    @property
+    @cached_property
     def channel_on_hopper(self) -> bool:
         """Whether those for decay per channel do."""
         decay = self.gates.log_decay
@@ -450,8 +451,9 @@ def _empty_gradients(call: Call, dstate: Tensor) -> Gradients:
     return Gradients(q, k, v, log_decay, beta, dstate, None if outside else A_log, None if outside else dt_bias)
 
 
-# What the backward of one slice of the tokens may keep of states alone; its other buffers are about as large.
-SLICE_BYTES = 2**27
+# What the backward of one slice of the tokens may keep of states alone; its other buffers are about as large. Smaller
+# slices save memory, but each is a dozen launches of some 100 us of the host's time.
+SLICE_BYTES = 2**28
 
 
 def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads: Gradients) -> None:
