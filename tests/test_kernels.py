@@ -1145,15 +1145,15 @@ def test_wild_systems(how, row, path):
 @pytest.mark.parametrize("path", [param(INTERPRETER)])
 def test_wild_rows_are_made_anew(row, path, normalize, monkeypatch):
     """As with bfloat16 inputs: products of float16 up to the first wild row, of float32 from there on."""
-    chunkwise = importlib.import_module("lineate.kernels.chunkwise")
+    calls, chunkwise = (importlib.import_module(f"lineate.kernels.{name}") for name in ("call", "chunkwise"))
     inputs = convert(draw(row, LEAN._replace(t=150)), path.dtype)
     inputs["k"][:, 100:] *= 1.7
     inputs["beta"][:, 100:] = 1.0
     inputs["beta"][:, 30] = -0.5
-    gates = chunkwise.Gates(inputs["log_decay"], inputs["beta"])
-    call = chunkwise.make_call(inputs["q"], inputs["k"], inputs["v"], gates, None, True, 1.0, normalize)
+    gates = calls.Gates(inputs["log_decay"], inputs["beta"])
+    call = calls.make_call(inputs["q"], inputs["k"], inputs["v"], gates, None, True, 1.0, normalize)
     expected = chunkwise.prepare(call).T
-    monkeypatch.setattr(chunkwise.Call, "products", ("fp16", "tf32x3"))
+    monkeypatch.setattr(calls.Call, "products", ("fp16", "tf32x3"))
     got = chunkwise.prepare(call).T
     for slot, first in ((0, 30), (1, CHUNK if normalize else 36), (2, CHUNK if normalize else 0)):
         assert (got - expected)[slot].abs().max() < 1e-3

@@ -1,4 +1,4 @@
-"""The chunkwise form on a GPU: buffers, launches and their configuration. The arithmetic is in the kernels.
+"""The chunkwise form on a GPU: buffers and launches. The arithmetic is in the kernels.
 
 forward    gates, scores: P, T and the factors of every chunk, all chunks at once
            state: from chunk to chunk, the state and the output
@@ -9,10 +9,8 @@ backward   gates, scores again
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
-import triton
 from torch import Tensor
 
 from lineate.kernels import (
@@ -25,6 +23,7 @@ from lineate.kernels import (
     hopper_scores,
 )
 from lineate.kernels.backward import gather, head_decay_gradients, head_gradients, head_residuals
+from lineate.kernels.call import CHUNK, Call, find_texts, power
 from lineate.kernels.channel import (
     channel_gradients,
     channel_residuals,
@@ -32,208 +31,12 @@ from lineate.kernels.channel import (
     channel_state_gradients,
     make_spans,
 )
+from lineate.kernels.configurations import GROUP, launch, launch_walk, narrow
 from lineate.kernels.gates import FACTORS, head_gates
-from lineate.kernels.launching import compiling, start
+from lineate.kernels.launching import ceil_div, compiling, next_power, start
 from lineate.kernels.scores import head_scores, invert_wild
 from lineate.kernels.split import CHAIN_WIDTH, PROGRAMS, chain, count_segments
 from lineate.kernels.state import backward_state, forward_state
-
-CHUNK = 64
-
-# Measured on an H200 (bench/gpu.py). BX, BV: key channels and value columns of a tile. Not every other choice is right:
-# the gradients go wrong with more stages or 32 channels (docs/kernels.md, compiler traps), so test a change on a GPU.
-LAUNCH: dict[str, dict[str, int]] = {
-    "head_gates": {"num_warps": 4},
-    "head_scores": {"num_warps": 4, "num_stages": 1},
-    "channel_scores": {"BX": 64, "num_warps": 4, "num_stages": 1},
-    "forward_state": {"BV": 64, "num_warps": 4, "num_stages": 2},
-    "backward_state": {"BV": 64, "num_warps": 4, "num_stages": 2},
-    "head_residuals": {"BV": 128, "num_warps": 4, "num_stages": 1},
-    "head_gradients": {"BX": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
-    "channel_residuals": {"BV": 128, "num_warps": 4, "num_stages": 1},
-    "channel_state_gradients": {"BX": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
-    "channel_gradients": {"BX": 64, "num_warps": 4, "num_stages": 1},
-    "chain": {"BV": 16, "num_warps": 4, "num_stages": 1},
-}
-
-
-def launch(kernel: str, **limits: int) -> dict[str, int]:
-    """The configuration of a kernel, none of its numbers larger than `limits`."""
-    chosen = dict(LAUNCH[kernel])
-    for name, limit in limits.items():
-        chosen[name] = min(chosen[name], limit)
-    return chosen
-
-
-GROUP = 16  # chunks of a head that one program of invert_wild looks at; mostly there is nothing to do
-
-# What a walk may hold of chunks that it fetched ahead; the rest of the shared memory is for what it computes.
-AHEAD_BYTES = 190_000
-
-
-def launch_walk(kernel: str, call: "Call") -> dict[str, int]:
-    """The configuration of a walk; it fetches a chunk ahead only where two of them fit."""
-    _, _, _, K, V = call.sizes
-    config = launch(kernel, BV=power(V))
-    keys, squares = (3, 2) if call.channel and call.corrects else (2, 1 + call.corrects)
-    numbers = CHUNK * (keys * power(K) + squares * CHUNK + config["BV"])
-    if config["num_stages"] * numbers * call.q.element_size() > AHEAD_BYTES:
-        config["num_stages"] = 1
-    return config
-
-
-def narrow(call: "Call") -> int:
-    """The most value columns of a tile that stands beside whole keys: fewer in float32, which takes twice the room."""
-    return min(power(call.v.shape[3]), 64 if call.q.dtype == torch.float32 else 128)
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Where the texts and their chunks lie; see layout.py."""
-
-    count: int
-    slots: int
-    """At most: a packed text may end in part of a chunk, and how many do is known on the device alone."""
-    bounds: Tensor | None
-    first_slots: Tensor | None
-    slot_texts: Tensor | None
-
-    @property
-    def packed(self) -> bool:
-        return self.bounds is not None
-
-
-def count_slots(t: int, texts: int) -> int:
-    """How many chunks texts of t tokens in all can have."""
-    return (t + texts * (CHUNK - 1)) // CHUNK
-
-
-def find_texts(q: Tensor, cu_seqlens: Tensor | None) -> Texts:
-    """Batch rows, or the texts packed into one; nothing waits for the device."""
-    b, t = q.shape[:2]
-    if cu_seqlens is None:
-        return Texts(b, b * count_slots(t, 1), None, None, None)
-    count = cu_seqlens.shape[0] - 1
-    bounds = (
-        cu_seqlens.to(device=q.device, dtype=torch.int64).clamp(0, t).cummax(0).values
-    )  # wrong bounds touch nothing
-    chunks = (bounds.diff() + CHUNK - 1) // CHUNK
-    first_slots = torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
-    slots = count_slots(t, count)
-    numbers = torch.arange(slots, device=q.device)
-    slot_texts = torch.searchsorted(first_slots[1:], numbers, right=True).clamp_(max=count - 1)
-    return Texts(count, slots, bounds, first_slots, slot_texts)
-
-
-@dataclass(frozen=True)
-class Gates:
-    """The gates of a call, and how they are given."""
-
-    log_decay: Tensor | None
-    """`b t hv`, `b t hv k` or None; the raw gate if A_log is given."""
-    beta: Tensor | None
-    """`b t hv` or None; the raw logit if A_log is given."""
-    A_log: Tensor | None = None
-    """`hv`: log_decay = -exp(A_log) softplus(gate + dt_bias), beta = beta_scale sigmoid(logit)."""
-    dt_bias: Tensor | None = None
-    """`hv`, or `hv k`."""
-    beta_scale: float = 1.0
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.log_decay, self.beta, self.A_log, self.dt_bias
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call: tensors in the order the kernels want, sizes, and compile-time choices."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gates: Gates
-    texts: Texts
-    corrects: bool
-    scale: float
-    normalize_qk: bool
-
-    @property
-    def channel(self) -> bool:
-        return self.gates.log_decay is not None and self.gates.log_decay.dim() == 4
-
-    @property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """t, h, hv, K, V."""
-        return self.q.shape[1], self.q.shape[2], self.v.shape[2], self.q.shape[3], self.v.shape[3]
-
-    @cached_property
-    def on_hopper(self) -> bool:
-        """Whether the Gluon kernels take it."""
-        return hopper.fits(self.q, self.k, self.v, self.texts.slots, self.texts.count)
-
-    @cached_property
-    def channel_on_hopper(self) -> bool:
-        """Whether those for decay per channel do."""
-        decay = self.gates.log_decay
-        return self.corrects and self.on_hopper and decay is not None and hopper_channel.fits(self.q, decay)
-
-    @property
-    def precision(self) -> str:
-        """Of products in float32; narrower types multiply exactly."""
-        return "tf32x3" if self.q.dtype == torch.float32 else "ieee"
-
-    @property
-    def products(self) -> tuple[str, ...]:
-        """Of the inverse, one launch each: float16's for tame rows, then float32's for those that are not.
-
-        The 11 bits of float16's are more than bfloat16 inputs need; inputs in float16 have as many.
-        """
-        if self.q.dtype != torch.bfloat16:
-            return ("tf32x3",)
-        return ("fp16", "tf32x3") if self.corrects else ("fp16",)
-
-    @property
-    def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
-        """bounds, first_slots, slot_texts, t: what chunk_bounds takes."""
-        return self.texts.bounds, self.texts.first_slots, self.texts.slot_texts, self.q.shape[1]
-
-
-def make_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    cu_seqlens: Tensor | None,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-) -> Call:
-    gates = Gates(*(None if x is None else aligned(x.contiguous()) for x in gates.tensors), gates.beta_scale)
-    return Call(
-        in_rows(q), in_rows(k), in_rows(v), gates, find_texts(q, cu_seqlens), corrects, scale, normalize_qk
-    )  # fmt: skip
-
-
-def in_rows(x: Tensor) -> Tensor:
-    """x `b t heads k` such that token i of row b is at (b t + i) stride(1); a copy only if it is not."""
-    b, t = x.shape[:2]
-    even = x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0 and x.data_ptr() % 16 == 0
-    if even and (b == 1 or x.stride(0) == t * x.stride(1)):
-        return x
-    dense = aligned(x.contiguous())  # whose strides may still be anything where a size is 1
-    row = x.shape[2] * x.shape[3]
-    return dense.as_strided(x.shape, (t * row, row, x.shape[3], 1))
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x, as TMA can read it: a copy if it does not begin where 16 bytes do."""
-    return x.clone() if x.data_ptr() % 16 else x
-
-
-def power(n: int) -> int:
-    """The tile that holds n: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(n))
-
 
 _SPANS: dict[tuple[torch.device, bool], Tensor] = {}
 
@@ -301,9 +104,9 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
             )  # fmt: skip
         return Prepared(Qr, Kr, Kw, P, T, M, factors, norms)
     factors = q.new_empty(slots, hv, FACTORS.value, CHUNK, dtype=torch.float32)
-    heads = min(16, triton.next_power_of_2(hv))
+    heads = min(16, next_power(hv))
     decay = gates.log_decay is not None
-    start(head_gates, (slots, triton.cdiv(hv, heads)))(
+    start(head_gates, (slots, ceil_div(hv, heads)))(
         gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, factors, *call.where, call.scale, gates.beta_scale,
         HV=hv, HEADS=heads, C=CHUNK, GATED=decay, CORRECTS=call.corrects, RAW=raw, BIAS=bias, PACKED=texts.packed,
         **launch("head_gates"),
@@ -321,7 +124,7 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
             maxnreg=128 if R == 1 else 168, **launch("head_scores"),
         )  # fmt: skip
     if len(call.products) > 1:
-        start(invert_wild, (triton.cdiv(slots, GROUP), hv))(
+        start(invert_wild, (ceil_div(slots, GROUP), hv))(
             k, T, factors, wild, *call.where, slots, k.stride(1), k.stride(2),
             HV=hv, R=R, K=K, BK=BK, C=CHUNK, GROUP=GROUP, GATED=decay, NORMALIZE=call.normalize_qk,
             PACKED=texts.packed, PRECISION=call.precision, **launch("head_scores"),
@@ -373,7 +176,7 @@ def segments_of(call: Call) -> int:
     if call.texts.packed or call.q.shape[3] > CHAIN_WIDTH:
         return 1
     chunks = call.texts.slots // call.texts.count
-    return count_segments(chunks, call.v.shape[2] * triton.cdiv(call.v.shape[3], 64))
+    return count_segments(chunks, call.v.shape[2] * ceil_div(call.v.shape[3], 64))
 
 
 def chain_segments(call: Call, maps: Tensor, outer: Tensor, segments: int, reverse: bool) -> Tensor:
@@ -382,7 +185,7 @@ def chain_segments(call: Call, maps: Tensor, outer: Tensor, segments: int, rever
     pairs = call.texts.count * hv
     entries = outer.new_empty(pairs, segments, K, V)
     config = launch("chain", BV=power(V))
-    start(chain, (triton.cdiv(V, config["BV"]) * pairs,))(
+    start(chain, (ceil_div(V, config["BV"]) * pairs,))(
         maps, outer, entries, segments, K=K, V=V, BK=power(K), REVERSE=reverse, **config
     )
     return entries
@@ -415,7 +218,7 @@ def walk_forward(
     config = launch_walk("forward_state", call)
     BV = config["BV"]
     columns = V + K if map_only else V
-    start(forward_state, (triton.cdiv(columns, BV) * pairs, 1, segments))(
+    start(forward_state, (ceil_div(columns, BV) * pairs, 1, segments))(
         q, k, ready.w, v, ready.P, ready.T, ready.factors, starts, output, final, states,
         texts.bounds, texts.first_slots, t, segments,
         q.stride(1), k.stride(1), v.stride(1), q.stride(2), k.stride(2), v.stride(2),
@@ -468,7 +271,7 @@ def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads:
     for rows, tokens in _slices(call, states):
         chunks = states if call.texts.packed else states.view(call.q.shape[0], -1, *states.shape[1:])
         if not call.texts.packed:
-            chunks = chunks[rows, tokens.start // CHUNK : triton.cdiv(tokens.stop, CHUNK)].flatten(0, 1)
+            chunks = chunks[rows, tokens.start // CHUNK : ceil_div(tokens.stop, CHUNK)].flatten(0, 1)
         part = _part(call, rows, tokens)
         within = Gradients(
             *(None if x is None else x[rows, tokens] for x in (grads.q, grads.k, grads.v, grads.log_decay, grads.beta)),
@@ -492,13 +295,13 @@ def _slices(call: Call, states: Tensor) -> Iterator[tuple[slice, slice]]:
     if call.texts.packed or (b == 1 and segments_of(call) > 1):  # slices would be cut into other segments
         yield everything
         return
-    count = max(1, triton.cdiv(states.numel() * states.element_size(), SLICE_BYTES))
+    count = max(1, ceil_div(states.numel() * states.element_size(), SLICE_BYTES))
     if b > 1:
-        rows = triton.cdiv(b, min(count, b))
+        rows = ceil_div(b, min(count, b))
         for first in range(0, b, rows):
             yield slice(first, min(first + rows, b)), slice(0, t)
         return
-    tokens = triton.cdiv(triton.cdiv(t, CHUNK), count) * CHUNK
+    tokens = ceil_div(ceil_div(t, CHUNK), count) * CHUNK
     for first in reversed(range(0, t, tokens)):
         yield slice(0, 1), slice(first, min(first + tokens, t))
 
@@ -556,7 +359,7 @@ def _head_gradients(
     dq, dk = _parts(call, grads)
     first = launch("head_residuals", BV=narrow(call))
     second = launch("head_gradients", BX=power(K), BV=power(V))
-    blocks = triton.cdiv(K, second["BX"])
+    blocks = ceil_div(K, second["BX"])
     sums = q.new_empty(texts.slots, hv, 1 + blocks, CHUNK, dtype=torch.float32) if decay else None
     options = {
         "HV": hv, "R": hv // h, "K": K, "V": V, "PARTS": 1 + blocks, "C": CHUNK, "GATED": decay,
@@ -581,8 +384,8 @@ def _head_decay_gradients(call: Call, ready: Prepared, sums: Tensor | None, grad
     if sums is None:
         return
     hv = sums.shape[1]
-    heads = min(16, triton.next_power_of_2(hv))
-    start(head_decay_gradients, (call.texts.slots, triton.cdiv(hv, heads)))(
+    heads = min(16, next_power(hv))
+    start(head_decay_gradients, (call.texts.slots, ceil_div(hv, heads)))(
         ready.factors, sums, grads.log_decay, *call.where,
         HV=hv, PARTS=sums.shape[2], HEADS=heads, C=CHUNK, PACKED=call.texts.packed, **launch("head_gates"),
     )  # fmt: skip
@@ -604,7 +407,7 @@ def _gather(call: Call, dq: Tensor, dk: Tensor, grads: Gradients) -> None:
         return
     for x, parts, dx in ((call.q, dq, grads.q), (call.k, dk, grads.k)):
         tokens = x.shape[0] * t
-        start(gather, (triton.cdiv(tokens * h, 16),))(
+        start(gather, (ceil_div(tokens * h, 16),))(
             x, parts, dx, tokens, x.stride(1), x.stride(2),
             H=h, R=parts.shape[2] // h, K=K, BK=power(K), ROWS=16, NORMALIZE=call.normalize_qk, num_warps=4,
         )  # fmt: skip
@@ -637,7 +440,7 @@ def walk_backward(
     config = launch_walk("backward_state", call)
     BV = config["BV"]
     columns = V + K if map_only else V
-    start(backward_state, (triton.cdiv(columns, BV) * pairs, 1, segments))(
+    start(backward_state, (ceil_div(columns, BV) * pairs, 1, segments))(
         q, k, ready.w, ready.P, ready.T, ready.factors, ends, doutput, dvalues, dstart, dstates,
         texts.bounds, texts.first_slots, t, segments, q.stride(1), k.stride(1), q.stride(2), k.stride(2),
         HV=hv, R=hv // h, K=K, V=V, BK=power(K), C=CHUNK, CHANNEL=call.channel, CORRECTS=call.corrects,
@@ -675,7 +478,7 @@ def _channel_gradients(
         "SPLIT": q.dtype != torch.float32, "PRECISION": call.precision,
     }  # fmt: skip
     config = launch("channel_gradients", BX=BK)
-    blocks = triton.cdiv(K, config["BX"])
+    blocks = ceil_div(K, config["BX"])
     dA_log = dP.new_empty(texts.slots, hv, blocks, dtype=torch.float32) if raw else None
     ddt_bias = dP.new_empty(texts.slots, hv, K, dtype=torch.float32) if bias else None
     wild = None
@@ -688,7 +491,7 @@ def _channel_gradients(
         )  # fmt: skip
     options["AGAIN"] = wild is not None
     config = launch("channel_state_gradients", BX=BK, BV=power(V))
-    start(channel_state_gradients, (texts.slots, hv, triton.cdiv(K, config["BX"])))(
+    start(channel_state_gradients, (texts.slots, hv, ceil_div(K, config["BX"])))(
         q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
         dq, dk, dG, wild, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
         q.stride(2), k.stride(2), residuals.stride(2), call.scale, V=V, EVEN=V % config["BV"] == 0, **options, **config,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.gates import softplus
+from lineate.kernels.launching import ceil_div, next_power
 
 
 @triton.jit
@@ -203,8 +204,8 @@ def tiling(key_dim: int, value_dim: int) -> tuple[int, int]:
     Columns: 32 are 128 bytes of a row in memory. Warps: a thread holds 64 numbers of the state, and two of q and of k,
     since an asynchronous copy takes no less than 4 bytes.
     """
-    columns = min(32, triton.next_power_of_2(value_dim))
-    return columns, max(1, triton.next_power_of_2(key_dim) // 64)
+    columns = min(32, next_power(value_dim))
+    return columns, max(1, next_power(key_dim) // 64)
 
 
 def decode(
@@ -247,7 +248,7 @@ def decode(
     state_unit = 4 if all(s % 4 == 0 for s in (key_dim * value_dim, *state_strides)) else 1
     own_columns, own_warps = tiling(key_dim, value_dim)
     columns = own_columns if columns is None else columns
-    blocks = triton.cdiv(value_dim, columns)
+    blocks = ceil_div(value_dim, columns)
     rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     output = torch.empty(b, t, hv, value_dim, dtype=v.dtype, device=v.device)
     _decode[(rows * hv * blocks,)](
@@ -275,7 +276,7 @@ def decode(
         *(s // state_unit for s in state_strides),
         K=key_dim,
         V=value_dim,
-        BK=triton.next_power_of_2(key_dim),
+        BK=next_power(key_dim),
         BV=columns,
         BLOCKS=blocks,
         GROUP=hv // h,

@@ -409,7 +409,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, slots: int, texts: int) -> bool:
-    """Whether forward_state_hopper can take these (as chunkwise.in_rows returns them)."""
+    """Whether forward_state_hopper can take these (as call.in_rows returns them)."""
     K, hv, V = q.shape[3], v.shape[2], v.shape[3]
     return (
         q.is_cuda
@@ -441,7 +441,7 @@ def describe(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) ->
 
 
 def describe_rows(x: Tensor, columns: int) -> TensorDescriptor:
-    """x `b t heads k` as chunkwise.in_rows makes it: chunks of 64 tokens, so many columns of a head."""
+    """x `b t heads k` as call.in_rows makes it: chunks of 64 tokens, so many columns of a head."""
     width = (x.shape[2] - 1) * x.stride(2) + x.shape[3]
     return describe(x, x.shape[0] * x.shape[1], width, x.stride(1), [64, columns])
 
@@ -498,7 +498,7 @@ def forward_state_hopper(
 ) -> None:
     """The launch; arguments as of state.py's forward_state. map_only: final gets the maps; no starts, no output.
 
-    count: of texts. q, k, w, v: as chunkwise.in_rows makes them; w is k without channel. block: 64 or 128 columns.
+    count: of texts. q, k, w, v: as call.in_rows makes them; w is k without channel. block: 64 or 128 columns.
     """
     b, t, h, K = q.shape
     hv, V = v.shape[2:]

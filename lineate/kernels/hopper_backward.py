@@ -454,7 +454,7 @@ def backward_state_hopper(
 ) -> None:
     """The launch; arguments as of state.py's backward_state, if hopper.fits.
 
-    count: of texts. q, k, w: as chunkwise.in_rows makes them; w is k without channel. doutput, dvalues, dstates:
+    count: of texts. q, k, w: as call.in_rows makes them; w is k without channel. doutput, dvalues, dstates:
     contiguous. block: 64 or 128 columns, 128 if 64 would not fit onto the device at once.
     """
     b, t, h, K = q.shape

@@ -7,7 +7,8 @@ from torch import Tensor
 from lineate.chunk_op import arrived, expect_gradients, needs_grad
 from lineate.kernels import chunkwise as kernels
 from lineate.kernels import decode as decoding
-from lineate.kernels.chunkwise import Gates, Gradients
+from lineate.kernels.call import Gates, count_slots, make_call
+from lineate.kernels.chunkwise import Gradients
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -32,7 +33,7 @@ def _forward(
     """Output, final state, and, to keep for the backward, the states entering each chunk."""
     output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
     gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
-    call = kernels.make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
+    call = make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
     state = state.contiguous()
     kernels.compile_ahead(call, state, keep)
     kernels.forward(call, state, output, final, states if keep else None)
@@ -66,7 +67,7 @@ def _backward(
     grads = _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias, cu_seqlens)
     dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
     gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
-    call = kernels.make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
+    call = make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
     # Raw gates per head are a small matter, and left to torch; the kernels see through those per channel themselves.
     outside = A_log is not None and not call.channel
     if outside:
@@ -133,7 +134,7 @@ def _empty_outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     b, t, _, key_dim = q.shape
     hv, value_dim = v.shape[2:]
-    slots = b * kernels.count_slots(t, 1) if cu_seqlens is None else kernels.count_slots(t, cu_seqlens.shape[0] - 1)
+    slots = b * count_slots(t, 1) if cu_seqlens is None else count_slots(t, cu_seqlens.shape[0] - 1)
     states = v.new_empty(slots if keep else 0, hv, value_dim, key_dim)
     return _room(v, cu_seqlens), _room(state, cu_seqlens), states
 

@@ -1,0 +1,160 @@
+"""One call as the kernels see it: tensors in rows, texts and their chunks, and the choices that are made for it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lineate.kernels import hopper, hopper_channel
+from lineate.kernels.launching import next_power
+
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Where the texts and their chunks lie; see layout.py."""
+
+    count: int
+    slots: int
+    """At most: a packed text may end in part of a chunk, and how many do is known on the device alone."""
+    bounds: Tensor | None
+    first_slots: Tensor | None
+    slot_texts: Tensor | None
+
+    @property
+    def packed(self) -> bool:
+        return self.bounds is not None
+
+
+def count_slots(t: int, texts: int) -> int:
+    """How many chunks texts of t tokens in all can have."""
+    return (t + texts * (CHUNK - 1)) // CHUNK
+
+
+def find_texts(q: Tensor, cu_seqlens: Tensor | None) -> Texts:
+    """Batch rows, or the texts packed into one; nothing waits for the device."""
+    b, t = q.shape[:2]
+    if cu_seqlens is None:
+        return Texts(b, b * count_slots(t, 1), None, None, None)
+    count = cu_seqlens.shape[0] - 1
+    bounds = (
+        cu_seqlens.to(device=q.device, dtype=torch.int64).clamp(0, t).cummax(0).values
+    )  # wrong bounds touch nothing
+    chunks = (bounds.diff() + CHUNK - 1) // CHUNK
+    first_slots = torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
+    slots = count_slots(t, count)
+    numbers = torch.arange(slots, device=q.device)
+    slot_texts = torch.searchsorted(first_slots[1:], numbers, right=True).clamp_(max=count - 1)
+    return Texts(count, slots, bounds, first_slots, slot_texts)
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The gates of a call, and how they are given."""
+
+    log_decay: Tensor | None
+    """`b t hv`, `b t hv k` or None; the raw gate if A_log is given."""
+    beta: Tensor | None
+    """`b t hv` or None; the raw logit if A_log is given."""
+    A_log: Tensor | None = None
+    """`hv`: log_decay = -exp(A_log) softplus(gate + dt_bias), beta = beta_scale sigmoid(logit)."""
+    dt_bias: Tensor | None = None
+    """`hv`, or `hv k`."""
+    beta_scale: float = 1.0
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.log_decay, self.beta, self.A_log, self.dt_bias
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: tensors in the order the kernels want, sizes, and compile-time choices."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Gates
+    texts: Texts
+    corrects: bool
+    scale: float
+    normalize_qk: bool
+
+    @property
+    def channel(self) -> bool:
+        return self.gates.log_decay is not None and self.gates.log_decay.dim() == 4
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """t, h, hv, K, V."""
+        return self.q.shape[1], self.q.shape[2], self.v.shape[2], self.q.shape[3], self.v.shape[3]
+
+    @cached_property
+    def on_hopper(self) -> bool:
+        """Whether the Gluon kernels take it."""
+        return hopper.fits(self.q, self.k, self.v, self.texts.slots, self.texts.count)
+
+    @cached_property
+    def channel_on_hopper(self) -> bool:
+        """Whether those for decay per channel do."""
+        decay = self.gates.log_decay
+        return self.corrects and self.on_hopper and decay is not None and hopper_channel.fits(self.q, decay)
+
+    @property
+    def precision(self) -> str:
+        """Of products in float32; narrower types multiply exactly."""
+        return "tf32x3" if self.q.dtype == torch.float32 else "ieee"
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Of the inverse, one launch each: float16's for tame rows, then float32's for those that are not.
+
+        The 11 bits of float16's are more than bfloat16 inputs need; inputs in float16 have as many.
+        """
+        if self.q.dtype != torch.bfloat16:
+            return ("tf32x3",)
+        return ("fp16", "tf32x3") if self.corrects else ("fp16",)
+
+    @property
+    def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+        """bounds, first_slots, slot_texts, t: what chunk_bounds takes."""
+        return self.texts.bounds, self.texts.first_slots, self.texts.slot_texts, self.q.shape[1]
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    cu_seqlens: Tensor | None,
+    corrects: bool,
+    scale: float,
+    normalize_qk: bool,
+) -> Call:
+    gates = Gates(*(None if x is None else aligned(x.contiguous()) for x in gates.tensors), gates.beta_scale)
+    return Call(
+        in_rows(q), in_rows(k), in_rows(v), gates, find_texts(q, cu_seqlens), corrects, scale, normalize_qk
+    )  # fmt: skip
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x `b t heads k` such that token i of row b is at (b t + i) stride(1); a copy only if it is not."""
+    b, t = x.shape[:2]
+    even = x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0 and x.data_ptr() % 16 == 0
+    if even and (b == 1 or x.stride(0) == t * x.stride(1)):
+        return x
+    dense = aligned(x.contiguous())  # whose strides may still be anything where a size is 1
+    row = x.shape[2] * x.shape[3]
+    return dense.as_strided(x.shape, (t * row, row, x.shape[3], 1))
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, as TMA can read it: a copy if it does not begin where 16 bytes do."""
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def power(n: int) -> int:
+    """The tile that holds n: a power of two, at least 16."""
+    return max(16, next_power(n))
