@@ -6,11 +6,12 @@
     python bench/gpu.py --keep --only kda                     measure these again, keep the rest of the JSON file
     python bench/gpu.py --show                                tables and plot of what the JSON file holds
 
-Every contestant runs in processes of its own, a batch of cases each, with empty compiler caches; a case that fails or
-takes too long is reported and loses no other. Times are medians: `graph` inside a replayed CUDA graph, `events` between
-CUDA events around calls from Python, back to back, so the larger of the host's and the device's time. Input sets are
-rotated so that none is found in the L2 cache. Extra memory is the allocator's peak during a call less what was there
-before, results included. The first call is that of a fresh process after importing, compiling and tuning included.
+Every contestant runs in processes of its own, a batch of cases each, with empty compiler caches (--warm: all cases in
+one process, with the compilers' own caches); a case that fails or takes too long is reported and loses no other. Times
+are medians: `graph` inside a replayed CUDA graph, `events` between CUDA events around calls from Python, back to back,
+so the larger of the host's and the device's time. Input sets are rotated so that none is found in the L2 cache. Extra
+memory is the allocator's peak during a call less what was there before, results included. The first call is that of a
+fresh process after importing, compiling and tuning included.
 """
 
 import argparse
@@ -173,7 +174,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--peers", type=Path, help="a folder with the peers' packages, put on the path of their processes"
     )
     parser.add_argument("--keep", action="store_true", help="keep what the JSON file holds and is not measured again")
-    parser.add_argument("--warm", action="store_true", help="use the compilers' own caches: first calls are not cold")
+    parser.add_argument("--warm", action="store_true", help="one process, the compilers' own caches")
     parser.add_argument("--show", action="store_true", help="measure nothing: show and draw the JSON file")
     parser.add_argument("--limit", type=float, default=150, help="seconds a case may take, compiling included (150)")
     parser.add_argument("--minutes", type=float, default=60, help="minutes after which nothing more is started (60)")
@@ -207,11 +208,11 @@ def main() -> None:
             if not importable(contestant.package, args.peers):
                 head["absent"][contestant.label] = f"no package {contestant.package}"
                 continue
-            batches: dict[tuple[str, str], list[int]] = {}
+            batches: dict[tuple[str, str] | None, list[int]] = {}
             for index, case in enumerate(CASES):
                 skipped = args.quick and case.group == "length" and LENGTHS.index(case.t) % 2
                 if case.group in args.only and contestant.can(case) and not skipped:
-                    batches.setdefault(case.batch, []).append(index)
+                    batches.setdefault(None if args.warm else case.batch, []).append(index)
             for cases in batches.values():
                 run.batch(who, cases)
         run.save()

@@ -349,6 +349,7 @@ def strange_layouts(x: Tensor) -> dict[str, Tensor]:
     shifted = x.new_full((x.numel() + 1,), torch.nan)
     shifted[1:] = x.flatten()
     return {
+        "rows inside": x.new_empty(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1).copy_(x),
         "heads first": x.transpose(1, 2).contiguous().transpose(1, 2),
         "tokens last": x.movedim(1, -1).contiguous().movedim(-1, 1),
         "every other element": padded[..., ::2],
@@ -611,11 +612,11 @@ def test_batch_company_never_changes_a_row(row, path):
 def test_batch_company_never_changes_a_long_row(row, path):
     """Neither does a batch so large, or a row so long, that the work may be divided differently."""
     inputs = convert(draw(row, MODEL._replace(b=2, t=4100)), path.dtype)
-    many = {name: x.repeat_interleave(10, 0) for name, x in inputs.items()}
-    together = row_results(row, many, path, list(range(20)))
+    many = {name: x.repeat_interleave(20, 0) for name, x in inputs.items()}  # 160 walks: more than multiprocessors
+    together = row_results(row, many, path, list(range(40)))
     for i in range(2):
-        assert_same_bits(row_results(row, inputs, path, [i])[0], together[10 * i], i)
-        assert_same_bits(together[10 * i + 9], together[10 * i], i)
+        assert_same_bits(row_results(row, inputs, path, [i])[0], together[20 * i], i)
+        assert_same_bits(together[20 * i + 19], together[20 * i], i)
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
@@ -1163,11 +1164,12 @@ def test_wild_rows_are_made_anew(row, path, normalize, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "wrong", [(0, 20, 140), (3, 20, 130), (0, 120, 60, 130), (0, -5, 130), (0, 1000, 0, 130)], ids=str
+    "wrong", [(0, 20, 140), (3, 20, 130), (0, 120, 60, 130), (0, -5, 130), (0, 1000, 0, 130), (0, 0, 0)], ids=str
 )
 def test_wrong_bounds_touch_nothing_outside(wrong):
     """Bounds are not looked at on a GPU either; memory around the tensors stays as it is."""
-    inputs = convert(draw(GATED_DELTA, MODEL, "empty memory"), torch.bfloat16)
+    shape = MODEL._replace(h=1, hv=2) if not any(wrong) else MODEL
+    inputs = convert(draw(GATED_DELTA, shape, "empty memory"), torch.bfloat16)
     guarded = {}
     for name, x in inputs.items():
         guarded[name] = torch.full((3, *x.shape), 7.0, dtype=x.dtype, device="cuda")
@@ -1290,6 +1292,32 @@ def test_in_a_cuda_graph(row, backward, packed):
                 leaves[name].copy_(leaves[name].roll(1, 1))
             if ends is not None:
                 ends.copy_(bounds(((1, 129, 0), (0, 65, 65))[turn % 2]))
+
+
+@pytest.mark.parametrize("problem", [None, ValueError, KeyboardInterrupt])
+def test_launches_that_only_compile(problem):
+    """Nothing is launched; and whatever ends it, later launches, and Triton, know nothing of it."""
+    launching = pytest.importorskip("lineate.kernels.launching")
+    modes = importlib.import_module("triton.runtime._async_compile").active_mode
+    seen = []
+
+    class Kernel:
+        def run(self, *args, grid, warmup, **options):
+            seen.append((args, grid, warmup, modes.get() is not None, options))
+
+    def function():
+        launching.start(Kernel(), (1, 2))(3, four=5)
+        if problem:
+            raise problem
+
+    if problem:
+        with pytest.raises(problem):
+            launching.compile_only(function)
+    else:
+        launching.compile_only(function)
+    launching.start(Kernel(), (6,))()
+    assert seen == [((3,), (1, 2), True, True, {"four": 5}), ((), (6,), False, False, {})]
+    assert modes.get() is None
 
 
 def kernels() -> dict[str, object]:

@@ -133,7 +133,7 @@ def make_call(
     scale: float,
     normalize_qk: bool,
 ) -> Call:
-    gates = Gates(*(None if x is None else aligned(x.contiguous()) for x in gates.tensors), gates.beta_scale)
+    gates = Gates(*(None if x is None else dense(x) for x in gates.tensors), gates.beta_scale)
     return Call(
         in_rows(q), in_rows(k), in_rows(v), gates, find_texts(q, cu_seqlens), corrects, scale, normalize_qk
     )  # fmt: skip
@@ -145,9 +145,12 @@ def in_rows(x: Tensor) -> Tensor:
     even = x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.stride(2) % 8 == 0 and x.data_ptr() % 16 == 0
     if even and (b == 1 or x.stride(0) == t * x.stride(1)):
         return x
-    dense = aligned(x.contiguous())  # whose strides may still be anything where a size is 1
-    row = x.shape[2] * x.shape[3]
-    return dense.as_strided(x.shape, (t * row, row, x.shape[3], 1))
+    return dense(x)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x without gaps; its strides are what its shape says, also where torch does not care, at sizes of 1."""
+    return aligned(x.contiguous()).view(-1).view(x.shape)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ def channel_scores(
 ):  # fmt: skip
     """One program a chunk and value head, BX channels at a time. factors `slot hv BK + c`: e^{G_c}, then beta. KEEP: M.
 
-    PRODUCTS, wild and AGAIN as of head_scores. AGAIN makes all that is read of a chunk's wild rows, since
+    PRODUCTS and wild as of head_scores. A second launch, AGAIN, makes all that is read of a chunk's wild rows, since
     hopper_channel.py, which may have come first, makes nothing of them; Kw and e^{G_c} look ahead, and are made anew.
     """
     slot = tl.program_id(0)

@@ -8,6 +8,7 @@ backward   gates, scores again
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +24,7 @@ from lineate.kernels import (
     hopper_scores,
 )
 from lineate.kernels.backward import gather, head_decay_gradients, head_gradients, head_residuals
-from lineate.kernels.call import CHUNK, Call, find_texts, power
+from lineate.kernels.call import CHUNK, Call, aligned, find_texts, power
 from lineate.kernels.channel import (
     channel_gradients,
     channel_residuals,
@@ -33,9 +34,9 @@ from lineate.kernels.channel import (
 )
 from lineate.kernels.configurations import GROUP, launch, launch_walk, narrow
 from lineate.kernels.gates import FACTORS, head_gates
-from lineate.kernels.launching import ceil_div, compiling, next_power, start
+from lineate.kernels.launching import ceil_div, compile_only, next_power, start
 from lineate.kernels.scores import head_scores, invert_wild
-from lineate.kernels.split import CHAIN_WIDTH, PROGRAMS, chain, count_segments
+from lineate.kernels.split import CHAIN_WIDTH, LEAST_CHUNKS, PROGRAMS, chain, count_segments
 from lineate.kernels.state import backward_state, forward_state
 
 _SPANS: dict[tuple[torch.device, bool], Tensor] = {}
@@ -75,7 +76,7 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
     raw, bias = gates.A_log is not None, gates.dt_bias is not None
     P = q.new_empty(slots, hv, CHUNK, CHUNK)
     T = torch.empty_like(P) if call.corrects else P
-    wild = q.new_empty(slots, hv, dtype=torch.int32)
+    wild = q.new_empty(slots, hv, dtype=torch.int32) if call.products[0] == "fp16" else None
     if call.channel:
         M = torch.empty_like(P) if call.corrects and for_backward else P
         factors = q.new_empty(slots, hv, BK + CHUNK, dtype=torch.float32)
@@ -144,21 +145,26 @@ def compile_ahead(call: Call, state: Tensor, keep: bool) -> None:
         return
     segments = segments_of(call)
     pairs = call.texts.count * call.v.shape[2]
+    blocks = forward_block(call, segments), hopper_backward.block_of(call.v.shape[3], pairs * segments)
     kind = (
         *((None if x is None else (x.device, x.dtype, *x.shape[2:])) for x in (call.q, call.v, *call.gates.tensors)),
-        call.corrects, call.normalize_qk, call.texts.packed, segments > 1, pairs * segments >= PROGRAMS, keep,
+        call.corrects, call.normalize_qk, call.texts.packed, segments > 1, *blocks, keep,
     )  # fmt: skip
     if kind in _COMPILED:
         return
     _COMPILED.add(kind)
-    if segments == 1:  # few tokens stand for all
-        call = _part(call, slice(0, call.q.shape[0]), slice(0, CHUNK))
-    output, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), torch.empty_like(state)
-    states = output.new_empty(call.texts.slots, *call.v.shape[2:], call.q.shape[3]) if keep else None
-    with compiling():
-        forward(call, state, output, final, states)
+    # Few tokens stand for all; as many as are cut into segments, if those are.
+    part = _part(call, slice(0, call.q.shape[0]), slice(0, CHUNK if segments == 1 else CHUNK * LEAST_CHUNKS))
+
+    def both() -> None:
+        output, final = torch.empty_like(part.v, memory_format=torch.contiguous_format), torch.empty_like(state)
+        states = output.new_empty(part.texts.slots, *part.v.shape[2:], part.q.shape[3]) if keep else None
+        forward(part, state, output, final, states)
         if states is not None:
-            backward(call, output, final, states, _empty_gradients(call, final))
+            backward(part, output, final, states, _empty_gradients(part, final))
+
+    with suppress(torch.OutOfMemoryError):
+        compile_only(both)
 
 
 def forward(call: Call, state: Tensor, output: Tensor, final: Tensor, states: Tensor | None) -> None:
@@ -191,6 +197,12 @@ def chain_segments(call: Call, maps: Tensor, outer: Tensor, segments: int, rever
     return entries
 
 
+def forward_block(call: Call, segments: int) -> int:
+    """Value columns that a program of hopper.forward_state has: 128 if there are programs enough all the same."""
+    _, _, hv, K, V = call.sizes
+    return 128 if V % 128 == 0 and K % 128 == 0 and call.texts.count * hv * segments >= PROGRAMS else 64
+
+
 def walk_forward(
     call: Call,
     ready: Prepared,
@@ -211,8 +223,7 @@ def walk_forward(
         hopper.forward_state_hopper(
             q, k, ready.w, v, ready.P, ready.T, ready.factors, starts, output, final, states,
             texts.bounds, texts.first_slots, texts.count, texts.packed, channel=call.channel, corrects=call.corrects,
-            segments=segments, block=128 if V % 128 == 0 and K % 128 == 0 and pairs * segments >= PROGRAMS else 64,
-            map_only=map_only,
+            segments=segments, block=forward_block(call, segments), map_only=map_only,
         )  # fmt: skip
         return final
     config = launch_walk("forward_state", call)
@@ -265,7 +276,7 @@ def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads:
     Slice by slice from the last chunks to the first (a few rows of the batch at a time if it has several), so that the
     buffers stay small beside the states; the arithmetic is the same to the bit.
     """
-    doutput, dfinal = doutput.contiguous(), dfinal.contiguous()
+    doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
     parts = grads.A_log, grads.dt_bias
     totals = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in parts]
     for rows, tokens in _slices(call, states):

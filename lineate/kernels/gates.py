@@ -12,6 +12,7 @@ from lineate.kernels.layout import chunk_bounds
 
 # e^-200 is 0 in float32, and so is any product with it: a floor on log_decay that changes nothing but keeps sums small.
 FLOOR = tl.constexpr(-200.0)
+SMALL_BETA = tl.constexpr(0.00390625)
 # The vectors of one chunk and head with decay per head, in this order: `slot hv FACTORS c`.
 READ_Q = tl.constexpr(0)  # scale |q|^-1 e^{G_i}
 READ_K = tl.constexpr(1)  # |k|^-1 e^{G_i}
@@ -32,9 +33,8 @@ def allowed(log_decay):
 
 @triton.jit
 def is_small(beta, dtype: tl.constexpr):
-    """Where R = beta (E - M R) tells nothing of the bracket: beta is 0, or R would leave float16's range."""
-    LEAST: tl.constexpr = 0.00390625 if dtype == tl.float16 else 0.0
-    return tl.abs(beta) <= LEAST
+    """Where R = beta (E - M R) tells nothing of the bracket: beta is 0, or R or beta M leave float16's range."""
+    return tl.abs(beta) <= (0.0 if dtype == tl.float32 else SMALL_BETA)
 
 
 @triton.jit

@@ -155,7 +155,7 @@ def _values(kept_v, stage, valued, layout: gl.constexpr):
     return values
 
 
-@gluon.jit(do_not_specialize=["t"])
+@gluon.jit(do_not_specialize=["t"], do_not_specialize_on_alignment=["segments"])
 def forward_state(
     q, k, w, v, P, T, factors, output, states, starts, final, out,
     bounds, first_slots, t, segments, head_q, head_k, head_v,
@@ -405,7 +405,7 @@ SHARED = 232448  # bytes of shared memory a program may have on sm_90
 
 @lru_cache
 def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, slots: int, texts: int) -> bool:
@@ -465,7 +465,7 @@ def _box_rows(K: int, channel: bool) -> int:
     return 8 if not channel else 4 if K == 128 else 2
 
 
-def configuration(K: int, V: int, channel: bool, corrects: bool, keep: bool, block: int) -> tuple[int, int]:
+def configuration(K: int, channel: bool, corrects: bool, keep: bool, block: int) -> tuple[int, int]:
     """Stages and buffers for what is written: the most that shared memory holds."""
     for stages, outs in ((3, 2), (3, 1), (2, 2), (2, 1)):
         if shared_bytes(K, block, stages, outs, channel, corrects, keep) <= SHARED:
@@ -503,7 +503,7 @@ def forward_state_hopper(
     b, t, h, K = q.shape
     hv, V = v.shape[2:]
     slots = P.shape[0]
-    stages, outs = configuration(K, V, channel, corrects, states is not None, block)
+    stages, outs = configuration(K, channel, corrects, states is not None, block)
     rows = _box_rows(K, channel)
     numbers = factors.numel() // 64
 

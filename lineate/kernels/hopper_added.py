@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lineate.kernels.gates import COARSE, FACTORS, FINE, LAST, READ_Q, WRITE
 from lineate.kernels.hopper import _expect, _factor, _fetch, _ring, _trim, barrier, describe, describe_rows
 from lineate.kernels.hopper_backward import _store_rows
-from lineate.kernels.hopper_gradients import _chunk, _inverse_norms, _rates, _through_norm
+from lineate.kernels.hopper_gradients import _chunk, _inverse_norms, _rates, _through_norm, _within
 from lineate.kernels.launching import start
 from lineate.kernels.split import PROGRAMS
 
@@ -45,7 +45,7 @@ def _unit(
 ):  # fmt: skip
     """First token, value head and place among the states of a program's unit u, and whether there is such a unit."""
     item = item + u // R * step
-    slot, token, _ = _chunk(gl.minimum(item, items - 1), bounds, first_slots, slot_texts, t, HV // R, PACKED)
+    slot, token, _ = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, HV // R, PACKED)
     head = item % (HV // R) * R + u % R
     return token, head, slot * HV + head, item < items
 
@@ -95,7 +95,7 @@ def added_gradients(
         slots = gl.load(first_slots + texts).to(gl.int32)
     items = slots * H
     count = gl.maximum((items - item + step - 1) // step, 0)
-    slot, token, rows = _chunk(gl.minimum(item, items - 1), bounds, first_slots, slot_texts, t, H, PACKED)
+    slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
     some = count > 0
     key_head = item % H
     at = slot * HV + key_head * R  # of the unit in hand
@@ -132,7 +132,7 @@ def added_gradients(
         next_item = item + step
         next_key_head = next_item % H
         next_slot, next_token, next_rows = _chunk(
-            gl.minimum(next_item, items - 1), bounds, first_slots, slot_texts, t, H, PACKED
+            _within(next_item, items), bounds, first_slots, slot_texts, t, H, PACKED
         )
         mbarrier.wait(ready_k.index(stage), turn_qk)
         mbarrier.wait(ready_q.index(stage), turn_qk)
@@ -289,8 +289,6 @@ def added_gradients_hopper(
     b, t, h, K = q.shape
     hv, V = v.shape[2:]
     slots = states.shape[0]
-    if doutput.data_ptr() % 16:  # what TMA asks for
-        doutput = doutput.clone()
     memories = (describe(x, slots * hv * V, K, K, [V, K]) for x in (states, dstates))
     rows = (describe(x, b * t, n * 128, n * 128, [64, 128]) for x, n in ((doutput, hv), (dq, h), (dk, h)))
     start(added_gradients, (min(PROGRAMS, slots * h),))(

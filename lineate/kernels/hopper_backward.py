@@ -118,7 +118,7 @@ def _store_rows(tile, at, stride, rows):
         gl.store(at + (i + x * 16) * stride + j, part, mask=i < rows - x * 16)
 
 
-@gluon.jit(do_not_specialize=["t"])
+@gluon.jit(do_not_specialize=["t"], do_not_specialize_on_alignment=["segments"])
 def backward_state(
     q, k, w, P, T, factors, doutput, dvalues, dstates, numbers, ends, dstart, dv,
     bounds, first_slots, t, segments, head_q, head_k,
@@ -427,6 +427,11 @@ def configuration(K: int, channel: bool, corrects: bool, block: int) -> tuple[in
     raise ValueError(f"lineate: a state of {K} x {block} does not fit into shared memory")
 
 
+def block_of(V: int, walks: int) -> int:
+    """Value columns that a program has: 64, or 128 if those would not fit onto the device at once."""
+    return 128 if V % 128 == 0 and V // 64 * walks > PROGRAMS else 64
+
+
 def backward_state_hopper(
     q: Tensor,
     k: Tensor,
@@ -448,24 +453,17 @@ def backward_state_hopper(
     channel: bool,
     corrects: bool,
     segments: int = 1,
-    block: int | None = None,
-    stages: int | None = None,
-    outs: int | None = None,
 ) -> None:
     """The launch; arguments as of state.py's backward_state, if hopper.fits.
 
     count: of texts. q, k, w: as call.in_rows makes them; w is k without channel. doutput, dvalues, dstates:
-    contiguous. block: 64 or 128 columns, 128 if 64 would not fit onto the device at once.
+    contiguous.
     """
     b, t, h, K = q.shape
     V = doutput.shape[-1]
     slots = P.shape[0]
-    if doutput.data_ptr() % 16:  # what TMA asks for
-        doutput = doutput.clone()
-    if block is None:
-        block = 128 if V % 128 == 0 and V // 64 * count * hv * segments > PROGRAMS else 64
-    most = configuration(K, channel, corrects, block)
-    stages, others, early, outs = stages or most[0], most[1], most[2], outs or most[3]
+    block = block_of(V, count * hv * segments)
+    stages, others, early, outs = configuration(K, channel, corrects, block)
     rows = _box_rows(K, channel)
     tokens = b * t
 

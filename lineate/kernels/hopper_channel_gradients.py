@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lineate.kernels.gates import FLOOR
 from lineate.kernels.hopper import _exp2, barrier, describe, describe_rows, describe_squares
 from lineate.kernels.hopper_channel import (
     LIMIT,
@@ -277,9 +278,10 @@ def channel_gradients(
             if BIAS:
                 d += gl.load(dt_bias + head * K + channel + xs).to(gl.float32)[:, None, :]
             speed = gl.exp(gl.load(A_log + head).to(gl.float32)) * LOG2E
-            d = gl.where(there, gl.maximum(-speed * _softplus(d), -200.0 * LOG2E), 0.0)
+            d = gl.where(there, -speed * _softplus(d), 0.0)
         else:
-            d = gl.where(d <= 0.0, gl.maximum(d, -200.0), float("nan")) * LOG2E
+            d = d * LOG2E
+        d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # `allowed` of gates.py
         first = gl.sum(gl.where(r == 0, d, -0.0), 1)  # (adding -0.0 is no instruction)
         W = gl.associative_scan(gl.where(r == 0, 0.0, d), 1, _add)
         inside = gl.sum(gl.where(r == 15, W, -0.0), 1)
@@ -447,7 +449,7 @@ def channel_gradients(
             base = base + gl.where(b < x, board.slice(x, 1, 0).load(line), 0.0)
             base = base + gl.where(b >= x, board.slice(x + 3, 1, 0).load(line), 0.0)
         dgiven = base[:, None, :] + (running - step)
-        dgiven = gl.where((r == 0) & (first <= -200.0 * LOG2E)[:, None, :], 0.0, dgiven)
+        dgiven = gl.where((r == 0) & (first <= FLOOR * LOG2E)[:, None, :], 0.0, dgiven)
         if RAW:
             if TMA_GATES:
                 x0 = _cube(given.to(gl.float32), cube)
@@ -456,7 +458,8 @@ def channel_gradients(
             if BIAS:
                 x0 += gl.load(dt_bias + head * K + channel + xs).to(gl.float32)[:, None, :]
             rate = gl.exp(gl.load(A_log + head).to(gl.float32)) * -1.0
-            # Sum of dgiven_r d_r, by parts: d is the difference of W = log2 F, step that of dgiven.
+            # Sum of dgiven_r d_r, by parts: d is the difference of W = log2 F, step that of dgiven. (W itself would
+            # need registers; log2 F is right to 1e-7, which matters to log_decay below 1e-5 only.)
             of_speed = gl.sum(gl.where(r == 15, -0.0, _log2(F) * step), 1)
             of_speed = inside * gl.sum(gl.where(r == 15, dgiven, -0.0), 1) - of_speed
             of_speed = (of_speed + first * gl.sum(gl.where(r == 0, dgiven, -0.0), 1)) * (1.0 / LOG2E)
@@ -504,8 +507,6 @@ def channel_gradients_hopper(
     b, t, h, _ = q.shape
     hv = log_decay.shape[2]
     units = 2 * dP.shape[0] * hv
-    if doutput.data_ptr() % 16:  # what TMA asks for
-        doutput = doutput.clone()
     # (Of a slice of tokens, b is 1: whatever its strides say, its rows follow one another.)
     values = (describe(x, b * t, hv * 128, hv * 128, [64, 64]) for x in (doutput, dvalues, residuals))
     memories = (describe(x, units * 64, 128, 128, [64, 64]) for x in (states, dstates))

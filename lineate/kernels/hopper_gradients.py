@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.gates import BETA, COARSE, FACTORS, FINE, LAST, READ_K, READ_Q, WRITE
+from lineate.kernels.gates import BETA, COARSE, FACTORS, FINE, LAST, READ_K, READ_Q, SMALL_BETA, WRITE
 from lineate.kernels.hopper import (
     _expect,
     _factor,
@@ -59,6 +59,12 @@ def _rates(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     numbers = kept_factors._reinterpret(gl.float32, [2, FACTORS * 64], flat).index(stage)
     return numbers.slice(ROW * 64, 64, 0).load(gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def _within(item, items):
+    """An item that is there, if any is; 0 otherwise."""
+    return gl.maximum(gl.minimum(item, items - 1), 0)
 
 
 @gluon.jit
@@ -111,7 +117,7 @@ def _column(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _items(items, R: gl.constexpr):
+def _items(items):
     step = gl.num_programs(0)
     item = gl.program_id(0)
     return item, step, gl.maximum((items - item + step - 1) // step, 0)
@@ -135,7 +141,6 @@ def _q_side(
     ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready
     bounds, first_slots, slot_texts, t, items = where
     dtype: gl.constexpr = kept_k.dtype
-    LEAST: gl.constexpr = 0.00390625 if dtype == gl.float16 else 0.0
     H: gl.constexpr = HV // R
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # [64, 128]
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64, 64]
@@ -148,14 +153,14 @@ def _q_side(
     c_wide = gl.arange(0, 128, gl.SliceLayout(0, wide))
     none = gl.zeros([64, 128], gl.float32, wide)
     nothing = gl.zeros([64, 64], gl.float32, square)
-    item, step, count = _items(items, R)
-    slot, token, rows = _chunk(gl.minimum(item, items - 1), bounds, first_slots, slot_texts, t, H, PACKED)
+    item, step, count = _items(items)
+    slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
     unit = 0
     for n in range(count):
         stage = n % 2
         key_head = item % H
         next_slot, next_token, next_rows = _chunk(
-            gl.minimum(item + step, items - 1), bounds, first_slots, slot_texts, t, H, PACKED
+            _within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
         )
         mbarrier.wait(signals.index(KEYS_READY + stage), (n // 2) % 2)
         if NORMALIZE:
@@ -177,7 +182,7 @@ def _q_side(
             OS = none
             mbarrier.wait(ready_factors.index(turn), (unit // 2) % 2)
             beta = _column(kept_factors, turn, BETA, along)
-            small = gl.where((gl.abs(beta) <= LEAST) & (i_wide < rows), 1, 0)
+            small = gl.where((gl.abs(beta) <= SMALL_BETA) & (i_wide < rows), 1, 0)
             some_are_small = gl.sum(small, 0) > 0
             read_k = _rates(kept_factors, turn, READ_K, wide)
             mbarrier.wait(ready_v.index(0), turn)
@@ -263,7 +268,6 @@ def _k_side(
     ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready
     bounds, first_slots, slot_texts, t, items = where
     dtype: gl.constexpr = kept_k.dtype
-    LEAST: gl.constexpr = 0.00390625 if dtype == gl.float16 else 0.0
     H: gl.constexpr = HV // R
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # [64, 128]
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64, 64]
@@ -276,14 +280,14 @@ def _k_side(
     c_wide = gl.arange(0, 128, gl.SliceLayout(0, wide))
     none = gl.zeros([64, 128], gl.float32, wide)
     nothing = gl.zeros([64, 64], gl.float32, square)
-    item, step, count = _items(items, R)
-    slot, token, rows = _chunk(gl.minimum(item, items - 1), bounds, first_slots, slot_texts, t, H, PACKED)
+    item, step, count = _items(items)
+    slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
     unit = 0
     for n in range(count):
         stage = n % 2
         key_head = item % H
         next_slot, next_token, next_rows = _chunk(
-            gl.minimum(item + step, items - 1), bounds, first_slots, slot_texts, t, H, PACKED
+            _within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
         )
         mbarrier.wait(signals.index(KEYS_READY + stage), (n // 2) % 2)
         if NORMALIZE:
@@ -337,7 +341,7 @@ def _k_side(
                 dG = dG - gl.convert_layout(through * rate, along)
                 at_sums = sums + at.to(gl.int64) * (PARTS * 64)
                 gl.store(at_sums + 192 + j, gl.sum(XR * rate[:, None], 0))
-            is_small = gl.abs(rate) <= LEAST
+            is_small = gl.abs(rate) <= SMALL_BETA
             compared = gl.convert_layout(aside.index(turn).load(along), down)
             drate = gl.where(is_small, compared - through, own / gl.where(is_small, 1.0, rate))
             gl.store(dbeta + (token + i).to(gl.int64) * HV + head, drate.to(dbeta.dtype.element_ty), mask=i < rows)
@@ -390,7 +394,7 @@ def _give_keys(kept_k, kept_q, ready_k, ready_q, signals, stage, phase, rows):
 
 @gluon.jit
 def _help(
-    kept, ready, signals, sums, at_dv, numbers, unit, at, token, rows, head, HV: gl.constexpr, GATED: gl.constexpr,
+    kept, ready, sums, at_dv, numbers, unit, at, token, rows, head, HV: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """dV = beta X and <S, dS> of a unit."""
     kept_S, kept_dS, kept_dO, kept_X, kept_v, kept_T, kept_k, kept_q, kept_factors, kept_R, kept_dQK, kept_dKK = kept
@@ -437,8 +441,8 @@ def _supply(
     bounds, first_slots, slot_texts, t, items = where
     H: gl.constexpr = HV // R
     V: gl.constexpr = 128
-    item, step, count = _items(items, R)
-    slot, token, rows = _chunk(gl.minimum(item, items - 1), bounds, first_slots, slot_texts, t, H, PACKED)
+    item, step, count = _items(items)
+    slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
     key_head = item % H
     at = slot * HV + key_head * R
     some = count > 0
@@ -466,7 +470,7 @@ def _supply(
         more_items = n + 1 < count
         next_key_head = (item + step) % H
         next_slot, next_token, next_rows = _chunk(
-            gl.minimum(item + step, items - 1), bounds, first_slots, slot_texts, t, H, PACKED
+            _within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
         )
         for r in range(R):
             head = key_head * R + r
@@ -476,7 +480,7 @@ def _supply(
             to_head = gl.where(last_r, next_key_head * R, head + 1)
             to_at = gl.where(last_r, next_slot * HV + next_key_head * R, at + 1)
             to_token = gl.where(last_r, next_token, token)
-            _help(kept, ready, signals, sums, at_dv, numbers, unit, at, token, rows, head, HV, GATED)
+            _help(kept, ready, sums, at_dv, numbers, unit, at, token, rows, head, HV, GATED)
             # What comes next.
             mbarrier.wait(signals.index(R_READY), turn)
             _expect((v, T), (ready_v, ready_T), 0, more)
@@ -602,8 +606,6 @@ def head_gradients_hopper(
     b, t, h, K = q.shape
     hv, V = v.shape[2:]
     slots = T.shape[0]
-    if doutput.data_ptr() % 16:  # what TMA asks for
-        doutput = doutput.clone()
     # (Of a slice of tokens, b is 1: whatever its strides say, its rows follow one another.)
     values = (describe(x, b * t, hv * V, hv * V, [64, V]) for x in (doutput, dvalues))
     memories = (describe(x, slots * hv * V, K, K, [V, K]) for x in (states, dstates))

@@ -437,7 +437,7 @@ def head_scores_hopper(
     bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None, scale: float,
     *, gated: bool, corrects: bool, normalize: bool,
 ) -> None:  # fmt: skip
-    """The launch, for bfloat16 and if hopper.fits; if the rule corrects, the second one, with AGAIN, must follow."""
+    """The launch, for bfloat16 and if hopper.fits; if the rule corrects, invert_wild must follow."""
     _, t, h, K = q.shape
     slots, hv = P.shape[:2]
     items = slots * h

@@ -1,14 +1,13 @@
 """Launching kernels; and, before the first launch of a kind, compiling all that a call needs side by side.
 
 Triton compiles a kernel when it is first launched, one after another: a call with its backward would wait for the sum
-of them. `compiling` makes launches compile only, each in a thread of its own, and waits for all.
+of them. compile_only goes through a call's launches without launching, each kernel compiled by a thread of a pool.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,24 @@ _only_compile: ContextVar[bool] = ContextVar("lineate_only_compile", default=Fal
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """kernel[grid], which inside `compiling` launches nothing."""
+    """kernel[grid]; inside compile_only it launches nothing."""
     return partial(kernel.run, grid=grid, warmup=_only_compile.get())
+
+
+def compile_only(function: Callable[[], None]) -> None:
+    """function(), whose launches only compile. What does not compile will say so when it is launched."""
+
+    def compile_all() -> None:
+        _only_compile.set(True)
+        with ThreadPoolExecutor(min(8, _processors())) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+            function()
+
+    # A context of its own: if it is interrupted, Triton's mode ends with it; nor is a mode of the caller's in the way.
+    Context().run(compile_all)
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -30,14 +45,3 @@ def ceil_div(a: int, b: int) -> int:
 def next_power(n: int) -> int:
     """The least power of two that is not less."""
     return 1 << (n - 1).bit_length()
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Launches of this thread only compile."""
-    token = _only_compile.set(True)
-    try:
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool, triton.AsyncCompileMode(pool):
-            yield
-    finally:
-        _only_compile.reset(token)

@@ -35,8 +35,9 @@ def _forward(
     gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
     call = make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
     state = state.contiguous()
-    kernels.compile_ahead(call, state, keep)
-    kernels.forward(call, state, output, final, states if keep else None)
+    with torch.cuda.device_of(q):
+        kernels.compile_ahead(call, state, keep)
+        kernels.forward(call, state, output, final, states if keep else None)
     return output, final, states
 
 
@@ -82,7 +83,8 @@ def _backward(
         None if A_log is None or outside else dA_log,
         None if dt_bias is None or outside else ddt_bias,
     )
-    kernels.backward(call, doutput, dfinal, states, wanted)
+    with torch.cuda.device_of(q):
+        kernels.backward(call, doutput, dfinal, states, wanted)
     if outside:
         raw = _through_gates(gates, dlog_decay, dbeta)
         for to, x in zip((grads[3], grads[4], dA_log, ddt_bias), raw, strict=True):

@@ -8,10 +8,11 @@ BLOCK = tl.constexpr(16)
 
 @triton.jit
 def first_wild_row(beta, squares, C: tl.constexpr):
-    """The row, or C, before which no entry of (I + A)^{-1} can come near the largest float16; |k|^2 are `squares`.
+    """The row, or C, before which float16 holds what invert makes of it; |k|^2 are `squares`.
 
     A step multiplies the state by I - beta k k^T. With 0 <= beta |k|^2 <= 2 that never grows, and the entries of the
-    inverse are at most beta_i |k_i| |k_j|; 2.1 leaves room for rounding (1.1^64 is 446). Rows before the first wild one
+    inverse are at most beta_i |k_i| |k_j| <= 1449; 2.1 leaves room for rounding: 32 rows, all that is multiplied in
+    float16, grow by 1.1^31 = 19 at most. Rows before the first wild one
     never depend on it, so what is done about it changes no bit of the past.
     """
     tame = (beta >= 0.0) & (beta <= 100.0) & (squares <= 1e4) & (beta * squares <= 2.1)
