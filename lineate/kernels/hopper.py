@@ -64,6 +64,24 @@ def _segment(text, segment, bounds, first_slots, t, segments, PACKED: gl.constex
 
 
 @gluon.jit
+def _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED: gl.constexpr):
+    """chunk_bounds of layout.py, in 32 bits."""
+    if PACKED:
+        text = gl.load(slot_texts + slot).to(gl.int32)
+        start = gl.load(bounds + text).to(gl.int32)
+        end = gl.load(bounds + text + 1).to(gl.int32)
+        start += (slot - gl.load(first_slots + text).to(gl.int32)) * 64
+        rows = gl.minimum(gl.maximum(end - start, 0), 64)
+    else:
+        chunks = (t + 63) // 64
+        text = slot // chunks
+        begin = (slot % chunks) * 64
+        start = text * t + begin
+        rows = gl.minimum(t - begin, 64)
+    return start, rows
+
+
+@gluon.jit
 def _expect(sources, ready, stage, there):
     """Before _fetch."""
     for x in gl.static_range(len(sources)):

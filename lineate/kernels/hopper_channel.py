@@ -29,8 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lineate.kernels.gates import FLOOR
-from lineate.kernels.hopper import _exp2, barrier, describe_rows, describe_squares
+from lineate.kernels.hopper import _chunk_bounds, _exp2, barrier, describe_rows, describe_squares
 from lineate.kernels.launching import start
+from lineate.kernels.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
 from lineate.kernels.split import PROGRAMS
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -75,22 +76,9 @@ def _add(a, b):
 
 @gluon.jit
 def _bounds(u, bounds, first_slots, slot_texts, t, HV: gl.constexpr, PACKED: gl.constexpr):
-    """chunk_bounds of layout.py in 32 bits, and the head."""
-    slot = u // HV
-    head = u % HV
-    if PACKED:
-        text = gl.load(slot_texts + slot).to(gl.int32)
-        start = gl.load(bounds + text).to(gl.int32)
-        end = gl.load(bounds + text + 1).to(gl.int32)
-        start += (slot - gl.load(first_slots + text).to(gl.int32)) * 64
-        rows = gl.minimum(gl.maximum(end - start, 0), 64)
-    else:
-        chunks = (t + 63) // 64
-        text = slot // chunks
-        begin = (slot % chunks) * 64
-        start = text * t + begin
-        rows = gl.minimum(t - begin, 64)
-    return start, rows, head
+    """First token, number of rows and head of a unit."""
+    start, rows = _chunk_bounds(u // HV, bounds, first_slots, slot_texts, t, PACKED)
+    return start, rows, u % HV
 
 
 @gluon.jit
@@ -389,7 +377,7 @@ def channel_scores(
         if NORMALIZE:
             squares = squares * norm_k * norm_k
             A = A * norm_k[:, None] * cols_k
-        tame = (rate >= 0.0) & (rate <= 100.0) & (squares <= 1e4) & (rate * squares <= 2.1)
+        tame = (rate >= 0.0) & (rate <= MOST_BETA) & (squares <= MOST_SQUARE) & (rate * squares <= MOST_STEP)
         gl.atomic_min(wild + u + i1 * 0, i1, mask=tame == 0, sem="relaxed")
         A, Pd, P4, P5 = warpgroup_mma_wait(0, deps=(A, Pd, P4, P5))
         scores = gl.where(i >= j, gl.where(own, Pd, gl.where(far, P5, P4)), 0.0)

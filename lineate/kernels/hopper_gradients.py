@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lineate.kernels.gates import BETA, COARSE, FACTORS, FINE, LAST, READ_K, READ_Q, SMALL_BETA, WRITE
 from lineate.kernels.hopper import (
+    _chunk_bounds,
     _expect,
     _factor,
     _fetch,
@@ -42,14 +43,16 @@ from lineate.kernels.split import PROGRAMS
 
 PARTS = gl.constexpr(5)  # of sums: rows and columns of the q side, rows and columns of the k side, <S, dS>
 
-# Signals between the groups.
-S_READ = gl.constexpr(0)  # by both sides
-R_READY = gl.constexpr(1)  # R is there (and X E); v, T have been read
-R_FREE = gl.constexpr(2)  # R, dS have been read by the k side
-DQK_READY = gl.constexpr(3)  # dP is there; dO has been read
-DQK_FREE = gl.constexpr(4)  # dP has been read by the k side
-KEYS_READY = gl.constexpr(5)  # and 6: q and k of an item, trimmed
-X_READ = gl.constexpr(7)  # by the k side
+# Signals between the groups. All but KEYS_READY come once a unit. What is waited for to be free is so at first: these
+# waits take the parity before.
+#                              sent by      waited for by
+S_READ = gl.constexpr(0)  #      both sides   supply           S may be overwritten
+R_READY = gl.constexpr(1)  #     q side       k side, supply   R is there, and X E; v, T may be overwritten
+R_FREE = gl.constexpr(2)  #      k side       q side, supply   R, dS may be overwritten
+DQK_READY = gl.constexpr(3)  #   q side       k side, supply   dP is there; dO may be overwritten
+DQK_FREE = gl.constexpr(4)  #    k side       q side           dP may be overwritten
+KEYS_READY = gl.constexpr(5)  #  supply       both sides       q and k of an item are there, trimmed (5, 6: two buffers)
+X_READ = gl.constexpr(7)  #      k side       supply           X may be overwritten
 SIGNALS = gl.constexpr(8)
 
 
@@ -71,18 +74,7 @@ def _within(item, items):
 def _chunk(item, bounds, first_slots, slot_texts, t, H: gl.constexpr, PACKED: gl.constexpr):
     """Slot, first token and number of rows of an item's chunk."""
     slot = item // H
-    if PACKED:
-        text = gl.load(slot_texts + slot)
-        start = gl.load(bounds + text).to(gl.int32)
-        end = gl.load(bounds + text + 1).to(gl.int32)
-        start = start + (slot - gl.load(first_slots + text).to(gl.int32)) * 64
-        rows = gl.minimum(end - start, 64)
-    else:
-        chunks = (t + 63) // 64
-        text = slot // chunks
-        begin = (slot - text * chunks) * 64
-        start = text * t + begin
-        rows = gl.minimum(t - begin, 64)
+    start, rows = _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED)
     return slot, start, rows
 
 
@@ -172,14 +164,10 @@ def _q_side(
             turn = unit % 2
             # 0, which the compiler does not know: else it keeps all operands' addresses, in more registers than are.
             only = unit >> 24
-            S = kept_S.index(only)
-            dO = kept_dO.index(only)
             goal = kept_v.index(only)
             keys = kept_k.index(stage + only)
-            queries = kept_q.index(stage + only)
             mbarrier.wait(ready_S.index(0), turn)
-            KS = warpgroup_mma(keys, S.permute([1, 0]), none, use_acc=False, is_async=True)
-            OS = none
+            KS = warpgroup_mma(keys, kept_S.index(only).permute([1, 0]), none, use_acc=False, is_async=True)
             mbarrier.wait(ready_factors.index(turn), (unit // 2) % 2)
             beta = _column(kept_factors, turn, BETA, along)
             small = gl.where((gl.abs(beta) <= SMALL_BETA) & (i_wide < rows), 1, 0)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lineate.kernels.gates import BETA, COARSE, FACTORS, FINE, READ_K, READ_Q, WRITE
 from lineate.kernels.hopper import _exp2, barrier, describe, describe_rows, describe_squares
 from lineate.kernels.launching import start
+from lineate.kernels.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
 from lineate.kernels.split import PROGRAMS
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -342,11 +343,11 @@ def head_scores(
             if NORMALIZE:
                 norm = norms_k.load(line)
                 square = 1.0 - 1e-6 * norm * norm  # of unit keys, and of those that are 0
-                tame = (norm > 0.0) & (rate * square <= 2.1)
+                tame = (norm > 0.0) & (rate * square <= MOST_STEP)
             else:
                 square = squares.load(line)
-                tame = (rate * square <= 2.1) & (square <= 1e4)
-            tame = tame & (rate >= 0.0) & (rate <= 100.0)
+                tame = (rate * square <= MOST_STEP) & (square <= MOST_SQUARE)
+            tame = tame & (rate >= 0.0) & (rate <= MOST_BETA)
             if GATED:
                 tame = tame & (_row(given, COARSE, line) <= 0.0)
             till = gl.min(gl.where((tame == 0) & (each < rows), each, 64), 0)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(16)
+MOST_STEP, MOST_SQUARE, MOST_BETA = tl.constexpr(2.1), tl.constexpr(1e4), tl.constexpr(100.0)
 
 
 @triton.jit
@@ -15,7 +16,7 @@ def first_wild_row(beta, squares, C: tl.constexpr):
     float16, grow by 1.1^31 = 19 at most. Rows before the first wild one
     never depend on it, so what is done about it changes no bit of the past.
     """
-    tame = (beta >= 0.0) & (beta <= 100.0) & (squares <= 1e4) & (beta * squares <= 2.1)
+    tame = (beta >= 0.0) & (beta <= MOST_BETA) & (squares <= MOST_SQUARE) & (beta * squares <= MOST_STEP)
     return tl.min(tl.where(tame, C, tl.arange(0, C)), 0)
 
 
