@@ -1162,6 +1162,22 @@ def test_wild_rows_are_made_anew(row, path, normalize, monkeypatch):
         assert first == 0 or not same_bits(got[slot, :, :first], expected[slot, :, :first])
 
 
+def test_wild_rows_are_looked_for_unless_there_can_be_none():
+    """Unit keys and beta = 2 sigmoid(logit) at most: no second launch. Decay per channel can always be wild."""
+    calls = pytest.importorskip("lineate.kernels.call")
+    x = torch.zeros(1, 5, 2, 16, dtype=torch.bfloat16)
+
+    def launches(log_decay: Tensor, normalize: bool, **raw: object) -> int:
+        gates = calls.Gates(log_decay, x[..., 0], **raw)
+        return len(calls.make_call(x, x, x, gates, None, True, 1.0, normalize).products)
+
+    assert launches(x[..., 0], True, A_log=x[0, 0, :, 0], beta_scale=2.0) == 1
+    assert launches(x[..., 0], True, A_log=x[0, 0, :, 0], beta_scale=2.1) == 2
+    assert launches(x[..., 0], False, A_log=x[0, 0, :, 0]) == 2
+    assert launches(x[..., 0], True) == 2
+    assert launches(x, True, A_log=x[0, 0, :, 0]) == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "wrong", [(0, 20, 140), (3, 20, 130), (0, 120, 60, 130), (0, -5, 130), (0, 1000, 0, 130), (0, 0, 0)], ids=str

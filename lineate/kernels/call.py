@@ -108,6 +108,11 @@ class Call:
         return "tf32x3" if self.q.dtype == torch.float32 else "ieee"
 
     @property
+    def always_tame(self) -> bool:
+        """Whether no row can be wild: unit keys, and beta made here, from a logit."""
+        return self.normalize_qk and self.gates.A_log is not None and self.gates.beta_scale <= 2.0 and not self.channel
+
+    @property
     def products(self) -> tuple[str, ...]:
         """Of the inverse, one launch each: float16's for tame rows, then float32's for those that are not.
 
@@ -115,7 +120,7 @@ class Call:
         """
         if self.q.dtype != torch.bfloat16:
             return ("tf32x3",)
-        return ("fp16", "tf32x3") if self.corrects else ("fp16",)
+        return ("fp16", "tf32x3") if self.corrects and not self.always_tame else ("fp16",)
 
     @property
     def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:

@@ -148,7 +148,7 @@ def compile_ahead(call: Call, state: Tensor, keep: bool) -> None:
     blocks = forward_block(call, segments), hopper_backward.block_of(call.v.shape[3], pairs * segments)
     kind = (
         *((None if x is None else (x.device, x.dtype, *x.shape[2:])) for x in (call.q, call.v, *call.gates.tensors)),
-        call.corrects, call.normalize_qk, call.texts.packed, segments > 1, *blocks, keep,
+        call.corrects, call.normalize_qk, call.texts.packed, call.products, segments > 1, *blocks, keep,
     )  # fmt: skip
     if kind in _COMPILED:
         return
