@@ -459,6 +459,17 @@ def test_backward_twice_through_one_graph(path):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
+def test_second_derivatives_are_refused(path):
+    """Rather than given as if the first ones were constants."""
+    inputs = convert(draw(GATED_DELTA, sized(path, SHORT)), path.dtype)
+    leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
+    output, _ = GATED_DELTA.op(**leaves, form="chunkwise", backend="triton")
+    (dq,) = torch.autograd.grad(output.sum(), leaves["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(dq.sum(), leaves["q"])
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
 def test_inputs_are_never_modified(path):
     """Neither by the call nor by its backward, nor through the result."""
     inputs = convert(draw(KIMI_DELTA, sized(path, SHORT)), path.dtype)

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lineate.chunk_op import arrived, expect_gradients, needs_grad
 from lineate.kernels import chunkwise as kernels
@@ -13,7 +14,6 @@ from lineate.kernels.chunkwise import Gradients
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("lineate::chunkwise_triton", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -41,12 +41,14 @@ def _forward(
     return output, final, states
 
 
-@_forward.register_fake
+_forward_op = torch.library.custom_op("lineate::chunkwise_triton", _forward, mutates_args=())
+
+
+@_forward_op.register_fake
 def _(q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep):  # type: ignore[no-untyped-def]
     return _empty_outputs(q, v, state, cu_seqlens, keep)
 
 
-@torch.library.custom_op("lineate::chunkwise_triton_backward", mutates_args=())
 def _backward(
     doutput: Tensor,
     dfinal: Tensor,
@@ -92,7 +94,10 @@ def _backward(
     return grads
 
 
-@_backward.register_fake
+_backward_op = torch.library.custom_op("lineate::chunkwise_triton_backward", _backward, mutates_args=())
+
+
+@_backward_op.register_fake
 def _(
     doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens, corrects, scale, normalize_qk,
     beta_scale
@@ -118,17 +123,45 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     expect_gradients(ctx, output)
     q, k, v, log_decay, beta, A_log, dt_bias, _, cu_seqlens, *ctx.options, _ = inputs
     ctx.save_for_backward(q, k, v, log_decay, beta, A_log, dt_bias, output[2], cu_seqlens)
+    ctx.backward_function = _backward_op
 
 
 def _differentiate(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
     doutput, dfinal = arrived(ctx, saved[2], doutput, dfinal)
-    *grads, dstate = _backward(doutput, dfinal, *saved, *ctx.options)
+    *grads, dstate = ctx.backward_function(doutput, dfinal, *saved, *ctx.options)
     grads = [None if x is None else dx for x, dx in zip(saved[:7], grads, strict=True)]
     return *grads, dstate, *[None] * 6
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+_forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Eager(torch.autograd.Function):
+    """The same without torch.library between, which takes as long on the host as all launches together."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        output = _forward(*inputs)
+        _save(ctx, inputs, output)
+        ctx.backward_function = _backward
+        ctx.mark_non_differentiable(output[2])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
+        return _differentiate(ctx, doutput, dfinal, _)
+
+
+def _is_eager(*tensors: Tensor | None) -> bool:
+    """Whether nobody but autograd wants to see the op: no compiler, mode, transform or kind of tensor."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def _empty_outputs(
@@ -180,10 +213,12 @@ def chunkwise(
     beta_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Output and final state. With A_log, log_decay is the raw gate and beta the raw logit."""
-    keep = needs_grad(q, k, v, log_decay, beta, A_log, dt_bias, state)
-    output, final, _ = _forward(
-        q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep
-    )
+    tensors = q, k, v, log_decay, beta, A_log, dt_bias, state
+    keep = needs_grad(*tensors)
+    run = _forward_op
+    if _is_eager(*tensors, cu_seqlens):
+        run = _Eager.apply if keep else _forward
+    output, final, _ = run(*tensors, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep)
     return output, final
 
 
