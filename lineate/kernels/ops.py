@@ -3,7 +3,6 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lineate.chunk_op import arrived, expect_gradients, needs_grad
 from lineate.kernels import chunkwise as kernels
@@ -123,13 +122,12 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     expect_gradients(ctx, output)
     q, k, v, log_decay, beta, A_log, dt_bias, _, cu_seqlens, *ctx.options, _ = inputs
     ctx.save_for_backward(q, k, v, log_decay, beta, A_log, dt_bias, output[2], cu_seqlens)
-    ctx.backward_function = _backward_op
 
 
-def _differentiate(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
+def _differentiate(ctx, doutput, dfinal, _, backward=_backward_op):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
     doutput, dfinal = arrived(ctx, saved[2], doutput, dfinal)
-    *grads, dstate = ctx.backward_function(doutput, dfinal, *saved, *ctx.options)
+    *grads, dstate = backward(doutput, dfinal, *saved, *ctx.options)
     grads = [None if x is None else dx for x, dx in zip(saved[:7], grads, strict=True)]
     return *grads, dstate, *[None] * 6
 
@@ -144,14 +142,13 @@ class _Eager(torch.autograd.Function):
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
         output = _forward(*inputs)
         _save(ctx, inputs, output)
-        ctx.backward_function = _backward
         ctx.mark_non_differentiable(output[2])
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
-        return _differentiate(ctx, doutput, dfinal, _)
+        # With gradients enabled a second derivative is wanted, which the op refuses.
+        return _differentiate(ctx, doutput, dfinal, _, _backward_op if torch.is_grad_enabled() else _backward)
 
 
 def _is_eager(*tensors: Tensor | None) -> bool:
