@@ -91,6 +91,11 @@ class Call:
         """t, h, hv, K, V."""
         return self.q.shape[1], self.q.shape[2], self.v.shape[2], self.q.shape[3], self.v.shape[3]
 
+    @property
+    def gates_outside(self) -> bool:
+        """Whether gradients of raw gates are for ops.py: those per head; the kernels look after those per channel."""
+        return self.gates.A_log is not None and not self.channel
+
     @cached_property
     def on_hopper(self) -> bool:
         """Whether the Gluon kernels take it."""
@@ -109,8 +114,8 @@ class Call:
 
     @property
     def always_tame(self) -> bool:
-        """Whether no row can be wild: unit keys, and beta made here, from a logit."""
-        return self.normalize_qk and self.gates.A_log is not None and self.gates.beta_scale <= 2.0 and not self.channel
+        """Whether no row can be wild: unit keys, and beta made here, from a logit (decay per channel can always be)."""
+        return self.normalize_qk and self.gates.A_log is not None and not self.channel and self.gates.beta_scale <= 2.0
 
     @property
     def products(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lineate.kernels.gates import FLOOR, allowed, is_small, softplus
+from lineate.kernels.gates import FLOOR, LOG2E, allowed, is_small, softplus
 from lineate.kernels.layout import chunk_bounds, load_tile, store_tile
 from lineate.kernels.scores import load_norms
 from lineate.kernels.solve import first_wild_row, invert
@@ -25,7 +25,7 @@ from lineate.kernels.solve import first_wild_row, invert
 BLOCK = tl.constexpr(16)
 LEVELS = tl.constexpr(6)  # pairs of blocks of 1, 2, 4, 8, 16, 32: chunks of 64
 BLOCK_LEVEL = tl.constexpr(4)  # those from here on are pairs of whole blocks of 16
-LOG2E = tl.constexpr(1.4426950408889634)
+BF16_LIMIT = tl.constexpr(100.0)  # of within_block
 
 
 def make_spans(C: int, like: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def within_block(
     In float16 that is one below its largest, in float32 one whose exponent has lost no digits.
     """
     decay = sums(spans, WITHIN, coarse, fine, C, SPLIT, PRECISION)
-    LIMIT: tl.constexpr = 100.0 if dtype == tl.bfloat16 else 6.0 if dtype == tl.float16 else 8.0
+    LIMIT: tl.constexpr = BF16_LIMIT if dtype == tl.bfloat16 else 6.0 if dtype == tl.float16 else 8.0
     return decay, tl.min(decay, 1) >= -LIMIT
 
 

@@ -83,8 +83,9 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
         Qr = q.new_empty(*q.shape[:2], hv, K)
         Kw = torch.empty_like(Qr)
         Kr = torch.empty_like(Qr) if call.corrects else Kw
-        norms = None
+        norms, first = None, 0
         if call.channel_on_hopper:
+            first = 1
             if for_backward and call.normalize_qk:
                 norms = q.new_empty(slots, hv, 2, CHUNK, dtype=torch.float32)
             hopper_channel.channel_scores_hopper(
@@ -92,16 +93,14 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
                 factors, wild, norms, texts.bounds, texts.first_slots, texts.slot_texts, call.scale, gates.beta_scale,
                 normalize=call.normalize_qk,
             )  # fmt: skip
-        for n, products in enumerate(call.products):
-            if n == 0 and call.channel_on_hopper:
-                continue
+        for n in range(first, len(call.products)):
             start(channel_scores, (slots, hv))(
                 q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, Qr, Kr, Kw, P, M, T, factors, wild,
                 spans_like(q), *call.where,
                 q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.beta_scale,
                 HV=hv, R=R, K=K, BK=BK, C=CHUNK, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
                 RAW=raw, BIAS=bias, KEEP=M is not P, PACKED=texts.packed, SPLIT=q.dtype != torch.float32,
-                PRECISION=call.precision, PRODUCTS=products, AGAIN=n > 0, **launch("channel_scores", BX=BK),
+                PRECISION=call.precision, PRODUCTS=call.products[n], AGAIN=n > 0, **launch("channel_scores", BX=BK),
             )  # fmt: skip
         return Prepared(Qr, Kr, Kw, P, T, M, factors, norms)
     factors = q.new_empty(slots, hv, FACTORS.value, CHUNK, dtype=torch.float32)
@@ -255,8 +254,8 @@ class Gradients:
 
 
 def _empty_gradients(call: Call, dstate: Tensor) -> Gradients:
-    """Room for all of a call's, as ops.py makes it: raw gates per head are its own matter, and get float32 here."""
-    outside = call.gates.A_log is not None and not call.channel
+    """Room for all of a call's, as ops.py makes it: float32 for gates that it looks after itself."""
+    outside = call.gates_outside
     log_decay, beta, A_log, dt_bias = (
         None if x is None else torch.empty_like(x, dtype=torch.float32 if outside else x.dtype)
         for x in call.gates.tensors

@@ -12,6 +12,7 @@ from lineate.kernels.layout import chunk_bounds
 
 # e^-200 is 0 in float32, and so is any product with it: a floor on log_decay that changes nothing but keeps sums small.
 FLOOR = tl.constexpr(-200.0)
+LOG2E = tl.constexpr(1.4426950408889634)
 SMALL_BETA = tl.constexpr(0.00390625)
 # The vectors of one chunk and head with decay per head, in this order: `slot hv FACTORS c`.
 READ_Q = tl.constexpr(0)  # scale |q|^-1 e^{G_i}

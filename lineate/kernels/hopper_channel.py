@@ -28,14 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.gates import FLOOR
+from lineate.kernels.channel import BF16_LIMIT
+from lineate.kernels.gates import FLOOR, LOG2E
 from lineate.kernels.hopper import _chunk_bounds, _exp2, barrier, describe_rows, describe_squares
 from lineate.kernels.launching import start
 from lineate.kernels.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
 from lineate.kernels.split import PROGRAMS
-
-LOG2E = gl.constexpr(1.4426950408889634)
-LIMIT = gl.constexpr(100.0)  # of within_block, bfloat16
 
 
 @gluon.jit
@@ -57,7 +55,7 @@ def _sigmoid(x):
 @gluon.jit
 def _softplus(x):
     """softplus of gates.py."""
-    y = _exp2(gl.abs(x) * -1.4426950408889634)
+    y = _exp2(gl.abs(x) * -LOG2E)
     p = 0.00512610212 * y - 0.0290740646
     p = p * y + 0.0775160866
     p = p * y - 0.136022476
@@ -221,7 +219,7 @@ def _half_chunk(
     gl.store(Qr + at + r * row_stride, qr.to(gl.bfloat16), mask=there)
     tile_Y4.store(_flat((Y * f4).to(gl.bfloat16), flat))
     tile_q.store(_flat((Y * f5).to(gl.bfloat16), flat))
-    return gl.sum(gl.where(W >= -LIMIT, 1, 0), 1)  # W falls from row to row
+    return gl.sum(gl.where(W >= -BF16_LIMIT, 1, 0), 1)  # W falls from row to row
 
 
 @gluon.jit(do_not_specialize=["t", "units"])

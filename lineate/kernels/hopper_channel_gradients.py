@@ -29,11 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.gates import FLOOR
+from lineate.kernels.channel import BF16_LIMIT
+from lineate.kernels.gates import FLOOR, LOG2E
 from lineate.kernels.hopper import _exp2, barrier, describe, describe_rows, describe_squares
 from lineate.kernels.hopper_channel import (
-    LIMIT,
-    LOG2E,
     _add,
     _ask,
     _bounds,
@@ -358,7 +357,7 @@ def channel_gradients(
             )
         )  # fmt: skip
         flags = wild + u + gl.zeros([4, 64], gl.int32, line)
-        gl.store(flags, gl.full([4, 64], 1, gl.int8, line), mask=inside < -LIMIT)
+        gl.store(flags, gl.full([4, 64], 1, gl.int8, line), mask=inside < -BF16_LIMIT)
 
         # The tiles.
         keys = _cube(tile_k.load(flat).to(gl.float32), cube)
@@ -465,7 +464,7 @@ def channel_gradients(
             of_speed = (of_speed + first * gl.sum(gl.where(r == 0, dgiven, -0.0), 1)) * (1.0 / LOG2E)
             of_speed = gl.where(rows > 0, of_speed, 0.0)
             dgiven = gl.where(there, dgiven, 0.0)
-            dgiven = dgiven * rate * _reciprocal(1.0 + _exp2(x0 * -1.4426950408889634))
+            dgiven = dgiven * rate * _reciprocal(1.0 + _exp2(x0 * -LOG2E))
             of_bias = gl.sum(dgiven, 1)
             board.slice(8, 8, 0).store(_stack2(of_speed, of_bias, two))
             of_speed = board.slice(8, 1, 0).load(line)

@@ -24,13 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.gates import BETA, COARSE, FACTORS, FINE, READ_K, READ_Q, WRITE
+from lineate.kernels.gates import BETA, COARSE, FACTORS, FINE, LOG2E, READ_K, READ_Q, WRITE
 from lineate.kernels.hopper import _exp2, barrier, describe, describe_rows, describe_squares
 from lineate.kernels.launching import start
 from lineate.kernels.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
 from lineate.kernels.split import PROGRAMS
-
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit

@@ -70,8 +70,7 @@ def _backward(
     dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
     gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
     call = make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
-    # Raw gates per head are a small matter, and left to torch; the kernels see through those per channel themselves.
-    outside = A_log is not None and not call.channel
+    outside = call.gates_outside  # a small matter, left to torch
     if outside:
         dlog_decay, dbeta = (torch.zeros_like(x, dtype=torch.float32) for x in (dlog_decay, dbeta))
     wanted = Gradients(
