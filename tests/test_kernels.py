@@ -206,6 +206,42 @@ def test_more_chunks_than_programs(row, packed, heads, path):
         check(row, convert(draw(row, shape), path.dtype), path)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.decay != "channel"], ids=str)
+def test_scores_made_in_the_walk(row, packed, training, monkeypatch):
+    """To the bits of those made before it: which of the two is done depends on how many texts there are."""
+    from lineate.kernels import chunkwise
+
+    asked = []
+    choose = chunkwise.scores_in_walk
+    texts = (200, 1, 0, 64, 129, 50)
+    shape = Shape(1 if packed else len(texts), sum(texts), 24, 24, 128, 128)
+    inputs = convert(draw(row, shape, texts=len(texts)), BF16.dtype)
+    if "log_decay" in inputs:
+        inputs["log_decay"][:, 10:90:7] = -torch.inf
+        inputs["log_decay"][:, 91:150:9] = -60
+    options = {}
+    if packed:  # the last text must not be seen by the others
+        options["cu_seqlens"] = bounds(texts)
+        for name in ("q", "k", "v"):
+            inputs[name][:, -50:] = torch.nan
+    results = []
+    for allowed in (True, False):
+
+        def decide(*arguments: object, allowed: bool = allowed) -> bool:
+            asked.append(choose(*arguments))
+            return allowed and asked[-1]
+
+        monkeypatch.setattr(chunkwise, "scores_in_walk", decide)
+        results.append(run(row, inputs, BF16, None if training else (), **options))
+        assert not results[-1].output[:, : sum(texts[:-1])].isnan().any()
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert set(asked) == {on_hopper and not (row.corrects and training)}
+    assert_same_bits(*results)
+
+
 # Special inputs
 
 
@@ -1249,6 +1285,7 @@ def test_more_than_two_to_the_31_elements(row):
     """Heads are independent: the last ones, whose addresses are the largest, equal a run on them alone."""
     t, h, hv, k, v = 300_000, 16, 64, 128, 128
     assert t * hv * v > 2**31
+    torch.cuda.empty_cache()  # what another test left
     if torch.cuda.mem_get_info()[0] < 110 * 2**30:
         pytest.skip("needs 110 GiB of free GPU memory")
     generator = torch.Generator("cuda").manual_seed(0)

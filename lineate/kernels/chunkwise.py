@@ -55,30 +55,33 @@ def spans_like(q: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What of a call does not depend on the state. q, k, w are Qr, Kr, Kw if decay is per channel, else q, k, k."""
+    """What of a call does not depend on the state. q, k, w are Qr, Kr, Kw if decay is per channel, else q, k, k.
+
+    P is None if the walk makes it, T if the rule only accumulates.
+    """
 
     q: Tensor
     k: Tensor
     w: Tensor
-    P: Tensor
-    T: Tensor
-    M: Tensor
+    P: Tensor | None
+    T: Tensor | None
+    M: Tensor | None
     factors: Tensor
     norms: Tensor | None = None
     """`slot hv 2 c`: scale / |q_i|, 1 / |k_i|; where a Gluon kernel found them for another."""
 
 
-def prepare(call: Call, for_backward: bool = False) -> Prepared:
-    """Scores, inverse and factors of every chunk."""
+def prepare(call: Call, scores: bool = True, for_backward: bool = False) -> Prepared:
+    """Scores (unless the walk makes them), inverse and factors of every chunk."""
     _, h, hv, K, _ = call.sizes
     q, k, gates, texts = call.q, call.k, call.gates, call.texts
     slots, R, BK = texts.slots, hv // h, power(K)
     raw, bias = gates.A_log is not None, gates.dt_bias is not None
-    P = q.new_empty(slots, hv, CHUNK, CHUNK)
-    T = torch.empty_like(P) if call.corrects else P
+    P = q.new_empty(slots, hv, CHUNK, CHUNK) if scores else None
+    T = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects else None
     wild = q.new_empty(slots, hv, dtype=torch.int32) if call.products[0] == "fp16" else None
     if call.channel:
-        M = torch.empty_like(P) if call.corrects and for_backward else P
+        M = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects and for_backward else None
         factors = q.new_empty(slots, hv, BK + CHUNK, dtype=torch.float32)
         Qr = q.new_empty(*q.shape[:2], hv, K)
         Kw = torch.empty_like(Qr)
@@ -89,7 +92,7 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
             if for_backward and call.normalize_qk:
                 norms = q.new_empty(slots, hv, 2, CHUNK, dtype=torch.float32)
             hopper_channel.channel_scores_hopper(
-                q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, Qr, Kr, Kw, P, None if M is P else M, T,
+                q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, Qr, Kr, Kw, P, M, T,
                 factors, wild, norms, texts.bounds, texts.first_slots, texts.slot_texts, call.scale, gates.beta_scale,
                 normalize=call.normalize_qk,
             )  # fmt: skip
@@ -99,7 +102,7 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
                 spans_like(q), *call.where,
                 q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.beta_scale,
                 HV=hv, R=R, K=K, BK=BK, C=CHUNK, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
-                RAW=raw, BIAS=bias, KEEP=M is not P, PACKED=texts.packed, SPLIT=q.dtype != torch.float32,
+                RAW=raw, BIAS=bias, KEEP=M is not None, PACKED=texts.packed, SPLIT=q.dtype != torch.float32,
                 PRECISION=call.precision, PRODUCTS=call.products[n], AGAIN=n > 0, **launch("channel_scores", BX=BK),
             )  # fmt: skip
         return Prepared(Qr, Kr, Kw, P, T, M, factors, norms)
@@ -111,6 +114,8 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
         HV=hv, HEADS=heads, C=CHUNK, GATED=decay, CORRECTS=call.corrects, RAW=raw, BIAS=bias, PACKED=texts.packed,
         **launch("head_gates"),
     )  # fmt: skip
+    if not scores and not call.corrects:
+        return Prepared(q, k, k, P, T, None, factors)
     if call.on_hopper and q.dtype == torch.bfloat16:
         hopper_scores.head_scores_hopper(
             q, k, P, T, factors, wild, texts.bounds, texts.first_slots, texts.slot_texts, call.scale,
@@ -129,7 +134,7 @@ def prepare(call: Call, for_backward: bool = False) -> Prepared:
             HV=hv, R=R, K=K, BK=BK, C=CHUNK, GROUP=GROUP, GATED=decay, NORMALIZE=call.normalize_qk,
             PACKED=texts.packed, PRECISION=call.precision, **launch("head_scores"),
         )  # fmt: skip
-    return Prepared(q, k, k, P, T, P, factors)
+    return Prepared(q, k, k, P, T, None, factors)
 
 
 _COMPILED: set[tuple[object, ...]] = set()
@@ -168,7 +173,7 @@ def compile_ahead(call: Call, state: Tensor, keep: bool) -> None:
 
 def forward(call: Call, state: Tensor, output: Tensor, final: Tensor, states: Tensor | None) -> None:
     """Fills output, final, and states `slots hv v k`, the state entering each chunk, if given."""
-    ready = prepare(call)
+    ready = prepare(call, scores=not scores_in_walk(call, states is not None))
     segments = segments_of(call)
     if segments > 1:
         maps = walk_forward(call, ready, segments, map_only=True)
@@ -202,6 +207,18 @@ def forward_block(call: Call, segments: int) -> int:
     return 128 if V % 128 == 0 and K % 128 == 0 and call.texts.count * hv * segments >= PROGRAMS else 64
 
 
+def scores_in_walk(call: Call, keep: bool) -> bool:
+    """Whether the forward's walk makes P itself, to the same bits: where that was found faster."""
+    return (
+        call.on_hopper
+        and call.q.dtype == torch.bfloat16
+        and not call.channel
+        and not call.normalize_qk
+        and forward_block(call, segments_of(call)) == 128
+        and not (call.corrects and (keep or call.q.shape[2] < call.v.shape[2]))
+    )
+
+
 def walk_forward(
     call: Call,
     ready: Prepared,
@@ -221,7 +238,8 @@ def walk_forward(
     if call.on_hopper:
         hopper.forward_state_hopper(
             q, k, ready.w, v, ready.P, ready.T, ready.factors, starts, output, final, states,
-            texts.bounds, texts.first_slots, texts.count, texts.packed, channel=call.channel, corrects=call.corrects,
+            texts.bounds, texts.first_slots, texts.count, texts.packed, scale=call.scale,
+            gated=call.gates.log_decay is not None, channel=call.channel, corrects=call.corrects,
             segments=segments, block=forward_block(call, segments), map_only=map_only,
         )  # fmt: skip
         return final
@@ -469,7 +487,7 @@ def _channel_gradients(
     BK = power(K)
     config = launch("channel_residuals", BV=narrow(call))
     residuals = torch.empty_like(v, memory_format=torch.contiguous_format) if call.corrects else v
-    dP, dM = torch.empty_like(ready.P), torch.empty_like(ready.T)
+    dP, dM = torch.empty_like(ready.P), torch.empty_like(ready.T) if call.corrects else None
     start(channel_residuals, (texts.slots, hv))(
         ready.k, v, ready.M, ready.T, ready.factors, states, doutput, grads.v, grads.beta, residuals, dP, dM,
         *call.where,

@@ -9,6 +9,9 @@ always one more product to do while the registers of the one before are converte
 
     Qr0 S0  [E]  T E  Qr1 S1  [R]  Kw0 R  P R  Kw1 R  [S0]  next Kr0 S0  [S1]  Kr1 S1  [all]
 
+P is read or (SCORES) made here, a chunk ahead: the next q k^T goes in before [R], its P is made while P R and Kw1 R
+run, and stored into one of two tiles between barriers that are there anyway.
+
 Tiles come in through a ring of STAGES buffers. What is written leaves, and a chunk's buffers are filled again, while
 the next Kr S is computed. ptxas allows no product in flight around the loop's end: it ends where the next product needs
 no register of the last.
@@ -29,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lineate.kernels.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
+from lineate.kernels.gates import BETA, COARSE, FACTORS, FINE, LAST, LOG2E, READ_K, READ_Q, WRITE
 from lineate.kernels.launching import start
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7, triton 3.6
@@ -98,12 +101,14 @@ def _fetch(sources, kept, ready, places, stage, there):
 @gluon.jit
 def _places(
     token, at, column_q, column_k, column_v,
-    ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, MAP: gl.constexpr,
+    ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Where a chunk's tiles lie: of k, v, factors, q, P, T, w."""
     places = ((token, column_k), (token, column_v), (at * ROWS, 0))
     if not MAP:
-        places += ((token, column_q), (at * 64, 0))
+        places += ((token, column_q),)
+        if not SCORES:
+            places += ((at * 64, 0),)
     if CORRECTS:
         places += ((at * 64, 0),)
     if CHANNEL and CORRECTS:
@@ -152,10 +157,11 @@ def _keep(entering, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
 @gluon.jit
 def _compare(
     kept_v, ready_v, kept_factors, ready_factors, stage, phase, there, valued,
-    layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr,
+    layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
-    """beta V [BV, 64], 0 unless valued, and what beta E takes Kr S times, [1, 64]."""
-    mbarrier.wait(ready_factors.index(stage), phase, pred=there)
+    """beta V [BV, 64], 0 unless valued, and what beta E takes Kr S times, [1, 64]. WAIT: for the factors, too."""
+    if WAIT:
+        mbarrier.wait(ready_factors.index(stage), phase, pred=there)
     beta = _factor(kept_factors, stage, H if CHANNEL else BETA, layout)
     rate = beta
     if not CHANNEL:
@@ -173,25 +179,66 @@ def _values(kept_v, stage, valued, layout: gl.constexpr):
     return values
 
 
+@gluon.jit
+def _ask(kept_q, kept_k, stage, layout: gl.constexpr):
+    """q k^T of a chunk, in flight."""
+    none = gl.zeros([64, 64], gl.float32, layout)
+    return warpgroup_mma(
+        kept_q.index(stage), kept_k.index(stage).permute([1, 0]), none, use_acc=False, is_async=True
+    )  # fmt: skip
+
+
+@gluon.jit
+def _rate(kept_factors, stage, ROW: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr):
+    """One vector of 64, as a column: [64, 1]. (Triton 3.6 overlooks permute on tiles without a swizzle.)"""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = kept_factors._reinterpret(gl.float32, [STAGES, FACTORS * 64], flat).index(stage)
+    return numbers.slice(ROW * 64, 64, 0).load(gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def _round(x):
+    """x in bfloat16, two at a time. (By `to`, the cut to the triangle would come after it, one at a time.)"""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr):
+    """P, to the bit as hopper_scores.py makes it. zero: 0, which the compiler does not know, or it keeps the mask."""
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + zero
+    j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    if GATED:
+        fine_j = _factor(kept_factors, stage, FINE, layout) * -LOG2E
+        fine = _rate(kept_factors, stage, FINE, STAGES, layout) * LOG2E + fine_j
+        coarse = _rate(kept_factors, stage, COARSE, STAGES, layout) - _factor(kept_factors, stage, COARSE, layout)
+        QK = QK * _exp2(coarse * LOG2E + fine)  # (j > i: anything)
+    return _round(gl.where(i >= j, QK * scale, 0.0))
+
+
 @gluon.jit(do_not_specialize=["t"], do_not_specialize_on_alignment=["segments"])
 def forward_state(
     q, k, w, v, P, T, factors, output, states, starts, final, out,
-    bounds, first_slots, t, segments, head_q, head_k, head_v,
+    bounds, first_slots, t, segments, head_q, head_k, head_v, scale,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
-    PACKED: gl.constexpr, num_warps: gl.constexpr,
+    PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """What state.py's forward_state computes. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
 
     factors are rows of 64: those of gates.py or, CHANNEL, e^{G_c} in halves and beta. CHANNEL: k, q, w are Kr, Qr, Kw;
     without CORRECTS nothing reads with k, and k is Kw. MAP, as of state.py, reads neither q nor P.
+    SCORES: P is not read (its descriptor gives the layout) but made from q, k and, GATED, the factors.
     """
+    gl.static_assert(not (SCORES and (CHANNEL or MAP)))
     gl.static_assert(K == 128 or K == 64)
     H: gl.constexpr = K // 64
     ROWS: gl.constexpr = H + 1 if CHANNEL else FACTORS
     dtype: gl.constexpr = k.dtype
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 256 // num_warps, 16])  # q k^T
 
     pair = gl.program_id(1)
     head = pair % HV
@@ -220,10 +267,19 @@ def forward_state(
     kept_T, ready_T, kept_w, ready_w = kept_k, ready_k, kept_k, ready_k
     if not MAP:
         kept_q, ready_q = _ring(q, STAGES)
-        kept_P, ready_P = _ring(P, STAGES)
-        sources += (q, P)
-        kept += (kept_q, kept_P)
-        ready += (ready_q, ready_P)
+        sources += (q,)
+        kept += (kept_q,)
+        ready += (ready_q,)
+        if SCORES:
+            kept_P = gl.allocate_shared_memory(dtype, [2, 64, 64], P.layout)
+            # Waiting for its last turn ends at once, but without a wait before O ptxas does one product after another.
+            apart = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+            mbarrier.init(apart, count=1)
+        else:
+            kept_P, ready_P = _ring(P, STAGES)
+            sources += (P,)
+            kept += (kept_P,)
+            ready += (ready_P,)
     if CORRECTS:
         kept_T, ready_T = _ring(T, STAGES)
         sources += (T,)
@@ -240,7 +296,9 @@ def forward_state(
         entering = gl.allocate_shared_memory(dtype, [OUTS, BV, K], states.layout)
     fence_async_shared()
     for s in gl.static_range(STAGES):
-        places = _places(token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP)
+        places = _places(
+            token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
+        )  # fmt: skip
         _expect(sources, ready, s, s < count)
         _fetch(sources, kept, ready, places, s, s < count)
 
@@ -276,11 +334,20 @@ def forward_state(
             KS = warpgroup_mma(held1, _half(kept_k, 0, 64).permute([1, 0]), KS, is_async=True)
         if MAP:  # (else ptxas, which here knows S, waits after every product)
             KS = warpgroup_mma_wait(0, deps=(KS,))
-        goal, rate = _compare(kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL)
+        goal, rate = _compare(
+            kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL, True
+        )  # fmt: skip
         mbarrier.wait(ready_T.index(0), 0, pred=count > 0)
         KS = warpgroup_mma_wait(0, deps=(KS,))
     if not MAP:
         mbarrier.wait(ready_q.index(0), 0, pred=count > 0)
+    if SCORES:
+        mbarrier.wait(ready_k.index(0), 0, pred=count > 0)
+        QK = _ask(kept_q, kept_k, 0, square)
+        mbarrier.wait(ready_factors.index(0), 0, pred=count > 0)
+        QK = warpgroup_mma_wait(0, deps=(QK,))
+        kept_P.index(0).store(_score(QK, kept_factors, 0, scale, 0, square, STAGES, GATED))
+        fence_async_shared()
     stage = 0
     phase = 0
     barrier()
@@ -307,6 +374,11 @@ def forward_state(
             Rt = _values(kept_v, stage, valued, acc)
         if H == 2 and not MAP:
             QS = warpgroup_mma(held1, _half(kept_q, stage, 64).permute([1, 0]), QS, is_async=True)
+        more = n + 1 < count
+        if SCORES:
+            mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
+            mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
+            QK = _ask(kept_q, kept_k, upcoming, square)
         if KEEP and OUTS == 2:  # else one must wait for the last to have left
             _keep(entering, out_stage, held0, held1, acc, H)
         if CHANNEL:
@@ -323,7 +395,7 @@ def forward_state(
             if MAP:
                 Rt = warpgroup_mma_wait(0, deps=(Rt,))
             else:
-                Rt, QS = warpgroup_mma_wait(H - 1, deps=(Rt, QS))
+                Rt, QS = warpgroup_mma_wait(H - 1 + SCORES, deps=(Rt, QS))
         added = gl.convert_layout(Rt.to(dtype), left)
         wrote = added
         if not CHANNEL:
@@ -334,21 +406,28 @@ def forward_state(
         if not MAP:
             if not CHANNEL:
                 read = _factor(kept_factors, stage, READ_Q, acc)
-            mbarrier.wait(ready_P.index(stage), phase)
-            QS, S0 = warpgroup_mma_wait(1, deps=(QS, S0))
+            if SCORES:
+                QS, QK, S0 = warpgroup_mma_wait(1, deps=(QS, QK, S0))
+            else:
+                mbarrier.wait(ready_P.index(stage), phase)
+                QS, S0 = warpgroup_mma_wait(1, deps=(QS, S0))
             if not CHANNEL:
                 QS = QS * read
-            QS = warpgroup_mma(added, kept_P.index(stage).permute([1, 0]), QS, is_async=True)
+            QS = warpgroup_mma(added, kept_P.index(n % 2 if SCORES else stage).permute([1, 0]), QS, is_async=True)
         if H == 2:
             S1 = warpgroup_mma(wrote, _half(kept_w, stage, 64), S1, is_async=True)
-        more = n + 1 < count
+        if SCORES:  # the next chunk's, while these products run
+            mbarrier.wait(ready_factors.index(upcoming), turn, pred=more)
+            made = _score(QK, kept_factors, upcoming, scale, n >> 28, square, STAGES, GATED)
         if CORRECTS:
             goal, rate = _compare(
-                kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, valued, acc, H, CHANNEL
+                kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, valued, acc, H, CHANNEL, not SCORES
             )  # fmt: skip
         if OUTS == 1 and not MAP:
             tma.store_wait(0)
         _expect(sources, ready, stage, n + STAGES < count)
+        if SCORES:  # (the expectations came after a barrier, and another follows with the output)
+            kept_P.index((n + 1) % 2).store(made)
         if MAP:
             S0, S1 = warpgroup_mma_wait(H - 1, deps=(S0, S1))
         elif H == 2:
@@ -358,8 +437,11 @@ def forward_state(
         if KEEP and OUTS == 1:
             _keep(entering, out_stage, held0, held1, acc, H)
         held0 = gl.convert_layout(S0.to(dtype), left)
-        if CORRECTS:
+        if SCORES:
+            mbarrier.wait(apart, 1)
+        elif CORRECTS:
             mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
+        if CORRECTS:
             KS = warpgroup_mma(held0, _half(kept_k, upcoming, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if not MAP:
             O = QS.to(dtype)
@@ -386,13 +468,14 @@ def forward_state(
         if KEEP:
             tma.async_copy_shared_to_global(states, [at * V + first, 0], entering.index(out_stage))
         places = _places(
-            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP
+            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
         )  # fmt: skip
         _fetch(sources, kept, ready, places, stage, n + STAGES < count)
         if not MAP:
             if OUTS == 2:
                 tma.store_wait(1 + KEEP)
-            mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
+            if not SCORES:
+                mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
         if CORRECTS:
             mbarrier.wait(ready_T.index(upcoming), turn, pred=more)
             KS = warpgroup_mma_wait(0, deps=(KS,))
@@ -472,10 +555,13 @@ def describe_squares(x: Tensor) -> TensorDescriptor:
 _FIELDS = len(TensorDescriptor.__dataclass_fields__)
 
 
-def shared_bytes(K: int, BV: int, stages: int, outs: int, channel: bool, corrects: bool, keep: bool) -> int:
-    tiles = K * (3 if channel and corrects else 2) + BV + 64 * (2 if corrects else 1)
+def shared_bytes(
+    K: int, BV: int, stages: int, outs: int, *, channel: bool, corrects: bool, keep: bool, scores: bool
+) -> int:
+    tiles = K * (3 if channel and corrects else 2) + BV + 64 * (corrects + (not scores))
     rows = _box_rows(K, channel)
-    return stages * (128 * tiles + 256 * rows) + outs * 2 * BV * (64 + (K if keep else 0)) + 1024
+    made = 2 * 64 * 128 if scores else 0
+    return stages * (128 * tiles + 256 * rows) + made + outs * 2 * BV * (64 + (K if keep else 0)) + 1024
 
 
 def _box_rows(K: int, channel: bool) -> int:
@@ -483,10 +569,10 @@ def _box_rows(K: int, channel: bool) -> int:
     return 8 if not channel else 4 if K == 128 else 2
 
 
-def configuration(K: int, channel: bool, corrects: bool, keep: bool, block: int) -> tuple[int, int]:
+def configuration(K: int, block: int, **choices: bool) -> tuple[int, int]:
     """Stages and buffers for what is written: the most that shared memory holds."""
     for stages, outs in ((3, 2), (3, 1), (2, 2), (2, 1)):
-        if shared_bytes(K, block, stages, outs, channel, corrects, keep) <= SHARED:
+        if shared_bytes(K, block, stages, outs, **choices) <= SHARED:
             return stages, outs
     raise ValueError(f"lineate: a state of {K} x {block} does not fit into shared memory")
 
@@ -496,8 +582,8 @@ def forward_state_hopper(
     k: Tensor,
     w: Tensor,
     v: Tensor,
-    P: Tensor,
-    T: Tensor,
+    P: Tensor | None,
+    T: Tensor | None,
     factors: Tensor,
     starts: Tensor | None,
     output: Tensor | None,
@@ -508,6 +594,8 @@ def forward_state_hopper(
     count: int,
     packed: bool,
     *,
+    scale: float,
+    gated: bool,
     channel: bool,
     corrects: bool,
     segments: int = 1,
@@ -516,16 +604,20 @@ def forward_state_hopper(
 ) -> None:
     """The launch; arguments as of state.py's forward_state. map_only: final gets the maps; no starts, no output.
 
+    P None: it is made in the walk (bfloat16, without channel). scale, gated: for that.
     count: of texts. q, k, w, v: as call.in_rows makes them; w is k without channel. block: 64 or 128 columns.
     """
     b, t, h, K = q.shape
     hv, V = v.shape[2:]
-    slots = P.shape[0]
-    stages, outs = configuration(K, channel, corrects, states is not None, block)
+    slots = factors.shape[0]
+    scores = P is None and not map_only
+    stages, outs = configuration(
+        K, block, channel=channel, corrects=corrects, keep=states is not None, scores=scores
+    )  # fmt: skip
     rows = _box_rows(K, channel)
     numbers = factors.numel() // 64
 
-    P_tiles = describe_squares(P)
+    P_tiles = describe_rows(q, 64) if P is None else describe_squares(P)  # (q's give the layout alone)
     k_tiles = describe_rows(k if corrects or not channel else w, K)
     output_tiles = P_tiles if output is None else describe(output, b * t, hv * V, hv * V, [64, block])
     columns = V + K if map_only else V
@@ -535,12 +627,12 @@ def forward_state_hopper(
         describe_rows(w, K) if channel and corrects else k_tiles,
         describe_rows(v, block),
         P_tiles,
-        describe_squares(T) if corrects else P_tiles,
+        P_tiles if T is None else describe_squares(T),
         describe(factors, numbers, 64, 64, [rows, 64]),
         output_tiles,
         output_tiles if states is None else describe(states, slots * hv * V, K, K, [block, K]),
-        starts, final, output, bounds, first_slots, t, segments, q.stride(2), k.stride(2), v.stride(2),
+        starts, final, output, bounds, first_slots, t, segments, q.stride(2), k.stride(2), v.stride(2), scale,
         HV=hv, R=hv // h, K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
         CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=map_only, PACKED=packed,
-        num_warps=block // 16,
+        SCORES=scores, GATED=gated, num_warps=block // 16,
     )  # fmt: skip

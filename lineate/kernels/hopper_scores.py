@@ -180,10 +180,11 @@ def _row(vectors, ROW: gl.constexpr, layout: gl.constexpr):
 def head_scores(
     q, k, P, T, vectors, factors, wild, bounds, first_slots, slot_texts, t, items, head_q, head_k, scale,
     H: gl.constexpr, R: gl.constexpr, K: gl.constexpr,
-    GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
+    GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]. items: slots H.
 
+    Without SCORES, T alone is made (the walk makes P), and q is not read.
     wild `slot hv`: the first row that is not tame, or 64; T's rows from there on are those of the identity.
     """
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -205,14 +206,16 @@ def head_scores(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
     VECTORS: gl.constexpr = GATED or CORRECTS
+    gl.static_assert(SCORES or (CORRECTS and not NORMALIZE))
 
-    all_q = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], q.layout)
     all_k = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], k.layout)
-    all_P = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], P.layout)
-    ready_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready_q, count=1)
     mbarrier.init(ready_k, count=1)
+    if SCORES:
+        all_q = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], q.layout)
+        all_P = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], P.layout)
+        ready_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready_q, count=1)
     if VECTORS:
         kept = gl.allocate_shared_memory(gl.float32, [1, 4, 64], vectors.layout)
         ready_v = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -235,10 +238,11 @@ def head_scores(
     text = _text(item // H, slot_texts, PACKED)
     begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
     start, rows = _place(item // H, begin, end, first, t, PACKED)
-    mbarrier.expect(ready_q, 128 * K)
     mbarrier.expect(ready_k, 128 * K)
     tma.async_copy_global_to_shared(k, [start, item % H * head_k], ready_k, all_k.index(0))
-    tma.async_copy_global_to_shared(q, [start, item % H * head_q], ready_q, all_q.index(0))
+    if SCORES:
+        mbarrier.expect(ready_q, 128 * K)
+        tma.async_copy_global_to_shared(q, [start, item % H * head_q], ready_q, all_q.index(0))
     if VECTORS:
         mbarrier.expect(ready_v, 1024)
         tma.async_copy_global_to_shared(vectors, [item * R * FACTORS + BETA, 0], ready_v, kept.index(0))
@@ -257,16 +261,18 @@ def head_scores(
         last = r == R - 1
         u = item * R + r
         zero = u >> 28
-        tile_q = all_q.index(zero)
         tile_k = all_k.index(zero)
-        tile_P = all_P.index(zero)
+        if SCORES:
+            tile_q = all_q.index(zero)
+            tile_P = all_P.index(zero)
         # What comes next, step by step.
         upcoming = item - gl.where(last, gl.num_programs(0), 0)
         more = upcoming >= 0
         next_item = gl.where(more, upcoming, item)
         text = _text(next_item // H, slot_texts, PACKED)
         mbarrier.wait(ready_k, phase)
-        mbarrier.wait(ready_q, phase)
+        if SCORES:
+            mbarrier.wait(ready_q, phase)
         if NORMALIZE:
             vector = factors + u.to(gl.int64) * (FACTORS * 64) + gl.arange(0, 64, thin)
             read_q = gl.load(vector + READ_Q * 64)
@@ -284,14 +290,18 @@ def head_scores(
                 norms_k.store(nk)
                 logs_k.store(gl.log2(nk))
                 barrier()
-        QK = warpgroup_mma(tile_q, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+        if SCORES:
+            QK = warpgroup_mma(tile_q, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+        else:
+            KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
         begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
         if VECTORS:
             mbarrier.wait(ready_v, phase_v)
             given = kept.index(zero)._reinterpret(gl.float32, [256], plain)
-        to_q = gl.full([64], 1.0, gl.float32, row) * scale
-        if NORMALIZE:
-            to_q = to_q * norms_q.load(row)
+        if SCORES:
+            to_q = gl.full([64], 1.0, gl.float32, row) * scale
+            if NORMALIZE:
+                to_q = to_q * norms_q.load(row)
         if GATED:
             fine_j = _row(given, FINE, column) * -LOG2E
             if NORMALIZE:
@@ -301,15 +311,16 @@ def head_scores(
             D = _exp2(coarse * LOG2E + fine)  # (j > i: anything)
         elif NORMALIZE:
             D = norms_k.load(column)[None, :] + gl.zeros([64, 64], gl.float32, acc)
-        QK = warpgroup_mma_wait(0, deps=(QK,))
-        if CORRECTS:
-            KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
-        else:
-            tma.store_wait(0)
-            barrier()  # P has left; all warps' products have read q and k
-        if GATED or NORMALIZE:
-            QK = QK * D
-        tile_P.store(_pack_bf16(QK * to_q[:, None], below, _mask(i < rows)))
+        if SCORES:
+            QK = warpgroup_mma_wait(0, deps=(QK,))
+            if CORRECTS:
+                KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+            else:
+                tma.store_wait(0)
+                barrier()  # P has left; all warps' products have read q and k
+            if GATED or NORMALIZE:
+                QK = QK * D
+            tile_P.store(_pack_bf16(QK * to_q[:, None], below, _mask(i < rows)))
         if CORRECTS:
             KK = warpgroup_mma_wait(0, deps=(KK,))
             if not NORMALIZE:
@@ -325,14 +336,16 @@ def head_scores(
         ask = last & more
         ahead = more | (last == 0)
         mbarrier.expect(ready_k, 128 * K, pred=ask)
-        mbarrier.expect(ready_q, 128 * K, pred=ask)
+        if SCORES:
+            mbarrier.expect(ready_q, 128 * K, pred=ask)
         if VECTORS and not CORRECTS:
             mbarrier.expect(ready_v, 1024, pred=ahead)
         fence_async_shared()
         barrier()  # P and squares are there; all warps' products have read q and k
-        tma.async_copy_shared_to_global(P, [u * 64, 0], tile_P)
         tma.async_copy_global_to_shared(k, [next_start, next_head * head_k], ready_k, tile_k, pred=ask)
-        tma.async_copy_global_to_shared(q, [next_start, next_head * head_q], ready_q, tile_q, pred=ask)
+        if SCORES:
+            tma.async_copy_shared_to_global(P, [u * 64, 0], tile_P)
+            tma.async_copy_global_to_shared(q, [next_start, next_head * head_q], ready_q, tile_q, pred=ask)
         next_u = next_item * R + gl.where(last, 0, r + 1)
         if CORRECTS:
             # solve.first_wild_row; a row whose decay is NaN is wild too.
@@ -382,7 +395,7 @@ def head_scores(
             swap.store(gl.reshape(turned, [4, 16, 16]))
             mbarrier.expect(ready_v, 1024, pred=ahead)
             fence_async_shared()
-            tma.store_wait(1)
+            tma.store_wait(1 if SCORES else 0)
             barrier()  # X is there; all have read the factors; T has left
             tma.async_copy_global_to_shared(
                 vectors, [next_u * FACTORS + BETA, 0], ready_v, kept.index(zero), pred=ahead
@@ -416,7 +429,8 @@ def head_scores(
             tile_T.store(whole.to(gl.bfloat16))
         if CORRECTS:
             fence_async_shared()
-            tma.store_wait(0)  # P
+            if SCORES:
+                tma.store_wait(0)  # P
             barrier()
             tma.async_copy_shared_to_global(T, [u * 64, 0], tile_T)
         elif VECTORS:
@@ -432,20 +446,20 @@ def head_scores(
 
 
 def head_scores_hopper(
-    q: Tensor, k: Tensor, P: Tensor, T: Tensor, factors: Tensor, wild: Tensor,
+    q: Tensor, k: Tensor, P: Tensor | None, T: Tensor | None, factors: Tensor, wild: Tensor | None,
     bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None, scale: float,
     *, gated: bool, corrects: bool, normalize: bool,
 ) -> None:  # fmt: skip
-    """The launch, for bfloat16 and if hopper.fits; if the rule corrects, invert_wild must follow."""
+    """The launch, for bfloat16 and if hopper.fits; if the rule corrects, invert_wild must follow. P None: just T."""
     _, t, h, K = q.shape
-    slots, hv = P.shape[:2]
+    slots, hv = factors.shape[:2]
     items = slots * h
-    side_by_side = 4 if h < hv else 3 if normalize else 2  # on a multiprocessor; measured
-    scores = describe_squares(P)
+    side_by_side = 4 if h < hv or P is None else 3 if normalize else 2  # on a multiprocessor; measured
+    squares = [describe_squares(x) for x in (P, T) if x is not None]
     start(head_scores, (min(side_by_side * PROGRAMS, items),))(
-        describe_rows(q, K), describe_rows(k, K), scores, describe_squares(T) if corrects else scores,
+        describe_rows(q, K), describe_rows(k, K), squares[0], squares[-1],
         describe(factors, slots * hv * FACTORS.value, 64, 64, [4, 64]), factors, wild, bounds, first_slots, slot_texts,
         t, items, q.stride(2), k.stride(2), scale,
         H=h, R=hv // h, K=K, GATED=gated, CORRECTS=corrects, NORMALIZE=normalize, PACKED=bounds is not None,
-        num_warps=4, maxnreg=128,
+        SCORES=P is not None, num_warps=4, maxnreg=128,
     )  # fmt: skip
