@@ -1,0 +1,45 @@
+"""Layers: token mixers and feed-forwards, each `forward(x, state=None, cu_seqlens=None) -> (y, state)`.
+
+    mixer = GatedDeltaNet(1024, heads=8, value_heads=16, key_dim=64, value_dim=64)
+    y, state = mixer(x)                    # x b t hidden
+    y, state = mixer(x_next, state)        # continue where it stopped
+    y, state = mixer(packed, cu_seqlens=bounds)   # b = 1: texts that never see each other; one row of the state each
+
+Every mixer declares its state once: `state_spec`, a tuple of TensorSpec(name, shape, dtype).
+"""
+
+from lineate.layers.attention import GatedAttention
+from lineate.layers.convolution import ShortConvolution, short_convolution
+from lineate.layers.feed import MixtureOfExperts, SwiGLU
+from lineate.layers.latent import LatentAttention
+from lineate.layers.linear import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    LinearMixer,
+)
+from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
+
+__all__ = [
+    "LinearAttention",
+    "GatedLinearAttention",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "LinearMixer",
+    "GatedAttention",
+    "LatentAttention",
+    "SwiGLU",
+    "MixtureOfExperts",
+    "ShortConvolution",
+    "short_convolution",
+    "RMSNorm",
+    "GatedRMSNorm",
+    "LayerState",
+    "Memory",
+    "TokenCache",
+    "TensorSpec",
+]

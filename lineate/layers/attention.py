@@ -1,0 +1,121 @@
+"""Softmax attention: grouped queries, q and k norms, partial rotary positions, a sigmoid gate on the output."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineate import checks
+from lineate.layers.norm import RMSNorm
+from lineate.layers.rope import rotate
+from lineate.layers.state import TensorSpec, TokenCache, bounds, empty_cache, token_positions
+
+
+def attend(
+    q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, cu_seqlens: Tensor | None, t: int
+) -> Tensor:
+    """q `b t heads k` over the cached keys `rows n kv k` and values `rows n kv v`, the tokens of q included, causally.
+
+    Returns `b t heads v`. Without cu_seqlens the rows of q are those of the cache; with it, the texts.
+    """
+    k, v = cache[keys], cache[values]
+    if cu_seqlens is None:
+        if isinstance(cache.lengths, int):
+            mask = None
+            if 1 < t < cache.n:
+                mask = torch.ones(t, cache.n, dtype=torch.bool, device=q.device).tril(cache.n - t)
+            return _softmax(q, k, v, scale, mask, causal=1 < t == cache.n)
+        first = cache.lengths[:, None] - t + torch.arange(t, device=q.device)  # rows t: the last key that is seen
+        mask = torch.arange(cache.n, device=q.device) <= first[..., None]  # rows t n
+        return _softmax(q, k, v, scale, mask[:, None], causal=False)
+    lengths = [cache.lengths] * cache.rows if isinstance(cache.lengths, int) else cache.lengths.tolist()
+    outputs = []
+    for row, ((start, end), length) in enumerate(zip(bounds(cu_seqlens), lengths, strict=True)):
+        if end == start:
+            continue
+        mask = None
+        if 1 < end - start < length:
+            mask = torch.ones(end - start, length, dtype=torch.bool, device=q.device).tril(length - (end - start))
+        own_k, own_v = k[row : row + 1, :length], v[row : row + 1, :length]
+        outputs.append(_softmax(q[:, start:end], own_k, own_v, scale, mask, causal=1 < end - start == length))
+    return torch.cat(outputs, 1) if outputs else q.new_empty(1, 0, q.shape[2], v.shape[3])
+
+
+def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """q `b t heads k`; k, v `b n kv k|v`; mask `t n` or `b 1 t n` -> `b t heads v`."""
+    t, heads, kv = q.shape[1], q.shape[2], k.shape[2]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if t == 1 and kv < heads:  # the queries of a group read the same keys: one product, nothing repeated
+        grouped = q.view(q.shape[0], kv, heads // kv, q.shape[3])
+        if mask is not None:
+            mask = mask.expand(-1, 1, heads // kv, -1)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).flatten(1, 2)[:, None]
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=kv < heads
+    )
+    return out.transpose(1, 2)
+
+
+class GatedAttention(nn.Module):
+    """Causal softmax attention with o = attention(q, k, v) * sigmoid(gate) before the output projection.
+
+    in_proj is q | gate | k | v, one projection. qk_norm: RMSNorm of q and k, of every "head" or of all heads together
+    ("full"). rotary_dim: the first so many channels of a head carry positions; 0: none do.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary_dim: int = 0,
+        rope_theta: float = 10000.0,
+        gated: bool = True,
+        qk_norm: str | None = "head",
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+        zero_centred_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        checks.check_choice("qk_norm", str(qk_norm), ("head", "full", "None"))
+        kv_heads = heads if kv_heads is None else kv_heads
+        head_dim = hidden_size // heads if head_dim is None else head_dim
+        if heads % kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads = {kv_heads}, got {heads}")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.rotary_dim, self.rope_theta, self.gated, self.qk_norm = rotary_dim, rope_theta, gated, qk_norm
+        wide, narrow = heads * head_dim, kv_heads * head_dim
+        self.splits = (wide, wide if gated else 0, narrow, narrow)
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=bias)
+        if qk_norm is not None:
+            sizes = (head_dim, head_dim) if qk_norm == "head" else (wide, narrow)
+            self.q_norm = RMSNorm(sizes[0], norm_eps, zero_centred=zero_centred_norm)
+            self.k_norm = RMSNorm(sizes[1], norm_eps, zero_centred=zero_centred_norm)
+        self.out_proj = nn.Linear(wide, hidden_size, bias=bias)
+
+    @property
+    def state_spec(self) -> tuple[TensorSpec, ...]:
+        dtype = self.in_proj.weight.dtype
+        return tuple(TensorSpec(name, ("t", self.kv_heads, self.head_dim), dtype) for name in ("keys", "values"))
+
+    def forward(
+        self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, TokenCache]:
+        """x `b t hidden` -> the same; the state is all keys and values so far."""
+        b, t, _ = x.shape
+        q, gate, k, v = self.in_proj(x).split(self.splits, -1)
+        if self.qk_norm == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if state is None:
+            state = empty_cache({"keys": k, "values": v}, b if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        if self.rotary_dim:
+            positions = token_positions(state.positions, x, cu_seqlens)
+            q, k = (rotate(y, positions, self.rotary_dim, self.rope_theta) for y in (q, k))
+        new = {"keys": k, "values": v}
+        state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
+        output = attend(q, state, "keys", "values", self.head_dim**-0.5, cu_seqlens, t).flatten(2)
+        return self.out_proj(output * gate.sigmoid() if self.gated else output), state

@@ -1,0 +1,73 @@
+"""The short causal convolution: each channel of a token sees the last few tokens of its own text."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineate.layers.state import locate
+
+
+def short_convolution(
+    x: Tensor, weight: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """silu(y_t), y_tc = sum_i weight_ci x_{t - size + 1 + i, c}, and the last size - 1 inputs of each row.
+
+    x `b t channels`; weight `channels size`; state `rows channels size-1`, the inputs before x (None: zeros); with
+    cu_seqlens the rows are the packed texts, which never see each other.
+    """
+    past = weight.shape[1] - 1
+    if cu_seqlens is not None:
+        return _packed(x, weight, state, cu_seqlens)
+    if state is None:
+        before = x.new_zeros(x.shape[0], past, x.shape[2])
+    else:
+        before = state.transpose(1, 2).to(x.dtype)
+    padded = torch.cat((before, x), 1)  # b past+t channels
+    return _convolve(padded, weight), padded[:, padded.shape[1] - past :].transpose(1, 2)
+
+
+def _convolve(padded: Tensor, weight: Tensor) -> Tensor:
+    """padded `b size-1+t channels`, without gaps."""
+    t = padded.shape[1] - weight.shape[1] + 1
+    y = padded[:, :t] * weight[:, 0]
+    for i in range(1, weight.shape[1]):
+        y = torch.addcmul(y, padded[:, i : i + t], weight[:, i])
+    return F.silu(y)
+
+
+def _packed(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed texts, each with its own size - 1 inputs in front of it: one longer row without gaps, then cut out."""
+    past, texts = weight.shape[1] - 1, cu_seqlens.shape[0] - 1
+    rows, _ = locate(cu_seqlens)
+    at = torch.arange(x.shape[1], device=x.device) + (rows + 1) * past  # where a token goes
+    fronts = (cu_seqlens[:-1] + torch.arange(texts, device=x.device) * past)[:, None]
+    fronts = fronts + torch.arange(past, device=x.device)  # texts past
+    padded = x.new_zeros(x.shape[1] + texts * past, x.shape[2]).index_copy(0, at, x[0])
+    if state is not None:
+        padded = padded.index_copy(0, fronts.flatten(), state.transpose(1, 2).to(x.dtype).flatten(0, 1))
+    y = _convolve(F.pad(padded, (0, 0, past, 0))[None], weight)[:, at]
+    ends = (cu_seqlens[1:] + (torch.arange(texts, device=x.device) + 1) * past)[:, None]
+    ends = ends - past + torch.arange(past, device=x.device)
+    return y, padded[ends].transpose(1, 2)
+
+
+class ShortConvolution(nn.Module):
+    """short_convolution with its weight `channels size`, no bias."""
+
+    def __init__(self, channels: int, size: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.weight.shape[1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x `b t channels` -> the same, and the state `rows channels size-1`."""
+        return short_convolution(x, self.weight, state, cu_seqlens)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.weight.shape[0]}, size={self.weight.shape[1]}"

@@ -1,0 +1,115 @@
+"""Feed-forward: SwiGLU, and a mixture of them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineate import checks
+from lineate.rule import compute_dtype
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one projection."""
+
+    def __init__(self, hidden_size: int, size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * size, bias=False)
+        self.down_proj = nn.Linear(size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(glu(self.gate_up_proj(x)))
+
+
+def glu(x: Tensor) -> Tensor:
+    """silu(gate) * up of gate | up."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+class MixtureOfExperts(nn.Module):
+    """sum_e weight_e expert_e(x) over the experts that the router chooses for each token, plus a shared expert.
+
+    scores "softmax": weights are the largest of softmax(router(x)). "sigmoid": of sigmoid(router(x)) + router_bias, the
+    bias counting for the choice alone; the choice is within the best active_groups of groups of experts.
+    """
+
+    router_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        count: int,
+        active: int,
+        size: int,
+        *,
+        shared_size: int = 0,
+        shared_gate: bool = False,
+        scores: str = "softmax",
+        renormalize: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        active_groups: int = 1,
+    ) -> None:
+        super().__init__()
+        checks.check_choice("scores", scores, ("softmax", "sigmoid"))
+        self.count, self.active, self.scores, self.renormalize, self.scale = count, active, scores, renormalize, scale
+        self.groups, self.active_groups = groups, active_groups
+        self.router = nn.Linear(hidden_size, count, bias=False)
+        self.register_buffer("router_bias", torch.zeros(count) if scores == "sigmoid" else None)
+        self.experts_gate_up = nn.Parameter(torch.empty(count, 2 * size, hidden_size))
+        self.experts_down = nn.Parameter(torch.empty(count, hidden_size, size))
+        self.shared = SwiGLU(hidden_size, shared_size) if shared_size else None
+        self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for x in (self.experts_gate_up, self.experts_down):
+            nn.init.uniform_(x, -(x.shape[-1] ** -0.5), x.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.route(tokens)
+        y = self._mix(tokens, weights.to(x.dtype), chosen)
+        if self.shared is not None:
+            shared = self.shared(tokens)
+            y = y + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
+        return y.view_as(x)
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights (float32) and experts of each token, `n active`."""
+        dtype = compute_dtype(tokens.dtype)
+        if self.scores == "softmax":
+            weights, chosen = F.softmax(self.router(tokens), -1, dtype=compute_dtype(tokens.dtype)).topk(
+                self.active, -1
+            )
+        else:
+            assert self.router_bias is not None
+            dtype = compute_dtype(tokens.dtype)
+            scores = F.linear(tokens.to(dtype), self.router.weight.to(dtype)).sigmoid()
+            wanted = scores + self.router_bias
+            if self.groups > 1:
+                grouped = wanted.unflatten(-1, (self.groups, -1))
+                best = grouped.topk(2, -1)[0].sum(-1).topk(self.active_groups, -1)[1]  # n active_groups
+                closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+                wanted = grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
+            chosen = wanted.topk(self.active, -1)[1]
+            weights = scores.gather(-1, chosen)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * self.scale, chosen
+
+    def _mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Tokens sorted by expert, one expert after another."""
+        if tokens.shape[0] == 1:  # a token at a time: no sorting
+            return weights @ torch.cat([self._expert(tokens, e) for e in chosen[0].tolist()])
+        order = chosen.flatten().argsort(stable=True)
+        rows = order // self.active
+        sizes = chosen.flatten().bincount(minlength=self.count).tolist()
+        gathered = tokens[rows].split(sizes)
+        made = torch.cat([self._expert(own, e) for e, own in enumerate(gathered) if own.shape[0]])
+        back = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=order.device))
+        parts = made[back].view(*chosen.shape, -1)  # n active hidden: summed in one order, not by atomic additions
+        return (weights[:, None] @ parts)[:, 0]
+
+    def _expert(self, tokens: Tensor, e: int) -> Tensor:
+        return F.linear(glu(F.linear(tokens, self.experts_gate_up[e])), self.experts_down[e])

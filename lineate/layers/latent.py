@@ -1,0 +1,89 @@
+"""Latent attention (MLA): all that is kept of a token is one vector, from which every head makes its key and value.
+
+    c = RMSNorm(W_c x)    key of head h: (W_kh c, p)    value: W_vh c    p: a few channels that all heads share
+
+The same scores come out if q goes through W_kh^T instead, and the values if what was read goes through W_vh: then the
+cache itself is the only key and value, which is what decoding uses.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lineate.layers.attention import attend
+from lineate.layers.norm import RMSNorm
+from lineate.layers.rope import rotate
+from lineate.layers.state import TensorSpec, TokenCache, empty_cache, token_positions
+
+
+class LatentAttention(nn.Module):
+    """in_proj is q | latent | shared, one projection; a query head has nope_dim + rope_dim channels.
+
+    rope_theta rotates the shared channels and their part of q; None: no positions (Kimi Linear).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        rope_theta: float | None = None,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.heads, self.rank, self.nope_dim, self.rope_dim, self.value_dim = (
+            heads, rank, nope_dim, rope_dim, value_dim,
+        )  # fmt: skip
+        self.rope_theta = rope_theta
+        self.scale = (nope_dim + rope_dim) ** -0.5
+        self.splits = (heads * (nope_dim + rope_dim), rank, rope_dim)
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.latent_norm = RMSNorm(rank, norm_eps)
+        self.up_proj = nn.Linear(rank, heads * (nope_dim + value_dim), bias=False)
+        self.out_proj = nn.Linear(heads * value_dim, hidden_size, bias=False)
+
+    @property
+    def state_spec(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("latent", ("t", 1, self.rank + self.rope_dim), self.in_proj.weight.dtype),)
+
+    def forward(
+        self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, TokenCache]:
+        """x `b t hidden` -> the same; the state is the latent vector and the shared channels of every token."""
+        b, t, _ = x.shape
+        q, latent, shared = self.in_proj(x).split(self.splits, -1)
+        q = q.unflatten(-1, (self.heads, -1))  # b t heads nope+rope
+        latent, shared = self.latent_norm(latent), shared[..., None, :]
+        rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        past = 0 if state is None else state.positions
+        if self.rope_theta is not None:
+            positions = token_positions(past, x, cu_seqlens)
+            turned = rotate(q[..., self.nope_dim :], positions, self.rope_dim, self.rope_theta)
+            q = torch.cat((q[..., : self.nope_dim], turned), -1)
+            shared = rotate(shared, positions, self.rope_dim, self.rope_theta)
+        new = {"latent": torch.cat((latent[..., None, :], shared), -1)}  # b t 1 rank+rope
+        before = empty_cache(new, rows) if state is None else state
+        state = before.append(new) if cu_seqlens is None else before.append_packed(new, cu_seqlens)
+        # Reading the cache itself costs rank + rank a pair instead of nope + value, but expands nothing.
+        read = self._absorbed if t == 1 or 4 * t < state.n else self._expanded
+        return self.out_proj(read(q, state, cu_seqlens).flatten(2)), state
+
+    def _expanded(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
+        cached = state["latent"][:, :, 0]  # rows n rank+rope
+        made = self.up_proj(cached[..., : self.rank]).unflatten(-1, (self.heads, -1))
+        keys, values = made.split((self.nope_dim, self.value_dim), -1)
+        shared = cached[..., None, self.rank :].expand(-1, -1, self.heads, -1)
+        expanded = TokenCache({"keys": torch.cat((keys, shared), -1), "values": values}, state.lengths)
+        return attend(q, expanded, "keys", "values", self.scale, cu_seqlens, q.shape[1])
+
+    def _absorbed(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
+        up = self.up_proj.weight.unflatten(0, (self.heads, -1))  # heads nope+value rank
+        to_keys, to_values = up.split((self.nope_dim, self.value_dim), 1)
+        inside = torch.einsum("bthd,hdr->bthr", q[..., : self.nope_dim], to_keys)
+        q = torch.cat((inside, q[..., self.nope_dim :]), -1)  # b t heads rank+rope
+        seen = TokenCache({"keys": state["latent"], "values": state["latent"][..., : self.rank]}, state.lengths)
+        read = attend(q, seen, "keys", "values", self.scale, cu_seqlens, q.shape[1])  # b t heads rank
+        return torch.einsum("bthr,hdr->bthd", read, to_values)

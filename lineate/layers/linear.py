@@ -1,0 +1,309 @@
+"""The token mixers with a fixed-size memory: one class a rule, all of the same parts.
+
+q | k | v | ... = in_proj(x)         one projection for everything
+q | k | v = silu(conv(q | k | v))    the short convolution
+o, S = rule(q, k, v, gates, S)       lineate's ops
+y = out_proj(norm(o) * act(z))       z: the output gate
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineate import checks
+from lineate.decoding import decode
+from lineate.fused import fused_delta_rule
+from lineate.layers.convolution import ShortConvolution
+from lineate.layers.norm import GatedRMSNorm
+from lineate.layers.state import Memory, TensorSpec
+from lineate.ops import Attended, delta_rule, gated_linear_attention, linear_attention
+from lineate.rule import compute_dtype
+
+
+class LinearMixer(nn.Module):
+    """What the five have in common; each adds its gates (`more`: their rows in in_proj) and its rule (`attend`).
+
+    Each of `heads` key heads of key_dim channels serves value_heads / heads value heads of value_dim channels.
+    conv_size 0: no convolution.
+    """
+
+    normalizes: ClassVar[bool] = True
+    """q and k are l2-normalised."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        value_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+        gate_activation: str = "silu",
+        more: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__()
+        checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
+        value_heads = heads if value_heads is None else value_heads
+        key_dim = hidden_size // heads if key_dim is None else key_dim
+        value_dim = key_dim if value_dim is None else value_dim
+        if value_heads % heads:
+            raise ValueError(f"value_heads must be a multiple of heads = {heads}, got {value_heads}")
+        self.heads, self.value_heads, self.key_dim, self.value_dim = heads, value_heads, key_dim, value_dim
+        self.width = 2 * heads * key_dim + value_heads * value_dim  # of q | k | v
+        self.splits = (self.width, *more)
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.conv = ShortConvolution(self.width, conv_size) if conv_size else None
+        self.norm = GatedRMSNorm(value_dim, norm_eps, activation=gate_activation)
+        self.out_proj = nn.Linear(value_heads * value_dim, hidden_size, bias=False)
+
+    @property
+    def state_spec(self) -> tuple[TensorSpec, ...]:
+        dtype = self.in_proj.weight.dtype
+        memory = TensorSpec("memory", (self.value_heads, self.key_dim, self.memory_columns), compute_dtype(dtype))
+        if self.conv is None:
+            return (memory,)
+        channels, size = self.conv.weight.shape
+        return (TensorSpec("conv", (channels, size - 1), dtype), memory)
+
+    @property
+    def memory_columns(self) -> int:
+        return self.value_dim
+
+    def forward(
+        self, x: Tensor, state: Memory | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Memory]:
+        """x `b t hidden` -> the same; the state is the memory and the convolution's last inputs."""
+        mixed, *gates = self.in_proj(x).split(self.splits, -1)
+        tensors: dict[str, Tensor] = {}
+        if self.conv is not None:
+            mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
+        keys = self.heads * self.key_dim
+        q, k, v = mixed.split((keys, keys, self.width - 2 * keys), -1)
+        q, k = (y.unflatten(-1, (self.heads, self.key_dim)) for y in (q, k))
+        v = v.unflatten(-1, (self.value_heads, self.value_dim))
+        memory = None if state is None else state["memory"]
+        (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, cu_seqlens)
+        y = self.norm(output, z.unflatten(-1, (self.value_heads, self.value_dim)))
+        return self.out_proj(y.flatten(2)), Memory(tensors)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Attended[Tensor], Tensor]:
+        """The rule, and the output gate z `b t hv*v`."""
+        raise NotImplementedError
+
+
+class LinearAttention(LinearMixer):
+    """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        value_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+        gate_activation: str = "silu",
+        feature_map: str = "elu+1",
+    ) -> None:
+        value_dim = value_dim or key_dim or hidden_size // heads
+        super().__init__(
+            hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
+            norm_eps=norm_eps, gate_activation=gate_activation, more=((value_heads or heads) * value_dim,),
+        )  # fmt: skip
+        self.feature_map = feature_map
+
+    @property
+    def memory_columns(self) -> int:
+        return self.value_dim + 1  # the last column is the sum of the keys
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Attended[Tensor], Tensor]:
+        (z,) = gates
+        attended = linear_attention(
+            q, k, v, state=memory, cu_seqlens=cu_seqlens, feature_map=self.feature_map, normalize=True
+        )
+        return attended, z
+
+
+class GatedLinearAttention(LinearMixer):
+    """S = Diag(e^log_decay) S + k v^T with log_decay = logsigmoid(decay_proj(f)) / 16, f of low rank (GLA)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        value_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        decay_rank: int | None = None,
+        norm_eps: float = 1e-6,
+        gate_activation: str = "silu",
+    ) -> None:
+        value_dim = value_dim or key_dim or hidden_size // heads
+        rank = value_dim if decay_rank is None else decay_rank
+        super().__init__(
+            hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
+            norm_eps=norm_eps, gate_activation=gate_activation, more=(rank, (value_heads or heads) * value_dim),
+        )  # fmt: skip
+        self.decay_proj = nn.Linear(rank, self.value_heads * self.key_dim)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Attended[Tensor], Tensor]:
+        f, z = gates
+        decay = self.decay_proj(f).unflatten(-1, (self.value_heads, self.key_dim))
+        log_decay = F.logsigmoid(decay.to(compute_dtype(decay.dtype))) / 16
+        return gated_linear_attention(q, k, v, log_decay, state=memory, cu_seqlens=cu_seqlens), z
+
+
+class DeltaNet(LinearMixer):
+    """S = S + beta k (v - S^T k)^T with beta = beta_scale sigmoid(b)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        value_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        beta_scale: float = 1.0,
+        norm_eps: float = 1e-6,
+        gate_activation: str = "silu",
+    ) -> None:
+        value_dim = value_dim or key_dim or hidden_size // heads
+        rows = value_heads or heads
+        super().__init__(
+            hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
+            norm_eps=norm_eps, gate_activation=gate_activation, more=(rows * value_dim, rows),
+        )  # fmt: skip
+        self.beta_scale = beta_scale
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Attended[Tensor], Tensor]:
+        z, b = gates
+        beta = self.beta_scale * b.to(compute_dtype(b.dtype)).sigmoid()
+        return delta_rule(q, k, v, beta, state=memory, cu_seqlens=cu_seqlens, normalize_qk=True), z
+
+
+class GatedDeltaNet(LinearMixer):
+    """S' = e^log_decay S, S = S' + beta k (v - S'^T k)^T; log_decay = -exp(A_log) softplus(a + dt_bias) per head."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        value_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        beta_scale: float = 1.0,
+        norm_eps: float = 1e-6,
+        gate_activation: str = "silu",
+    ) -> None:
+        value_dim = value_dim or key_dim or hidden_size // heads
+        rows = value_heads or heads
+        super().__init__(
+            hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
+            norm_eps=norm_eps, gate_activation=gate_activation, more=(rows * value_dim, rows, rows),
+        )  # fmt: skip
+        self.beta_scale = beta_scale
+        self.A_log = nn.Parameter(torch.empty(rows, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(rows, dtype=torch.float32))
+        init_decay(self.A_log, self.dt_bias)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Attended[Tensor], Tensor]:
+        z, b, a = gates
+        return delta_from_raw_gates(q, k, v, a, b, self.A_log, self.dt_bias, self.beta_scale, memory, cu_seqlens), z
+
+
+class KimiDeltaAttention(LinearMixer):
+    """As GatedDeltaNet with one decay per key channel; the decay and the output gate come from low-rank projections."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        value_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        decay_rank: int | None = None,
+        gate_rank: int | None = None,
+        beta_scale: float = 1.0,
+        norm_eps: float = 1e-5,
+        gate_activation: str = "sigmoid",
+    ) -> None:
+        value_dim = value_dim or key_dim or hidden_size // heads
+        rows = value_heads or heads
+        ranks = (value_dim if decay_rank is None else decay_rank, value_dim if gate_rank is None else gate_rank)
+        super().__init__(
+            hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
+            norm_eps=norm_eps, gate_activation=gate_activation, more=(*ranks, rows),
+        )  # fmt: skip
+        self.beta_scale = beta_scale
+        self.decay_proj = nn.Linear(ranks[0], rows * self.key_dim, bias=False)
+        self.gate_proj = nn.Linear(ranks[1], rows * value_dim, bias=False)
+        self.A_log = nn.Parameter(torch.empty(rows, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(rows, self.key_dim, dtype=torch.float32))
+        init_decay(self.A_log, self.dt_bias)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Attended[Tensor], Tensor]:
+        f, z, b = gates
+        decay = self.decay_proj(f).unflatten(-1, (self.value_heads, self.key_dim))
+        attended = delta_from_raw_gates(
+            q, k, v, decay, b, self.A_log, self.dt_bias, self.beta_scale, memory, cu_seqlens
+        )  # fmt: skip
+        return attended, self.gate_proj(z)
+
+
+def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
+    """exp(A_log) uniform in 1 .. 16; softplus(dt_bias) between .001 and .1, uniform in its logarithm."""
+    with torch.no_grad():
+        A_log.uniform_(1, 16).log_()
+        step = dt_bias.uniform_(-6.9078, -2.3026).exp_()
+        dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
+
+
+def delta_from_raw_gates(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    write: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    beta_scale: float,
+    memory: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Attended[Tensor]:
+    """fused_delta_rule, or, for one token a row without gradients, a step of decode on a copy of the memory."""
+    if q.shape[1] == 1 and cu_seqlens is None and memory is not None and not torch.is_grad_enabled():
+        memory = memory.clone()
+        output = decode(
+            q, k, v, gate, write,
+            state=memory, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
+        )  # fmt: skip
+        return Attended(output, memory)
+    return fused_delta_rule(
+        q, k, v, gate, write, A_log, dt_bias, beta_scale=beta_scale, state=memory, cu_seqlens=cu_seqlens
+    )

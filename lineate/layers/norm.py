@@ -1,0 +1,46 @@
+"""RMSNorm, plain or zero-centred, and RMSNorm with an output gate."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineate.rule import compute_dtype
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean x^2 + eps) * weight over the last dimension; zero-centred: * (1 + weight). In float32."""
+
+    def __init__(self, size: int, eps: float = 1e-6, *, zero_centred: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size) if zero_centred else torch.ones(size))
+        self.eps = eps
+        self.zero_centred = zero_centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In the dtype of x."""
+        dtype = compute_dtype(x.dtype)
+        weight = self.weight.to(dtype) + 1 if self.zero_centred else self.weight.to(dtype)
+        return F.rms_norm(x.to(dtype), x.shape[-1:], weight, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}" + ", zero_centred=True" * self.zero_centred
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm(x) * activation(gate): silu (Qwen3-Next) or sigmoid (Kimi Linear), in float32."""
+
+    def __init__(self, size: int, eps: float = 1e-6, *, activation: str = "silu") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+        self.activation = activation
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate `... size`; in the dtype of x."""
+        dtype = compute_dtype(x.dtype)
+        normed = F.rms_norm(x.to(dtype), x.shape[-1:], self.weight.to(dtype), self.eps)
+        gate = gate.to(dtype)
+        return (normed * (F.silu(gate) if self.activation == "silu" else gate.sigmoid())).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, activation={self.activation!r}"

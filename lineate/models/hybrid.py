@@ -1,0 +1,292 @@
+"""The hybrid language model: embedding, blocks of mixer and feed-forward, norm, head.
+
+x = x + mixer(norm(x))      x = x + feed(norm(x))
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineate import checks
+from lineate.layers import (
+    DeltaNet,
+    GatedAttention,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LatentAttention,
+    LayerState,
+    LinearAttention,
+    MixtureOfExperts,
+    RMSNorm,
+    SwiGLU,
+    TensorSpec,
+)
+from lineate.layers.linear import init_decay
+from lineate.models.config import HybridConfig
+from lineate.models.state import ModelState
+
+
+class LMOutput(NamedTuple):
+    """What a language model returns."""
+
+    logits: Tensor
+    """`b t vocab`."""
+    state: ModelState
+    loss: Tensor | None
+    """Mean cross-entropy of the next tokens, if labels were given."""
+
+
+def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
+    """The mixer of a pattern's letter."""
+    hidden = config.hidden_size
+    if letter == "A":
+        attention = config.attention
+        assert attention is not None
+        return GatedAttention(
+            hidden, attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim,
+            rotary_dim=attention.rotary_dim, rope_theta=attention.rope_theta, gated=attention.gated,
+            qk_norm=attention.qk_norm, bias=attention.bias, norm_eps=config.norm_eps,
+            zero_centred_norm=config.zero_centred_norm,
+        )  # fmt: skip
+    if letter == "M":
+        latent = config.latent
+        assert latent is not None
+        return LatentAttention(
+            hidden, latent.heads, rank=latent.rank, nope_dim=latent.nope_dim, rope_dim=latent.rope_dim,
+            value_dim=latent.value_dim, rope_theta=latent.rope_theta, norm_eps=latent.norm_eps,
+        )  # fmt: skip
+    linear = config.linear
+    assert linear is not None
+    sizes = (hidden, linear.heads)
+    shared: dict[str, Any] = {
+        "value_heads": linear.value_heads, "key_dim": linear.key_dim, "value_dim": linear.value_dim,
+        "conv_size": linear.conv_size, "norm_eps": linear.norm_eps, "gate_activation": linear.gate_activation,
+    }  # fmt: skip
+    if letter == "L":
+        return LinearAttention(*sizes, **shared, feature_map=linear.feature_map)
+    if letter == "R":
+        return GatedLinearAttention(*sizes, **shared, decay_rank=linear.decay_rank)
+    if letter == "D":
+        return DeltaNet(*sizes, **shared, beta_scale=linear.beta_scale)
+    if letter == "G":
+        return GatedDeltaNet(*sizes, **shared, beta_scale=linear.beta_scale)
+    return KimiDeltaAttention(
+        *sizes, **shared, beta_scale=linear.beta_scale, decay_rank=linear.decay_rank, gate_rank=linear.gate_rank
+    )
+
+
+def make_feed(config: HybridConfig, layer: int) -> nn.Module:
+    """A layer's feed-forward."""
+    if not config.has_experts(layer):
+        assert config.feed is not None
+        return SwiGLU(config.hidden_size, config.feed.size)
+    experts = config.experts
+    assert experts is not None
+    return MixtureOfExperts(
+        config.hidden_size, experts.count, experts.active, experts.size, shared_size=experts.shared_size,
+        shared_gate=experts.shared_gate, scores=experts.scores, renormalize=experts.renormalize, scale=experts.scale,
+        groups=experts.groups, active_groups=experts.active_groups,
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    """A mixer and a feed-forward around the residual; norm_after: what they add is normalised, not what they read."""
+
+    def __init__(self, config: HybridConfig, layer: int) -> None:
+        super().__init__()
+        letter = config.letters[layer]
+        self.norm_after = letter in config.norm_after
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
+        self.mixer = make_mixer(config, letter)
+        self.feed_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
+        self.feed = make_feed(config, layer)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """x `b t hidden` -> the same."""
+        if self.norm_after:
+            y, state = self.mixer(x, state, cu_seqlens)
+            x = x + self.mixer_norm(y)
+            return x + self.feed_norm(self.feed(x)), state
+        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
+        x = x + y
+        return x + self.feed(self.feed_norm(x)), state
+
+
+class HybridLM(nn.Module):
+    """A language model whose layers have the mixers of config.pattern.
+
+        out = model(input_ids)                        # LMOutput(logits, state, loss)
+        out = model(next_ids, state=out.state)        # continue
+        out = model(packed_ids, cu_seqlens=bounds)    # b = 1: texts that never see each other
+        out = model(padded_ids, attention_mask=mask)  # padding, left or right, is left out
+
+    >>> model = HybridLM.from_pretrained("folder or hub name")
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
+        self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if self.embed.weight.device.type != "meta":
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal weights of config.initializer_range; decays, norms and convolutions as their layers want them."""
+        for module in self.modules():
+            for name, x in module.named_parameters(recurse=False):
+                if x.dim() >= 2 and name in ("weight", "experts_gate_up", "experts_down") and not _is_conv(module):
+                    x.normal_(0, self.config.initializer_range)
+                elif name == "bias":
+                    x.zero_()
+            if isinstance(module, GatedDeltaNet | KimiDeltaAttention):
+                init_decay(module.A_log, module.dt_bias)
+
+    @property
+    def state_spec(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        """Every layer's state: name, shape and dtype of its tensors, for one row."""
+        return tuple(block.mixer.state_spec for block in self.layers)  # type: ignore[union-attr, misc]
+
+    def state_nbytes(self, rows: int = 1, tokens: int = 0) -> int:
+        """Bytes that the state of so many rows has after so many tokens."""
+        return rows * sum(spec.nbytes(tokens) for layer in self.state_spec for spec in layer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        state: ModelState | None = None,
+        cu_seqlens: Tensor | None = None,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> LMOutput:
+        """input_ids `b t`. labels `b t`: the tokens themselves, -100 where none is to be learnt; the loss is over
+        predicting each from those before it. attention_mask `b t`: 0 is padding; logits there are 0."""
+        _check_ids(input_ids, self.config.vocab_size)
+        checks.check_cu_seqlens(cu_seqlens, *input_ids.shape)
+        if attention_mask is not None:
+            return self._padded(input_ids, state, cu_seqlens, labels, attention_mask)
+        rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        _check_state(state, len(self.layers), rows)
+        x, state = self.hidden(self.embed(input_ids), state, cu_seqlens)
+        logits = self.logits(x)
+        return LMOutput(logits, state, None if labels is None else _loss(logits, labels, cu_seqlens))
+
+    def hidden(
+        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:
+        """From embeddings `b t hidden` to what the head reads."""
+        new = []
+        for n, block in enumerate(self.layers):
+            x, layer = block(x, None if state is None else state.layers[n], cu_seqlens)
+            new.append(layer)
+        more = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+        return self.norm(x), ModelState(tuple(new), more if state is None else state.lengths + more)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The head."""
+        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+
+    def _padded(
+        self,
+        input_ids: Tensor,
+        state: ModelState | None,
+        cu_seqlens: Tensor | None,
+        labels: Tensor | None,
+        attention_mask: Tensor,
+    ) -> LMOutput:
+        """Rows without their padding are packed texts."""
+        if cu_seqlens is not None:
+            raise ValueError("attention_mask and cu_seqlens cannot be used together; packed texts have no padding")
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask must have shape (b, t) = {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
+            )
+        kept = attention_mask.bool()
+        if bool(kept.all()):
+            return self(input_ids, state, labels=labels)
+        lengths = kept.sum(1)
+        bounds = F.pad(lengths.cumsum(0), (1, 0))
+        packed = self(input_ids[kept][None], state, bounds)
+        logits = packed.logits.new_zeros(*input_ids.shape, packed.logits.shape[-1])
+        logits = logits.masked_scatter(kept[..., None], packed.logits[0])
+        loss = None if labels is None else _loss(packed.logits, labels[kept][None], bounds)
+        return LMOutput(logits, packed.state, loss)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        progress: bool = True,
+    ) -> "HybridLM":
+        """From a folder with config.json and safetensors, or a name on the Hugging Face hub; dtype None: as stored."""
+        from lineate.models.families import load_pretrained
+
+        return load_pretrained(name, dtype=dtype, device=device, progress=progress)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """config.json and model.safetensors, which from_pretrained reads back to the same bits."""
+        from lineate.models.families import save_pretrained
+
+        save_pretrained(self, folder)
+
+
+def _is_conv(module: nn.Module) -> bool:
+    from lineate.layers import ShortConvolution
+
+    return isinstance(module, ShortConvolution)
+
+
+def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"input_ids must be a torch.Tensor, got {type(input_ids).__name__}")
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"input_ids must be int32 or int64, got {str(input_ids.dtype).removeprefix('torch.')}")
+    if input_ids.dim() != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids must have shape (b, t) with at least one token, got {tuple(input_ids.shape)}")
+    if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = (int(x) for x in input_ids.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"input_ids must lie in 0 .. {vocab_size - 1}, got {low} .. {high}")
+
+
+def _check_state(state: ModelState | None, layers: int, rows: int) -> None:
+    if state is None:
+        return
+    if not isinstance(state, ModelState):
+        raise TypeError(f"state must be a ModelState or None, got {type(state).__name__}; pass LMOutput.state")
+    if len(state.layers) != layers:
+        raise ValueError(f"state must have {layers} layers, got {len(state.layers)}; it is another model's")
+    if state.rows != rows:
+        raise ValueError(f"state must have {rows} rows, as many as the batch or the packed texts, got {state.rows}")
+
+
+def _loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Mean of -log p(label_{t+1} | ..t) in float32; a text's first token is never predicted from another text."""
+    if labels.shape != logits.shape[:2]:
+        raise ValueError(f"labels must have shape (b, t) = {tuple(logits.shape[:2])}, got {tuple(labels.shape)}")
+    if cu_seqlens is not None:
+        starts = cu_seqlens[:-1][cu_seqlens.diff() > 0]
+        labels = labels.index_fill(1, starts, -100)
+    targets = labels[:, 1:].flatten()
+    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum")
+    return losses / (targets != -100).sum().clamp(min=1)

@@ -1,0 +1,331 @@
+"""The layers: against their equations written out, and what every mixer promises about its state."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineate.layers import (
+    DeltaNet,
+    GatedAttention,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    GatedRMSNorm,
+    KimiDeltaAttention,
+    LatentAttention,
+    LinearAttention,
+    Memory,
+    MixtureOfExperts,
+    RMSNorm,
+    ShortConvolution,
+    SwiGLU,
+    TokenCache,
+)
+
+HIDDEN = 24
+SIZES = {"value_heads": 4, "key_dim": 8, "value_dim": 6}
+MIXERS = {
+    "linear": lambda: LinearAttention(HIDDEN, 2, **SIZES),
+    "gated linear": lambda: GatedLinearAttention(HIDDEN, 2, **SIZES, decay_rank=5),
+    "delta": lambda: DeltaNet(HIDDEN, 2, **SIZES, beta_scale=2.0),
+    "gated delta": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES),
+    "gated delta, no convolution": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, conv_size=0),
+    "kimi": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7),
+    "attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=6),
+    "attention, full norm": lambda: GatedAttention(
+        HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=10, gated=False, qk_norm="full", zero_centred_norm=True
+    ),
+    "attention, plain": lambda: GatedAttention(HIDDEN, 4, qk_norm=None, bias=True),
+    "latent": lambda: LatentAttention(HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5),
+    "latent, positions": lambda: LatentAttention(
+        HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0
+    ),
+}
+mixers = pytest.mark.parametrize("name", MIXERS)
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+
+
+def make(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """All parameters random, norms too."""
+    torch.manual_seed(0)
+    layer = MIXERS[name]()
+    for key, x in layer.named_parameters():
+        if "norm" in key:
+            nn.init.uniform_(x, 0.5, 1.5)
+    return layer.to(dtype)
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def same_state(a: Memory | TokenCache, b: Memory | TokenCache) -> bool:
+    names = a.names if isinstance(a, TokenCache) else tuple(a.tensors)
+    return all(torch.allclose(a[name], b[name], **CLOSE) for name in names)
+
+
+@mixers
+def test_split_anywhere_equals_whole(name):
+    layer, x = make(name), tokens(2, 90)
+    with torch.no_grad():
+        whole, final = layer(x)
+        for cuts in ([1], [89], [64], [3, 4, 5, 70]):
+            state, parts = None, []
+            for start, end in zip([0, *cuts], [*cuts, 90], strict=True):
+                y, state = layer(x[:, start:end], state)
+                parts.append(y)
+            torch.testing.assert_close(torch.cat(parts, 1), whole, **CLOSE)
+            assert same_state(state, final)
+
+
+@mixers
+def test_packed_texts_equal_separate_ones(name):
+    layer, x = make(name), tokens(1, 90)
+    lengths = (3, 0, 1, 66, 20)
+    bounds = torch.tensor((0, *lengths)).cumsum(0)
+    with torch.no_grad():
+        packed, state = layer(x, cu_seqlens=bounds)
+        more = tokens(len(lengths), 2)
+        continued, _ = layer(more, state)
+        again, _ = layer(more.flatten(0, 1)[None], state, cu_seqlens=torch.arange(0, 11, 2))
+        torch.testing.assert_close(again.view_as(continued), continued, **CLOSE)
+        for row, (start, end) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+            alone = torch.cat((x[:, start:end], more[row : row + 1]), 1)
+            expected, _ = layer(alone)
+            torch.testing.assert_close(packed[:, start:end], expected[:, :-2], **CLOSE)
+            torch.testing.assert_close(continued[row : row + 1], expected[:, -2:], **CLOSE)
+
+
+@mixers
+def test_packed_gradients(name):
+    """Those of separate runs, summed; and none crosses a border."""
+    layer, x = make(name), tokens(1, 20).requires_grad_()
+    packed, _ = layer(x, cu_seqlens=torch.tensor([0, 7, 20]))
+    weight = tokens(1, 20).cos()
+    grads = torch.autograd.grad((packed * weight).sum(), [x, *layer.parameters()])
+    first, second = layer(x[:, :7])[0], layer(x[:, 7:])[0]
+    expected = torch.autograd.grad((torch.cat((first, second), 1) * weight).sum(), [x, *layer.parameters()])
+    for got, wanted in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-9)
+    (crossed,) = torch.autograd.grad(layer(x, cu_seqlens=torch.tensor([0, 7, 20]))[0][:, 7:].sum(), x)
+    assert crossed[:, :7].eq(0).all()
+
+
+@mixers
+def test_the_future_never_changes_the_past(name):
+    layer, x = make(name), tokens(1, 70)
+    other = x.clone()
+    other[:, 40:] = tokens(1, 30).flip(1) * 3
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x)[0][:, :40], layer(other)[0][:, :40], rtol=0, atol=1e-14)
+
+
+@mixers
+def test_state_spec_is_what_is_there(name):
+    layer = make(name, torch.float32)
+    with torch.no_grad():
+        _, state = layer(tokens(3, 11, dtype=torch.float32))
+    names = state.names if isinstance(state, TokenCache) else tuple(state.tensors)
+    assert names == tuple(spec.name for spec in layer.state_spec)
+    for spec in layer.state_spec:
+        assert state[spec.name].dtype == spec.dtype
+        assert state[spec.name].shape == (3, *(11 if size == "t" else size for size in spec.shape))
+    assert state.nbytes == 3 * sum(spec.nbytes(11) for spec in layer.state_spec)
+
+
+@mixers
+def test_states_are_values(name):
+    """A text continued in two ways, and then again in the first."""
+    layer, x = make(name), tokens(2, 30)
+    with torch.no_grad():
+        _, state = layer(x[:, :10])
+        first, after = layer(x[:, 10:11], state)
+        second, _ = layer(x[:, 20:21], state)
+        third, _ = layer(x[:, 11:12], after)
+        assert torch.equal(layer(x[:, 10:11], state)[0], first)
+        assert not torch.equal(first, second)
+        torch.testing.assert_close(third, layer(x[:, :12])[0][:, 11:], **CLOSE)
+
+
+@mixers
+def test_rows_can_be_selected(name):
+    layer, x = make(name), tokens(3, 9)
+    with torch.no_grad():
+        _, state = layer(x)
+        chosen = torch.tensor([2, 0, 2])
+        got, _ = layer(x[:, :1], state.select(chosen))
+        for i, row in enumerate(chosen.tolist()):
+            expected, _ = layer(torch.cat((x[row : row + 1], x[i : i + 1, :1]), 1))
+            torch.testing.assert_close(got[i : i + 1], expected[:, -1:], **CLOSE)
+        assert state.to("cpu").detach().nbytes == state.nbytes
+
+
+@mixers
+def test_gradients_reach_everything(name):
+    layer = make(name)
+    x = tokens(2, 7).requires_grad_()
+    _, state = layer(x)
+    y, state = layer(tokens(2, 3), state)
+    y.square().sum().backward()
+    assert x.grad is not None and x.grad.ne(0).any()
+    for key, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.ne(0).any(), key
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@mixers
+def test_lower_precision(name):
+    layer, x = make(name), tokens(1, 40)
+    with torch.no_grad():
+        exact, _ = layer(x)
+        for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+            got, state = make(name, dtype)(x.to(dtype))
+            assert got.dtype == dtype
+            assert (got.double() - exact).norm() <= bound * exact.norm()
+            if isinstance(state, Memory):
+                assert state["memory"].dtype == torch.float32
+
+
+# Against the equations
+
+
+def test_short_convolution_is_a_convolution():
+    torch.manual_seed(0)
+    layer, x = ShortConvolution(10, 4).double(), torch.randn(2, 9, 10, dtype=torch.float64)
+    y, state = layer(x)
+    expected = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), layer.weight[:, None], groups=10)
+    torch.testing.assert_close(y, F.silu(expected).transpose(1, 2))
+    assert torch.equal(state, x[:, -3:].transpose(1, 2))
+    _, state = layer(x[:, :1])
+    assert torch.equal(state, F.pad(x[:, :1], (0, 0, 2, 0)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["gated delta, no convolution", "kimi"])
+def test_delta_mixers_are_their_equation(name):
+    """Projections, convolution, gates, the rule token by token, gated norm: in plain steps."""
+    layer, x = make(name), tokens(1, 12)
+    mixed, *gates = layer.in_proj(x).split(layer.splits, -1)
+    if layer.conv is not None:
+        mixed, _ = layer.conv(mixed)
+    q, k, v = mixed[0].split((16, 16, 24), -1)
+    q, k = (y.view(12, 2, 8) for y in (q, k))
+    q, k = ((y * torch.rsqrt(y.square().sum(-1, True) + 1e-6)).repeat_interleave(2, 1) for y in (q, k))
+    v = v.view(12, 4, 6)
+    if name == "kimi":
+        f, z, b = gates
+        z, a = layer.gate_proj(z), layer.decay_proj(f).view(12, 4, 8)
+        decay = (-layer.A_log.exp()[:, None] * F.softplus(a + layer.dt_bias)).exp()  # t hv k
+    else:
+        z, b, a = gates
+        decay = (-layer.A_log.exp() * F.softplus(a[0] + layer.dt_bias)).exp()[..., None].expand(-1, -1, 8)
+    beta, S, outputs = b[0].sigmoid(), torch.zeros(4, 8, 6, dtype=torch.float64), []
+    for t in range(12):
+        S = decay[t][..., None] * S
+        error = v[t] - torch.einsum("hkv,hk->hv", S, k[t])
+        S = S + beta[t][:, None, None] * torch.einsum("hk,hv->hkv", k[t], error)
+        outputs.append(torch.einsum("hkv,hk->hv", S, q[t]) * 8**-0.5)
+    o = torch.stack(outputs)
+    z = z[0].view(12, 4, 6)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.norm.eps) * layer.norm.weight
+    o = o * (z.sigmoid() if name == "kimi" else F.silu(z))
+    torch.testing.assert_close(layer(x)[0][0], layer.out_proj(o.flatten(1)), **CLOSE)
+
+
+def test_gated_attention_is_its_equation():
+    layer, x = make("attention"), tokens(1, 7)
+    q, gate, k, v = layer.in_proj(x)[0].split((40, 40, 20, 20), -1)
+    q, k, v = q.view(7, 4, 10), k.view(7, 2, 10), v.view(7, 2, 10)
+
+    def turned(y: Tensor, norm: RMSNorm) -> Tensor:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * norm.weight
+        out = y.clone()
+        for t in range(7):
+            for i in range(3):
+                angle = torch.tensor(t / 10000 ** (2 * i / 6), dtype=torch.float64)
+                a, b = y[t, :, i], y[t, :, i + 3]
+                out[t, :, i], out[t, :, i + 3] = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+        return out
+
+    q, k = turned(q, layer.q_norm), turned(k, layer.k_norm)
+    o = torch.zeros(7, 4, 10, dtype=torch.float64)
+    for t in range(7):
+        for head in range(4):
+            weights = (k[: t + 1, head // 2] @ q[t, head] * 10**-0.5).softmax(0)
+            o[t, head] = weights @ v[: t + 1, head // 2]
+    torch.testing.assert_close(layer(x)[0][0], layer.out_proj(o.flatten(1) * gate.sigmoid()), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["latent", "latent, positions"])
+def test_latent_attention_expanded_equals_absorbed(name):
+    layer, x = make(name), tokens(2, 9)
+    q, latent, shared = layer.in_proj(x).split(layer.splits, -1)
+    _, state = layer(x)
+    q = q.unflatten(-1, (3, -1))
+    if name == "latent":  # else q is rotated first
+        torch.testing.assert_close(layer._expanded(q, state, None), layer._absorbed(q, state, None), **CLOSE)
+        keys, values = layer.up_proj(layer.latent_norm(latent)).unflatten(-1, (3, -1)).split((6, 5), -1)
+        keys = torch.cat((keys, shared[:, :, None].expand(-1, -1, 3, -1)), -1)
+        scores = torch.einsum("bthd,bshd->bhts", q, keys) * 10**-0.5
+        weights = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf).softmax(-1)
+        expected = layer.out_proj(torch.einsum("bhts,bshd->bthd", weights, values).flatten(2))
+        torch.testing.assert_close(layer(x)[0], expected, **CLOSE)
+    assert state["latent"].shape == (2, 9, 1, 13)
+
+
+def test_norms():
+    x, gate = torch.randn(5, 8, dtype=torch.float64) * 3, torch.randn(5, 8, dtype=torch.float64)
+    unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    plain, centred = RMSNorm(8).double(), RMSNorm(8, zero_centred=True).double()
+    nn.init.normal_(plain.weight), nn.init.normal_(centred.weight)
+    torch.testing.assert_close(plain(x), unit * plain.weight, **CLOSE)
+    torch.testing.assert_close(centred(x), unit * (1 + centred.weight), **CLOSE)
+    for activation, function in (("silu", F.silu), ("sigmoid", torch.sigmoid)):
+        gated = GatedRMSNorm(8, activation=activation).double()
+        nn.init.normal_(gated.weight)
+        torch.testing.assert_close(gated(x, gate), unit * gated.weight * function(gate), **CLOSE)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("n", [1, 40])
+def test_mixture_of_experts_is_its_sum(scores, n):
+    torch.manual_seed(0)
+    groups = {"groups": 4, "active_groups": 2, "scale": 2.5} if scores == "sigmoid" else {}
+    layer = MixtureOfExperts(12, 8, 3, 10, shared_size=6, shared_gate=True, scores=scores, **groups).double()
+    if layer.router_bias is not None:
+        layer.router_bias.normal_()
+    x = torch.randn(1, n, 12, dtype=torch.float64)
+    logits = layer.router(x[0])
+    expected = layer.shared_gate(x[0]).sigmoid() * layer.shared(x[0])
+    for t in range(n):
+        weights = logits[t].softmax(0) if scores == "softmax" else logits[t].sigmoid()
+        wanted = weights if layer.router_bias is None else weights + layer.router_bias
+        if groups:
+            sums = wanted.view(4, 2).sum(1)
+            wanted = wanted.masked_fill(~torch.isin(torch.arange(8) // 2, sums.topk(2)[1]), -torch.inf)
+        best = wanted.topk(3)[1]
+        total = weights[best].sum()
+        for e in best.tolist():
+            gate, up = (layer.experts_gate_up[e] @ x[0, t]).chunk(2)
+            expected[t] += layer.scale * weights[e] / total * (layer.experts_down[e] @ (F.silu(gate) * up))
+    torch.testing.assert_close(layer(x)[0], expected, **CLOSE)
+
+
+def test_swiglu():
+    layer, x = SwiGLU(6, 9).double(), torch.randn(3, 6, dtype=torch.float64)
+    gate, up = layer.gate_up_proj(x).chunk(2, -1)
+    torch.testing.assert_close(layer(x), layer.down_proj(gate * gate.sigmoid() * up))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: GatedDeltaNet(24, 3, value_heads=4), "value_heads must be a multiple of heads = 3, got 4"),
+        (lambda: GatedAttention(24, 3, kv_heads=2), "heads must be a multiple of kv_heads = 2, got 3"),
+        (lambda: GatedAttention(24, 3, qk_norm="layer"), "qk_norm must be one of"),
+        (lambda: KimiDeltaAttention(24, 3, gate_activation="relu"), "gate_activation must be one of"),
+        (lambda: MixtureOfExperts(24, 4, 2, 8, scores="tanh"), "scores must be one of"),
+    ],
+)
+def test_errors(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
