@@ -43,6 +43,9 @@ def attend(
 def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> Tensor:
     """q `b t heads k`; k, v `b n kv k|v`; mask `t n` or `b 1 t n` -> `b t heads v`."""
     t, heads, kv = q.shape[1], q.shape[2], k.shape[2]
+    if v.shape[3] < k.shape[3]:  # the fast kernels want one width
+        widened = F.pad(v, (0, k.shape[3] - v.shape[3]))
+        return _softmax(q, k, widened, scale, mask, causal=causal)[..., : v.shape[3]]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if t == 1 and kv < heads:  # the queries of a group read the same keys: one product, nothing repeated
         grouped = q.view(q.shape[0], kv, heads // kv, q.shape[3])

@@ -84,6 +84,5 @@ class LatentAttention(nn.Module):
         to_keys, to_values = up.split((self.nope_dim, self.value_dim), 1)
         inside = torch.einsum("bthd,hdr->bthr", q[..., : self.nope_dim], to_keys)
         q = torch.cat((inside, q[..., self.nope_dim :]), -1)  # b t heads rank+rope
-        seen = TokenCache({"keys": state["latent"], "values": state["latent"][..., : self.rank]}, state.lengths)
-        read = attend(q, seen, "keys", "values", self.scale, cu_seqlens, q.shape[1])  # b t heads rank
+        read = attend(q, state, "latent", "latent", self.scale, cu_seqlens, q.shape[1])[..., : self.rank]
         return torch.einsum("bthr,hdr->bthd", read, to_values)

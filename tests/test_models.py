@@ -1,0 +1,234 @@
+"""HybridLM: every letter of a pattern, states, packed and padded texts, loss, configurations."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.models import (
+    PRESETS,
+    AttentionConfig,
+    ExpertsConfig,
+    FeedConfig,
+    HybridConfig,
+    HybridLM,
+    LatentConfig,
+    LinearConfig,
+    preset,
+)
+
+VOCAB = 61
+CONFIG = HybridConfig(
+    vocab_size=VOCAB, hidden_size=32, n_layers=4, pattern="GGGA",
+    linear=LinearConfig(2, 4, 8, 6),
+    attention=AttentionConfig(4, 2, 10, rotary_dim=4),
+    latent=LatentConfig(3, rank=9, nope_dim=6, rope_dim=4, value_dim=5),
+    feed=FeedConfig(40),
+)  # fmt: skip
+EXPERTS = ExpertsConfig(6, 2, 12, shared_size=8, shared_gate=True)
+CASES = {
+    "GGGA": CONFIG,
+    "KKKM, experts": CONFIG.with_options(pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
+    "LRDGKAM": CONFIG.with_options(pattern="LRDGKAM", n_layers=7),
+    "norm after": CONFIG.with_options(pattern="GA", norm_after="A", zero_centred_norm=True),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def make(case: str) -> HybridLM:
+    torch.manual_seed(0)
+    model = HybridLM(CASES[case]).double().eval()
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "norm" in name:
+                x.uniform_(0.5, 1.5)
+            elif x.dim() >= 2 and "conv" not in name:
+                x.mul_(8)
+    return model
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9)
+
+
+@cases
+@torch.no_grad()
+def test_prefill_then_token_by_token_equals_the_full_pass(case):
+    model, ids = make(case), draw(2, 80)
+    full = model(ids)
+    out = model(ids[:, :70])
+    logits = [out.logits]
+    for t in range(70, 80):
+        out = model(ids[:, t : t + 1], state=out.state)
+        logits.append(out.logits)
+    close(torch.cat(logits, 1), full.logits)
+    assert out.state.lengths == full.state.lengths == 80
+    assert out.state.nbytes == full.state.nbytes == model.state_nbytes(rows=2, tokens=80)
+
+
+@cases
+@torch.no_grad()
+def test_packed_texts_equal_separate_runs_and_continue(case):
+    model, ids, lengths = make(case), draw(1, 75), (5, 0, 1, 69)
+    bounds = torch.tensor((0, *lengths)).cumsum(0)
+    packed = model(ids, cu_seqlens=bounds)
+    assert packed.state.lengths.tolist() == list(lengths)
+    more = draw(4, 3, seed=1)
+    next_logits = model(more, state=packed.state).logits
+    for row, (start, end) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        alone = model(torch.cat((ids[:, start:end], more[row : row + 1]), 1)).logits
+        close(packed.logits[:, start:end], alone[:, : end - start])
+        close(next_logits[row : row + 1], alone[:, end - start :])
+
+
+@cases
+@torch.no_grad()
+def test_padded_batches_equal_unpadded_rows(case):
+    model, ids = make(case), draw(3, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :15], mask[1, 30:] = 0, 0
+    out = model(ids, attention_mask=mask, labels=ids)
+    alone = [model(ids[:1, 15:]), model(ids[1:2, :30]), model(ids[2:])]
+    close(out.logits[0, 15:], alone[0].logits[0])
+    close(out.logits[1, :30], alone[1].logits[0])
+    close(out.logits[2], alone[2].logits[0])
+    assert out.logits[0, :15].eq(0).all()
+    nexts = draw(3, 1, seed=2)
+    continued = model(nexts, state=out.state)
+    for row in range(3):
+        close(continued.logits[row], model(nexts[row : row + 1], state=alone[row].state).logits[0])
+    everything = model(ids, attention_mask=torch.ones_like(ids))
+    assert torch.equal(everything.logits, model(ids).logits)
+
+
+@cases
+def test_loss_and_gradients(case):
+    model, ids = make(case), draw(2, 9)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    out = model(ids, labels=labels)
+    expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    torch.testing.assert_close(out.loss, expected)
+    out.loss.backward()
+    for name, x in model.named_parameters():
+        assert x.grad is not None and x.grad.isfinite().all(), name
+    packed = model(ids.view(1, -1), cu_seqlens=torch.tensor([0, 9, 18]), labels=labels.view(1, -1))
+    torch.testing.assert_close(packed.loss, out.loss)
+    padded = F.pad(ids, (3, 0))
+    mask = F.pad(torch.ones_like(ids), (3, 0))
+    again = model(padded, attention_mask=mask, labels=F.pad(labels, (3, 0), value=7))
+    torch.testing.assert_close(again.loss, out.loss)
+    none = model(ids, labels=torch.full_like(ids, -100)).loss
+    assert none == 0 and not none.isnan()
+
+
+@cases
+@torch.no_grad()
+def test_states_are_values(case):
+    model, ids = make(case), draw(2, 20)
+    start = model(ids[:, :10]).state
+    first = model(ids[:, 10:11], state=start)
+    other = model(ids[:, 15:16], state=start)
+    assert torch.equal(model(ids[:, 10:11], state=start).logits, first.logits)
+    assert not torch.equal(first.logits, other.logits)
+    swapped = model(ids[[1, 0], 11:12], state=first.state.select(torch.tensor([1, 0])))
+    close(swapped.logits[0], model(ids[:, :12]).logits[1, 11:])
+
+
+def test_a_pattern_is_tiled():
+    assert CONFIG.with_options(n_layers=6).letters == "GGGAGG"
+    kinds = [type(block.mixer).__name__ for block in make("LRDGKAM").layers]
+    assert kinds == [
+        "LinearAttention", "GatedLinearAttention", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedAttention",
+        "LatentAttention",
+    ]  # fmt: skip
+
+
+def test_config_as_json():
+    for config in (*CASES.values(), *(make() for make in PRESETS.values())):
+        assert HybridConfig.from_dict(config.to_dict()) == config
+    values = CONFIG.to_dict()
+    with pytest.raises(ValueError, match="config has unknown keys 'layers'; known are vocab_size, hidden_size"):
+        HybridConfig.from_dict({**values, "layers": 3})
+    with pytest.raises(ValueError, match=r"config\.linear has unknown keys 'head'"):
+        HybridConfig.from_dict({**values, "linear": {**values["linear"], "head": 3}})
+
+
+PUBLISHED = {
+    "qwen3-next-80b": 79.67,
+    "qwen3-5-27b": 26.90,
+    "qwen3-5-35b-a3b": 34.66,
+    "kimi-linear-48b": 49.12,
+    "olmo-hybrid-7b": 7.43,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name):
+    with torch.device("meta"):
+        model = HybridLM(preset(name))
+    count = sum(x.numel() for x in model.parameters()) / 1e9
+    if name in PUBLISHED:
+        assert count == pytest.approx(PUBLISHED[name], abs=0.006)
+        with pytest.raises(ValueError, match="cannot be changed"):
+            preset(name, pattern="A")
+    else:
+        assert preset(name, pattern="KM", vocab_size=99).letters[:2] == "KM"
+
+
+def test_state_bytes_of_a_real_server():
+    """Logged by a server for Qwen3.5-27B with 4 sequences: 576 MiB of memory; 64 KiB of keys and values a token."""
+    with torch.device("meta"):
+        model = HybridLM(preset("qwen3-5-27b")).to(torch.bfloat16)
+    specs = [spec for layer in model.state_spec for spec in layer]
+    assert 4 * sum(spec.nbytes() for spec in specs if spec.name == "memory") == 576 * 2**20
+    assert sum(spec.nbytes(1) for spec in specs if spec.name in ("keys", "values")) == 64 * 2**10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": "GGX"}, "pattern must be made of the letters L, R, D, G, K, A, M, got 'GGX'"),
+        ({"pattern": ""}, "pattern must be made of the letters"),
+        ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
+        ({"linear": None}, "linear must be given for the letter 'G'"),
+        ({"attention": None}, "attention must be given for the letter 'A'"),
+        ({"feed": None}, "feed must be given"),
+        ({"dense_layers": (4,)}, r"dense_layers must lie in 0 \.\. 3"),
+        ({"norm_after": "Z"}, "norm_after must be made of the letters"),
+        ({"linear": LinearConfig(3, 4, 8, 8)}, "value_heads must be a multiple of heads = 3, got 4"),
+        ({"linear": LinearConfig(2, 4, 0, 8)}, "LinearConfig.key_dim must be at least 1, got 0"),
+        ({"linear": LinearConfig(2, 4, 8, 8, gate_activation="relu")}, "gate_activation must be one of"),
+        ({"attention": AttentionConfig(4, 3, 8)}, "heads must be a multiple of kv_heads = 3, got 4"),
+        ({"attention": AttentionConfig(4, 2, 8, rotary_dim=3)}, "rotary_dim must be even and at most head_dim = 8"),
+        ({"experts": ExpertsConfig(4, 5, 8)}, "active must be at most count = 4, got 5"),
+    ],
+)
+def test_bad_configs(changes, message):
+    with pytest.raises(ValueError, match=message):
+        CONFIG.with_options(**changes)
+
+
+def test_bad_calls():
+    model, ids = make("GGGA"), draw(2, 5)
+    state = model(ids).state
+    for arguments, error, message in (
+        ({"input_ids": ids.float()}, ValueError, "input_ids must be int32 or int64, got float32"),
+        ({"input_ids": ids[0]}, ValueError, r"input_ids must have shape \(b, t\)"),
+        ({"input_ids": ids + VOCAB}, ValueError, r"input_ids must lie in 0 \.\. 60"),
+        ({"input_ids": [[1]]}, TypeError, "input_ids must be a torch.Tensor, got list"),
+        ({"input_ids": ids[:1], "state": state}, ValueError, "state must have 1 rows, .* got 2"),
+        ({"input_ids": ids, "state": 3}, TypeError, "state must be a ModelState or None, got int"),
+        ({"input_ids": ids, "state": make("LRDGKAM")(ids).state}, ValueError, "state must have 4 layers, got 7"),
+        ({"input_ids": ids, "labels": ids[:, 1:]}, ValueError, r"labels must have shape \(b, t\) = \(2, 5\)"),
+        ({"input_ids": ids, "attention_mask": ids[:1]}, ValueError, r"attention_mask must have shape \(b, t\)"),
+        ({"input_ids": ids, "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens needs the texts packed"),
+    ):
+        with pytest.raises(error, match=message):
+            model(**arguments)
+    with pytest.raises(ValueError, match="preset must be one of tiny"):
+        preset("huge")
