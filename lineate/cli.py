@@ -1,4 +1,4 @@
-"""The command line: `lineate demo`."""
+"""The command line: `lineate demo`, `lineate inspect`."""
 
 import sys
 import tempfile
@@ -29,7 +29,7 @@ def build_app() -> "typer.Typer":
     import typer
 
     app = typer.Typer(
-        help="Attention with a fixed-size memory: see what each rule remembers and forgets.",
+        help="Attention with a fixed-size memory: what each rule remembers, and what a checkpoint is made of.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -63,6 +63,20 @@ def build_app() -> "typer.Typer":
         from lineate.explore.demo import run_demo
 
         run_demo(out, seed=seed, quick=quick)
+
+    @app.command()
+    def inspect(
+        name: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint's folder: config.json, safetensors.")],
+    ) -> None:
+        """Say what a checkpoint is: layers, rules, heads, parameters, state bytes. No weight is read."""
+        from lineate.models.inspect import print_description
+        from lineate.models.safetensors import CheckpointError
+
+        try:
+            print_description(name)
+        except (CheckpointError, ValueError, OSError) as error:
+            typer.echo(f"lineate: {error}", err=True)
+            raise typer.Exit(1) from None
 
     return app
 

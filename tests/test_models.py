@@ -106,6 +106,25 @@ def test_padded_batches_equal_unpadded_rows(case):
 
 
 @cases
+@torch.no_grad()
+def test_logits_of_the_last_tokens(case):
+    model, ids = make(case), draw(2, 12)
+    full = model(ids)
+    last = model(ids, last_only=True)
+    close(last.logits, full.logits[:, -1:])
+    bounds = torch.tensor([0, 5, 5, 24])
+    packed = model(ids.view(1, -1), cu_seqlens=bounds)
+    last = model(ids.view(1, -1), cu_seqlens=bounds, last_only=True)
+    close(last.logits[:, [0, 2]], packed.logits[:, [4, 23]])
+    assert last.logits[:, 1].eq(0).all() and last.logits.shape == (1, 3, VOCAB)
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, 9:] = 0, 0
+    padded = model(ids, attention_mask=mask)
+    last = model(ids, attention_mask=mask, last_only=True)
+    close(last.logits[:, 0], padded.logits[[0, 1], [11, 8]])
+
+
+@cases
 def test_loss_and_gradients(case):
     model, ids = make(case), draw(2, 9)
     labels = ids.clone()

@@ -175,16 +175,24 @@ class HybridLM(nn.Module):
         cu_seqlens: Tensor | None = None,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        last_only: bool = False,
     ) -> LMOutput:
         """input_ids `b t`. labels `b t`: the tokens themselves, -100 where none is to be learnt; the loss is over
-        predicting each from those before it. attention_mask `b t`: 0 is padding; logits there are 0."""
+        predicting each from those before it. attention_mask `b t`: 0 is padding; logits there are 0.
+
+        last_only: logits of the last token of every row, `b 1 vocab` (packed: of every text, `1 n_seqs vocab`; an empty
+        one's are 0), which is all that generating needs."""
         _check_ids(input_ids, self.config.vocab_size)
         checks.check_cu_seqlens(cu_seqlens, *input_ids.shape)
+        if last_only and labels is not None:
+            raise ValueError("last_only=True makes no logits to compare labels with; pass one of the two")
         if attention_mask is not None:
-            return self._padded(input_ids, state, cu_seqlens, labels, attention_mask)
+            return self._padded(input_ids, state, cu_seqlens, labels, attention_mask, last_only)
         rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         _check_state(state, len(self.layers), rows)
         x, state = self.hidden(self.embed(input_ids), state, cu_seqlens)
+        if last_only:
+            x = x[:, -1:] if cu_seqlens is None else _last_of_each(x, cu_seqlens)
         logits = self.logits(x)
         return LMOutput(logits, state, None if labels is None else _loss(logits, labels, cu_seqlens))
 
@@ -210,6 +218,7 @@ class HybridLM(nn.Module):
         cu_seqlens: Tensor | None,
         labels: Tensor | None,
         attention_mask: Tensor,
+        last_only: bool,
     ) -> LMOutput:
         """Rows without their padding are packed texts."""
         if cu_seqlens is not None:
@@ -220,10 +229,12 @@ class HybridLM(nn.Module):
             )
         kept = attention_mask.bool()
         if bool(kept.all()):
-            return self(input_ids, state, labels=labels)
+            return self(input_ids, state, labels=labels, last_only=last_only)
         lengths = kept.sum(1)
         bounds = F.pad(lengths.cumsum(0), (1, 0))
-        packed = self(input_ids[kept][None], state, bounds)
+        packed = self(input_ids[kept][None], state, bounds, last_only=last_only)
+        if last_only:
+            return LMOutput(packed.logits.transpose(0, 1), packed.state, None)
         logits = packed.logits.new_zeros(*input_ids.shape, packed.logits.shape[-1])
         logits = logits.masked_scatter(kept[..., None], packed.logits[0])
         loss = None if labels is None else _loss(packed.logits, labels[kept][None], bounds)
@@ -278,6 +289,12 @@ def _check_state(state: ModelState | None, layers: int, rows: int) -> None:
         raise ValueError(f"state must have {layers} layers, got {len(state.layers)}; it is another model's")
     if state.rows != rows:
         raise ValueError(f"state must have {rows} rows, as many as the batch or the packed texts, got {state.rows}")
+
+
+def _last_of_each(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """x `1 t hidden` -> `1 n_seqs hidden`: each text's last token, 0 for empty texts."""
+    last = x[:, (cu_seqlens[1:] - 1).clamp(min=0)]
+    return last * (cu_seqlens.diff() > 0)[None, :, None]
 
 
 def _loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
