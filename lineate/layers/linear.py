@@ -6,8 +6,6 @@ o, S = rule(q, k, v, gates, S)       lineate's ops
 y = out_proj(norm(o) * act(z))       z: the output gate
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,8 +16,15 @@ from lineate.fused import fused_delta_rule
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.state import Memory, TensorSpec
-from lineate.ops import Attended, delta_rule, gated_linear_attention, linear_attention
-from lineate.rule import compute_dtype
+from lineate.ops import (
+    Attended,
+    delta_rule,
+    gated_delta_rule,
+    gated_linear_attention,
+    kimi_delta_attention,
+    linear_attention,
+)
+from lineate.rule import activate, compute_dtype
 
 
 class LinearMixer(nn.Module):
@@ -28,9 +33,6 @@ class LinearMixer(nn.Module):
     Each of `heads` key heads of key_dim channels serves value_heads / heads value heads of value_dim channels.
     conv_size 0: no convolution.
     """
-
-    normalizes: ClassVar[bool] = True
-    """q and k are l2-normalised."""
 
     def __init__(
         self,
@@ -278,6 +280,8 @@ class KimiDeltaAttention(LinearMixer):
 
 def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
     """exp(A_log) uniform in 1 .. 16; softplus(dt_bias) between .001 and .1, uniform in its logarithm."""
+    if A_log.is_meta:  # nothing to fill, and log on meta tensors imports 150 MB of torch
+        return
     with torch.no_grad():
         A_log.uniform_(1, 16).log_()
         step = dt_bias.uniform_(-6.9078, -2.3026).exp_()
@@ -296,14 +300,20 @@ def delta_from_raw_gates(
     memory: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Attended[Tensor]:
-    """fused_delta_rule, or, for one token a row without gradients, a step of decode on a copy of the memory."""
-    if q.shape[1] == 1 and cu_seqlens is None and memory is not None and not torch.is_grad_enabled():
-        memory = memory.clone()
-        output = decode(
-            q, k, v, gate, write,
-            state=memory, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
-        )  # fmt: skip
-        return Attended(output, memory)
+    """fused_delta_rule; for one token a row, on a GPU one launch on a copy of the memory, else the recurrent form."""
+    if q.shape[1] == 1 and cu_seqlens is None:
+        if not q.is_cuda:
+            log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
+            assert log_decay is not None and beta is not None
+            op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
+            return op(q, k, v, log_decay, beta, state=memory, normalize_qk=True)
+        if memory is not None and not torch.is_grad_enabled():
+            memory = memory.clone()
+            output = decode(
+                q, k, v, gate, write,
+                state=memory, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
+            )  # fmt: skip
+            return Attended(output, memory)
     return fused_delta_rule(
         q, k, v, gate, write, A_log, dt_bias, beta_scale=beta_scale, state=memory, cu_seqlens=cu_seqlens
     )

@@ -90,7 +90,7 @@ def kimi_linear_48b() -> HybridConfig:
     return HybridConfig(
         vocab_size=163840, hidden_size=2304, n_layers=27, pattern="KKKM" * 6 + "KKM", family="kimi_linear",
         linear=LinearConfig(32, 32, 128, 128, norm_eps=1e-5, gate_activation="sigmoid"),
-        latent=LatentConfig(32, rank=512, nope_dim=128, rope_dim=64, value_dim=128, norm_eps=1e-5),
+        latent=LatentConfig(32, rank=512, nope_dim=128, rope_dim=64, value_dim=128),
         feed=FeedConfig(9216), dense_layers=(0,),
         experts=ExpertsConfig(256, 8, 1024, shared_size=1024, scores="sigmoid", scale=2.446),
         norm_eps=1e-5, max_position=1048576,

@@ -1,0 +1,184 @@
+"""A checkpoint is a folder: config.json, and model.safetensors or shards with an index."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineate.models.safetensors import NAMES, CheckpointError, Entry, Reader, read_header, write_bytes, write_tensors
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass
+class Checkpoint:
+    """The tensors and the config of a folder; data is read only when asked for."""
+
+    folder: Path
+    config: dict[str, Any]
+    entries: dict[str, Entry]
+    _reader: Reader = field(default_factory=Reader, repr=False)
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "Checkpoint":
+        """Read config.json and the headers of model.safetensors, or of the shards its index names."""
+        path = Path(folder)
+        if not path.is_dir():
+            raise CheckpointError(f"expected a folder with {CONFIG} and {SINGLE}, got {path}, which is not a folder")
+        config = _read_json(path / CONFIG)
+        return cls(path, config, _find_entries(path))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def extra(self, name: str) -> dict[str, Any]:
+        """Another JSON file of the folder; empty if there is none."""
+        return _read_json(self.folder / name) if (self.folder / name).is_file() else {}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in its own dtype."""
+        entry = self._find(name)
+        target = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_into(name, target)
+        return target
+
+    def read_into(self, name: str, target: Tensor, rows: tuple[int, int] | None = None) -> None:
+        """Fill `target`, row-major, in its dtype and on its device, with the tensor or with `rows` of its first dim."""
+        self._reader.read_into(name, self._find(name), target, rows)
+
+    def _find(self, name: str) -> Entry:
+        if name not in self.entries:
+            raise CheckpointError(f"{self.folder}: expected a tensor {name}, got none of this name")
+        return self.entries[name]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent}: expected a file {file.name}, got none; a checkpoint is a folder with it")
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: expected JSON, got a file that cannot be read as such ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _find_entries(folder: Path) -> dict[str, Entry]:
+    if (folder / SINGLE).is_file():
+        return read_header(folder / SINGLE)
+    if (folder / INDEX).is_file():
+        return _read_shards(folder)
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder}: expected {SINGLE}, got {', '.join(pickles[:4])}; pickled weights can run any code and are "
+            "never loaded: convert them once, in a place you trust, with safetensors.torch.save_model"
+        )
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    if shards:
+        raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, got {', '.join(shards[:4])} without an index")
+    raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, got neither")
+
+
+def _read_shards(folder: Path) -> dict[str, Entry]:
+    index = _read_json(folder / INDEX)
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{folder / INDEX}: expected a weight_map of tensor names to files, got {places!r:.80}")
+    files = sorted(set(places.values()))
+    outside = [file for file in files if Path(file).name != file]
+    if outside:
+        raise CheckpointError(f"{folder / INDEX}: expected names of files beside it, got {outside[0]!r}")
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: expected the {len(files)} shards of {INDEX}, got no {', '.join(missing)}; fetch what is missing"
+        )
+    entries: dict[str, Entry] = {}
+    for file in files:
+        found = read_header(folder / file)
+        twice = sorted(entries.keys() & found.keys())
+        if twice:
+            raise CheckpointError(
+                f"{folder}: {twice[0]} must be in one shard, got it in {entries[twice[0]].file.name} and {file}"
+            )
+        entries.update(found)
+    lost = [name for name, file in places.items() if name not in entries or entries[name].file.name != file]
+    if lost:
+        raise CheckpointError(
+            f"{folder}: {INDEX} places {lost[0]} in {places[lost[0]]}, which does not have it "
+            f"({len(lost)} such tensors); index and shards are of different checkpoints"
+        )
+    return entries
+
+
+def save(
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write config.json and the tensors, in shards with an index if they are larger than one shard.
+
+    Everything is first written beside its place and then renamed: a save that fails leaves what was there before.
+    """
+    path = Path(folder)
+    new = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    waiting: dict[str, Path] = {}
+    try:
+        shards = _shards(tensors, max_shard_bytes)
+        for file, part in shards.items():
+            waiting[file] = path / f".{file}.{os.getpid()}.part"
+            write_tensors(waiting[file], part)
+        texts = {CONFIG: dict(config)}
+        if len(shards) > 1:
+            total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            places = {name: file for file, part in shards.items() for name in part}
+            texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        for file, value in texts.items():
+            waiting[file] = path / f".{file}.{os.getpid()}.part"
+            write_bytes(waiting[file], [json.dumps(value, indent=2).encode()])
+    except BaseException:
+        for part_file in waiting.values():
+            part_file.unlink(missing_ok=True)
+        if new:
+            path.rmdir()
+        raise
+    stale = {file.name for file in path.glob("model-*-of-*.safetensors")} | {SINGLE, INDEX}
+    for file, part_file in waiting.items():
+        part_file.replace(path / file)
+    for file in stale - waiting.keys():
+        (path / file).unlink(missing_ok=True)
+
+
+def _shards(tensors: Mapping[str, Tensor], most: int) -> dict[str, dict[str, Tensor]]:
+    """Tensors by file, none above `most` bytes unless one tensor alone is."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise ValueError(f"{name} must have a dtype of {', '.join(NAMES.values())}, got {tensor.dtype}")
+        nbytes = tensor.numel() * tensor.element_size()
+        if size + nbytes > most and parts[-1]:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += nbytes
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts)}

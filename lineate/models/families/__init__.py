@@ -1,0 +1,163 @@
+"""Checkpoint readers, one file a family: how its config.json becomes a HybridConfig, and its tensors ours."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lineate.models.checkpoint import Checkpoint, save
+from lineate.models.config import HybridConfig
+from lineate.models.families import kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
+from lineate.models.hybrid import HybridLM
+from lineate.models.loading import Piece, Plan, load, stored_dtype
+from lineate.models.safetensors import CheckpointError
+
+Shape = tuple[int, ...]
+OWN = "lineate"
+OWN_SIGNATURE = r"^layers\.\d+\.mixer\.in_proj\.weight$"
+OF_TRANSFORMERS = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+"""Keys that may stand in our config.json beside those of HybridConfig."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A reader."""
+
+    config_from: Callable[[dict[str, Any]], HybridConfig]
+    plan: Callable[[HybridConfig, Mapping[str, Shape]], Plan]
+    signature: str
+    """Matches the name of a tensor that no other family has."""
+
+
+QWEN3_NEXT = Family(qwen3_next.config_from, qwen3_next.plan, qwen3_next.SIGNATURE)
+QWEN3_5 = Family(qwen3_5.config_from, qwen3_5.plan, qwen3_5.SIGNATURE)
+KIMI_LINEAR = Family(kimi_linear.config_from, kimi_linear.plan, kimi_linear.SIGNATURE)
+OLMO_HYBRID = Family(olmo_hybrid.config_from, olmo_hybrid.plan, olmo_hybrid.SIGNATURE)
+FAMILIES = {
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5,
+    "kimi_linear": KIMI_LINEAR,
+    "olmo_hybrid": OLMO_HYBRID,
+}
+"""By model_type of config.json; our own is "lineate"."""
+
+
+def load_pretrained(
+    name: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: bool = True,
+) -> HybridLM:
+    """A model in eval mode from a folder or a hub name; dtype None: that of most of the stored bytes."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype must be a floating dtype or None, got {dtype}")
+    checkpoint = Checkpoint.open(find_folder(name))
+    config = read_config(checkpoint)
+    model = empty_model(config)
+    load(
+        model,
+        make_plan(checkpoint, config, model),
+        checkpoint,
+        dtype=dtype or stored_dtype(checkpoint),
+        device=device,
+        progress=progress,
+        hint=other_family(checkpoint),
+    )
+    return model.eval()
+
+
+def save_pretrained(model: HybridLM, folder: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
+    """config.json and safetensors under our own names; nothing is left behind if it fails."""
+    config = {"model_type": OWN, "dtype": str(model.dtype).removeprefix("torch."), **model.config.to_dict()}
+    save(folder, model.state_dict(), config, max_shard_bytes)
+
+
+def read_config(checkpoint: Checkpoint) -> HybridConfig:
+    """The config of a checkpoint of any family."""
+    kind = _model_type(checkpoint)
+    try:
+        if kind == OWN:
+            own = {key: value for key, value in checkpoint.config.items() if key not in OF_TRANSFORMERS}
+            return HybridConfig.from_dict(own)
+        config = FAMILIES[kind].config_from(checkpoint.config)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {error}") from None
+    return replace(config, eos_token_ids=_all_eos(checkpoint, config))
+
+
+def make_plan(checkpoint: Checkpoint, config: HybridConfig, model: nn.Module) -> Plan:
+    """Where every tensor of the model comes from."""
+    kind = _model_type(checkpoint)
+    if kind != OWN:
+        return FAMILIES[kind].plan(config, checkpoint.shapes)
+    prefix = "model." if "model.embed.weight" in checkpoint.entries else ""
+    return Plan({name: [Piece(prefix + name, tuple(x.shape))] for name, x in model.state_dict().items()})
+
+
+def empty_model(config: HybridConfig) -> HybridLM:
+    """A model without memory for its tensors."""
+    with torch.device("meta"), _WithoutNormal():
+        return HybridLM(config)
+
+
+class _WithoutNormal(TorchFunctionMode):
+    """Leaves out nn.init.normal_, which on meta tensors does nothing but import 150 MB of torch."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return kwargs.get("tensor") if func is nn.init.normal_ else func(*args, **kwargs)
+
+
+def other_family(checkpoint: Checkpoint) -> str:
+    """What to add to a complaint about tensors that are those of another family than config.json says."""
+    kind = _model_type(checkpoint)
+    signatures = {name: family.signature for name, family in FAMILIES.items()} | {OWN: OWN_SIGNATURE}
+    for name, signature in signatures.items():
+        if signature != signatures[kind] and any(re.search(signature, tensor) for tensor in checkpoint.entries):
+            return f": config.json says model_type {kind!r}, the tensors are those of {name!r}"
+    return ""
+
+
+def find_folder(name: str | Path) -> Path:
+    """A folder as it is, or that of a hub name, fetched if need be."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if isinstance(name, Path) or path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise CheckpointError(f"expected a folder with a checkpoint, or a hub name such as Qwen/Qwen3.5-4B, got {name}")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise CheckpointError(
+            f"{name} is not a folder; fetching it from the hub needs huggingface_hub: pip install huggingface_hub"
+        ) from None
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{name} is not a folder, and could not be fetched from the hub: {reason}") from None
+
+
+def _model_type(checkpoint: Checkpoint) -> str:
+    kind = checkpoint.config.get("model_type")
+    if kind != OWN and kind not in FAMILIES:
+        known = ", ".join([*FAMILIES, OWN])
+        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: model_type must be one of {known}, got {kind!r}")
+    return str(kind)
+
+
+def _all_eos(checkpoint: Checkpoint, config: HybridConfig) -> tuple[int, ...]:
+    """Tokens that end a text: those of config.json, then what generation_config.json adds."""
+    more = checkpoint.extra("generation_config.json").get("eos_token_id")
+    tokens = [*config.eos_token_ids, *(more if isinstance(more, list) else [] if more is None else [more])]
+    return tuple(dict.fromkeys(tokens))

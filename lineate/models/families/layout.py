@@ -1,0 +1,193 @@
+"""Builds a plan from the names and shapes of a checkpoint; what several families share is written here once."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lineate.models.config import HybridConfig
+from lineate.models.loading import Piece, Plan
+from lineate.models.safetensors import CheckpointError
+
+Shape = tuple[int, ...]
+IGNORED = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.", r"rotary_emb\.inv_freq$")
+"""Multi-token prediction, vision, and rotary tables that are computed."""
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+
+
+class Part(NamedTuple):
+    """Rows of a tensor in the checkpoint."""
+
+    source: str
+    shape: Shape
+    rows: tuple[int, int] | None = None
+
+
+class Layout:
+    """Collects the pieces of a plan for a checkpoint whose tensors have these shapes."""
+
+    def __init__(self, config: HybridConfig, shapes: Mapping[str, Shape]) -> None:
+        self.config = config
+        self.shapes = shapes
+        self.prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in shapes), "model.")
+        self.pieces: dict[str, list[Piece]] = {}
+        self.equal: list[tuple[str, str]] = []
+
+    def plan(self) -> Plan:
+        return Plan(self.pieces, IGNORED, tuple(self.equal))
+
+    def first(self, *names: str) -> str:
+        """The first name that the checkpoint has; the first of all if it has none."""
+        return next((name for name in names if name in self.shapes), names[0])
+
+    def shape(self, source: str, *allowed: Shape) -> Shape:
+        """The source's shape if it is one of these, else the first, which will be reported as expected."""
+        found = self.shapes.get(source, allowed[0])
+        return found if found in allowed else allowed[0]
+
+    def copy(self, target: str, source: str, *allowed: Shape) -> None:
+        """The whole of a tensor, in one of these shapes, row-major."""
+        self.pieces[target] = [Piece(source, self.shape(source, *allowed))]
+
+    def stack(self, target: str, parts: Sequence[Part]) -> None:
+        """Rows of several tensors, one below the other."""
+        pieces, row = [], 0
+        for part in parts:
+            count = part.shape[0] if part.rows is None else part.rows[1] - part.rows[0]
+            pieces.append(Piece(part.source, part.shape, (slice(row, row + count),), part.rows))
+            row += count
+        self.pieces[target] = pieces
+
+    def ends(self) -> None:
+        """Embedding, final norm, head."""
+        c, prefix = self.config, self.prefix
+        embed = f"{prefix}embed_tokens.weight"
+        self.copy("embed.weight", embed, (c.vocab_size, c.hidden_size))
+        self.copy(
+            "norm.weight", self.first(f"{prefix}norm.weight", f"{prefix}final_layernorm.weight"), (c.hidden_size,)
+        )
+        head = self.first("lm_head.weight", f"{prefix}lm_head.weight", "language_model.lm_head.weight")
+        if not c.tie_embeddings:
+            self.copy("head.weight", head, (c.vocab_size, c.hidden_size))
+        elif head in self.shapes and embed in self.shapes:
+            self.equal.append((embed, head))
+
+    def norms(self, layer: int, mixer: str, feed: str) -> None:
+        """The two norms of a block."""
+        self.copy(f"layers.{layer}.mixer_norm.weight", mixer, (self.config.hidden_size,))
+        self.copy(f"layers.{layer}.feed_norm.weight", feed, (self.config.hidden_size,))
+
+    def delta(self, layer: int, source: str, gates: str, norm: str, out: str) -> None:
+        """What all linear layers have: A_log, dt_bias, norm, output projection."""
+        linear = self.config.linear
+        assert linear is not None
+        hv, target = linear.value_heads, f"layers.{layer}.mixer"
+        self.copy(f"{target}.A_log", f"{gates}.A_log", (hv,), (1, 1, hv, 1))
+        k = linear.key_dim
+        widths: list[Shape] = [(hv * k,), (hv, k)] if self.config.letters[layer] == "K" else [(hv,)]
+        self.copy(f"{target}.dt_bias", f"{gates}.dt_bias", *widths)
+        self.copy(f"{target}.norm.weight", f"{source}.{norm}.weight", (linear.value_dim,))
+        self.copy(
+            f"{target}.out_proj.weight", f"{source}.{out}.weight", (self.config.hidden_size, hv * linear.value_dim)
+        )
+
+    def convolution(self, layer: int, source: str) -> None:
+        """Over q | k | v: one tensor, or three, which may have been cut elsewhere than between q, k and v."""
+        linear = self.config.linear
+        assert linear is not None
+        keys, values, size = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim, linear.conv_size
+        target, whole = f"layers.{layer}.mixer.conv.weight", f"{source}.conv1d.weight"
+        three = [f"{source}.{part}_conv1d.weight" for part in "qkv"]
+        if whole in self.shapes or not any(name in self.shapes for name in three):
+            channels = 2 * keys + values
+            self.copy(target, whole, (channels, 1, size), (channels, size))
+            return
+        wanted = [(keys, 1, size), (keys, 1, size), (values, 1, size)]
+        shapes = [self.shapes.get(name, shape) for name, shape in zip(three, wanted, strict=True)]
+        fits = sum(shape[0] for shape in shapes) == 2 * keys + values
+        if not (fits and all(shape[1:] in ((1, size), (size,)) for shape in shapes)):
+            shapes = [self.shape(name, shape, (shape[0], size)) for name, shape in zip(three, wanted, strict=True)]
+        self.stack(target, [Part(name, shape) for name, shape in zip(three, shapes, strict=True)])
+
+    def attention(self, layer: int, source: str) -> None:
+        """q_proj (with the gate, head by head), k_proj, v_proj, their norms, o_proj."""
+        c, attention = self.config, self.config.attention
+        assert attention is not None
+        heads, kv, dim, target = attention.heads, attention.kv_heads, attention.head_dim, f"layers.{layer}.mixer"
+        rows = (2 if attention.gated else 1) * heads * dim
+        for kind, tail in (("weight", (c.hidden_size,)), ("bias", ())):
+            if kind == "bias" and not attention.bias:
+                continue
+            q, shape = f"{source}.q_proj.{kind}", (rows, *tail)
+            parts = [Part(q, shape)]
+            if attention.gated:  # on disk: q, gate of the first head, q, gate of the second, ...
+                parts = [
+                    Part(q, shape, (2 * h * dim + half * dim, 2 * h * dim + (half + 1) * dim))
+                    for half in (0, 1)
+                    for h in range(heads)
+                ]
+            parts += [Part(f"{source}.{name}_proj.{kind}", (kv * dim, *tail)) for name in "kv"]
+            self.stack(f"{target}.in_proj.{kind}", parts)
+        self.copy(f"{target}.out_proj.weight", f"{source}.o_proj.weight", (c.hidden_size, heads * dim))
+        if attention.bias:
+            self.copy(f"{target}.out_proj.bias", f"{source}.o_proj.bias", (c.hidden_size,))
+        for name, count in (("q", heads), ("k", kv)):
+            width = dim if attention.qk_norm == "head" else count * dim
+            self.copy(f"{target}.{name}_norm.weight", f"{source}.{name}_norm.weight", (width,))
+
+    def dense(self, target: str, source: str, size: int) -> None:
+        """gate_proj, up_proj, down_proj."""
+        hidden = self.config.hidden_size
+        parts = [Part(f"{source}.{name}_proj.weight", (size, hidden)) for name in ("gate", "up")]
+        self.stack(f"{target}.gate_up_proj.weight", parts)
+        self.copy(f"{target}.down_proj.weight", f"{source}.down_proj.weight", (hidden, size))
+
+    def experts(self, layer: int, source: str, names: Sequence[tuple[str, str, str]]) -> None:
+        """Experts in one tensor, or one by one; names: what gate, up and down of one expert may be called."""
+        experts, hidden, target = self.config.experts, self.config.hidden_size, f"layers.{layer}.feed"
+        assert experts is not None
+        fused = f"{source}.experts.gate_up_proj", f"{source}.experts.down_proj"
+        if any(name in self.shapes for name in fused):
+            self._fused_experts(target, *fused)
+            return
+        known = [each for each in names if f"{source}.experts.0.{each[0]}.weight" in self.shapes]
+        gate, up, down = (known or list(names))[0]
+        sizes, into, back = experts.size, [], []
+        for e in range(experts.count):
+            one = f"{source}.experts.{e}"
+            into.append(Piece(f"{one}.{gate}.weight", (sizes, hidden), (e, slice(0, sizes))))
+            into.append(Piece(f"{one}.{up}.weight", (sizes, hidden), (e, slice(sizes, 2 * sizes))))
+            back.append(Piece(f"{one}.{down}.weight", (hidden, sizes), (e,)))
+        self.pieces[f"{target}.experts_gate_up"], self.pieces[f"{target}.experts_down"] = into, back
+
+    def _fused_experts(self, target: str, gate_up: str, down: str) -> None:
+        """As we hold them, or both transposed. Where one tensor could be either, the other one decides."""
+        experts, hidden = self.config.experts, self.config.hidden_size
+        assert experts is not None
+        ours: dict[str, Shape] = {
+            gate_up: (experts.count, 2 * experts.size, hidden),
+            down: (experts.count, hidden, experts.size),
+        }
+        votes = {
+            name: self.shapes[name] == shape
+            for name, shape in ours.items()
+            if name in self.shapes and sorted(self.shapes[name]) == sorted(shape) and shape[1] != shape[2]
+        }
+        if len(set(votes.values())) > 1:
+            raise CheckpointError(
+                f"{gate_up} and {down} must both be (experts, out, in) = {ours[gate_up]}, {ours[down]} or both "
+                f"transposed, got {self.shapes[gate_up]} and {self.shapes[down]}"
+            )
+        straight = all(votes.values())
+        for key, name in (("experts_gate_up", gate_up), ("experts_down", down)):
+            count, out, given = ours[name]
+            if straight:
+                self.copy(f"{target}.{key}", name, ours[name])
+            else:
+                self.pieces[f"{target}.{key}"] = [
+                    Piece(name, (count, given, out), (slice(e, e + 1),), (e, e + 1), _transposed) for e in range(count)
+                ]
+
+
+def _transposed(block: Tensor) -> Tensor:
+    return block.transpose(1, 2)

@@ -1,0 +1,71 @@
+"""OLMo-Hybrid: Gated DeltaNet with beta up to 2, attention that is normalised after it, dense feed-forward."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lineate.models.config import HybridConfig
+from lineate.models.families.layout import Layout, Part, Shape
+from lineate.models.families.values import Values, shortest
+from lineate.models.loading import Plan
+
+SIGNATURE = r"\.linear_attn\.g_proj\.weight$"
+
+
+def config_from(values: dict[str, Any]) -> HybridConfig:
+    """Read config.json."""
+    v = Values("olmo_hybrid", values)
+    v.must_be("hidden_act", "silu", "no other activation is supported")
+    heads, hidden = v.number("num_attention_heads"), v.number("hidden_size")
+    key_heads = v.number("linear_num_key_heads", default=heads)
+    key_dim = v.number("linear_key_head_dim", default=int(0.75 * hidden / key_heads))
+    sizes = {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": v.number("linear_num_value_heads", default=heads),
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": v.number("linear_value_head_dim", default=2 * key_dim),
+    }
+    v.values = values | sizes
+    letters = v.layer_letters("G", "A")
+    return HybridConfig(
+        vocab_size=v.number("vocab_size"),
+        hidden_size=hidden,
+        n_layers=v.number("num_hidden_layers"),
+        pattern=shortest(letters),
+        linear=v.grouped_linear(1e-5, beta_scale=2.0 if v.get("linear_allow_neg_eigval", default=True) else 1.0),
+        attention=v.attention(1.0, gated=False, qk_norm="full"),
+        feed=v.feed(True),
+        norm_eps=v.number("rms_norm_eps", default=1e-6, kind=float),
+        norm_after="A",
+        tie_embeddings=bool(v.get("tie_word_embeddings", default=False)),
+        max_position=v.number("max_position_embeddings", default=None),
+        bos_token_id=v.token("bos_token_id"),
+        eos_token_ids=v.eos(),
+        pad_token_id=v.token("pad_token_id"),
+        family="olmo_hybrid",
+    )
+
+
+def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> Plan:
+    """Where every tensor of the model comes from."""
+    layout = Layout(config, shapes)
+    layout.ends()
+    linear, hidden = config.linear, config.hidden_size
+    assert linear is not None and config.feed is not None
+    keys, values, hv = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim, linear.value_heads
+    rows = {"q": keys, "k": keys, "v": values, "g": values, "b": hv, "a": hv}
+    for i in range(config.n_layers):
+        source = f"{layout.prefix}layers.{i}"
+        layout.dense(f"layers.{i}.feed", f"{source}.mlp", config.feed.size)
+        after = layout.first(f"{source}.post_attention_layernorm.weight", f"{source}.feedforward_layer_norm.weight")
+        if config.letters[i] == "A":
+            layout.attention(i, f"{source}.self_attn")
+            layout.norms(i, after, f"{source}.post_feedforward_layernorm.weight")
+            continue
+        before = layout.first(f"{source}.input_layernorm.weight", f"{source}.attention_layer_norm.weight")
+        layout.norms(i, before, after)
+        own = f"{source}.linear_attn"
+        parts = [Part(f"{own}.{name}_proj.weight", (count, hidden)) for name, count in rows.items()]
+        layout.stack(f"layers.{i}.mixer.in_proj.weight", parts)
+        layout.convolution(i, own)
+        layout.delta(i, own, own, "o_norm", "o_proj")
+    return layout.plan()

@@ -1,0 +1,41 @@
+"""Qwen3.5, dense or with experts: Qwen3-Next with separate projections; of a vision-language model, the text part."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lineate.models.config import HybridConfig
+from lineate.models.families.layout import Layout, Part, Shape
+from lineate.models.families.qwen3_next import qwen_block, qwen_config
+from lineate.models.families.values import Values
+from lineate.models.loading import Plan
+
+SIGNATURE = r"\.linear_attn\.in_proj_qkv\.weight$"
+
+
+def config_from(values: dict[str, Any]) -> HybridConfig:
+    """Read config.json; in that of a vision-language model the text part is under text_config."""
+    family = str(values.get("model_type", "qwen3_5")).removesuffix("_text")
+    text = values.get("text_config")
+    if isinstance(text, dict):
+        outer = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
+        values = text | {key: values[key] for key in outer if values.get(key) is not None}
+    v = Values(family, values)
+    dense = () if family.endswith("_moe") else tuple(range(v.number("num_hidden_layers")))
+    return qwen_config(v, dense, renormalize=True)
+
+
+def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> Plan:
+    """Where every tensor of the model comes from."""
+    layout = Layout(config, shapes)
+    layout.ends()
+    linear, hidden = config.linear, config.hidden_size
+    assert linear is not None
+    keys, values = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim
+    rows = {"qkv": 2 * keys + values, "z": values, "b": linear.value_heads, "a": linear.value_heads}
+    for i in range(config.n_layers):
+        qwen_block(layout, i)
+        if config.letters[i] == "G":
+            source = f"{layout.prefix}layers.{i}.linear_attn"
+            parts = [Part(f"{source}.in_proj_{name}.weight", (count, hidden)) for name, count in rows.items()]
+            layout.stack(f"layers.{i}.mixer.in_proj.weight", parts)
+    return layout.plan()

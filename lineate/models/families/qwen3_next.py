@@ -1,0 +1,115 @@
+"""Qwen3-Next: Gated DeltaNet and gated attention, mixtures of experts.
+
+in_proj_qkvz has the rows q | k | v | z of the first key head's group, then of the second, and so on; in_proj_ba has
+b | a in the same way. Ours are q | k | v | z | b | a, each with all heads.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lineate.models.config import ExpertsConfig, HybridConfig
+from lineate.models.families.layout import Layout, Part, Shape
+from lineate.models.families.values import Values, shortest
+from lineate.models.loading import Plan
+
+SIGNATURE = r"\.linear_attn\.in_proj_qkvz\.weight$"
+"""A tensor that no other family has."""
+EXPERT_NAMES = [("gate_proj", "up_proj", "down_proj")]
+
+
+def config_from(values: dict[str, Any]) -> HybridConfig:
+    """Read config.json."""
+    v = Values("qwen3_next", values)
+    n_layers = v.number("num_hidden_layers")
+    step, only = v.number("decoder_sparse_step", default=1), v.get("mlp_only_layers") or []
+    dense = tuple(i for i in range(n_layers) if i in only or (i + 1) % step)
+    if not v.number("num_experts", default=0):
+        dense = tuple(range(n_layers))
+    return qwen_config(v, dense, bool(v.get("norm_topk_prob", default=True)))
+
+
+def qwen_config(v: Values, dense: tuple[int, ...], renormalize: bool) -> HybridConfig:
+    """What Qwen3-Next and Qwen3.5 share; dense: the layers without experts."""
+    v.must_be("hidden_act", "silu", "no other activation is supported")
+    v.must_be("attn_output_gate", True, "attention without its output gate is not supported")
+    n_layers = v.number("num_hidden_layers")
+    eps = v.number("rms_norm_eps", default=1e-6, kind=float)
+    experts = None
+    if len(dense) < n_layers:
+        experts = ExpertsConfig(
+            count=v.number("num_experts"),
+            active=v.number("num_experts_per_tok"),
+            size=v.number("moe_intermediate_size"),
+            shared_size=v.number("shared_expert_intermediate_size"),
+            shared_gate=True,
+            renormalize=renormalize,
+        )
+    letters = v.layer_letters("G", "A")
+    return HybridConfig(
+        vocab_size=v.number("vocab_size"),
+        hidden_size=v.number("hidden_size"),
+        n_layers=n_layers,
+        pattern=shortest(letters),
+        linear=v.grouped_linear(eps),
+        attention=v.attention(0.25, gated=True, qk_norm="head") if "A" in letters else None,
+        feed=v.feed(bool(dense)),
+        experts=experts,
+        dense_layers=() if experts is None else dense,
+        norm_eps=eps,
+        zero_centred_norm=True,
+        tie_embeddings=bool(v.get("tie_word_embeddings", default=False)),
+        max_position=v.number("max_position_embeddings", default=None),
+        bos_token_id=v.token("bos_token_id"),
+        eos_token_ids=v.eos(),
+        pad_token_id=v.token("pad_token_id"),
+        family=v.family,
+    )
+
+
+def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> Plan:
+    """Where every tensor of the model comes from."""
+    layout = Layout(config, shapes)
+    layout.ends()
+    for i in range(config.n_layers):
+        qwen_block(layout, i)
+        if config.letters[i] == "G":
+            _interleaved(layout, i, f"{layout.prefix}layers.{i}.linear_attn")
+    return layout.plan()
+
+
+def qwen_block(layout: Layout, i: int) -> None:
+    """A block without the input projection of its linear layer."""
+    config, source, target = layout.config, f"{layout.prefix}layers.{i}", f"layers.{i}"
+    layout.norms(i, f"{source}.input_layernorm.weight", f"{source}.post_attention_layernorm.weight")
+    if config.letters[i] == "A":
+        layout.attention(i, f"{source}.self_attn")
+    else:
+        layout.convolution(i, f"{source}.linear_attn")
+        layout.delta(i, f"{source}.linear_attn", f"{source}.linear_attn", "norm", "out_proj")
+    if not config.has_experts(i):
+        assert config.feed is not None
+        layout.dense(f"{target}.feed", f"{source}.mlp", config.feed.size)
+        return
+    assert config.experts is not None
+    hidden = config.hidden_size
+    layout.copy(f"{target}.feed.router.weight", f"{source}.mlp.gate.weight", (config.experts.count, hidden))
+    layout.experts(i, f"{source}.mlp", EXPERT_NAMES)
+    layout.dense(f"{target}.feed.shared", f"{source}.mlp.shared_expert", config.experts.shared_size)
+    layout.copy(f"{target}.feed.shared_gate.weight", f"{source}.mlp.shared_expert_gate.weight", (1, hidden))
+
+
+def _interleaved(layout: Layout, i: int, source: str) -> None:
+    linear, hidden = layout.config.linear, layout.config.hidden_size
+    assert linear is not None
+    ratio = linear.value_heads // linear.heads
+    parts = []
+    for name, widths in (
+        ("in_proj_qkvz", (linear.key_dim, linear.key_dim, ratio * linear.value_dim, ratio * linear.value_dim)),
+        ("in_proj_ba", (ratio, ratio)),
+    ):
+        group = sum(widths)
+        for index, width in enumerate(widths):
+            for h in range(linear.heads):
+                first = h * group + sum(widths[:index])
+                parts.append(Part(f"{source}.{name}.weight", (linear.heads * group, hidden), (first, first + width)))
+    layout.stack(f"layers.{i}.mixer.in_proj.weight", parts)

@@ -1,0 +1,189 @@
+"""What a checkpoint is, from its headers alone: layers, rules, heads, parameters, bytes on disk, bytes of state."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from lineate.layers import MixtureOfExperts
+from lineate.models.checkpoint import Checkpoint
+from lineate.models.config import LINEAR_LETTERS, HybridConfig
+from lineate.models.families import empty_model, find_folder, make_plan, other_family, read_config
+from lineate.models.hybrid import HybridLM
+from lineate.models.loading import MismatchError, check_tensors, stored_dtype
+
+RULES = {
+    "L": "linear attention",
+    "R": "gated linear attention",
+    "D": "DeltaNet",
+    "G": "Gated DeltaNet",
+    "K": "Kimi Delta Attention",
+    "A": "softmax attention",
+    "M": "latent attention",
+}
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint in numbers."""
+
+    folder: Path
+    family: str
+    config: HybridConfig
+    parameters: int
+    """Of the model, without what the checkpoint has beside it."""
+    active_parameters: int
+    """That one token is multiplied with: of the experts, only those it goes to."""
+    bytes_by_dtype: dict[str, int]
+    """On disk, everything."""
+    ignored_bytes: int
+    """On disk, not needed by the model (vision, multi-token prediction)."""
+    state_dtype: str
+    """Of the convolution's inputs and of the cache; the memory is float32."""
+    memory_bytes: int
+    """Of one sequence, whatever its length: the memories."""
+    conv_bytes: int
+    """The same for the last inputs of the convolutions."""
+    cache_bytes_per_token: int
+    """That one more token adds."""
+    problem: str | None
+    """Why it would not load, if it would not."""
+
+    @property
+    def bytes_on_disk(self) -> int:
+        return sum(self.bytes_by_dtype.values())
+
+    def state_bytes(self, tokens: int) -> int:
+        """Of one sequence after so many tokens."""
+        return self.memory_bytes + self.conv_bytes + tokens * self.cache_bytes_per_token
+
+
+def describe(folder: str | Path) -> Description:
+    """Read config.json and the headers; no weights."""
+    checkpoint = Checkpoint.open(find_folder(folder))
+    config = read_config(checkpoint)
+    model = empty_model(config)
+    plan = make_plan(checkpoint, config, model)
+    floating = {name for name, x in model.state_dict().items() if x.is_floating_point()}
+    problem = None
+    try:
+        check_tensors(plan, checkpoint, floating, other_family(checkpoint))
+    except MismatchError as error:
+        problem = str(error)
+    sizes: dict[str, int] = {}
+    for entry in checkpoint.entries.values():
+        key = str(entry.dtype).removeprefix("torch.")
+        sizes[key] = sizes.get(key, 0) + entry.nbytes
+    used = {piece.source for pieces in plan.pieces.values() for piece in pieces}
+    dtype = stored_dtype(checkpoint)
+    parameters = sum(x.numel() for x in model.parameters())
+    memory, conv, cache = _state_bytes(model.to(dtype))
+    return Description(
+        folder=checkpoint.folder,
+        family=str(checkpoint.config["model_type"]),
+        config=config,
+        parameters=parameters,
+        active_parameters=parameters - _idle_parameters(model),
+        bytes_by_dtype=dict(sorted(sizes.items(), key=lambda item: -item[1])),
+        ignored_bytes=sum(entry.nbytes for name, entry in checkpoint.entries.items() if name not in used),
+        state_dtype=str(dtype).removeprefix("torch."),
+        memory_bytes=memory,
+        conv_bytes=conv,
+        cache_bytes_per_token=cache,
+        problem=problem,
+    )
+
+
+def print_description(folder: str | Path) -> None:
+    """As a table in the terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    found = describe(folder)
+    table = Table(box=box.SIMPLE, show_header=False, title=str(found.folder), title_justify="left")
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows(found):
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    if found.problem is not None:
+        console.print(f"This checkpoint would not load.\n{found.problem}", style="red", markup=False, highlight=False)
+
+
+def rows(found: Description) -> list[tuple[str, str]]:
+    """Name and text of each line of the table."""
+    c = found.config
+    counts = {letter: c.letters.count(letter) for letter in dict.fromkeys(c.letters)}
+    lines = [
+        ("family", found.family),
+        ("layers", f"{c.n_layers}: {c.letters}"),
+        ("rules", ", ".join(f"{n} x {RULES[letter]} ({letter})" for letter, n in counts.items())),
+        ("hidden, vocabulary", f"{c.hidden_size}, {c.vocab_size}{', tied' if c.tie_embeddings else ''}"),
+    ]
+    if c.linear is not None and set(c.letters) & set(LINEAR_LETTERS):
+        x = c.linear
+        heads = f"{x.heads} key heads of {x.key_dim}, {x.value_heads} value heads of {x.value_dim}"
+        lines.append(("linear", f"{heads}, convolution over {x.conv_size} tokens"))
+    if c.attention is not None and "A" in c.letters:
+        a = c.attention
+        rope = f"{a.rotary_dim} rotated, base {a.rope_theta:g}" if a.rotary_dim else "no positions"
+        gate = ", output gate" if a.gated else ""
+        lines.append(("attention", f"{a.heads} heads of {a.head_dim}, {a.kv_heads} for keys and values, {rope}{gate}"))
+    if c.latent is not None and "M" in c.letters:
+        m = c.latent
+        dims = f"keys {m.nope_dim} + {m.rope_dim} shared, values {m.value_dim}"
+        lines.append(("latent", f"{m.heads} heads, latent {m.rank}, {dims}"))
+    if c.feed is not None:
+        lines.append(("feed-forward", f"{c.feed.size}"))
+    if c.experts is not None:
+        e = c.experts
+        shared = f", shared expert of {e.shared_size}" if e.shared_size else ""
+        lines.append(("experts", f"{e.active} of {e.count} of size {e.size}, {e.scores} scores{shared}"))
+    active = f", {_count(found.active_parameters)} active per token"
+    lines.append(("parameters", _count(found.parameters) + (active if c.experts is not None else "")))
+    by_dtype = ", ".join(f"{name} {_bytes(n)}" for name, n in found.bytes_by_dtype.items())
+    unused = f"; {_bytes(found.ignored_bytes)} not needed" if found.ignored_bytes else ""
+    lines.append(("on disk", f"{_bytes(found.bytes_on_disk)} ({by_dtype}){unused}"))
+    fixed = found.memory_bytes + found.conv_bytes
+    lines.append(
+        (
+            "state per sequence",
+            f"{_bytes(fixed)} (memory {_bytes(found.memory_bytes)} float32, convolution {_bytes(found.conv_bytes)} "
+            f"{found.state_dtype}) + {_bytes(found.cache_bytes_per_token)} per token",
+        )
+    )
+    return lines
+
+
+def _state_bytes(model: HybridLM) -> tuple[int, int, int]:
+    """Of the memories, of the convolutions, and what a token adds."""
+    specs = [spec for layer in model.state_spec for spec in layer]
+    memory = sum(spec.nbytes() for spec in specs if "t" not in spec.shape and spec.name != "conv")
+    conv = sum(spec.nbytes() for spec in specs if spec.name == "conv")
+    return memory, conv, sum(spec.nbytes(1) for spec in specs if "t" in spec.shape)
+
+
+def _idle_parameters(model: nn.Module) -> int:
+    """Of experts that a token does not go to."""
+    idle = 0
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            size = module.experts_gate_up[0].numel() + module.experts_down[0].numel()
+            idle += (module.count - module.active) * size
+    return idle
+
+
+def _count(n: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return str(n)
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= size:
+            return f"{n / size:.4g} {unit}"
+    return f"{n} B"

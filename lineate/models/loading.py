@@ -1,0 +1,295 @@
+"""Fills a model from a checkpoint whose tensors have other names, orders and dtypes.
+
+A plan says for every tensor of the model which pieces of the checkpoint it is made of. It is checked against the
+headers before any memory is taken: all that is missing, unexpected or misshapen is told at once. Then every tensor is
+made once, on its device and in its dtype, and filled piece by piece in the order of the files.
+"""
+
+import math
+import mmap
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from lineate.models.checkpoint import Checkpoint
+from lineate.models.safetensors import CheckpointError
+
+KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
+"""Gate and router parameters whose rounding would be exponentiated or would change a choice."""
+OWN_PAGES = 2**18
+"""Bytes from which a tensor has pages of its own."""
+LISTED = 40
+"""Tensors of one kind of problem that a message names; the error's attributes have all."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the checkpoint, or some rows of it, and where they go."""
+
+    source: str
+    shape: tuple[int, ...]
+    """That the source must have."""
+    into: tuple[int | slice, ...] = ()
+    """Index of the part of the target that it fills, row-major."""
+    rows: tuple[int, int] | None = None
+    """First and last + 1 row of the source; None: all."""
+    take: Callable[[Tensor], Tensor] | None = None
+    """A view of these rows that has the shape of that part, such as a transpose; held in memory while copied."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is made of a checkpoint."""
+
+    pieces: Mapping[str, Sequence[Piece]]
+    """For every parameter and buffer of the model."""
+    ignored: tuple[str, ...] = ()
+    """Patterns of tensors that the model does not need."""
+    equal: tuple[tuple[str, str], ...] = ()
+    """Pairs of tensors of the checkpoint that stand for one of the model, and must hold the same."""
+
+
+class MismatchError(CheckpointError):
+    """Tensors that do not fit the config."""
+
+    def __init__(
+        self,
+        where: str,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        misshapen: Sequence[str] = (),
+        hint: str = "",
+    ) -> None:
+        self.missing, self.unexpected, self.misshapen = tuple(missing), tuple(unexpected), tuple(misshapen)
+        lines = [f"{where}: the tensors do not fit the config{hint}"]
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen)):
+            if names:
+                lines.append(f"  {kind} ({len(names)}):")
+                lines += [f"    {name}" for name in names[:LISTED]]
+                if len(names) > LISTED:
+                    lines.append(f"    ... and {len(names) - LISTED} more")
+        super().__init__("\n".join(lines))
+
+
+@dataclass
+class _Target:
+    """A parameter or buffer of the model, and the tensor that will replace it."""
+
+    module: nn.Module
+    key: str
+    like: Tensor
+    made: Tensor | None = field(default=None)
+
+
+def load(
+    model: nn.Module,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: bool = True,
+    hint: str = "",
+) -> None:
+    """Give a model on the meta device its tensors; if anything fails it stays as it was.
+
+    Floating tensors become `dtype`, except A_log, dt_bias and router_bias, which are float32.
+    """
+    targets = _find_targets(model)
+    check_plan({name: tuple(target.like.shape) for name, target in targets.items()}, plan)
+    check_tensors(plan, checkpoint, {name for name, t in targets.items() if t.like.is_floating_point()}, hint)
+    for first, second in plan.equal:
+        _check_equal(checkpoint, first, second)
+    for name, target in targets.items():
+        target.made = _empty(target.like.shape, _dtype_of(name, target.like, dtype), torch.device(device))
+    jobs = [(piece, name) for name, pieces in plan.pieces.items() for piece in pieces]
+    jobs.sort(key=lambda job: _place(checkpoint, job[0]))
+    with _bar(checkpoint, jobs, progress) as advance:
+        for piece, name in jobs:
+            made = targets[name].made
+            assert made is not None
+            advance(_fill(checkpoint, piece, made))
+    for target in targets.values():
+        assert target.made is not None
+        if target.key in target.module._parameters:
+            kept = nn.Parameter(target.made, requires_grad=target.like.requires_grad)
+            target.module.register_parameter(target.key, kept)
+        else:
+            target.module.register_buffer(target.key, target.made)
+
+
+def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: Plan) -> None:
+    """Every element of every tensor of the model is filled exactly once; otherwise the plan is wrong, not the file."""
+    if plan.pieces.keys() != shapes.keys():
+        different = sorted(plan.pieces.keys() ^ shapes.keys())
+        raise RuntimeError(f"the plan and the model must name the same tensors, got only in one: {different[:8]}")
+    for name, shape in shapes.items():
+        boxes = [_box(piece.into, shape) for piece in plan.pieces[name]]
+        filled = sum(math.prod(last - first for first, last in box) for box in boxes)
+        if filled != math.prod(shape) or not _disjoint(boxes, 0):
+            raise RuntimeError(
+                f"the pieces of {name} must fill {shape} once, got {len(boxes)} pieces of {filled} elements"
+            )
+        for piece, box in zip(plan.pieces[name], boxes, strict=True):
+            count = math.prod(piece.shape)
+            if piece.rows is not None:
+                count = (piece.rows[1] - piece.rows[0]) * math.prod(piece.shape[1:])
+            if count != math.prod(last - first for first, last in box):
+                raise RuntimeError(f"{piece} must have as many elements as its part of {name} {shape}")
+
+
+def check_tensors(plan: Plan, checkpoint: Checkpoint, floating: set[str], hint: str = "") -> None:
+    """Every planned tensor is there, in its shape, and every other one is known to be superfluous."""
+    missing: dict[str, None] = {}
+    misshapen: dict[str, None] = {}
+    used = {name for pair in plan.equal for name in pair}
+    for target, pieces in plan.pieces.items():
+        for piece in pieces:
+            entry = checkpoint.entries.get(piece.source)
+            used.add(piece.source)
+            if entry is None:
+                missing[f"{piece.source}: expected shape {piece.shape}"] = None
+            elif entry.shape != piece.shape:
+                misshapen[f"{piece.source}: expected shape {piece.shape}, got {entry.shape}"] = None
+            elif entry.dtype.is_floating_point != (target in floating):
+                wanted = "a floating dtype" if target in floating else "an integer dtype"
+                misshapen[f"{piece.source}: expected {wanted}, got {entry.dtype}"] = None
+    ignored = re.compile("|".join(plan.ignored) or r"(?!)")
+    unexpected = [
+        f"{name}: of shape {entry.shape}"
+        for name, entry in checkpoint.entries.items()
+        if name not in used and not ignored.search(name)
+    ]
+    if missing or unexpected or misshapen:
+        raise MismatchError(str(checkpoint.folder), list(missing), unexpected, list(misshapen), hint)
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The floating dtype of at least 16 bits that most bytes are in."""
+    sizes: dict[torch.dtype, int] = {}
+    for entry in checkpoint.entries.values():
+        if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else torch.float32
+
+
+def _find_targets(model: nn.Module) -> dict[str, _Target]:
+    found: dict[str, _Target] = {}
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for key, parameter in module.named_parameters(recurse=False):
+            found[dot + key] = _Target(module, key, parameter)
+        for key, buffer in module.named_buffers(recurse=False):
+            if key in module._non_persistent_buffers_set:
+                raise RuntimeError(
+                    f"buffer {dot}{key} is in no checkpoint: compute it in forward, or make it persistent"
+                )
+            found[dot + key] = _Target(module, key, buffer)
+    return found
+
+
+def _dtype_of(name: str, like: Tensor, dtype: torch.dtype) -> torch.dtype:
+    if not like.is_floating_point():
+        return like.dtype
+    return torch.float32 if name.rpartition(".")[2] in KEPT_FLOAT32 else dtype
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for one tensor; large ones on the CPU have pages of their own, as torch's allocator may take 25% more."""
+    nbytes = shape.numel() * dtype.itemsize
+    if device.type != "cpu" or nbytes < OWN_PAGES or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel may have none
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes).view(dtype).view(shape)
+
+
+def _box(into: tuple[int | slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """First and last + 1 index of every dim."""
+    box = [(0, size) for size in shape]
+    for dim, index in enumerate(into):
+        if isinstance(index, int):
+            box[dim] = (index, index + 1)
+        else:
+            box[dim] = index.indices(shape[dim])[:2]
+    return box
+
+
+def _disjoint(boxes: list[list[tuple[int, int]]], dim: int) -> bool:
+    """Whether boxes that are equal in all dims before this one are apart."""
+    if len(boxes) <= 1:
+        return True
+    if dim == len(boxes[0]):
+        return False
+    groups = [(key, list(group)) for key, group in groupby(sorted(boxes), key=lambda box: box[dim])]
+    apart = all(one[1] <= other[0] for (one, _), (other, _) in pairwise(groups))
+    return apart and all(_disjoint(group, dim + 1) for _, group in groups)
+
+
+def _place(checkpoint: Checkpoint, piece: Piece) -> tuple[str, int]:
+    """Where it lies: pieces are read in this order, so that files are read from front to end."""
+    entry = checkpoint.entries[piece.source]
+    first = 0 if piece.rows is None else piece.rows[0] * math.prod(entry.shape[1:]) * entry.dtype.itemsize
+    return str(entry.file), entry.start + first
+
+
+def _fill(checkpoint: Checkpoint, piece: Piece, made: Tensor) -> int:
+    """Fill one part; the bytes that were read."""
+    part = made[piece.into] if piece.into else made
+    itemsize = checkpoint.entries[piece.source].dtype.itemsize
+    if piece.take is None:
+        checkpoint.read_into(piece.source, part, piece.rows)
+        return part.numel() * itemsize
+    first, last = piece.rows or (0, piece.shape[0])
+    block = torch.empty(last - first, *piece.shape[1:], dtype=checkpoint.entries[piece.source].dtype)
+    checkpoint.read_into(piece.source, block, (first, last))
+    part.copy_(piece.take(block))
+    return part.numel() * itemsize
+
+
+def _check_equal(checkpoint: Checkpoint, first: str, second: str) -> None:
+    one, other = checkpoint.entries[first], checkpoint.entries[second]
+    same = one.shape == other.shape and one.dtype == other.dtype
+    step = max(1, 2**23 // max(1, one.nbytes // max(1, one.shape[0])))
+    for row in range(0, one.shape[0], step):
+        if not same:
+            break
+        rows = (row, min(row + step, one.shape[0]))
+        parts = [torch.empty(rows[1] - row, *one.shape[1:], dtype=one.dtype) for _ in range(2)]
+        checkpoint.read_into(first, parts[0], rows)
+        checkpoint.read_into(second, parts[1], rows)
+        same = torch.equal(parts[0], parts[1])
+    if not same:
+        raise CheckpointError(
+            f"{checkpoint.folder}: the config ties {second} to {first}, so they must be equal, got different values; "
+            'set "tie_word_embeddings": false in config.json if they are meant to differ'
+        )
+
+
+@contextmanager
+def _bar(checkpoint: Checkpoint, jobs: Sequence[tuple[Piece, str]], progress: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar in bytes, if it is wanted, stderr is a terminal and rich is there."""
+    bar = None
+    if progress and sys.stderr.isatty():
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        except ImportError:
+            pass
+    if bar is None:
+        yield lambda nbytes: None
+        return
+    total = sum(checkpoint.entries[name].nbytes for name in {piece.source for piece, _ in jobs})
+    with bar:
+        task = bar.add_task(f"loading {checkpoint.folder.name}", total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)

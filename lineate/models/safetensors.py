@@ -1,0 +1,272 @@
+"""The safetensors format, read and written without a second copy of any tensor.
+
+    8 bytes, little endian: length of the header
+    header, JSON: {name: {dtype, shape, data_offsets: [first, last]}, "__metadata__": {text: text}}
+    data: the tensors, row-major, one after the other; offsets count from the end of the header
+
+Files are read with seek and readinto, straight into the memory of the final tensor. They are never mapped: mapped pages
+count as resident memory beside the tensors that are made of them. Pickles are never read.
+"""
+
+import ctypes
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LONGEST_HEADER = 100_000_000
+BUFFER_BYTES = 16 * 2**20
+"""What a tensor passes through when it changes dtype, layout or device on its way."""
+
+
+class CheckpointError(ValueError):
+    """A folder that cannot be read as a checkpoint; the message names the file, the tensor, expected and got."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Of its first byte in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """All tensors of one file; every length, offset and shape is checked against the file's size."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            prefix = handle.read(8)
+            if len(prefix) < 8:
+                raise CheckpointError(
+                    f"{file}: expected 8 bytes of header length, got a file of {size} bytes; it is truncated"
+                )
+            (length,) = struct.unpack("<Q", prefix)
+            if length > LONGEST_HEADER:
+                raise CheckpointError(
+                    f"{file}: expected a header of at most {LONGEST_HEADER} bytes, got a length of {length}; "
+                    "this is not a safetensors file"
+                )
+            if 8 + length > size:
+                raise CheckpointError(
+                    f"{file}: expected a header of {length} bytes, got a file of {size} bytes; it is truncated"
+                )
+            text = handle.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: expected a header in JSON, got text that is not ({error})") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: expected a header that maps names to tensors, got {type(header).__name__}")
+    entries = {name: _entry(file, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
+    _check_offsets(file, entries, 8 + length, size)
+    return entries
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return found
+
+
+def _entry(file: Path, name: str, value: Any, base: int) -> Entry:
+    def whole(numbers: Any) -> bool:
+        return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+
+    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
+        raise CheckpointError(f"{file}: {name} must have dtype, shape and data_offsets, got {value!r}")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{file}: {name} must have a dtype of {', '.join(DTYPES)}, got {dtype!r}")
+    if not whole(shape) or not whole(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{file}: {name} must have a shape and two data_offsets in whole numbers, got {shape!r} and {offsets!r}"
+        )
+    entry = Entry(file, DTYPES[dtype], tuple(shape), base + offsets[0])
+    if offsets[1] - offsets[0] != entry.nbytes:
+        raise CheckpointError(
+            f"{file}: {name} of shape {entry.shape} in {dtype} must take {entry.nbytes} bytes, "
+            f"got offsets {offsets} of {offsets[1] - offsets[0]} bytes"
+        )
+    return entry
+
+
+def _check_offsets(file: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
+    """The data is gapless, without overlap, and ends with the file."""
+    end, last = base, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if entry.start != end:
+            what = "overlaps" if entry.start < end else "leaves a gap after"
+            raise CheckpointError(
+                f"{file}: {name} must start at byte {end}, got {entry.start}: it {what} {last}; the file is corrupt"
+            )
+        end, last = entry.start + entry.nbytes, name
+        if end > size:
+            raise CheckpointError(
+                f"{file}: {name} needs {entry.nbytes} bytes from byte {entry.start}, got {max(0, size - entry.start)} "
+                f"before the end of the file ({size} bytes); it is truncated: fetch it again"
+            )
+    if end != size:
+        raise CheckpointError(
+            f"{file}: expected {end} bytes after {last}, got a file of {size} bytes; the file is corrupt"
+        )
+
+
+class Reader:
+    """Fills tensors from files; one buffer serves all that cannot be filled in place."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def read_into(self, name: str, entry: Entry, target: Tensor, rows: tuple[int, int] | None = None) -> None:
+        """Fill `target`, row-major, with the tensor or with `rows` of its first dim; dtype and device are the target's.
+
+        The element count must agree, the shape need not: (C, 1, 4) fills (C, 4). Where dtypes agree and the target is
+        contiguous CPU memory nothing lies between; otherwise a buffer of 16 MiB does.
+        """
+        start, count = entry.start, math.prod(entry.shape)
+        if rows is not None:
+            row = math.prod(entry.shape[1:])
+            start, count = start + rows[0] * row * entry.dtype.itemsize, (rows[1] - rows[0]) * row
+        if target.numel() != count:
+            part = "" if rows is None else f", rows {rows[0]} to {rows[1]},"
+            raise CheckpointError(
+                f"{entry.file}: {name} of shape {entry.shape}{part} fills {count} elements, "
+                f"got a target of shape {tuple(target.shape)}"
+            )
+        with entry.file.open("rb", buffering=0) as handle, torch.no_grad():
+            handle.seek(start)
+            self._fill(handle, name, entry, target)
+
+    def _fill(self, handle: FileIO, name: str, entry: Entry, target: Tensor) -> None:
+        """Fill the target from where the file stands."""
+        if target.numel() == 0:
+            return
+        per_buffer = BUFFER_BYTES // entry.dtype.itemsize
+        if target.is_contiguous():
+            flat = target.view(-1)
+            if target.dtype == entry.dtype and target.device.type == "cpu":
+                _read_exactly(handle, name, entry, flat)
+                return
+            for first in range(0, flat.numel(), per_buffer):
+                part = flat[first : first + per_buffer]
+                part.copy_(self._through(handle, name, entry, part.numel()))
+            return
+        row = target[0].numel()
+        if row > per_buffer:
+            for part in target:
+                self._fill(handle, name, entry, part)
+            return
+        step = per_buffer // row
+        for first in range(0, len(target), step):
+            part = target[first : first + step]
+            part.copy_(self._through(handle, name, entry, part.numel()).view(part.shape))
+
+    def _through(self, handle: FileIO, name: str, entry: Entry, count: int) -> Tensor:
+        """The next elements of the file, in the buffer."""
+        nbytes = count * entry.dtype.itemsize
+        if self._buffer is None or self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(min(max(nbytes, 2**16), BUFFER_BYTES), dtype=torch.uint8)
+        part = self._buffer[:nbytes].view(entry.dtype)
+        _read_exactly(handle, name, entry, part)
+        return part
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor of any dtype."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr()))
+
+
+def _read_exactly(handle: FileIO, name: str, entry: Entry, target: Tensor) -> None:
+    view = _memory(target)
+    done = 0
+    while done < len(view):
+        count = handle.readinto(view[done:])
+        if not count:
+            raise CheckpointError(
+                f"{entry.file}: {name} needs {len(view)} bytes at byte {handle.tell() - done}, got {done} before the "
+                "end of the file; it was cut while being read"
+            )
+        done += count
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one file, to the disk itself."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # wide dtypes first: all aligned
+    end = 0
+    for name, tensor in ordered:
+        first, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    pieces = (piece for _, tensor in ordered for piece in _bytes_of(tensor.detach()))
+    write_bytes(file, _after(struct.pack("<Q", len(text)) + text, pieces))
+
+
+def _after(first: bytes, rest: Iterable[memoryview]) -> Iterable[bytes | memoryview]:
+    yield first
+    yield from rest
+
+
+def _bytes_of(tensor: Tensor) -> Iterable[memoryview]:
+    """Row-major bytes; what is not contiguous CPU memory is copied some rows at a time."""
+    if tensor.numel() == 0:
+        return
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield _memory(tensor)
+        return
+    if tensor.dim() == 0:
+        tensor = tensor[None]
+    row = tensor[0].numel() * tensor.element_size()
+    step = max(1, BUFFER_BYTES // row)
+    for first in range(0, len(tensor), step):
+        part = tensor[first : first + step].cpu().contiguous()
+        yield _memory(part)
+
+
+def write_bytes(file: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    with file.open("wb", buffering=0) as handle:
+        for piece in pieces:
+            view = memoryview(piece)
+            while view:
+                view = view[handle.write(view) :]
+        os.fsync(handle.fileno())
