@@ -182,19 +182,19 @@ class HybridLM(nn.Module):
 
         last_only: logits of the last token of every row, `b 1 vocab` (packed: of every text, `1 n_seqs vocab`; an empty
         one's are 0), which is all that generating needs."""
-        _check_ids(input_ids, self.config.vocab_size)
+        check_ids(input_ids, self.config.vocab_size)
         checks.check_cu_seqlens(cu_seqlens, *input_ids.shape)
         if last_only and labels is not None:
             raise ValueError("last_only=True makes no logits to compare labels with; pass one of the two")
         if attention_mask is not None:
             return self._padded(input_ids, state, cu_seqlens, labels, attention_mask, last_only)
         rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        _check_state(state, len(self.layers), rows)
+        check_state(state, len(self.layers), rows)
         x, state = self.hidden(self.embed(input_ids), state, cu_seqlens)
         if last_only:
             x = x[:, -1:] if cu_seqlens is None else _last_of_each(x, cu_seqlens)
         logits = self.logits(x)
-        return LMOutput(logits, state, None if labels is None else _loss(logits, labels, cu_seqlens))
+        return LMOutput(logits, state, None if labels is None else next_token_loss(logits, labels, cu_seqlens))
 
     def hidden(
         self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | None = None
@@ -237,7 +237,7 @@ class HybridLM(nn.Module):
             return LMOutput(packed.logits.transpose(0, 1), packed.state, None)
         logits = packed.logits.new_zeros(*input_ids.shape, packed.logits.shape[-1])
         logits = logits.masked_scatter(kept[..., None], packed.logits[0])
-        loss = None if labels is None else _loss(packed.logits, labels[kept][None], bounds)
+        loss = None if labels is None else next_token_loss(packed.logits, labels[kept][None], bounds)
         return LMOutput(logits, packed.state, loss)
 
     @classmethod
@@ -267,7 +267,7 @@ def _is_conv(module: nn.Module) -> bool:
     return isinstance(module, ShortConvolution)
 
 
-def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
+def check_ids(input_ids: Tensor, vocab_size: int) -> None:
     if not isinstance(input_ids, Tensor):
         raise TypeError(f"input_ids must be a torch.Tensor, got {type(input_ids).__name__}")
     if input_ids.dtype not in (torch.int32, torch.int64):
@@ -280,7 +280,7 @@ def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
             raise ValueError(f"input_ids must lie in 0 .. {vocab_size - 1}, got {low} .. {high}")
 
 
-def _check_state(state: ModelState | None, layers: int, rows: int) -> None:
+def check_state(state: ModelState | None, layers: int, rows: int) -> None:
     if state is None:
         return
     if not isinstance(state, ModelState):
@@ -297,7 +297,7 @@ def _last_of_each(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return last * (cu_seqlens.diff() > 0)[None, :, None]
 
 
-def _loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def next_token_loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Mean of -log p(label_{t+1} | ..t) in float32; a text's first token is never predicted from another text."""
     if labels.shape != logits.shape[:2]:
         raise ValueError(f"labels must have shape (b, t) = {tuple(logits.shape[:2])}, got {tuple(labels.shape)}")

@@ -1,0 +1,369 @@
+"""HybridLM as a transformers model: generate, Trainer and lm-evaluation-harness work on it.
+
+    import lineate.integrations.auto                                # registers model_type "lineate"
+    model = AutoModelForCausalLM.from_pretrained("folder of HybridLM.save_pretrained")
+    model = LineateForCausalLM.from_hybrid(HybridLM.from_pretrained("Qwen/..."))   # any family, the weights shared
+
+The parameters have HybridLM's names, and config.json its keys: each reads the folders that the other writes.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lineate import layers
+from lineate.layers.linear import init_decay
+from lineate.layers.state import locate
+from lineate.models.config import HybridConfig
+from lineate.models.hybrid import HybridLM, check_ids, check_state, next_token_loss
+from lineate.models.state import ModelState
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+    from transformers import initialization as init
+    from transformers.cache_utils import Cache
+    from transformers.generation import GenerationMixin
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+except ImportError as missing:
+    raise ImportError(f"transformers 5 must be installed, got {missing}; run pip install 'lineate[hf]'") from missing
+
+HYBRID_FIELDS = tuple(f.name for f in fields(HybridConfig) if f.init)
+# What transformers itself may hand to a configuration beside its own fields.
+FROM_TRANSFORMERS = frozenset({
+    "model_type", "auto_map", "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash", "num_labels",
+    "attn_implementation", "experts_implementation", "output_attentions",
+})  # fmt: skip
+PARTS = ("embed", "layers", "norm", "head")
+
+
+class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The fields of HybridConfig as config.json holds them; linear, attention, latent, feed and experts are dicts."""
+
+    model_type = "lineate"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "num_hidden_layers": "n_layers",
+        "max_position_embeddings": "max_position",
+        "tie_word_embeddings": "tie_embeddings",
+    }
+
+    vocab_size: int
+    hidden_size: int
+    n_layers: int
+    pattern: str = "GGGA"
+    linear: dict[str, Any] | None = None
+    attention: dict[str, Any] | None = None
+    latent: dict[str, Any] | None = None
+    feed: dict[str, Any] | None = None
+    experts: dict[str, Any] | None = None
+    dense_layers: tuple[int, ...] = ()
+    norm_eps: float = 1e-6
+    zero_centred_norm: bool = False
+    norm_after: str = ""
+    tie_embeddings: bool = False
+    initializer_range: float = 0.02
+    max_position: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    family: str = "lineate"
+
+    def __post_init__(self, **others: Any) -> None:  # transformers' protocol: what is no field comes here
+        if unknown := sorted(set(others) - FROM_TRANSFORMERS):
+            raise ValueError(
+                f"LineateConfig has unknown keys {', '.join(map(repr, unknown))}; known are {', '.join(HYBRID_FIELDS)}"
+            )
+        if others.pop("model_type", self.model_type) != self.model_type:
+            raise ValueError(f"model_type must be {self.model_type!r}; use HybridLM.from_pretrained for other families")
+        others["name_or_path"] = others.pop("_name_or_path", None) or others.get("name_or_path") or ""
+        super().__post_init__(**others)
+        _ = self.hybrid  # checks the values
+
+    @classmethod
+    def from_hybrid(cls, config: HybridConfig) -> "LineateConfig":
+        return cls(**config.to_dict())
+
+    @property
+    def hybrid(self) -> HybridConfig:
+        return HybridConfig.from_dict({name: getattr(self, name) for name in HYBRID_FIELDS})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without use_cache, which Trainer sets for its own run."""
+        return {key: value for key, value in super().to_dict().items() if key != "use_cache"}
+
+    @property
+    def eos_token_id(self) -> list[int] | None:
+        """eos_token_ids under the name that transformers looks for."""
+        return list(self.eos_token_ids) or None
+
+    @eos_token_id.setter
+    def eos_token_id(self, tokens: int | list[int] | None) -> None:
+        self.eos_token_ids = () if tokens is None else (tokens,) if isinstance(tokens, int) else tuple(tokens)
+
+
+class LineateCache(Cache):  # type: ignore[misc]
+    """A ModelState as transformers' cache: the model moves it on in place.
+
+    A state cannot be shortened. To return to a point keep copy.copy(cache) of it, which costs nothing.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, state: ModelState | None = None, columns: int = 0) -> None:
+        super().__init__(layers=[])
+        self.state = state
+        self.columns = columns
+        """Columns of input_ids read so far, padding included."""
+
+    def __repr__(self) -> str:
+        return f"LineateCache(rows={self.batch_size}, columns={self.columns})"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # transformers' word for none
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.state is not None
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.state is None else self.state.rows
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.state is not None
+
+    def reset(self) -> None:
+        self.state, self.columns = None, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.state = self.state.select(torch.arange(self.state.rows).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                f"a LineateCache cannot be cropped, got tokens_to_remove = {tokens_to_remove}; "
+                "keep copy.copy(cache) of the point to return to"
+            )
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        raise TypeError("a LineateCache holds the state of a lineate model, not the keys and values of another")
+
+
+class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """HybridLM's modules under HybridLM's names, with transformers' forward."""
+
+    config_class = LineateConfig
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # num_items_in_batch
+    _input_embed_layer = "embed"
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"A_log", "dt_bias", "router_bias"}
+    _is_stateful = True  # refuses assisted generation, which would crop the cache
+    _gradient_checkpointing_func: Callable[..., Any]
+    embed: nn.Embedding
+    layers: nn.ModuleList
+    norm: nn.Module
+    head: nn.Linear | None
+
+    def __init__(self, config: LineateConfig) -> None:
+        super().__init__(config)
+        model = HybridLM(config.hybrid)
+        for name in PARTS:
+            setattr(self, name, getattr(model, name))
+        self.gradient_checkpointing = False
+        self.generation_config.eos_token_id = config.eos_token_id
+        if not self.embed.weight.is_meta:
+            for module in self.modules():  # HybridLM has initialised them
+                module._is_hf_initialized = True
+        self.post_init()
+
+    @classmethod
+    def from_hybrid(cls, model: HybridLM) -> "LineateForCausalLM":
+        """Over the same parameters, not a copy."""
+        with torch.device("meta"):
+            wrapped = cls(LineateConfig.from_hybrid(model.config))
+        for name in PARTS:
+            setattr(wrapped, name, getattr(model, name))
+        wrapped.config.dtype = model.dtype
+        return wrapped.train(model.training)
+
+    def to_hybrid(self) -> HybridLM:
+        """Over the same parameters, not a copy."""
+        with torch.device("meta"):
+            model = HybridLM(self.config.hybrid)
+        for name in PARTS:
+            setattr(model, name, getattr(self, name))
+        return model.train(self.training)
+
+    def get_output_embeddings(self) -> nn.Linear | None:
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        if self.head is None:
+            raise ValueError("set_output_embeddings needs tie_embeddings=False; the head is the embedding")
+        self.head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LineateCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast:
+        """input_ids, labels `b t`. attention_mask: 0 is padding; its last t columns count. past_key_values is moved
+        on in place. logits_to_keep: only the last so many columns; 0: all. num_items_in_batch: the loss is a sum
+        divided by this.
+
+        position_ids tell packed texts apart (b = 1): each begins where they begin again at 0. Where they say nothing
+        new, beside a mask with padding or past_key_values, they are ignored. Attentions, hidden states,
+        inputs_embeds and tuples instead of a CausalLMOutputWithPast are not supported.
+        """
+        if return_dict is False:
+            raise ValueError("return_dict must be True or None, got False; the result is a CausalLMOutputWithPast")
+        if past_key_values is not None and not isinstance(past_key_values, LineateCache):
+            raise TypeError(
+                f"past_key_values must be a LineateCache or None, got {type(past_key_values).__name__}; "
+                "use lineate.integrations.auto.LineateCache()"
+            )
+        check_ids(input_ids, self.config.vocab_size)
+        (b, t), state = input_ids.shape, None if past_key_values is None else past_key_values.state
+        kept = _padding(attention_mask, input_ids, 0 if past_key_values is None else past_key_values.columns)
+        cu_seqlens = None
+        if kept is not None:  # rows without their padding are packed texts
+            cu_seqlens = F.pad(kept.sum(1).cumsum(0), (1, 0))
+            input_ids = input_ids[kept][None]
+        elif position_ids is not None and state is None:
+            cu_seqlens = _packed(position_ids, b, t)
+        check_state(state, len(self.layers), b)
+
+        x, state = self._hidden(self.embed(input_ids), state, cu_seqlens)
+        loss = None
+        if labels is not None:
+            if logits_to_keep:
+                raise ValueError(f"logits_to_keep must be 0 with labels, got {logits_to_keep}")
+            logits = self._logits(x)
+            own = labels if kept is None else labels[kept][None]
+            loss = next_token_loss(logits, own, cu_seqlens)
+            if num_items_in_batch is not None:
+                loss = loss * (_targets(own, cu_seqlens) / num_items_in_batch)
+            if kept is not None:
+                logits = _unpacked(logits, kept)
+        else:
+            logits = self._logits((x if kept is None else _unpacked(x, kept))[:, -logits_to_keep:])
+        if use_cache is None:
+            use_cache = past_key_values is not None or (getattr(self.config, "use_cache", True) and not self.training)
+        if not use_cache:
+            return CausalLMOutputWithPast(loss=loss, logits=logits)
+        past_key_values = LineateCache() if past_key_values is None else past_key_values
+        past_key_values.state, past_key_values.columns = state, past_key_values.columns + t
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _hidden(self, x: Tensor, state: ModelState | None, cu_seqlens: Tensor | None) -> tuple[Tensor, ModelState]:
+        blocks: list[Callable[..., Any]] = list(self.layers)
+        if self.gradient_checkpointing and self.training:
+            blocks = [partial(self._gradient_checkpointing_func, block) for block in blocks]
+        return HybridLM.hidden(cast(HybridLM, SimpleNamespace(layers=blocks, norm=self.norm)), x, state, cu_seqlens)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return HybridLM.logits(cast(HybridLM, self), x)
+
+    def adjust_generation_fn(self, *given: Any, **named: Any) -> None:  # transformers' protocol, called on loading
+        super().adjust_generation_fn(*given, **named)
+        if self.generation_config.eos_token_id is None:  # HybridLM writes no generation_config.json
+            self.generation_config.eos_token_id = self.config.eos_token_id
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # generate makes no cache of its own; forward does
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """What a checkpoint lacks, and embeddings that grow. The functions of init leave what was loaded alone."""
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, 0.0, std)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, layers.RMSNorm | layers.GatedRMSNorm):
+            init.constant_(module.weight, 0.0 if getattr(module, "zero_centred", False) else 1.0)
+        elif isinstance(module, layers.ShortConvolution):
+            module.reset_parameters()
+        elif isinstance(module, layers.MixtureOfExperts):
+            init.normal_(module.experts_gate_up, 0.0, std)
+            init.normal_(module.experts_down, 0.0, std)
+            if module.router_bias is not None:
+                init.zeros_(module.router_bias)
+        elif isinstance(module, layers.GatedDeltaNet | layers.KimiDeltaAttention):
+            fresh = torch.empty_like(module.A_log), torch.empty_like(module.dt_bias)
+            init_decay(*fresh)
+            init.copy_(module.A_log, fresh[0])
+            init.copy_(module.dt_bias, fresh[1])
+
+
+def _padding(attention_mask: Tensor | None, input_ids: Tensor, past: int) -> Tensor | None:
+    """Which of the tokens `b t` are no padding; None if all are."""
+    if attention_mask is None:
+        return None
+    b, t = input_ids.shape
+    if attention_mask.shape not in ((b, t), (b, past + t)):
+        both = f"{(b, past + t)} or {(b, t)}" if past else f"{(b, t)}"
+        raise ValueError(f"attention_mask must have shape (b, past + t) = {both}, got {tuple(attention_mask.shape)}")
+    kept = attention_mask[:, -t:].bool()
+    if bool(kept.all()):
+        return None
+    if not bool(kept.any()):
+        raise ValueError("attention_mask must have a token that is no padding, got only 0")
+    return kept
+
+
+def _packed(position_ids: Tensor, b: int, t: int) -> Tensor | None:
+    """The bounds of packed texts, from positions that begin again at 0; None if there is one text a row."""
+    if position_ids.shape not in ((b, t), (1, t)):
+        raise ValueError(f"position_ids must have shape (b, t) = {(b, t)}, got {tuple(position_ids.shape)}")
+    plain = torch.arange(t, device=position_ids.device)
+    if bool((position_ids == plain).all()):
+        return None
+    starts = (position_ids[0] == 0).nonzero().flatten()
+    cu_seqlens = F.pad(starts, (0, 1), value=t)
+    if b > 1 or position_ids[0, 0] != 0 or not torch.equal(locate(cu_seqlens)[1], position_ids[0]):
+        raise ValueError("position_ids must count from 0, or, with b = 1, from 0 again in every packed text")
+    return cu_seqlens
+
+
+def _unpacked(x: Tensor, kept: Tensor) -> Tensor:
+    """x `1 tokens n` -> `b t n`, 0 where there is padding."""
+    return x.new_zeros(*kept.shape, x.shape[-1]).masked_scatter(kept[..., None], x)
+
+
+def _targets(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """How many tokens the loss is a mean of."""
+    if cu_seqlens is not None:
+        labels = labels.index_fill(1, cu_seqlens[:-1][cu_seqlens.diff() > 0], -100)
+    return (labels[:, 1:] != -100).sum()
+
+
+AutoConfig.register(LineateConfig.model_type, LineateConfig, exist_ok=True)
+AutoModelForCausalLM.register(LineateConfig, LineateForCausalLM, exist_ok=True)
