@@ -310,6 +310,20 @@ def test_mixture_of_experts_is_its_sum(scores, n):
     torch.testing.assert_close(layer(x)[0], expected, **CLOSE)
 
 
+def test_experts_in_one_product_equal_one_by_one():
+    """What a GPU does in bfloat16, on a CPU in float32."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(16, 8, 3, 24)
+    x = torch.randn(1, 50, 16)
+    expected = layer(x)
+    wanted = torch.autograd.grad(expected.square().sum(), list(layer.parameters()))
+    layer._one_by_one = layer._grouped
+    got = layer(x)
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(torch.autograd.grad(got.square().sum(), list(layer.parameters())), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_swiglu():
     layer, x = SwiGLU(6, 9).double(), torch.randn(3, 6, dtype=torch.float64)
     gate, up = layer.gate_up_proj(x).chunk(2, -1)

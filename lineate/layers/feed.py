@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.native import layers as native
 from lineate.rule import compute_dtype
 
 
@@ -22,6 +23,8 @@ class SwiGLU(nn.Module):
 
 def glu(x: Tensor) -> Tensor:
     """silu(gate) * up of gate | up."""
+    if native.serves(x):
+        return native.glu(x)
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -99,17 +102,26 @@ class MixtureOfExperts(nn.Module):
         return weights * self.scale, chosen
 
     def _mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Tokens sorted by expert, one expert after another."""
-        if tokens.shape[0] == 1:  # a token at a time: no sorting
+        """sum over a token's experts; tokens sorted by expert, so that each expert has one product."""
+        if tokens.shape[0] == 1 and not tokens.is_cuda:  # a token at a time: no sorting
             return weights @ torch.cat([self._expert(tokens, e) for e in chosen[0].tolist()])
-        order = chosen.flatten().argsort(stable=True)
-        rows = order // self.active
-        sizes = chosen.flatten().bincount(minlength=self.count).tolist()
-        gathered = tokens[rows].split(sizes)
-        made = torch.cat([self._expert(own, e) for e, own in enumerate(gathered) if own.shape[0]])
+        experts, order = chosen.flatten().sort(stable=True)
+        gathered = tokens[order // self.active]
+        # On a GPU one launch for all experts, and nothing waits for how many tokens each has.
+        run = self._grouped if tokens.is_cuda and tokens.dtype == torch.bfloat16 else self._one_by_one
+        made = run(gathered, experts)
         back = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=order.device))
         parts = made[back].view(*chosen.shape, -1)  # n active hidden: summed in one order, not by atomic additions
         return (weights[:, None] @ parts)[:, 0]
+
+    def _one_by_one(self, gathered: Tensor, experts: Tensor) -> Tensor:
+        sizes = experts.bincount(minlength=self.count).tolist()
+        return torch.cat([self._expert(own, e) for e, own in enumerate(gathered.split(sizes)) if own.shape[0]])
+
+    def _grouped(self, gathered: Tensor, experts: Tensor) -> Tensor:
+        ends = torch.searchsorted(experts, torch.arange(self.count, device=experts.device), right=True, out_int32=True)
+        made = F.grouped_mm(gathered, self.experts_gate_up.transpose(1, 2), offs=ends)
+        return F.grouped_mm(glu(made), self.experts_down.transpose(1, 2), offs=ends)
 
     def _expert(self, tokens: Tensor, e: int) -> Tensor:
         return F.linear(glu(F.linear(tokens, self.experts_gate_up[e])), self.experts_down[e])
