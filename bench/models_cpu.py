@@ -57,10 +57,12 @@ def kimi_linear(dense: bool) -> Any:
 MODELS: dict[str, Callable[[bool], Any]] = {"GGGA": qwen3_next, "KKKM": kimi_linear}
 
 
-def load_both(make: Callable[[bool], Any], dense: bool) -> tuple[Any, HybridLM]:
+def load_both(
+    make: Callable[[bool], Any], dense: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Any, HybridLM]:  # fmt: skip
     """transformers' model, and ours from its files."""
     torch.manual_seed(0)
-    theirs = make(dense).eval()
+    theirs = make(dense).eval().to(dtype)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         return theirs, HybridLM.from_pretrained(folder, progress=False)

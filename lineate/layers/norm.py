@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate.native import layers as native
 from lineate.rule import compute_dtype
 
 
@@ -18,8 +19,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """In the dtype of x."""
+        weight: Tensor = self.weight
+        if native.serves(x, weight):
+            return native.rms_norm(x, weight, self.eps, zero_centred=self.zero_centred)
         dtype = compute_dtype(x.dtype)
-        weight = self.weight.to(dtype) + 1 if self.zero_centred else self.weight.to(dtype)
+        weight = weight.to(dtype) + 1 if self.zero_centred else weight.to(dtype)
         return F.rms_norm(x.to(dtype), x.shape[-1:], weight, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -37,8 +41,11 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate `... size`; in the dtype of x."""
+        weight: Tensor = self.weight
+        if native.serves(x, weight, gate) and gate.shape == x.shape:
+            return native.gated_rms_norm(x, weight, gate, self.eps, self.activation)
         dtype = compute_dtype(x.dtype)
-        normed = F.rms_norm(x.to(dtype), x.shape[-1:], self.weight.to(dtype), self.eps)
+        normed = F.rms_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), self.eps)
         gate = gate.to(dtype)
         return (normed * (F.silu(gate) if self.activation == "silu" else gate.sigmoid())).to(x.dtype)
 

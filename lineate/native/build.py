@@ -1,4 +1,4 @@
-"""Compile chunkwise.c for this machine once, keep the result, and load it."""
+"""Compile the C files for this machine once, keep the result, and load it."""
 
 import ctypes
 import functools
@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-_SOURCE = Path(__file__).with_name("chunkwise.c")
+_SOURCES = [Path(__file__).with_name(name) for name in ("chunkwise.c", "layers.c")]
 _FLAGS = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fPIC", "-shared", "-pthread")
 
@@ -45,7 +45,7 @@ def library() -> ctypes.CDLL:
     if compiler is None:
         raise NativeUnavailable("no C compiler was found; install gcc or clang, or set CC")
     command = [*compiler.split(), *_FLAGS, _machine_flag(), *_LINK]
-    built = _cache_folder() / f"chunkwise-{_fingerprint(command)}.so"
+    built = _cache_folder() / f"native-{_fingerprint(command)}.so"
     if not built.exists():
         _compile(command, built)
     try:
@@ -59,8 +59,8 @@ def _machine_flag() -> str:
 
 
 def _fingerprint(command: list[str]) -> str:
-    """Changes with the source, the compiler and the processor: a home folder may be shared by several machines."""
-    digest = hashlib.sha256(_SOURCE.read_bytes())
+    """Changes with the sources, the compiler and the processor: a home folder may be shared by several machines."""
+    digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in _SOURCES))
     digest.update("\0".join(command).encode())
     try:
         digest.update(subprocess.run([*command, "--version"], capture_output=True, timeout=30).stdout)
@@ -96,7 +96,7 @@ def _compile(command: list[str], built: Path) -> None:
     os.close(handle)
     try:
         done = subprocess.run(
-            [*command, str(_SOURCE), "-o", partial, "-lm"], capture_output=True, text=True, timeout=300
+            [*command, *map(str, _SOURCES), "-o", partial, "-lm"], capture_output=True, text=True, timeout=300
         )
         if done.returncode:
             raise NativeUnavailable(f"{command[0]} failed: {(done.stderr or done.stdout).strip()[-600:]}")

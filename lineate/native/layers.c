@@ -1,0 +1,581 @@
+// The parts of a layer around the op, for a CPU in float32: the same equations as lineate/layers.
+//
+//   short convolution   y_tc = sum_i w_ci x_{t-past+i,c}, past = size - 1;  silu(y)
+//   RMSNorm             x / sqrt(mean x^2 + eps) * (offset + weight) * act(gate)
+//   glu                 silu(gate) * up
+//
+// A unit of work is a slab of channels or a block of rows. What a unit computes depends on nothing but its own inputs,
+// and sums over tokens go block by block in one order: the bits are the same in any batch and number of threads.
+// The end of a row that is not a whole vector is computed as one filled up with zeros.
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+// ---- vectors -------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__AVX2__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int64_t i64;
+
+#define INLINE static inline __attribute__((always_inline))
+INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
+INLINE i64 blocks(i64 n, i64 size) { return (n + size - 1) / size; }
+
+// n is LANES, known to the compiler, or less. No loop: where a product and a sum are in two blocks of code, a compiler
+// does not fuse them, and the bits would not be those of a whole vector.
+INLINE vec load(const float *x, i64 n) {
+    vec y = {0};
+    memcpy(&y, x, n * sizeof(float));
+    return y;
+}
+
+INLINE void store(float *x, vec y, i64 n) { memcpy(x, &y, n * sizeof(float)); }
+
+INLINE float total(vec x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+// What follows works on a few vectors at a time, step by step: each result waits long for the one before it, and a
+// processor that sees four such chains side by side is twice as fast as with one after another.
+enum { FEW = 4 };
+#define EACH _Pragma("GCC unroll 4") for (int k = 0; k < count; k++)
+
+// x, or the bound of its sign where it is beyond; NaN stays NaN.
+INLINE vec within(vec x, vec bound) {
+#if defined(__ARM_NEON)
+    return (vec)vmaxq_f32(vminq_f32((float32x4_t)x, (float32x4_t)bound), (float32x4_t)-bound);
+#else
+    ivec above = x > bound, below = x < -bound;
+    x = (vec)((above & (ivec)bound) | (~above & (ivec)x));
+    return (vec)((below & (ivec)-bound) | (~below & (ivec)x));
+#endif
+}
+
+// x = e^-x, as if x were within -87 .. 87, where neither it nor its inverse is denormal; NaN stays NaN.
+INLINE void exponentials(vec *x, int count) {
+    const vec magic = (vec){0} + 12582912.f;  // brings n to the last bits
+    vec n[FEW], p[FEW], square[FEW], more[FEW];
+    EACH x[k] = within(x[k], (vec){0} + 87.f);
+    EACH p[k] = magic - x[k] * 1.44269504088896341f;
+    EACH n[k] = p[k] - magic;
+    EACH x[k] = x[k] + n[k] * 0.693359375f;
+    EACH x[k] = x[k] - n[k] * 2.12194440e-4f;              // now what was e^-x is 2^n e^-x, and |x| < log(2) / 2
+    EACH n[k] = (vec)(((uvec)p[k] << 23) + (127u << 23));  // 2^n
+    EACH square[k] = x[k] * x[k];
+    EACH more[k] = 4.1668388993e-2f - x[k] * 8.3687454462e-3f;  // (e^-x - 1 + x) / x^2, to 4e-9 of e^-x
+    EACH p[k] = 4.9999994040e-1f - x[k] * 1.6666521132e-1f;
+    EACH more[k] = more[k] + square[k] * 1.3814540580e-3f;
+    EACH p[k] = p[k] + more[k] * square[k];
+    EACH p[k] = 1.f - p[k] * x[k];
+    EACH p[k] = 1.f - p[k] * x[k];
+    EACH x[k] = p[k] * n[k];
+}
+
+// on = sigmoid(x), off = sigmoid(-x): each to its last digits.
+INLINE void sigmoids(const vec *x, vec *on, vec *off, int count) {
+    EACH off[k] = x[k];
+    exponentials(off, count);
+    EACH on[k] = 1.f / (off[k] + 1.f);
+    EACH off[k] *= on[k];
+}
+
+// x = silu(x)
+INLINE void silus(vec *x, int count) {
+    vec e[FEW];
+    EACH e[k] = x[k];
+    exponentials(e, count);
+    EACH x[k] = x[k] / (e[k] + 1.f);
+}
+
+// x = silu(x), slope = silu'(x)
+INLINE void silus_and_slopes(vec *x, vec *slope, int count) {
+    vec on[FEW], off[FEW];
+    sigmoids(x, on, off, count);
+    EACH slope[k] = on[k] * (x[k] * off[k] + 1.f);
+    EACH x[k] = x[k] * on[k];
+}
+
+// Runs a statement for all of a row: c is where it starts, count how many vectors, n how many numbers each has.
+#define SWEEP(size, statement)                              \
+    do {                                                    \
+        i64 c = 0;                                          \
+        for (; c + FEW * LANES <= (size); c += FEW * LANES) { \
+            enum { count = FEW, n = LANES };                \
+            statement;                                      \
+        }                                                   \
+        for (; c + LANES <= (size); c += LANES) {           \
+            enum { count = 1, n = LANES };                  \
+            statement;                                      \
+        }                                                   \
+        if (c < (size)) {                                   \
+            enum { count = 1 };                             \
+            const i64 n = (size) - c;                       \
+            statement;                                      \
+        }                                                   \
+    } while (0)
+
+// ---- threads -------------------------------------------------------------------------------------------------------
+
+enum { NO_MEMORY = 1 };
+enum { WORTH_A_THREAD = 1 << 16 };  // elements: what a thread should get to be worth starting
+
+typedef struct {
+    void (*work)(const void *call, i64 unit);
+    const void *call;
+    i64 units;
+    atomic_llong next;
+} Job;
+
+static void *run(void *argument) {
+    Job *job = argument;
+    for (i64 i; (i = atomic_fetch_add(&job->next, 1)) < job->units;) job->work(job->call, i);
+    return NULL;
+}
+
+static void spread(void (*work)(const void *, i64), const void *call, i64 units, i64 elements, i64 most_threads) {
+    enum { MOST = 256 };
+    Job job = {.work = work, .call = call, .units = units};
+    pthread_t threads[MOST];
+    i64 helpers = least(least(least(most_threads, 1 + elements / WORTH_A_THREAD), units), MOST) - 1, started = 0;
+    for (; started < helpers; started++)
+        if (pthread_create(threads + started, NULL, run, &job)) break;
+    run(&job);
+    for (i64 i = 0; i < started; i++) pthread_join(threads[i], NULL);
+}
+
+// ---- short convolution ---------------------------------------------------------------------------------------------
+
+enum { SIZES = 4, SLAB = 512, BLOCK = 64 };  // taps; channels of a unit; tokens summed in float
+
+typedef struct {  // words of 64 bits, filled in by layers.py; strides in elements, the last dimension of x and dy dense
+    i64 b, t, channels, size, texts, threads;
+    const float *x, *weight, *state;  // b t channels; channels size; texts channels past, or NULL
+    i64 x_row, x_token, state_row, state_channel, state_tap;
+    const i64 *starts;  // texts + 1, or NULL: every row is one text
+    float *y, *final;   // b t channels; texts past channels
+    const float *dy, *dfinal;
+    i64 dy_row, dy_token;
+    float *dx, *dweight, *dstate;  // as x, weight and final; dstate may be NULL
+} Conv;
+
+typedef struct {                                    // of one unit
+    i64 first, n;                                   // channels
+    float weight[SIZES][SLAB];                      // tap by tap
+    float front[SIZES][SLAB], unused[SIZES][SLAB];  // the inputs before the first token; where no gradient is wanted
+    float carry[SIZES][SLAB], dweight[SIZES][SLAB];
+    double sums[SIZES][SLAB];
+} Slab;
+
+typedef struct {
+    i64 row, begin, n;  // tokens
+    const float *front[SIZES];
+} Text;
+
+INLINE i64 slab_width(const Conv *a) {
+    i64 width = blocks(blocks(a->channels, 4 * a->threads), 64) * 64;
+    return most(least(width, SLAB), 64);
+}
+
+INLINE void load_weight(Slab *s, const Conv *a, int size) {
+    const float *w = a->weight + s->first * size;
+    for (i64 c = 0; c < s->n; c++)
+        for (int i = 0; i < size; i++) s->weight[i][c] = w[c * size + i];
+}
+
+INLINE Text find_text(Slab *s, const Conv *a, i64 text, int past) {
+    Text found = {.row = text, .n = a->t};
+    if (a->starts) found.row = 0, found.begin = a->starts[text], found.n = a->starts[text + 1] - a->starts[text];
+    const float *from = a->state ? a->state + text * a->state_row + s->first * a->state_channel : NULL;
+    for (int i = 0; i < past; i++) {
+        found.front[i] = s->front[i];
+        if (!from) memset(s->front[i], 0, s->n * sizeof(float));
+        else if (a->state_channel == 1) found.front[i] = from + i * a->state_tap;
+    }
+    if (from && a->state_channel == past && a->state_tap == 1)
+        for (i64 c = 0; c < s->n; c++)
+            for (int i = 0; i < past; i++) s->front[i][c] = from[c * past + i];
+    else if (from && a->state_channel != 1)
+        for (i64 c = 0; c < s->n; c++)
+            for (int i = 0; i < past; i++) s->front[i][c] = from[c * a->state_channel + i * a->state_tap];
+    return found;
+}
+
+// The slab's inputs at a token, which may be one before the first.
+INLINE const float *inputs(const Slab *s, const Conv *a, const Text *text, int past, i64 token) {
+    if (token < 0) return text->front[token + past];
+    return a->x + text->row * a->x_row + (text->begin + token) * a->x_token + s->first;
+}
+
+// y at `tokens` tokens or, if tokens is 1, `vectors` vectors of channels.
+INLINE void convolve(vec *y, const Slab *s, const float *const *x, int size, int tokens, int vectors, i64 c, i64 n) {
+    const int count = tokens * vectors;
+    EACH y[k] = (vec){0};  // of a product and a product a compiler could fuse either one with the sum
+#pragma GCC unroll 4
+    for (int i = 0; i < size; i++)
+        EACH {
+            const i64 at = c + k / tokens * LANES;
+            y[k] += load(s->weight[i] + at, LANES) * load(x[i + k % tokens] + at, n);
+        }
+}
+
+INLINE void forward_vectors(const Slab *s, const float *const *x, float *const *out, int size, int tokens, int vectors,
+                            i64 c, i64 n) {
+    const int count = tokens * vectors;
+    vec y[FEW];
+    convolve(y, s, x, size, tokens, vectors, c, n);
+    silus(y, count);
+    EACH store(out[k % tokens] + c + k / tokens * LANES, y[k], n);
+}
+
+INLINE void forward_tokens(const Slab *s, const Conv *a, const Text *text, i64 token, int size, int tokens) {
+    const float *x[FEW + SIZES];
+    float *out[FEW];
+    const i64 channels = s->n;
+    for (int j = 0; j < tokens + size - 1; j++) x[j] = inputs(s, a, text, size - 1, token - size + 1 + j);
+    for (int k = 0; k < tokens; k++)
+        out[k] = a->y + (text->row * a->t + text->begin + token + k) * a->channels + s->first;
+    if (tokens == 1) SWEEP(channels, forward_vectors(s, x, out, size, 1, count, c, n));
+    else {
+        i64 c = 0;
+        for (; c + LANES <= channels; c += LANES) forward_vectors(s, x, out, size, tokens, 1, c, LANES);
+        if (c < channels) forward_vectors(s, x, out, size, tokens, 1, c, channels - c);
+    }
+}
+
+INLINE void forward_slab(Slab *s, const Conv *a, int size) {
+    load_weight(s, a, size);
+    for (i64 i = 0; i < a->texts; i++) {
+        Text text = find_text(s, a, i, size - 1);
+        i64 token = 0;
+        for (; token + FEW <= text.n; token += FEW) forward_tokens(s, a, &text, token, size, FEW);
+        for (; token < text.n; token++) forward_tokens(s, a, &text, token, size, 1);
+        for (int j = 0; j < size - 1; j++)
+            memcpy(a->final + (i * (size - 1) + j) * a->channels + s->first,
+                   inputs(s, a, &text, size - 1, text.n - size + 1 + j), s->n * sizeof(float));
+    }
+}
+
+// Token by token: dy = dout silu'(y), dw_i += dy x_i, dx_i += w_i dy. dx is finished where no later token reads.
+INLINE void backward_vector(Slab *s, const float *const *x, const float *const *dout, float *const *dx, int size,
+                            int tokens, i64 c, i64 n) {
+    const int past = size - 1, count = tokens;
+    vec y[FEW], dy[FEW], window[FEW + SIZES];
+    convolve(y, s, x, size, tokens, 1, c, n);
+    silus_and_slopes(y, dy, tokens);
+    EACH dy[k] *= load(dout[k] + c, n);
+#pragma GCC unroll 8
+    for (int j = 0; j < past + tokens; j++) window[j] = j < past ? load(s->carry[j] + c, LANES) : (vec){0};
+#pragma GCC unroll 4
+    for (int i = size - 1; i >= 0; i--) {
+        vec w = load(s->weight[i] + c, LANES), dw = load(s->dweight[i] + c, LANES);
+        EACH {
+            window[k + i] += w * dy[k];
+            dw += dy[k] * load(x[k + i] + c, n);
+        }
+        store(s->dweight[i] + c, dw, LANES);
+    }
+    EACH store(dx[k] + c, window[k], n);
+#pragma GCC unroll 4
+    for (int j = 0; j < past; j++) store(s->carry[j] + c, window[tokens + j], LANES);
+}
+
+// Where the gradient of the inputs at a token goes.
+INLINE float *gradients(Slab *s, const Conv *a, const Text *text, i64 which, int past, i64 token) {
+    if (token >= 0) return a->dx + (text->row * a->t + text->begin + token) * a->channels + s->first;
+    if (!a->dstate) return s->unused[token + past];
+    return a->dstate + (which * past + token + past) * a->channels + s->first;
+}
+
+INLINE void backward_tokens(Slab *s, const Conv *a, const Text *text, i64 which, i64 token, int size, int tokens) {
+    const int past = size - 1;
+    const float *x[FEW + SIZES], *dout[FEW];
+    float *dx[FEW];
+    for (int j = 0; j < tokens + past; j++) x[j] = inputs(s, a, text, past, token - past + j);
+    for (int k = 0; k < tokens; k++) {
+        dout[k] = a->dy + text->row * a->dy_row + (text->begin + token + k) * a->dy_token + s->first;
+        dx[k] = gradients(s, a, text, which, past, token - past + k);
+    }
+    i64 c = 0;
+    for (; c + LANES <= s->n; c += LANES) backward_vector(s, x, dout, dx, size, tokens, c, LANES);
+    if (c < s->n) backward_vector(s, x, dout, dx, size, tokens, c, s->n - c);
+}
+
+INLINE void add_up(Slab *s, int size) {
+    for (int i = 0; i < size; i++) {
+        for (i64 c = 0; c < s->n; c++) s->sums[i][c] += s->dweight[i][c];
+        memset(s->dweight[i], 0, sizeof s->dweight[i]);
+    }
+}
+
+INLINE void backward_slab(Slab *s, const Conv *a, int size) {
+    const int past = size - 1;
+    load_weight(s, a, size);
+    memset(s->sums, 0, sizeof s->sums);
+    memset(s->dweight, 0, sizeof s->dweight);
+    for (i64 i = 0; i < a->texts; i++) {
+        Text text = find_text(s, a, i, past);
+        memset(s->carry, 0, sizeof s->carry);
+        for (i64 start = 0; start < text.n; start += BLOCK) {
+            const i64 stop = least(start + BLOCK, text.n);
+            i64 token = start;
+            for (; token + FEW <= stop; token += FEW) backward_tokens(s, a, &text, i, token, size, FEW);
+            for (; token < stop; token++) backward_tokens(s, a, &text, i, token, size, 1);
+            add_up(s, size);
+        }
+        for (int j = 0; j < past; j++) {
+            float *to = gradients(s, a, &text, i, past, text.n - past + j);
+            const float *more = a->dfinal ? a->dfinal + (i * past + j) * a->channels + s->first : NULL;
+            for (i64 c = 0; c < s->n; c++) to[c] = s->carry[j][c] + (more ? more[c] : 0);
+        }
+    }
+    for (i64 c = 0; c < s->n; c++)
+        for (int i = 0; i < size; i++) a->dweight[(s->first + c) * size + i] = (float)s->sums[i][c];
+}
+
+#define FOR_SIZE(work)                                     \
+    const Conv *a = call;                                  \
+    Slab s;                                                \
+    const i64 width = slab_width(a);                       \
+    s.first = unit * width;                                \
+    s.n = least(width, a->channels - s.first);             \
+    if (s.n % LANES) memset(s.weight, 0, sizeof s.weight); \
+    switch (a->size) {                                     \
+        case 1: work(&s, a, 1); break;                     \
+        case 2: work(&s, a, 2); break;                     \
+        case 3: work(&s, a, 3); break;                     \
+        case 4: work(&s, a, 4); break;                     \
+    }
+
+static void convolve_forward(const void *call, i64 unit) { FOR_SIZE(forward_slab) }
+static void convolve_backward(const void *call, i64 unit) { FOR_SIZE(backward_slab) }
+
+int lineate_convolution(const Conv *a) {
+    spread(convolve_forward, a, blocks(a->channels, slab_width(a)), a->b * a->t * a->channels, a->threads);
+    return 0;
+}
+
+int lineate_convolution_backward(const Conv *a) {
+    spread(convolve_backward, a, blocks(a->channels, slab_width(a)), a->b * a->t * a->channels, a->threads);
+    return 0;
+}
+
+// ---- RMSNorm, with or without a gate -------------------------------------------------------------------------------
+
+enum { NORM_ROWS = 64 };  // of a unit
+enum { NO_GATE, SILU, SIGMOID };
+
+typedef struct {  // i j k size: rows in three dimensions, each dense; strides in elements
+    const float *data;
+    i64 i, j, k;
+} Rows;
+
+typedef struct {
+    i64 j, k, rows, size, act, threads;  // rows = i j k
+    Rows x, gate, dy;
+    const float *weight;
+    float *y, *dx, *dgate, *dweight;  // dense
+    double eps, offset;
+    float *parts;  // units size: sums of dweight
+} Norm;
+
+INLINE const float *row_of(const Rows *x, const Norm *a, i64 row) {
+    i64 rest = row / a->k;
+    return x->data + rest / a->j * x->i + rest % a->j * x->j + row % a->k * x->k;
+}
+
+INLINE void add_squares(vec *sum, const float *x, i64 c, int count, i64 n) {
+    EACH {
+        vec y = load(x + c + k * LANES, n);
+        sum[k] += y * y;
+    }
+}
+
+// 1 / sqrt(mean x^2 + eps)
+INLINE float inverse_norm(const float *x, const Norm *a) {
+    vec sum[FEW] = {0};
+    SWEEP(a->size, add_squares(sum, x, c, count, n));
+    return 1.f / sqrtf(total((sum[0] + sum[1]) + (sum[2] + sum[3])) / (float)a->size + (float)a->eps);
+}
+
+// value = act(z), slope = act'(z)
+INLINE void activate(const vec *z, vec *value, vec *slope, int act, int count) {
+    EACH value[k] = z[k];
+    if (act == SILU) silus_and_slopes(value, slope, count);
+    if (act == SIGMOID) {
+        sigmoids(z, value, slope, count);
+        EACH slope[k] *= value[k];
+    }
+}
+
+INLINE void norm_vectors(const Norm *a, const float *x, const float *gate, float *y, float r, int act, i64 c, int count,
+                         i64 n) {
+    vec z[FEW], value[FEW], slope[FEW];
+    if (act) {
+        EACH z[k] = load(gate + c + k * LANES, n);
+        activate(z, value, slope, act, count);
+    }
+    EACH {
+        const i64 at = c + k * LANES;
+        vec out = load(x + at, n) * r * (load(a->weight + at, n) + (float)a->offset);
+        if (act) out *= value[k];
+        store(y + at, out, n);
+    }
+}
+
+INLINE void norm_rows(const Norm *a, i64 unit, int act) {
+    for (i64 row = unit * NORM_ROWS; row < least((unit + 1) * NORM_ROWS, a->rows); row++) {
+        const float *x = row_of(&a->x, a, row), *gate = act ? row_of(&a->gate, a, row) : NULL;
+        float *y = a->y + row * a->size, r = inverse_norm(x, a);
+        SWEEP(a->size, norm_vectors(a, x, gate, y, r, act, c, count, n));
+    }
+}
+
+// With u = x r: dgate = dy u w act', du = dy act w (into dx), dweight += dy act u; sum += du u.
+INLINE void norm_slopes(const Norm *a, const float *x, const float *gate, const float *dy, float *dx, float *dgate,
+                        float *dweight, vec *sum, float r, int act, i64 c, int count, i64 n) {
+    vec z[FEW], value[FEW], slope[FEW];
+    if (act) {
+        EACH z[k] = load(gate + c + k * LANES, n);
+        activate(z, value, slope, act, count);
+    }
+    EACH {
+        const i64 at = c + k * LANES;
+        vec u = load(x + at, n) * r, w = load(a->weight + at, n) + (float)a->offset, d = load(dy + at, n);
+        if (act) {
+            store(dgate + at, d * (u * w) * slope[k], n);
+            d *= value[k];
+        }
+        vec du = d * w;
+        store(dweight + at, load(dweight + at, n) + d * u, n);
+        store(dx + at, du, n);
+        sum[k] += du * u;
+    }
+}
+
+INLINE void norm_rows_backward(const Norm *a, i64 unit, int act) {
+    float *dweight = a->parts + unit * a->size;
+    memset(dweight, 0, a->size * sizeof(float));
+    for (i64 row = unit * NORM_ROWS; row < least((unit + 1) * NORM_ROWS, a->rows); row++) {
+        const float *x = row_of(&a->x, a, row), *dy = row_of(&a->dy, a, row);
+        const float *gate = act ? row_of(&a->gate, a, row) : NULL;
+        float *dx = a->dx + row * a->size, *dgate = act ? a->dgate + row * a->size : NULL;
+        const float r = inverse_norm(x, a);
+        vec sum[FEW] = {0};
+        SWEEP(a->size, norm_slopes(a, x, gate, dy, dx, dgate, dweight, sum, r, act, c, count, n));
+        const float along = total((sum[0] + sum[1]) + (sum[2] + sum[3])) / (float)a->size * r;
+        for (i64 c = 0; c < a->size; c++) dx[c] = r * (dx[c] - x[c] * along);
+    }
+}
+
+static void norm_forward(const void *call, i64 unit) {
+    const Norm *a = call;
+    if (a->act == NO_GATE) norm_rows(a, unit, NO_GATE);
+    else if (a->act == SILU) norm_rows(a, unit, SILU);
+    else norm_rows(a, unit, SIGMOID);
+}
+
+static void norm_backward(const void *call, i64 unit) {
+    const Norm *a = call;
+    if (a->act == NO_GATE) norm_rows_backward(a, unit, NO_GATE);
+    else if (a->act == SILU) norm_rows_backward(a, unit, SILU);
+    else norm_rows_backward(a, unit, SIGMOID);
+}
+
+int lineate_norm(const Norm *a) {
+    spread(norm_forward, a, blocks(a->rows, NORM_ROWS), a->rows * a->size, a->threads);
+    return 0;
+}
+
+int lineate_norm_backward(const Norm *given) {
+    Norm a = *given;
+    const i64 units = blocks(a.rows, NORM_ROWS);
+    double *sums = calloc(most(a.size, 1), sizeof(double));
+    a.parts = malloc(most(units * a.size, 1) * sizeof(float));
+    if (a.parts && sums) {
+        spread(norm_backward, &a, units, a.rows * a.size, a.threads);
+        for (i64 unit = 0; unit < units; unit++)
+            for (i64 c = 0; c < a.size; c++) sums[c] += a.parts[unit * a.size + c];
+        for (i64 c = 0; c < a.size; c++) a.dweight[c] = (float)sums[c];
+    }
+    const int failed = a.parts && sums ? 0 : NO_MEMORY;
+    free(a.parts), free(sums);
+    return failed;
+}
+
+// ---- glu -----------------------------------------------------------------------------------------------------------
+
+typedef struct {
+    i64 rows, size, threads;  // size: of gate and of up
+    const float *x, *dy;      // rows 2*size, rows size: dense rows
+    i64 x_row, dy_row;
+    float *y, *dx;  // dense
+} Glu;
+
+INLINE i64 glu_rows(const Glu *a) { return 1 + 16384 / most(a->size, 1); }  // of a unit
+
+INLINE void glu_vectors(const float *gate, const float *up, float *y, i64 c, int count, i64 n) {
+    vec z[FEW];
+    EACH z[k] = load(gate + c + k * LANES, n);
+    silus(z, count);
+    EACH store(y + c + k * LANES, z[k] * load(up + c + k * LANES, n), n);
+}
+
+INLINE void glu_slopes(const float *gate, const float *up, const float *dy, float *dgate, float *dup, i64 c, int count,
+                       i64 n) {
+    vec z[FEW], slope[FEW];
+    EACH z[k] = load(gate + c + k * LANES, n);
+    silus_and_slopes(z, slope, count);
+    EACH {
+        const i64 at = c + k * LANES;
+        vec d = load(dy + at, n);
+        store(dgate + at, d * load(up + at, n) * slope[k], n);
+        store(dup + at, d * z[k], n);
+    }
+}
+
+static void glu_forward(const void *call, i64 unit) {
+    const Glu *a = call;
+    const i64 size = a->size, rows = glu_rows(a);
+    for (i64 row = unit * rows; row < least((unit + 1) * rows, a->rows); row++) {
+        const float *x = a->x + row * a->x_row;
+        float *y = a->y + row * size;
+        SWEEP(size, glu_vectors(x, x + size, y, c, count, n));
+    }
+}
+
+static void glu_backward(const void *call, i64 unit) {
+    const Glu *a = call;
+    const i64 size = a->size, rows = glu_rows(a);
+    for (i64 row = unit * rows; row < least((unit + 1) * rows, a->rows); row++) {
+        const float *x = a->x + row * a->x_row, *dy = a->dy + row * a->dy_row;
+        float *dx = a->dx + row * 2 * size;
+        SWEEP(size, glu_slopes(x, x + size, dy, dx, dx + size, c, count, n));
+    }
+}
+
+int lineate_glu(const Glu *a) {
+    spread(glu_forward, a, blocks(a->rows, glu_rows(a)), a->rows * a->size, a->threads);
+    return 0;
+}
+
+int lineate_glu_backward(const Glu *a) {
+    spread(glu_backward, a, blocks(a->rows, glu_rows(a)), a->rows * a->size, a->threads);
+    return 0;
+}

@@ -1,0 +1,372 @@
+"""The parts of a layer around the op in C, in float32 on a CPU: short convolution with silu, RMSNorm, glu.
+
+The functions of lineate.layers that call these say what they compute.
+"""
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lineate import checks
+from lineate.native.build import library, why_not
+
+MOST_TAPS = 4
+"""Convolutions of more are left to torch."""
+ACTIVATIONS = ("", "silu", "sigmoid")
+
+_CONVOLUTION = struct.Struct("24q")  # Conv, Norm and Glu in layers.c
+_NORM = struct.Struct("23q2dq")
+_GLU = struct.Struct("9q")
+
+
+def serves(*tensors: Tensor | None) -> bool:
+    """Whether the C code can run on these: all float32 on a CPU, outside of vmap, jvp and the like."""
+    for x in tensors:
+        if x is not None and (x.dtype is not torch.float32 or not x.is_cpu):
+            return False
+    return _ready() and (torch.compiler.is_compiling() or not _transformed())
+
+
+def _ready() -> bool:
+    return why_not() is None
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
+_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _transformed() -> bool:
+    """Whether tensors may be other than what they seem to C: in a function transform, or with forward-mode tangents."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _differentiable(
+    name: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    fake_forward: Callable[..., Any],
+    fake_backward: Callable[..., Any],
+    tensors: int,
+) -> Callable[..., Any]:
+    """forward(tensors, options) with backward(gradients, tensors, options), which returns those of the first tensors.
+
+    As the ops `lineate::<name>` and `lineate::<name>_backward` for the compiler and for tensors that only pretend;
+    otherwise straight to the functions: on a token at a time, an op would cost more than its arithmetic.
+    """
+    forward_op = torch.library.custom_op(f"lineate::{name}", forward, mutates_args=())
+    backward_op = torch.library.custom_op(f"lineate::{name}_backward", backward, mutates_args=())
+    forward_op.register_fake(fake_forward)
+    backward_op.register_fake(fake_backward)
+
+    def save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(not isinstance(output, tuple))
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.options = inputs[tensors:]
+
+    def differentiate(run, ctx, *arrived):  # type: ignore[no-untyped-def]
+        given = ctx.saved_tensors
+        made = run(*arrived, *given, *ctx.options)
+        made = (made,) if isinstance(made, Tensor) else made
+        found = [None if x is None else gradient for x, gradient in zip(given, made, strict=False)]
+        return *found, *[None] * (tensors - len(found) + len(ctx.options))
+
+    forward_op.register_autograd(functools.partial(differentiate, backward_op), setup_context=save)
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+            output = forward(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *arrived):  # type: ignore[no-untyped-def]
+            # With create_graph: the op, which says that it has no second derivatives to whoever asks for one.
+            return differentiate(backward_op if torch.is_grad_enabled() else backward, ctx, *arrived)
+
+    def run(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward_op(*inputs)
+        wanted = False
+        for x in inputs[:tensors]:
+            if x is not None:
+                if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+                    return forward_op(*inputs)
+                wanted = wanted or x.requires_grad
+        return Direct.apply(*inputs) if wanted and torch.is_grad_enabled() else forward(*inputs)
+
+    return run
+
+
+@functools.cache
+def _entry(name: str) -> Callable[[bytes], int]:
+    function = library()[f"lineate_{name}"]
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+    return function
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With a dense last dimension."""
+    return x if x.stride()[-1] == 1 else x.contiguous()
+
+
+def _like(x: Tensor) -> Tensor:
+    """A new tensor of this shape, contiguous."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+# ---- short convolution
+
+
+def short_convolution(
+    x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As lineate.layers.convolution.short_convolution, for up to MOST_TAPS taps."""
+    return _run_convolution(x, weight, state, cu_seqlens)
+
+
+def _convolution(
+    x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """silu(y) `b t channels` and the new state `rows channels size-1`, whose channels are dense."""
+    b, _, channels = x.shape
+    y, final = _like(x), _state(b, channels, weight.shape[1] - 1, cu_seqlens)
+    _convolve("convolution", x, weight, state, cu_seqlens, (y, final), (None, None), (None, None, None))
+    return y, final
+
+
+def _convolution_backward(
+    dy: Tensor | None,
+    dfinal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight, and dstate, empty without a state."""
+    dy = torch.zeros_like(x) if dy is None else dy
+    dfinal = None if dfinal is None else dfinal.transpose(1, 2).contiguous()
+    dx, dweight, dstate = grads = _convolution_grads(x, weight, state)
+    wanted = (dx, dweight, None if state is None else dstate)
+    _convolve("convolution_backward", x, weight, state, cu_seqlens, (None, None), (_dense(dy), dfinal), wanted)
+    return grads
+
+
+def _convolution_grads(x: Tensor, weight: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    dstate = x.new_empty(0) if state is None else x.new_empty_strided(state.shape, _strides(*state.shape[1:]))
+    return _like(x), _like(weight), dstate
+
+
+def _state(b: int, channels: int, past: int, cu_seqlens: Tensor | None) -> Tensor:
+    rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return torch.empty_strided((rows, channels, past), _strides(channels, past), dtype=torch.float32)
+
+
+def _strides(channels: int, past: int) -> tuple[int, int, int]:
+    """Of `rows channels past` in memory as `rows past channels`."""
+    return (channels * past, 1, channels)
+
+
+def _convolve(
+    entry: str,
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    outputs: tuple[Tensor | None, Tensor | None],
+    arrived: tuple[Tensor | None, Tensor | None],
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """arrived: dy with a dense last dimension, dfinal `rows size-1 channels` contiguous."""
+    b, t, channels = x.shape
+    known, size = weight.shape
+    rows = b
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, b, t)
+        cu_seqlens = cu_seqlens.to("cpu", torch.int64).contiguous()
+        rows = cu_seqlens.shape[0] - 1
+    if known != channels:
+        raise ValueError(f"weight must have shape (channels, size) = ({channels}, {size}), got {tuple(weight.shape)}")
+    if state is not None and state.shape != (rows, channels, size - 1):
+        raise ValueError(
+            f"state must have shape (rows, channels, size - 1) = ({rows}, {channels}, {size - 1}), "
+            f"got {tuple(state.shape)}"
+        )
+    x, weight = _dense(x), weight.contiguous()
+    x_row, x_token, _ = x.stride()
+    state_strides = (0, 0, 0) if state is None else state.stride()
+    (y, final), (dy, dfinal), (dx, dweight, dstate) = outputs, arrived, grads
+    dy_row, dy_token, _ = (0, 0, 0) if dy is None else dy.stride()
+    words = _CONVOLUTION.pack(
+        b, t, channels, size, rows, torch.get_num_threads(),
+        x.data_ptr(), weight.data_ptr(), _address(state), x_row, x_token, *state_strides, _address(cu_seqlens),
+        _address(y), _address(final), _address(dy), _address(dfinal), dy_row, dy_token,
+        _address(dx), _address(dweight), _address(dstate),
+    )  # fmt: skip
+    _entry(entry)(words)
+
+
+def _fake_convolution(x, weight, state, cu_seqlens):  # type: ignore[no-untyped-def]
+    channels, past = x.shape[2], weight.shape[1] - 1
+    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return _like(x), x.new_empty_strided((rows, channels, past), _strides(channels, past))
+
+
+_run_convolution = _differentiable(
+    "short_convolution_native",
+    _convolution,
+    _convolution_backward,
+    _fake_convolution,
+    lambda dy, dfinal, x, weight, state, cu_seqlens: _convolution_grads(x, weight, state),
+    tensors=4,
+)
+
+
+# ---- RMSNorm
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
+    """x / sqrt(mean x^2 + eps) * weight over the last dimension; zero-centred: * (1 + weight)."""
+    return _run_norm(x, weight, None, eps, zero_centred, "")
+
+
+def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float, activation: str) -> Tensor:
+    """rms_norm(x) * activation(gate): "silu" or "sigmoid"; gate in the shape of x."""
+    return _run_norm(x, weight, gate, eps, False, activation)
+
+
+def _norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, zero_centred: bool, activation: str) -> Tensor:
+    y = _like(x)
+    _normalize("norm", x, weight, gate, None, (y, None, None, None), eps, zero_centred, activation)
+    return y
+
+
+def _norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, zero_centred: bool, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight, dgate (empty without a gate)."""
+    dx, dweight, dgate = _norm_grads(x, weight, gate)
+    _normalize("norm_backward", x, weight, gate, dy, (None, dx, dgate, dweight), eps, zero_centred, activation)
+    return dx, dweight, dgate
+
+
+def _norm_grads(x: Tensor, weight: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(x), _like(weight), x.new_empty(0) if gate is None else _like(gate)
+
+
+def _normalize(
+    entry: str,
+    x: Tensor,
+    weight: Tensor,
+    gate: Tensor | None,
+    dy: Tensor | None,
+    results: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    eps: float,
+    zero_centred: bool,
+    activation: str,
+) -> None:
+    """results: y, dx, dgate, dweight."""
+    shape = x.shape
+    size = shape[-1]
+    if weight.shape != (size,):
+        raise ValueError(f"weight must have shape (size,) = ({size},), got {tuple(weight.shape)}")
+    if gate is not None and gate.shape != shape:
+        raise ValueError(f"gate must have the shape of x, {tuple(shape)}, got {tuple(gate.shape)}")
+    x, weight = _rows(x), weight.contiguous()
+    gate, dy = None if gate is None else _rows(gate), None if dy is None else _rows(dy)
+    *_, j, k, _ = (1, 1, *x.shape)
+    rows = x.numel() // size if size else 0
+    y, dx, dgate, dweight = results
+    words = _NORM.pack(
+        j, k, rows, size, ACTIVATIONS.index(activation), torch.get_num_threads(),
+        *_locate(x), *_locate(gate), *_locate(dy), weight.data_ptr(),
+        _address(y), _address(dx), _address(dgate), _address(dweight), eps, zero_centred, 0,
+    )  # fmt: skip
+    if _entry(entry)(words):
+        raise MemoryError(f"no memory to add up the gradient of weight over {rows} rows")
+
+
+def _rows(x: Tensor) -> Tensor:
+    """At most three dimensions of dense rows."""
+    return _dense(x if x.dim() <= 4 else x.reshape(-1, x.shape[-1]))
+
+
+def _locate(x: Tensor | None) -> tuple[int, int, int, int]:
+    """Rows in layers.c."""
+    if x is None:
+        return (0, 0, 0, 0)
+    i, j, k, _ = (0, 0, 0, *x.stride())[-4:]
+    return (x.data_ptr(), i, j, k)
+
+
+_run_norm = _differentiable(
+    "rms_norm_native",
+    _norm,
+    _norm_backward,
+    lambda x, *_: _like(x),
+    lambda dy, x, weight, gate, *_: _norm_grads(x, weight, gate),
+    tensors=3,
+)
+
+
+# ---- glu
+
+
+def glu(x: Tensor) -> Tensor:
+    """silu(gate) * up of gate | up."""
+    return _run_glu(x)
+
+
+def _glu(x: Tensor) -> Tensor:
+    y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    _gate("glu", x, None, (y, None))
+    return y
+
+
+def _glu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    dx = _like(x)
+    _gate("glu_backward", x, dy, (None, dx))
+    return dx
+
+
+def _gate(entry: str, x: Tensor, dy: Tensor | None, results: tuple[Tensor | None, Tensor | None]) -> None:
+    """results: y, dx."""
+    width = x.shape[-1]
+    if width % 2:
+        raise ValueError(f"x must hold gate | up, an even last dimension, got {tuple(x.shape)}")
+    x, x_row = _flat(x)
+    dy, dy_row = (None, 0) if dy is None else _flat(dy)
+    rows = x.numel() // width if width else 0
+    y, dx = results
+    words = _GLU.pack(
+        rows, width // 2, torch.get_num_threads(), x.data_ptr(), _address(dy), x_row, dy_row, _address(y), _address(dx)
+    )
+    _entry(entry)(words)
+
+
+def _flat(x: Tensor) -> tuple[Tensor, int]:
+    """With dense rows at one distance, and that distance."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    x = _dense(x.reshape(-1, x.shape[-1]))
+    return x, x.stride(0)
+
+
+_run_glu = _differentiable(
+    "glu_native",
+    _glu,
+    _glu_backward,
+    lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    lambda dy, x: _like(x),
+    tensors=1,
+)
