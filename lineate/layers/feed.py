@@ -112,7 +112,7 @@ class MixtureOfExperts(nn.Module):
         made = run(gathered, experts)
         back = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=order.device))
         parts = made[back].view(*chosen.shape, -1)  # n active hidden: summed in one order, not by atomic additions
-        return (weights[:, None] @ parts)[:, 0]
+        return (parts * weights[..., None]).sum(1)
 
     def _one_by_one(self, gathered: Tensor, experts: Tensor) -> Tensor:
         sizes = experts.bincount(minlength=self.count).tolist()

@@ -1,0 +1,202 @@
+"""The linear layers of transformers' models: their parameters and their cache, our convolution and our rule."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.decoding import decode
+from lineate.fused import fused_delta_rule
+from lineate.integrations.transformers_packing import NOT_EMPTY
+from lineate.layers.convolution import short_convolution
+from lineate.native import layers as native
+from lineate.ops import gated_delta_rule, kimi_delta_attention
+from lineate.rule import activate, compute_dtype
+
+CLOSED = -1e4  # a raw gate this low neither forgets nor writes: softplus and sigmoid of it are 0, in float16 too
+
+
+class Projected(NamedTuple):
+    """What a layer's projections give, before the convolution and the activations."""
+
+    qkv: Tensor
+    """`b t channels`: all queries, all keys, all values."""
+    output_gate: Tensor
+    """`b t hv v`."""
+    gate: Tensor
+    """`b t hv`, or `b t hv k` per key channel."""
+    write: Tensor
+    """`b t hv`."""
+    A_log: Tensor
+    """`hv`."""
+    dt_bias: Tensor
+    """`hv`, or `hv*k` flat."""
+    heads: tuple[int, int, int, int]
+    """h, hv, k, v."""
+    beta_scale: float
+
+
+Project = Callable[[Any, Tensor], Projected]
+
+
+def project_qwen3_next(layer: Any, x: Tensor) -> Projected:
+    """Two projections whose rows are grouped by key head: q, k, its values, its output gates; write, gate."""
+    b, t = x.shape[:2]
+    h, hv, k, v = heads = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    wide = hv // h * v  # value columns of a group
+    grouped = layer.in_proj_qkvz(x).view(b, t, h, 2 * (k + wide))
+    parts = grouped.split([k, k, wide, wide], dim=-1)
+    qkv = torch.cat([part.reshape(b, t, -1) for part in parts[:3]], dim=-1)
+    write, gate = (y.reshape(b, t, hv) for y in layer.in_proj_ba(x).view(b, t, h, -1).chunk(2, dim=-1))
+    return Projected(qkv, parts[3].reshape(b, t, hv, v), gate, write, layer.A_log, layer.dt_bias, heads, 1.0)
+
+
+def project_qwen3_5(layer: Any, x: Tensor) -> Projected:
+    heads = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    output_gate = layer.in_proj_z(x).unflatten(-1, (heads[1], heads[3]))
+    gate, write = layer.in_proj_a(x), layer.in_proj_b(x)
+    return Projected(layer.in_proj_qkv(x), output_gate, gate, write, layer.A_log, layer.dt_bias, heads, 1.0)
+
+
+def project_olmo(layer: Any, x: Tensor) -> Projected:
+    heads = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+    qkv = torch.cat((layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)), dim=-1)
+    output_gate = layer.g_proj(x).unflatten(-1, (heads[1], heads[3]))
+    beta_scale = 2.0 if layer.allow_neg_eigval else 1.0
+    gate, write = layer.a_proj(x), layer.b_proj(x)
+    return Projected(qkv, output_gate, gate, write, layer.A_log, layer.dt_bias, heads, beta_scale)
+
+
+def project_kimi(layer: Any, x: Tensor) -> Projected:
+    """The decay and the output gate go through a low rank; all heads have one width."""
+    h, k = layer.num_heads, layer.head_dim
+    forget = layer.forget_gate
+    qkv = torch.cat((layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)), dim=-1)
+    output_gate = layer.g_b_proj(layer.g_a_proj(x)).unflatten(-1, (h, k))
+    gate = forget.f_b_proj(forget.f_a_proj(x)).unflatten(-1, (h, k))
+    write = layer.b_proj(x)
+    return Projected(qkv, output_gate, gate, write, forget.A_log.flatten(), forget.dt_bias, (h, h, k, k), 1.0)
+
+
+def linear_forward(original: Callable[..., Any], project: Project, norm: str, out: str) -> Callable[..., Any]:
+    """The forward of one family's linear layer; `original` serves what ours does not (another activation, a bias)."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        if self.activation not in ("silu", "swish") or self.conv1d.bias is not None:
+            return original(self, hidden_states, cache_params, attention_mask, **kwargs)
+        mask = None if attention_mask is None else attention_mask.to(hidden_states.device, torch.bool)
+        if mask is not None:
+            hidden_states = hidden_states * mask[:, :, None]
+        projected = project(self, hidden_states)
+        attended = _attend(self, projected, cache_params, mask, kwargs.get("cu_seq_lens_q"))
+        normed = _gated_norm(getattr(self, norm), attended, projected.output_gate)  # b t hv v
+        return getattr(self, out)(normed.flatten(2))
+
+    return forward
+
+
+def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """The layer's own norm, in one pass on a CPU unless someone has hooked or replaced it."""
+    plain = type(norm).__name__.endswith("RMSNormGated") and "forward" not in norm.__dict__
+    hooked = norm._forward_hooks or norm._forward_pre_hooks
+    if plain and not hooked and norm.activation in ("silu", "sigmoid") and native.serves(x, norm.weight, gate):
+        return native.gated_rms_norm(x, norm.weight, gate, norm.variance_epsilon, norm.activation)
+    return norm(x, gate)
+
+
+def _attend(layer: Any, x: Projected, cache: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Convolution and rule, `b t hv v`, from the cache and back into it."""
+    b, t = x.qkv.shape[:2]
+    index, size = layer.layer_idx, layer.conv_kernel_size
+    before, state = None, None
+    if cache is not None:
+        before, state = cache.get_conv_state(index), cache.get_recurrent_state(index)
+    qkv, gate, write = x.qkv, x.gate, x.write
+    if mask is not None:  # padding neither forgets nor writes
+        gate, write = (y.masked_fill(~mask.view(b, t, *[1] * (y.dim() - 2)), CLOSED) for y in (gate, write))
+    if cu_seqlens is not None:
+        if state is not None:
+            raise ValueError(NOT_EMPTY)
+        qkv, gate, write = (y.reshape(1, b * t, *y.shape[2:]) for y in (qkv, gate, write))
+
+    weight = layer.conv1d.weight.squeeze(1).to(qkv.dtype)
+    mixed, after = short_convolution(qkv, weight, None if before is None else _last(before, size - 1), cu_seqlens)
+    h, hv, k, v = x.heads
+    queries, keys, values = mixed.split([h * k, h * k, hv * v], dim=-1)
+    queries, keys, values = (
+        y.unflatten(-1, (n, d)) for y, n, d in ((queries, h, k), (keys, h, k), (values, hv, v))
+    )  # fmt: skip
+    output, final = _rule(x, queries, keys, values, gate, write, state, cu_seqlens)
+    if cache is not None:
+        if cu_seqlens is not None:
+            rows = _last_texts(mask, cu_seqlens, b, t)
+            cache.update_conv_state(after[rows], index, conv_kernel_size=size)
+            cache.update_recurrent_state(final[rows], index)
+        else:
+            _keep_inputs(cache, index, size, qkv, before, mask)
+            if final is not state:
+                cache.update_recurrent_state(final, index)
+    return output.view(b, t, hv, v)
+
+
+def _rule(
+    x: Projected, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, write: Tensor, state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The output and the state after it; the same tensor where one token was written into it in place."""
+    dt_bias = x.dt_bias.view(gate.shape[2:])
+    if state is not None:
+        state = state.to(compute_dtype(v.dtype))
+        if torch.is_grad_enabled():
+            state = state.clone()  # the cache is overwritten before the backward reads it
+        elif v.shape[1] == 1 and v.device.type == "cuda":
+            output = decode(
+                q, k, v, gate, write, state=state, normalize_qk=True, raw_gates=True,
+                A_log=x.A_log, dt_bias=dt_bias, beta_scale=x.beta_scale,
+            )  # fmt: skip
+            return output, state
+        elif v.shape[1] == 1:
+            log_decay, beta = activate(gate, write, x.A_log, dt_bias, x.beta_scale)
+            assert log_decay is not None and beta is not None
+            op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
+            return op(q, k, v, log_decay, beta, state=state, normalize_qk=True)
+    return fused_delta_rule(
+        q, k, v, gate, write, x.A_log, dt_bias, beta_scale=x.beta_scale, state=state, cu_seqlens=cu_seqlens
+    )  # fmt: skip
+
+
+def _last(states: Tensor, count: int) -> Tensor:
+    """The last `count` inputs of `b channels n`, zeros in front where there are fewer."""
+    return F.pad(states, (max(0, count - states.shape[-1]), 0))[..., -count:] if count else states[..., :0]
+
+
+def _last_texts(mask: Tensor | None, cu_seqlens: Tensor, b: int, t: int) -> Tensor:
+    """For each row the packed text that holds its last token which is not padding."""
+    last = torch.arange(1, b + 1, device=cu_seqlens.device) * t - 1
+    if mask is not None:
+        last = last - _trailing(mask).clamp(max=t - 1)
+    return torch.searchsorted(cu_seqlens.to(last.dtype), last, right=True) - 1
+
+
+def _trailing(mask: Tensor) -> Tensor:
+    """How many tokens at the end of each row are padding."""
+    return (mask.flip(1).cumsum(1) == 0).sum(1)
+
+
+def _keep_inputs(cache: Any, index: int, size: int, qkv: Tensor, before: Tensor | None, mask: Tensor | None) -> None:
+    """The last `size` inputs of the convolution into the cache; padding at the end of a row does not count."""
+    t = qkv.shape[1]
+    if cache.is_recording_past(index):  # it keeps all of them
+        cache.update_conv_state(qkv.transpose(1, 2), index, conv_kernel_size=size)
+        return
+    kept = qkv[:, -size:].transpose(1, 2)  # b channels size
+    if mask is not None and (torch.compiler.is_compiling() or not mask[:, -1].all()):
+        old = qkv.new_zeros(*kept.shape[:2], size) if before is None else _last(before, size)
+        at = torch.arange(size, device=qkv.device) + (t - _trailing(mask))[:, None]  # b size, into old | new
+        both = torch.cat((old, qkv.transpose(1, 2)), dim=-1)
+        kept = both.gather(2, at[:, None].expand(-1, both.shape[1], -1))
+    cache.update_conv_state(kept, index, conv_kernel_size=size)
