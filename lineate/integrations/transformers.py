@@ -3,8 +3,8 @@
     from lineate.integrations.transformers import enable
     print(enable())                                  # models made before and after, until disable()
 
-Two things are replaced, on the classes: the forward of the linear layers, and that of the text models, which finds the
-borders of packed texts. Parameters, caches and everything else stay theirs.
+Replaced, on the classes: the forward of the linear layers, that of the text models, which finds the borders of packed
+texts, and that of Kimi's latent attention, for a CPU. Parameters, caches and everything else stay theirs.
 """
 
 import functools
@@ -16,6 +16,7 @@ from typing import Any
 
 from lineate.integrations.transformers_layers import (
     Project,
+    latent_forward,
     linear_forward,
     project_kimi,
     project_olmo,
@@ -41,6 +42,8 @@ class Family:
     """The layer's gated norm."""
     out: str = "out_proj"
     """The layer's output projection."""
+    attention: str | None = None
+    """The class of a softmax layer with values narrower than its keys, if the family has one."""
     borrowed: tuple[str, ...] = ("conv1d",)
     """Children whose weights are used without calling them: accelerate's hooks must bring these first."""
 
@@ -51,7 +54,7 @@ FAMILIES = (
     Family("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeTextModel", project_qwen3_5),
     Family(
         "kimi_linear", "KimiLinearDeltaAttention", "KimiLinearModel", project_kimi,
-        norm="o_norm", out="o_proj", borrowed=("conv1d", "forget_gate"),
+        norm="o_norm", out="o_proj", attention="KimiLinearAttention", borrowed=("conv1d", "forget_gate"),
     ),
     Family("olmo_hybrid", "OlmoHybridGatedDeltaNet", "OlmoHybridModel", project_olmo, norm="o_norm", out="o_proj"),
 )  # fmt: skip
@@ -177,4 +180,8 @@ def _replacements(family: Family) -> list[_Replaced]:
     replaced = [_Replaced(layer, original, functools.wraps(original)(forward))]
     original = model.__dict__["forward"]
     replaced.append(_Replaced(model, original, functools.wraps(original)(text_model_forward(original))))
+    if family.attention is not None:
+        attention = getattr(module, family.attention)
+        original = attention.__dict__["forward"]
+        replaced.append(_Replaced(attention, original, functools.wraps(original)(latent_forward(original))))
     return replaced

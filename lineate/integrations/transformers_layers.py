@@ -99,6 +99,38 @@ def linear_forward(original: Callable[..., Any], project: Project, norm: str, ou
     return forward
 
 
+def latent_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of Kimi's softmax layer, whose values are narrower than its keys: torch's fast attention on a CPU
+    wants one width (4x at 2048 tokens). `original` serves every other way to attend."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, attention_mask: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        b, t = hidden_states.shape[:2]
+        narrower = self.qk_head_dim - self.v_head_dim
+        if hidden_states.device.type != "cpu" or self.config._attn_implementation != "sdpa" or narrower <= 0 or t == 1:
+            return original(self, hidden_states, attention_mask, past_key_values, **kwargs)
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        if self.q_lora_rank is None:
+            q = self.q_proj(hidden_states)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        q = q.view(b, t, -1, self.qk_head_dim).transpose(1, 2)
+        latent, shared = self.kv_a_proj_with_mqa(hidden_states).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+        latent, shared = self.kv_a_layernorm(latent)[:, None], shared[:, None]  # b 1 t rank|rope
+        if past_key_values is not None:
+            latent, shared = past_key_values.update(latent, shared, self.layer_idx)
+        keys, values = self.expand_kv(latent, shared)
+        output, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            self, q, keys, F.pad(values, (0, narrower)), attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0, scaling=self.scaling, **kwargs,
+        )  # fmt: skip
+        return self.o_proj(output[..., : self.v_head_dim].flatten(2)), weights
+
+    return forward
+
+
 def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     """The layer's own norm, in one pass on a CPU unless someone has hooked or replaced it."""
     plain = type(norm).__name__.endswith("RMSNormGated") and "forward" not in norm.__dict__
