@@ -1,5 +1,7 @@
 """The layers: against their equations written out, and what every mixer promises about its state."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,6 +147,51 @@ def test_states_are_values(name):
         assert torch.equal(layer(x[:, 10:11], state)[0], first)
         assert not torch.equal(first, second)
         torch.testing.assert_close(third, layer(x[:, :12])[0][:, 11:], **CLOSE)
+
+
+@mixers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_states_keep_no_more_than_they_say(name, dtype):
+    layer, x = make(name, dtype), tokens(2, 50, dtype=dtype)
+    with torch.no_grad():
+        _, state = layer(x)
+        assert sum(state[n].untyped_storage().nbytes() for n in state.names) == state.nbytes
+        _, packed = layer(x.view(1, 100, -1), cu_seqlens=torch.tensor([0, 1, 2, 3, 4, 100]))
+        if isinstance(packed, TokenCache):  # not 5 rows of 96
+            assert packed.nbytes == 100 * sum(spec.nbytes(1) for spec in layer.state_spec)
+
+
+@pytest.mark.parametrize("name", ["attention", "latent"])
+def test_caches_grow_in_place_and_stay_values(name):
+    """In threads, across inference mode, with gradients of q alone, and in rows of different lengths."""
+    layer, x = make(name), tokens(2, 400)
+    with torch.inference_mode():
+        _, state = layer(x[:, :10])
+        _, state = layer(x[:, 10:11], state)
+    with torch.no_grad():
+        later, _ = layer(x[:, 11:12], state)
+        torch.testing.assert_close(later, layer(x[:, :12])[0][:, 11:], **CLOSE)
+        _, start = layer(x[:, :100])
+        _, start = layer(x[:, 100:101], start)
+        with ThreadPoolExecutor(4) as pool:
+            parts = [x[:, 101 + 10 * i : 111 + 10 * i] for i in range(8)]
+            got = list(pool.map(lambda part: layer(part, start)[0], parts))
+        for part, y in zip(parts, got, strict=True):
+            torch.testing.assert_close(y, layer(torch.cat((x[:, :101], part), 1))[0][:, 101:], **CLOSE)
+        _, ragged = layer(x[:1, :90], cu_seqlens=torch.tensor([0, 20, 90]))
+        outs = []
+        for t in range(100):
+            y, ragged = layer(x[:, 200 + t : 201 + t], ragged)
+            outs.append(y)
+        for row, part in enumerate((x[:1, :20], x[:1, 20:90])):
+            whole, _ = layer(torch.cat((part, x[row : row + 1, 200:300]), 1))
+            torch.testing.assert_close(torch.cat(outs, 1)[row : row + 1], whole[:, -100:], **CLOSE)
+    for key, parameter in layer.named_parameters():
+        parameter.requires_grad_(key in ("q_norm.weight", "up_proj.weight"))
+    y, after = layer(x[:, 101:103], start)
+    with torch.no_grad():
+        layer(x[:, 103:104], after)
+    y.sum().backward()
 
 
 @mixers

@@ -12,7 +12,7 @@ from torch import nn
 
 from lineate.models import HybridLM
 from lineate.models.checkpoint import Checkpoint, save
-from lineate.models.families import empty_model
+from lineate.models.families import empty_model, save_pretrained
 from lineate.models.loading import MismatchError, Piece, Plan, load, stored_dtype
 from lineate.models.presets import preset
 from lineate.models.safetensors import DTYPES, CheckpointError, read_header
@@ -491,3 +491,25 @@ def test_loading_takes_no_second_copy(tmp_path, size):
     assert grown < 1.2 * model
     if size > 10**9:
         assert peak < 1.2 * model  # with Python and torch themselves
+
+
+def test_a_save_stopped_amid_renaming_never_loads_as_a_mixture(tmp_path, monkeypatch):
+    model = HybridLM(preset("tiny"))
+    save_pretrained(model, tmp_path, max_shard_bytes=10**6)
+    done, replace = [], Path.replace
+
+    def stop(self: Path, target: Path) -> Path:
+        done.append(target)
+        if len(done) == 2:
+            raise OSError("disk gone")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", stop)
+    with pytest.raises(OSError, match="disk gone"):
+        save_pretrained(HybridLM(preset("tiny")), tmp_path, max_shard_bytes=10**6)
+    assert not list(tmp_path.glob(".*part"))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        HybridLM.from_pretrained(tmp_path, progress=False)
+    monkeypatch.undo()
+    save_pretrained(model, tmp_path)
+    assert same(HybridLM.from_pretrained(tmp_path, progress=False).embed.weight, model.embed.weight)

@@ -141,6 +141,9 @@ def test_loss_and_gradients(case):
     mask = F.pad(torch.ones_like(ids), (3, 0))
     again = model(padded, attention_mask=mask, labels=F.pad(labels, (3, 0), value=7))
     torch.testing.assert_close(again.loss, out.loss)
+    small = model(ids.int().view(1, -1), cu_seqlens=torch.tensor([0, 9, 18]).int(), labels=labels.int().view(1, -1))
+    torch.testing.assert_close(small.loss, out.loss)
+    assert small.state.lengths.dtype == torch.int64
     none = model(ids, labels=torch.full_like(ids, -100)).loss
     assert none == 0 and not none.isnan()
 
@@ -224,6 +227,8 @@ def test_state_bytes_of_a_real_server():
         ({"linear": LinearConfig(2, 4, 8, 8, gate_activation="relu")}, "gate_activation must be one of"),
         ({"attention": AttentionConfig(4, 3, 8)}, "heads must be a multiple of kv_heads = 3, got 4"),
         ({"attention": AttentionConfig(4, 2, 8, rotary_dim=3)}, "rotary_dim must be even and at most head_dim = 8"),
+        ({"experts": ExpertsConfig(8, 2, 8, groups=8, scores="sigmoid")}, "groups must leave at least 2 experts"),
+        ({"experts": ExpertsConfig(8, 4, 8, groups=4, scores="sigmoid")}, "groups must leave at least 2 experts"),
         ({"experts": ExpertsConfig(4, 5, 8)}, "active must be at most count = 4, got 5"),
     ],
 )
@@ -243,6 +248,8 @@ def test_bad_calls():
         ({"input_ids": ids[:1], "state": state}, ValueError, "state must have 1 rows, .* got 2"),
         ({"input_ids": ids, "state": 3}, TypeError, "state must be a ModelState or None, got int"),
         ({"input_ids": ids, "state": make("LRDGKAM")(ids).state}, ValueError, "state must have 4 layers, got 7"),
+        ({"input_ids": ids, "state": make("KKKM, experts")(ids).state}, ValueError, "state of layer 3 must have keys"),
+        ({"input_ids": ids, "attention_mask": ids * 0}, ValueError, "attention_mask must have a token"),
         ({"input_ids": ids, "labels": ids[:, 1:]}, ValueError, r"labels must have shape \(b, t\) = \(2, 5\)"),
         ({"input_ids": ids, "attention_mask": ids[:1]}, ValueError, r"attention_mask must have shape \(b, t\)"),
         ({"input_ids": ids, "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens needs the texts packed"),

@@ -399,3 +399,13 @@ def test_compiles(family):
     enable()
     with torch.no_grad():
         assert apart(torch.compile(model)(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < 1e-5
+
+
+def test_packed_texts_on_a_cache_that_has_seen_tokens_are_refused(model):
+    """Whichever way their borders are given; without borders the same call goes through."""
+    enable()
+    with torch.no_grad():
+        cache = model(tokens(1, 2), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="past_key_values must be empty for packed texts"):
+            model(tokens(1, 6), past_key_values=cache, position_ids=torch.tensor([[2, 3, 4, 0, 1, 2]]))
+        model(tokens(1, 6), past_key_values=cache, position_ids=torch.arange(2, 8)[None])

@@ -75,7 +75,7 @@ def _borders(
         if given[0] != 0 or given != sorted(given) or given[-1] > b * t:
             raise ValueError(f"cu_seq_lens_q must go up from 0 to at most b * t = {b * t}, got {given}")
         return sorted({*given, *rows})
-    if t == 1 or position_ids is None or seen:
+    if t == 1 or position_ids is None:
         return None
     if position_ids.dim() == 3:  # Qwen3.5: the positions in the text, then those in images; or only the latter
         if position_ids.shape[0] != 4:
@@ -87,6 +87,8 @@ def _borders(
         begins = begins & valid[:, 1:] & valid[:, :-1]
     if not begins.any():
         return None
+    if seen:
+        raise ValueError(NOT_EMPTY)
     if mask is not None:
         begins = begins | (valid[:, 1:] != valid[:, :-1])  # padding is a text of its own
     at = begins.nonzero()

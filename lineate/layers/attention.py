@@ -1,5 +1,7 @@
 """Softmax attention: grouped queries, q and k norms, partial rotary positions, a sigmoid gate on the output."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,7 +9,16 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate
-from lineate.layers.state import TensorSpec, TokenCache, bounds, empty_cache, token_positions
+from lineate.layers.state import TensorSpec, TokenCache, token_positions
+
+
+def attend_new(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None) -> Tensor:
+    """q `b t heads k` over the keys `b t kv k` and values `b t kv v` of the same tokens, causally -> `b t heads v`."""
+    if cu_seqlens is None:
+        return _softmax(q, k, v, scale, None, causal=q.shape[1] > 1)
+    lengths = cu_seqlens.diff().tolist()
+    texts = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
+    return torch.cat([_softmax(*qkv, scale, None, causal=qkv[0].shape[1] > 1) for qkv in texts if qkv[0].shape[1]], 1)
 
 
 def attend(
@@ -29,7 +40,7 @@ def attend(
         return _softmax(q, k, v, scale, mask[:, None], causal=False)
     lengths = [cache.lengths] * cache.rows if isinstance(cache.lengths, int) else cache.lengths.tolist()
     outputs = []
-    for row, ((start, end), length) in enumerate(zip(bounds(cu_seqlens), lengths, strict=True)):
+    for row, ((start, end), length) in enumerate(zip(pairwise(cu_seqlens.tolist()), lengths, strict=True)):
         if end == start:
             continue
         mask = None
@@ -106,19 +117,20 @@ class GatedAttention(nn.Module):
         self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, TokenCache]:
         """x `b t hidden` -> the same; the state is all keys and values so far."""
-        b, t, _ = x.shape
         q, gate, k, v = self.in_proj(x).split(self.splits, -1)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        if state is None:
-            state = empty_cache({"keys": k, "values": v}, b if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         if self.rotary_dim:
-            positions = token_positions(state.positions, x, cu_seqlens)
+            positions = token_positions(0 if state is None else state.positions, x, cu_seqlens)
             q, k = (rotate(y, positions, self.rotary_dim, self.rope_theta) for y in (q, k))
-        new = {"keys": k, "values": v}
-        state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
-        output = attend(q, state, "keys", "values", self.head_dim**-0.5, cu_seqlens, t).flatten(2)
+        new, scale = {"keys": k, "values": v}, self.head_dim**-0.5
+        if state is None:
+            output, state = attend_new(q, k, v, scale, cu_seqlens), TokenCache.of(new, cu_seqlens)
+        else:
+            state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
+            output = attend(q, state, "keys", "values", scale, cu_seqlens, x.shape[1])
+        output = output.flatten(2)
         return self.out_proj(output * gate.sigmoid() if self.gated else output), state

@@ -26,7 +26,8 @@ def short_convolution(
     else:
         before = state.transpose(1, 2).to(x.dtype)
     padded = torch.cat((before, x), 1)  # b past+t channels
-    return _convolve(padded, weight), padded[:, padded.shape[1] - past :].transpose(1, 2)
+    last = padded[:, padded.shape[1] - past :].transpose(1, 2)
+    return _convolve(padded, weight), last.clone(memory_format=torch.contiguous_format)  # a view would keep all of it
 
 
 def _convolve(padded: Tensor, weight: Tensor) -> Tensor:

@@ -108,7 +108,9 @@ class MixtureOfExperts(nn.Module):
         experts, order = chosen.flatten().sort(stable=True)
         gathered = tokens[order // self.active]
         # On a GPU one launch for all experts, and nothing waits for how many tokens each has.
-        run = self._grouped if tokens.is_cuda and tokens.dtype == torch.bfloat16 else self._one_by_one
+        even = all(n % 8 == 0 for n in self.experts_down.shape[1:])  # rows of 16 bytes
+        together = tokens.is_cuda and tokens.dtype == torch.bfloat16 and even
+        run = self._grouped if together else self._one_by_one
         made = run(gathered, experts)
         back = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=order.device))
         parts = made[back].view(*chosen.shape, -1)  # n active hidden: summed in one order, not by atomic additions

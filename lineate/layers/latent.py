@@ -9,10 +9,10 @@ cache itself is the only key and value, which is what decoding uses.
 import torch
 from torch import Tensor, nn
 
-from lineate.layers.attention import attend
+from lineate.layers.attention import attend, attend_new
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate
-from lineate.layers.state import TensorSpec, TokenCache, empty_cache, token_positions
+from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
 
 class LatentAttention(nn.Module):
@@ -53,11 +53,10 @@ class LatentAttention(nn.Module):
         self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, TokenCache]:
         """x `b t hidden` -> the same; the state is the latent vector and the shared channels of every token."""
-        b, t, _ = x.shape
+        t = x.shape[1]
         q, latent, shared = self.in_proj(x).split(self.splits, -1)
         q = q.unflatten(-1, (self.heads, -1))  # b t heads nope+rope
         latent, shared = self.latent_norm(latent), shared[..., None, :]
-        rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
         past = 0 if state is None else state.positions
         if self.rope_theta is not None:
             positions = token_positions(past, x, cu_seqlens)
@@ -65,18 +64,23 @@ class LatentAttention(nn.Module):
             q = torch.cat((q[..., : self.nope_dim], turned), -1)
             shared = rotate(shared, positions, self.rope_dim, self.rope_theta)
         new = {"latent": torch.cat((latent[..., None, :], shared), -1)}  # b t 1 rank+rope
-        before = empty_cache(new, rows) if state is None else state
-        state = before.append(new) if cu_seqlens is None else before.append_packed(new, cu_seqlens)
+        if state is None:
+            output = attend_new(q, *self._expand(new["latent"]), self.scale, cu_seqlens)
+            return self.out_proj(output.flatten(2)), TokenCache.of(new, cu_seqlens)
+        state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
         # Reading the cache itself costs rank + rank a pair instead of nope + value, but expands nothing.
         read = self._absorbed if t == 1 or 4 * t < state.n else self._expanded
         return self.out_proj(read(q, state, cu_seqlens).flatten(2)), state
 
-    def _expanded(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
-        cached = state["latent"][:, :, 0]  # rows n rank+rope
-        made = self.up_proj(cached[..., : self.rank]).unflatten(-1, (self.heads, -1))
+    def _expand(self, cached: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads, from `rows n 1 rank+rope`."""
+        made = self.up_proj(cached[:, :, 0, : self.rank]).unflatten(-1, (self.heads, -1))
         keys, values = made.split((self.nope_dim, self.value_dim), -1)
-        shared = cached[..., None, self.rank :].expand(-1, -1, self.heads, -1)
-        expanded = TokenCache({"keys": torch.cat((keys, shared), -1), "values": values}, state.lengths)
+        return torch.cat((keys, cached[..., self.rank :].expand(-1, -1, self.heads, -1)), -1), values
+
+    def _expanded(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
+        keys, values = self._expand(state["latent"])
+        expanded = TokenCache({"keys": keys, "values": values}, state.lengths)
         return attend(q, expanded, "keys", "values", self.scale, cu_seqlens, q.shape[1])
 
     def _absorbed(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:

@@ -7,8 +7,8 @@ as it was, so that a text can be continued in several ways.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class Memory:
         return self.tensors[name]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.tensors)
+
+    @property
     def rows(self) -> int:
         return next(iter(self.tensors.values())).shape[0]
 
@@ -62,6 +66,18 @@ class _Buffer:
     def __init__(self, tensors: dict[str, Tensor], taken: int) -> None:
         self.tensors = tensors
         self.taken = taken
+        self.lock = Lock()  # two threads may continue one state
+
+    def claim(self, n: int, t: int) -> bool:
+        """Take the room for tokens n .. n + t, if there is any and it is nobody's yet."""
+        first = next(iter(self.tensors.values()))
+        if first.is_inference() and not torch.is_inference_mode_enabled():  # torch forbids writing to it
+            return False
+        with self.lock:
+            if self.taken != n or first.shape[1] < n + t:
+                return False
+            self.taken = n + t
+            return True
 
 
 class TokenCache:
@@ -71,25 +87,48 @@ class TokenCache:
     """
 
     def __init__(self, tensors: dict[str, Tensor], lengths: int | Tensor) -> None:
-        n = next(iter(tensors.values())).shape[1]
-        self._buffer = _Buffer(tensors, n)
-        self.n = n
+        self.n = next(iter(tensors.values())).shape[1]
+        self.rows = next(iter(tensors.values())).shape[0]
         self.lengths = lengths
+        self._filled: _Buffer | None = _Buffer(tensors, self.n)
+        self._packed: tuple[dict[str, Tensor], Tensor] | None = None
+
+    @classmethod
+    def of(cls, new: dict[str, Tensor], cu_seqlens: Tensor | None) -> "TokenCache":
+        """The first tokens of all rows: new `b t ...`, or `1 t ...` with the bounds of packed texts."""
+        new = {name: x.contiguous() for name, x in new.items()}  # not a view of something larger, which would be kept
+        if cu_seqlens is None:
+            return cls(new, next(iter(new.values())).shape[1])
+        cache = cls.__new__(cls)  # padded when it is continued, if ever
+        cache.lengths, cache.rows, cache.n = cu_seqlens.diff(), cu_seqlens.shape[0] - 1, -1
+        cache._filled, cache._packed = None, (new, cu_seqlens)
+        return cache
+
+    @property
+    def _buffer(self) -> _Buffer:
+        if self._filled is None:
+            assert self._packed is not None and isinstance(self.lengths, Tensor)
+            new, cu_seqlens = self._packed
+            rows, at = locate(cu_seqlens)
+            self.n = int(self.lengths.max())
+            padded = {name: x.new_zeros(self.rows, self.n, *x.shape[2:]) for name, x in new.items()}
+            tensors = {name: padded[name].index_put((rows, at), x[0]) for name, x in new.items()}
+            self._filled, self._packed = _Buffer(tensors, self.n), None
+        return self._filled
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._buffer.tensors[name][:, : self.n]
+        tensor = self._buffer.tensors[name]
+        return tensor[:, : self.n]
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._buffer.tensors)
-
-    @property
-    def rows(self) -> int:
-        return next(iter(self._buffer.tensors.values())).shape[0]
+        return tuple(self._packed[0] if self._packed is not None else self._buffer.tensors)
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is cached, without the room for more."""
+        if self._packed is not None:
+            return sum(x.nbytes for x in self._packed[0].values())
         return sum(self[name].numel() * self[name].element_size() for name in self.names)
 
     @property
@@ -111,74 +150,66 @@ class TokenCache:
         return TokenCache({name: self[name].to(device) for name in self.names}, lengths)
 
     def append(self, new: dict[str, Tensor]) -> "TokenCache":
-        """With t more tokens in every row: new `rows t ...`."""
+        """With t more tokens in every row, new `rows t ...`.
+
+        They go into the room behind the last token, unless another continuation took it or gradients may be wanted.
+        """
         t = next(iter(new.values())).shape[1]
+        buffer, n = self._buffer, self.n
+        for name, x in new.items():
+            if x.dtype != buffer.tensors[name].dtype:
+                raise ValueError(
+                    f"the state's {name} must have the dtype of the new ones, {x.dtype}, got "
+                    f"{buffer.tensors[name].dtype}; continue under the same autocast and model dtype"
+                )
+        grad = torch.is_grad_enabled()
+        if grad or not buffer.claim(n, t):
+            buffer = self._grown(n + t, 0 if grad else max((n + t) // 2, 64))
         if isinstance(self.lengths, int):
-            return self._append_all(new, t)
-        at = self.lengths[:, None] + torch.arange(t, device=self.lengths.device)  # rows t
-        rows = torch.arange(self.rows, device=at.device)[:, None].expand_as(at)
-        return self._scatter({name: x.flatten(0, 1) for name, x in new.items()}, rows.flatten(), at.flatten(), t, t)
+            for name, x in new.items():
+                if grad:
+                    buffer.tensors[name] = torch.cat((self[name], x), 1)
+                else:
+                    buffer.tensors[name][:, n : n + t] = x
+        else:
+            at = self.lengths[:, None] + torch.arange(t, device=self.lengths.device)  # rows t
+            where = torch.arange(self.rows, device=at.device)[:, None].expand_as(at), at
+            for name, x in new.items():
+                if grad:
+                    buffer.tensors[name] = buffer.tensors[name].index_put(where, x)
+                else:
+                    buffer.tensors[name].index_put_(where, x)
+        return self._over(buffer, n + t, self.lengths + t)
 
     def append_packed(self, new: dict[str, Tensor], cu_seqlens: Tensor) -> "TokenCache":
-        """With the tokens of packed texts, one text a row: new `1 t ...`."""
+        """With the tokens of packed texts, one text a row: new `1 t ...`. Always a copy."""
         rows, offsets = locate(cu_seqlens)
-        lengths = cu_seqlens.diff()
-        base = self.lengths if isinstance(self.lengths, Tensor) else torch.full_like(lengths, self.lengths)
-        return self._scatter(
-            {name: x[0] for name, x in new.items()}, rows, base[rows] + offsets, lengths, int(lengths.max())
-        )
-
-    def _append_all(self, new: dict[str, Tensor], t: int) -> "TokenCache":
-        """Into the room behind the last token, unless another continuation took it or gradients are wanted."""
-        buffer, n = self._buffer, self.n
-        first = next(iter(buffer.tensors.values()))
-        if not n:
-            return TokenCache(new, t)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*new.values(), *buffer.tensors.values())):
-            old = {name: x[:, :n] for name, x in buffer.tensors.items()}
-            return TokenCache({name: torch.cat((old[name], x), 1) for name, x in new.items()}, n + t)
-        if buffer.taken != n or first.shape[1] < n + t:
-            buffer = self._grown(n + t)
-        for name, x in new.items():
-            buffer.tensors[name][:, n : n + t] = x
-        buffer.taken = n + t
-        return self._over(buffer, n + t, n + t)
-
-    def _grown(self, least: int) -> _Buffer:
-        """A copy with room for half as many tokens again."""
-        capacity = least + max(least // 2, 64)
-        tensors = {}
-        for name, x in self._buffer.tensors.items():
-            tensors[name] = x.new_empty(x.shape[0], capacity, *x.shape[2:])
-            tensors[name][:, : self.n] = x[:, : self.n]
-        return _Buffer(tensors, self.n)
-
-    def _scatter(
-        self, new: dict[str, Tensor], rows: Tensor, at: Tensor, more: int | Tensor, most: int
-    ) -> "TokenCache":  # fmt: skip
-        """new `tokens ...` to [rows, at], in a copy (other rows may have room that is this row's)."""
+        more = cu_seqlens.diff()
         lengths = self.lengths + more
-        n = self.n + most if isinstance(lengths, int) else int(lengths.max())
+        n = int(lengths.max())
+        base = self.lengths if isinstance(self.lengths, Tensor) else torch.full_like(more, self.lengths)
+        where = rows, base[rows] + offsets
+        grown = self._grown(max(n, self.n), 0)
+        return TokenCache({name: grown.tensors[name].index_put(where, x[0]) for name, x in new.items()}, lengths)
+
+    def _grown(self, taken: int, room: int) -> _Buffer:
+        """A copy for `taken` tokens and room for more; 0 where there are none yet."""
         tensors = {}
-        for name, x in new.items():
+        for name in self.names:
             old = self[name]
-            padded = torch.cat((old, old.new_zeros(old.shape[0], max(n - self.n, 0), *old.shape[2:])), 1)
-            tensors[name] = padded.index_put((rows, at), x)
-        return TokenCache(tensors, lengths)
+            more = old.new_zeros(old.shape[0], taken + room - self.n, *old.shape[2:])
+            tensors[name] = torch.cat((old, more), 1)
+        return _Buffer(tensors, taken)
 
     @staticmethod
-    def _over(buffer: _Buffer, n: int, lengths: int) -> "TokenCache":
+    def _over(buffer: _Buffer, n: int, lengths: int | Tensor) -> "TokenCache":
         cache = TokenCache.__new__(TokenCache)
-        cache._buffer, cache.n, cache.lengths = buffer, n, lengths
+        cache._filled, cache._packed, cache.n, cache.lengths = buffer, None, n, lengths
+        cache.rows = next(iter(buffer.tensors.values())).shape[0]
         return cache
 
 
 LayerState = Memory | TokenCache
-
-
-def empty_cache(new: dict[str, Tensor], rows: int) -> TokenCache:
-    """No tokens yet, in the shapes and dtypes of new `b t ...`."""
-    return TokenCache({name: x.new_empty(rows, 0, *x.shape[2:]) for name, x in new.items()}, 0)
 
 
 def locate(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,8 +226,3 @@ def token_positions(past: int | Tensor, x: Tensor, cu_seqlens: Tensor | None) ->
         return steps + past if isinstance(past, int) else past[:, None] + steps
     rows, offsets = locate(cu_seqlens)
     return offsets + (past if isinstance(past, int) else past[rows])
-
-
-def bounds(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    """Start and end of every text."""
-    return list(pairwise(cu_seqlens.tolist()))

@@ -70,7 +70,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file.parent}: expected a file {file.name}, got none; a checkpoint is a folder with it")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected JSON, got a file that cannot be read as such ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(value).__name__}")
@@ -134,7 +134,8 @@ def save(
 ) -> None:
     """Write config.json and the tensors, in shards with an index if they are larger than one shard.
 
-    Everything is first written beside its place and then renamed: a save that fails leaves what was there before.
+    Everything is first written beside its place and then renamed: a save that fails leaves what was there before. One
+    that is stopped amid the renaming leaves no config.json, so that no mixture of old and new is ever loaded.
     """
     path = Path(folder)
     new = not path.exists()
@@ -153,17 +154,18 @@ def save(
         for file, value in texts.items():
             waiting[file] = path / f".{file}.{os.getpid()}.part"
             write_bytes(waiting[file], [json.dumps(value, indent=2).encode()])
+        stale = {file.name for file in path.glob("model-*-of-*.safetensors")} | {SINGLE, INDEX}
+        (path / CONFIG).unlink(missing_ok=True)
+        for file in stale - waiting.keys():
+            (path / file).unlink(missing_ok=True)
+        for file in sorted(waiting, key=lambda file: file == CONFIG):  # the config last
+            waiting[file].replace(path / file)
     except BaseException:
         for part_file in waiting.values():
             part_file.unlink(missing_ok=True)
-        if new:
+        if new and not any(path.iterdir()):
             path.rmdir()
         raise
-    stale = {file.name for file in path.glob("model-*-of-*.safetensors")} | {SINGLE, INDEX}
-    for file, part_file in waiting.items():
-        part_file.replace(path / file)
-    for file in stale - waiting.keys():
-        (path / file).unlink(missing_ok=True)
 
 
 def _shards(tensors: Mapping[str, Tensor], most: int) -> dict[str, dict[str, Tensor]]:

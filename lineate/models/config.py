@@ -8,7 +8,7 @@ A pattern is tiled over the layers, one letter a layer:
     R gated linear          G Gated DeltaNet                                M latent attention (MLA)
 """
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 LINEAR_LETTERS = "LRDGK"
@@ -216,8 +216,11 @@ def _positive(name: str, value: Any, smallest: int = 1) -> None:
 
 def _check_part(part: Any) -> None:
     """Sizes are positive, words are known, heads divide each other."""
-    assert is_dataclass(part)
     name = type(part).__name__
+    if type(part) not in _PARTS.values():
+        raise TypeError(
+            f"a part of a config must be one of {', '.join(x.__name__ for x in _PARTS.values())}, got {name}"
+        )
     for f in fields(part):
         value = getattr(part, f.name)
         if f.name in _CHOICES:
@@ -226,6 +229,8 @@ def _check_part(part: Any) -> None:
                 raise ValueError(f"{name}.{f.name} must be one of {words}, got {value!r}")
         elif f.type in ("int", int) or (f.type == (int | None) and value is not None):
             _positive(f"{name}.{f.name}", value, 0 if f.name in _MAY_BE_ZERO else 1)
+        elif f.type in ("float", float) and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TypeError(f"{name}.{f.name} must be a number, got {type(value).__name__}")
     if isinstance(part, LinearConfig) and part.value_heads % part.heads:
         raise ValueError(f"LinearConfig.value_heads must be a multiple of heads = {part.heads}, got {part.value_heads}")
     if isinstance(part, AttentionConfig):
@@ -242,6 +247,15 @@ def _check_part(part: Any) -> None:
     if isinstance(part, ExpertsConfig):
         if part.active > part.count:
             raise ValueError(f"ExpertsConfig.active must be at most count = {part.count}, got {part.active}")
+        within = part.count // part.groups  # experts of a group
+        if part.groups > 1 and (
+            part.scores != "sigmoid" or within < 2 or part.active > within * part.active_groups
+        ):  # fmt: skip
+            raise ValueError(
+                f"ExpertsConfig.groups must leave at least 2 experts a group, enough for active = {part.active} in "
+                f"active_groups = {part.active_groups}, with sigmoid scores; got {part.groups} of {part.count} and "
+                f"{part.scores}"
+            )
         if part.count % part.groups or part.active_groups > part.groups:
             raise ValueError(
                 f"ExpertsConfig.groups must divide count = {part.count} and be at least active_groups = "

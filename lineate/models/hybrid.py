@@ -184,12 +184,13 @@ class HybridLM(nn.Module):
         one's are 0), which is all that generating needs."""
         check_ids(input_ids, self.config.vocab_size)
         checks.check_cu_seqlens(cu_seqlens, *input_ids.shape)
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
         if last_only and labels is not None:
             raise ValueError("last_only=True makes no logits to compare labels with; pass one of the two")
         if attention_mask is not None:
             return self._padded(input_ids, state, cu_seqlens, labels, attention_mask, last_only)
         rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        check_state(state, len(self.layers), rows)
+        check_state(state, self.state_spec, rows)
         x, state = self.hidden(self.embed(input_ids), state, cu_seqlens)
         if last_only:
             x = x[:, -1:] if cu_seqlens is None else _last_of_each(x, cu_seqlens)
@@ -230,6 +231,8 @@ class HybridLM(nn.Module):
         kept = attention_mask.bool()
         if bool(kept.all()):
             return self(input_ids, state, labels=labels, last_only=last_only)
+        if not bool(kept.any()):
+            raise ValueError("attention_mask must have a token that is not padding, got only 0")
         lengths = kept.sum(1)
         bounds = F.pad(lengths.cumsum(0), (1, 0))
         packed = self(input_ids[kept][None], state, bounds, last_only=last_only)
@@ -280,13 +283,19 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> None:
             raise ValueError(f"input_ids must lie in 0 .. {vocab_size - 1}, got {low} .. {high}")
 
 
-def check_state(state: ModelState | None, layers: int, rows: int) -> None:
+def check_state(state: ModelState | None, specs: tuple[tuple[TensorSpec, ...], ...], rows: int) -> None:
     if state is None:
         return
     if not isinstance(state, ModelState):
         raise TypeError(f"state must be a ModelState or None, got {type(state).__name__}; pass LMOutput.state")
-    if len(state.layers) != layers:
-        raise ValueError(f"state must have {layers} layers, got {len(state.layers)}; it is another model's")
+    if len(state.layers) != len(specs):
+        raise ValueError(f"state must have {len(specs)} layers, got {len(state.layers)}; it is another model's")
+    for n, (layer, spec) in enumerate(zip(state.layers, specs, strict=True)):
+        if layer.names != tuple(x.name for x in spec):
+            names = ", ".join(x.name for x in spec)
+            raise ValueError(
+                f"state of layer {n} must have {names}, got {', '.join(layer.names)}; it is another model's"
+            )
     if state.rows != rows:
         raise ValueError(f"state must have {rows} rows, as many as the batch or the packed texts, got {state.rows}")
 
@@ -301,9 +310,10 @@ def next_token_loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -
     """Mean of -log p(label_{t+1} | ..t) in float32; a text's first token is never predicted from another text."""
     if labels.shape != logits.shape[:2]:
         raise ValueError(f"labels must have shape (b, t) = {tuple(logits.shape[:2])}, got {tuple(labels.shape)}")
+    labels = labels.long()
     if cu_seqlens is not None:
         starts = cu_seqlens[:-1][cu_seqlens.diff() > 0]
-        labels = labels.index_fill(1, starts, -100)
+        labels = labels.index_fill(1, starts.long(), -100)
     targets = labels[:, 1:].flatten()
     losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum")
     return losses / (targets != -100).sum().clamp(min=1)

@@ -8,9 +8,10 @@ from torch import nn
 from lineate.layers import MixtureOfExperts
 from lineate.models.checkpoint import Checkpoint
 from lineate.models.config import LINEAR_LETTERS, HybridConfig
-from lineate.models.families import empty_model, find_folder, make_plan, other_family, read_config
+from lineate.models.families import empty_model, make_plan, other_family, read_config
 from lineate.models.hybrid import HybridLM
 from lineate.models.loading import MismatchError, check_tensors, stored_dtype
+from lineate.models.safetensors import CheckpointError
 
 RULES = {
     "L": "linear attention",
@@ -60,7 +61,9 @@ class Description:
 
 def describe(folder: str | Path) -> Description:
     """Read config.json and the headers; no weights."""
-    checkpoint = Checkpoint.open(find_folder(folder))
+    if not Path(folder).expanduser().is_dir():  # a name on the hub would fetch all weights
+        raise CheckpointError(f"expected a folder with a checkpoint, got {folder}")
+    checkpoint = Checkpoint.open(Path(folder).expanduser())
     config = read_config(checkpoint)
     model = empty_model(config)
     plan = make_plan(checkpoint, config, model)
@@ -98,10 +101,11 @@ def print_description(folder: str | Path) -> None:
     """As a table in the terminal."""
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     found = describe(folder)
-    table = Table(box=box.SIMPLE, show_header=False, title=str(found.folder), title_justify="left")
+    table = Table(box=box.SIMPLE, show_header=False, title=escape(str(found.folder)), title_justify="left")
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in rows(found):

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
@@ -89,7 +90,7 @@ def read_header(file: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected a header in JSON, got text that is not ({error})") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: expected a header that maps names to tensors, got {type(header).__name__}")
@@ -101,8 +102,8 @@ def read_header(file: Path) -> dict[str, Entry]:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r} stands there twice")
     return found
 
 

@@ -57,7 +57,7 @@ def load_pretrained(
     progress: bool = True,
 ) -> HybridLM:
     """A model in eval mode from a folder or a hub name; dtype None: that of most of the stored bytes."""
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating dtype or None, got {dtype}")
     checkpoint = Checkpoint.open(find_folder(name))
     config = read_config(checkpoint)
@@ -88,9 +88,10 @@ def read_config(checkpoint: Checkpoint) -> HybridConfig:
             own = {key: value for key, value in checkpoint.config.items() if key not in OF_TRANSFORMERS}
             return HybridConfig.from_dict(own)
         config = FAMILIES[kind].config_from(checkpoint.config)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {error}") from None
-    return replace(config, eos_token_ids=_all_eos(checkpoint, config))
+        return replace(config, eos_token_ids=_all_eos(checkpoint, config))
+    except (TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
+        why = str(error) or type(error).__name__
+        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {why}") from None
 
 
 def make_plan(checkpoint: Checkpoint, config: HybridConfig, model: nn.Module) -> Plan:
@@ -150,7 +151,7 @@ def find_folder(name: str | Path) -> Path:
 
 def _model_type(checkpoint: Checkpoint) -> str:
     kind = checkpoint.config.get("model_type")
-    if kind != OWN and kind not in FAMILIES:
+    if not isinstance(kind, str) or (kind != OWN and kind not in FAMILIES):
         known = ", ".join([*FAMILIES, OWN])
         raise CheckpointError(f"{checkpoint.folder / 'config.json'}: model_type must be one of {known}, got {kind!r}")
     return str(kind)
