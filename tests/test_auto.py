@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import families
 import pytest
@@ -344,7 +345,7 @@ def test_trainer_learns_saves_and_resumes(tmp_path):
 
     def train(folder, collate, resume=None, **options):
         torch.manual_seed(0)
-        model = LineateForCausalLM(LineateConfig.from_hybrid(CONFIGS["GGA"].with_options(initializer_range=0.05)))
+        model = LineateForCausalLM(LineateConfig.from_hybrid(replace(CONFIGS["GGA"], initializer_range=0.05)))
         arguments = TrainingArguments(
             folder, max_steps=12, save_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1,
             report_to=[], use_cpu=True, seed=0, disable_tqdm=True, lr_scheduler_type="constant", **options,
@@ -399,7 +400,7 @@ def test_lm_evaluation_harness(tmp_path):
 
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
-    config = CONFIGS["GGA"].with_options(vocab_size=len(tokenizer))
+    config = replace(CONFIGS["GGA"], vocab_size=len(tokenizer))
     LineateForCausalLM(LineateConfig.from_hybrid(config)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     harness = HFLM(pretrained=str(tmp_path), device="cpu", batch_size=3)

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -200,7 +201,7 @@ CONFIGS = [
 @pytest.mark.parametrize(("name", "changes"), CONFIGS)
 def test_every_spelling_of_the_config_gives_the_same_model(folders, ours, tmp_path, name, changes):
     model = HybridLM.from_pretrained(rewrite(folders(name), tmp_path, config=changes), progress=False)
-    assert model.config.with_options(family="") == ours(name).config.with_options(family="")
+    assert replace(model.config, family="") == replace(ours(name).config, family="")
     assert_same_bits(model, ours(name))
 
 

@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -476,7 +477,7 @@ def peaks(folder: Path) -> tuple[int, int, int]:
 
 def make_large(folder: Path, size: int) -> None:
     """A model of our own of about so many bytes, in shards; what is in it does not matter."""
-    config = preset("small").with_options(n_layers=round(size / 7.1e6), vocab_size=2048, tie_embeddings=False)
+    config = replace(preset("small"), n_layers=round(size / 7.1e6), vocab_size=2048, tie_embeddings=False)
     tensors = {name: torch.ones(1).expand(x.shape) for name, x in empty_model(config).state_dict().items()}
     save(folder, tensors, {"model_type": "lineate", **config.to_dict()}, max_shard_bytes=size // 3)
 
@@ -496,13 +497,13 @@ def test_loading_takes_no_second_copy(tmp_path, size):
 def test_a_save_stopped_amid_renaming_never_loads_as_a_mixture(tmp_path, monkeypatch):
     model = HybridLM(preset("tiny"))
     save_pretrained(model, tmp_path, max_shard_bytes=10**6)
-    done, replace = [], Path.replace
+    done, rename = [], Path.replace
 
     def stop(self: Path, target: Path) -> Path:
         done.append(target)
         if len(done) == 2:
             raise OSError("disk gone")
-        return replace(self, target)
+        return rename(self, target)
 
     monkeypatch.setattr(Path, "replace", stop)
     with pytest.raises(OSError, match="disk gone"):

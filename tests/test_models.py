@@ -1,5 +1,7 @@
 """HybridLM: every letter of a pattern, states, packed and padded texts, loss, configurations."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,9 +30,9 @@ CONFIG = HybridConfig(
 EXPERTS = ExpertsConfig(6, 2, 12, shared_size=8, shared_gate=True)
 CASES = {
     "GGGA": CONFIG,
-    "KKKM, experts": CONFIG.with_options(pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
-    "LRDGKAM": CONFIG.with_options(pattern="LRDGKAM", n_layers=7),
-    "norm after": CONFIG.with_options(pattern="GA", norm_after="A", zero_centred_norm=True),
+    "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
+    "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
+    "norm after": replace(CONFIG, pattern="GA", norm_after="A", zero_centred_norm=True),
 }
 cases = pytest.mark.parametrize("case", CASES)
 
@@ -162,7 +164,7 @@ def test_states_are_values(case):
 
 
 def test_a_pattern_is_tiled():
-    assert CONFIG.with_options(n_layers=6).letters == "GGGAGG"
+    assert replace(CONFIG, n_layers=6).letters == "GGGAGG"
     kinds = [type(block.mixer).__name__ for block in make("LRDGKAM").layers]
     assert kinds == [
         "LinearAttention", "GatedLinearAttention", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedAttention",
@@ -234,7 +236,7 @@ def test_state_bytes_of_a_real_server():
 )
 def test_bad_configs(changes, message):
     with pytest.raises(ValueError, match=message):
-        CONFIG.with_options(**changes)
+        replace(CONFIG, **changes)
 
 
 def test_bad_calls():

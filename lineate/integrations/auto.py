@@ -258,7 +258,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             input_ids = input_ids[kept][None]
         elif position_ids is not None and state is None:
             cu_seqlens = _packed(position_ids, b, t)
-        check_state(state, HybridLM.state_spec.fget(self), b)  # type: ignore[attr-defined]
+        check_state(state, self.layers, b)
 
         x, state = self._hidden(self.embed(input_ids), state, cu_seqlens)
         loss = None

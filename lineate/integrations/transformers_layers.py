@@ -7,13 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.decoding import decode
-from lineate.fused import fused_delta_rule
 from lineate.integrations.transformers_packing import NOT_EMPTY
 from lineate.layers.convolution import short_convolution
+from lineate.layers.linear import delta_from_raw_gates
 from lineate.native import layers as native
-from lineate.ops import gated_delta_rule, kimi_delta_attention
-from lineate.rule import activate, compute_dtype
+from lineate.rule import compute_dtype
 
 CLOSED = -1e4  # a raw gate this low neither forgets nor writes: softplus and sigmoid of it are 0, in float16 too
 
@@ -185,19 +183,8 @@ def _rule(
         state = state.to(compute_dtype(v.dtype))
         if torch.is_grad_enabled():
             state = state.clone()  # the cache is overwritten before the backward reads it
-        elif v.shape[1] == 1 and v.device.type == "cuda":
-            output = decode(
-                q, k, v, gate, write, state=state, normalize_qk=True, raw_gates=True,
-                A_log=x.A_log, dt_bias=dt_bias, beta_scale=x.beta_scale,
-            )  # fmt: skip
-            return output, state
-        elif v.shape[1] == 1:
-            log_decay, beta = activate(gate, write, x.A_log, dt_bias, x.beta_scale)
-            assert log_decay is not None and beta is not None
-            op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
-            return op(q, k, v, log_decay, beta, state=state, normalize_qk=True)
-    return fused_delta_rule(
-        q, k, v, gate, write, x.A_log, dt_bias, beta_scale=x.beta_scale, state=state, cu_seqlens=cu_seqlens
+    return delta_from_raw_gates(
+        q, k, v, gate, write, x.A_log, dt_bias, x.beta_scale, state, cu_seqlens, in_place=True
     )  # fmt: skip
 
 

@@ -173,8 +173,8 @@ def compile_ahead(call: Call, state: Tensor, keep: bool) -> None:
 
 def forward(call: Call, state: Tensor, output: Tensor, final: Tensor, states: Tensor | None) -> None:
     """Fills output, final, and states `slots hv v k`, the state entering each chunk, if given."""
-    ready = prepare(call, scores=not scores_in_walk(call, states is not None))
     segments = segments_of(call)
+    ready = prepare(call, scores=not scores_in_walk(call, segments, states is not None))
     if segments > 1:
         maps = walk_forward(call, ready, segments, map_only=True)
         state = chain_segments(call, maps, state, segments, reverse=False)
@@ -207,14 +207,14 @@ def forward_block(call: Call, segments: int) -> int:
     return 128 if V % 128 == 0 and K % 128 == 0 and call.texts.count * hv * segments >= PROGRAMS else 64
 
 
-def scores_in_walk(call: Call, keep: bool) -> bool:
+def scores_in_walk(call: Call, segments: int, keep: bool) -> bool:
     """Whether the forward's walk makes P itself, to the same bits: where that was found faster."""
     return (
         call.on_hopper
         and call.q.dtype == torch.bfloat16
         and not call.channel
         and not call.normalize_qk
-        and forward_block(call, segments_of(call)) == 128
+        and forward_block(call, segments) == 128
         and not (call.corrects and (keep or call.q.shape[2] < call.v.shape[2]))
     )
 

@@ -21,14 +21,12 @@ def attend_new(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor
     return torch.cat([_softmax(*qkv, scale, None, causal=qkv[0].shape[1] > 1) for qkv in texts if qkv[0].shape[1]], 1)
 
 
-def attend(
-    q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, cu_seqlens: Tensor | None, t: int
-) -> Tensor:
+def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, cu_seqlens: Tensor | None) -> Tensor:
     """q `b t heads k` over the cached keys `rows n kv k` and values `rows n kv v`, the tokens of q included, causally.
 
     Returns `b t heads v`. Without cu_seqlens the rows of q are those of the cache; with it, the texts.
     """
-    k, v = cache[keys], cache[values]
+    t, k, v = q.shape[1], cache[keys], cache[values]
     if cu_seqlens is None:
         if isinstance(cache.lengths, int):
             mask = None
@@ -124,13 +122,13 @@ class GatedAttention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_dim:
-            positions = token_positions(0 if state is None else state.positions, x, cu_seqlens)
+            positions = token_positions(0 if state is None else state.lengths, x, cu_seqlens)
             q, k = (rotate(y, positions, self.rotary_dim, self.rope_theta) for y in (q, k))
         new, scale = {"keys": k, "values": v}, self.head_dim**-0.5
         if state is None:
             output, state = attend_new(q, k, v, scale, cu_seqlens), TokenCache.of(new, cu_seqlens)
         else:
             state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
-            output = attend(q, state, "keys", "values", scale, cu_seqlens, x.shape[1])
+            output = attend(q, state, "keys", "values", scale, cu_seqlens)
         output = output.flatten(2)
         return self.out_proj(output * gate.sigmoid() if self.gated else output), state

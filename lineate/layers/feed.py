@@ -82,12 +82,9 @@ class MixtureOfExperts(nn.Module):
         """Weights (float32) and experts of each token, `n active`."""
         dtype = compute_dtype(tokens.dtype)
         if self.scores == "softmax":
-            weights, chosen = F.softmax(self.router(tokens), -1, dtype=compute_dtype(tokens.dtype)).topk(
-                self.active, -1
-            )
+            weights, chosen = F.softmax(self.router(tokens), -1, dtype=dtype).topk(self.active, -1)
         else:
             assert self.router_bias is not None
-            dtype = compute_dtype(tokens.dtype)
             scores = F.linear(tokens.to(dtype), self.router.weight.to(dtype)).sigmoid()
             wanted = scores + self.router_bias
             if self.groups > 1:

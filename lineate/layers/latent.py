@@ -57,7 +57,7 @@ class LatentAttention(nn.Module):
         q, latent, shared = self.in_proj(x).split(self.splits, -1)
         q = q.unflatten(-1, (self.heads, -1))  # b t heads nope+rope
         latent, shared = self.latent_norm(latent), shared[..., None, :]
-        past = 0 if state is None else state.positions
+        past = 0 if state is None else state.lengths
         if self.rope_theta is not None:
             positions = token_positions(past, x, cu_seqlens)
             turned = rotate(q[..., self.nope_dim :], positions, self.rope_dim, self.rope_theta)
@@ -81,12 +81,12 @@ class LatentAttention(nn.Module):
     def _expanded(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
         keys, values = self._expand(state["latent"])
         expanded = TokenCache({"keys": keys, "values": values}, state.lengths)
-        return attend(q, expanded, "keys", "values", self.scale, cu_seqlens, q.shape[1])
+        return attend(q, expanded, "keys", "values", self.scale, cu_seqlens)
 
     def _absorbed(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
         up = self.up_proj.weight.unflatten(0, (self.heads, -1))  # heads nope+value rank
         to_keys, to_values = up.split((self.nope_dim, self.value_dim), 1)
         inside = torch.einsum("bthd,hdr->bthr", q[..., : self.nope_dim], to_keys)
         q = torch.cat((inside, q[..., self.nope_dim :]), -1)  # b t heads rank+rope
-        read = attend(q, state, "latent", "latent", self.scale, cu_seqlens, q.shape[1])[..., : self.rank]
+        read = attend(q, state, "latent", "latent", self.scale, cu_seqlens)[..., : self.rank]
         return torch.einsum("bthr,hdr->bthd", read, to_values)

@@ -6,6 +6,8 @@ o, S = rule(q, k, v, gates, S)       lineate's ops
 y = out_proj(norm(o) * act(z))       z: the output gate
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,11 +30,14 @@ from lineate.rule import activate, compute_dtype
 
 
 class LinearMixer(nn.Module):
-    """What the five have in common; each adds its gates (`more`: their rows in in_proj) and its rule (`attend`).
+    """What the five have in common; each names its `gates`, the rows of in_proj behind q | k | v, and has its rule.
 
     Each of `heads` key heads of key_dim channels serves value_heads / heads value heads of value_dim channels.
     conv_size 0: no convolution.
     """
+
+    gates: ClassVar[tuple[str, ...]]
+    """How wide each is: "values" hv*v, "heads" hv, or a rank."""
 
     def __init__(
         self,
@@ -45,7 +50,8 @@ class LinearMixer(nn.Module):
         conv_size: int = 4,
         norm_eps: float = 1e-6,
         gate_activation: str = "silu",
-        more: tuple[int, ...] = (),
+        decay_rank: int | None = None,
+        gate_rank: int | None = None,
     ) -> None:
         super().__init__()
         checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
@@ -56,11 +62,20 @@ class LinearMixer(nn.Module):
             raise ValueError(f"value_heads must be a multiple of heads = {heads}, got {value_heads}")
         self.heads, self.value_heads, self.key_dim, self.value_dim = heads, value_heads, key_dim, value_dim
         self.width = 2 * heads * key_dim + value_heads * value_dim  # of q | k | v
-        self.splits = (self.width, *more)
+        widths = {
+            "values": value_heads * value_dim, "heads": value_heads,
+            "decay_rank": value_dim if decay_rank is None else decay_rank,
+            "gate_rank": value_dim if gate_rank is None else gate_rank,
+        }  # fmt: skip
+        self.splits = (self.width, *(widths[gate] for gate in self.gates))
         self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConvolution(self.width, conv_size) if conv_size else None
         self.norm = GatedRMSNorm(value_dim, norm_eps, activation=gate_activation)
         self.out_proj = nn.Linear(value_heads * value_dim, hidden_size, bias=False)
+        self.add_gates()
+
+    def add_gates(self) -> None:
+        """Parameters of the gates beside in_proj, if there are any."""
 
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:
@@ -102,6 +117,8 @@ class LinearMixer(nn.Module):
 class LinearAttention(LinearMixer):
     """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k)."""
 
+    gates = ("values",)
+
     def __init__(
         self,
         hidden_size: int,
@@ -115,10 +132,9 @@ class LinearAttention(LinearMixer):
         gate_activation: str = "silu",
         feature_map: str = "elu+1",
     ) -> None:
-        value_dim = value_dim or key_dim or hidden_size // heads
         super().__init__(
             hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
-            norm_eps=norm_eps, gate_activation=gate_activation, more=((value_heads or heads) * value_dim,),
+            norm_eps=norm_eps, gate_activation=gate_activation,
         )  # fmt: skip
         self.feature_map = feature_map
 
@@ -139,6 +155,8 @@ class LinearAttention(LinearMixer):
 class GatedLinearAttention(LinearMixer):
     """S = Diag(e^log_decay) S + k v^T with log_decay = logsigmoid(decay_proj(f)) / 16, f of low rank (GLA)."""
 
+    gates = ("decay_rank", "values")
+
     def __init__(
         self,
         hidden_size: int,
@@ -152,13 +170,13 @@ class GatedLinearAttention(LinearMixer):
         norm_eps: float = 1e-6,
         gate_activation: str = "silu",
     ) -> None:
-        value_dim = value_dim or key_dim or hidden_size // heads
-        rank = value_dim if decay_rank is None else decay_rank
         super().__init__(
             hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
-            norm_eps=norm_eps, gate_activation=gate_activation, more=(rank, (value_heads or heads) * value_dim),
+            norm_eps=norm_eps, gate_activation=gate_activation, decay_rank=decay_rank,
         )  # fmt: skip
-        self.decay_proj = nn.Linear(rank, self.value_heads * self.key_dim)
+
+    def add_gates(self) -> None:
+        self.decay_proj = nn.Linear(self.splits[1], self.value_heads * self.key_dim)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
@@ -172,6 +190,8 @@ class GatedLinearAttention(LinearMixer):
 class DeltaNet(LinearMixer):
     """S = S + beta k (v - S^T k)^T with beta = beta_scale sigmoid(b)."""
 
+    gates: ClassVar[tuple[str, ...]] = ("values", "heads")
+
     def __init__(
         self,
         hidden_size: int,
@@ -185,11 +205,9 @@ class DeltaNet(LinearMixer):
         norm_eps: float = 1e-6,
         gate_activation: str = "silu",
     ) -> None:
-        value_dim = value_dim or key_dim or hidden_size // heads
-        rows = value_heads or heads
         super().__init__(
             hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
-            norm_eps=norm_eps, gate_activation=gate_activation, more=(rows * value_dim, rows),
+            norm_eps=norm_eps, gate_activation=gate_activation,
         )  # fmt: skip
         self.beta_scale = beta_scale
 
@@ -201,31 +219,14 @@ class DeltaNet(LinearMixer):
         return delta_rule(q, k, v, beta, state=memory, cu_seqlens=cu_seqlens, normalize_qk=True), z
 
 
-class GatedDeltaNet(LinearMixer):
+class GatedDeltaNet(DeltaNet):
     """S' = e^log_decay S, S = S' + beta k (v - S'^T k)^T; log_decay = -exp(A_log) softplus(a + dt_bias) per head."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        heads: int,
-        *,
-        value_heads: int | None = None,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        conv_size: int = 4,
-        beta_scale: float = 1.0,
-        norm_eps: float = 1e-6,
-        gate_activation: str = "silu",
-    ) -> None:
-        value_dim = value_dim or key_dim or hidden_size // heads
-        rows = value_heads or heads
-        super().__init__(
-            hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
-            norm_eps=norm_eps, gate_activation=gate_activation, more=(rows * value_dim, rows, rows),
-        )  # fmt: skip
-        self.beta_scale = beta_scale
-        self.A_log = nn.Parameter(torch.empty(rows, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(rows, dtype=torch.float32))
+    gates = ("values", "heads", "heads")
+
+    def add_gates(self) -> None:
+        self.A_log = nn.Parameter(torch.empty(self.value_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(self.value_heads, dtype=torch.float32))
         init_decay(self.A_log, self.dt_bias)
 
     def attend(
@@ -237,6 +238,8 @@ class GatedDeltaNet(LinearMixer):
 
 class KimiDeltaAttention(LinearMixer):
     """As GatedDeltaNet with one decay per key channel; the decay and the output gate come from low-rank projections."""
+
+    gates = ("decay_rank", "gate_rank", "heads")
 
     def __init__(
         self,
@@ -253,16 +256,16 @@ class KimiDeltaAttention(LinearMixer):
         norm_eps: float = 1e-5,
         gate_activation: str = "sigmoid",
     ) -> None:
-        value_dim = value_dim or key_dim or hidden_size // heads
-        rows = value_heads or heads
-        ranks = (value_dim if decay_rank is None else decay_rank, value_dim if gate_rank is None else gate_rank)
         super().__init__(
             hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
-            norm_eps=norm_eps, gate_activation=gate_activation, more=(*ranks, rows),
+            norm_eps=norm_eps, gate_activation=gate_activation, decay_rank=decay_rank, gate_rank=gate_rank,
         )  # fmt: skip
         self.beta_scale = beta_scale
-        self.decay_proj = nn.Linear(ranks[0], rows * self.key_dim, bias=False)
-        self.gate_proj = nn.Linear(ranks[1], rows * value_dim, bias=False)
+
+    def add_gates(self) -> None:
+        _, decay_rank, gate_rank, rows = self.splits
+        self.decay_proj = nn.Linear(decay_rank, rows * self.key_dim, bias=False)
+        self.gate_proj = nn.Linear(gate_rank, rows * self.value_dim, bias=False)
         self.A_log = nn.Parameter(torch.empty(rows, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(rows, self.key_dim, dtype=torch.float32))
         init_decay(self.A_log, self.dt_bias)
@@ -299,8 +302,12 @@ def delta_from_raw_gates(
     beta_scale: float,
     memory: Tensor | None,
     cu_seqlens: Tensor | None,
+    in_place: bool = False,
 ) -> Attended[Tensor]:
-    """fused_delta_rule; for one token a row, on a GPU one launch on a copy of the memory, else the recurrent form."""
+    """fused_delta_rule; for one token a row, on a GPU one launch on a copy of the memory, else the recurrent form.
+
+    in_place: that launch may overwrite the memory, and returns it.
+    """
     if q.shape[1] == 1 and cu_seqlens is None:
         if not q.is_cuda:
             log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
@@ -308,7 +315,7 @@ def delta_from_raw_gates(
             op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
             return op(q, k, v, log_decay, beta, state=memory, normalize_qk=True)
         if memory is not None and not torch.is_grad_enabled():
-            memory = memory.clone()
+            memory = memory if in_place else memory.clone()
             output = decode(
                 q, k, v, gate, write,
                 state=memory, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,

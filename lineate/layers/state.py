@@ -131,11 +131,6 @@ class TokenCache:
             return sum(x.nbytes for x in self._packed[0].values())
         return sum(self[name].numel() * self[name].element_size() for name in self.names)
 
-    @property
-    def positions(self) -> int | Tensor:
-        """Where the next token of each row stands."""
-        return self.lengths
-
     def select(self, rows: Tensor) -> "TokenCache":
         """These rows, in this order."""
         tensors = {name: self[name].index_select(0, rows.to(self[name].device)) for name in self.names}

@@ -8,7 +8,7 @@ A pattern is tiled over the layers, one letter a layer:
     R gated linear          G Gated DeltaNet                                M latent attention (MLA)
 """
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 LINEAR_LETTERS = "LRDGK"
@@ -177,10 +177,6 @@ class HybridConfig:
             if name in values:
                 values[name] = tuple(values[name])
         return cls(**values)
-
-    def with_options(self, **changes: Any) -> "HybridConfig":
-        """A copy with some fields changed."""
-        return replace(self, **_known(type(self), changes, "config"))
 
 
 _PARTS: dict[str, type[Any]] = {

@@ -22,6 +22,7 @@ from lineate.layers import (
     LinearAttention,
     MixtureOfExperts,
     RMSNorm,
+    ShortConvolution,
     SwiGLU,
     TensorSpec,
 )
@@ -102,6 +103,7 @@ class Block(nn.Module):
         self.norm_after = letter in config.norm_after
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
         self.mixer = make_mixer(config, letter)
+        self.state_names = tuple(spec.name for spec in self.mixer.state_spec)  # type: ignore[union-attr]
         self.feed_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
         self.feed = make_feed(config, layer)
 
@@ -144,7 +146,9 @@ class HybridLM(nn.Module):
         """Normal weights of config.initializer_range; decays, norms and convolutions as their layers want them."""
         for module in self.modules():
             for name, x in module.named_parameters(recurse=False):
-                if x.dim() >= 2 and name in ("weight", "experts_gate_up", "experts_down") and not _is_conv(module):
+                if isinstance(module, ShortConvolution):
+                    continue
+                if x.dim() >= 2 and name in ("weight", "experts_gate_up", "experts_down"):
                     x.normal_(0, self.config.initializer_range)
                 elif name == "bias":
                     x.zero_()
@@ -188,9 +192,11 @@ class HybridLM(nn.Module):
         if last_only and labels is not None:
             raise ValueError("last_only=True makes no logits to compare labels with; pass one of the two")
         if attention_mask is not None:
-            return self._padded(input_ids, state, cu_seqlens, labels, attention_mask, last_only)
+            if cu_seqlens is not None:
+                raise ValueError("attention_mask and cu_seqlens cannot be used together; packed texts have no padding")
+            return self._padded(input_ids, state, labels, attention_mask, last_only)
         rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        check_state(state, self.state_spec, rows)
+        check_state(state, self.layers, rows)
         x, state = self.hidden(self.embed(input_ids), state, cu_seqlens)
         if last_only:
             x = x[:, -1:] if cu_seqlens is None else _last_of_each(x, cu_seqlens)
@@ -216,14 +222,11 @@ class HybridLM(nn.Module):
         self,
         input_ids: Tensor,
         state: ModelState | None,
-        cu_seqlens: Tensor | None,
         labels: Tensor | None,
         attention_mask: Tensor,
         last_only: bool,
     ) -> LMOutput:
         """Rows without their padding are packed texts."""
-        if cu_seqlens is not None:
-            raise ValueError("attention_mask and cu_seqlens cannot be used together; packed texts have no padding")
         if attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"attention_mask must have shape (b, t) = {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
@@ -264,12 +267,6 @@ class HybridLM(nn.Module):
         save_pretrained(self, folder)
 
 
-def _is_conv(module: nn.Module) -> bool:
-    from lineate.layers import ShortConvolution
-
-    return isinstance(module, ShortConvolution)
-
-
 def check_ids(input_ids: Tensor, vocab_size: int) -> None:
     if not isinstance(input_ids, Tensor):
         raise TypeError(f"input_ids must be a torch.Tensor, got {type(input_ids).__name__}")
@@ -283,19 +280,17 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> None:
             raise ValueError(f"input_ids must lie in 0 .. {vocab_size - 1}, got {low} .. {high}")
 
 
-def check_state(state: ModelState | None, specs: tuple[tuple[TensorSpec, ...], ...], rows: int) -> None:
+def check_state(state: ModelState | None, blocks: nn.ModuleList, rows: int) -> None:
     if state is None:
         return
     if not isinstance(state, ModelState):
         raise TypeError(f"state must be a ModelState or None, got {type(state).__name__}; pass LMOutput.state")
-    if len(state.layers) != len(specs):
-        raise ValueError(f"state must have {len(specs)} layers, got {len(state.layers)}; it is another model's")
-    for n, (layer, spec) in enumerate(zip(state.layers, specs, strict=True)):
-        if layer.names != tuple(x.name for x in spec):
-            names = ", ".join(x.name for x in spec)
-            raise ValueError(
-                f"state of layer {n} must have {names}, got {', '.join(layer.names)}; it is another model's"
-            )
+    if len(state.layers) != len(blocks):
+        raise ValueError(f"state must have {len(blocks)} layers, got {len(state.layers)}; it is another model's")
+    for n, (layer, block) in enumerate(zip(state.layers, blocks, strict=True)):
+        if layer.names != block.state_names:
+            names, got = (", ".join(x) for x in (block.state_names, layer.names))  # type: ignore[arg-type]
+            raise ValueError(f"state of layer {n} must have {names}, got {got}; it is another model's")
     if state.rows != rows:
         raise ValueError(f"state must have {rows} rows, as many as the batch or the packed texts, got {state.rows}")
 
