@@ -4,6 +4,7 @@ PYTHON     ?= python3
 GPU_PYTHON ?= python3
 # pytest-xdist workers; each runs torch on one thread.
 WORKERS    ?= -n auto --maxprocesses 2
+GPU_TESTS  := kernels kernel_layers decode loading gpu_models graphed context_parallel distributed tasks
 # More arguments for pytest: make test ARGS="-k gated -x"
 ARGS       ?=
 
@@ -36,7 +37,7 @@ test-all: $(STAMP) ## run the fast and the slow tests on the CPU
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) -m "not gpu" $(ARGS)
 
 test-gpu: ## run the GPU tests with GPU_PYTHON, which must have torch and pytest
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu tests/test_kernels.py tests/test_decode.py tests/test_loading.py $(ARGS)
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(addprefix tests/test_,$(addsuffix .py,$(GPU_TESTS))) $(ARGS)
 
 check: $(STAMP) ## lint, check the format, check the types
 	$(VENV)/bin/ruff check .

@@ -7,6 +7,7 @@ The models of models_cpu.py in bfloat16. Times are between events around whole c
 
 import argparse
 import importlib.metadata
+import inspect
 import json
 import statistics
 import sys
@@ -49,8 +50,11 @@ def step_of(advance: Callable[[Any], tuple[Tensor, Any]], past: Any) -> Callable
 def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     from models_cpu import MODELS, VOCAB, load_both
 
+    from lineate.generation import GraphedDecoder
+
     theirs, ours = load_both(MODELS[name], dense=False, dtype=torch.bfloat16)
     theirs, ours = theirs.cuda(), ours.cuda()
+    print(name, "functions of transformers from:", taken_from(theirs))
     calls: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Any]], Callable[[Tensor, Any], tuple[Tensor, Any]]]] = {
         "transformers": (
             lambda ids: unpack(theirs(ids, use_cache=True, logits_to_keep=1)),
@@ -65,8 +69,10 @@ def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> li
     for b, t in [(1, tokens), *((b, 1024) for b in batches)]:
         ids = torch.randint(VOCAB, (b, t), generator=torch.Generator().manual_seed(0)).cuda()
         what = f"prefill {b} x {t}" if t == tokens else f"decode {b} rows after {t}"
-        row: dict[str, Any] = {"model": name, "what": what}
+        row: dict[str, Any] = {"model": name, "what": what, "taken_from": taken_from(theirs)}
         logits = {}
+        # cuDNN's attention plans every new length of a cache, for 30 to 40 ms: transformers decodes faster without it.
+        torch.backends.cuda.enable_cudnn_sdp(t == tokens)
         for who, (prefill, advance) in calls.items():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -80,11 +86,29 @@ def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> li
                 row[who] = median_ms(step_of(partial(advance, token), past), 4 * rounds)
             row[f"{who}_extra_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
             del past
+        if t != tokens:
+            decoder = GraphedDecoder(ours, ours(ids, last_only=True).state, room=1024)
+            logits["graph"] = decoder(ids[:, -1:])
+            row["graph"] = median_ms(partial(decoder, ids[:, -1:]), 4 * rounds)
+            row["graph_faster"] = row["transformers"] / row["graph"]
+            row["graph_difference"] = (logits["graph"].float() - logits["lineate"].float()).abs().max().item()
+            del decoder
         row["difference"] = (logits["lineate"].float() - logits["transformers"].float()).abs().max().item()
         row["faster"] = row["transformers"] / row["lineate"]
         results.append(row)
         print(row, flush=True)
     return results
+
+
+def taken_from(model: Any) -> dict[str, str]:
+    """Which package each function that transformers may take from elsewhere came from."""
+    module, found = sys.modules[type(model).__module__], {}
+    for name, function in vars(module).items():
+        if inspect.isfunction(function):
+            implementation = inspect.getclosurevars(function).nonlocals.get("implementation")
+            if implementation is not None:
+                found[name] = implementation.__module__.partition(".")[0]
+    return found
 
 
 def unpack(out: Any) -> tuple[Tensor, Any]:
@@ -105,10 +129,12 @@ def main() -> None:
     results = []
     for name in ("GGGA", "KKKM") if args.only is None else (args.only,):
         results += measure(name, *((2048, (1,), 5) if args.quick else (8192, (1, 32), 15)))
-    columns = ["model", "what", "transformers ms", "lineate ms", "faster", "extra MiB, theirs", "ours", "diff"]
+    columns = ["model", "what", "transformers ms", "lineate ms", "faster", "lineate, graph ms", "faster"]
+    columns += ["extra MiB, theirs", "ours", "diff"]
     table = [
         [
             r["model"], r["what"], f"{r['transformers']:.2f}", f"{r['lineate']:.2f}", f"{r['faster']:.2f}x",
+            *((f"{r['graph']:.2f}", f"{r['graph_faster']:.2f}x") if "graph" in r else ("", "")),
             f"{r['transformers_extra_mib']:.0f}", f"{r['lineate_extra_mib']:.0f}", f"{r['difference']:.1e}",
         ]
         for r in results

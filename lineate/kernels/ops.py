@@ -150,7 +150,7 @@ class _Eager(torch.autograd.Function):
         return _differentiate(ctx, doutput, dfinal, _, _backward_op if torch.is_grad_enabled() else _backward)
 
 
-def _is_eager(*tensors: Tensor | None) -> bool:
+def is_eager(*tensors: Tensor | None) -> bool:
     """Whether nobody but autograd wants to see the op: no compiler, mode, transform or kind of tensor."""
     return (
         not torch.compiler.is_compiling()
@@ -212,7 +212,7 @@ def chunkwise(
     tensors = q, k, v, log_decay, beta, A_log, dt_bias, state
     keep = needs_grad(*tensors)
     run = _forward_op
-    if _is_eager(*tensors, cu_seqlens):
+    if is_eager(*tensors, cu_seqlens):
         run = _Eager.apply if keep else _forward
     output, final, _ = run(*tensors, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep)
     return output, final

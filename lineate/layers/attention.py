@@ -1,24 +1,43 @@
 """Softmax attention: grouped queries, q and k norms, partial rotary positions, a sigmoid gate on the output."""
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineate import checks
+from lineate.layers.context import Bounds, Context, enter_attention, segment_of
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
+_PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-def attend_new(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None) -> Tensor:
-    """q `b t heads k` over the keys `b t kv k` and values `b t kv v` of the same tokens, causally -> `b t heads v`."""
+
+def attend_new(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None, key_bounds: Tensor | None = None
+) -> Tensor:
+    """q `b t heads k` over keys `b n kv k` and values `b n kv v`, of which q's tokens are the last, causally.
+
+    Returns `b t heads v`. key_bounds: those of packed keys; None: the same as cu_seqlens, of q.
+    """
+    b, t, n = *q.shape[:2], k.shape[1]
+    fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 256 and q.shape[3] % 8 == 0
     if cu_seqlens is None:
-        return _softmax(q, k, v, scale, None, causal=q.shape[1] > 1)
-    lengths = cu_seqlens.diff().tolist()
-    texts = zip(q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1), strict=True)
-    return torch.cat([_softmax(*qkv, scale, None, causal=qkv[0].shape[1] > 1) for qkv in texts if qkv[0].shape[1]], 1)
+        if not fast or t in (1, n):
+            return _softmax_last(q, k, v, scale)
+        cu_seqlens, key_bounds = (torch.arange(b + 1, device=q.device) * length for length in (t, n))
+        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+        return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds).unflatten(1, (b, t))[0]
+    key_bounds = cu_seqlens if key_bounds is None else key_bounds
+    if fast:
+        return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds)
+    lengths, seen = cu_seqlens.diff().tolist(), key_bounds.diff().tolist()
+    texts = zip(q.split(lengths, 1), k.split(seen, 1), v.split(seen, 1), strict=True)
+    return torch.cat([_softmax_last(*qkv, scale) for qkv in texts if qkv[0].shape[1]], 1)
 
 
 def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, cu_seqlens: Tensor | None) -> Tensor:
@@ -49,6 +68,29 @@ def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, c
     return torch.cat(outputs, 1) if outputs else q.new_empty(1, 0, q.shape[2], v.shape[3])
 
 
+def _softmax_last(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """The tokens of q `b t heads k` are the last of those of k and v `b n kv k|v`."""
+    t, n = q.shape[1], k.shape[1]
+    mask = torch.ones(t, n, dtype=torch.bool, device=q.device).tril(n - t) if 1 < t < n else None
+    return _softmax(q, k, v, scale, mask, causal=1 < t == n)
+
+
+def _packed_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor, key_bounds: Tensor) -> Tensor:
+    """attend_new of packed texts on a GPU in one launch."""
+    from torch.nn.attention.varlen import varlen_attn  # not in a build of torch for CPUs alone
+
+    width, group = v.shape[3], q.shape[2] // k.shape[2]
+    v = F.pad(v, (0, q.shape[3] - width))
+    if group > 1:
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    longest, longest_keys = (int(x.diff().max()) for x in (cu_seqlens, key_bounds))
+    q, k, v = (x[0].contiguous() for x in (q, k, v))
+    bounds = cu_seqlens.int(), key_bounds.int()
+    out = varlen_attn(q, k, v, *bounds, longest, longest_keys, scale=scale, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out[None, ..., :width]
+
+
 def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> Tensor:
     """q `b t heads k`; k, v `b n kv k|v`; mask `t n` or `b 1 t n` -> `b t heads v`."""
     t, heads, kv = q.shape[1], q.shape[2], k.shape[2]
@@ -60,11 +102,18 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None,
         grouped = q.view(q.shape[0], kv, heads // kv, q.shape[3])
         if mask is not None:
             mask = mask.expand(-1, 1, heads // kv, -1)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).flatten(1, 2)[:, None]
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=kv < heads
-    )
+        with _kernels_without_plans(q):
+            return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).flatten(1, 2)[:, None]
+    with _kernels_without_plans(q):
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=kv < heads
+        )
     return out.transpose(1, 2)
+
+
+def _kernels_without_plans(q: Tensor) -> AbstractContextManager[None]:
+    """Not cuDNN's kernels for few tokens on a GPU: they plan every new length of the cache, for tens of ms each."""
+    return sdpa_kernel(_PLANLESS) if q.is_cuda and q.shape[1] < 1024 else nullcontext()
 
 
 class GatedAttention(nn.Module):
@@ -73,6 +122,9 @@ class GatedAttention(nn.Module):
     in_proj is q | gate | k | v, one projection. qk_norm: RMSNorm of q and k, of every "head" or of all heads together
     ("full"). rotary_dim: the first so many channels of a head carry positions; 0: none do.
     """
+
+    context: Context | None = None
+    """Set: x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
     def __init__(
         self,
@@ -112,9 +164,11 @@ class GatedAttention(nn.Module):
         return tuple(TensorSpec(name, ("t", self.kv_heads, self.head_dim), dtype) for name in ("keys", "values"))
 
     def forward(
-        self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, TokenCache]:
         """x `b t hidden` -> the same; the state is all keys and values so far."""
+        past = 0 if state is None else state.lengths
+        segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
         q, gate, k, v = self.in_proj(x).split(self.splits, -1)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -122,10 +176,14 @@ class GatedAttention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_dim:
-            positions = token_positions(0 if state is None else state.lengths, x, cu_seqlens)
+            positions = token_positions(past if segment is None else segment.lengths(past), x, cu_seqlens)
             q, k = (rotate(y, positions, self.rotary_dim, self.rope_theta) for y in (q, k))
         new, scale = {"keys": k, "values": v}, self.head_dim**-0.5
-        if state is None:
+        if segment is not None:
+            new, bounds = enter_attention(segment, new, state)
+            output = attend_new(q, new["keys"], new["values"], scale, cu_seqlens, bounds)
+            state = TokenCache.of(new, bounds)
+        elif state is None:
             output, state = attend_new(q, k, v, scale, cu_seqlens), TokenCache.of(new, cu_seqlens)
         else:
             state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate.layers.gpu import kernels_for
 from lineate.layers.state import locate
 from lineate.native import layers as native
 
@@ -19,6 +20,9 @@ def short_convolution(
     past = weight.shape[1] - 1
     if past < native.MOST_TAPS and native.serves(x, weight, state):
         return native.short_convolution(x, weight, state, cu_seqlens)
+    kernels = kernels_for(x, weight, state)
+    if kernels is not None and weight.shape[1] in kernels.SIZES:
+        return kernels.short_convolution(x, weight, state, cu_seqlens)
     if cu_seqlens is not None:
         return _packed(x, weight, state, cu_seqlens)
     if state is None:

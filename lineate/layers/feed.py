@@ -1,12 +1,20 @@
 """Feed-forward: SwiGLU, and a mixture of them."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.layers.gpu import kernels_for
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
+
+GATHERED = 16
+"""Up to so many pairs of token and expert a GPU copies the weights of each: fewer launches than sorting."""
+ALL_EXPERTS = 64
+"""Up to so many tokens a GPU that has no grouped product for the dtype runs all experts rather than wait for counts."""
 
 
 class SwiGLU(nn.Module):
@@ -25,6 +33,8 @@ def glu(x: Tensor) -> Tensor:
     """silu(gate) * up of gate | up."""
     if native.serves(x):
         return native.glu(x)
+    if (kernels := kernels_for(x)) is not None:
+        return kernels.glu(x)
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -96,28 +106,57 @@ class MixtureOfExperts(nn.Module):
             weights = scores.gather(-1, chosen)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        return weights * self.scale, chosen
+        return weights if self.scale == 1 else weights * self.scale, chosen
 
     def _mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """sum over a token's experts; tokens sorted by expert, so that each expert has one product."""
-        if tokens.shape[0] == 1 and not tokens.is_cuda:  # a token at a time: no sorting
+        """sum over a token's experts."""
+        if tokens.is_cuda:
+            parts = self._parts_on_gpu(tokens, chosen)
+        elif tokens.shape[0] == 1:  # a token at a time: no sorting
             return weights @ torch.cat([self._expert(tokens, e) for e in chosen[0].tolist()])
-        experts, order = chosen.flatten().sort(stable=True)
-        gathered = tokens[order // self.active]
-        # On a GPU one launch for all experts, and nothing waits for how many tokens each has.
+        else:
+            parts = self._sorted(tokens, chosen, self._one_by_one)
+        return (parts * weights[..., None]).sum(1)  # in one order, not by atomic additions
+
+    def _parts_on_gpu(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """What each token's experts make, `n active hidden`; for few tokens and in bfloat16 nothing waits for a count,
+        so that a CUDA graph can hold it."""
+        if chosen.numel() <= GATHERED:
+            return self._gathered(tokens, chosen)
         even = all(n % 8 == 0 for n in self.experts_down.shape[1:])  # rows of 16 bytes
-        together = tokens.is_cuda and tokens.dtype == torch.bfloat16 and even
-        run = self._grouped if together else self._one_by_one
-        made = run(gathered, experts)
+        if tokens.dtype == torch.bfloat16 and even:
+            return self._sorted(tokens, chosen, self._grouped)
+        if tokens.shape[0] <= ALL_EXPERTS or torch.cuda.is_current_stream_capturing():
+            return self._all_experts(tokens, chosen)
+        return self._sorted(tokens, chosen, self._one_by_one)
+
+    def _gathered(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """A copy of the weights for each token and expert."""
+        experts = chosen.flatten()
+        x = tokens[:, None, :].expand(-1, self.active, -1).flatten(0, 1)  # pairs hidden
+        made = torch.bmm(self.experts_gate_up.index_select(0, experts), x[..., None])[..., 0]
+        made = torch.bmm(self.experts_down.index_select(0, experts), glu(made)[..., None])[..., 0]
+        return made.view(*chosen.shape, -1)
+
+    def _all_experts(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """All experts on all tokens, of which the chosen are kept."""
+        x = tokens.expand(self.count, -1, -1)
+        made = torch.bmm(glu(torch.bmm(x, self.experts_gate_up.transpose(1, 2))), self.experts_down.transpose(1, 2))
+        return made[chosen, torch.arange(tokens.shape[0], device=tokens.device)[:, None]]
+
+    def _sorted(self, tokens: Tensor, chosen: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Tokens sorted by expert, so that each expert has one product."""
+        experts, order = chosen.flatten().sort(stable=True)
+        made = run(tokens[order // self.active], experts)
         back = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=order.device))
-        parts = made[back].view(*chosen.shape, -1)  # n active hidden: summed in one order, not by atomic additions
-        return (parts * weights[..., None]).sum(1)
+        return made[back].view(*chosen.shape, -1)
 
     def _one_by_one(self, gathered: Tensor, experts: Tensor) -> Tensor:
         sizes = experts.bincount(minlength=self.count).tolist()
         return torch.cat([self._expert(own, e) for e, own in enumerate(gathered.split(sizes)) if own.shape[0]])
 
     def _grouped(self, gathered: Tensor, experts: Tensor) -> Tensor:
+        """One launch for all experts."""
         ends = torch.searchsorted(experts, torch.arange(self.count, device=experts.device), right=True, out_int32=True)
         made = F.grouped_mm(gathered, self.experts_gate_up.transpose(1, 2), offs=ends)
         return F.grouped_mm(glu(made), self.experts_down.transpose(1, 2), offs=ends)

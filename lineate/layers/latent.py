@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate.layers.attention import attend, attend_new
+from lineate.layers.context import Bounds, Context, enter_attention, segment_of
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
@@ -20,6 +21,9 @@ class LatentAttention(nn.Module):
 
     rope_theta rotates the shared channels and their part of q; None: no positions (Kimi Linear).
     """
+
+    context: Context | None = None
+    """Set: x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
     def __init__(
         self,
@@ -50,23 +54,26 @@ class LatentAttention(nn.Module):
         return (TensorSpec("latent", ("t", 1, self.rank + self.rope_dim), self.in_proj.weight.dtype),)
 
     def forward(
-        self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, TokenCache]:
         """x `b t hidden` -> the same; the state is the latent vector and the shared channels of every token."""
-        t = x.shape[1]
+        t, past = x.shape[1], 0 if state is None else state.lengths
+        segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
         q, latent, shared = self.in_proj(x).split(self.splits, -1)
         q = q.unflatten(-1, (self.heads, -1))  # b t heads nope+rope
         latent, shared = self.latent_norm(latent), shared[..., None, :]
-        past = 0 if state is None else state.lengths
         if self.rope_theta is not None:
-            positions = token_positions(past, x, cu_seqlens)
+            positions = token_positions(past if segment is None else segment.lengths(past), x, cu_seqlens)
             turned = rotate(q[..., self.nope_dim :], positions, self.rope_dim, self.rope_theta)
             q = torch.cat((q[..., : self.nope_dim], turned), -1)
             shared = rotate(shared, positions, self.rope_dim, self.rope_theta)
         new = {"latent": torch.cat((latent[..., None, :], shared), -1)}  # b t 1 rank+rope
-        if state is None:
-            output = attend_new(q, *self._expand(new["latent"]), self.scale, cu_seqlens)
-            return self.out_proj(output.flatten(2)), TokenCache.of(new, cu_seqlens)
+        if segment is not None or state is None:
+            bounds = cu_seqlens
+            if segment is not None:
+                new, bounds = enter_attention(segment, new, state)
+            output = attend_new(q, *self._expand(new["latent"]), self.scale, cu_seqlens, bounds)
+            return self.out_proj(output.flatten(2)), TokenCache.of(new, bounds)
         state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
         # Reading the cache itself costs rank + rank a pair instead of nope + value, but expands nothing.
         read = self._absorbed if t == 1 or 4 * t < state.n else self._expanded

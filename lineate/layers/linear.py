@@ -6,6 +6,7 @@ o, S = rule(q, k, v, gates, S)       lineate's ops
 y = out_proj(norm(o) * act(z))       z: the output gate
 """
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.decoding import decode
 from lineate.fused import fused_delta_rule
+from lineate.layers.context import Bounds, Context, Segment, enter_convolution, run_rule, segment_of
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.state import Memory, TensorSpec
 from lineate.ops import (
     Attended,
+    _divide,
     delta_rule,
     gated_delta_rule,
     gated_linear_attention,
@@ -38,6 +41,8 @@ class LinearMixer(nn.Module):
 
     gates: ClassVar[tuple[str, ...]]
     """How wide each is: "values" hv*v, "heads" hv, or a rank."""
+    context: Context | None = None
+    """Set: x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
     def __init__(
         self,
@@ -90,27 +95,30 @@ class LinearMixer(nn.Module):
     def memory_columns(self) -> int:
         return self.value_dim
 
-    def forward(
-        self, x: Tensor, state: Memory | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Memory]:
+    def forward(self, x: Tensor, state: Memory | None = None, cu_seqlens: Bounds = None) -> tuple[Tensor, Memory]:
         """x `b t hidden` -> the same; the state is the memory and the convolution's last inputs."""
+        segment, packed = segment_of(self.context, x, cu_seqlens)
         mixed, *gates = self.in_proj(x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}
         if self.conv is not None:
-            mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
+            inputs = None if state is None else state["conv"]
+            if segment is not None:
+                mixed, inputs = enter_convolution(segment, mixed, inputs, self.conv.weight.shape[1] - 1)
+            mixed, tensors["conv"] = self.conv(mixed, inputs, packed)
         keys = self.heads * self.key_dim
         q, k, v = mixed.split((keys, keys, self.width - 2 * keys), -1)
         q, k = (y.unflatten(-1, (self.heads, self.key_dim)) for y in (q, k))
         v = v.unflatten(-1, (self.value_heads, self.value_dim))
-        memory = None if state is None else state["memory"]
-        (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, cu_seqlens)
+        memory, owned = (None, False) if state is None else (state["memory"], state.owned)
+        bounds = packed if segment is None else segment
+        (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, bounds, owned)
         y = self.norm(output, z.unflatten(-1, (self.value_heads, self.value_dim)))
         return self.out_proj(y.flatten(2)), Memory(tensors)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
-        """The rule, and the output gate z `b t hv*v`."""
+        """The rule, and the output gate z `b t hv*v`. owned: the memory may be overwritten, and returned."""
         raise NotImplementedError
 
 
@@ -143,13 +151,15 @@ class LinearAttention(LinearMixer):
         return self.value_dim + 1  # the last column is the sum of the keys
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
         (z,) = gates
-        attended = linear_attention(
-            q, k, v, state=memory, cu_seqlens=cu_seqlens, feature_map=self.feature_map, normalize=True
-        )
-        return attended, z
+        op = partial(linear_attention, feature_map=self.feature_map)
+        if isinstance(bounds, Segment):  # the division is not linear in the memory: after the rule
+            v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
+            output, memory = run_rule(op, (q, k, v), memory, bounds, corrects=False)
+            return Attended(_divide(output), memory), z
+        return op(q, k, v, state=memory, cu_seqlens=bounds, normalize=True), z
 
 
 class GatedLinearAttention(LinearMixer):
@@ -179,12 +189,12 @@ class GatedLinearAttention(LinearMixer):
         self.decay_proj = nn.Linear(self.splits[1], self.value_heads * self.key_dim)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
         f, z = gates
         decay = self.decay_proj(f).unflatten(-1, (self.value_heads, self.key_dim))
         log_decay = F.logsigmoid(decay.to(compute_dtype(decay.dtype))) / 16
-        return gated_linear_attention(q, k, v, log_decay, state=memory, cu_seqlens=cu_seqlens), z
+        return run_rule(gated_linear_attention, (q, k, v, log_decay), memory, bounds, corrects=False), z
 
 
 class DeltaNet(LinearMixer):
@@ -212,11 +222,12 @@ class DeltaNet(LinearMixer):
         self.beta_scale = beta_scale
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
         z, b = gates
         beta = self.beta_scale * b.to(compute_dtype(b.dtype)).sigmoid()
-        return delta_rule(q, k, v, beta, state=memory, cu_seqlens=cu_seqlens, normalize_qk=True), z
+        op = partial(delta_rule, normalize_qk=True)
+        return run_rule(op, (q, k, v, beta), memory, bounds, corrects=True), z
 
 
 class GatedDeltaNet(DeltaNet):
@@ -230,10 +241,14 @@ class GatedDeltaNet(DeltaNet):
         init_decay(self.A_log, self.dt_bias)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
         z, b, a = gates
-        return delta_from_raw_gates(q, k, v, a, b, self.A_log, self.dt_bias, self.beta_scale, memory, cu_seqlens), z
+        op = partial(
+            delta_from_raw_gates,
+            A_log=self.A_log, dt_bias=self.dt_bias, beta_scale=self.beta_scale, in_place=owned,
+        )  # fmt: skip
+        return run_rule(op, (q, k, v, a, b), memory, bounds, corrects=True), z
 
 
 class KimiDeltaAttention(LinearMixer):
@@ -271,14 +286,15 @@ class KimiDeltaAttention(LinearMixer):
         init_decay(self.A_log, self.dt_bias)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, cu_seqlens: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
         f, z, b = gates
         decay = self.decay_proj(f).unflatten(-1, (self.value_heads, self.key_dim))
-        attended = delta_from_raw_gates(
-            q, k, v, decay, b, self.A_log, self.dt_bias, self.beta_scale, memory, cu_seqlens
+        op = partial(
+            delta_from_raw_gates,
+            A_log=self.A_log, dt_bias=self.dt_bias, beta_scale=self.beta_scale, in_place=owned,
         )  # fmt: skip
-        return attended, self.gate_proj(z)
+        return run_rule(op, (q, k, v, decay, b), memory, bounds, corrects=True), self.gate_proj(z)
 
 
 def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
@@ -300,7 +316,7 @@ def delta_from_raw_gates(
     A_log: Tensor,
     dt_bias: Tensor,
     beta_scale: float,
-    memory: Tensor | None,
+    state: Tensor | None,
     cu_seqlens: Tensor | None,
     in_place: bool = False,
 ) -> Attended[Tensor]:
@@ -313,14 +329,14 @@ def delta_from_raw_gates(
             log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
             assert log_decay is not None and beta is not None
             op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
-            return op(q, k, v, log_decay, beta, state=memory, normalize_qk=True)
-        if memory is not None and not torch.is_grad_enabled():
-            memory = memory if in_place else memory.clone()
+            return op(q, k, v, log_decay, beta, state=state, normalize_qk=True)
+        if state is not None and not torch.is_grad_enabled():
+            state = state if in_place else state.clone()
             output = decode(
                 q, k, v, gate, write,
-                state=memory, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
+                state=state, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
             )  # fmt: skip
-            return Attended(output, memory)
+            return Attended(output, state)
     return fused_delta_rule(
-        q, k, v, gate, write, A_log, dt_bias, beta_scale=beta_scale, state=memory, cu_seqlens=cu_seqlens
+        q, k, v, gate, write, A_log, dt_bias, beta_scale=beta_scale, state=state, cu_seqlens=cu_seqlens
     )

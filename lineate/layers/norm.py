@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate.layers.gpu import kernels_for
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
 
@@ -22,6 +23,9 @@ class RMSNorm(nn.Module):
         weight: Tensor = self.weight
         if native.serves(x, weight):
             return native.rms_norm(x, weight, self.eps, zero_centred=self.zero_centred)
+        kernels = kernels_for(x, weight)
+        if kernels is not None and x.shape[-1] <= kernels.WIDEST_NORM:
+            return kernels.rms_norm(x, weight, self.eps, zero_centred=self.zero_centred)
         dtype = compute_dtype(x.dtype)
         weight = weight.to(dtype) + 1 if self.zero_centred else weight.to(dtype)
         return F.rms_norm(x.to(dtype), x.shape[-1:], weight, self.eps).to(x.dtype)
@@ -44,6 +48,9 @@ class GatedRMSNorm(nn.Module):
         weight: Tensor = self.weight
         if native.serves(x, weight, gate) and gate.shape == x.shape:
             return native.gated_rms_norm(x, weight, gate, self.eps, self.activation)
+        kernels = kernels_for(x, weight, gate)
+        if kernels is not None and gate.shape == x.shape and x.shape[-1] <= kernels.WIDEST_NORM:
+            return kernels.gated_rms_norm(x, gate, weight, self.eps, self.activation)
         dtype = compute_dtype(x.dtype)
         normed = F.rms_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), self.eps)
         gate = gate.to(dtype)

@@ -33,6 +33,8 @@ class Memory:
     """Tensors `rows ...` whose size does not depend on the tokens seen."""
 
     tensors: Mapping[str, Tensor]
+    owned: bool = False
+    """By the caller alone, so that a call may overwrite them, and return them, where that saves a copy."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -67,6 +69,9 @@ class _Buffer:
         self.tensors = tensors
         self.taken = taken
         self.lock = Lock()  # two threads may continue one state
+
+    def __reduce__(self) -> tuple[type["_Buffer"], tuple[dict[str, Tensor], int]]:
+        return _Buffer, (self.tensors, self.taken)  # a lock cannot be copied
 
     def claim(self, n: int, t: int) -> bool:
         """Take the room for tokens n .. n + t, if there is any and it is nobody's yet."""

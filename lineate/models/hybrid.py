@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lineate import checks
 from lineate.layers import (
@@ -26,6 +27,7 @@ from lineate.layers import (
     SwiGLU,
     TensorSpec,
 )
+from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.linear import init_decay
 from lineate.models.config import HybridConfig
 from lineate.models.state import ModelState
@@ -97,6 +99,9 @@ def make_feed(config: HybridConfig, layer: int) -> nn.Module:
 class Block(nn.Module):
     """A mixer and a feed-forward around the residual; norm_after: what they add is normalised, not what they read."""
 
+    recompute: bool = False
+    """Keep only the input for the backward pass, which computes the rest again."""
+
     def __init__(self, config: HybridConfig, layer: int) -> None:
         super().__init__()
         letter = config.letters[layer]
@@ -108,9 +113,14 @@ class Block(nn.Module):
         self.feed = make_feed(config, layer)
 
     def forward(
-        self, x: Tensor, state: LayerState | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: LayerState | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, LayerState]:
         """x `b t hidden` -> the same."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, state, cu_seqlens, use_reentrant=False)
+        return self._forward(x, state, cu_seqlens)
+
+    def _forward(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
         if self.norm_after:
             y, state = self.mixer(x, state, cu_seqlens)
             x = x + self.mixer_norm(y)
@@ -130,6 +140,9 @@ class HybridLM(nn.Module):
 
     >>> model = HybridLM.from_pretrained("folder or hub name")
     """
+
+    context: Context | None = None
+    """Set: every call has this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -180,39 +193,49 @@ class HybridLM(nn.Module):
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
         last_only: bool = False,
+        continues: bool | None = None,
     ) -> LMOutput:
         """input_ids `b t`. labels `b t`: the tokens themselves, -100 where none is to be learnt; the loss is over
         predicting each from those before it. attention_mask `b t`: 0 is padding; logits there are 0.
 
         last_only: logits of the last token of every row, `b 1 vocab` (packed: of every text, `1 n_seqs vocab`; an empty
-        one's are 0), which is all that generating needs."""
+        one's are 0), which is all that generating needs.
+
+        continues: whether the first packed text began on an earlier rank, under context parallelism."""
         check_ids(input_ids, self.config.vocab_size)
         checks.check_cu_seqlens(cu_seqlens, *input_ids.shape)
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
         if last_only and labels is not None:
             raise ValueError("last_only=True makes no logits to compare labels with; pass one of the two")
+        check_context(self.context, labels, attention_mask, continues)
         if attention_mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("attention_mask and cu_seqlens cannot be used together; packed texts have no padding")
             return self._padded(input_ids, state, labels, attention_mask, last_only)
         rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(state, self.layers, rows)
-        x, state = self.hidden(self.embed(input_ids), state, cu_seqlens)
+        bounds: Bounds = cu_seqlens
+        if self.context is not None:
+            bounds = self.context.segment(input_ids, cu_seqlens, continues, 0 if state is None else state.lengths)
+        x, state = self.hidden(self.embed(input_ids), state, bounds)
         if last_only:
             x = x[:, -1:] if cu_seqlens is None else _last_of_each(x, cu_seqlens)
         logits = self.logits(x)
         return LMOutput(logits, state, None if labels is None else next_token_loss(logits, labels, cu_seqlens))
 
     def hidden(
-        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: ModelState | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, ModelState]:
         """From embeddings `b t hidden` to what the head reads."""
         new = []
         for n, block in enumerate(self.layers):
             x, layer = block(x, None if state is None else state.layers[n], cu_seqlens)
             new.append(layer)
+        seen = 0 if state is None else state.lengths
+        if isinstance(cu_seqlens, Segment):
+            return self.norm(x), ModelState(tuple(new), cu_seqlens.lengths_after(seen))
         more = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
-        return self.norm(x), ModelState(tuple(new), more if state is None else state.lengths + more)
+        return self.norm(x), ModelState(tuple(new), seen + more)
 
     def logits(self, x: Tensor) -> Tensor:
         """The head."""
@@ -278,6 +301,22 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> None:
         low, high = (int(x) for x in input_ids.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"input_ids must lie in 0 .. {vocab_size - 1}, got {low} .. {high}")
+
+
+def check_context(
+    context: Context | None, labels: Tensor | None, attention_mask: Tensor | None, continues: bool | None
+) -> None:
+    if context is None:
+        if continues:
+            raise ValueError("continues=True needs context parallelism; call context_parallel(model, group) first")
+        return
+    if labels is not None:
+        raise ValueError(
+            "labels cannot be used under context parallelism: the token after a segment's last is on the next rank; "
+            "compute the loss from the logits and targets that were shifted before the split"
+        )
+    if attention_mask is not None:
+        raise ValueError("attention_mask cannot be used under context parallelism; pack the texts with cu_seqlens")
 
 
 def check_state(state: ModelState | None, blocks: nn.ModuleList, rows: int) -> None:

@@ -38,6 +38,11 @@ def small(pattern: str = "GGGA", vocab_size: int = 256) -> HybridConfig:
     return _sized(384, 8, 6, pattern, vocab_size)
 
 
+def compact(pattern: str = "GGGA", vocab_size: int = 256) -> HybridConfig:
+    """About 50M."""
+    return _sized(512, 16, 4, pattern, vocab_size)
+
+
 def base(pattern: str = "GGGA", vocab_size: int = 32768) -> HybridConfig:
     """About 115M."""
     return _sized(768, 12, 6, pattern, vocab_size)
@@ -110,7 +115,7 @@ def olmo_hybrid_7b() -> HybridConfig:
 PRESETS: dict[str, Callable[..., HybridConfig]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        tiny, small, base, medium, large,
+        tiny, small, compact, base, medium, large,
         qwen3_next_80b, qwen3_5_27b, qwen3_5_35b_a3b, kimi_linear_48b, olmo_hybrid_7b,
     )
 }  # fmt: skip
@@ -120,7 +125,7 @@ def preset(name: str, pattern: str | None = None, vocab_size: int | None = None)
     """A configuration by name; pattern and vocab_size are for the sizes to train."""
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
-    if name in ("tiny", "small", "base", "medium", "large"):
+    if name in ("tiny", "small", "compact", "base", "medium", "large"):
         make = PRESETS[name]
         options = {key: value for key, value in (("pattern", pattern), ("vocab_size", vocab_size)) if value is not None}
         return make(**options)

@@ -1,0 +1,206 @@
+"""Decoding in a CUDA graph: all launches of a step are recorded once and replayed by one call.
+
+A step of a small model is a few hundred launches, each of which costs the host more than the device. A graph replays
+them without the host, at the same addresses: memories and caches are updated in place, lengths stay on the device.
+"""
+
+from collections import defaultdict
+from functools import cache
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from lineate.layers import Memory, TokenCache
+from lineate.layers.state import _Buffer
+from lineate.models.hybrid import HybridLM, check_ids, check_state
+from lineate.models.state import ModelState
+
+STEP = 1024
+"""Attention reads the caches up to a multiple of this, and is captured again when that is full."""
+
+_capturing = Lock()  # captures share a stream
+
+
+class _Cache(TokenCache):
+    """The first n entries of tensors with room; append writes behind the last token of every row, in place."""
+
+    def __init__(self, tensors: dict[str, Tensor], n: int, where: tuple[Tensor, Tensor], after: Tensor) -> None:
+        self._filled, self._packed, self.n = _Buffer(tensors, n), None, n
+        self.rows, self.lengths = after.shape[0], where[1]
+        self.where, self.after = where, after
+
+    def append(self, new: dict[str, Tensor]) -> TokenCache:
+        """With one more token in every row, new `rows 1 ...`."""
+        for name, x in new.items():
+            tensor = self._buffer.tensors[name]
+            if x.dtype != tensor.dtype:
+                raise ValueError(
+                    f"state's {name} must have the dtype of the new ones, {x.dtype}, got {tensor.dtype}; "
+                    "make the decoder under the autocast and model dtype that made the state"
+                )
+            tensor.index_put_(self.where, x[:, 0])
+        return TokenCache._over(self._buffer, self.n, self.after)
+
+
+class GraphedDecoder:
+    """Decodes a token a row and call from `state`, which stays as it was; on a GPU in a CUDA graph.
+
+        out = model(prompt, last_only=True)
+        decoder = GraphedDecoder(model, out.state, room=512)
+        logits = decoder(ids)                       # b 1 -> b 1 vocab; nothing waits for the device
+        state = decoder.state                       # a ModelState, to continue in any other way
+
+    room: how many tokens more there is memory for; when they are used up it doubles, which copies the caches and
+    captures again. The logits are those of model(ids, state=...). Ids on a GPU are not checked. On a CPU the same
+    steps run without a graph.
+
+    The model must keep its weights where they are (new values in place are seen). Decoders that run at the same time
+    must do so on one CUDA stream, since torch's matrix products share their workspace.
+    """
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(self, model: HybridLM, state: ModelState, room: int) -> None:
+        if not isinstance(state, ModelState):
+            raise TypeError(f"state must be a ModelState, got {type(state).__name__}; pass LMOutput.state of a prefill")
+        check_state(state, model.layers, state.rows)
+        if isinstance(room, bool) or not isinstance(room, int) or room < 1:
+            raise ValueError(f"room must be an int of at least 1, the tokens to make room for, got {room!r}")
+        if model.context is not None:
+            raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
+        self.model, self.rows = model, state.rows
+        device = model.device
+        # Kept alive, whatever becomes of the model: the graph reads them where they are now.
+        self._weights = [x.detach() for x in (*model.parameters(), *model.buffers())]
+        self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
+        self._even = isinstance(state.lengths, int)
+        self._longest = int(state.lengths if isinstance(state.lengths, int) else state.lengths.max())
+        self._room = room
+        self._ids = torch.zeros(self.rows, 1, dtype=torch.int64, device=device)
+        self._row_numbers = torch.arange(self.rows, device=device)
+        self._lengths = torch.empty(self.rows, dtype=torch.int64, device=device)
+        if isinstance(state.lengths, int):
+            self._lengths.fill_(state.lengths)
+        else:
+            self._lengths.copy_(state.lengths)
+        self._memories: dict[int, dict[str, Tensor]] = {}
+        self._caches: dict[int, dict[str, Tensor]] = {}
+        for n, layer in enumerate(state.layers):
+            if isinstance(layer, Memory):
+                kept = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in layer.tensors.items()}
+                self._memories[n] = {name: x.copy_(layer[name]) for name, x in kept.items()}
+            else:
+                self._caches[n] = {name: layer[name][:, : self._longest].to(device) for name in layer.names}
+        self._capacity = self._window = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: Tensor | None = None
+        self._widen()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """The next token of every row `b 1` -> logits `b 1 vocab`, of which the caller may keep as many as wanted."""
+        check_ids(ids, self.model.config.vocab_size)
+        if ids.shape != (self.rows, 1):
+            raise ValueError(f"ids must have shape (b, 1) = {(self.rows, 1)}, got {tuple(ids.shape)}")
+        if self._caches and self._longest == self._window:
+            self._widen()
+        self._ids.copy_(ids)
+        if self._graph is None:
+            logits = self._step()
+        else:
+            assert self._logits is not None
+            self._graph.replay()
+            logits = self._logits.clone()
+        self._longest += 1
+        return logits
+
+    @property
+    def state(self) -> ModelState:
+        """The state after the last call: a copy, which later calls leave as it is."""
+        lengths = self._longest if self._even else self._lengths.clone()
+        layers: list[Memory | TokenCache] = []
+        for n in range(len(self.model.layers)):
+            if n in self._memories:
+                layers.append(Memory({name: x.clone() for name, x in self._memories[n].items()}))
+            else:
+                kept = {name: x[:, : self._longest].clone() for name, x in self._caches[n].items()}
+                layers.append(TokenCache(kept, lengths))
+        return ModelState(tuple(layers), lengths)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _step(self) -> Tensor:
+        """One token of every row, in place, with nothing that waits for the device."""
+        where, after = (self._row_numbers, self._lengths), self._lengths + 1
+        layers = tuple(
+            Memory(self._memories[n], owned=True)
+            if n in self._memories
+            else _Cache(self._caches[n], self._window, where, after)
+            for n in range(len(self.model.layers))
+        )
+        enabled, dtype = self._autocast
+        # No cache of converted weights: it would be gone when the graph is replayed.
+        with torch.autocast(self._ids.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+            x, new = self.model.hidden(self.model.embed(self._ids), ModelState(layers, 0))
+            logits = self.model.logits(x)
+        stale, fresh = defaultdict(list), defaultdict(list)
+        for n, memory in self._memories.items():
+            for name, x in memory.items():
+                found = new.layers[n][name]
+                if found is not x:  # was not overwritten
+                    stale[x.dtype].append(x)
+                    fresh[x.dtype].append(found)
+        for each in stale:  # one launch for all
+            torch._foreach_copy_(stale[each], fresh[each])
+        self._lengths.copy_(after)
+        return logits
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _widen(self) -> None:
+        """Let attention read at least one token more, in more memory if need be, and capture the step."""
+        self._graph = self._logits = None  # gives back its memory
+        needed = self._longest + 1
+        if needed > self._capacity:
+            if self._capacity:
+                self._room *= 2
+            self._capacity = _round_up(self._longest + self._room, 64)
+            for tensors in self._caches.values():
+                for name, old in tensors.items():  # zeros: what is masked must be finite
+                    tensors[name] = old.new_zeros(self.rows, self._capacity, *old.shape[2:])
+                    tensors[name][:, : self._longest] = old[:, : self._longest]
+        # An eighth more, so that long texts are not captured too often.
+        self._window = min(self._capacity, _round_up(needed + needed // 8, STEP))
+        if self._ids.is_cuda:
+            self._capture()
+
+    def _capture(self) -> None:
+        with _capturing, torch.cuda.device(self._ids.device):
+            stream, current = _capture_stream(self._ids.device), torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                self._warm_up()
+            current.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._logits = self._step()
+        self._graph = graph
+
+    def _warm_up(self) -> None:
+        """Two steps, undone: they compile kernels and make workspaces, which a capture must not do."""
+        changing = [self._lengths, *(x for memory in self._memories.values() for x in memory.values())]
+        kept = [x.clone() for x in changing]  # what is written into a cache lies behind its last token
+        for _ in range(2):
+            self._step()
+            for x, before in zip(changing, kept, strict=True):
+                x.copy_(before)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: each stream has a workspace of its own for matrix products, which is kept."""
+    return torch.cuda.Stream(device)
+
+
+def _round_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit

@@ -1,0 +1,114 @@
+"""Tokens from logits: the likeliest, or drawn at a temperature from the top k or the top p."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lineate.models import HybridLM
+
+
+class Decoder(Protocol):
+    """What stream_text needs of a tokenizer."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def choose(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """logits `b vocab` -> tokens `b`. temperature 0: the likeliest. top_k: only among the k likeliest (0: all).
+
+    top_p: only among the likeliest whose probabilities reach p together; at least one.
+    """
+    check_sampling(temperature, top_k, top_p)
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    if 0 < top_k < logits.shape[-1]:
+        sorted_logits[:, top_k:] = -torch.inf
+    probabilities = sorted_logits.softmax(-1)
+    if top_p < 1:
+        before = probabilities.cumsum(-1) - probabilities  # of all that are likelier
+        probabilities = probabilities.masked_fill(before >= top_p, 0)  # the first stays: nothing is before it
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    return order.gather(-1, drawn)[:, 0]
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
+    if top_k < 0:
+        raise ValueError(f"top_k must be at least 0 (all tokens), got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+
+
+def generate(
+    model: HybridLM,
+    ids: Tensor,
+    max_new_tokens: int = 256,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Collection[int] = (),
+) -> Iterator[Tensor]:
+    """Continue ids `b t`: yields the next token of every row, `b`, until all rows have had a `stop` token.
+
+    A row that has stopped repeats its stop token. The same seed gives the same tokens on the same device.
+    """
+    check_sampling(temperature, top_k, top_p)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    return _generate(model, ids.to(model.device), max_new_tokens, temperature, top_k, top_p, seed, stop)
+
+
+def _generate(
+    model: HybridLM,
+    ids: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    stop: Collection[int],
+) -> Iterator[Tensor]:
+    generator = torch.Generator(ids.device).manual_seed(seed)
+    stops = torch.tensor(sorted(stop), dtype=torch.int64, device=ids.device)
+    stopped = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+    state, last = None, ids[:, -1]
+    for n in range(max_new_tokens):
+        with torch.no_grad():
+            out = model(ids, state=state, last_only=True)
+            token = choose(out.logits[:, -1], temperature, top_k, top_p, generator)
+        state, last = out.state, torch.where(stopped, last, token)
+        yield last
+        if len(stops):
+            stopped |= torch.isin(last, stops)
+            if n + 1 < max_new_tokens and bool(stopped.all()):
+                return
+        ids = last[:, None]
+
+
+def stream_text(tokenizer: Decoder, tokens: Iterable[int]) -> Iterator[str]:
+    """Text as tokens come, held back while a character is incomplete."""
+    ids: list[int] = []
+    done = ""
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd") and text != done:
+            yield text[len(done) :]
+            done = text
+            if text.endswith("\n"):  # start again: decoding all of a long text for each token is quadratic
+                ids, done = [], ""
+    if ids and (rest := tokenizer.decode(ids)[len(done) :]):
+        yield rest

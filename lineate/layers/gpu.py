@@ -1,0 +1,22 @@
+"""Which calls the kernels around the rules serve, on a GPU."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from lineate.dispatch import why_no_triton
+
+
+def kernels_for(*tensors: Tensor | None) -> ModuleType | None:
+    """lineate.kernels.layer_ops if all tensors are on a GPU in a dtype of its kernels, outside of vmap and the like."""
+    for x in tensors:
+        if x is not None and not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)):
+            return None
+    if why_no_triton("cuda") is not None:
+        return None
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return None
+    from lineate.kernels import layer_ops  # triton, at its first use
+
+    return layer_ops

@@ -1,0 +1,173 @@
+"""Whole models on a GPU: HybridLM against itself on the CPU, and transformers' models on lineate there."""
+
+import copy
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import FAMILIES, build
+from torch import Tensor
+
+from lineate.models import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedConfig,
+    HybridConfig,
+    HybridLM,
+    LatentConfig,
+    LinearConfig,
+)
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 96
+CONFIG = HybridConfig(
+    vocab_size=VOCAB, hidden_size=128, n_layers=4, pattern="GGGA",
+    linear=LinearConfig(2, 4, 64, 64),
+    attention=AttentionConfig(4, 2, 64, rotary_dim=32),
+    latent=LatentConfig(4, rank=48, nope_dim=32, rope_dim=16, value_dim=32),
+    feed=FeedConfig(256), zero_centred_norm=True,
+)  # fmt: skip
+EXPERTS = ExpertsConfig(8, 2, 64, shared_size=64, shared_gate=True)
+CASES = {
+    "GGGA": CONFIG,
+    "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
+    "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def make(case: str) -> HybridLM:
+    torch.manual_seed(0)
+    model = HybridLM(CASES[case]).eval()
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "norm" in name:
+                x.uniform_(-0.5, 0.5)
+            elif x.dim() >= 2 and "conv" not in name:
+                x.mul_(3)
+    return model
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(0))
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return ((got.cpu().double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@cases
+@pytest.mark.parametrize("bounds", [None, (0, 5, 5, 6, 150)])
+def test_logits_and_gradients_equal_those_of_the_cpu(case, bounds):
+    """In float32; the loss goes through every layer, forward and backward."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        model = make(case).to(device)
+        ids = draw(2, 150)[: 2 if bounds is None else 1].to(device)
+        cu_seqlens = None if bounds is None else torch.tensor(bounds, device=device)
+        out = model(ids, cu_seqlens=cu_seqlens, labels=ids)
+        out.loss.backward()
+        found[device] = out, {name: x.grad for name, x in model.named_parameters()}
+    (ours, grads), (expected, expected_grads) = found["cuda"], found["cpu"]
+    assert relative(ours.logits.detach(), expected.logits.detach()) < 1e-5
+    assert ours.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    for name, x in expected_grads.items():
+        assert relative(grads[name], x) < 1e-4, name
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_prefill_then_token_by_token_equals_the_full_pass(case, dtype):
+    model, ids = make(case).cuda().to(dtype), draw(2, 90).cuda()
+    full = model(ids).logits.float()
+    out = model(ids[:, :70])
+    logits = [out.logits]
+    for t in range(70, 90):
+        kept = copy.deepcopy(out.state) if t == 80 else None
+        before, out = out.state, model(ids[:, t : t + 1], state=out.state)
+        if kept is not None:  # a state is a value: using it changes nothing in it
+            again = model(ids[:, t : t + 1], state=before).logits
+            assert torch.equal(again, out.logits)
+        logits.append(out.logits)
+    assert relative(torch.cat(logits, 1).float(), full.cpu()) < (1e-5 if dtype == torch.float32 else 3e-2)
+    assert out.state.nbytes == model.state_nbytes(rows=2, tokens=90)
+
+
+@cases
+@torch.no_grad()
+def test_bfloat16_is_as_near_as_its_precision(case):
+    model, ids = make(case), draw(2, 200)
+    expected = model(ids).logits
+    found = model.cuda().bfloat16()(ids.cuda()).logits.float()
+    assert relative(found, expected) < 8e-2  # a token near the edge goes to another expert
+
+
+@cases
+@torch.no_grad()
+def test_packed_texts_in_bfloat16_equal_separate_runs(case):
+    model, ids, bounds = make(case).cuda().bfloat16(), draw(1, 300).cuda(), (0, 5, 5, 6, 170, 300)
+    packed = model(ids, cu_seqlens=torch.tensor(bounds, device="cuda")).logits.float()
+    for start, end in itertools.pairwise(bounds):
+        if end > start:
+            alone = model(ids[:, start:end]).logits.float()
+            assert relative(packed[:, start:end], alone.cpu()) < 5e-2, (start, end)
+
+
+@cases
+def test_packed_gradients_in_bfloat16(case):
+    """Of the loss under autocast, against float32 on the CPU."""
+    ids, bounds = draw(1, 300), torch.tensor((0, 5, 5, 6, 170, 300))
+    model = make(case)
+    model(ids, cu_seqlens=bounds, labels=ids).loss.backward()
+    expected = {name: x.grad for name, x in model.named_parameters()}
+    model = make(case).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        model(ids.cuda(), cu_seqlens=bounds.cuda(), labels=ids.cuda()).loss.backward()
+    for name, x in model.named_parameters():
+        # Of a router more: tokens near the edge go to another expert.
+        assert relative(x.grad, expected[name]) < (0.4 if "router" in name else 0.2), name
+
+
+@cases
+def test_padding_changes_nothing(case):
+    model, ids = make(case).cuda(), draw(2, 60).cuda()
+    mask = torch.ones(2, 60, dtype=torch.bool, device="cuda")
+    mask[0, :25] = False
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask).logits
+        alone = model(ids[:1, 25:]).logits
+    assert relative(padded[:1, 25:], alone.cpu()) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_on_lineate(family):
+    """Logits and gradients of transformers' models on a GPU with enable(), against transformers alone on the CPU."""
+    from lineate.integrations.transformers import enabled
+
+    theirs = build(family).train(False)
+    ids = torch.randint(theirs.config.get_text_config().vocab_size, (2, 75), generator=torch.Generator().manual_seed(1))
+    expected = theirs(ids).logits
+    expected_grads = torch.autograd.grad(loss(expected, ids), list(theirs.parameters()), allow_unused=True)
+    theirs = theirs.cuda()
+    with enabled():
+        found = theirs(ids.cuda()).logits
+        grads = torch.autograd.grad(loss(found, ids.cuda()), list(theirs.parameters()), allow_unused=True)
+        with torch.no_grad():
+            out = theirs(ids[:, :70].cuda(), use_cache=True)
+            steps = [out.logits[:, -1:]]
+            for t in range(70, 75):
+                out = theirs(ids[:, t : t + 1].cuda(), past_key_values=out.past_key_values, use_cache=True)
+                steps.append(out.logits)
+    assert relative(found.detach(), expected.detach()) < 1e-4
+    assert relative(torch.cat(steps, 1), expected[:, 69:].detach()) < 1e-4
+    for (name, _), a, b in zip(theirs.named_parameters(), grads, expected_grads, strict=True):
+        if b is not None and b.norm() > 1e-6:
+            assert relative(a, b) < 1e-3, name
+
+
+def loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())

@@ -1,0 +1,329 @@
+"""GraphedDecoder: the steps of model(ids, state=...), in place; on a CPU without the graph, on a GPU with it."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lineate.generation import GraphedDecoder, graphed
+from lineate.layers import MixtureOfExperts
+from lineate.models import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedConfig,
+    HybridConfig,
+    HybridLM,
+    LatentConfig,
+    LinearConfig,
+    ModelState,
+)
+
+VOCAB = 96
+CONFIG = HybridConfig(
+    vocab_size=VOCAB, hidden_size=64, n_layers=4, pattern="GGGA",
+    linear=LinearConfig(2, 4, 32, 32),
+    attention=AttentionConfig(4, 2, 32, rotary_dim=16),
+    latent=LatentConfig(4, rank=48, nope_dim=32, rope_dim=16, value_dim=32, rope_theta=10000.0),
+    feed=FeedConfig(128), zero_centred_norm=True,
+)  # fmt: skip
+EXPERTS = ExpertsConfig(8, 2, 64, shared_size=64, shared_gate=True)
+SIGMOID = ExpertsConfig(8, 6, 64, scores="sigmoid", groups=4, active_groups=3, scale=2.5)
+CASES = {
+    "GGGA": CONFIG,
+    "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
+    "GA, more experts": replace(CONFIG, pattern="GA", n_layers=2, experts=SIGMOID),
+    "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
+    "no attention": replace(CONFIG, pattern="G", n_layers=2),
+    "attention alone": replace(CONFIG, pattern="A", n_layers=1),
+}
+LENGTHS = {"one row": (20,), "three rows": (20, 20, 20), "ragged": (3, 41, 1)}
+cases = pytest.mark.parametrize("case", CASES)
+prompts = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+
+
+def make(case: str) -> HybridLM:
+    torch.manual_seed(0)
+    model = HybridLM(CASES[case]).eval()
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if "norm" in name:
+                x.uniform_(-0.5, 0.5)
+            elif x.dim() >= 2 and "conv" not in name:
+                x.mul_(3)
+    return model
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read(model: HybridLM, lengths: tuple[int, ...]) -> ModelState:
+    """The state after a prompt a row."""
+    if len(set(lengths)) == 1:
+        return model(draw(len(lengths), lengths[0]).to(model.device)).state
+    bounds = torch.tensor((0, *lengths)).cumsum(0).to(model.device)
+    return model(draw(1, sum(lengths)).to(model.device), cu_seqlens=bounds).state
+
+
+def continue_eagerly(model: HybridLM, state: ModelState, ids: Tensor) -> tuple[Tensor, ModelState]:
+    logits = []
+    for t in range(ids.shape[1]):
+        out = model(ids[:, t : t + 1], state=state)
+        logits.append(out.logits)
+        state = out.state
+    return torch.cat(logits, 1), state
+
+
+def continue_with(decoder: GraphedDecoder, ids: Tensor) -> Tensor:
+    return torch.cat([decoder(ids[:, t : t + 1]) for t in range(ids.shape[1])], 1)
+
+
+def tensors_of(state: ModelState) -> list[Tensor]:
+    return [layer[name] for layer in state.layers for name in layer.names]
+
+
+def same_state(got: ModelState, expected: ModelState, tolerance: float) -> None:
+    """Entries behind a row's length say nothing."""
+    assert torch.equal(torch.as_tensor(got.lengths).cpu(), torch.as_tensor(expected.lengths).cpu())
+    assert isinstance(got.lengths, int) == isinstance(expected.lengths, int)
+    lengths = torch.as_tensor(expected.lengths).expand(expected.rows).tolist()
+    for mine, theirs in zip(got.layers, expected.layers, strict=True):
+        assert mine.names == theirs.names
+        for name in mine.names:
+            a, b = mine[name], theirs[name]
+            assert a.dtype == b.dtype
+            for row, n in enumerate(lengths):
+                cut = slice(n) if hasattr(mine, "lengths") else slice(None)
+                torch.testing.assert_close(a[row, cut], b[row, cut], rtol=tolerance, atol=tolerance)
+
+
+@cases
+@prompts
+@torch.no_grad()
+def test_equals_eager_decoding(case, lengths, monkeypatch):
+    """Through several widths of what attention reads, and more tokens than there was room for."""
+    monkeypatch.setattr(graphed, "STEP", 8)
+    model = make(case)
+    state, ids = read(model, lengths), draw(len(lengths), 40, seed=1)
+    decoder = GraphedDecoder(model, state, room=5)
+    expected, final = continue_eagerly(model, state, ids)
+    torch.testing.assert_close(continue_with(decoder, ids), expected, rtol=1e-5, atol=1e-5)
+    same_state(decoder.state, final, 1e-4)
+
+
+@prompts
+@torch.no_grad()
+def test_equals_eager_decoding_in_float64(lengths):
+    model = make("LRDGKAM").double()
+    state, ids = read(model, lengths), draw(len(lengths), 20, seed=1)
+    expected, final = continue_eagerly(model, state, ids)
+    decoder = GraphedDecoder(model, state, room=5)
+    torch.testing.assert_close(continue_with(decoder, ids), expected, rtol=1e-9, atol=1e-10)
+    same_state(decoder.state, final, 1e-8)
+
+
+@cases
+@torch.no_grad()
+def test_states_are_values(case):
+    """The one that was given and those given back stay as they are, and can be continued by either way."""
+    model, ids = make(case), draw(3, 12, seed=1)
+    state = read(model, (3, 41, 1))
+    before = copy.deepcopy(state)
+    decoder = GraphedDecoder(model, state, room=64)
+    same_state(decoder.state, state, 0)
+    expected = continue_with(decoder, ids[:, :6])
+    half = decoder.state
+    kept = copy.deepcopy(half)
+    rest = continue_with(decoder, ids[:, 6:])
+    for a, b in zip(tensors_of(half) + tensors_of(state), tensors_of(kept) + tensors_of(before), strict=True):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(continue_eagerly(model, half, ids[:, 6:])[0], rest, rtol=1e-5, atol=1e-5)
+    again = GraphedDecoder(model, half, room=64)
+    assert torch.equal(continue_with(again, ids[:, 6:]), rest)
+    assert torch.equal(continue_with(GraphedDecoder(model, state, room=64), ids[:, :6]), expected)
+
+
+@torch.no_grad()
+def test_warming_up_changes_nothing():
+    model, ids = make("LRDGKAM"), draw(3, 5, seed=1)
+    state = read(model, (3, 41, 1))
+    decoder, other = (GraphedDecoder(model, state, room=64) for _ in range(2))
+    decoder._warm_up()
+    same_state(decoder.state, state, 0)
+    assert torch.equal(continue_with(decoder, ids), continue_with(other, ids))
+
+
+@torch.no_grad()
+def test_two_decoders_of_one_model():
+    model, ids = make("LRDGKAM"), draw(2, 10, seed=1)
+    states = [read(model, (20,)), read(model, (7,))]
+    decoders = [GraphedDecoder(model, state, room=16) for state in states]
+    found = [[decoder(ids[n : n + 1, t : t + 1]) for n, decoder in enumerate(decoders)] for t in range(10)]
+    for n, state in enumerate(states):
+        expected, _ = continue_eagerly(model, state, ids[n : n + 1])
+        torch.testing.assert_close(torch.cat([row[n] for row in found], 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_in_and_out_of_inference_mode():
+    """A state from inference mode is continued outside of it, and the other way round; autocast is remembered."""
+    model, ids = make("LRDGKAM"), draw(1, 4, seed=1)
+    with torch.no_grad():
+        expected, _ = continue_eagerly(model, read(model, (20,)), ids)
+    with torch.inference_mode():
+        decoder = GraphedDecoder(model, read(model, (20,)), room=2)
+        first = decoder(ids[:, :1])
+    second = decoder(ids[:, 1:2])
+    with torch.inference_mode():
+        third = decoder(ids[:, 2:3])
+    found = torch.cat((first, second, third, decoder(ids[:, 3:])), 1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        state = read(model, (20,))
+        decoder = GraphedDecoder(model, state, room=2)
+        expected = model(ids[:, :1], state=state).logits
+    torch.testing.assert_close(decoder(ids[:, :1]), expected, rtol=5e-2, atol=5e-2)
+
+
+def test_errors_come_before_any_work():
+    model = make("GGGA")
+    state = read(model, (5, 5))
+    with pytest.raises(TypeError, match="state must be a ModelState, got NoneType; pass LMOutput"):
+        GraphedDecoder(model, None, room=4)
+    for room in (0, True, 2.5):
+        with pytest.raises(ValueError, match="room must be an int of at least 1"):
+            GraphedDecoder(model, state, room=room)
+    with pytest.raises(ValueError, match="it is another model's"):
+        GraphedDecoder(make("LRDGKAM"), state, room=4)
+    decoder = GraphedDecoder(model, state, room=4)
+    for ids, message in (
+        (draw(2, 3), r"ids must have shape \(b, 1\) = \(2, 1\), got \(2, 3\)"),
+        (draw(1, 1), r"ids must have shape \(b, 1\) = \(2, 1\), got \(1, 1\)"),
+        (torch.full((2, 1), VOCAB), "input_ids must lie in 0 .. 95"),
+        (torch.zeros(2, 1), "input_ids must be int32 or int64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder(ids)
+    same_state(decoder.state, state, 0)
+    model = make("attention alone")
+    state = read(model, (5, 5))
+    with pytest.raises(ValueError, match="state's keys must have the dtype of the new ones"):
+        GraphedDecoder(model.double(), state, room=4)(draw(2, 1))
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_experts_without_counts_equal_one_by_one(n):
+    """What a GPU does for few tokens, on a CPU; with gradients."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(16, 8, 3, 24, scores="sigmoid").double()
+    tokens = torch.randn(n, 16, dtype=torch.float64)
+    _, chosen = layer.route(tokens)
+    expected = layer._sorted(tokens, chosen, layer._one_by_one)
+    weights = (layer.experts_gate_up, layer.experts_down)
+    wanted = torch.autograd.grad(expected.square().sum(), weights)
+    for run in (layer._gathered, layer._all_experts):
+        got = run(tokens, chosen)
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+        for a, b in zip(torch.autograd.grad(got.square().sum(), weights), wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+# On a GPU
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.gpu
+@cases
+@prompts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_graph_equals_eager_decoding(case, lengths, dtype, monkeypatch):
+    """Captured anew when a window or the room is full."""
+    monkeypatch.setattr(graphed, "STEP", 32)
+    model = make(case).cuda().to(dtype)
+    state, ids = read(model, lengths), draw(len(lengths), 40, seed=1).cuda()
+    before = copy.deepcopy(state)
+    decoder = GraphedDecoder(model, state, room=24)
+    assert decoder._graph is not None
+    expected, final = continue_eagerly(model, state, ids)
+    found = continue_with(decoder, ids)
+    for a, b in zip(tensors_of(state), tensors_of(before), strict=True):
+        assert torch.equal(a, b)
+    if dtype == torch.float32:
+        assert relative(found, expected) < 1e-5
+        same_state(decoder.state, final, 1e-4)
+    else:  # a token near the edge may go to another expert
+        assert relative(found, expected) < 5e-2
+
+
+@pytest.mark.gpu
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_a_capture_changes_no_bits(case, dtype):
+    """Against the same steps launched one by one."""
+    model = make(case).cuda().to(dtype)
+    state, ids = read(model, (3, 41, 1)), draw(3, 40, seed=1).cuda()
+    decoder, plain = (GraphedDecoder(model, state, room=64) for _ in range(2))
+    plain._graph = None
+    assert torch.equal(continue_with(decoder, ids), continue_with(plain, ids))
+    for a, b in zip(tensors_of(decoder.state), tensors_of(plain.state), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_memory_does_not_grow():
+    model, ids = make("LRDGKAM").cuda(), draw(2, 1).cuda()
+    decoder = GraphedDecoder(model, read(model, (20, 20)), room=128)
+    decoder(ids)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(100):
+        decoder(ids)
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_steps_do_not_wait_for_the_device():
+    model, ids = make("KKKM, experts").cuda(), draw(3, 1).cuda()
+    decoder = GraphedDecoder(model, read(model, (3, 41, 1)), room=64)
+    plain = GraphedDecoder(model, read(model, (3, 41, 1)), room=64)
+    plain._graph = None
+    plain(ids)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(3):
+            decoder(ids)
+            plain(ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_two_graphs_of_one_model():
+    model, ids = make("LRDGKAM").cuda(), draw(2, 40, seed=1).cuda()
+    states = [read(model, (20,)), read(model, (7,))]
+    decoders = [GraphedDecoder(model, state, room=64) for state in states]
+    found = [[decoder(ids[n : n + 1, t : t + 1]) for n, decoder in enumerate(decoders)] for t in range(40)]
+    for n, state in enumerate(states):
+        expected, _ = continue_eagerly(model, state, ids[n : n + 1])
+        assert relative(torch.cat([row[n] for row in found], 1), expected) < 1e-5
+
+
+@pytest.mark.gpu
+def test_graph_in_inference_mode_and_autocast():
+    model, ids = make("GGGA").cuda(), draw(1, 5, seed=1).cuda()
+    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+        state = read(model, (20,))
+        expected, _ = continue_eagerly(model, state, ids)
+        decoder = GraphedDecoder(model, state, room=8)
+    torch.empty(2**24, device="cuda").fill_(torch.nan)  # what autocast had cached is gone
+    assert relative(continue_with(decoder, ids), expected) < 5e-2
