@@ -1,4 +1,4 @@
-"""The command line: `lineate demo`, `lineate inspect`."""
+"""The command line: `lineate demo`, `inspect`, `train`, `generate`."""
 
 import sys
 import tempfile
@@ -78,6 +78,11 @@ def build_app() -> "typer.Typer":
             typer.echo(f"lineate: {error}", err=True)
             raise typer.Exit(1) from None
 
+    from lineate.tasks.command import add_commands as add_tasks
+    from lineate.training.command import add_commands as add_training
+
+    add_training(app)
+    add_tasks(app)
     return app
 
 

@@ -27,6 +27,8 @@ from cases import (
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lineate import layers
+
 pytest.importorskip("triton")
 layer_ops = importlib.import_module("lineate.kernels.layer_ops")
 
@@ -383,6 +385,19 @@ def test_norm(zero_centred, path, shape):
     inputs = draw_norm(path, *shape)
     del inputs["gate"]
     assert check("rms_norm", inputs, path, eps=1e-5, zero_centred=zero_centred).output.dtype == path.dtype
+
+
+@pytest.mark.parametrize("path", [param(GPU[0])])
+def test_norm_under_autocast_is_in_its_dtype(path):
+    """The same numbers as rounding afterwards, forward and backward."""
+    norm, x = layers.RMSNorm(384).cuda(), torch.randn(5, 70, 384, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        low = norm(x)
+    assert low.dtype == torch.bfloat16 and same_bits(low.detach(), norm(x).detach().bfloat16())
+    d = torch.randn_like(low)
+    found = torch.autograd.grad(low, (x, norm.weight), d)
+    expected = torch.autograd.grad(norm(x), (x, norm.weight), d.float())
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy: the interpreter divides in idle rows too

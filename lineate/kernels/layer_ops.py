@@ -222,15 +222,15 @@ def _norm_tiles(size: int, elements: int) -> dict[str, int]:
 
 
 def _norm_room(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: str, zero_centred: bool
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape)
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: str, zero_centred: bool, dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 def _norm(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: str, zero_centred: bool
-) -> Tensor:  # fmt: skip
-    y = x.new_empty(x.shape)
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: str, zero_centred: bool, dtype: torch.dtype
+) -> Tensor:
+    y = x.new_empty(x.shape, dtype=dtype)
     x = _in_heads(x)
     gate = None if gate is None else _in_heads(gate)
     outer, heads, size = x.shape
@@ -279,14 +279,14 @@ def _norm_backward(
 
 def _save_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
+    ctx.options = inputs[3:6]
 
 
 def _differentiate_norm(backward, ctx, dy):  # type: ignore[no-untyped-def]
     if dy is None:
-        return (None,) * 6
+        return (None,) * 7
     dx, dgate, dweight = backward(dy, *ctx.saved_tensors, *ctx.options)
-    return dx, None if ctx.saved_tensors[1] is None else dgate, dweight, None, None, None
+    return dx, None if ctx.saved_tensors[1] is None else dgate, dweight, None, None, None, None
 
 
 _run_norm = _register(
@@ -294,11 +294,13 @@ _run_norm = _register(
 )  # fmt: skip
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, zero_centred: bool = False) -> Tensor:
-    """x / sqrt(mean x^2 + eps) * weight (zero-centred: 1 + weight) over the last dimension, in the dtype of x."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, zero_centred: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x / sqrt(mean x^2 + eps) * weight (zero-centred: 1 + weight) over the last dimension, in dtype (None: x's)."""
     _check_dtypes(x=x, weight=weight)
     _check_width(x)
-    return _run_norm((x, None, weight), eps, "", zero_centred)
+    return _run_norm((x, None, weight), eps, "", zero_centred, x.dtype if dtype is None else dtype)
 
 
 def gated_rms_norm(
@@ -311,7 +313,7 @@ def gated_rms_norm(
         raise ValueError(f"activation must be 'silu' or 'sigmoid', got {activation!r}")
     if gate.shape != x.shape:
         raise ValueError(f"gate must have the shape of x = {tuple(x.shape)}, got {tuple(gate.shape)}")
-    return _run_norm((x, gate, weight), eps, activation, False)
+    return _run_norm((x, gate, weight), eps, activation, False, x.dtype)
 
 
 def _check_width(x: Tensor) -> None:

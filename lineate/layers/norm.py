@@ -19,13 +19,15 @@ class RMSNorm(nn.Module):
         self.zero_centred = zero_centred
 
     def forward(self, x: Tensor) -> Tensor:
-        """In the dtype of x."""
+        """In the dtype of x; on a GPU under autocast in autocast's, which is what every reader would make of it."""
         weight: Tensor = self.weight
         if native.serves(x, weight):
             return native.rms_norm(x, weight, self.eps, zero_centred=self.zero_centred)
         kernels = kernels_for(x, weight)
         if kernels is not None and x.shape[-1] <= kernels.WIDEST_NORM:
-            return kernels.rms_norm(x, weight, self.eps, zero_centred=self.zero_centred)
+            lower = torch.is_autocast_enabled("cuda") and x.dtype == torch.float32
+            dtype = torch.get_autocast_dtype("cuda") if lower else None
+            return kernels.rms_norm(x, weight, self.eps, zero_centred=self.zero_centred, dtype=dtype)
         dtype = compute_dtype(x.dtype)
         weight = weight.to(dtype) + 1 if self.zero_centred else weight.to(dtype)
         return F.rms_norm(x.to(dtype), x.shape[-1:], weight, self.eps).to(x.dtype)

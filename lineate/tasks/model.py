@@ -1,0 +1,73 @@
+"""The small model of a rule: a HybridLM whose layers all have it, or the mixers of a pattern."""
+
+from dataclasses import dataclass
+
+from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LinearConfig
+from lineate.tasks.task import nearest
+
+RULES = {"linear": "L", "gla": "R", "deltanet": "D", "gdn": "G", "kda": "K", "softmax": "A"}
+LABELS = {
+    "linear": "linear attention", "gla": "gated linear", "deltanet": "DeltaNet", "gdn": "Gated DeltaNet",
+    "kda": "Kimi Delta", "softmax": "softmax",
+}  # fmt: skip
+LETTERS = "".join(RULES.values())
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What all rules of a comparison share."""
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 1
+    """Of width / heads channels each, keys and values alike."""
+    conv: int = 4
+    """Tokens that the short convolution of the linear rules sees; 0: none."""
+    beta_scale: float = 1.0
+    """beta lies in (0, beta_scale), unless the rule's name says otherwise."""
+    init: float = 0.02
+    """Standard deviation of the first weights."""
+
+
+def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
+    """Pattern and beta_scale of "gdn", of a pattern such as "GGGA", or of either with -2: beta in (0, 2)."""
+    word, dash, _ = name.partition("-2")
+    pattern = RULES.get(word, word if word and not set(word) - set(LETTERS) else "")
+    if not pattern or name not in (word, f"{word}-2"):
+        raise ValueError(
+            f"rules must be of {', '.join(RULES)}, or patterns of the letters {', '.join(LETTERS)}, got {name!r}"
+            f"{nearest(name, RULES)}"
+        )
+    if dash and not set(pattern) & set("DGK"):
+        raise ValueError(f"rules: {name!r} has no beta, only deltanet, gdn and kda have one; leave -2 out")
+    return pattern, 2.0 if dash else beta_scale
+
+
+def label(name: str) -> str:
+    """A rule's name for people."""
+    word, dash, _ = name.partition("-2")
+    return LABELS.get(word, word) + (", beta in (0, 2)" if dash else "")
+
+
+def make_config(rule: str, tokens: int, options: ModelOptions) -> HybridConfig:
+    """Of one rule. Softmax attention has rotary positions on half of its channels and no convolution."""
+    pattern, beta_scale = parse_rule(rule, options.beta_scale)
+    if options.width < 1 or options.heads < 1 or options.layers < 1:
+        raise ValueError(f"width, heads and layers must be at least 1, got {options}")
+    if options.width % (4 * options.heads):
+        raise ValueError(
+            f"width must be a multiple of 4 * heads = {4 * options.heads}, got {options.width}; rotary positions turn "
+            "half of a head's channels"
+        )
+    if len(pattern) > options.layers:
+        raise ValueError(f"layers must be at least {len(pattern)} for the pattern {pattern!r}, got {options.layers}")
+    dim = options.width // options.heads
+    return HybridConfig(
+        vocab_size=tokens, hidden_size=options.width, n_layers=options.layers, pattern=pattern, tie_embeddings=True,
+        initializer_range=options.init,
+        linear=LinearConfig(
+            options.heads, options.heads, dim, dim, conv_size=options.conv, beta_scale=beta_scale
+        ),
+        attention=AttentionConfig(options.heads, options.heads, dim, rotary_dim=dim // 2),
+        feed=FeedConfig(2 * options.width),
+    )  # fmt: skip

@@ -1,0 +1,7 @@
+"""All tasks by name."""
+
+from lineate.tasks.memory import MEMORY_TASKS
+from lineate.tasks.task import Task
+from lineate.tasks.tracking import TRACKING_TASKS
+
+TASKS: dict[str, Task] = {task.name: task for task in MEMORY_TASKS + TRACKING_TASKS}

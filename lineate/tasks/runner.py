@@ -1,0 +1,258 @@
+"""Train one rule on one task with one seed (a cell), and many cells in parallel processes."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.models import HybridLM
+from lineate.tasks.model import ModelOptions, make_config
+from lineate.tasks.registry import TASKS
+from lineate.tasks.task import NOTHING, Sizes, Task, nearest
+
+Report = Callable[[str], None]
+DTYPES = ("float32", "tf32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How every cell is trained and tested."""
+
+    steps: int = 2000
+    rows: int = 64
+    """Rows a step; smaller stages of the curriculum have as many tokens, so more rows."""
+    lr: float = 2e-3
+    """The highest: reached after a warm-up of 5% of the steps, then falling as a cosine to 2% of it."""
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    curriculum: int = 1
+    """The first third of the steps has rows (and pairs) smaller by this factor, then by half of it, ..; 1: none."""
+    eval_every: int = 100
+    test_rows: int = 512
+    stop_at: float = 0.995
+    """Stop when two tests in a row reach this accuracy."""
+    minutes: float = math.inf
+    """Stop after so many minutes."""
+    dtype: str = "float32"
+    """float32; tf32: on a GPU, projections multiply in tf32; bfloat16: autocast, weights stay float32."""
+    device: str = "cpu"
+    test_pairs: tuple[int, ...] = ()
+    test_lengths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run."""
+
+    task: str
+    rule: str
+    seed: int
+    sizes: Sizes
+    model: ModelOptions
+    train: TrainOptions
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.rule} seed {self.seed}"
+
+
+@dataclass
+class Result:
+    """What became of a cell."""
+
+    rule: str
+    seed: int
+    accuracy: float = 0.0
+    """Held-out, at the sizes it was trained for."""
+    by_pairs: dict[int, float] = field(default_factory=dict)
+    by_length: dict[int, float] = field(default_factory=dict)
+    steps: int = 0
+    seconds: float = 0.0
+    stopped: str = "steps"
+    """Why: "accuracy", "steps", "minutes", or "not finite"."""
+    parameters: int = 0
+    history: list[tuple[int, float, float]] = field(default_factory=list)
+    """Step, loss, accuracy of every test."""
+
+
+def default_pairs(task: Task, sizes: Sizes) -> tuple[int, ...]:
+    """An eighth, a quarter, half and all of the pairs; twice as many if a row has room. None if there are no pairs."""
+    if "pairs" not in task.uses or sizes.pairs == 1:
+        return ()
+    counts = sorted({max(1, sizes.pairs // n) for n in (8, 4, 2)} | {sizes.pairs, 2 * sizes.pairs})
+    return tuple(n for n in counts if task.obstacle(replace(sizes, pairs=n)) is None)
+
+
+def plan_cells(
+    task: Task, rules: Sequence[str], sizes: Sizes, model: ModelOptions, train: TrainOptions, seeds: int
+) -> list[Cell]:
+    """Every rule with every seed, after all checks."""
+    task.check(sizes)
+    if train.test_pairs and "pairs" not in task.uses:
+        raise ValueError(f"test_pairs has no meaning for {task.name}; leave it out")
+    for n in train.test_pairs:
+        task.check(replace(sizes, pairs=n))
+    for n in train.test_lengths:
+        task.check(replace(sizes, length=n))
+    for name, low, high in (("lr", 0.0, 1.0), ("minutes", 0.0, math.inf), ("stop_at", 0.0, math.inf)):
+        if not low < getattr(train, name) <= high:
+            raise ValueError(f"{name} must be above {low:g} and at most {high:g}, got {getattr(train, name)}")
+    if train.curriculum & (train.curriculum - 1):
+        raise ValueError(f"curriculum must be a power of two, got {train.curriculum}")
+    if train.dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {train.dtype!r}{nearest(train.dtype, DTYPES)}")
+    if not 0 < model.beta_scale <= 2:
+        raise ValueError(f"beta_scale must be above 0 and at most 2, got {model.beta_scale}")
+    if not 0 < model.init <= 1:
+        raise ValueError(f"init must be above 0 and at most 1, got {model.init}")
+    if len(set(rules)) < len(rules):
+        raise ValueError(f"rules must differ, got {','.join(rules)}")
+    for rule in rules:
+        make_config(rule, task.tokens(sizes), model)
+    return [Cell(task.name, rule, seed, sizes, model, train) for rule in rules for seed in range(seeds)]
+
+
+def sizes_at(task: Task, sizes: Sizes, step: int, train: TrainOptions) -> Sizes:
+    """The curriculum: growing sizes in the first third of the steps; stages that cannot be made are left out."""
+    stages = [task.shrink(sizes, 2**n) for n in range(int(math.log2(train.curriculum)), 0, -1)]
+    stages = [stage for stage in stages if task.obstacle(stage) is None]
+    stage = 3 * step * len(stages) // max(train.steps, 1)
+    return stages[stage] if stage < len(stages) else sizes
+
+
+def learning_rate(step: int, train: TrainOptions) -> float:
+    """Of a step: a linear warm-up, then a cosine."""
+    warm = max(1, train.steps // 20)
+    if step < warm:
+        return train.lr * (step + 1) / warm
+    done = (step - warm) / max(1, train.steps - warm)
+    return train.lr * (0.02 + 0.49 * (1 + math.cos(math.pi * done)))
+
+
+def logits_asked(model: HybridLM, ids: Tensor, targets: Tensor, asked: int) -> tuple[Tensor, Tensor]:
+    """Logits `rows asked vocab` and targets `rows asked` of the places where something is asked, without a sync."""
+    x, _ = model.hidden(model.embed(ids))
+    if asked < ids.shape[1] - 1:
+        places = (targets != NOTHING).to(torch.int8).topk(asked, 1, sorted=False).indices.sort(1).values
+    else:
+        places = torch.arange(ids.shape[1] - asked, ids.shape[1], device=ids.device).expand(len(ids), -1)
+    return model.logits(x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))), targets.gather(1, places)
+
+
+def _autocast(train: TrainOptions) -> torch.autocast:
+    return torch.autocast(torch.device(train.device).type, torch.bfloat16, enabled=train.dtype == "bfloat16")
+
+
+@torch.no_grad()
+def measure(model: HybridLM, task: Task, sizes: Sizes, seed: int, train: TrainOptions) -> float:
+    """Accuracy on held-out rows; where every token is asked, on the second half of each row."""
+    model.eval()
+    rows = max(1, min(train.test_rows, 2**17 // sizes.length))  # a batch that fits anywhere
+    right, count = torch.zeros((), dtype=torch.int64, device=train.device), 0
+    for step in range(-(-train.test_rows // rows)):
+        ids, targets = task.batch(rows, sizes, seed=seed, step=step, stream="test", device=train.device)
+        with _autocast(train):
+            logits, targets = logits_asked(model, ids, targets, task.asked(sizes))
+        hits = logits.argmax(-1) == targets
+        if task.dense:
+            hits = hits[:, hits.shape[1] // 2 :]
+        right, count = right + hits.sum(), count + hits.numel()
+    model.train()
+    return int(right) / count
+
+
+def train_cell(cell: Cell, report: Report = print) -> Result:
+    """Train, testing now and then, until it is learnt or steps or minutes are over; then test all sizes."""
+    task, sizes, train = TASKS[cell.task], cell.sizes, cell.train
+    device = torch.device(train.device)
+    torch.set_float32_matmul_precision("high" if train.dtype == "tf32" else "highest")
+    torch.manual_seed(cell.seed)
+    with device:
+        model = HybridLM(make_config(cell.rule, task.tokens(sizes), cell.model))
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=train.lr, betas=(0.9, 0.98), fused=device.type == "cuda",
+    )  # fmt: skip
+    result = Result(cell.rule, cell.seed, parameters=sum(p.numel() for p in model.parameters()))
+    began = time.monotonic()
+    learnt = 0  # tests in a row that were good enough
+    for step in range(train.steps):
+        now = sizes_at(task, sizes, step, train)
+        rows = max(1, train.rows * sizes.length // now.length)
+        ids, targets = task.batch(rows, now, seed=cell.seed, step=step, device=device)
+        with _autocast(train):
+            logits, asked = logits_asked(model, ids, targets, task.asked(now))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), asked.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, train)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        result.steps = step + 1
+        if result.steps % train.eval_every and result.steps < train.steps:
+            continue
+        result.accuracy = measure(model, task, sizes, cell.seed, train)
+        loss_now = float(loss.detach())
+        result.history.append((result.steps, loss_now, result.accuracy))
+        report(f"[{cell}] step {result.steps}: loss {loss_now:.4f}, accuracy {result.accuracy:.2%}")
+        learnt = learnt + 1 if result.accuracy >= train.stop_at else 0
+        if not math.isfinite(loss_now):
+            result.stopped = "not finite"
+        elif learnt == 2:
+            result.stopped = "accuracy"
+        elif time.monotonic() - began > 60 * train.minutes:
+            result.stopped = "minutes"
+        else:
+            continue
+        break
+    for n in train.test_pairs:
+        result.by_pairs[n] = measure(model, task, replace(sizes, pairs=n), cell.seed, train)
+    for n in train.test_lengths:
+        result.by_length[n] = measure(model, task, replace(sizes, length=n), cell.seed, train)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def run_cells(cells: Sequence[Cell], jobs: int, report: Report, keep: Callable[[list[Result]], object]) -> list[Result]:
+    """All cells, in their order; with jobs > 1 in so many processes, which share the device.
+
+    keep is called with the results so far whenever there is a new one. A cell that fails does not stop the others.
+    """
+    results: dict[Cell, Result] = {}
+
+    def add(cell: Cell, result: Result) -> None:
+        results[cell] = result
+        keep([results[cell] for cell in cells if cell in results])
+
+    if jobs == 1 or len(cells) == 1:
+        for cell in cells:
+            add(cell, train_cell(cell, report))
+        return list(results.values())
+    failures: list[BaseException] = []
+    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("spawn"), _one_thread) as pool:
+        futures = {pool.submit(train_cell, cell, _say): cell for cell in cells}
+        for future in as_completed(futures):
+            if (failure := future.exception()) is None:
+                add(futures[future], future.result())
+            else:
+                report(f"[{futures[future]}] failed: {failure}")
+                failures.append(failure)
+    if failures:
+        raise failures[0]
+    return list(map(results.__getitem__, cells))
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,128 @@
+"""What a task is: a batch made on the device from (seed, step), and what its sizes must be."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+NOTHING = -100
+"""The target where nothing is asked."""
+STREAMS = ("train", "test")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large a row is; a task reads what concerns it."""
+
+    length: int
+    """Tokens a row."""
+    pairs: int = 1
+    """Key-value pairs, or tokens to remember."""
+    vocab: int = 64
+    """Tokens there are."""
+    writes: int = 4
+    """Overwriting: how often each key is written."""
+    modulus: int = 5
+    """Counting: modulo what."""
+    noise: bool = False
+    """Recall: random tokens, not zeros, between the queries."""
+
+
+Make = Callable[[int, Sizes, torch.Generator], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: make(rows, sizes, generator) -> ids, targets, both `rows length` int64 on the generator's device."""
+
+    name: str
+    summary: str
+    make: Make
+    asked: Callable[[Sizes], int]
+    """Targets a row, which are the same in all rows."""
+    obstacle: Callable[[Sizes], str | None]
+    """What is wrong with these sizes, with a remedy, or None."""
+    default: Sizes
+    uses: tuple[str, ...]
+    """The sizes that it reads beside length."""
+    dense: bool = False
+    """Every token is asked: accuracy is that of the second half of a row."""
+    tokens: Callable[[Sizes], int] = lambda sizes: sizes.vocab
+    """Tokens that there are."""
+
+    def check(self, sizes: Sizes) -> None:
+        """Sizes that cannot be made are errors."""
+        for name in ("length", "pairs", "vocab", "writes", "modulus"):
+            if getattr(sizes, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(sizes, name)}")
+        if wrong := self.obstacle(sizes):
+            raise ValueError(f"{self.name}: {wrong}")
+
+    def shrink(self, sizes: Sizes, factor: int) -> Sizes:
+        """The same task with rows, and pairs, smaller by a factor: a stage of a curriculum."""
+        return replace(
+            sizes,
+            length=max(2, sizes.length // factor // 2 * 2),
+            pairs=max(1, sizes.pairs // factor) if "pairs" in self.uses else sizes.pairs,
+        )
+
+    def batch(
+        self,
+        rows: int,
+        sizes: Sizes,
+        *,
+        seed: int,
+        step: int,
+        stream: str = "train",
+        device: torch.device | str = "cpu",
+    ) -> tuple[Tensor, Tensor]:
+        """ids and targets of a step: the same for the same arguments, another stream for testing."""
+        return self.make(rows, sizes, seeded(seed, step, stream, device))
+
+
+def seeded(seed: int, step: int, stream: str, device: torch.device | str) -> torch.Generator:
+    """A generator on the device whose numbers depend on all of these."""
+    mixed = 0
+    for part in (seed, STREAMS.index(stream), step):
+        mixed = _scramble(mixed ^ _scramble(part + 1))
+    return torch.Generator(device).manual_seed(mixed >> 1)
+
+
+def _scramble(x: int) -> int:
+    """splitmix64: neighbouring numbers become unrelated ones."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def uniform(low: int, high: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Whole numbers of low .. high - 1, int64."""
+    return torch.randint(low, high, shape, generator=generator, device=generator.device)
+
+
+def distinct(low: int, high: int, rows: int, count: int, generator: torch.Generator) -> Tensor:
+    """`rows count` different numbers of low .. high - 1 in every row, in random order."""
+    draws = torch.rand(rows, high - low, generator=generator, device=generator.device)
+    return draws.topk(count).indices + low
+
+
+def blank(rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """ids of 0 and targets where nothing is asked."""
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=generator.device)
+    return ids, torch.full_like(ids, NOTHING)
+
+
+def find(name: str, tasks: dict[str, Task]) -> Task:
+    """A task by its name."""
+    if name not in tasks:
+        raise ValueError(f"task must be one of {', '.join(tasks)}, got {name!r}{nearest(name, tasks)}")
+    return tasks[name]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of an error: what may have been meant, if anything is close."""
+    close = get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,158 @@
+"""`lineate train` and `lineate generate`."""
+
+import inspect
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
+
+from lineate.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    import typer
+
+
+def add_commands(app: "typer.Typer") -> None:
+    """Add both; typer is imported here because it is optional."""
+    import typer
+
+    def train(**given: Any) -> None:
+        """Train a hybrid language model on text; without arguments, a small one on Python's own standard library.
+
+        Everything that is learnt lies in the folder --out. Several processes: torchrun ... -m lineate.cli train.
+        """
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import record
+
+            record(run_train)(given)  # so that torchrun's summary has the traceback of the rank that failed
+        else:
+            run_train(given)
+
+    _sign(train)
+    app.command()(train)
+
+    @app.command()
+    def generate(
+        folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of a model and tokenizer.")],
+        prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",
+        tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 400,
+        temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.8,
+        top_k: Annotated[int, typer.Option(help="Only among the k likeliest; 0: all.", min=0)] = 0,
+        top_p: Annotated[float, typer.Option(help="Only among the likeliest with so much probability.")] = 0.95,
+        seed: Annotated[int, typer.Option(help="Of the draws.", min=0, max=2**63 - 1)] = 0,
+        device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    ) -> None:
+        """Continue a prompt with a trained model; the text appears as it is made."""
+        try:
+            run_generate(folder, prompt, tokens, temperature, top_k, top_p, seed, device)
+        except (ValueError, OSError, RuntimeError) as error:
+            fail(error)
+
+
+def run_train(given: dict[str, Any]) -> None:
+    """Train with the flags that were given (not None), over a config file or a run's own config."""
+    from lineate.training.loop import CONFIG, TrainingStopped
+    from lineate.training.prepare import prepare, restarted
+
+    given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if x not in (None, [])}
+    resume, file = given.pop("resume", None), given.pop("config", None)
+    try:
+        if resume is not None and ("out" in given or file is not None):
+            raise ValueError("--resume says already where the run and its config are; leave out --out and --config")
+        if resume is not None:
+            config = TrainConfig.load(resume / CONFIG, given | {"out": str(resume)})
+        elif file is not None:
+            config = TrainConfig.load(file, given)
+        else:
+            config = TrainConfig.from_dict(given)
+        if restarted() and (Path(config.out) / CONFIG).is_file():
+            resume = Path(config.out)
+        trainer = prepare(config, resume=resume is not None)
+    except (ValueError, OSError, ImportError) as error:
+        fail(error)
+    try:
+        trainer.run()
+    except TrainingStopped as error:
+        fail(error)
+    finally:
+        trainer.close()
+
+
+def run_generate(
+    folder: Path, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float, seed: int, device: str
+) -> None:
+    """Print the prompt and what follows."""
+    import torch
+
+    from lineate.generation import generate, stream_text
+    from lineate.models import HybridLM
+    from lineate.training.tokenizer import load_tokenizer
+
+    place = find_model(folder)
+    tokenizer = load_tokenizer(place)
+    model = HybridLM.from_pretrained(place, device=device, progress=False)
+    start = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]])
+    drawn = generate(
+        model, start, tokens,
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=(tokenizer.end,),
+    )  # fmt: skip
+    sys.stdout.write(prompt)
+    for text in stream_text(tokenizer, (int(token) for token in drawn)):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def find_model(folder: Path) -> Path:
+    """The model of a run: the finished one, else that of its newest checkpoint; or the folder itself."""
+    from lineate.training.checkpoint import newest
+
+    if (folder / "model" / "config.json").is_file():
+        return folder / "model"
+    found = newest(folder / "checkpoints", lambda text: print(f"warning: {text}", file=sys.stderr))
+    if found is not None:
+        if not (found / "model.safetensors").is_file():
+            raise ValueError(
+                f"{found} was written by several ranks; finish the run first: lineate train --resume {folder}"
+            )
+        return found
+    if not (folder / "model.safetensors").is_file() and not (folder / "model.safetensors.index.json").is_file():
+        raise ValueError(f"expected the folder of a run or of a model, got {folder}, which has no model yet")
+    return folder
+
+
+def fail(error: Exception) -> NoReturn:
+    """One line, exit code 1."""
+    rank = os.environ.get("RANK", "0")
+    name = "lineate" if rank == "0" else f"lineate, rank {rank}"
+    sys.exit(f"{name}: {error}")
+
+
+def _sign(command: Any) -> None:
+    """Give the command one flag for each field of TrainConfig: its type, its line of help, its default in words."""
+    import typer
+
+    hints: dict[str, Any] = {
+        "resume": Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")],
+        "config": Annotated[Path | None, typer.Option(metavar="FILE", help="A config in JSON; flags come before it.")],
+    }
+    for f in fields(TrainConfig):
+        kind: Any = f.type
+        shown = f.default
+        if get_origin(kind) is tuple:
+            inner = get_args(kind)
+            kind = list[inner[0]] | None if inner[-1] is ... else kind | None  # type: ignore[valid-type]
+            shown = " ".join(map(str, f.default))  # type: ignore[arg-type]
+        elif type(None) not in get_args(kind):
+            kind = kind | None
+        default = "" if shown is None else f" [default: {shown}]"
+        option = typer.Option(help=f.metadata["help"].replace("[", r"\[") + default.replace("[", r"\["))
+        hints[f.name] = Annotated[kind, option]
+    command.__annotations__ = hints | {"return": None}
+    command.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=x)
+            for name, x in hints.items()
+        ]
+    )

@@ -1,0 +1,164 @@
+"""Every option of a training run, with its default and one line on what it does."""
+
+import difflib
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+CHOICES = {
+    "optimizer": ("adamw", "muon"),
+    "schedule": ("cosine", "wsd"),
+    "dtype": ("float32", "bfloat16"),
+    "on_bad_loss": ("stop", "skip"),
+    "shard": ("none", "full"),
+}
+FIXED = ("model", "pattern", "data", "tokenizer", "length", "rows", "seed", "optimizer", "validation_fraction")
+"""What a resumed run cannot change: its weights, or its place in the data, would mean something else."""
+
+
+def option(default: Any, help: str) -> Any:
+    """A field and its line of documentation, which is also the help of its flag."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run."""
+
+    out: str = option("out/train", "Folder of the run: config, metrics, checkpoints, plot, model.")
+    model: str = option(
+        "tiny", "Preset (tiny, small, base, medium, large, ...) or folder of a checkpoint to go on from."
+    )
+    pattern: str | None = option(None, "Mixers of a preset's layers, one letter a layer, tiled; GGGA if not given.")
+    data: tuple[str, ...] = option(
+        ("stdlib",), "stdlib, a file or folder (.txt .md .py .jsonl), or hf:NAME[:SPLIT]; repeat for several."
+    )
+    tokenizer: str = option("bytes", "bytes, or bpe:SIZE, trained on the data.")
+    cache: str | None = option(None, "Folder of the token files; the user's cache folder if not given.")
+    length: int = option(256, "Tokens in a row; no text sees beyond its row.")
+    rows: int = option(8, "Rows in a step, over all ranks and micro-batches.")
+    accumulate: int = option(1, "Micro-batches in which a rank computes its rows of a step.")
+    steps: int = option(300, "Steps of the optimiser.")
+    optimizer: str = option("muon", "muon (hidden matrices; adamw for the rest) or adamw.")
+    lr: float = option(4e-3, "Highest learning rate.")
+    weight_decay: float = option(0.1, "Of matrices, decoupled: each step multiplies them by 1 - lr * weight_decay.")
+    betas: tuple[float, float] = option((0.9, 0.95), "Averaging of adamw's two moments.")
+    warmup: int = option(20, "Steps in which the learning rate rises from 0.")
+    schedule: str = option("cosine", "After the warm-up: cosine, or wsd (stable, then linear decay).")
+    decay: float = option(0.2, "Part of the steps in which wsd decays.")
+    min_lr: float = option(0.1, "Lowest learning rate, as a part of the highest.")
+    clip: float = option(1.0, "Largest norm of all gradients together; 0: no clipping.")
+    dtype: str = option("float32", "bfloat16: torch.autocast; weights, optimiser and loss stay float32.")
+    recompute: bool = option(
+        False, "Keep only the input of each block and compute the rest again in the backward pass."
+    )
+    compile: bool = option(False, "torch.compile of each block.")
+    seed: int = option(0, "Of the weights, the order of the documents, and the samples.")
+    device: str = option("auto", "cpu, cuda, or auto: a GPU if there is one.")
+    validation_fraction: float = option(0.02, "Part of the documents that is never trained on.")
+    eval_every: int = option(100, "Steps between validation losses; 0: only at the end.")
+    eval_batches: int = option(8, "Batches in a validation loss.")
+    sample_every: int = option(100, "Steps between samples of text; 0: none.")
+    prompt: str = option("def ", "What the samples start with.")
+    save_every: int = option(100, "Steps between checkpoints; 0: only at the end.")
+    keep: int = option(2, "Checkpoints to keep.")
+    on_bad_loss: str = option("stop", "When a loss or gradient is not finite: stop, or skip the step.")
+    shard: str = option("none", "Over ranks: none (every rank has all weights), or full (FSDP2).")
+    context: int = option(1, "Ranks that share each row (context parallelism).")
+    tensorboard: bool = option(False, "Write events for TensorBoard.")
+
+    def check(self) -> None:
+        """Everything that can be wrong without looking at data or device."""
+        for f in fields(self):
+            _check_type(f.name, getattr(self, f.name), f.type)
+        for name, words in CHOICES.items():
+            if (value := getattr(self, name)) not in words:
+                raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}")
+        least = dict.fromkeys(("rows", "accumulate", "steps", "keep", "eval_batches", "context"), 1) | {"length": 2}
+        least |= dict.fromkeys(
+            ("warmup", "seed", "eval_every", "sample_every", "save_every", "clip", "weight_decay"), 0
+        )
+        for name, smallest in least.items():
+            if (value := getattr(self, name)) < smallest:
+                raise ValueError(f"{name} must be at least {smallest}, got {value}")
+        for name, low, high in (("min_lr", 0, 1), ("decay", 0, 1)):
+            if not low <= (value := getattr(self, name)) <= high:
+                raise ValueError(f"{name} must lie in {low} .. {high}, got {value}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in 0 .. 1, without 1, got {self.betas}")
+        if not self.lr > 0:
+            raise ValueError(f"lr must be above 0, got {self.lr}")
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
+        if not self.data:
+            raise ValueError("data must name at least one source, got none; use stdlib, a file or a folder")
+        if self.warmup >= self.steps and self.warmup:
+            raise ValueError(f"warmup must be less than steps = {self.steps}, got {self.warmup}")
+        if self.rows % self.accumulate:
+            raise ValueError(f"rows must be a multiple of accumulate = {self.accumulate}, got {self.rows}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
+        """From JSON; unknown keys are errors. The result is checked."""
+        known = {f.name: f for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+                raise ValueError(f"the config has an unknown key {name!r}{hint}")
+        plain: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
+        config = cls(**plain)
+        config.check()
+        return config
+
+    @classmethod
+    def load(cls, file: Path, changes: dict[str, Any] | None = None) -> "TrainConfig":
+        """From a JSON file, with some values changed."""
+        try:
+            values = json.loads(file.read_text())
+        except OSError as error:
+            raise ValueError(f"expected a config in JSON, got {file} ({error.strerror})") from None
+        except ValueError as error:
+            raise ValueError(f"expected a config in JSON, got {file}, which is not ({error})") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} must map names to values, got a {type(values).__name__}")
+        try:
+            return cls.from_dict(values | (changes or {}))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+
+    def learning_rate(self, step: int) -> float:
+        """Of a step, counted from 0."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.schedule == "cosine":
+            done = (step - self.warmup) / max(1, self.steps - self.warmup)
+            return self.lr * (self.min_lr + (1 - self.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+        start = max(self.warmup, round(self.steps * (1 - self.decay)))
+        done = min(1.0, max(0, step - start) / max(1, self.steps - start))
+        return self.lr * (1 - (1 - self.min_lr) * done)
+
+
+def _check_type(name: str, value: Any, wanted: Any) -> None:
+    """value is of the field's type; an int may stand for a float, None for what may be None."""
+    if get_origin(wanted) is tuple:
+        inner = get_args(wanted)
+        if not isinstance(value, tuple) or (inner[-1] is not ... and len(value) != len(inner)):
+            many = "several values" if inner[-1] is ... else f"{len(inner)} values"
+            raise ValueError(f"{name} must be {many}, got {value!r}")
+        for x in value:
+            _check_type(name, x, inner[0])
+        return
+    kinds = get_args(wanted) or (wanted,)
+    fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+    if not fits or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join("none" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"{name} must be of type {names}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")

@@ -1,0 +1,252 @@
+"""Many processes that train one model: who they are, what they share, how their gradients are summed.
+
+torchrun starts the processes and tells each its place (RANK, WORLD_SIZE, LOCAL_RANK); without it there is one process,
+no process group, and every method below is a no-op. Ranks form a mesh of `data` x `context`: the ranks of one row read
+pieces of the same texts (context parallelism), the rows read different ones. Every rank holds the gradient of
+
+    (sum of its own tokens' losses) / (tokens of all ranks)
+
+so that the gradient of the mean loss is the plain SUM over all ranks, whatever each rank's share of the tokens.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
+
+Model = TypeVar("Model", bound=nn.Module)
+
+TIMEOUT = timedelta(minutes=10)
+"""Of a collective. A rank that dies is noticed at once (its connections close); this is for one that hangs."""
+PATIENCE = timedelta(hours=12)
+"""Of barrier(), behind which the others wait while rank 0 prepares data or writes a checkpoint."""
+BUCKET = 2**25
+"""Gradient elements that are summed in one collective: 128 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. Made by start(), ended by close()."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Among the processes of this machine; the index of its GPU."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    shard: str = "none"
+    """Parameters: "none", whole on every rank; "full", split over all ranks (FSDP2)."""
+    mesh: DeviceMesh | None = None
+    """data x context; None: a single process, without a process group."""
+    everyone: DeviceMesh | None = None
+    """The same ranks in one dimension, over which parameters are split."""
+    patient: dist.ProcessGroup | None = None
+    """For barrier()."""
+
+    @classmethod
+    def start(cls, device: str, shard: str = "none", context: int = 1) -> "World":
+        """Join the processes that torchrun started (gloo on a CPU, NCCL on GPUs), or be the only one."""
+        if shard not in ("none", "full"):
+            raise ValueError(f"shard must be 'none' or 'full', got {shard!r}")
+        if isinstance(context, bool) or not isinstance(context, int) or context < 1:
+            raise ValueError(f"context must be a number of ranks, at least 1, got {context!r}")
+        rank, size, local_rank = (_variable(name, alone) for name, alone in _VARIABLES)
+        if size % context:
+            raise ValueError(
+                f"context must divide the number of processes = {size}, got {context}; "
+                "start more of them with torchrun --nproc-per-node"
+            )
+        place = _device(device, local_rank)
+        if "WORLD_SIZE" not in os.environ:
+            return cls(device=place, shard=shard)
+        if dist.is_initialized():
+            raise RuntimeError("World.start must come before any process group, got one; close() it first")
+        cuda = place.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(place)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=_fresh_store(rank, size), rank=rank, world_size=size, timeout=TIMEOUT,
+            device_id=place if cuda else None,
+        )  # fmt: skip
+        mesh = init_device_mesh(place.type, (size // context, context), mesh_dim_names=("data", "context"))
+        everyone = init_device_mesh(place.type, (size,), mesh_dim_names=("everyone",))
+        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return cls(rank, size, local_rank, place, shard, mesh, everyone, patient)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints, logs and names checkpoints."""
+        return self.rank == 0
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that share one batch."""
+        return 1 if self.mesh is None else self.mesh.size(1)
+
+    @property
+    def context_rank(self) -> int:
+        """Which piece of that batch is this rank's."""
+        return self.rank % self.context_size
+
+    @property
+    def data_size(self) -> int:
+        """Batches that are read at once."""
+        return self.size // self.context_size
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them is this rank's."""
+        return self.rank // self.context_size
+
+    def wrap(self, model: Model) -> Model:
+        """The same model, moved to the device, with rank 0's weights or this rank's shard of them.
+
+        Every rank must have built it with the same seed. Call before making the optimizer; run it by model(...) only.
+        """
+        if self.context_size > 1:
+            from lineate.training.context import context_parallel
+
+            assert self.mesh is not None
+            context_parallel(model, self.mesh["context"].get_group())
+        if self.mesh is None:
+            return model.to(self.device)
+        if self.shard == "full":
+            return _fully_shard(model, self.everyone)
+        model.to(self.device)
+        with torch.no_grad():
+            for x in model.state_dict().values():
+                dist.broadcast(x, src=0)
+        return model
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over all ranks, a new tensor."""
+        x = x.detach().clone()
+        if self.mesh is not None:
+            dist.all_reduce(x)
+        return x
+
+    def finish_gradients(self, model: nn.Module) -> None:
+        """After the last backward of a step: gradients are summed over all ranks. Shards were, during backward."""
+        if self.size == 1 or self.shard == "full":
+            return
+        for bucket in _buckets(model):
+            flat = torch.cat([x.grad.flatten() for x in bucket])  # type: ignore[union-attr]
+            dist.all_reduce(flat)
+            for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
+                x.grad = part.view_as(x)
+
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale all gradients to a total norm of at most max_norm; the norm before, a plain tensor, on every rank."""
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def barrier(self) -> None:
+        """Wait for all ranks, however long one of them works; fails at once if one dies."""
+        if self.patient is not None:
+            dist.barrier(group=self.patient)
+
+    def close(self) -> None:
+        """Leave the process group; nothing above works afterwards."""
+        if self.mesh is not None:
+            dist.destroy_process_group()
+
+
+_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+
+
+def _variable(name: str, alone: int) -> int:
+    """One of torchrun's; all are there, or none."""
+    if (text := os.environ.get(name)) is None:
+        there = [other for other, _ in _VARIABLES if other in os.environ]
+        if there:
+            raise RuntimeError(
+                f"{name} must be set in the environment beside {', '.join(there)}, got nothing; "
+                "start the processes with torchrun"
+            )
+        return alone
+    if not text.isdigit():
+        raise RuntimeError(f"{name} in the environment must be a whole number, got {text!r}; torchrun sets it")
+    return int(text)
+
+
+def _fresh_store(rank: int, size: int) -> Any:
+    """The store that torchrun gives, under a name that is new in every start of the processes.
+
+    torchrun keeps its store over restarts, and with it the addresses of processes that are dead, which a rank may read
+    before their successors have written theirs (pytorch issue 135712; machines may count restarts differently).
+    Rank 0 chooses the name and tells it to all who ask in this start.
+    """
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=TIMEOUT))
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f"lineate/ask/{rank}", name)
+        name = store.get(f"lineate/answer/{name}").decode()  # waits; nobody else has asked with this word
+        store.add(f"lineate/here/{name}", 1)
+        return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while (here := store.add(f"lineate/here/{name}", 0)) < size - 1:
+        for other in range(1, size):
+            if store.check([f"lineate/ask/{other}"]):  # of this start, or left by the last one, which changes nothing
+                store.set(f"lineate/answer/{store.get(f'lineate/ask/{other}').decode()}", name)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"expected {size} ranks within {TIMEOUT}, got {here + 1}; see what the others say")
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {name!r}")
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={name!r} needs a GPU that torch can use, got none; use device='cpu'")
+    if "WORLD_SIZE" not in os.environ:
+        return torch.device("cuda", device.index or 0)
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"device='cuda' needs a GPU for every process of a machine, got {torch.cuda.device_count()} for local rank "
+            f"{local_rank}; start fewer with torchrun --nproc-per-node, or use device='cpu'"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _fully_shard(model: Model, mesh: DeviceMesh | None) -> Model:
+    """FSDP2: a block is gathered when it runs and its gradient reduce-scattered, as a sum, when it is done."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    for block in getattr(model, "layers", ()):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # factor 1 alone would be an operation that gloo lacks
+    return model
+
+
+def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Parameters in the order of the model, of one dtype, few collectives. No gradient counts as 0: all ranks agree."""
+    bucket: list[nn.Parameter] = []
+    for x in model.parameters():
+        if not x.requires_grad:
+            continue
+        if x.grad is None:
+            x.grad = torch.zeros_like(x)
+        if bucket and (x.dtype != bucket[0].dtype or sum(y.numel() for y in bucket) + x.numel() > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(x)
+    if bucket:
+        yield bucket

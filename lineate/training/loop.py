@@ -1,0 +1,298 @@
+"""The training loop: step, evaluate, sample, save. prepare.py makes a Trainer, command.py runs it.
+
+A run's folder:  config.json  metrics.jsonl  loss.png  tokenizer/  checkpoints/step-000100/  model/
+"""
+
+import math
+import shlex
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineate.generation import generate
+from lineate.models import HybridLM
+from lineate.models.safetensors import write_tensors
+from lineate.training import checkpoint
+from lineate.training.batches import NO_TARGET, Batch
+from lineate.training.config import TrainConfig
+from lineate.training.diagnosis import diagnose
+from lineate.training.distributed import World
+from lineate.training.loss import loss_sum
+from lineate.training.order import ShuffledBatches
+from lineate.training.report import Report, plot_loss
+from lineate.training.tokenizer import Tokenizer
+
+CONFIG = "config.json"
+SAMPLE_TOKENS = 160
+MOST_SKIPS = 10
+"""Bad steps one after the other, at which on_bad_loss="skip" stops too."""
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on; the message says why. What was saved before is whole."""
+
+
+@dataclass
+class Trainer:
+    """A run between two steps."""
+
+    config: TrainConfig
+    world: World
+    report: Report
+    tokenizer: Tokenizer
+    data: dict[str, int]
+    """What identifies the data: a resumed run must have the same."""
+    batches: ShuffledBatches
+    validation: ShuffledBatches
+    model: HybridLM
+    optimizer: torch.optim.Optimizer
+    entropy: float
+    """Of single tokens, in nats: what a model without context reaches."""
+    step: int = 0
+    """How many are done."""
+    position: int = 0
+    """Of metrics.jsonl at that step."""
+    best: float | None = None
+    """Lowest validation loss."""
+    skipped: int = 0
+    """Bad steps in a row, up to this one."""
+    _interrupted: bool = False
+
+    def begin(self) -> None:
+        """Write down what the run is, and open its metrics."""
+        config, view, sizes = self.config, self.batches.view, self.model.config
+        out = Path(config.out)
+        if self.world.is_main:
+            self.tokenizer.save(out / "tokenizer")
+            checkpoint.write_json(out / CONFIG, config.to_dict())
+        size = sum(x.numel() for x in self.model.parameters())
+        ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
+        self.report.say(
+            f"{config.model}: {sizes.n_layers} layers {sizes.letters}, {size / 1e6:.2f}M parameters, "
+            f"{self.tokenizer.name}, {self.world.device.type}{ranks}, {config.dtype}, {config.optimizer}\n"
+            f"{view.n_tokens:,} tokens of {view.n_documents:,} documents to learn from, "
+            f"{self.validation.view.n_tokens:,} to validate with; unigram entropy {self.entropy:.3f} nats per token\n"
+            f"steps {self.step} to {config.steps} of {config.rows} x {config.length} tokens, in {out}"
+        )
+        self.report.open(self.step, self.position, config.tensorboard)
+
+    def run(self) -> None:
+        """Train from `step` to config.steps, then save the model and draw the loss."""
+        config = self.config
+        with self._finish_on_signal():
+            if self.step == 0 and config.sample_every:
+                self._sample()
+            while self.step < config.steps:
+                stop = self.train_step()
+                last = self.step == config.steps
+                if last or _due(self.step, config.eval_every):
+                    self._evaluate()
+                if config.sample_every and (last or _due(self.step, config.sample_every)):
+                    self._sample()
+                if last or stop or _due(self.step, config.save_every):
+                    self.save()
+                if stop and not last:
+                    raise TrainingStopped(
+                        f"stopped at step {self.step}; go on with lineate train --resume {config.out}"
+                    )
+        self._finish()
+
+    def close(self) -> None:
+        self.report.close()
+        self.world.close()
+
+    def train_step(self) -> bool:
+        """One step of the optimiser; whether some rank was told to stop."""
+        started, config = time.monotonic(), self.config
+        lr = config.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        mean, count, stop = self.gradients()
+        loss, norm = float(mean), float(self.world.clip(self.model, config.clip or math.inf))
+        good = math.isfinite(loss) and math.isfinite(norm)
+        if good:
+            self.optimizer.step()
+            self.skipped = 0
+        else:
+            self._bad_step(loss, norm)
+        self.step += 1
+        seconds, tokens = time.monotonic() - started, int(count)
+        values = (
+            {"step": self.step, "loss": loss, "lr": lr, "norm": norm} if good else {"step": self.step, "skipped": True}
+        )
+        self.report.write(values | {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)})
+        self.report.step(self.step, loss, lr, tokens, seconds)
+        return bool(stop)
+
+    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the mean loss of this step's tokens, in the parameters' .grad.
+
+        Returns the loss, how many tokens, and how many ranks were told to stop: the same on every rank.
+        """
+        world = self.world
+        self.optimizer.zero_grad(set_to_none=True)
+        pieces = list(self.pieces(self.batches, self.step))
+        count = world.sum(torch.stack([(piece.targets != NO_TARGET).sum() for piece in pieces]).sum()).clamp(min=1)
+        total = torch.zeros((), device=world.device)
+        for piece in pieces:
+            part = self._loss_sum(piece.to(world.device))
+            (part / count).backward()
+            total += part.detach()
+        world.finish_gradients(self.model)
+        stats = world.sum(torch.stack((total, total.new_tensor(float(self._interrupted)))))
+        return stats[0] / count, count, stats[1]
+
+    def pieces(self, batches: ShuffledBatches, step: int) -> Iterator[Batch]:
+        """This rank's micro-batches of a step."""
+        world, many = self.world, self.config.accumulate
+        for n in range(many):
+            batch = batches.batch(step, world.data_rank * many + n, world.data_size * many)
+            yield batch.shard(world.context_rank, world.context_size) if world.context_size > 1 else batch
+
+    def logits(self, piece: Batch) -> Tensor:
+        """`1 n vocab`, of a micro-batch on the device."""
+        with self._autocast():
+            return self.model(piece.ids, cu_seqlens=piece.cu_seqlens, continues=piece.continues).logits
+
+    def evaluate(self) -> float:
+        """Mean loss over the first eval_batches batches of the validation data, or all of it."""
+        some = min(self.config.eval_batches, -(-self.validation.epoch_rows // self.config.rows))
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        count = torch.zeros((), dtype=torch.int64)
+        for n in range(some):
+            for piece in self.pieces(self.validation, n):
+                with torch.no_grad():
+                    total += self._loss_sum(piece.to(self.world.device))
+                count += (piece.targets != NO_TARGET).sum()
+        return float(self.world.sum(total)) / max(1, int(self.world.sum(count)))
+
+    def sample(self, tokens: int = SAMPLE_TOKENS) -> str:
+        """The model's own text after config.prompt; the same for the same weights."""
+        start = torch.tensor([[self.tokenizer.end, *self.tokenizer.encode(self.config.prompt)]])
+        with self._autocast(), torch.compiler.set_stance("force_eager"):
+            drawn = generate(self.model, start, tokens, temperature=0.8, top_p=0.95, seed=self.config.seed)
+            ids = [int(token) for token in drawn]
+        if self.tokenizer.end in ids:
+            ids = ids[: ids.index(self.tokenizer.end)]
+        return self.config.prompt + self.tokenizer.decode(ids)
+
+    def save(self) -> bool:
+        """A checkpoint of this step; False if the disk refused."""
+        folder = Path(self.config.out) / "checkpoints"
+        return checkpoint.save(folder, self.step, self._write, self.world, self.config.keep, self.report.warn)
+
+    def _write(self, folder: Path) -> None:
+        """All files of a checkpoint; it is also a model's folder, unless several ranks wrote it."""
+        checkpoint.write_state(folder, self.model, self.optimizer, self.world)  # all ranks at once, so it comes first
+        if not self.world.is_main:
+            return
+        tensors, python = checkpoint.random_state(self.world.device)
+        write_tensors(folder / "random.safetensors", tensors)
+        state = {
+            "step": self.step, "config": self.config.to_dict(), "data": self.data, "metrics": self.report.position,
+            "best": self.best, "skipped": self.skipped, "random": python,
+        }  # fmt: skip
+        checkpoint.write_json(folder / checkpoint.STATE, state)
+        checkpoint.write_json(folder / CONFIG, _model_config(self.model))
+        self.tokenizer.save(folder)
+
+    def _bad_step(self, loss: float, norm: float) -> None:
+        """Say what was not finite; then stop, or leave this step out."""
+        what = f"the loss ({loss})" if not math.isfinite(loss) else f"the norm of the gradients ({norm})"
+        where, values = diagnose(self)
+        message = f"{what} is not finite at step {self.step + 1}; {where}"
+        self.skipped += 1
+        if self.config.on_bad_loss == "skip" and not values and self.skipped < MOST_SKIPS:
+            self.report.warn(f"{message}; the step is skipped")
+            return
+        many = f", {self.skipped} bad steps in a row" if self.skipped > 1 else ""
+        raise TrainingStopped(f"{message}{many}; stopped: resume with a lower lr, or with on_bad_loss=skip")
+
+    def _loss_sum(self, piece: Batch) -> Tensor:
+        return loss_sum(self.logits(piece), piece.targets)[0]
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
+
+    def _evaluate(self) -> None:
+        loss = self.evaluate()
+        if math.isfinite(loss):
+            self.best = loss if self.best is None else min(self.best, loss)
+            self.report.write({"step": self.step, "validation_loss": loss})
+        self.report.say(f"step {self.step}: validation loss {loss:.4f} nats per token")
+
+    def _sample(self) -> None:
+        """By the ranks that are needed for it; a row split over ranks cannot be continued token by token."""
+        if self.world.context_size == 1 and (self.world.is_main or self.world.shard == "full"):
+            self.report.sample(self.step, self.sample())
+
+    def _finish(self) -> None:
+        """The model, and the plot of its loss."""
+        out, world = Path(self.config.out), self.world
+        self.report.close()
+        try:
+            self._save_model(out / "model")
+        except OSError as error:
+            raise TrainingStopped(
+                f"the model was not saved ({error.strerror or error}); its checkpoints are whole: make room, then "
+                f"lineate train --resume {out}"
+            ) from None
+        if not world.is_main:
+            return
+        best = "" if self.best is None else f"best validation loss {self.best:.4f} nats per token\n"
+        try:
+            plot = f"the loss: {plot_loss(out, self.entropy)}\n"
+        except (ModuleNotFoundError, OSError) as error:
+            plot = ""
+            self.report.warn(f"no plot of the loss ({error})")
+        prompt = shlex.quote(self.config.prompt)
+        self.report.say(f"{best}{plot}the model: {out / 'model'}; try lineate generate {out} --prompt {prompt}")
+
+    def _save_model(self, folder: Path) -> None:
+        if self.world.size == 1:
+            self.model.save_pretrained(folder)
+        else:
+            from lineate.models.checkpoint import save
+            from lineate.training.sharded import full_state
+
+            tensors = full_state(self.model)
+            if self.world.is_main:
+                save(folder, tensors, _model_config(self.model))
+        if self.world.is_main:
+            self.tokenizer.save(folder)
+
+    @contextmanager
+    def _finish_on_signal(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end the run after a step and a save; the second time, and among several ranks, at once."""
+
+        def note(number: int, frame: Any) -> None:
+            self._interrupted = True
+            signal.signal(number, old[number])
+
+        old: dict[int, Any] = {}
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM) if self.world.size == 1 else ():
+                old[number] = signal.signal(number, note)
+        except ValueError:  # not in the main thread: signals are someone else's
+            pass
+        try:
+            yield
+        finally:
+            for known, handler in old.items():
+                signal.signal(known, handler)
+
+
+def _model_config(model: HybridLM) -> dict[str, Any]:
+    """config.json of a folder that HybridLM.from_pretrained reads."""
+    return {"model_type": "lineate", "dtype": "float32", **model.config.to_dict()}
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,213 @@
+"""From a config to a Trainer: everything that can be wrong is found here, before any training."""
+
+import json
+import os
+import tempfile
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lineate.models import HybridLM
+from lineate.models.config import HybridConfig
+from lineate.models.presets import PRESETS, preset
+from lineate.training import checkpoint
+from lineate.training.config import FIXED, TrainConfig
+from lineate.training.distributed import World
+from lineate.training.loop import CONFIG, Trainer
+from lineate.training.optim import make_optimizer
+from lineate.training.order import ShuffledBatches
+from lineate.training.report import Report, need_tensorboard
+from lineate.training.sources import documents
+from lineate.training.tokenizer import KIND_FILE, Tokenizer, load_tokenizer, make_tokenizer
+from lineate.training.tokens import TokenStore
+
+
+def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
+    """Train as configured, to the end; resume: go on from the newest checkpoint in config.out."""
+    trainer = prepare(config, resume=resume)
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
+    """A run that is ready to train; ValueError or OSError, in plain words, if it cannot be."""
+    config.check()
+    check_folder(Path(config.out), resume)
+    if not resume:
+        _check_model(config)
+    if config.tensorboard:
+        need_tensorboard()
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    world = World.start(device, config.shard, config.context)
+    try:
+        trainer = _prepare(config, resume, world)
+        trainer.begin()
+    except BaseException:
+        world.close()
+        raise
+    return trainer
+
+
+def _prepare(config: TrainConfig, resume: bool, world: World) -> Trainer:
+    if config.rows % (world.data_size * config.accumulate):
+        raise ValueError(
+            f"rows must be a multiple of data ranks x accumulate = {world.data_size} x {config.accumulate}, "
+            f"got {config.rows}"
+        )
+    report = Report(config, world.is_main)
+    saved = _newest(Path(config.out) / "checkpoints", world, report) if resume else None
+    if resume:
+        report.say(f"going on from {saved}" if saved else "no checkpoint yet: starting from step 0")
+    state = None if saved is None else _read_state(saved, config)
+    tokenizer = _tokenizer(config, resume, saved, world)
+    if world.is_main:  # makes the file, which the others open
+        store = TokenStore.open_or_make(config.data, tokenizer, config.cache, report.say)
+    world.barrier()
+    if not world.is_main:
+        store = TokenStore.open_or_make(config.data, tokenizer, config.cache)
+    data = {
+        "tokens": store.n_tokens,
+        "documents": store.n_documents,
+        "bounds_crc32": zlib.crc32(store.starts.tobytes()),
+    }
+    if state is not None and state["data"] != data:
+        raise ValueError(
+            f"data must be what the run began with, {state['data']['tokens']} tokens of {state['data']['documents']} "
+            f"documents, got {data['tokens']} of {data['documents']}: it has changed since; start a new run"
+        )
+    learn, check = store.split(config.validation_fraction, config.seed)
+    batches, validation = (ShuffledBatches(view, config.length, config.rows, config.seed) for view in (learn, check))
+    torch.manual_seed(config.seed)
+    model = _model(config, tokenizer) if saved is None else _saved_model(saved)
+    for block in model.layers:
+        block.recompute = config.recompute  # type: ignore[assignment]
+    by_ranks = saved is not None and (saved / checkpoint.RANKS).is_dir()
+    if saved is not None and not by_ranks:
+        checkpoint.load_model(saved, model)
+    model = world.wrap(model)
+    optimizer = make_optimizer(model, config.optimizer, config.lr, config.weight_decay, config.betas)
+    entropy = learn.unigram_entropy()
+    trainer = Trainer(config, world, report, tokenizer, data, batches, validation, model, optimizer, entropy)
+    if saved is not None and state is not None:
+        if by_ranks:
+            from lineate.training.sharded import load_distributed
+
+            load_distributed(saved / checkpoint.RANKS, model, optimizer)
+        else:
+            checkpoint.load_optimizer(saved, model, optimizer)
+        trainer.step, trainer.position = state["step"], state["metrics"]
+        trainer.best, trainer.skipped = state["best"], state["skipped"]
+        checkpoint.set_random_state(
+            checkpoint.read_tensors(saved / "random.safetensors"), state["random"], world.device
+        )
+    if config.compile:
+        for block in model.layers:
+            block.compile()
+    return trainer
+
+
+def check_folder(out: Path, resume: bool) -> None:
+    """The run's folder can be written; it has a run if one is resumed, and none if not."""
+    if resume and not (out / CONFIG).is_file():
+        raise ValueError(f"resume must be the folder of a run, got {out}, which has no {CONFIG}")
+    if not resume and (out / CONFIG).exists():
+        raise ValueError(
+            f"out must be a new folder, got {out}, which has a run; go on with --resume {out}, or choose another --out"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"out must be a folder that can be written, got {out} ({error.strerror})") from None
+
+
+def restarted() -> bool:
+    """Whether torchrun started this process again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _newest(folder: Path, world: World, report: Report) -> Path | None:
+    """Rank 0 reads and compares the files; all take the one it found."""
+    found = checkpoint.newest(folder, report.warn) if world.is_main else None
+    step = int(world.sum(torch.tensor(0 if found is None else int(found.name[5:]) + 1)))
+    return folder / f"step-{step - 1:06d}" if step else None
+
+
+def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
+    """state.json of a checkpoint, if this config may go on from it."""
+    state: dict[str, Any] = json.loads((path / checkpoint.STATE).read_text())
+    for name in FIXED:
+        was, now = state["config"].get(name), config.to_dict()[name]
+        if was != now:
+            why = "; the vocabularies differ" if name == "tokenizer" else ""
+            raise ValueError(
+                f"{name} cannot change in a resumed run, expected {was!r}, got {now!r}{why}; start a new run"
+            )
+    if state["step"] > config.steps:
+        raise ValueError(f"steps must be at least {state['step']}, which are done, got {config.steps}")
+    return state
+
+
+def _tokenizer(config: TrainConfig, resume: bool, saved: Path | None, world: World) -> Tokenizer:
+    """Of the checkpoint, of the run, of the model's folder, or a new one."""
+    own = Path(config.out) / "tokenizer"
+    if resume and (own / KIND_FILE).is_file():
+        tokenizer = load_tokenizer(own)
+        if saved is not None and tokenizer.identity != (wanted := load_tokenizer(saved)).identity:
+            raise ValueError(
+                f"{own} must be the tokenizer of {saved}, {wanted.name} with a vocabulary of {wanted.vocab_size}, got "
+                f"{tokenizer.name} with {tokenizer.vocab_size}: the vocabularies differ; remove {own} to use the former"
+            )
+        return tokenizer
+    if saved is not None:
+        return load_tokenizer(saved)
+    if config.model not in PRESETS and (Path(config.model) / KIND_FILE).is_file():
+        return load_tokenizer(Path(config.model))
+    if world.is_main:  # learns it once for all
+        tokenizer = make_tokenizer(config.tokenizer, documents(config.data))
+        tokenizer.save(own)
+    world.barrier()
+    return tokenizer if world.is_main else load_tokenizer(own)
+
+
+def _check_model(config: TrainConfig) -> None:
+    """What can be wrong with it before its vocabulary is known."""
+    if config.model in PRESETS:
+        preset(config.model, config.pattern, vocab_size=1)
+    elif not Path(config.model).is_dir():
+        raise ValueError(
+            f"model must be one of {', '.join(PRESETS)}, or the folder of a checkpoint, got {config.model!r}"
+        )
+    elif config.pattern is not None:
+        raise ValueError(
+            f"pattern is for presets, got {config.pattern!r} with the model of {config.model}; leave it out"
+        )
+
+
+def _saved_model(path: Path) -> HybridLM:
+    """As a checkpoint describes it, for its weights to be read into."""
+    values = json.loads((path / CONFIG).read_text())
+    return HybridLM(HybridConfig.from_dict({k: x for k, x in values.items() if k not in ("model_type", "dtype")}))
+
+
+def _model(config: TrainConfig, tokenizer: Tokenizer) -> HybridLM:
+    """On the CPU, in float32: new, or from a folder."""
+    if config.model in PRESETS:
+        sizes = preset(config.model, config.pattern, tokenizer.vocab_size)
+        return HybridLM(replace(sizes, bos_token_id=tokenizer.end, eos_token_ids=(tokenizer.end,)))
+    model = HybridLM.from_pretrained(Path(config.model), dtype=torch.float32, progress=False).train()
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer {tokenizer.name!r} has a vocabulary of {tokenizer.vocab_size}, the model of {config.model} one "
+            f"of {model.config.vocab_size}; choose a tokenizer with at most so many"
+        )
+    return model

@@ -1,0 +1,196 @@
+"""What a run tells: progress in the terminal, metrics.jsonl, TensorBoard, samples, the plot of the loss."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lineate.training.config import TrainConfig
+
+METRICS = "metrics.jsonl"
+PLOT = "loss.png"
+
+
+class Report:
+    """Speaks and writes on the main rank, is silent on the others. A disk that refuses never stops the run."""
+
+    def __init__(self, config: TrainConfig, main: bool) -> None:
+        self.folder, self.steps, self.main = Path(config.out), config.steps, main
+        self.every = max(1, config.steps // 20)  # steps between lines where there is no terminal
+        self._file: Any = None
+        self._board: Any = None
+        self._console: Any = None
+        self._bar: Any = None
+        self._task: Any = None
+        self._first: tuple[int, float] | None = None
+        self._warned: set[str] = set()
+        if main:
+            try:
+                from rich.console import Console
+            except ModuleNotFoundError:
+                return
+            self._console = Console(highlight=False)
+
+    def say(self, text: str) -> None:
+        if self.main:
+            if self._console is None:
+                print(text, flush=True)
+            else:
+                self._console.print(text, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        if self.main:
+            if self._console is not None and self._console.is_terminal:
+                self._console.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
+            else:
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def open(self, step: int, position: int, tensorboard: bool) -> None:
+        """Continue metrics.jsonl at a position, what a killed run wrote after it forgotten, and show progress."""
+        self._first = (step, time.monotonic())
+        if not self.main:
+            return
+        self._file = (self.folder / METRICS).open("ab", buffering=0)
+        if position < self._file.tell():
+            self._file.truncate(position)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1)
+        if self._console is not None and self._console.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = (
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(None),
+                TextColumn("{task.description}"),
+            )
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("", total=self.steps, completed=step)
+            self._bar.start()
+
+    @property
+    def position(self) -> int:
+        """Bytes of metrics.jsonl, all of them on the disk."""
+        if self._file is None:
+            return 0
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def write(self, values: dict[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        if self._file is None:
+            return
+        size = os.fstat(self._file.fileno()).st_size
+        line = json.dumps(values).encode() + b"\n"
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError("the disk is full")
+        except OSError as error:
+            self._file.truncate(size)  # no half lines
+            self._once(f"{self.folder / METRICS} lacks lines from step {values['step']} on ({error.strerror or error})")
+        if self._board is not None:
+            try:
+                for name, value in values.items():
+                    if isinstance(value, float):
+                        self._board.add_scalar(name, value, values["step"])
+            except OSError as error:
+                self._board = None
+                self._once(f"TensorBoard's events stop at step {values['step']} ({error})")
+
+    def _once(self, text: str) -> None:
+        kind = text.partition(" ")[0]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self.warn(text)
+
+    def step(self, step: int, loss: float, lr: float, tokens: int, seconds: float) -> None:
+        """After a step, counted from 1."""
+        if not self.main:
+            return
+        assert self._first is not None
+        rate = tokens / seconds if seconds else 0.0
+        per_step = (time.monotonic() - self._first[1]) / max(1, step - self._first[0])
+        eta = _clock((self.steps - step) * per_step)
+        if self._bar is not None:
+            text = f"loss {loss:.3f}  {_count(rate)} tokens/s  ETA {eta}"
+            self._bar.update(self._task, completed=step, description=text)
+        elif step % self.every == 0 or step == self.steps:
+            width = len(str(self.steps))
+            self.say(
+                f"step {step:{width}}/{self.steps}  loss {loss:.3f}  lr {lr:.1e}  {_count(rate)} tokens/s  ETA {eta}"
+            )
+
+    def sample(self, step: int, text: str) -> None:
+        """A piece of the model's own text; what cannot be printed is shown as dots."""
+        shown = "".join(c if c.isprintable() or c == "\n" else "\u00b7" for c in text)
+        lines = "\n".join(f"    | {line}" for line in shown.split("\n"))
+        self.say(f"sample at step {step}:\n{lines}")
+        if self._board is not None:
+            self._board.add_text("sample", lines, step)
+
+    def close(self) -> None:
+        for part in (self._bar and self._bar.stop, self._board and self._board.close, self._file and self._file.close):
+            if part:
+                part()
+        self._bar = self._board = self._file = None
+
+
+def need_tensorboard() -> None:
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError:
+        raise ValueError("tensorboard=True needs the package tensorboard; run pip install tensorboard") from None
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+
+
+def plot_loss(folder: Path, entropy: float | None = None) -> Path:
+    """loss.png: training loss of each step, its average, validation loss, the unigram entropy."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    lines = read_metrics(folder)
+    steps = [line["step"] for line in lines if "loss" in line]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    checked = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(steps, losses, color="0.75", linewidth=0.8, label="training, each step")
+    axes.plot(steps, _smooth(losses), color="C0", label="training, average")
+    if checked:
+        axes.plot(*zip(*checked, strict=True), "o-", color="C1", markersize=4, label="validation")
+    if entropy is not None:
+        axes.axhline(entropy, color="0.4", linestyle="--", linewidth=1, label="unigram entropy")
+    axes.set(xlabel="step", ylabel="nats per token", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    file = folder / PLOT
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+    return file
+
+
+def _smooth(values: list[float], weight: float = 0.95) -> list[float]:
+    """Exponential average, without a bias to the first values."""
+    total = norm = 0.0
+    smoothed = []
+    for value in values:
+        total, norm = weight * total + value, weight * norm + 1
+        smoothed.append(total / norm)
+    return smoothed
+
+
+def _count(n: float) -> str:
+    return f"{n / 1e6:.2f}M" if n >= 1e6 else f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

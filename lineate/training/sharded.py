@@ -1,0 +1,278 @@
+"""Checkpoints that many ranks write at once and that any number of ranks reads, by torch.distributed.checkpoint.
+
+A folder has one safetensors file a rank, each with that rank's shards and their offsets, and state.json, written last:
+
+    {"files": {name: bytes}, "groups": [{"names": [...], "options": {"lr": ...}}], "scalars": {parameter: {key: value}}}
+
+Tensors are named `model.NAME` and `optimizer.KEY.NAME`, NAME being the parameter's. No pickle is written or read. A
+rank reads only what it holds. The optimizer's state is taken from optimizer.state as it is; torch's own functions would
+make a step to learn its shapes, and round it to the parameters' dtype.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lineate.models.safetensors import CheckpointError, read_header, write_bytes
+
+STATE = "state.json"
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Write the model and the optimizer's state; all ranks call it, with a folder that is new and that all ranks see.
+
+    When it returns everything is on the disk. A failure (a full disk) of any rank raises OSError on all of them.
+    """
+    _need_safetensors()
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    path = Path(folder)
+
+    def prepare() -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise FileExistsError(f"{path} must be a new or an empty folder, got one with files; remove it first")
+
+    groups, scalars, tensors = _pack(model, optimizer)  # what can fail without the disk comes first
+    _on_main(prepare)
+    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    with _plain_errors(f"could not write {path}"):
+        save(tensors, storage_writer=writer)
+
+    def finish() -> None:
+        files = {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
+        text = json.dumps({"files": files, "groups": groups, "scalars": scalars}, indent=1)
+        write_bytes(path / STATE, [text.encode()])
+
+    _on_main(finish)
+
+
+def load_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Fill the model and the optimizer from a folder of save_distributed, written by any number of ranks.
+
+    All ranks call it. The model may be sharded or not. Without an optimizer, only the model is read.
+    """
+    _need_safetensors()
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    path = Path(folder)
+    state = _read_state(path)
+    reader = HuggingFaceStorageReader(str(path))
+    found = _found(reader.read_metadata().state_dict_metadata)
+    tensors = _model_tensors(model)
+    _check_tensors(path, {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}, found)
+    parameters = _parameters(model)
+    if optimizer is not None:
+        names = _group_names(model, optimizer)
+        saved = [group["names"] for group in state["groups"]]
+        if names != saved:
+            raise CheckpointError(
+                f"{path}: expected an optimizer with {len(names)} groups of {[len(x) for x in names]} parameters, got "
+                f"{len(saved)} of {[len(x) for x in saved]}; make the optimizer as it was when the checkpoint was saved"
+            )
+        for name, (shape, dtype) in found.items():
+            if name.startswith("optimizer."):
+                tensors[name] = _like(parameters[name.split(".", 2)[2]], shape, dtype)
+    with _plain_errors(f"could not read {path}"):
+        load(tensors, storage_reader=reader)
+    if optimizer is not None:
+        _unpack(optimizer, state, tensors, parameters)
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights on the CPU of rank 0 (nothing on the others), as save_pretrained wants; all ranks call it."""
+    whole = {}
+    for name, x in _model_tensors(model).items():
+        x = x.full_tensor() if isinstance(x, DTensor) else x  # one at a time: no rank has room for all on its GPU
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            whole[name.removeprefix("model.")] = x.detach().cpu()
+    return whole
+
+
+def _pack(
+    model: nn.Module, optimizer: Optimizer | None
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """The optimizer's groups and single numbers, as JSON holds them, and all tensors by name."""
+    groups: list[dict[str, Any]] = []
+    scalars: dict[str, dict[str, Any]] = {}
+    tensors = _model_tensors(model)
+    if optimizer is None:
+        return groups, scalars, tensors
+    for group, names in zip(optimizer.param_groups, _group_names(model, optimizer), strict=True):
+        options = {key: _to_json(key, value) for key, value in group.items() if key != "params"}
+        groups.append({"names": names, "options": options})
+        for name, x in zip(names, group["params"], strict=True):
+            for key, value in optimizer.state.get(x, {}).items():
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    scalars.setdefault(name, {})[key] = _to_json(key, value)
+                    continue
+                if isinstance(x, DTensor) and not isinstance(value, DTensor):
+                    raise TypeError(
+                        f"the optimizer's {key} of {name} must be a DTensor, as the parameter is, got a plain tensor "
+                        f"of shape {tuple(value.shape)}; make it with torch.zeros_like(parameter)"
+                    )
+                tensors[f"optimizer.{key}.{name}"] = value
+    return groups, scalars, tensors
+
+
+def _unpack(
+    optimizer: Optimizer, state: dict[str, Any], tensors: dict[str, Tensor], parameters: dict[str, nn.Parameter]
+) -> None:
+    optimizer.state.clear()
+    for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
+        group.update({key: _from_json(value) for key, value in saved["options"].items()})
+        # torch keeps a step count on the CPU, unless its kernels read it
+        place = group["params"][0].device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        for name in saved["names"]:
+            for key, value in state["scalars"].get(name, {}).items():
+                value = _from_json(value)
+                optimizer.state[parameters[name]][key] = value.to(place) if isinstance(value, Tensor) else value
+    for full_name, value in tensors.items():
+        if full_name.startswith("optimizer."):
+            _, key, name = full_name.split(".", 2)
+            optimizer.state[parameters[name]][key] = value
+
+
+def _to_json(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+    if isinstance(value, tuple | list):
+        return [_to_json(key, x) for x in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"the optimizer's {key} must be a number, text, or a tuple of them, got {type(value).__name__}")
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
+    return tuple(_from_json(x) for x in value) if isinstance(value, list) else value
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; a load fills them in place."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return {f"model.{name}": x for name, x in get_model_state_dict(model).items() if isinstance(x, Tensor)}
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By the names of the state dict, without what torch.compile puts before them."""
+    return {name.replace("_orig_mod.", ""): x for name, x in model.named_parameters()}
+
+
+def _group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    names = {x: name for name, x in _parameters(model).items()}
+    for group in optimizer.param_groups:
+        for x in group["params"]:
+            if x not in names:
+                raise ValueError(
+                    f"optimizer must be made of the model's parameters, got one of shape {tuple(x.shape)} that is not; "
+                    "make the optimizer after World.wrap(model)"
+                )
+    return [[names[x] for x in group["params"]] for group in optimizer.param_groups]
+
+
+def _like(x: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Room for a parameter's state: sharded as the parameter is, if it has its shape."""
+    if tuple(x.shape) == shape:
+        return torch.empty_like(x, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """state.json, if all the files that it names are there and whole."""
+    file = path / STATE
+    if not file.is_file():
+        raise CheckpointError(f"{path}: expected a file {STATE}, got none; the save was not finished, use an older one")
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        files, groups = dict(state["files"]), list(state["groups"])
+        dict(state["scalars"])
+        if any(set(group) != {"names", "options"} for group in groups):
+            raise ValueError("groups without names and options")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: expected files, groups and scalars in JSON, got {error!r}") from None
+    sizes = {part.name: part.stat().st_size for part in path.glob("*.safetensors")}
+    for name, size in files.items():
+        if sizes.pop(name, None) != size:
+            got = f"{(path / name).stat().st_size} bytes" if (path / name).is_file() else "no such file"
+            raise CheckpointError(f"{path}: expected {name} of {size} bytes, got {got}; use an older checkpoint")
+        read_header(path / name)
+    if sizes:
+        raise CheckpointError(f"{path}: expected only {', '.join(files)}, got {', '.join(sizes)} too; remove it")
+    return state
+
+
+def _found(metadata: dict[str, Any]) -> Shapes:
+    return {name: (tuple(x.size), x.properties.dtype) for name, x in metadata.items()}
+
+
+def _check_tensors(path: Path, wanted: Shapes, found: Shapes) -> None:
+    for name, (shape, dtype) in wanted.items():
+        if name not in found:
+            raise CheckpointError(f"{path}: expected a tensor {name}, got none; it is another model's checkpoint")
+        if found[name] != (shape, dtype):
+            raise CheckpointError(
+                f"{path}: expected {name} of shape {shape} in {dtype}, got {found[name][0]} in {found[name][1]}"
+            )
+    for name in found:
+        if name.startswith("model.") and name not in wanted:
+            raise CheckpointError(f"{path}: expected a model with {name}, got one without; it is another's checkpoint")
+
+
+def _need_safetensors() -> None:
+    try:
+        import safetensors  # noqa: F401
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "checkpoints of many ranks need the package safetensors, got none; run pip install safetensors",
+            name="safetensors",
+        ) from None
+
+
+def _on_main(work: Callable[[], None]) -> None:
+    """Run on rank 0; if it fails there, fail everywhere, instead of leaving the others to wait."""
+    error: Exception | None = None
+    if not dist.is_initialized():
+        return work()
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as problem:
+            error = problem
+    failed = torch.tensor(int(error is not None))
+    dist.all_reduce(failed)
+    if error is not None:
+        raise error
+    if failed:
+        raise OSError("rank 0 could not write the checkpoint; its own message says why")
+
+
+@contextmanager
+def _plain_errors(what: str) -> Iterator[None]:
+    """torch reports the failures of all ranks in a BaseException; say the first as what it is, on every rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process.*")
+        try:
+            yield
+        except CheckpointException as failures:
+            rank, (error, _) = next(iter(failures.failures.items()))
+            message = f"rank {rank} {what}: {error}"
+            if isinstance(error, OSError):
+                raise OSError(error.errno, message) from error
+            raise CheckpointError(message) from error

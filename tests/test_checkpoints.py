@@ -1,0 +1,297 @@
+"""Checkpoints of a run: whole or not there, exact to the bit, whatever kills the process or refuses the write."""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from runs import assert_same_bits, everything, make_config
+
+from lineate.models import HybridLM
+from lineate.models import safetensors as files
+from lineate.training import checkpoint
+from lineate.training.config import TrainConfig
+from lineate.training.loop import Trainer, TrainingStopped
+from lineate.training.prepare import prepare, train
+from lineate.training.report import read_metrics
+
+# Dies at a given event: a step, or a call that makes something last on the disk.
+DIES = """
+import os, shutil, signal, sys
+import torch
+torch.set_num_threads(int(sys.argv[4]))
+from pathlib import Path
+from lineate.training.config import TrainConfig
+from lineate.training.loop import Trainer
+from lineate.training.prepare import prepare
+from lineate.models import safetensors
+left = int(sys.argv[3])
+def counted(call):
+    def counting(*args, **kwargs):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+    return counting
+for owner, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (shutil, "rmtree"), (Trainer, "train_step")):
+    setattr(owner, name, counted(getattr(owner, name)))
+trainer = prepare(TrainConfig.load(Path(sys.argv[1])), resume=sys.argv[2] == "resume")
+trainer.run()
+print("events", int(sys.argv[3]) - left)
+"""  # noqa: E501
+
+
+def die_and_resume(folder: Path, moments: list[int], **changes: object) -> None:
+    """Kill a run after so many events of each life, then let it end; compare with a run that was left alone."""
+    plain = train(make_config(folder, out=str(folder / "plain"), **changes))
+    config = make_config(folder, **changes)
+    (folder / "wanted.json").write_text(json.dumps(config.to_dict()))
+    run, killed = folder / "run", 0
+    for moment in (*moments, 10**9):
+        resume = (run / "config.json").is_file()
+        source = run / "config.json" if resume else folder / "wanted.json"
+        arguments = [str(source), "resume" if resume else "new", str(moment), str(torch.get_num_threads())]
+        done = subprocess.run([sys.executable, "-c", DIES, *arguments], capture_output=True, text=True)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        killed += done.returncode != 0
+        if done.returncode == 0:
+            break
+    assert killed >= 1 and done.returncode == 0
+    assert_same_bits(everything(plain), everything(loaded(config)))
+    for name, x in HybridLM.from_pretrained(run / "model", progress=False).state_dict().items():
+        assert torch.equal(x, plain.model.state_dict()[name]), name
+    same = [
+        [(x["step"], x.get("loss"), x.get("validation_loss")) for x in read_metrics(Path(y))]
+        for y in (run, plain.config.out)
+    ]
+    assert same[0] == same[1]
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def loaded(config: TrainConfig) -> Trainer:
+    trainer = prepare(config, resume=True)
+    trainer.close()
+    return trainer
+
+
+def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    die_and_resume(tmp_path, [25, 31])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_killed_20_times_ends_as_one_that_was_not(tmp_path: Path, optimizer: str) -> None:
+    draw = random.Random(optimizer)
+    die_and_resume(tmp_path, [draw.randrange(1, 60) for _ in range(20)], steps=60, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resume_is_exact_and_repeats_no_line(tmp_path: Path, optimizer: str) -> None:
+    plain = train(make_config(tmp_path, out=str(tmp_path / "plain"), optimizer=optimizer))
+    config = make_config(tmp_path, optimizer=optimizer)
+    first = prepare(config)
+    for _ in range(8):  # saved at 6 only
+        first.train_step()
+        if first.step == 6:
+            assert first.save()
+    first.close()
+    torch.rand(3)  # what happens between two lives does not matter
+    second = train(config, resume=True)
+    assert_same_bits(everything(plain), everything(second))
+    assert [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line] == list(range(1, 13))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_is_exact_on_a_gpu(tmp_path: Path, dtype: str) -> None:
+    changes = {"device": "cuda", "dtype": dtype, "model": "tiny", "length": 128, "sample_every": 6}
+    plain = train(make_config(tmp_path, out=str(tmp_path / "plain"), **changes))
+    first = prepare(make_config(tmp_path, **changes))
+    for _ in range(8):
+        first.train_step()
+        if first.step == 6:
+            assert first.save()
+    first.close()
+    assert_same_bits(everything(plain), everything(train(make_config(tmp_path, **changes), resume=True)))
+
+
+def test_more_steps_can_be_asked_for(tmp_path: Path) -> None:
+    train(make_config(tmp_path, steps=3))
+    shutil.rmtree(tmp_path / "start")  # the model it began with is not needed any more
+    assert train(make_config(tmp_path, steps=5), resume=True).step == 5
+    assert train(make_config(tmp_path, steps=5), resume=True).step == 5  # nothing to do
+    with pytest.raises(ValueError, match="steps must be at least 5, which are done, got 4"):
+        prepare(make_config(tmp_path, steps=4), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        ("truncate", "model.safetensors should have"),
+        ("flip", "the contents of optimizer.safetensors have changed"),
+        ("remove", "state.json is missing"),
+        ("manifest", "no manifest.json: the save was not finished"),
+    ],
+)
+def test_a_damaged_checkpoint_is_skipped_and_named(
+    tmp_path: Path, damage: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = train(make_config(tmp_path))
+    newest = tmp_path / "run/checkpoints/step-000012"
+    if damage == "truncate":
+        os.truncate(newest / "model.safetensors", 1000)
+    elif damage == "flip":
+        data = bytearray((newest / "optimizer.safetensors").read_bytes())
+        data[-1] ^= 1
+        (newest / "optimizer.safetensors").write_bytes(data)
+    else:
+        (newest / ("state.json" if damage == "remove" else "manifest.json")).unlink()
+    capsys.readouterr()
+    trainer = prepare(make_config(tmp_path), resume=True)
+    said = capsys.readouterr()
+    assert f"skipped the checkpoint {newest}: " in said.err and why in said.err
+    assert trainer.step == 9 and "step-000009" in said.out
+    trainer.run()
+    trainer.close()
+    assert_same_bits(everything(plain), everything(trainer))
+    assert checkpoint.problem(newest) is None  # made again
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+def test_a_full_disk_costs_one_checkpoint_and_says_so(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = train(make_config(tmp_path, out=str(tmp_path / "plain")))
+    write, run = files.write_bytes, tmp_path / "run"
+
+    def full(file: Path, pieces: object) -> None:
+        if file.parent.name in (".step-000009.part", ".step-000012.part") and name in file.name:
+            file.write_bytes(b"what fitted")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        write(file, pieces)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(files, "write_bytes", full)
+    monkeypatch.setattr(checkpoint, "write_bytes", full)
+    trainer = train(make_config(tmp_path, keep=9))
+    assert "step 9 was not saved (No space left on device); training goes on" in capsys.readouterr().err
+    assert sorted(x.name for x in (run / "checkpoints").iterdir()) == ["step-000003", "step-000006"]  # and no rest
+    assert_same_bits(everything(plain), everything(trainer))
+
+
+def test_a_disk_that_is_full_for_everything_ends_with_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = prepare(make_config(tmp_path))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for owner in (files, checkpoint):
+        monkeypatch.setattr(owner, "write_bytes", full)
+    monkeypatch.setattr("lineate.models.checkpoint.write_tensors", full)
+    size = trainer.report.position
+    monkeypatch.setattr(trainer.report, "_file", FullFile(trainer.report._file))
+    with pytest.raises(TrainingStopped, match=r"the model was not saved \(No space left on device\)"):
+        trainer.run()
+    trainer.close()
+    assert trainer.step == 12 and (tmp_path / "run/metrics.jsonl").stat().st_size == size
+    assert "lacks lines from step 1 on" in capsys.readouterr().err
+    assert not list((tmp_path / "run/checkpoints").iterdir())
+
+
+class FullFile:
+    """A file whose disk takes only half of a line."""
+
+    def __init__(self, file: object) -> None:
+        self.file = file
+
+    def write(self, line: bytes) -> int:
+        return self.file.write(line[: len(line) // 2])  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.file, name)
+
+
+def test_pruning_keeps_the_last_good_ones(tmp_path: Path) -> None:
+    def save(step: int, keep: int) -> bool:
+        write = lambda folder: files.write_bytes(folder / "a", [b"a" * step])  # noqa: E731
+        return checkpoint.save(tmp_path, step, write, checkpoint.World(), keep, print)
+
+    def names() -> list[int]:
+        return [int(path.name[5:]) for path in checkpoint.checkpoints(tmp_path)]
+
+    for step in (1, 2, 3):
+        assert save(step, 3)
+    os.truncate(tmp_path / "step-000003/a", 1)
+    checkpoint.prune(tmp_path, 1)
+    assert names() == [3, 2]  # 3 is damaged and the newest: left for whoever wants to look; 2 is the last good one
+    assert save(4, 2) and names() == [4, 2]
+    (tmp_path / ".step-000005.part").mkdir()  # by a killed process
+    assert save(5, 1) and names() == [5] and not list(tmp_path.glob(".*"))
+    os.truncate(tmp_path / "step-000005/a", 1)
+    assert checkpoint.newest(tmp_path, print) is None
+    assert save(5, 1) and checkpoint.newest(tmp_path, print) == tmp_path / "step-000005"
+
+
+def test_sigterm_ends_a_run_after_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train(make_config(tmp_path, out=str(tmp_path / "plain")))
+    step = Trainer.train_step
+
+    def and_a_signal(self: Trainer) -> bool:
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", and_a_signal)
+        with pytest.raises(TrainingStopped, match="stopped at step 5; go on with lineate train --resume"):
+            train(make_config(tmp_path))
+    trainer = prepare(make_config(tmp_path), resume=True)
+    assert trainer.step == 5
+    trainer.run()
+    trainer.close()
+    assert_same_bits(everything(plain), everything(trainer))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"tokenizer": "bpe:300"},
+            "tokenizer cannot change .* expected 'bytes', got 'bpe:300'; the vocabularies differ",
+        ),
+        ({"length": 16}, "length cannot change in a resumed run, expected 32, got 16"),
+        ({"seed": 1}, "seed cannot change"),
+        ({"optimizer": "adamw"}, "optimizer cannot change"),
+    ],
+)
+def test_what_a_resumed_run_cannot_change(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    train(make_config(tmp_path, steps=3))
+    with pytest.raises(ValueError, match=message):
+        prepare(make_config(tmp_path, **{"steps": 4} | changes), resume=True)
+
+
+def test_changed_data_or_vocabulary_is_noticed_on_resume(tmp_path: Path) -> None:
+    train(make_config(tmp_path, steps=3))
+    kind = tmp_path / "run/tokenizer/tokenizer_kind.json"
+    other = tmp_path / "texts/more.txt"
+    other.write_text("one more text")
+    with pytest.raises(ValueError, match=r"data must be what the run began with, .* it has changed since"):
+        prepare(make_config(tmp_path, steps=4), resume=True)
+    other.unlink()
+    pytest.importorskip("tokenizers")
+    from lineate.training.tokenizer import make_tokenizer
+
+    make_tokenizer("bpe:280", [path.read_text() for path in (tmp_path / "texts").iterdir()]).save(kind.parent)
+    with pytest.raises(
+        ValueError, match="bytes with a vocabulary of 257, got bpe:280 with 280: the vocabularies differ"
+    ):
+        prepare(make_config(tmp_path, steps=4), resume=True)

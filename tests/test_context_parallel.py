@@ -1,0 +1,520 @@
+"""Context parallelism: ranks that each hold a segment equal one process that holds all, outputs and all gradients.
+
+Four processes (gloo) are started once and run every case; each computes the whole by itself beside its own part.
+"""
+
+import json
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lineate.layers import (
+    DeltaNet,
+    GatedAttention,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LatentAttention,
+    LayerState,
+    LinearAttention,
+    Memory,
+    TokenCache,
+    context,
+)
+from lineate.models import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedConfig,
+    HybridConfig,
+    HybridLM,
+    LatentConfig,
+    LinearConfig,
+    ModelState,
+)
+from lineate.training.context import context_parallel
+
+RANKS = 4
+HIDDEN, VOCAB = 24, 61
+SIZES = {"value_heads": 4, "key_dim": 8, "value_dim": 6}
+MIXERS = {
+    "linear": lambda: LinearAttention(HIDDEN, 2, **SIZES),
+    "gated linear": lambda: GatedLinearAttention(HIDDEN, 2, **SIZES, decay_rank=5),
+    "delta": lambda: DeltaNet(HIDDEN, 2, **SIZES, beta_scale=2.0),
+    "gated delta": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES),
+    "gated delta, no convolution": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, conv_size=0),
+    "kimi": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7),
+    "attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=6),
+    "latent": lambda: LatentAttention(HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0),
+}
+MODEL = HybridConfig(
+    vocab_size=VOCAB, hidden_size=HIDDEN, n_layers=7, pattern="LRDGKAM",
+    linear=LinearConfig(2, 4, 8, 6),
+    attention=AttentionConfig(4, 2, 10, rotary_dim=4),
+    latent=LatentConfig(3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0),
+    feed=FeedConfig(20), experts=ExpertsConfig(4, 2, 8), dense_layers=(0, 1, 2, 3, 4, 5), tie_embeddings=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens each rank has, and where texts begin and end."""
+
+    cuts: tuple[int, ...]
+    texts: tuple[int, ...] | None = None
+    """Bounds of packed texts; None: two rows, each over all ranks."""
+    state: bool = False
+    """Every text continues one of its own length."""
+
+    @property
+    def rows(self) -> int:
+        return 2 if self.texts is None else len(self.texts) - 1
+
+    def until(self, rank: int) -> tuple[Tensor | None, list[int]]:
+        """Of all tokens up to the rank's last: cu_seqlens, and the texts (rows) that the rank has a part of."""
+        start, end = self.cuts[rank : rank + 2]
+        if self.texts is None:
+            return None, [0, 1]
+        bounds = [x for x in self.texts if x < end] + [end]
+        return torch.tensor(bounds), [i for i, x in enumerate(bounds[1:]) if x > start]
+
+    def part(self, rank: int) -> tuple[Tensor | None, bool]:
+        """The rank's own cu_seqlens, and whether its first text began before."""
+        start, end = self.cuts[rank : rank + 2]
+        if self.texts is None:
+            return None, rank > 0
+        inside = [x for x in self.texts if start < x < end]
+        return torch.tensor([start, *inside, end]) - start, start not in self.texts
+
+
+LAYOUTS = {
+    "rows, odd lengths": Layout((0, 11, 24, 29, 37)),
+    "rows, state": Layout((0, 11, 24, 29, 37), state=True),
+    "rows, one token each": Layout((0, 1, 2, 3, 4), state=True),
+    "rows, tiny segments": Layout((0, 2, 3, 5, 12)),
+    "rows, many chunks": Layout((0, 71, 135, 206, 301), state=True),
+    "packed, one over three ranks": Layout((0, 9, 20, 31, 43), (0, 4, 29, 30, 43), state=True),
+    "packed, one over all ranks": Layout((0, 9, 20, 31, 43), (0, 5, 40, 43)),
+    "packed, ends at the edges": Layout((0, 9, 20, 31, 43), (0, 3, 9, 31, 43), state=True),
+    "packed, nothing continues": Layout((0, 9, 20, 31, 43), (0, 9, 20, 25, 31, 43)),
+    "packed, tiny": Layout((0, 1, 2, 6, 9), (0, 3, 4, 4, 5, 7, 9), state=True),
+    "packed, one text": Layout((0, 5, 6, 7, 20), (0, 20), state=True),
+    "1 rank": Layout((0, 17), (0, 5, 17), state=True),
+    "2 ranks": Layout((0, 7, 17), (0, 5, 13, 17), state=True),
+    "3 ranks": Layout((0, 7, 8, 17), state=True),
+}
+
+CASES: dict[str, Callable[[dist.ProcessGroup], None]] = {}
+"""Name -> what each rank runs; the group has as many ranks as the layout."""
+SIZE_OF: dict[str, int] = {}
+
+
+def case(name: str, size: int = RANKS):
+    def add(run):
+        CASES[name], SIZE_OF[name] = run, size
+        return run
+
+    return add
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+    return x.to(torch.get_default_device(), dtype)
+
+
+def draw_ids(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(VOCAB, shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+
+def randomize(module: nn.Module) -> None:
+    for name, x in module.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(x, 0.5, 1.5)
+
+
+def make_mixer(name: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    mixer = MIXERS[name]()
+    randomize(mixer)
+    return mixer.to(dtype)
+
+
+def make_model(dtype: torch.dtype) -> HybridLM:
+    torch.manual_seed(0)
+    model = HybridLM(MODEL)
+    randomize(model)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if x.dim() >= 2 and "conv" not in name:
+                x.mul_(5)
+    return model.to(dtype)
+
+
+def pasts(layout: Layout) -> Tensor:
+    """Bounds of the texts that come before, one a row."""
+    lengths = [4, 4] if layout.texts is None else [(3 * i + 2) % 5 for i in range(layout.rows)]
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def leaves(state: LayerState) -> tuple[LayerState, dict[str, Tensor]]:
+    tensors = {name: state[name].detach().clone().requires_grad_() for name in state.names}
+    return Memory(tensors) if isinstance(state, Memory) else TokenCache(tensors, state.lengths), tensors
+
+
+def own_rows(state: LayerState, rows: list[int], continues: bool, packed: bool) -> LayerState:
+    """The rank's rows; those of texts that began earlier are to be ignored: NaN."""
+    state = state.select(torch.tensor(rows))
+    if continues:
+        for name in state.names:
+            state[name].data[: 1 if packed else None] = torch.nan
+    return state
+
+
+def weigh(state: LayerState, rows: list[int], seed: int) -> Tensor:
+    """A random linear function of these rows, whatever lies behind a cache's last token."""
+    total = torch.zeros(())
+    for n, name in enumerate(state.names):
+        for i, row in enumerate(rows):
+            x = state[name][row]
+            if isinstance(state, TokenCache):
+                x = x[: state.lengths if isinstance(state.lengths, int) else int(state.lengths[row])]
+            total = total + (x * draw(*x.shape, seed=1000 * seed + 10 * i + n, dtype=x.dtype)).sum()
+    return total
+
+
+DIFFERENCES: list[str] = []
+"""Of the case that runs. A rank that stopped at its first would leave the others in a collective."""
+
+
+def close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
+    if got.shape != expected.shape:
+        DIFFERENCES.append(f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
+    elif got.numel():
+        error = (got - expected).abs().max().item()
+        if got.is_cuda and got.dtype == torch.float32:
+            tolerance = max(tolerance, 2e-3)  # the kernels multiply in tf32
+        limit = tolerance * max(1.0, expected.abs().max().item())
+        if not error <= limit:
+            DIFFERENCES.append(f"{what}: off by {error:.2e}, allowed {limit:.2e}")
+
+
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.cpu().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x.to(torch.get_default_device())
+
+
+def run_mixer(
+    name: str,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    tolerance: float,
+    recompute=False,
+    compiled=False,
+):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    packed = layout.texts is not None
+    b, t = 1 if packed else 2, layout.cuts[-1]
+    whole, split = make_mixer(name, dtype), make_mixer(name, dtype)
+    x = draw(b, t, HIDDEN, seed=1, dtype=dtype).requires_grad_()
+    weights = draw(b, t, HIDDEN, seed=2, dtype=dtype)
+    initial, tensors = None, {}
+    if layout.state:
+        before = pasts(layout)
+        with torch.no_grad():
+            past = draw(1, int(before[-1]), HIDDEN, seed=3, dtype=dtype)
+            _, initial = whole(past, None, before) if packed else whole(past.unflatten(1, (2, -1))[0])
+        initial, tensors = leaves(initial)
+
+    # one process: the output, and the states of every rank's texts at the end of its segment
+    bounds = None if layout.texts is None else torch.tensor(layout.texts)
+    expected, _ = whole(x, initial, bounds)
+    loss = (expected * weights).sum()
+    state_losses = []
+    for other in range(size):
+        cu_seqlens, rows = layout.until(other)
+        first = (
+            None
+            if initial is None
+            else initial.select(torch.arange(layout.rows if not packed else len(cu_seqlens) - 1))
+        )
+        _, state = whole(x[:, : layout.cuts[other + 1]], first, cu_seqlens)
+        state_losses.append(weigh(state, rows, other))
+    wanted = [x, *tensors.values(), *whole.parameters()]
+    gradients = torch.autograd.grad(loss + sum(state_losses), wanted)
+
+    # this rank's part
+    context_parallel(split, group)
+    start, end = layout.cuts[rank : rank + 2]
+    cu_seqlens, continues = layout.part(rank)
+    state = None
+    if initial is not None and not (continues and not packed and rank % 2):  # None is as good as rows that are ignored
+        state = own_rows(initial, layout.until(rank)[1], continues, packed)
+    mine = x.detach()[:, start:end].clone().requires_grad_()
+    segment = cu_seqlens
+    if packed or recompute:
+        seen = getattr(state, "lengths", 0)
+        segment = split.context.segment(mine, cu_seqlens, continues, seen)
+    run = (lambda *args: checkpoint(split, *args, use_reentrant=False)) if recompute else split
+    run = torch.compile(split, backend="aot_eager") if compiled else run
+    output, state = run(mine, state, segment)
+    loss = weigh(state, list(range(state.rows)), rank)
+    close("state", loss, state_losses[rank], 10 * tolerance)
+    loss = loss + (output * weights[:, start:end]).sum()
+    own = torch.autograd.grad(
+        loss, [mine, *tensors.values(), *split.parameters()], allow_unused=True, materialize_grads=True
+    )
+    close("output", output, expected[:, start:end], tolerance)
+    close("gradient of x", own[0], gradients[0][:, start:end], tolerance)
+    names = [*(f"state {n}" for n in tensors), *(n for n, _ in split.named_parameters())]
+    for what, got, gradient in zip(names, own[1:], gradients[1:], strict=True):
+        close(f"gradient of {what}", summed(got, group), gradient, tolerance)
+
+
+def run_model(
+    layout: Layout, group: dist.ProcessGroup, dtype: torch.dtype, tolerance: float, recompute=False, shard=False
+):
+    rank = dist.get_rank(group)
+    packed = layout.texts is not None
+    b, t = 1 if packed else 2, layout.cuts[-1]
+    whole, split = make_model(dtype), make_model(dtype)
+    ids, targets = draw_ids(b, t, seed=4), draw_ids(b, t, seed=5)
+    initial, tensors = None, []
+    if layout.state:
+        before = pasts(layout)
+        past = draw_ids(1, int(before[-1]), seed=6)
+        with torch.no_grad():
+            made = whole(past, cu_seqlens=before) if packed else whole(past.view(2, -1))
+        pairs = [leaves(layer) for layer in made.state.layers]
+        initial = ModelState(tuple(layer for layer, _ in pairs), made.state.lengths)
+        tensors = [x for _, found in pairs for x in found.values()]
+    bounds = None if layout.texts is None else torch.tensor(layout.texts)
+    expected = whole(ids, initial, bounds)
+    loss = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten())
+    gradients = torch.autograd.grad(loss, [*tensors, *whole.parameters()])
+
+    context_parallel(split, group)
+    for block in split.layers:
+        block.recompute = recompute
+    if shard:
+        mesh = DeviceMesh.from_group(group, torch.get_default_device().type)
+        for module in (*split.layers, split):
+            fully_shard(module, mesh=mesh)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    start, end = layout.cuts[rank : rank + 2]
+    (cu_seqlens, continues), rows = layout.part(rank), layout.until(rank)[1]
+    state = None
+    if initial is not None:
+        layers = tuple(own_rows(layer, rows, continues, packed) for layer in initial.layers)
+        state = ModelState(layers, initial.select(torch.tensor(rows)).lengths)
+    out = split(ids[:, start:end], state, cu_seqlens, continues=continues)
+    loss = F.cross_entropy(out.logits.flatten(0, 1), targets[:, start:end].flatten(), reduction="sum") / targets.numel()
+    loss.backward()
+    close("logits", out.logits, expected.logits[:, start:end], tolerance)
+    names = [*(f"state {n}" for n in range(len(tensors))), *(n for n, _ in split.named_parameters())]
+    for what, x, gradient in zip(names, [*tensors, *split.parameters()], gradients, strict=True):
+        got = torch.zeros_like(x) if x.grad is None else x.grad
+        got = got.full_tensor() if isinstance(got, DTensor) else summed(got, group)
+        close(f"gradient of {what}", got, gradient, tolerance)
+    if packed:  # the states of texts that end here, and how many tokens they have seen
+        ends = torch.tensor(layout.texts[1:])
+        here = [(i, row) for i, row in enumerate(rows) if start < ends[row] <= end]
+        for i, row in here:
+            assert out.state.lengths[i] == expected.state.lengths[row]
+    else:
+        assert int(torch.as_tensor(out.state.lengths).max()) == end + (4 if layout.state else 0)
+        if rank == RANKS - 1:
+            for got, layer in zip(out.state.layers, expected.state.layers, strict=True):
+                for name in got.names:
+                    close(f"state {name}", got[name], layer[name], tolerance)
+
+
+for mixer in MIXERS:
+    for name, layout in LAYOUTS.items():
+        few = len(layout.cuts) - 1 < RANKS and mixer not in ("linear", "kimi", "attention")
+        if few or ("no convolution" in mixer and not name.startswith("packed, one")):
+            continue
+
+        @case(f"{mixer}: {name}", len(layout.cuts) - 1)
+        def _(group, mixer=mixer, layout=layout):
+            run_mixer(mixer, layout, group, torch.float32, 1e-5)
+
+    @case(f"{mixer}: recomputed")
+    def _(group, mixer=mixer):
+        run_mixer(mixer, LAYOUTS["packed, one over three ranks"], group, torch.float32, 1e-5, recompute=True)
+
+    @case(f"{mixer}: bfloat16")
+    def _(group, mixer=mixer):
+        run_mixer(mixer, LAYOUTS["rows, odd lengths"], group, torch.bfloat16, 0.03)
+
+
+for mixer in ("gated delta", "attention"):
+
+    @case(f"{mixer}: compiled")
+    def _(group, mixer=mixer):
+        run_mixer(mixer, LAYOUTS["packed, one over three ranks"], group, torch.float32, 1e-5, compiled=True)
+
+
+for name in ("rows, state", "packed, one over three ranks", "packed, ends at the edges", "packed, tiny"):
+    for recompute in (False, True):
+
+        @case(f"model: {name}" + ", recomputed" * recompute)
+        def _(group, name=name, recompute=recompute):
+            run_model(LAYOUTS[name], group, torch.float32, 1e-5, recompute)
+
+
+@case("model: fully_shard, recomputed")
+def _(group):
+    run_model(LAYOUTS["packed, one over three ranks"], group, torch.float32, 1e-5, recompute=True, shard=True)
+
+
+@case("model: float64")
+def _(group):
+    run_model(LAYOUTS["packed, one over three ranks"], group, torch.float64, 1e-12)
+
+
+@case("two forwards, then both backwards, recomputed")
+def _(group):
+    """Each recomputation sees its own segment, not the latest."""
+    rank, totals = dist.get_rank(group), []
+    model = make_model(torch.float64)
+    context_parallel(model, group)
+    for block in model.layers:
+        block.recompute = True
+    layouts = [LAYOUTS[x] for x in ("packed, one over three ranks", "packed, ends at the edges")]
+    for together in (True, False):
+        losses = []
+        for layout in layouts:
+            start, end = layout.cuts[rank : rank + 2]
+            cu_seqlens, continues = layout.part(rank)
+            ids = torch.arange(start, end)[None]
+            losses.append(model(ids, cu_seqlens=cu_seqlens, continues=continues).logits.square().sum())
+            if not together:
+                losses[-1].backward()
+        if together:
+            sum(losses).backward()
+        totals.append([x.grad.clone() for x in model.parameters()])
+        model.zero_grad()
+    for got, expected in zip(*totals, strict=True):
+        close("gradient", got, expected, 1e-12)
+
+
+@case("errors")
+def _(group):
+    rank = dist.get_rank(group)
+    model = make_model(torch.float32)
+    with pytest.raises(ValueError, match="continues=True needs context parallelism"):
+        model(torch.ones(1, 3, dtype=torch.long), continues=True)
+    with pytest.raises(ValueError, match=r"model must have mixers of lineate\.layers, got Linear"):
+        context_parallel(nn.Linear(2, 2), group)
+    context_parallel(model, group)
+    ids, bounds = torch.ones(1, 3, dtype=torch.long), torch.tensor([0, 3])
+    for arguments, message in (
+        ({"labels": ids}, "labels cannot be used under context parallelism"),
+        ({"attention_mask": ids}, "attention_mask cannot be used under context parallelism"),
+        ({"cu_seqlens": bounds}, "continues must be given with cu_seqlens"),
+        ({"cu_seqlens": bounds, "continues": True}, "continues must be False on rank 0"),
+        ({"cu_seqlens": bounds, "continues": False, "state": 3}, None),
+    ):
+        with pytest.raises(ValueError if message else TypeError, match=message):
+            model(ids, **arguments)
+    with pytest.raises(ValueError, match=r"the same b on all ranks, .* got b = 1, 2, 2, 2"):
+        model(ids if rank == 0 else ids.expand(2, -1))
+    with torch.no_grad():
+        state = model(torch.ones(1, 6, dtype=torch.long), cu_seqlens=torch.tensor([0, 2, 6]), continues=False).state
+        with pytest.raises(ValueError, match=r"as many tokens in every row .* got \[2, 4\]"):
+            model.context.segment(ids.expand(2, -1), None, False, state.lengths)
+
+
+GPU_CASES = [
+    name for name in CASES if name.endswith(("many chunks", "one over three ranks", "tiny", "1 rank", "bfloat16"))
+]
+
+
+def rank_main(rank: int, folder: str, device: str) -> None:
+    """Runs every case; writes what failed."""
+    torch.set_num_threads(1)
+    torch.set_default_device(device)
+    for message in ("mkldnn_matmul failed", "FSDP2-wrapped module"):  # torch's own
+        warnings.filterwarnings("ignore", message)
+    context.READ_AT_ONCE = 16  # so that short texts are summed in several pieces
+    if device == "cuda":  # NCCL wants a GPU for every rank: gloo instead, with copies
+        gather, scatter_sum = context.Context.gather, context.Context.scatter_sum
+        context.Context.gather = lambda self, x: gather(self, x.cpu() if self.size > 1 else x).to(x.device)
+        context.Context.scatter_sum = lambda self, x: scatter_sum(self, x.cpu() if self.size > 1 else x).to(x.device)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),
+    )
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, RANKS + 1)}
+    failures: dict[str, str] = {}
+    for name, run in CASES.items():
+        if device == "cuda" and name not in GPU_CASES:
+            continue
+        DIFFERENCES.clear()
+        try:
+            if rank < SIZE_OF[name]:
+                run(groups[SIZE_OF[name]])
+            failures[name] = "; ".join(DIFFERENCES)
+        except BaseException:  # the other ranks may wait for this one: no case after it can run
+            failures[name] = traceback.format_exc()
+            break
+        finally:
+            Path(folder, f"{rank}.json").write_text(json.dumps(failures))
+    dist.destroy_process_group()
+
+
+def start(folder: Path, device: str) -> list[dict[str, str]]:
+    """Of each rank: case -> what failed, or nothing."""
+    with suppress(Exception):  # then some case has no result
+        mp.spawn(rank_main, (str(folder), device), nprocs=RANKS)
+    found = [Path(folder, f"{rank}.json") for rank in range(RANKS)]
+    return [json.loads(x.read_text()) if x.exists() else {} for x in found]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory) -> list[dict[str, str]]:
+    return start(tmp_path_factory.mktemp("ranks"), "cpu")
+
+
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory) -> list[dict[str, str]]:
+    return start(tmp_path_factory.mktemp("ranks"), "cuda")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_one_process(on_cpu, name):
+    check(on_cpu, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_ranks_equal_one_process_on_a_gpu(on_gpu, name):
+    check(on_gpu, name)
+
+
+def check(failures: list[dict[str, str]], name: str) -> None:
+    for rank, results in enumerate(failures):
+        assert name in results, f"rank {rank} never came to this case"
+        assert not results[name], f"rank {rank}: {results[name]}"

@@ -1,0 +1,304 @@
+"""lineate.tasks: labels against a naive reading of every row, streams, errors, the command."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lineate.tasks.memory import POWER
+from lineate.tasks.model import ModelOptions, make_config, parse_rule
+from lineate.tasks.registry import TASKS
+from lineate.tasks.runner import Cell, TrainOptions, learning_rate, logits_asked, plan_cells, sizes_at, train_cell
+from lineate.tasks.task import NOTHING, Sizes
+from lineate.tasks.tracking import PERMUTATIONS
+
+SIZES = {
+    "recall": Sizes(64, 8, 64),
+    "overwriting": Sizes(80, 6, 32, writes=3),
+    "needle": Sizes(31, 3, 32),
+    "copying": Sizes(20, vocab=9),
+    "selective-copying": Sizes(33, 7, 12),
+    "induction": Sizes(17, vocab=8),
+    "parity": Sizes(23),
+    "counting": Sizes(23, modulus=5),
+    "s5": Sizes(21),
+}
+
+
+def rows_of(name, sizes=None, rows=40, seed=3):
+    ids, targets = TASKS[name].batch(rows, sizes or SIZES[name], seed=seed, step=7)
+    return zip(ids.tolist(), targets.tolist(), strict=True)
+
+
+def dictionary(row, writes):
+    """What a dictionary holds after the pairs at the start of a row."""
+    return {row[2 * n]: row[2 * n + 1] for n in range(writes)}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_shapes_ranges_and_number_of_questions(name):
+    task, sizes = TASKS[name], SIZES[name]
+    ids, targets = task.batch(50, sizes, seed=0, step=0)
+    assert ids.shape == targets.shape == (50, sizes.length)
+    assert ids.dtype == targets.dtype == torch.int64
+    assert ids.min() >= 0 and ids.max() < task.tokens(sizes)
+    asked = targets != NOTHING
+    assert asked.sum(1).tolist() == [task.asked(sizes)] * 50
+    assert targets[asked].min() >= 0 and targets[asked].max() < task.tokens(sizes)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_batch_depends_on_seed_step_and_stream_alone(name):
+    task, sizes = TASKS[name], SIZES[name]
+
+    def ids(**changed):
+        return task.batch(16, sizes, **({"seed": 1, "step": 2, "stream": "train"} | changed))[0]
+
+    torch.manual_seed(0)
+    first = ids()
+    torch.manual_seed(1)
+    assert torch.equal(first, ids())
+    for other in ({"seed": 2}, {"step": 3}, {"stream": "test"}, {"seed": 2, "step": 1}):
+        assert not torch.equal(first, ids(**other)), other
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_recall_asks_every_key_once_for_its_value(noise):
+    sizes = replace(SIZES["recall"], noise=noise)
+    for row, targets in rows_of("recall", sizes):
+        pairs = dictionary(row, 8)
+        assert len(pairs) == len(set(pairs.values())) == 8
+        assert all(1 <= key < 32 for key in pairs) and all(32 <= value < 64 for value in pairs.values())
+        places = [i for i, target in enumerate(targets) if target != NOTHING]
+        assert min(places) >= 16 and all(place % 2 == 0 for place in places)
+        assert {row[i]: targets[i] for i in places} == pairs and len(places) == 8
+        if not noise:
+            assert all(row[i] == 0 for i in range(16, 64) if i not in places)
+
+
+def test_recall_places_queries_by_the_power_law():
+    sizes = Sizes(64, 1, 64)
+    _, targets = TASKS["recall"].batch(20000, sizes, seed=0, step=0)
+    places = (targets != NOTHING).float().mean(0)[2::2]
+    expected = torch.arange(1, 32).float() ** (POWER - 1)
+    torch.testing.assert_close(places, expected / expected.sum(), atol=0.012, rtol=0)
+
+
+def test_overwriting_asks_for_the_latest_value():
+    earlier = 0
+    for row, targets in rows_of("overwriting"):
+        keys = row[0:36:2]
+        assert sorted(keys.count(key) for key in set(keys)) == [3] * 6
+        latest = dictionary(row, 18)  # later entries replace earlier ones
+        asked = {row[i]: target for i, target in enumerate(targets) if target != NOTHING}
+        assert asked == latest
+        earlier += sum(row[2 * keys.index(key) + 1] == value for key, value in latest.items())
+    assert earlier < 40 * 6 / 4  # the first value is rarely the latest
+
+
+def test_needle_asks_for_a_pair_that_is_there():
+    for row, targets in rows_of("needle"):
+        assert targets[:-1] == [NOTHING] * 30
+        assert row[:-1].count(row[-1]) == 1
+        assert row[row.index(row[-1]) + 1] == targets[-1] >= 16
+        assert sum(token >= 8 for token in row[:-1]) == 6  # three pairs; the rest is noise
+
+
+def test_copying_selective_copying_and_induction():
+    for row, targets in rows_of("copying"):
+        assert row[10] == 0 and row[11:] == row[:9] and 0 not in row[:10]
+        assert targets == [NOTHING] * 10 + row[:10]
+    for row, targets in rows_of("selective-copying"):
+        assert row[-7:] == [1] * 7
+        assert targets == [NOTHING] * 26 + [token for token in row[:-7] if token]
+    for row, targets in rows_of("induction"):
+        assert row[-1] == 0 and row.count(0) == 2
+        assert targets == [NOTHING] * 16 + [row[row.index(0) + 1]]
+
+
+@pytest.mark.parametrize(("name", "modulus"), [("parity", 2), ("counting", 5)])
+def test_sums_so_far(name, modulus):
+    for row, targets in rows_of(name):
+        assert row[0] == modulus and targets[0] == NOTHING
+        assert targets[1:] == [sum(row[1 : n + 1]) % modulus for n in range(1, 23)]
+
+
+def test_permutations_so_far():
+    for row, targets in rows_of("s5"):
+        assert row[0] == 120 and targets[0] == NOTHING
+        now = (0, 1, 2, 3, 4)
+        for token, target in zip(row[1:], targets[1:], strict=True):
+            now = tuple(PERMUTATIONS[token][x] for x in now)
+            assert PERMUTATIONS[target] == now
+
+
+def test_logits_are_those_of_the_places_asked():
+    task, sizes = TASKS["recall"], SIZES["recall"]
+    from lineate.models import HybridLM
+
+    model = HybridLM(make_config("gdn", 64, ModelOptions(32)))
+    ids, targets = task.batch(3, sizes, seed=0, step=0)
+    logits, asked = logits_asked(model, ids, targets, 8)
+    kept = targets != NOTHING
+    torch.testing.assert_close(logits.flatten(0, 1), model(ids).logits[kept], atol=1e-5, rtol=1e-5)
+    assert torch.equal(asked.flatten(), targets[kept])
+
+
+def test_rules_and_patterns():
+    assert parse_rule("gdn") == ("G", 1.0)
+    assert parse_rule("deltanet-2") == ("D", 2.0)
+    assert parse_rule("deltanet", 2.0) == ("D", 2.0)
+    assert parse_rule("GGGA-2") == ("GGGA", 2.0)
+    config = make_config("kda-2", 50, ModelOptions(64, 3, 2, conv=0))
+    assert (config.letters, config.linear.beta_scale, config.linear.key_dim, config.linear.conv_size) == (
+        "KKK",
+        2,
+        32,
+        0,
+    )
+
+
+def test_schedule_and_curriculum():
+    train = TrainOptions(steps=900, lr=1.0, curriculum=4)
+    assert learning_rate(0, train) == pytest.approx(1 / 45)
+    assert learning_rate(45, train) == pytest.approx(1.0)
+    assert learning_rate(899, train) == pytest.approx(0.02, abs=1e-3)
+    task, sizes = TASKS["recall"], SIZES["recall"]
+    found = [(s.pairs, s.length) for s in (sizes_at(task, sizes, n, train) for n in (0, 149, 150, 299, 300, 899))]
+    assert found == [(2, 16), (2, 16), (4, 32), (4, 32), (8, 64), (8, 64)]
+
+
+def test_the_same_seed_gives_the_same_run_and_time_ends_it():
+    train = TrainOptions(steps=6, rows=4, eval_every=3, test_rows=8, test_lengths=(64, 128))
+    cell = Cell("recall", "deltanet", 1, SIZES["recall"], ModelOptions(32), train)
+    first, again = (train_cell(cell, lambda line: None) for _ in range(2))
+    assert first.history == again.history and first.by_length == again.by_length
+    assert (first.steps, first.stopped, list(first.by_length)) == (6, "steps", [64, 128])
+    other = train_cell(replace(cell, seed=2), lambda line: None)
+    assert other.history != first.history
+    late = train_cell(replace(cell, train=replace(train, minutes=1e-9)), lambda line: None)
+    assert (late.steps, late.stopped) == (3, "minutes")
+    good = train_cell(replace(cell, train=replace(train, stop_at=-1, eval_every=1)), lambda line: None)
+    assert (good.steps, good.stopped) == (2, "accuracy")
+
+
+def run(*arguments):
+    from typer.testing import CliRunner
+
+    from lineate.cli import build_app
+
+    return CliRunner().invoke(build_app(), ["tasks", *map(str, arguments)])
+
+
+SMALL = ("--vocab", 64, "--pairs", 8, "--length", 64, "--width", 32, "--layers", 1, "--rows", 4, "--test-rows", 8)
+
+
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_command_writes_table_figure_and_numbers(tmp_path, jobs):
+    done = run("recall", "--rules", "linear,deltanet-2,A", *SMALL, "--steps", 10, "--eval-every", 5, "--seeds", 2,
+               "--jobs", jobs, "--device", "cpu", "--out", tmp_path)  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "DeltaNet" in done.output and "recall.png" in done.output.replace("\n", "")
+    content = json.loads((tmp_path / "recall.json").read_text())
+    assert [(x["rule"], x["seed"]) for x in content["cells"]] == [
+        (rule, seed) for rule in ("linear", "deltanet-2", "A") for seed in (0, 1)
+    ]
+    assert content["sizes"]["pairs"] == 8 and content["cells"][0]["steps"] == 10
+    assert list(content["cells"][0]["by_pairs"]) == ["1", "2", "4", "8", "16"]
+    assert list(content["cells"][0]["by_length"]) == ["64", "128", "256"]
+    assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "recall.md").read_text().count("\n| ") == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recal"], "did you mean 'recall'?"),
+        (["recall", "--rules", "deltanett"], "did you mean 'deltanet'?"),
+        (["recall", "--rules", "linear-2"], "has no beta"),
+        (["recall", "--rules", "gdn,gdn"], "rules must differ"),
+        (["recall", "--rules", "GGGA"], "layers must be at least 4"),
+        (["recall", "--pairs", 200], "200 pairs need a length of at least 800, got 512"),
+        (["recall", "--pairs", 0], "pairs must be at least 1"),
+        (["recall", "--vocab", 100], "vocab must be above 129"),
+        (["recall", "--modulus", 3], "--modulus has no meaning for recall"),
+        (["parity", "--test-pairs", "3"], "test_pairs has no meaning for parity"),
+        (["recall", "--test-lengths", "64"], "need a length of at least 256, got 64"),
+        (["recall", "--test-lengths", "1,x"], "--test-lengths must be whole numbers"),
+        (["recall", "--width", 30], "width must be a multiple of 4 * heads"),
+        (["recall", "--lr", 0], "lr must be above 0"),
+        (["recall", "--curriculum", 3], "curriculum must be a power of two"),
+        (["recall", "--dtype", "bfloat"], "did you mean 'bfloat16'?"),
+        (["recall", "--beta-scale", 3], "beta_scale must be above 0 and at most 2"),
+        (["recall", "--init", 0], "init must be above 0 and at most 1"),
+        (["recall", "--device", "gpu"], "--device must be auto, cpu or cuda"),
+        (["copying", "--length", 7], "length must be even"),
+        (["parity", "--out", "/dev/null/x"], "--out must be a folder that can be written"),
+    ],
+)
+def test_wrong_flags_say_so_before_any_work(tmp_path, arguments, message):
+    where = [] if "--out" in arguments else ["--out", tmp_path / "new"]
+    done = run(*arguments, *where)
+    assert done.exit_code == 2
+    assert message in done.output.replace("\n", " ")
+    assert not (tmp_path / "new").exists()
+
+
+def test_bfloat16_trains():
+    train = TrainOptions(steps=3, rows=4, eval_every=3, test_rows=8, dtype="bfloat16")
+    for rule in ("linear", "gla", "deltanet", "gdn", "kda", "softmax"):
+        result = train_cell(Cell("parity", rule, 0, Sizes(12), ModelOptions(32), train), lambda line: None)
+        assert 0 < result.history[0][1] < 10, rule
+
+
+def test_plan_has_every_rule_with_every_seed():
+    cells = plan_cells(TASKS["parity"], ["gdn", "kda"], Sizes(12), ModelOptions(32), TrainOptions(), 3)
+    assert [(c.rule, c.seed) for c in cells] == [(r, s) for r in ("gdn", "kda") for s in range(3)]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_defaults_and_their_stages_can_be_made(name):
+    task = TASKS[name]
+    task.check(task.default)
+    for factor in (2, 4, 8):
+        sizes = task.shrink(task.default, factor)
+        assert task.obstacle(sizes) is None
+        ids, targets = task.batch(2, sizes, seed=0, step=0)
+        assert int((targets != NOTHING).sum()) == 2 * task.asked(sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TASKS)
+def test_batches_are_made_on_the_gpu_and_train_there(name):
+    ids, targets = TASKS[name].batch(4, SIZES[name], seed=0, step=0, device="cuda")
+    assert ids.is_cuda and targets.is_cuda
+    train = TrainOptions(steps=4, rows=4, eval_every=2, test_rows=8, device="cuda", dtype="tf32")
+    for rule in ("linear", "gla", "deltanet", "gdn", "kda", "softmax"):
+        result = train_cell(Cell(name, rule, 0, SIZES[name], ModelOptions(64), train), lambda line: None)
+        assert 0 < result.history[-1][1] < 20, rule
+
+
+@pytest.mark.slow
+def test_overwriting_separates_adding_from_correcting():
+    sizes = Sizes(40, 4, 64, writes=3)
+    train = TrainOptions(steps=400, rows=64, lr=5e-3, test_rows=256)
+    accuracy = {
+        rule: train_cell(
+            Cell("overwriting", rule, 0, sizes, ModelOptions(64, init=0.125), train), lambda line: None
+        ).accuracy
+        for rule in ("deltanet", "linear")
+    }
+    assert accuracy["deltanet"] > 0.95
+    assert accuracy["linear"] < 0.6
+
+
+@pytest.mark.slow
+def test_parity_needs_negative_eigenvalues():
+    train = TrainOptions(steps=600, rows=32, eval_every=100, test_rows=256)
+    accuracy = {
+        rule: train_cell(Cell("parity", rule, 0, Sizes(40), ModelOptions(64, 1), train), lambda line: None).accuracy
+        for rule in ("deltanet", "deltanet-2")
+    }
+    assert accuracy["deltanet-2"] > 0.95
+    assert accuracy["deltanet"] < 0.6
