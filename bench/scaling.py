@@ -2,7 +2,7 @@
 
     python bench/scaling.py            prints the tables of the document
 
-Nothing here was measured. Every formula is that of the code in lineate/training and lineate/layers/context.py: float32
+Nothing here was measured. Every formula is that of the code in lineate/training and lineate/layers/carry.py: float32
 parameters under autocast (4 bytes a parameter gathered and reduced), blocks recomputed in the backward pass, keys and
 values of a sequence gathered by every rank that shares it, contiguous segments (so the last rank attends to all).
 """

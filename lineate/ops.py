@@ -80,7 +80,7 @@ def linear_attention(
     attended = _attend(
         LINEAR, q, k, v, None, None, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
     )  # fmt: skip
-    return Attended(_divide(attended.output), attended.state) if normalize else attended
+    return Attended(divide_by_last(attended.output), attended.state) if normalize else attended
 
 
 def gated_linear_attention(
@@ -332,7 +332,7 @@ def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Ten
     return None if feature_map == "identity" else lambda x: F.elu(x) + 1
 
 
-def _divide(output: Tensor, smallest: float = 1e-6) -> Tensor:
+def divide_by_last(output: Tensor, smallest: float = 1e-6) -> Tensor:
     """Divide by the last column, q . sum of keys, kept at least `smallest` away from 0."""
     total = output[..., -1:]
     total = torch.where(total.abs() < smallest, torch.copysign(total.new_full((), smallest), total), total)

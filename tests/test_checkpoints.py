@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from lineate.training.config import TrainConfig
 from lineate.training.loop import Trainer, TrainingStopped
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
+from lineate.training.tokenizer import make_tokenizer
 
 # Dies at a given event: a step, or a call that makes something last on the disk.
 DIES = """
@@ -47,6 +49,19 @@ trainer = prepare(TrainConfig.load(Path(sys.argv[1])), resume=sys.argv[2] == "re
 trainer.run()
 print("events", int(sys.argv[3]) - left)
 """  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder with data, a model, and a run of 12 steps that was left alone; what that run ended with."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, everything(train(make_config(folder)))
+
+
+def copy(folder: Path, out: Path, **changes: object) -> TrainConfig:
+    """The config of a copy of the run in a folder."""
+    shutil.copytree(folder / "run", out)
+    return make_config(folder, out=str(out), **changes)
 
 
 def die_and_resume(folder: Path, moments: list[int], **changes: object) -> None:
@@ -83,7 +98,7 @@ def loaded(config: TrainConfig) -> Trainer:
 
 
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    die_and_resume(tmp_path, [25, 31])
+    die_and_resume(tmp_path, [31])
 
 
 @pytest.mark.slow
@@ -93,10 +108,14 @@ def test_a_run_killed_20_times_ends_as_one_that_was_not(tmp_path: Path, optimize
     die_and_resume(tmp_path, [draw.randrange(1, 60) for _ in range(20)], steps=60, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resume_is_exact_and_repeats_no_line(tmp_path: Path, optimizer: str) -> None:
-    plain = train(make_config(tmp_path, out=str(tmp_path / "plain"), optimizer=optimizer))
-    config = make_config(tmp_path, optimizer=optimizer)
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer": "adamw", "dtype": "bfloat16"}, {"optimizer": "muon", "recompute": True, "accumulate": 2}],
+    ids=str,
+)
+def test_resume_is_exact_and_repeats_no_line(tmp_path: Path, changes: dict[str, object]) -> None:
+    plain = train(make_config(tmp_path, out=str(tmp_path / "plain"), **changes))
+    config = make_config(tmp_path, **changes)
     first = prepare(config)
     for _ in range(8):  # saved at 6 only
         first.train_step()
@@ -142,9 +161,13 @@ def test_more_steps_can_be_asked_for(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_skipped_and_named(
-    tmp_path: Path, damage: str, why: str, capsys: pytest.CaptureFixture[str]
+    finished: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    damage: str,
+    why: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plain = train(make_config(tmp_path))
+    config = copy(finished[0], tmp_path / "run")
     newest = tmp_path / "run/checkpoints/step-000012"
     if damage == "truncate":
         os.truncate(newest / "model.safetensors", 1000)
@@ -154,22 +177,46 @@ def test_a_damaged_checkpoint_is_skipped_and_named(
         (newest / "optimizer.safetensors").write_bytes(data)
     else:
         (newest / ("state.json" if damage == "remove" else "manifest.json")).unlink()
-    capsys.readouterr()
-    trainer = prepare(make_config(tmp_path), resume=True)
+    trainer = prepare(config, resume=True)
     said = capsys.readouterr()
     assert f"skipped the checkpoint {newest}: " in said.err and why in said.err
     assert trainer.step == 9 and "step-000009" in said.out
     trainer.run()
     trainer.close()
-    assert_same_bits(everything(plain), everything(trainer))
+    assert_same_bits(finished[1], everything(trainer))
     assert checkpoint.problem(newest) is None  # made again
+
+
+def test_when_all_checkpoints_are_damaged_nothing_is_thrown_away(
+    finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    config = copy(finished[0], tmp_path / "run")
+    for path in checkpoint.checkpoints(tmp_path / "run/checkpoints"):
+        os.truncate(path / "model.safetensors", 1000)
+    lines = read_metrics(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"needs a whole checkpoint, got 2 in .*, all damaged; remove them to start"):
+        prepare(config, resume=True)
+    assert read_metrics(tmp_path / "run") == lines
+
+
+def test_a_folder_has_one_process_at_a_time(finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    first = prepare(copy(finished[0], tmp_path / "run", steps=14), resume=True)
+    before = (tmp_path / "run/config.json").read_text()
+    with pytest.raises(ValueError, match="run is being trained by another process"):
+        prepare(replace(first.config, steps=20), resume=True)
+    assert (tmp_path / "run/config.json").read_text() == before
+    first.close()
+    prepare(first.config, resume=True).close()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
 def test_a_full_disk_costs_one_checkpoint_and_says_so(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: tuple[Path, dict[str, torch.Tensor]],
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plain = train(make_config(tmp_path, out=str(tmp_path / "plain")))
     write, run = files.write_bytes, tmp_path / "run"
 
     def full(file: Path, pieces: object) -> None:
@@ -180,10 +227,10 @@ def test_a_full_disk_costs_one_checkpoint_and_says_so(
 
     monkeypatch.setattr(files, "write_bytes", full)
     monkeypatch.setattr(checkpoint, "write_bytes", full)
-    trainer = train(make_config(tmp_path, keep=9))
+    trainer = train(make_config(finished[0], out=str(run), keep=9))
     assert "step 9 was not saved (No space left on device); training goes on" in capsys.readouterr().err
     assert sorted(x.name for x in (run / "checkpoints").iterdir()) == ["step-000003", "step-000006"]  # and no rest
-    assert_same_bits(everything(plain), everything(trainer))
+    assert_same_bits(finished[1], everything(trainer))
 
 
 def test_a_disk_that_is_full_for_everything_ends_with_a_message(
@@ -241,8 +288,10 @@ def test_pruning_keeps_the_last_good_ones(tmp_path: Path) -> None:
     assert save(5, 1) and checkpoint.newest(tmp_path, print) == tmp_path / "step-000005"
 
 
-def test_sigterm_ends_a_run_after_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = train(make_config(tmp_path, out=str(tmp_path / "plain")))
+def test_sigterm_ends_a_run_after_a_save(
+    finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(finished[0], out=str(tmp_path / "run"))
     step = Trainer.train_step
 
     def and_a_signal(self: Trainer) -> bool:
@@ -253,12 +302,12 @@ def test_sigterm_ends_a_run_after_a_save(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "train_step", and_a_signal)
         with pytest.raises(TrainingStopped, match="stopped at step 5; go on with lineate train --resume"):
-            train(make_config(tmp_path))
-    trainer = prepare(make_config(tmp_path), resume=True)
+            train(config)
+    trainer = prepare(config, resume=True)
     assert trainer.step == 5
     trainer.run()
     trainer.close()
-    assert_same_bits(everything(plain), everything(trainer))
+    assert_same_bits(finished[1], everything(trainer))
 
 
 @pytest.mark.parametrize(
@@ -273,25 +322,48 @@ def test_sigterm_ends_a_run_after_a_save(tmp_path: Path, monkeypatch: pytest.Mon
         ({"optimizer": "adamw"}, "optimizer cannot change"),
     ],
 )
-def test_what_a_resumed_run_cannot_change(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    train(make_config(tmp_path, steps=3))
+def test_what_a_resumed_run_cannot_change(
+    finished: tuple[Path, dict[str, torch.Tensor]], changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        prepare(make_config(tmp_path, **{"steps": 4} | changes), resume=True)
+        prepare(make_config(finished[0], **{"steps": 14} | changes), resume=True)
 
 
 def test_changed_data_or_vocabulary_is_noticed_on_resume(tmp_path: Path) -> None:
     train(make_config(tmp_path, steps=3))
-    kind = tmp_path / "run/tokenizer/tokenizer_kind.json"
-    other = tmp_path / "texts/more.txt"
+    config, own = make_config(tmp_path, steps=4), tmp_path / "run/tokenizer"
+    other, one = tmp_path / "texts/more.txt", tmp_path / "texts/00.txt"
+    text = one.read_text()
     other.write_text("one more text")
-    with pytest.raises(ValueError, match=r"data must be what the run began with, .* it has changed since"):
-        prepare(make_config(tmp_path, steps=4), resume=True)
+    with pytest.raises(ValueError, match=r"data must be what the run began with, .* its text has changed"):
+        prepare(config, resume=True)
     other.unlink()
+    one.write_text(text.replace("the memory", "THE MEMORY"))  # as long as before
+    with pytest.raises(ValueError, match=r"data must be what the run began with, .* its text has changed"):
+        prepare(config, resume=True)
+    one.write_text(text)
+    (tmp_path / "texts").rename(tmp_path / "moved")  # the same text
+    moved = replace(config, data=(str(tmp_path / "moved"),))
+    assert train(moved, resume=True).step == 4
     pytest.importorskip("tokenizers")
-    from lineate.training.tokenizer import make_tokenizer
-
-    make_tokenizer("bpe:280", [path.read_text() for path in (tmp_path / "texts").iterdir()]).save(kind.parent)
+    make_tokenizer("bpe:280", [path.read_text() for path in (tmp_path / "moved").iterdir()]).save(own)
     with pytest.raises(
         ValueError, match="bytes with a vocabulary of 257, got bpe:280 with 280: the vocabularies differ"
     ):
-        prepare(make_config(tmp_path, steps=4), resume=True)
+        prepare(moved, resume=True)
+
+
+def test_before_the_first_checkpoint_the_tokenizer_can_change(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    config = make_config(tmp_path, model="tiny", pattern="G", steps=1, warmup=0)
+    prepare(config).close()
+    trainer = prepare(replace(config, tokenizer="bpe:280"), resume=True)
+    trainer.run()
+    trainer.close()
+    assert trainer.tokenizer.name == "bpe:280" and trainer.model.config.vocab_size == 280
+    folder = Path(config.out) / "model"
+    with pytest.raises(ValueError, match=r"tokenizer must be that of the model in .*, 'bpe:280', got 'bpe:270'"):
+        prepare(make_config(tmp_path, out=str(tmp_path / "b"), model=str(folder), tokenizer="bpe:270"))
+    further = prepare(make_config(tmp_path, out=str(tmp_path / "c"), model=str(folder)))
+    further.close()
+    assert further.tokenizer.identity == trainer.tokenizer.identity

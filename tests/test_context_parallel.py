@@ -1,6 +1,7 @@
 """Context parallelism: ranks that each hold a segment equal one process that holds all, outputs and all gradients.
 
-Four processes (gloo) are started once and run every case; each computes the whole by itself beside its own part.
+Four processes (gloo) are started once and run every fast case, and once for the slow ones; each computes the whole by
+itself beside its own part.
 """
 
 import json
@@ -15,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -34,6 +35,7 @@ from lineate.layers import (
     LinearAttention,
     Memory,
     TokenCache,
+    carry,
     context,
 )
 from lineate.models import (
@@ -121,11 +123,15 @@ LAYOUTS = {
 CASES: dict[str, Callable[[dist.ProcessGroup], None]] = {}
 """Name -> what each rank runs; the group has as many ranks as the layout."""
 SIZE_OF: dict[str, int] = {}
+SLOW: set[str] = set()
+FAST_LAYOUTS = ("rows, state", "packed, one over three ranks", "packed, ends at the edges", "packed, tiny", "2 ranks")
 
 
-def case(name: str, size: int = RANKS):
+def case(name: str, size: int = RANKS, slow: bool = False):
     def add(run):
         CASES[name], SIZE_OF[name] = run, size
+        if slow:
+            SLOW.add(name)
         return run
 
     return add
@@ -353,22 +359,24 @@ for mixer in MIXERS:
         if few or ("no convolution" in mixer and not name.startswith("packed, one")):
             continue
 
-        @case(f"{mixer}: {name}", len(layout.cuts) - 1)
+        fast = name in FAST_LAYOUTS or f"{mixer}: {name}" in ("kimi: rows, many chunks", "linear: rows, many chunks")
+
+        @case(f"{mixer}: {name}", len(layout.cuts) - 1, slow=not fast)
         def _(group, mixer=mixer, layout=layout):
             run_mixer(mixer, layout, group, torch.float32, 1e-5)
 
-    @case(f"{mixer}: recomputed")
+    @case(f"{mixer}: recomputed", slow=True)
     def _(group, mixer=mixer):
         run_mixer(mixer, LAYOUTS["packed, one over three ranks"], group, torch.float32, 1e-5, recompute=True)
 
-    @case(f"{mixer}: bfloat16")
+    @case(f"{mixer}: bfloat16", slow=mixer not in ("gated delta", "attention"))
     def _(group, mixer=mixer):
         run_mixer(mixer, LAYOUTS["rows, odd lengths"], group, torch.bfloat16, 0.03)
 
 
 for mixer in ("gated delta", "attention"):
 
-    @case(f"{mixer}: compiled")
+    @case(f"{mixer}: compiled", slow=True)
     def _(group, mixer=mixer):
         run_mixer(mixer, LAYOUTS["packed, one over three ranks"], group, torch.float32, 1e-5, compiled=True)
 
@@ -376,7 +384,7 @@ for mixer in ("gated delta", "attention"):
 for name in ("rows, state", "packed, one over three ranks", "packed, ends at the edges", "packed, tiny"):
     for recompute in (False, True):
 
-        @case(f"model: {name}" + ", recomputed" * recompute)
+        @case(f"model: {name}" + ", recomputed" * recompute, slow=recompute != (name == "packed, tiny"))
         def _(group, name=name, recompute=recompute):
             run_model(LAYOUTS[name], group, torch.float32, 1e-5, recompute)
 
@@ -391,7 +399,7 @@ def _(group):
     run_model(LAYOUTS["packed, one over three ranks"], group, torch.float64, 1e-12)
 
 
-@case("two forwards, then both backwards, recomputed")
+@case("two forwards, then both backwards, recomputed", slow=True)
 def _(group):
     """Each recomputation sees its own segment, not the latest."""
     rank, totals = dist.get_rank(group), []
@@ -415,6 +423,58 @@ def _(group):
         model.zero_grad()
     for got, expected in zip(*totals, strict=True):
         close("gradient", got, expected, 1e-12)
+
+
+@case("bytes that docs/scaling.md says")
+def _(group):
+    """2 rows of 9 tokens a rank, in float32; forward, and the same again backward."""
+    received = []
+
+    def counted(run):
+        def counting(self, x):
+            out = run(self, x)
+            received.append(min(x.nbytes, out.nbytes) * (self.size - 1))
+            return out
+
+        return counting
+
+    h, hv, k, v = 2, 4, 8, 6
+    halo = 4 * 2 * 3 * (2 * h * k + hv * v)
+    expected = {
+        "linear": 4 * 2 * hv * k * (1 + v + 1) + halo,
+        "gated linear": 4 * 2 * hv * k * (1 + v) + halo,
+        "gated delta": 4 * 2 * hv * k * (k + v) + halo,
+        "attention": 4 * 2 * (2 * 2 * 10) * 9,
+        "latent": 4 * 2 * (9 + 4) * 9,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gather", "scatter_sum"):
+            patch.setattr(context.Context, name, counted(getattr(context.Context, name)))
+        for name, each in expected.items():
+            mixer = make_mixer(name, torch.float32)
+            context_parallel(mixer, group)
+            received.clear()
+            mixer(draw(2, 9, HIDDEN, seed=1))[0].sum().backward()
+            if sum(received) != (RANKS - 1) * (2 * each + 40):
+                DIFFERENCES.append(f"{name}: {received}, expected {(RANKS - 1) * (2 * each + 40)}")
+
+
+@case("what is not finite stays in its text")
+def _(group):
+    """The text of rank 3 began on rank 2, behind one that is not finite."""
+    layout, rank = LAYOUTS["packed, one over three ranks"], dist.get_rank(group)
+    start, end = layout.cuts[rank : rank + 2]
+    for name in ("linear", "gated linear", "gated delta"):
+        mixer = make_mixer(name, torch.float32)
+        context_parallel(mixer, group)
+        x = draw(1, layout.cuts[-1], HIDDEN, seed=1)
+        x[:, 5] = torch.nan
+        mine = x[:, start:end].clone().requires_grad_()
+        output, _ = mixer(mine, None, mixer.context.segment(mine, *layout.part(rank)))
+        output.sum().backward()
+        for what, found in (("output", output), ("gradient", mine.grad)):
+            if bool(found.isfinite().all()) != (rank == 3):
+                DIFFERENCES.append(f"{name}: {what} of rank {rank}: {found}")
 
 
 @case("errors")
@@ -449,63 +509,69 @@ GPU_CASES = [
 ]
 
 
-def rank_main(rank: int, folder: str, device: str) -> None:
-    """Runs every case; writes what failed."""
-    torch.set_num_threads(1)
+def run_cases(folder: Path, device: str, names: list[str]) -> None:
+    """On a rank; writes what failed."""
     torch.set_default_device(device)
     for message in ("mkldnn_matmul failed", "FSDP2-wrapped module"):  # torch's own
         warnings.filterwarnings("ignore", message)
-    context.READ_AT_ONCE = 16  # so that short texts are summed in several pieces
+    carry.READ_AT_ONCE = 16  # so that short texts are summed in several pieces
     if device == "cuda":  # NCCL wants a GPU for every rank: gloo instead, with copies
         gather, scatter_sum = context.Context.gather, context.Context.scatter_sum
         context.Context.gather = lambda self, x: gather(self, x.cpu() if self.size > 1 else x).to(x.device)
         context.Context.scatter_sum = lambda self, x: scatter_sum(self, x.cpu() if self.size > 1 else x).to(x.device)
-    dist.init_process_group(
-        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
     groups = {size: dist.new_group(list(range(size))) for size in range(1, RANKS + 1)}
     failures: dict[str, str] = {}
-    for name, run in CASES.items():
-        if device == "cuda" and name not in GPU_CASES:
-            continue
+    for name in names:
         DIFFERENCES.clear()
         try:
             if rank < SIZE_OF[name]:
-                run(groups[SIZE_OF[name]])
+                CASES[name](groups[SIZE_OF[name]])
             failures[name] = "; ".join(DIFFERENCES)
         except BaseException:  # the other ranks may wait for this one: no case after it can run
             failures[name] = traceback.format_exc()
             break
         finally:
             Path(folder, f"{rank}.json").write_text(json.dumps(failures))
-    dist.destroy_process_group()
 
 
-def start(folder: Path, device: str) -> list[dict[str, str]]:
+def start(folder: Path, device: str, names: list[str]) -> list[dict[str, str]]:
     """Of each rank: case -> what failed, or nothing."""
     with suppress(Exception):  # then some case has no result
-        mp.spawn(rank_main, (str(folder), device), nprocs=RANKS)
+        run_ranks(RANKS, run_cases, folder, device, names)
     found = [Path(folder, f"{rank}.json") for rank in range(RANKS)]
     return [json.loads(x.read_text()) if x.exists() else {} for x in found]
 
 
+FAST = [name for name in CASES if name not in SLOW]
+
+
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory) -> list[dict[str, str]]:
-    return start(tmp_path_factory.mktemp("ranks"), "cpu")
+    return start(tmp_path_factory.mktemp("ranks"), "cpu", FAST)
+
+
+@pytest.fixture(scope="module")
+def slow_on_cpu(tmp_path_factory) -> list[dict[str, str]]:
+    return start(tmp_path_factory.mktemp("ranks"), "cpu", sorted(SLOW))
 
 
 @pytest.fixture(scope="module")
 def on_gpu(tmp_path_factory) -> list[dict[str, str]]:
-    return start(tmp_path_factory.mktemp("ranks"), "cuda")
+    return start(tmp_path_factory.mktemp("ranks"), "cuda", GPU_CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FAST)
 def test_ranks_equal_one_process(on_cpu, name):
     check(on_cpu, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SLOW))
+def test_ranks_equal_one_process_in_more_cases(slow_on_cpu, name):
+    check(slow_on_cpu, name)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,8 @@ import errno
 import os
 import re
 import time
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from lineate.models import HybridLM
 from lineate.models.config import AttentionConfig, ExpertsConfig, FeedConfig, HybridConfig, LinearConfig
 from lineate.models.safetensors import CheckpointError
+from lineate.training import optim
 from lineate.training.batches import Batch
-from lineate.training.distributed import World
+from lineate.training.checkpoint import write_state
+from lineate.training.distributed import World, _fully_shard
 from lineate.training.loss import loss_sum
 from lineate.training.sharded import full_state, load_distributed, save_distributed
 
@@ -214,6 +217,32 @@ def test_save_before_the_first_step_and_model_alone(tmp_path):
     assert torch.equal(other.embed.weight, model.embed.weight)
 
 
+def test_options_of_the_optimizer_can_stay(tmp_path):
+    """A run that is resumed with another weight decay."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    train(World(), model, optimizer, 1)
+    save_distributed(tmp_path, model, optimizer)
+    other = make_optimizer(model)
+    other.param_groups[0].update(weight_decay=0.5)
+    load_distributed(tmp_path, model, other, options=False)
+    assert other.param_groups[0]["weight_decay"] == 0.5
+    averages = [x.state[model.embed.weight]["exp_avg"] for x in (optimizer, other)]
+    assert averages[0].any() and torch.equal(*averages)
+
+
+def test_muon_moves_few_matrices_at_a_time(monkeypatch):
+    """So that a rank never holds all of a sharded model; the steps are the same."""
+    found = []
+    for most in (2**26, 2000):
+        monkeypatch.setattr(optim, "AT_ONCE", most)
+        model = make_model("GAG", experts=True)
+        train(World(), model, optim.make_optimizer(model, "muon", 3e-3, 0.1, (0.9, 0.95)), 2)
+        found.append(model.state_dict())
+    for name, x in found[0].items():
+        torch.testing.assert_close(found[1][name], x, atol=1e-6, rtol=0, msg=name)
+
+
 def _truncate(folder):
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-5])
@@ -308,6 +337,10 @@ def test_alone():
     world.close()
 
 
+def no_data():
+    raise ValueError("no data")
+
+
 def places(context):
     world = World.start("cpu", context=context)
     found = [world.data_rank, world.context_rank, world.data_size, world.context_size, int(world.is_main)]
@@ -316,6 +349,10 @@ def places(context):
         small.weight.grad = torch.ones(1, 2)  # the others have none, which counts as 0
     world.finish_gradients(small)
     world.barrier()
+    assert world.on_main(lambda: 5, "count") == (5 if world.is_main else None)
+    error, message = (ValueError, "no data") if world.is_main else (OSError, "rank 0 could not find data; its own mess")
+    with pytest.raises(error, match=message):
+        world.on_main(no_data, "find data")
     total = world.sum(torch.tensor(world.rank))
     world.close()
     return torch.tensor(found), small.weight.grad, total
@@ -327,6 +364,33 @@ def test_places_in_the_mesh():
         [0, 0, 2, 2, 1], [0, 1, 2, 2, 0], [1, 0, 2, 2, 0], [1, 1, 2, 2, 0],
     ]  # fmt: skip
     assert all(torch.equal(gradient, torch.ones(1, 2)) and total == 6 for _, gradient, total in results)
+
+
+def one_rank(folder):
+    """Nothing to split: the model stays plain, and saves as that of a single process."""
+    world = World.start("cpu", shard="full")
+    model = world.wrap(make_model())
+    write_state(folder, model, make_optimizer(model), world)
+    return (folder / "model.safetensors").is_file()
+
+
+def test_one_rank_of_torchrun(tmp_path):
+    assert run_ranks(1, one_rank, tmp_path) == [True]
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch):
+    """Over NCCL destroying the group would: they wait for this rank."""
+    left = []
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: left.append(1))
+    world = World(mesh=object())
+    with suppress(ValueError):
+        try:
+            no_data()
+        finally:
+            world.close()
+    assert not left
+    world.close()
+    assert left
 
 
 def one_dies(call):
@@ -394,12 +458,13 @@ def test_a_full_disk_fails_the_save_on_all_ranks(tmp_path, what, said):
 def on_a_gpu(folder, shard):
     """Over NCCL, with AdamW's fused kernel, whose step counts are on the GPU."""
     world = World.start("cuda", shard=shard)
-    model = world.wrap(make_model())
+    wrap = partial(_fully_shard, mesh=world.everyone) if shard == "full" else world.wrap  # which leaves one rank plain
+    model = wrap(make_model())
     optimizer = make_optimizer(model, fused=True)
     losses = train(world, model, optimizer, 5)
     save_distributed(folder, model, optimizer)
     saved = whole_state(model, optimizer)
-    other = world.wrap(make_model())
+    other = wrap(make_model())
     loaded = make_optimizer(other, fused=True)
     load_distributed(folder, other, loaded)
     assert_same(whole_state(other, loaded), saved)

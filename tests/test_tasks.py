@@ -9,6 +9,7 @@ import torch
 from lineate.tasks.memory import POWER
 from lineate.tasks.model import ModelOptions, make_config, parse_rule
 from lineate.tasks.registry import TASKS
+from lineate.tasks.report import percent
 from lineate.tasks.runner import Cell, TrainOptions, learning_rate, logits_asked, plan_cells, sizes_at, train_cell
 from lineate.tasks.task import NOTHING, Sizes
 from lineate.tasks.tracking import PERMUTATIONS
@@ -200,7 +201,7 @@ def test_command_writes_table_figure_and_numbers(tmp_path, jobs):
                "--jobs", jobs, "--device", "cpu", "--out", tmp_path)  # fmt: skip
     assert done.exit_code == 0, done.output
     assert "DeltaNet" in done.output and "recall.png" in done.output.replace("\n", "")
-    content = json.loads((tmp_path / "recall.json").read_text())
+    content = json.loads((tmp_path / "recall.json").read_text(), parse_constant=pytest.fail)  # NaN, Infinity
     assert [(x["rule"], x["seed"]) for x in content["cells"]] == [
         (rule, seed) for rule in ("linear", "deltanet-2", "A") for seed in (0, 1)
     ]
@@ -250,6 +251,11 @@ def test_bfloat16_trains():
     for rule in ("linear", "gla", "deltanet", "gdn", "kda", "softmax"):
         result = train_cell(Cell("parity", rule, 0, Sizes(12), ModelOptions(32), train), lambda line: None)
         assert 0 < result.history[0][1] < 10, rule
+
+
+def test_percent_rounds_down_what_is_between_tenths_only():
+    assert [percent(n / 1000) for n in range(1001)] == [f"{n / 10:.1f}" for n in range(1001)]
+    assert percent(0.99959) == "99.9"
 
 
 def test_plan_has_every_rule_with_every_seed():

@@ -5,10 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from lineate.training.checkpoint import write_json
+from lineate.training.config import TrainConfig
 from lineate.training.distributed import World
+from lineate.training.prepare import restarted
 
 SCRIPT = """
 import sys
@@ -51,6 +55,17 @@ def torchrun(folder, out, step, how="killed", restarts=0, shard="none", context=
         env=os.environ | {"PYTHONPATH": os.path.dirname(__file__), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300,  # far below the timeout of a collective, which must not be needed
     )  # fmt: skip
+
+
+def test_a_restart_resumes_only_its_own_run(tmp_path, monkeypatch):
+    """A folder with another run is refused in every start, not only in the first."""
+    config = TrainConfig(out=str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not restarted(config)
+    write_json(tmp_path / "config.json", config.to_dict())
+    assert restarted(config) and not restarted(replace(config, lr=1e-3))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not restarted(config)
 
 
 @pytest.mark.slow

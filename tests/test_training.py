@@ -1,7 +1,9 @@
 """The training loop and its parts: config, loss, optimisers, rows in random order, what is said when it goes wrong."""
 
+import io
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,14 @@ from lineate.models import HybridLM
 from lineate.models.config import ExpertsConfig
 from lineate.models.presets import tiny
 from lineate.training.batches import Batches
+from lineate.training.command import run_generate, run_train
 from lineate.training.config import TrainConfig
 from lineate.training.loop import MOST_SKIPS, Trainer, TrainingStopped
 from lineate.training.loss import loss_sum
 from lineate.training.optim import hidden_matrices, make_optimizer, orthogonalize
 from lineate.training.order import ShuffledBatches
 from lineate.training.prepare import prepare, train
-from lineate.training.report import read_metrics
+from lineate.training.report import _smooth, read_metrics
 from lineate.training.tokenizer import make_tokenizer
 from lineate.training.tokens import TokenStore
 
@@ -71,7 +74,9 @@ def test_config_survives_json_and_names_the_nearest_key() -> None:
         ({"warmup": 100}, "warmup must be less than steps"),
         ({"min_lr": 2.0}, "min_lr must lie in 0 .. 1, got 2.0"),
         ({"data": ()}, "data must name at least one source"),
-        ({"validation_fraction": 0.0}, "validation_fraction must lie"),
+        ({"validation_fraction": 0.0}, "validation_fraction must be above 0"),
+        ({"validation_fraction": 0.7}, "validation_fraction must be above 0 and at most 0.5, got 0.7"),
+        ({"seed": 2**63}, "seed must lie in 0"),
     ],
 )
 def test_a_wrong_config_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -196,7 +201,7 @@ def test_a_step_of_muon_is_its_equation_and_the_rest_is_adamw() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_training_lowers_the_loss_and_leaves_what_it_promised(tmp_path: Path, optimizer: str) -> None:
-    config = make_config(tmp_path, steps=40, save_every=0, optimizer=optimizer, lr=1e-2, sample_every=20, prompt="the ")
+    config = make_config(tmp_path, steps=40, save_every=0, optimizer=optimizer, lr=1e-2, sample_every=40, prompt="the ")
     trainer = train(config)
     out = Path(config.out)
     lines = read_metrics(out)
@@ -254,6 +259,14 @@ def test_bfloat16_keeps_float32_weights_and_learns(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
+def test_the_average_of_the_plot_keeps_up_with_the_loss() -> None:
+    for n in (1, 12, 80, 3000):
+        falling = [3 - 2 * i / n for i in range(n)]
+        assert max(abs(a - b) for a, b in zip(_smooth(falling), falling, strict=True)) < 0.06
+    noisy = _smooth([2.0 + (-1) ** i for i in range(3000)])
+    assert max(abs(x - 2) for x in noisy[200:]) < 0.05
+
+
 def test_two_runs_are_the_same_to_the_bit_and_seeds_differ(tmp_path: Path) -> None:
     def run(name: str, seed: int) -> Trainer:
         return train(make_config(tmp_path, out=str(tmp_path / name), steps=3, model="tiny", pattern="GA", seed=seed))
@@ -271,6 +284,20 @@ def test_compiled_blocks_give_the_same_loss(tmp_path: Path) -> None:
         train(config)
         losses.append([line["loss"] for line in read_metrics(Path(config.out)) if "loss" in line])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_the_validation_loss_is_that_of_every_text_alone(tmp_path: Path) -> None:
+    trainer = closed(prepare(make_config(tmp_path)))
+    total, count = 0.0, 0
+    for step in range(2):  # eval_batches
+        batch = trainer.validation.batch(step)
+        for first, last in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
+            targets = batch.targets[0, first:last]
+            with torch.no_grad():
+                logs = trainer.model(batch.ids[:, first:last]).logits[0].log_softmax(-1)
+            total -= float(logs.gather(1, targets.clamp(min=0)[:, None])[targets >= 0].sum())
+            count += int((targets >= 0).sum())
+    assert trainer.evaluate() == pytest.approx(total / count, rel=1e-5)
 
 
 # what is not finite
@@ -369,7 +396,8 @@ def test_flags_come_before_the_config_file(tmp_path: Path) -> None:
         (["--device", "tpu"], "device"),
         (["--out", "FILE/x"], "out must be a folder that can be written, got"),
         (["--out", "TAKEN"], "has a run; go on with --resume"),
-        (["--resume", "nowhere"], "nowhere"),
+        (["--resume", "nowhere"], "resume must be the folder of a run, got"),
+        (["--prompt", "\udcff"], "prompt must be text, got"),
         (["--context", "2"], "context must divide the number of processes = 1, got 2"),
     ],
 )
@@ -386,6 +414,29 @@ def test_what_is_wrong_is_one_line_before_any_training(tmp_path: Path, arguments
     code, text = command("train", *arguments)
     assert code == 1 and not (tmp_path / "run/metrics.jsonl").exists()
     assert (last := text.strip().split("\n")[-1]).startswith("lineate: ") and message in last and "Trace" not in text
+
+
+def test_a_terminal_without_unicode_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, steps=1, warmup=0, sample_every=1, prompt="\u00e9")
+    (tmp_path / "c.json").write_text(json.dumps(config.to_dict()))
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    run_train({"config": tmp_path / "c.json"})
+    run_generate(tmp_path / "run", "\u00e9", 3, 0.0, 0, 1.0, 0, "cpu")
+    sys.stdout.seek(0)
+    assert "| ?" in (text := sys.stdout.read()) and "\n?" in text
+
+
+def test_wrong_arguments_of_generate_are_one_line(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    make_tokenizer("bytes", ()).save(tmp_path)
+    for arguments, message in (
+        (["--device", "tpu"], "device must be 'cpu' or 'cuda', got 'tpu'"),
+        (["--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
+        (["--prompt", "\udcff"], "text must be Unicode"),
+    ):
+        code, text = command("generate", str(tmp_path), *arguments)
+        assert code == 1 and text.startswith("lineate: ") and message in text, text
+    assert command("generate", str(tmp_path / "none"))[1].startswith("lineate: expected the folder of a run")
 
 
 def test_a_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -413,8 +464,8 @@ def test_choose() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, -1.0], [5.0, 0.0, 0.0, 4.9]])
     assert choose(logits, temperature=0).tolist() == [1, 0]
     generator = torch.Generator().manual_seed(0)
-    many = torch.stack([choose(logits, generator=generator) for _ in range(4000)])
-    shares = torch.stack([(many == token).float().mean(0) for token in range(4)], 1)
+    many = choose(logits.repeat_interleave(4000, 0), generator=generator).view(2, 4000)
+    shares = torch.stack([(many == token).float().mean(1) for token in range(4)], 1)
     torch.testing.assert_close(shares, logits.softmax(-1), atol=0.03, rtol=0)
     drawn = [choose(logits, top_k=2, generator=generator) for _ in range(300)]
     assert {int(x[0]) for x in drawn} == {1, 2} and {int(x[1]) for x in drawn} == {0, 3}
@@ -435,7 +486,10 @@ def test_generation_continues_as_whole_forwards_would(tmp_path: Path) -> None:
     a, b, c = (torch.stack(list(generate(model, ids, 12, seed=seed)), 1) for seed in (1, 1, 2))
     assert torch.equal(a, b) and not torch.equal(a, c)
     stops = list(generate(model, ids, 12, temperature=0, stop={int(made[0, 3]), int(made[1, 5])}))
-    assert len(stops) <= 6 and int(stops[-1][0]) in made[0].tolist()
+    first = [next(n for n in range(12) if int(row[n]) in (int(made[0, 3]), int(made[1, 5]))) for row in made]
+    assert len(stops) == max(first) + 1
+    for row, n in enumerate(first):  # as without stop up to it, then the stop token again and again
+        assert [int(x[row]) for x in stops] == [int(made[row, min(i, n)]) for i in range(len(stops))]
     with pytest.raises(ValueError, match="max_new_tokens"):
         generate(model, ids, -1)
 

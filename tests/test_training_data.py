@@ -560,7 +560,7 @@ def test_unigram_entropy(tmp_path, monkeypatch):
 def test_split_is_a_partition(lengths, fraction, seed):
     whole = view_of(lengths)
     bounds = np.append(whole.starts, whole.n_tokens)
-    store = TokenStore(Path("x"), {"vocab_size": 1, "end": 0}, whole.tokens, bounds)
+    store = TokenStore(Path("x"), {"vocab_size": 1, "end": 0, "tokens_crc32": 0}, whole.tokens, bounds)
     train, validation = store.split(fraction, seed)
     again = store.split(fraction, seed)
     for one, other in zip((train, validation), again, strict=True):
@@ -577,7 +577,9 @@ def test_split_is_a_partition(lengths, fraction, seed):
 def test_split_depends_on_the_seed_and_wants_a_fraction():
     lengths = [10] * 50
     whole = view_of(lengths)
-    store = TokenStore(Path("x"), {"vocab_size": 1, "end": 0}, whole.tokens, np.append(whole.starts, 500))
+    store = TokenStore(
+        Path("x"), {"vocab_size": 1, "end": 0, "tokens_crc32": 0}, whole.tokens, np.append(whole.starts, 500)
+    )
     assert len({tuple(store.split(0.1, seed)[1].starts) for seed in range(10)}) > 5
     assert (store.split(0.1, 0)[0].name, store.split(0.1, 0)[1].name) == ("train", "validation")
     for wrong in (0, -0.1, 0.6, float("nan")):

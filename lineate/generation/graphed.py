@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lineate.layers import Memory, TokenCache
-from lineate.layers.state import _Buffer
 from lineate.models.hybrid import HybridLM, check_ids, check_state
 from lineate.models.state import ModelState
 
@@ -26,21 +25,20 @@ class _Cache(TokenCache):
     """The first n entries of tensors with room; append writes behind the last token of every row, in place."""
 
     def __init__(self, tensors: dict[str, Tensor], n: int, where: tuple[Tensor, Tensor], after: Tensor) -> None:
-        self._filled, self._packed, self.n = _Buffer(tensors, n), None, n
-        self.rows, self.lengths = after.shape[0], where[1]
+        super().__init__({name: x[:, :n] for name, x in tensors.items()}, where[1])
         self.where, self.after = where, after
 
     def append(self, new: dict[str, Tensor]) -> TokenCache:
         """With one more token in every row, new `rows 1 ...`."""
         for name, x in new.items():
-            tensor = self._buffer.tensors[name]
+            tensor = self[name]
             if x.dtype != tensor.dtype:
                 raise ValueError(
                     f"state's {name} must have the dtype of the new ones, {x.dtype}, got {tensor.dtype}; "
                     "make the decoder under the autocast and model dtype that made the state"
                 )
             tensor.index_put_(self.where, x[:, 0])
-        return TokenCache._over(self._buffer, self.n, self.after)
+        return TokenCache({name: self[name] for name in self.names}, self.after)
 
 
 class GraphedDecoder:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineate import checks
-from lineate.layers.context import Bounds, Context, enter_attention, segment_of
+from lineate.layers.carry import enter_attention
+from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate
 from lineate.layers.state import TensorSpec, TokenCache, token_positions

@@ -124,7 +124,7 @@ class MixtureOfExperts(nn.Module):
         if chosen.numel() <= GATHERED:
             return self._gathered(tokens, chosen)
         even = all(n % 8 == 0 for n in self.experts_down.shape[1:])  # rows of 16 bytes
-        if tokens.dtype == torch.bfloat16 and even:
+        if tokens.dtype == self.experts_down.dtype == torch.bfloat16 and even:  # autocast leaves weights in float32
             return self._sorted(tokens, chosen, self._grouped)
         if tokens.shape[0] <= ALL_EXPERTS or torch.cuda.is_current_stream_capturing():
             return self._all_experts(tokens, chosen)

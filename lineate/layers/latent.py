@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lineate.layers.attention import attend, attend_new
-from lineate.layers.context import Bounds, Context, enter_attention, segment_of
+from lineate.layers.carry import enter_attention
+from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate
 from lineate.layers.state import TensorSpec, TokenCache, token_positions

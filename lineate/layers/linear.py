@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.decoding import decode
 from lineate.fused import fused_delta_rule
-from lineate.layers.context import Bounds, Context, Segment, enter_convolution, run_rule, segment_of
+from lineate.layers.carry import enter_convolution, run_rule
+from lineate.layers.context import Bounds, Context, Segment, segment_of
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.state import Memory, TensorSpec
 from lineate.ops import (
     Attended,
-    _divide,
     delta_rule,
+    divide_by_last,
     gated_delta_rule,
     gated_linear_attention,
     kimi_delta_attention,
@@ -158,7 +159,7 @@ class LinearAttention(LinearMixer):
         if isinstance(bounds, Segment):  # the division is not linear in the memory: after the rule
             v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
             output, memory = run_rule(op, (q, k, v), memory, bounds, corrects=False)
-            return Attended(_divide(output), memory), z
+            return Attended(divide_by_last(output), memory), z
         return op(q, k, v, state=memory, cu_seqlens=bounds, normalize=True), z
 
 

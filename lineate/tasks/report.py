@@ -45,8 +45,8 @@ def table_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
 
 
 def percent(x: float) -> str:
-    """99.95% is not 100%: rounded down to a tenth."""
-    return f"{int(x * 1000) / 10:.1f}"
+    """99.95% is not 100%: rounded down to a tenth (0.57 * 1000 is 569.99.., hence the inner rounding)."""
+    return f"{int(round(x * 1000, 6)) / 10:.1f}"
 
 
 def markdown(results: Sequence[Result]) -> str:
@@ -97,7 +97,8 @@ def save_numbers(cell: Cell, results: Sequence[Result], out: Path, command: str)
         "train": asdict(cell.train), "cells": [asdict(result) for result in results],
     }  # fmt: skip
     path = out / f"{cell.task}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    strict = json.loads(json.dumps(content), parse_constant=lambda number: None)  # JSON has no infinity and no NaN
+    path.write_text(json.dumps(strict, indent=1) + "\n", encoding="utf-8")
     return path
 
 

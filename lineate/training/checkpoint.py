@@ -105,6 +105,7 @@ def _try(work: Callable[[], None], world: World, mine: bool) -> str:
             work()
         except OSError as failure:
             error = failure.strerror or str(failure)
+    world.barrier()  # which waits longer than the sum would: rank 0 reads all that was written
     failures = world.sum(torch.tensor(float(bool(error)), device=world.device))
     return (error or "another rank failed") if failures else ""
 
@@ -200,7 +201,7 @@ def write_state(path: Path, model: nn.Module, optimizer: Optimizer, world: World
     tensors = {
         f"{names[x]}/{key}": value for x, values in optimizer.state.items() for key, value in values.items()
     }  # fmt: skip
-    write_tensors(path / "optimizer.safetensors", tensors)
+    write_tensors(path / "optimizer.safetensors", dict(sorted(tensors.items())))  # the same file, resumed or not
 
 
 def load_model(path: Path, model: nn.Module) -> None:

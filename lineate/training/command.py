@@ -1,6 +1,7 @@
 """`lineate train` and `lineate generate`."""
 
 import inspect
+import io
 import os
 import sys
 from dataclasses import fields
@@ -53,22 +54,22 @@ def add_commands(app: "typer.Typer") -> None:
 def run_train(given: dict[str, Any]) -> None:
     """Train with the flags that were given (not None), over a config file or a run's own config."""
     from lineate.training.loop import CONFIG, TrainingStopped
-    from lineate.training.prepare import prepare, restarted
+    from lineate.training.prepare import check_folder, prepare, restarted
 
+    _print_anything()
     given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if x not in (None, [])}
     resume, file = given.pop("resume", None), given.pop("config", None)
     try:
         if resume is not None and ("out" in given or file is not None):
             raise ValueError("--resume says already where the run and its config are; leave out --out and --config")
         if resume is not None:
+            check_folder(resume, True)
             config = TrainConfig.load(resume / CONFIG, given | {"out": str(resume)})
         elif file is not None:
             config = TrainConfig.load(file, given)
         else:
             config = TrainConfig.from_dict(given)
-        if restarted() and (Path(config.out) / CONFIG).is_file():
-            resume = Path(config.out)
-        trainer = prepare(config, resume=resume is not None)
+        trainer = prepare(config, resume=resume is not None or restarted(config))
     except (ValueError, OSError, ImportError) as error:
         fail(error)
     try:
@@ -87,11 +88,13 @@ def run_generate(
 
     from lineate.generation import generate, stream_text
     from lineate.models import HybridLM
+    from lineate.training.distributed import World
     from lineate.training.tokenizer import load_tokenizer
 
+    _print_anything()
     place = find_model(folder)
     tokenizer = load_tokenizer(place)
-    model = HybridLM.from_pretrained(place, device=device, progress=False)
+    model = HybridLM.from_pretrained(place, device=World.start(device).device, progress=False)
     start = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]])
     drawn = generate(
         model, start, tokens,
@@ -122,6 +125,12 @@ def find_model(folder: Path) -> Path:
     return folder
 
 
+def _print_anything() -> None:
+    """What the terminal's encoding lacks becomes a question mark; a model's text can have any character."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def fail(error: Exception) -> NoReturn:
     """One line, exit code 1."""
     rank = os.environ.get("RANK", "0")
@@ -135,7 +144,7 @@ def _sign(command: Any) -> None:
 
     hints: dict[str, Any] = {
         "resume": Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")],
-        "config": Annotated[Path | None, typer.Option(metavar="FILE", help="A config in JSON; flags come before it.")],
+        "config": Annotated[Path | None, typer.Option(metavar="FILE", help="A config in JSON; flags win over it.")],
     }
     for f in fields(TrainConfig):
         kind: Any = f.type

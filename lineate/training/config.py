@@ -14,8 +14,9 @@ CHOICES = {
     "on_bad_loss": ("stop", "skip"),
     "shard": ("none", "full"),
 }
-FIXED = ("model", "pattern", "data", "tokenizer", "length", "rows", "seed", "optimizer", "validation_fraction")
-"""What a resumed run cannot change: its weights, or its place in the data, would mean something else."""
+FIXED = ("model", "pattern", "tokenizer", "length", "rows", "seed", "optimizer", "validation_fraction")
+"""What a resumed run cannot change: its weights, or its place in the data, would mean something else. Of data the
+contents count, not the names (prepare.py)."""
 
 
 def option(default: Any, help: str) -> Any:
@@ -33,9 +34,9 @@ class TrainConfig:
     )
     pattern: str | None = option(None, "Mixers of a preset's layers, one letter a layer, tiled; GGGA if not given.")
     data: tuple[str, ...] = option(
-        ("stdlib",), "stdlib, a file or folder (.txt .md .py .jsonl), or hf:NAME[:SPLIT]; repeat for several."
+        ("stdlib",), "stdlib, a file or folder (.txt .md .rst .py .jsonl), or hf:NAME[:SPLIT[:CONFIG]]; repeat it."
     )
-    tokenizer: str = option("bytes", "bytes, or bpe:SIZE, trained on the data.")
+    tokenizer: str = option("bytes", "bytes, or bpe:SIZE, trained on the data; a model's folder brings its own.")
     cache: str | None = option(None, "Folder of the token files; the user's cache folder if not given.")
     length: int = option(256, "Tokens in a row; no text sees beyond its row.")
     rows: int = option(8, "Rows in a step, over all ranks and micro-batches.")
@@ -77,21 +78,19 @@ class TrainConfig:
             if (value := getattr(self, name)) not in words:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}")
         least = dict.fromkeys(("rows", "accumulate", "steps", "keep", "eval_batches", "context"), 1) | {"length": 2}
-        least |= dict.fromkeys(
-            ("warmup", "seed", "eval_every", "sample_every", "save_every", "clip", "weight_decay"), 0
-        )
+        least |= dict.fromkeys(("warmup", "eval_every", "sample_every", "save_every", "clip", "weight_decay"), 0)
         for name, smallest in least.items():
             if (value := getattr(self, name)) < smallest:
                 raise ValueError(f"{name} must be at least {smallest}, got {value}")
-        for name, low, high in (("min_lr", 0, 1), ("decay", 0, 1)):
+        for name, low, high in (("min_lr", 0, 1), ("decay", 0, 1), ("seed", 0, 2**63 - 1)):
             if not low <= (value := getattr(self, name)) <= high:
                 raise ValueError(f"{name} must lie in {low} .. {high}, got {value}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in 0 .. 1, without 1, got {self.betas}")
         if not self.lr > 0:
             raise ValueError(f"lr must be above 0, got {self.lr}")
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}")
+        if not 0 < self.validation_fraction <= 0.5:
+            raise ValueError(f"validation_fraction must be above 0 and at most 0.5, got {self.validation_fraction}")
         if not self.data:
             raise ValueError("data must name at least one source, got none; use stdlib, a file or a folder")
         if self.warmup >= self.steps and self.warmup:

@@ -23,6 +23,14 @@ def context_parallel(model: nn.Module, group: ProcessGroup) -> None:
             f"model must have mixers of lineate.layers, got {type(model).__name__} without any; "
             "context_parallel knows no other layers"
         )
+    others = {type(x).__name__ for x in model.modules() if hasattr(type(x), "context")} - {
+        type(x).__name__ for x in parts
+    }
+    if others:
+        raise ValueError(
+            f"model must have rules that are linear in their memory, or attention, got {', '.join(sorted(others))}; "
+            "use data parallelism for it"
+        )
     context = Context(group)
     for part in parts:
         part.context = context

@@ -10,9 +10,10 @@ so that the gradient of the mean loss is the plain SUM over all ranks, whatever 
 """
 
 import os
+import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 Model = TypeVar("Model", bound=nn.Module)
+Result = TypeVar("Result")
 
 TIMEOUT = timedelta(minutes=10)
 """Of a collective. A rank that dies is noticed at once (its connections close); this is for one that hangs."""
@@ -118,7 +120,7 @@ class World:
 
             assert self.mesh is not None
             context_parallel(model, self.mesh["context"].get_group())
-        if self.mesh is None:
+        if self.size == 1:
             return model.to(self.device)
         if self.shard == "full":
             return _fully_shard(model, self.everyone)
@@ -155,10 +157,37 @@ class World:
         if self.patient is not None:
             dist.barrier(group=self.patient)
 
+    def on_main(self, work: Callable[[], Result], what: str) -> Result | None:
+        """on_main(), for work that may take as long as barrier() waits."""
+        return on_main(work, what, self.patient)
+
     def close(self) -> None:
-        """Leave the process group; nothing above works afterwards."""
-        if self.mesh is not None:
+        """Leave the process group; nothing above works afterwards.
+
+        Not while an exception passes: over NCCL leaving waits for the others, and they wait for this rank. It must end,
+        so that torchrun ends them.
+        """
+        if self.mesh is not None and sys.exc_info()[0] is None:
             dist.destroy_process_group()
+
+
+def on_main(work: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result | None:
+    """work() on rank 0, None on the others, which wait for it; if it fails there, it fails everywhere."""
+    if not dist.is_initialized():
+        return work()
+    result, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            result = work()
+        except (OSError, ValueError, ImportError) as problem:
+            error = problem
+    failed = torch.tensor(int(error is not None))
+    dist.all_reduce(failed, group=group)
+    if error is not None:
+        raise error
+    if failed:
+        raise OSError(f"rank 0 could not {what}; its own message says why")
+    return result
 
 
 _VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))

@@ -69,6 +69,7 @@ class Trainer:
         """Write down what the run is, and open its metrics."""
         config, view, sizes = self.config, self.batches.view, self.model.config
         out = Path(config.out)
+        self.report.open(self.step, self.position, config.tensorboard)  # before all that another process would notice
         if self.world.is_main:
             self.tokenizer.save(out / "tokenizer")
             checkpoint.write_json(out / CONFIG, config.to_dict())
@@ -81,7 +82,6 @@ class Trainer:
             f"{self.validation.view.n_tokens:,} to validate with; unigram entropy {self.entropy:.3f} nats per token\n"
             f"steps {self.step} to {config.steps} of {config.rows} x {config.length} tokens, in {out}"
         )
-        self.report.open(self.step, self.position, config.tensorboard)
 
     def run(self) -> None:
         """Train from `step` to config.steps, then save the model and draw the loss."""
@@ -213,7 +213,8 @@ class Trainer:
             self.report.warn(f"{message}; the step is skipped")
             return
         many = f", {self.skipped} bad steps in a row" if self.skipped > 1 else ""
-        raise TrainingStopped(f"{message}{many}; stopped: resume with a lower lr, or with on_bad_loss=skip")
+        skip = "" if values or self.config.on_bad_loss == "skip" else ", or with --on-bad-loss skip"
+        raise TrainingStopped(f"{message}{many}; stopped: resume with a lower --lr{skip}")
 
     def _loss_sum(self, piece: Batch) -> Tensor:
         return loss_sum(self.logits(piece), piece.targets)[0]
@@ -256,6 +257,10 @@ class Trainer:
         self.report.say(f"{best}{plot}the model: {out / 'model'}; try lineate generate {out} --prompt {prompt}")
 
     def _save_model(self, folder: Path) -> None:
+        if self.world.is_main:
+            self.tokenizer.save(folder)
+            for left in folder.glob(".*.part"):  # by a process that was killed
+                left.unlink()
         if self.world.size == 1:
             self.model.save_pretrained(folder)
         else:
@@ -265,8 +270,6 @@ class Trainer:
             tensors = full_state(self.model)
             if self.world.is_main:
                 save(folder, tensors, _model_config(self.model))
-        if self.world.is_main:
-            self.tokenizer.save(folder)
 
     @contextmanager
     def _finish_on_signal(self) -> Iterator[None]:

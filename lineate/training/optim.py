@@ -18,6 +18,8 @@ from lineate.layers import MixtureOfExperts
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """a X + b (X X^T) X + c (X X^T)^2 X: five of these bring singular values in (0.001, 1) to about 0.7 .. 1.2."""
+AT_ONCE = 2**26
+"""Elements that Muon orthogonalises at a time, if one matrix has not more: what a rank gathers of others' shards."""
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -83,9 +85,9 @@ class Muon(torch.optim.Optimizer):
                 self._step_matrices(group)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        """Matrices of one shape are orthogonalised together."""
-        lr, momentum = group["lr"], group["momentum"]
-        shapes: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        """Matrices of one shape are orthogonalised together, up to AT_ONCE of their elements."""
+        momentum = group["momentum"]
+        shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for x in group["params"]:
             if x.grad is None:
                 continue
@@ -93,16 +95,28 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(x)
             state["momentum"].lerp_(x.grad, 1 - momentum)
-            update = x.grad.lerp(state["momentum"], momentum)
-            if isinstance(update, DTensor):
-                update = update.full_tensor()
-            shapes.setdefault(tuple(x.shape[-2:]), []).append((x, update.reshape(-1, *x.shape[-2:])))
-        for shape, pairs in shapes.items():
-            directions = orthogonalize(torch.cat([update for _, update in pairs]))
-            parts = directions.split([len(update) for _, update in pairs])
-            for (x, _), part in zip(pairs, parts, strict=True):
-                x.mul_(1 - lr * group["weight_decay"])
-                x.add_(_like(part.view(x.shape), x), alpha=-lr * 0.2 * max(shape) ** 0.5)
+            shapes.setdefault(tuple(x.shape[-2:]), []).append(x)
+        for same in shapes.values():
+            some: list[nn.Parameter] = []
+            for x in same:
+                if some and sum(y.numel() for y in some) + x.numel() > AT_ONCE:
+                    self._move(some, group)
+                    some = []
+                some.append(x)
+            self._move(some, group)
+
+    def _move(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> None:
+        shape, lr, momentum = matrices[0].shape[-2:], group["lr"], group["momentum"]
+        updates = []
+        for x in matrices:
+            assert x.grad is not None
+            update = x.grad.lerp(self.state[x]["momentum"], momentum)
+            update = update.full_tensor() if isinstance(update, DTensor) else update
+            updates.append(update.reshape(-1, *shape))
+        parts = orthogonalize(torch.cat(updates)).split([len(update) for update in updates])
+        for x, part in zip(matrices, parts, strict=True):
+            x.mul_(1 - lr * group["weight_decay"])
+            x.add_(_like(part.view(x.shape), x), alpha=-lr * 0.2 * max(shape) ** 0.5)
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:

@@ -47,41 +47,45 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     world = World.start(device, config.shard, config.context)
+    report = Report(config, world.is_main)
     try:
-        trainer = _prepare(config, resume, world)
+        if resume:
+            report.lock()  # before its checkpoints are read: their owner may remove them
+        trainer = _prepare(config, resume, world, report)
         trainer.begin()
     except BaseException:
-        world.close()
+        report.close()
         raise
     return trainer
 
 
-def _prepare(config: TrainConfig, resume: bool, world: World) -> Trainer:
+def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) -> Trainer:
     if config.rows % (world.data_size * config.accumulate):
         raise ValueError(
             f"rows must be a multiple of data ranks x accumulate = {world.data_size} x {config.accumulate}, "
             f"got {config.rows}"
         )
-    report = Report(config, world.is_main)
     saved = _newest(Path(config.out) / "checkpoints", world, report) if resume else None
     if resume:
         report.say(f"going on from {saved}" if saved else "no checkpoint yet: starting from step 0")
     state = None if saved is None else _read_state(saved, config)
-    tokenizer = _tokenizer(config, resume, saved, world)
-    if world.is_main:  # makes the file, which the others open
-        store = TokenStore.open_or_make(config.data, tokenizer, config.cache, report.say)
-    world.barrier()
-    if not world.is_main:
+    tokenizer = _tokenizer(config, saved, world)
+    _check_prompt(config.prompt, tokenizer)
+    store = world.on_main(  # makes the file, which the others open
+        lambda: TokenStore.open_or_make(config.data, tokenizer, config.cache, report.say), "prepare the data"
+    )
+    if store is None:
         store = TokenStore.open_or_make(config.data, tokenizer, config.cache)
     data = {
         "tokens": store.n_tokens,
         "documents": store.n_documents,
         "bounds_crc32": zlib.crc32(store.starts.tobytes()),
+        "tokens_crc32": store.crc32,
     }
     if state is not None and state["data"] != data:
         raise ValueError(
             f"data must be what the run began with, {state['data']['tokens']} tokens of {state['data']['documents']} "
-            f"documents, got {data['tokens']} of {data['documents']}: it has changed since; start a new run"
+            f"documents, got {data['tokens']} of {data['documents']}: its text has changed; start a new run"
         )
     learn, check = store.split(config.validation_fraction, config.seed)
     batches, validation = (ShuffledBatches(view, config.length, config.rows, config.seed) for view in (learn, check))
@@ -100,7 +104,7 @@ def _prepare(config: TrainConfig, resume: bool, world: World) -> Trainer:
         if by_ranks:
             from lineate.training.sharded import load_distributed
 
-            load_distributed(saved / checkpoint.RANKS, model, optimizer)
+            load_distributed(saved / checkpoint.RANKS, model, optimizer, options=False)  # the config's count
         else:
             checkpoint.load_optimizer(saved, model, optimizer)
         trainer.step, trainer.position = state["step"], state["metrics"]
@@ -130,15 +134,22 @@ def check_folder(out: Path, resume: bool) -> None:
         raise ValueError(f"out must be a folder that can be written, got {out} ({error.strerror})") from None
 
 
-def restarted() -> bool:
-    """Whether torchrun started this process again after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def restarted(config: TrainConfig) -> bool:
+    """Whether torchrun started this process again after a failure, and the run in config.out is this one."""
+    file = Path(config.out) / CONFIG
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return again and file.is_file() and TrainConfig.load(file) == config
 
 
 def _newest(folder: Path, world: World, report: Report) -> Path | None:
     """Rank 0 reads and compares the files; all take the one it found."""
-    found = checkpoint.newest(folder, report.warn) if world.is_main else None
+    found = world.on_main(lambda: checkpoint.newest(folder, report.warn), "read the checkpoints")
     step = int(world.sum(torch.tensor(0 if found is None else int(found.name[5:]) + 1)))
+    if not step and (damaged := checkpoint.checkpoints(folder)):
+        raise ValueError(
+            f"resume needs a whole checkpoint, got {len(damaged)} in {folder}, all damaged; remove them to start again "
+            "from step 0"
+        )
     return folder / f"step-{step - 1:06d}" if step else None
 
 
@@ -157,26 +168,42 @@ def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
     return state
 
 
-def _tokenizer(config: TrainConfig, resume: bool, saved: Path | None, world: World) -> Tokenizer:
-    """Of the checkpoint, of the run, of the model's folder, or a new one."""
-    own = Path(config.out) / "tokenizer"
-    if resume and (own / KIND_FILE).is_file():
-        tokenizer = load_tokenizer(own)
-        if saved is not None and tokenizer.identity != (wanted := load_tokenizer(saved)).identity:
+def _tokenizer(config: TrainConfig, saved: Path | None, world: World) -> Tokenizer:
+    """Of the checkpoint, of the model's folder, or a new one."""
+    own, start = Path(config.out) / "tokenizer", Path(config.model)
+    if saved is not None:
+        tokenizer = load_tokenizer(saved)
+        if (own / KIND_FILE).is_file() and (got := load_tokenizer(own)).identity != tokenizer.identity:
             raise ValueError(
-                f"{own} must be the tokenizer of {saved}, {wanted.name} with a vocabulary of {wanted.vocab_size}, got "
-                f"{tokenizer.name} with {tokenizer.vocab_size}: the vocabularies differ; remove {own} to use the former"
+                f"{own} must be the tokenizer of {saved}, {tokenizer.name} with a vocabulary of "
+                f"{tokenizer.vocab_size}, got {got.name} with {got.vocab_size}: the vocabularies differ; remove {own} "
+                "to use the former"
             )
         return tokenizer
-    if saved is not None:
-        return load_tokenizer(saved)
-    if config.model not in PRESETS and (Path(config.model) / KIND_FILE).is_file():
-        return load_tokenizer(Path(config.model))
-    if world.is_main:  # learns it once for all
-        tokenizer = make_tokenizer(config.tokenizer, documents(config.data))
-        tokenizer.save(own)
-    world.barrier()
-    return tokenizer if world.is_main else load_tokenizer(own)
+    if config.model not in PRESETS and (start / KIND_FILE).is_file():
+        tokenizer = load_tokenizer(start)
+        if config.tokenizer not in ("bytes", tokenizer.name):
+            raise ValueError(
+                f"tokenizer must be that of the model in {start}, {tokenizer.name!r}, got {config.tokenizer!r}; leave "
+                "it out"
+            )
+        return tokenizer
+
+    def learn() -> Tokenizer:
+        made = make_tokenizer(config.tokenizer, documents(config.data, lambda skipped: None))  # the store says it
+        made.save(own)
+        return made
+
+    learnt = world.on_main(learn, "make the tokenizer")
+    return load_tokenizer(own) if learnt is None else learnt
+
+
+def _check_prompt(prompt: str, tokenizer: Tokenizer) -> None:
+    """Found out now, not when the first sample is made."""
+    try:
+        tokenizer.encode(prompt)
+    except ValueError as error:
+        raise ValueError(f"prompt must be text, got {prompt!r} ({error})") from None
 
 
 def _check_model(config: TrainConfig) -> None:

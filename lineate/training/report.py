@@ -47,12 +47,18 @@ class Report:
             else:
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
+    def lock(self) -> None:
+        """Open metrics.jsonl for this process alone: two runs in one folder would spoil each other."""
+        if self.main and self._file is None:
+            self._file = (self.folder / METRICS).open("ab", buffering=0)
+            _lock(self._file, self.folder)
+
     def open(self, step: int, position: int, tensorboard: bool) -> None:
         """Continue metrics.jsonl at a position, what a killed run wrote after it forgotten, and show progress."""
         self._first = (step, time.monotonic())
         if not self.main:
             return
-        self._file = (self.folder / METRICS).open("ab", buffering=0)
+        self.lock()
         if position < self._file.tell():
             self._file.truncate(position)
         if tensorboard:
@@ -138,6 +144,20 @@ class Report:
         self._bar = self._board = self._file = None
 
 
+def _lock(file: Any, folder: Path) -> None:
+    """Until it is closed, or its process dies."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # not on this system
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{folder} is being trained by another process; wait for it, or stop it first") from None
+    except OSError:  # a filesystem without locks
+        pass
+
+
 def need_tensorboard() -> None:
     try:
         import torch.utils.tensorboard  # noqa: F401
@@ -177,8 +197,9 @@ def plot_loss(folder: Path, entropy: float | None = None) -> Path:
     return file
 
 
-def _smooth(values: list[float], weight: float = 0.95) -> list[float]:
-    """Exponential average, without a bias to the first values."""
+def _smooth(values: list[float]) -> list[float]:
+    """Exponential average over about a fortieth of the values: it must not lag visibly behind a loss that falls."""
+    weight = 1 - 1 / max(1.0, len(values) / 40)
     total = norm = 0.0
     smoothed = []
     for value in values:

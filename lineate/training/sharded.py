@@ -11,7 +11,7 @@ make a step to learn its shapes, and round it to the parameters' dtype.
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lineate.models.safetensors import CheckpointError, read_header, write_bytes
+from lineate.training.distributed import on_main
 
 STATE = "state.json"
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -45,7 +46,7 @@ def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer 
             raise FileExistsError(f"{path} must be a new or an empty folder, got one with files; remove it first")
 
     groups, scalars, tensors = _pack(model, optimizer)  # what can fail without the disk comes first
-    _on_main(prepare)
+    on_main(prepare, "write the checkpoint")
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     with _plain_errors(f"could not write {path}"):
         save(tensors, storage_writer=writer)
@@ -55,13 +56,16 @@ def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer 
         text = json.dumps({"files": files, "groups": groups, "scalars": scalars}, indent=1)
         write_bytes(path / STATE, [text.encode()])
 
-    _on_main(finish)
+    on_main(finish, "write the checkpoint")
 
 
-def load_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def load_distributed(
+    folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *, options: bool = True
+) -> None:
     """Fill the model and the optimizer from a folder of save_distributed, written by any number of ranks.
 
-    All ranks call it. The model may be sharded or not. Without an optimizer, only the model is read.
+    All ranks call it. The model may be sharded or not. Without an optimizer, only the model is read. options=False: its
+    learning rates, decays and so on stay as they are, only what it has averaged is read.
     """
     _need_safetensors()
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -88,7 +92,7 @@ def load_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer 
     with _plain_errors(f"could not read {path}"):
         load(tensors, storage_reader=reader)
     if optimizer is not None:
-        _unpack(optimizer, state, tensors, parameters)
+        _unpack(optimizer, state, tensors, parameters, options)
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -128,11 +132,16 @@ def _pack(
 
 
 def _unpack(
-    optimizer: Optimizer, state: dict[str, Any], tensors: dict[str, Tensor], parameters: dict[str, nn.Parameter]
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    tensors: dict[str, Tensor],
+    parameters: dict[str, nn.Parameter],
+    options: bool,
 ) -> None:
     optimizer.state.clear()
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
-        group.update({key: _from_json(value) for key, value in saved["options"].items()})
+        if options:
+            group.update({key: _from_json(value) for key, value in saved["options"].items()})
         # torch keeps a step count on the CPU, unless its kernels read it
         place = group["params"][0].device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         for name in saved["names"]:
@@ -241,24 +250,6 @@ def _need_safetensors() -> None:
             "checkpoints of many ranks need the package safetensors, got none; run pip install safetensors",
             name="safetensors",
         ) from None
-
-
-def _on_main(work: Callable[[], None]) -> None:
-    """Run on rank 0; if it fails there, fail everywhere, instead of leaving the others to wait."""
-    error: Exception | None = None
-    if not dist.is_initialized():
-        return work()
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except OSError as problem:
-            error = problem
-    failed = torch.tensor(int(error is not None))
-    dist.all_reduce(failed)
-    if error is not None:
-        raise error
-    if failed:
-        raise OSError("rank 0 could not write the checkpoint; its own message says why")
 
 
 @contextmanager

@@ -85,6 +85,7 @@ class TokenStore(TokenView):
         self.path = path
         self.vocab_size: int = header["vocab_size"]
         self.end: int = header["end"]
+        self.crc32: int = header["tokens_crc32"]
 
     @classmethod
     def open_or_make(

@@ -1,0 +1,227 @@
+"""What mixers carry over the segments of context parallelism (context.py), so that all is as in one process.
+
+    linear rules   S_out = A S_in + B over a segment: the pairs (A, B) are gathered, every rank composes those before it
+    convolution    the last few inputs of the ranks before
+    attention      the keys and values (or latents) of the text on the ranks before
+
+Gradients go the other way by the same maps: dS_in = A^T dS_out + U^T dO, where S_in^T U_t is what token t reads of it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.layers.context import Bounds, Context, Segment, uncompiled
+from lineate.layers.state import TokenCache
+from lineate.ops import Attended
+from lineate.rule import compute_dtype, full_precision
+
+READ_AT_ONCE = 4096
+"""Tokens whose gradients are summed into the state's at a time: bounds the copy in float32."""
+
+
+class _HandOn(torch.autograd.Function):
+    """Pieces `rows n c` of leaving texts go to later ranks, their gradients come back; x, which is always used, passes
+    through so that the backward runs on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, piece: Tensor, segment: Segment, parts: list[int]) -> tuple[Tensor, Tensor]:
+        ctx.segment, ctx.parts = segment, parts
+        padded = F.pad(piece, (0, 0, 0, max(parts) - piece.shape[1]))
+        pieces = segment.context.gather(padded)  # size rows n c
+        before = [pieces[rank][:, : parts[rank]] for rank in segment.before]
+        return x.view_as(x), torch.cat(before, 1) if before else piece.new_empty(piece.shape[0], 0, piece.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, dbefore: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        segment, parts = ctx.segment, ctx.parts
+        rows, _, channels = dbefore.shape
+        dpieces = dbefore.new_zeros(segment.context.size, rows, max(parts), channels)
+        ranks = segment.before
+        for rank, part in zip(ranks, dbefore.split([parts[rank] for rank in ranks], 1), strict=True):
+            dpieces[rank, :, : parts[rank]] = part
+        return dx, segment.context.scatter_sum(dpieces)[:, : parts[segment.context.rank]], None, None
+
+
+def _hand_on(segment: Segment, x: Tensor, piece: Tensor, parts: list[int]) -> tuple[Tensor, Tensor]:
+    """x, and the tokens of this rank's first text on the ranks before, `rows n c`; piece: what this rank hands on."""
+    if not any(parts):
+        return x, piece.new_empty(piece.shape[0], 0, piece.shape[2])
+    return _HandOn.apply(x, piece, segment, parts)
+
+
+@uncompiled
+def enter_convolution(segment: Segment, x: Tensor, state: Tensor | None, past: int) -> tuple[Tensor, Tensor | None]:
+    """x `b t c` and the convolution's state `rows c past`, with the inputs before the segment in the first text's."""
+    parts = segment.parts(past)
+    mine = parts[segment.context.rank]
+    piece = x[:, segment.bounds[-2] :]
+    if piece.shape[1] < mine:  # the text begins here, or is shorter
+        front = x.new_zeros(piece.shape[0], past, x.shape[2])
+        if state is not None:
+            front = state[segment.last_rows].transpose(1, 2).to(x.dtype)
+        piece = torch.cat((front, piece), 1)
+    x, before = _hand_on(segment, x, piece[:, piece.shape[1] - mine :], parts)
+    if not segment.continues:
+        return x, state
+    entering = before[:, before.shape[1] - past :].transpose(1, 2)
+    if segment.cu_seqlens is not None:
+        rows = len(segment.bounds) - 1
+        others = x.new_zeros(rows - 1, x.shape[2], past) if state is None else state[1:].to(x.dtype)
+        entering = torch.cat((entering, others))
+    return x, entering.contiguous()
+
+
+@uncompiled
+def enter_attention(
+    segment: Segment, new: dict[str, Tensor], state: TokenCache | None
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """All entries of the texts of this segment so far: new `b t ...` behind those of earlier ranks and initial states.
+
+    Returns `b n ...`, or packed `1 n ...` with their bounds.
+    """
+    x = torch.cat([y.flatten(2) for y in new.values()], -1)  # b t c
+    starts = 1 if segment.continues else 0  # the first packed text with an initial state of its own
+    rows = slice(None) if segment.cu_seqlens is None else slice(starts, None)
+    cached: list[Tensor] = []
+    if state is not None and not (segment.cu_seqlens is None and segment.continues):
+        kept = torch.cat([state[name][rows].flatten(2) for name in new], -1)  # rows n c
+        if segment.cu_seqlens is None:
+            cached = [kept[:, : segment.own.seen]]
+        else:
+            counts = [state.lengths] * state.rows if isinstance(state.lengths, int) else state.lengths.tolist()
+            cached = [kept[i : i + 1, :n] for i, n in enumerate(counts[starts:])]
+    parts = segment.parts()
+    piece = x[:, segment.bounds[-2] :]
+    if cached:
+        piece = torch.cat((cached[-1], piece), 1)
+    x, before = _hand_on(segment, x, piece[:, : parts[segment.context.rank]], parts)
+    fronts = [before] * starts + cached
+    texts = x.split([end - start for start, end in zip(segment.bounds, segment.bounds[1:], strict=False)], 1)
+    both = [part for i, text in enumerate(texts) for part in (*fronts[i : i + 1], text)]
+    full = torch.cat(both, 1) if fronts else x
+    bounds = None
+    if segment.cu_seqlens is not None:
+        lengths = segment.lengths_after(0 if state is None else state.lengths)
+        assert isinstance(lengths, Tensor)
+        bounds = F.pad(lengths.cumsum(0), (1, 0))
+    split = full.split([y.shape[2:].numel() for y in new.values()], -1)
+    return {name: y.unflatten(-1, new[name].shape[2:]) for name, y in zip(new, split, strict=True)}, bounds
+
+
+def run_rule(
+    op: Callable[..., Attended[Tensor]],
+    tensors: Sequence[Tensor],
+    memory: Tensor | None,
+    bounds: Bounds,
+    *,
+    corrects: bool,
+) -> Attended[Tensor]:
+    """op(*tensors, state=memory, cu_seqlens=bounds), linear in its state, from the memory that enters the segment.
+
+    tensors: q, k, v `b t heads d` and the gates, `b t ...`. corrects: A is a matrix k x k, else its diagonal is enough.
+    """
+    if not isinstance(bounds, Segment):
+        return op(*tensors, state=memory, cu_seqlens=bounds)
+    return _run_segment(op, tensors, memory, bounds, corrects)
+
+
+@uncompiled
+def _run_segment(
+    op: Callable[..., Attended[Tensor]],
+    tensors: Sequence[Tensor],
+    memory: Tensor | None,
+    bounds: Segment,
+    corrects: bool,
+) -> Attended[Tensor]:
+    if not bounds.anything_continues:
+        return op(*tensors, state=memory, cu_seqlens=bounds.cu_seqlens)
+    q, k, v = tensors[:3]
+    rank, b, texts = bounds.context.rank, v.shape[0], len(bounds.bounds) - 1
+    sizes = (b, v.shape[2], k.shape[3])
+    empty = v.new_zeros(*sizes, v.shape[3], dtype=compute_dtype(v.dtype))
+    with torch.no_grad():
+        reads = across = None
+        if bounds.continues:  # U and A: what the rule makes of the identity with no values
+            identity = torch.eye(sizes[2], dtype=empty.dtype, device=v.device).expand(*sizes, sizes[2]).contiguous()
+            nothing = v.new_zeros(*v.shape[:3], sizes[2])
+            reads, across = _run(op, (q, k, nothing, *tensors[3:]), identity, slice(0, bounds.first))
+            across = across if corrects else across.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).contiguous()
+        left = empty
+        if bounds.hands_on(rank):
+            own = None if memory is None or bounds.own.through else memory[bounds.last_rows]
+            _, left = _run(op, tensors, empty if own is None else own, slice(*bounds.bounds[-2:]))
+        entering = _scan(bounds.context, across, left, corrects, bounds.before)
+    if bounds.continues:
+        memory = entering if bounds.cu_seqlens is None else torch.cat(
+            (entering, empty.expand(texts - 1, -1, -1, -1) if memory is None else memory[1:])
+        )  # fmt: skip
+    output, final = op(*tensors, state=memory, cu_seqlens=bounds.cu_seqlens)
+    return Attended(*_Leave.apply(output, final, reads, across, bounds, corrects))
+
+
+class _Leave(torch.autograd.Function):
+    """The identity on output and final state; backward adds to the latter's gradient what later ranks make of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        final: Tensor,
+        reads: Tensor | None,
+        across: Tensor | None,
+        segment: Segment,
+        corrects: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.segment, ctx.corrects = segment, corrects
+        ctx.save_for_backward(reads, across)
+        return output.view_as(output), final.view_as(final)
+
+    @staticmethod
+    def backward(ctx: Any, doutput: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        segment: Segment = ctx.segment
+        reads, across = ctx.saved_tensors
+        dentering = torch.zeros_like(dfinal[segment.first_rows])
+        with full_precision(dfinal):
+            if across is not None:
+                across = across.mT if ctx.corrects else across  # of a diagonal: itself
+                dentering = _times(across, dfinal[segment.first_rows])
+                pieces = (y[:, : segment.first].split(READ_AT_ONCE, 1) for y in (reads, doutput))
+                for read, dread in zip(*pieces, strict=True):
+                    dentering += torch.einsum("bthk,bthv->bhkv", read.to(dfinal.dtype), dread.to(dfinal.dtype))
+            dleft = _scan(segment.context, across, dentering, ctx.corrects, reversed(segment.after))
+        dfinal = dfinal.clone()
+        dfinal[segment.last_rows] += dleft
+        return doutput, dfinal, None, None, None, None
+
+
+def _run(
+    op: Callable[..., Attended[Tensor]], tensors: Sequence[Tensor], state: Tensor, tokens: slice
+) -> tuple[Tensor, Tensor]:
+    """The op on some of the tokens, as one text a row."""
+    cut = [x[:, tokens] for x in tensors]
+    return op(*cut, state=state, cu_seqlens=None) if cut[0].shape[1] else (cut[2], state)
+
+
+def _scan(context: Context, across: Tensor | None, added: Tensor, corrects: bool, ranks: Iterable[int]) -> Tensor:
+    """S = A S + added of each of these ranks in turn, from 0; across: A `b hv k k|1`, added `b hv k v`.
+
+    The first rank's A, which may be that of another text, is never used: what is not finite stays in its own text.
+    """
+    if across is None:
+        across = added.new_zeros(*added.shape[:3], added.shape[2] if corrects else 1)
+    with full_precision(added):
+        everyone = context.gather(torch.cat((across, added), -1))  # size b hv k (k|1)+v
+        S: Tensor | None = None
+        for rank in ranks:
+            A, more = everyone[rank].split((across.shape[-1], added.shape[-1]), -1)
+            S = more.clone() if S is None else more + _times(A, S)  # a view would keep everyone's
+    return torch.zeros_like(added) if S is None else S
+
+
+def _times(across: Tensor, S: Tensor) -> Tensor:
+    """A S; A a matrix `... k k`, or a diagonal `... k 1`."""
+    return across @ S if across.shape[-1] > 1 else across * S
