@@ -64,6 +64,8 @@ class Trainer:
     skipped: int = 0
     """Bad steps in a row, up to this one."""
     _interrupted: bool = False
+    _ahead: tuple[int, list[Batch]] = (-1, [])
+    """A step and its micro-batches, made while a GPU computed the step before."""
 
     def begin(self) -> None:
         """Write down what the run is, and open its metrics."""
@@ -138,7 +140,9 @@ class Trainer:
         """
         world = self.world
         self.optimizer.zero_grad(set_to_none=True)
-        pieces = list(self.pieces(self.batches, self.step))
+        made, pieces = self._ahead
+        if made != self.step:
+            pieces = list(self.pieces(self.batches, self.step))
         count = world.sum(torch.stack([(piece.targets != NO_TARGET).sum() for piece in pieces]).sum()).clamp(min=1)
         total = torch.zeros((), device=world.device)
         for piece in pieces:
@@ -147,6 +151,7 @@ class Trainer:
             total += part.detach()
         world.finish_gradients(self.model)
         stats = world.sum(torch.stack((total, total.new_tensor(float(self._interrupted)))))
+        self._ahead = self.step + 1, list(self.pieces(self.batches, self.step + 1))
         return stats[0] / count, count, stats[1]
 
     def pieces(self, batches: ShuffledBatches, step: int) -> Iterator[Batch]:
