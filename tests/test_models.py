@@ -16,6 +16,7 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MemoryConfig,
     preset,
 )
 
@@ -23,6 +24,7 @@ VOCAB = 61
 CONFIG = HybridConfig(
     vocab_size=VOCAB, hidden_size=32, n_layers=4, pattern="GGGA",
     linear=LinearConfig(2, 4, 8, 6),
+    memory=MemoryConfig(2, 8, chunk=7),
     attention=AttentionConfig(4, 2, 10, rotary_dim=4),
     latent=LatentConfig(3, rank=9, nope_dim=6, rope_dim=4, value_dim=5),
     feed=FeedConfig(40),
@@ -32,6 +34,7 @@ CASES = {
     "GGGA": CONFIG,
     "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
     "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
+    "TPNCE": replace(CONFIG, pattern="TPNCE", n_layers=5),
     "norm after": replace(CONFIG, pattern="GA", norm_after="A", zero_centred_norm=True),
 }
 cases = pytest.mark.parametrize("case", CASES)
@@ -170,6 +173,8 @@ def test_a_pattern_is_tiled():
         "LinearAttention", "GatedLinearAttention", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention", "GatedAttention",
         "LatentAttention",
     ]  # fmt: skip
+    kinds = [type(block.mixer).__name__ for block in make("TPNCE").layers]
+    assert kinds == ["TTTLinear", "TTTMLP", "Titans", "LaCT", "LeastSquares"]
 
 
 def test_config_as_json():
@@ -216,7 +221,7 @@ def test_state_bytes_of_a_real_server():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "GGX"}, "pattern must be made of the letters L, R, D, G, K, A, M, got 'GGX'"),
+        ({"pattern": "GGX"}, "pattern must be made of the letters L, R, D, G, K, T, P, N, C, E, A, M, got 'GGX'"),
         ({"pattern": ""}, "pattern must be made of the letters"),
         ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
         ({"linear": None}, "linear must be given for the letter 'G'"),

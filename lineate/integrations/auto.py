@@ -43,7 +43,7 @@ PARTS = ("embed", "layers", "norm", "head")
 
 
 class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The fields of HybridConfig as config.json holds them; linear, attention, latent, feed and experts are dicts."""
+    """The fields of HybridConfig as config.json holds them; its parts (linear, memory, attention, ...) are dicts."""
 
     model_type = "lineate"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -58,6 +58,7 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
     n_layers: int
     pattern: str = "GGGA"
     linear: dict[str, Any] | None = None
+    memory: dict[str, Any] | None = None
     attention: dict[str, Any] | None = None
     latent: dict[str, Any] | None = None
     feed: dict[str, Any] | None = None

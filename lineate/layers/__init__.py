@@ -11,7 +11,9 @@ Every mixer declares its state once: `state_spec`, a tuple of TensorSpec(name, s
 from lineate.layers.attention import GatedAttention
 from lineate.layers.convolution import ShortConvolution, short_convolution
 from lineate.layers.feed import MixtureOfExperts, SwiGLU
+from lineate.layers.lact import LaCT
 from lineate.layers.latent import LatentAttention
+from lineate.layers.least_squares import LeastSquares
 from lineate.layers.linear import (
     DeltaNet,
     GatedDeltaNet,
@@ -22,6 +24,8 @@ from lineate.layers.linear import (
 )
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
+from lineate.layers.titans import Titans
+from lineate.layers.ttt import TTTMLP, TTTLinear
 
 __all__ = [
     "LinearAttention",
@@ -30,6 +34,11 @@ __all__ = [
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "LinearMixer",
+    "LeastSquares",
+    "TTTLinear",
+    "TTTMLP",
+    "Titans",
+    "LaCT",
     "GatedAttention",
     "LatentAttention",
     "SwiGLU",

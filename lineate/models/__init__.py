@@ -11,6 +11,7 @@ from lineate.models.config import (
     HybridConfig,
     LatentConfig,
     LinearConfig,
+    MemoryConfig,
 )
 from lineate.models.hybrid import HybridLM, LMOutput
 from lineate.models.presets import PRESETS, preset
@@ -22,6 +23,7 @@ __all__ = [
     "LMOutput",
     "ModelState",
     "LinearConfig",
+    "MemoryConfig",
     "AttentionConfig",
     "LatentConfig",
     "FeedConfig",

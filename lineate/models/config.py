@@ -5,14 +5,16 @@
 A pattern is tiled over the layers, one letter a layer:
 
     L linear attention      D DeltaNet          K Kimi Delta Attention      A (gated) softmax attention
-    R gated linear          G Gated DeltaNet                                M latent attention (MLA)
+    R gated linear          G Gated DeltaNet    E least squares             M latent attention (MLA)
+    T TTT-Linear            P TTT-MLP           N Titans                    C LaCT
 """
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 LINEAR_LETTERS = "LRDGK"
-LETTERS = LINEAR_LETTERS + "AM"
+MEMORY_LETTERS = "TPNCE"
+LETTERS = LINEAR_LETTERS + MEMORY_LETTERS + "AM"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,22 @@ class LinearConfig:
     """Of the output gate: "silu" or "sigmoid"."""
     feature_map: str = "elu+1"
     """Of linear attention (L): "identity" or "elu+1"."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The mixers whose memory learns while it reads (T, P, N, C, E)."""
+
+    heads: int
+    head_dim: int
+    chunk: int | None = None
+    """Tokens that share one gradient point (E: between two restored ridges); None is the mixer's own."""
+    conv_size: int = 4
+    """Tokens that the short convolution sees; 0: no convolution."""
+    titans: str = "linear"
+    """Titans' memory (N): "linear" or "mlp"."""
+    window: int | None = None
+    """Tokens that LaCT's attention (C) sees; None is its chunk, 0: no attention."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +132,7 @@ class HybridConfig:
     pattern: str = "GGGA"
     """One letter a layer, tiled."""
     linear: LinearConfig | None = None
+    memory: MemoryConfig | None = None
     attention: AttentionConfig | None = None
     latent: LatentConfig | None = None
     feed: FeedConfig | None = None
@@ -144,7 +163,8 @@ class HybridConfig:
         if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set(LETTERS):
             raise ValueError(f"pattern must be made of the letters {', '.join(LETTERS)}, got {self.pattern!r}")
         object.__setattr__(self, "letters", (self.pattern * self.n_layers)[: self.n_layers])
-        for name, letters in (("linear", LINEAR_LETTERS), ("attention", "A"), ("latent", "M")):
+        parts = (("linear", LINEAR_LETTERS), ("memory", MEMORY_LETTERS), ("attention", "A"), ("latent", "M"))
+        for name, letters in parts:
             used = [letter for letter in letters if letter in self.letters]
             if used and getattr(self, name) is None:
                 raise ValueError(f"{name} must be given for the letter {used[0]!r} of pattern {self.pattern!r}")
@@ -154,7 +174,7 @@ class HybridConfig:
             raise ValueError(f"dense_layers must lie in 0 .. {self.n_layers - 1}, got {self.dense_layers}")
         if self.feed is None and (self.experts is None or self.dense_layers):
             raise ValueError("feed must be given, the size of the dense feed-forward, got None")
-        for part in (self.linear, self.attention, self.latent, self.feed, self.experts):
+        for part in (self.linear, self.memory, self.attention, self.latent, self.feed, self.experts):
             if part is not None:
                 _check_part(part)
 
@@ -181,6 +201,7 @@ class HybridConfig:
 
 _PARTS: dict[str, type[Any]] = {
     "linear": LinearConfig,
+    "memory": MemoryConfig,
     "attention": AttentionConfig,
     "latent": LatentConfig,
     "feed": FeedConfig,
@@ -190,9 +211,10 @@ _CHOICES = {
     "gate_activation": ("silu", "sigmoid"),
     "feature_map": ("identity", "elu+1"),
     "qk_norm": ("head", "full", None),
+    "titans": ("linear", "mlp"),
     "scores": ("softmax", "sigmoid"),
 }
-_MAY_BE_ZERO = {"conv_size", "rotary_dim", "shared_size", "rope_dim", "nope_dim"}
+_MAY_BE_ZERO = {"conv_size", "window", "rotary_dim", "shared_size", "rope_dim", "nope_dim"}
 
 
 def _known(part: type[Any], values: dict[str, Any], where: str) -> dict[str, Any]:

@@ -13,23 +13,28 @@ from torch.utils.checkpoint import checkpoint
 
 from lineate import checks
 from lineate.layers import (
+    TTTMLP,
     DeltaNet,
     GatedAttention,
     GatedDeltaNet,
     GatedLinearAttention,
     KimiDeltaAttention,
+    LaCT,
     LatentAttention,
     LayerState,
+    LeastSquares,
     LinearAttention,
     MixtureOfExperts,
     RMSNorm,
     ShortConvolution,
     SwiGLU,
     TensorSpec,
+    Titans,
+    TTTLinear,
 )
 from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.linear import init_decay
-from lineate.models.config import HybridConfig
+from lineate.models.config import MEMORY_LETTERS, HybridConfig
 from lineate.models.state import ModelState
 
 
@@ -62,6 +67,8 @@ def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
             hidden, latent.heads, rank=latent.rank, nope_dim=latent.nope_dim, rope_dim=latent.rope_dim,
             value_dim=latent.value_dim, rope_theta=latent.rope_theta, norm_eps=latent.norm_eps,
         )  # fmt: skip
+    if letter in MEMORY_LETTERS:
+        return make_memory(config, letter)
     linear = config.linear
     assert linear is not None
     sizes = (hidden, linear.heads)
@@ -80,6 +87,26 @@ def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
     return KimiDeltaAttention(
         *sizes, **shared, beta_scale=linear.beta_scale, decay_rank=linear.decay_rank, gate_rank=linear.gate_rank
     )
+
+
+def make_memory(config: HybridConfig, letter: str) -> nn.Module:
+    """The mixer of a letter whose memory learns."""
+    memory = config.memory
+    assert memory is not None
+    sizes = (config.hidden_size, memory.heads)
+    shared: dict[str, Any] = {"conv_size": memory.conv_size}
+    if memory.chunk is not None:
+        shared["chunk"] = memory.chunk
+    if letter == "E":
+        return LeastSquares(*sizes, key_dim=memory.head_dim, value_dim=memory.head_dim, **shared)
+    shared["head_dim"] = memory.head_dim
+    if letter == "T":
+        return TTTLinear(*sizes, **shared)
+    if letter == "P":
+        return TTTMLP(*sizes, **shared)
+    if letter == "N":
+        return Titans(*sizes, **shared, memory=memory.titans)
+    return LaCT(*sizes, **shared, window=memory.window)
 
 
 def make_feed(config: HybridConfig, layer: int) -> nn.Module:

@@ -7,7 +7,7 @@ from torch import nn
 
 from lineate.layers import MixtureOfExperts
 from lineate.models.checkpoint import Checkpoint
-from lineate.models.config import LINEAR_LETTERS, HybridConfig
+from lineate.models.config import LINEAR_LETTERS, MEMORY_LETTERS, HybridConfig
 from lineate.models.families import empty_model, make_plan, other_family, read_config
 from lineate.models.hybrid import HybridLM
 from lineate.models.loading import MismatchError, check_tensors, stored_dtype
@@ -19,6 +19,11 @@ RULES = {
     "D": "DeltaNet",
     "G": "Gated DeltaNet",
     "K": "Kimi Delta Attention",
+    "T": "TTT-Linear",
+    "P": "TTT-MLP",
+    "N": "Titans",
+    "C": "LaCT",
+    "E": "least squares",
     "A": "softmax attention",
     "M": "latent attention",
 }
@@ -130,6 +135,9 @@ def rows(found: Description) -> list[tuple[str, str]]:
         x = c.linear
         heads = f"{x.heads} key heads of {x.key_dim}, {x.value_heads} value heads of {x.value_dim}"
         lines.append(("linear", f"{heads}, convolution over {x.conv_size} tokens"))
+    if c.memory is not None and set(c.letters) & set(MEMORY_LETTERS):
+        chunk = "" if c.memory.chunk is None else f", chunks of {c.memory.chunk}"
+        lines.append(("memory", f"{c.memory.heads} heads of {c.memory.head_dim}{chunk}"))
     if c.attention is not None and "A" in c.letters:
         a = c.attention
         rope = f"{a.rotary_dim} rotated, base {a.rope_theta:g}" if a.rotary_dim else "no positions"

@@ -1,0 +1,188 @@
+"""The LaCT mixer: large chunks learned by a SwiGLU network per head, beside softmax attention over a window."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineate import checks
+from lineate.layers.convolution import ShortConvolution
+from lineate.layers.norm import RMSNorm
+from lineate.layers.rope import rotate
+from lineate.layers.state import Memory, TensorSpec, token_positions
+from lineate.memory.lact import lact, lact_state
+from lineate.rule import compute_dtype, normalize
+
+_BLOCK = 512  # queries that share one mask
+
+
+class LaCT(nn.Module):
+    """y = out_proj(window attention(q, k, v) + RMSNorm(f(q')) silu(s)), f learned from k', v' chunk by chunk.
+
+    q', k' = silu(scale * (q, k) + offset) of norm 1 per head, v' = silu(v); f(x) = W1 (silu(W0 x) * W2 x) has
+    expansion * head_dim channels. What f reads was written by whole chunks before: the tokens of its own chunk are seen
+    by the attention alone, so the window is by default the chunk, which leaves no gap; 0: no attention. rates =
+    softplus(a + inverse of base_rate). The weights that a text begins with are learned.
+    """
+
+    context: None = None
+    """Sequences cannot be split over ranks."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        head_dim: int | None = None,
+        expansion: float = 1.0,
+        chunk: int = 2048,
+        window: int | None = None,
+        attention_heads: int | None = None,
+        rope_theta: float = 1e6,
+        base_rate: float = 1e-3,
+        muon: bool = True,
+        conv_size: int = 0,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        head_dim = hidden_size // heads if head_dim is None else head_dim
+        width, inner = heads * head_dim, int(expansion * head_dim)
+        if attention_heads is None:
+            attention_heads = heads if width % 64 else max(width // 64, 1)
+        if width % attention_heads or width // attention_heads % 2:
+            raise ValueError(
+                f"attention_heads must divide heads * head_dim = {width} into even parts, got {attention_heads}"
+            )
+        window = chunk if window is None else window
+        if chunk < 1 or window < 0:
+            raise ValueError(f"chunk must be at least 1 and window at least 0, got {chunk} and {window}")
+        self.heads, self.head_dim, self.attention_heads = heads, head_dim, attention_heads
+        self.chunk, self.window, self.muon, self.rope_theta = chunk, window, muon, rope_theta
+        self.base = base_rate + math.log(-math.expm1(-base_rate))  # softplus of it is base_rate
+        self.splits = (3 * width, 5 * heads)  # q k v; rates of W0, W1, W2, momentum, s
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.conv = ShortConvolution(3 * width, conv_size) if conv_size else None
+        self.gate_bias = nn.Parameter(torch.zeros(5, heads, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(2, width))
+        """Of q and k, before f."""
+        self.offset = nn.Parameter(torch.zeros(2, width))
+        shapes = (inner, head_dim), (head_dim, inner), (inner, head_dim)
+        self.initial = nn.ParameterList([torch.empty(heads, *shape, dtype=torch.float32) for shape in shapes])
+        self.norm = RMSNorm(head_dim, norm_eps)
+        self.out_proj = nn.Linear(width, hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """W0, W1, W2 so that each keeps the size of what it reads."""
+        for x in self.initial:
+            nn.init.normal_(x, std=x.shape[2] ** -0.5)
+
+    @property
+    def state_spec(self) -> tuple[TensorSpec, ...]:
+        dtype, specs = self.in_proj.weight.dtype, []
+        if self.conv is not None:
+            channels, size = self.conv.weight.shape
+            specs.append(TensorSpec("conv", (channels, size - 1), dtype))
+        if self.window:
+            shape = (self.window - 1, self.attention_heads, self.heads * self.head_dim // self.attention_heads)
+            specs += [TensorSpec(name, shape, dtype) for name in ("keys", "values")]
+            specs.append(TensorSpec("seen", (), torch.int64))
+        wide = compute_dtype(dtype)
+        for i, x in enumerate(self.initial):
+            names = (f"{name}_{i}" for name in ("weights", "sums", "previous"))
+            specs += [TensorSpec(name, tuple(x.shape), wide) for name in names]
+            specs.append(TensorSpec(f"norms_{i}", (*x.shape[:2], 1), wide))
+        return (*specs, TensorSpec("momentum", (self.heads,), wide), TensorSpec("position", (), torch.int64))
+
+    def forward(
+        self, x: Tensor, state: Memory | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Memory]:
+        """x `b t hidden` -> the same; the state is f's weights and sums, and the window's keys and values."""
+        checks.check_cu_seqlens(cu_seqlens, *x.shape[:2])
+        mixed, gates = self.in_proj(x).split(self.splits, -1)
+        tensors: dict[str, Tensor] = {}
+        if self.conv is not None:
+            mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
+        q, k, v = mixed.chunk(3, -1)
+        dtype = compute_dtype(x.dtype)
+        gates = gates.to(dtype).unflatten(-1, (5, self.heads)) + self.gate_bias.to(dtype)
+        rates = F.softplus(gates[:, :, :3] + self.base).transpose(2, 3)
+        if self.window:
+            attended = self._attend(q, k, v, state, cu_seqlens, tensors)
+        fast_q, fast_k = (
+            F.silu(y * self.scale[i].to(y.dtype) + self.offset[i].to(y.dtype)).unflatten(-1, (self.heads, -1))
+            for i, y in enumerate((q, k))
+        )
+        fast_q, fast_k = (normalize(y.to(dtype)).to(v.dtype) for y in (fast_q, fast_k))
+        fast_v = F.silu(v).unflatten(-1, (self.heads, -1))
+        if state is None:
+            rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            before = lact_state([weights.to(dtype) for weights in self.initial], rows)
+        else:
+            names = (spec.name for spec in self.state_spec if spec.name not in ("conv", "keys", "values", "seen"))
+            before = {name: state[name] for name in names}
+        y, after = lact(
+            fast_q, fast_k, fast_v, rates, gates[:, :, 3].sigmoid(), before,
+            chunk=self.chunk, muon=self.muon, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        y = self.norm(y) * F.silu(gates[:, :, 4, :, None]).to(y.dtype)
+        y = y.flatten(2)
+        return self.out_proj(y + attended if self.window else y), Memory(tensors | after)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Memory | None, cu_seqlens: Tensor | None, new: dict[str, Tensor]
+    ) -> Tensor:
+        """Attention over the window; q, k, v `b t width`. Puts its state into `new`."""
+        q, k, v = (y.unflatten(-1, (self.attention_heads, -1)) for y in (q, k, v))
+        seen = 0 if state is None else state["seen"]
+        positions = token_positions(seen, q, cu_seqlens)
+        q, k = (rotate(y, positions, y.shape[-1], self.rope_theta) for y in (q, k))
+        past = None if state is None else (state["keys"], state["values"], state["seen"])
+        if cu_seqlens is None:
+            y, new["keys"], new["values"] = window_attention(q, k, v, self.window, past)
+            read = torch.full((q.shape[0],), q.shape[1], device=q.device)
+        else:
+            read = cu_seqlens.diff().long()
+            found = []
+            for row, own in enumerate(zip(*(x.split(read.tolist(), 1) for x in (q, k, v)), strict=True)):
+                own_past = None if past is None else (past[0][row, None], past[1][row, None], past[2][row, None])
+                found.append(window_attention(own[0], own[1], own[2], self.window, own_past))
+            y = torch.cat([own[0] for own in found], 1)
+            new["keys"], new["values"] = (torch.cat([own[i] for own in found]) for i in (1, 2))
+        new["seen"] = read + seen
+        return y.flatten(2)
+
+    def extra_repr(self) -> str:
+        return f"chunk={self.chunk}, window={self.window}, attention_heads={self.attention_heads}"
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, past: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax attention of each token over itself and the window - 1 before; q, k, v `b t heads d`.
+
+    past: the last window - 1 keys and values `b window-1 heads d`, zeros where there were none, and how many tokens
+    were seen, `b`. Returns the output, and the last window - 1 keys and values.
+    """
+    t, first, before = q.shape[1], None, 0
+    if past is not None:
+        k, v = torch.cat((past[0].to(k.dtype), k), 1), torch.cat((past[1].to(v.dtype), v), 1)
+        before = window - 1
+        first = (before - past[2]).clamp_min(0)[:, None, None, None]  # the first key that is there
+    outputs = []
+    for start in range(0, t, _BLOCK):
+        stop = min(start + _BLOCK, t)
+        low, high = max(before + start - window + 1, 0), before + stop
+        row = torch.arange(before + start, high, device=q.device)[:, None]
+        column = torch.arange(low, high, device=q.device)
+        mask = (column <= row) & (column > row - window)
+        if first is not None:
+            mask = mask & (column >= first)  # b 1 t n
+        own = (q[:, start:stop], k[:, low:high], v[:, low:high])
+        own_q, own_k, own_v = (x.transpose(1, 2) for x in own)
+        y = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=mask)
+        outputs.append(y.transpose(1, 2))
+    kept = [F.pad(x, (0, 0, 0, 0, max(window - 1 - x.shape[1], 0), 0)) for x in (k, v)]
+    keys, values = (x[:, x.shape[1] - window + 1 :].clone(memory_format=torch.contiguous_format) for x in kept)
+    return torch.cat(outputs, 1) if outputs else torch.empty_like(q), keys, values

@@ -1,0 +1,116 @@
+"""The mixer whose memory is the exact least-squares fit of all pairs so far.
+
+q | k | v | z | b | f = in_proj(x)       q | k | v = silu(conv(q | k | v)), q and k of unit length
+beta = sigmoid(b)                        how much the pair counts
+lambda = floor^sigmoid(f + bias)         what is kept of the older ones, near 1
+o, (P, S) = least_squares(q, k, v, log lambda, beta)
+y = out_proj(norm(o) * act(z))
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lineate import checks
+from lineate.layers.context import Bounds, Context, Segment
+from lineate.layers.convolution import ShortConvolution
+from lineate.layers.norm import GatedRMSNorm
+from lineate.layers.state import Memory, TensorSpec
+from lineate.memory.least_squares import least_squares
+from lineate.rule import compute_dtype, normalize
+
+
+class LeastSquares(nn.Module):
+    """S = argmin_S sum_s w_s ||S^T k_s - v_s||^2 + ridge ||S||^2, o = S^T q: the fit that DeltaNet approaches.
+
+    The state of a head is S `k v` and P `k k`. Each pair weighs beta, and lambda in (decay_floor, 1) less with every
+    token that follows; decay_floor=1: nothing is forgotten. The ridge is restored after each `chunk` tokens.
+    """
+
+    context: Context | None = None
+    """Not supported: a sequence cannot be split over ranks here."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        ridge: float = 0.01,
+        decay_floor: float = 0.95,
+        chunk: int = 64,
+        norm_eps: float = 1e-6,
+        gate_activation: str = "silu",
+    ) -> None:
+        super().__init__()
+        checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
+        if not 0 < ridge < float("inf"):
+            raise ValueError(f"ridge must be finite and above 0, got {ridge}; 0.01 is usual")
+        if not 0 < decay_floor <= 1:
+            raise ValueError(f"decay_floor must be in (0, 1], got {decay_floor}; 0.95 is usual, 1 forgets nothing")
+        key_dim = hidden_size // heads if key_dim is None else key_dim
+        value_dim = key_dim if value_dim is None else value_dim
+        self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
+        self.ridge, self.decay_floor, self.chunk = ridge, decay_floor, chunk
+        self.width = heads * (2 * key_dim + value_dim)  # of q | k | v
+        self.splits = (self.width, heads * value_dim, heads, *([heads] if decay_floor < 1 else []))
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.conv = ShortConvolution(self.width, conv_size) if conv_size else None
+        self.norm = GatedRMSNorm(value_dim, norm_eps, activation=gate_activation)
+        self.out_proj = nn.Linear(heads * value_dim, hidden_size, bias=False)
+        self.decay_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32)) if decay_floor < 1 else None
+        if self.decay_bias is not None and not self.decay_bias.is_meta:
+            self._init_decay(self.decay_bias)
+
+    def _init_decay(self, bias: Tensor) -> None:
+        """-log lambda between .0001 and .01, uniform in its logarithm, as far as the floor allows."""
+        with torch.no_grad():
+            share = bias.uniform_(math.log(1e-4), math.log(1e-2)).exp_() / -math.log(self.decay_floor)
+            bias.copy_(torch.logit(share.clamp(max=0.5)))
+
+    @property
+    def state_spec(self) -> tuple[TensorSpec, ...]:
+        given = self.in_proj.weight.dtype
+        dtype = compute_dtype(given)
+        memory = (
+            TensorSpec("P", (self.heads, self.key_dim, self.key_dim), dtype),
+            TensorSpec("S", (self.heads, self.key_dim, self.value_dim), dtype),
+            TensorSpec("ridge", (self.heads,), dtype),
+            TensorSpec("position", (), torch.int64),
+        )
+        if self.conv is None:
+            return memory
+        channels, size = self.conv.weight.shape
+        return (TensorSpec("conv", (channels, size - 1), given), *memory)
+
+    def forward(self, x: Tensor, state: Memory | None = None, cu_seqlens: Bounds = None) -> tuple[Tensor, Memory]:
+        """x `b t hidden` -> the same; the state is P, S, where each row stands, and the convolution's last inputs."""
+        if self.context is not None or isinstance(cu_seqlens, Segment):
+            raise ValueError(
+                "LeastSquares needs whole sequences, got one split over ranks; train it without context parallelism"
+            )
+        mixed, z, *gates = self.in_proj(x).split(self.splits, -1)
+        tensors: dict[str, Tensor] = {}
+        if self.conv is not None:
+            mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
+        keys = self.heads * self.key_dim
+        q, k, v = mixed.split((keys, keys, self.heads * self.value_dim), -1)
+        dtype = compute_dtype(x.dtype)
+        q, k = (normalize(y.unflatten(-1, (self.heads, self.key_dim)).to(dtype)) for y in (q, k))
+        v = v.unflatten(-1, (self.heads, self.value_dim))
+        beta = gates[0].to(dtype).sigmoid()
+        log_decay = None
+        if self.decay_bias is not None:
+            log_decay = math.log(self.decay_floor) * (gates[1].to(dtype) + self.decay_bias.to(dtype)).sigmoid()
+        names = ("P", "S", "ridge", "position")
+        memory = None if state is None else {name: state[name] for name in names}
+        output, memory = least_squares(
+            q, k, v.to(dtype), log_decay, beta,
+            ridge=self.ridge, state=memory, cu_seqlens=cu_seqlens, chunk=self.chunk,
+        )  # fmt: skip
+        tensors.update(memory)
+        y = self.norm(output.to(v.dtype), z.unflatten(-1, (self.heads, self.value_dim)))
+        return self.out_proj(y.flatten(2)), Memory(tensors)

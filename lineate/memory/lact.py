@@ -1,0 +1,185 @@
+"""LaCT: a SwiGLU network per head that reads many tokens, then takes one large step.
+
+    f(x) = W1 (silu(W0 x) * W2 x)                                   W0, W2 `dh d`; W1 `d dh`
+    y_t = f(q_t)                                                    apply: the weights are those of the chunk's start
+    dW = sum over the chunk of -rate_s grad(-<f(k_s), v_s>)  + mean over the chunk of momentum_s * dW of the last one
+    W = rows of (W + NewtonSchulz(dW)) rescaled to their first norms      update: at the end of a whole chunk only
+
+With a = W0 k, u = W2 k, hid = silu(a) u, back = W1^T v:
+
+    dW0 = sum rate0 (back u silu'(a)) k^T      dW1 = sum rate1 v hid^T      dW2 = sum rate2 (back silu(a)) k^T
+
+A chunk that is not yet whole is not written, but its sums are kept: what follows goes on as if it had never stopped.
+The state has a fixed size, whatever the chunk: weights, sums, the last dW, and the rows' norms.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate import checks
+from lineate.memory.parts import orthogonalise, renormalise, row_norms
+from lineate.memory.products import product
+from lineate.rule import compute_dtype, full_precision
+
+_MATRICES = range(3)
+
+
+def lact_state(weights: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
+    """The state of `rows` rows that begin with W0, W1, W2, `h rows columns` each."""
+    state: dict[str, Tensor] = {}
+    for i, x in enumerate(weights):
+        x = x.to(compute_dtype(x.dtype)).repeat(rows, 1, 1, 1)
+        state |= {f"weights_{i}": x, f"sums_{i}": torch.zeros_like(x), f"previous_{i}": torch.zeros_like(x)}
+        state[f"norms_{i}"] = row_norms(x)
+    state["momentum"] = state["weights_0"].new_zeros(rows, weights[0].shape[0])
+    state["position"] = torch.zeros(rows, dtype=torch.int64, device=weights[0].device)
+    return state
+
+
+def lact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rates: Tensor,
+    momentum: Tensor | None,
+    state: Mapping[str, Tensor],
+    *,
+    chunk: int = 2048,
+    muon: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """q, k, v `b t h d`; rates `b t h 3`, of W0, W1, W2; momentum `b t h` or None -> `b t h d` and the state.
+
+    state: of `lact_state`, or of an earlier call, also in the middle of a chunk. muon False: plain steps.
+    """
+    _check(q, k, v, rates, momentum, state, chunk, cu_seqlens)
+    dtype, t = compute_dtype(q.dtype), q.shape[1]
+    with full_precision(q):
+        if momentum is None:
+            momentum = rates.new_zeros(rates.shape[:3])
+        tokens = [x.to(dtype).transpose(1, 2) for x in (q, k, v, rates, momentum)]  # b h t ...
+        if t == 1 and cu_seqlens is None:
+            y, after = _apply(tokens, state)
+            # A captured step cannot look, so it always does the work of a chunk's end, and takes it where it is one.
+            capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+            ends = after["position"] == chunk
+            if capturing or bool(ends.any()):
+                after = _choose(ends, _update(after, chunk, muon), after)
+            return y.transpose(1, 2).to(v.dtype), after
+
+        positions = state["position"].tolist()
+        groups = [[row for row, at in enumerate(positions) if at == p] for p in sorted(set(positions))]
+        if cu_seqlens is not None:
+            groups = [[row] for row in range(len(positions))]
+            lengths = cu_seqlens.diff().tolist()
+            parts = list(zip(*(x.split(lengths, 2) for x in tokens), strict=True))
+        elif len(groups) == 1:
+            y, after = _run(tokens, dict(state), positions[0], chunk, muon)
+            return y.transpose(1, 2).to(v.dtype), after
+        else:  # rows at one position go together
+            places = [torch.tensor(rows, device=q.device) for rows in groups]
+            parts = [tuple(x.index_select(0, rows) for x in tokens) for rows in places]
+        outputs, states = [], []
+        for rows, own in zip(groups, parts, strict=True):
+            before = _select(state, torch.tensor(rows, device=q.device))
+            y, after = _run(own, before, positions[rows[0]], chunk, muon)
+            outputs.append(y)
+            states.append(after)
+        back = torch.tensor([row for rows in groups for row in rows], device=q.device).argsort()
+        after = _select({name: torch.cat([x[name] for x in states]) for name in states[0]}, back)
+        y = torch.cat(outputs).index_select(0, back) if cu_seqlens is None else torch.cat(outputs, 2)
+        return y.transpose(1, 2).to(v.dtype), after
+
+
+def _run(
+    tokens: Sequence[Tensor], state: dict[str, Tensor], position: int, chunk: int, muon: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rows that all stand at this position; tokens `n h t ...`, t may be 0."""
+    cuts = [0, *range(chunk - position, tokens[0].shape[2], chunk), tokens[0].shape[2]]
+    sizes = [end - start for start, end in pairwise(cuts)]
+    outputs = []
+    for own in zip(*(x.split(sizes, 2) for x in tokens), strict=True):
+        y, state = _apply(own, state)
+        outputs.append(y)
+        position += y.shape[2]
+        if position == chunk:
+            position, state = 0, _update(state, chunk, muon)
+    return torch.cat(outputs, 2), state
+
+
+def _apply(tokens: Sequence[Tensor], state: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Tokens of one chunk `n h c ...`: the outputs, and the state with their gradients in its sums."""
+    q, k, v, rates, momentum = tokens
+    W0, W1, W2 = (state[f"weights_{i}"] for i in _MATRICES)
+    y = product(F.silu(product(q, W0.mT)) * product(q, W2.mT), W1.mT)
+    a, u, back = product(k, W0.mT), product(k, W2.mT), product(v, W1)  # n h c dh
+    gate = a.sigmoid()
+    open_ = a * gate  # silu
+    rate0, rate1, rate2 = rates.split(1, -1)
+    steps = (
+        product((rate0 * back * u * (gate + open_ * (1 - gate))).mT, k),
+        product((rate1 * v).mT, open_ * u),
+        product((rate2 * back * open_).mT, k),
+    )
+    after = dict(state)
+    after |= {f"sums_{i}": state[f"sums_{i}"] + steps[i] for i in _MATRICES}
+    after["momentum"] = state["momentum"] + momentum.sum(-1)
+    after["position"] = state["position"] + q.shape[2]
+    return y, after
+
+
+def _update(state: dict[str, Tensor], chunk: int, muon: bool) -> dict[str, Tensor]:
+    """The end of a chunk."""
+    after = dict(state)
+    mean = (state["momentum"] / chunk)[..., None, None]
+    for i in _MATRICES:
+        change = state[f"sums_{i}"] + mean * state[f"previous_{i}"]
+        moved = state[f"weights_{i}"] + (orthogonalise(change) if muon else change)
+        after[f"weights_{i}"] = renormalise(moved, state[f"norms_{i}"])
+        after[f"sums_{i}"], after[f"previous_{i}"] = torch.zeros_like(change), change
+    after["momentum"], after["position"] = (torch.zeros_like(state[name]) for name in ("momentum", "position"))
+    return after
+
+
+def _select(state: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    return {name: x.index_select(0, rows) for name, x in state.items()}
+
+
+def _choose(rows: Tensor, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.where(rows.view(-1, *(1,) * (x.dim() - 1)), new[name], x) for name, x in old.items()}
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rates: Tensor,
+    momentum: Tensor | None,
+    state: Mapping[str, Tensor],
+    chunk: int,
+    cu_seqlens: Tensor | None,
+) -> None:
+    checks.check_qkv(q, k, v)
+    b, t, h, width = q.shape
+    checks.check_cu_seqlens(cu_seqlens, b, t)
+    rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if v.shape != q.shape:
+        raise ValueError(f"v must have the shape of q, (b, t, h, d) = {tuple(q.shape)}, got {tuple(v.shape)}")
+    if rates.shape != (b, t, h, 3):
+        raise ValueError(f"rates must have shape (b, t, h, 3) = {(b, t, h, 3)}, got {tuple(rates.shape)}")
+    if momentum is not None and momentum.shape != (b, t, h):
+        raise ValueError(f"momentum must have shape (b, t, h) = {(b, t, h)} or be None, got {tuple(momentum.shape)}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    W0 = state.get("weights_0")
+    wanted = compute_dtype(q.dtype)
+    if W0 is None or W0.shape[:2] != (rows, h) or W0.shape[3] != width or W0.dtype != wanted:
+        found = sorted(state) if W0 is None else f"{tuple(W0.shape)} in {W0.dtype}"
+        raise ValueError(
+            f"state must have weights_0 of shape (rows, h, dh, d) = ({rows}, {h}, dh, {width}) in {wanted}, "
+            f"got {found}; make it with lact_state"
+        )

@@ -1,0 +1,284 @@
+"""Recursive least squares: the memory that has the exact minimum, which DeltaNet approaches step by step.
+
+    S_t = argmin_S  sum_{s <= t} w_s ||S^T k_s - v_s||^2 + r_t ||S||^2,     w_s = beta_s prod_{s < i <= t} lambda_i
+    y_t = S_t^T q_t                                                      lambda = exp(log_decay), in (0, 1]
+
+The state is S and P = (sum_s w_s k_s k_s^T + r I)^-1. One token is a rank-1 update:
+
+    g   = beta P k / (lambda + beta k^T P k)         gain
+    S_t = S + g (v - S^T k)^T
+    P_t = (P - g k^T P) / lambda
+
+The ridge r starts at `ridge` and would be forgotten with the data: P then grows without bound in every direction the
+keys leave out. So after each `chunk` tokens of a text r is raised to `ridge` again, by a = ridge - r:
+
+    P <- (I + a P)^-1 P        S <- (I + a P)^-1 S
+
+restore=False leaves that out, and r_t = ridge prod_{i <= t} lambda_i.
+
+Chunked, with L_t the product of lambda from the chunk's start, u_t = sqrt(beta_t / L_t), K and V with rows u_t k_t and
+u_t v_t, and C C^T = I + K P K^T (Cholesky; eigenvalues at least 1). Its leading blocks are the factors of every prefix:
+
+    [X | E] = C^-1 [K P | V - K S]        y = Q S + tril(Q X^T) E
+    S <- S + X^T E          P <- (P - X^T X) / L_c
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate import checks
+from lineate.rule import compute_dtype, full_precision
+
+SMALLEST_WEIGHT = 1e-12
+"""The chunked form takes a beta below this for this: its square root has no gradient at 0."""
+
+State = dict[str, Tensor]
+
+
+def least_squares(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    ridge: float = 0.01,
+    state: State | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk: int = 64,
+    restore: bool = True,
+    form: str = "auto",
+) -> tuple[Tensor, State]:
+    """S_t = argmin_S sum_s w_s ||S^T k_s - v_s||^2 + r_t ||S||^2, y_t = S_t^T q_t.
+
+    q, k `b t h k`; v `b t h v`; log_decay `b t h`, <= 0 (None: nothing is forgotten); beta `b t h`, > 0 (None: 1).
+    Returns y `b t h v` and the state: P `rows h k k`, S `rows h k v`, ridge `rows h`, and position `rows`, which counts
+    the tokens since the ridge was restored. form: "recurrent", "chunkwise", or "auto", recurrent for one token.
+    P holds numbers up to 1 / (ridge prod lambda), the product over one chunk: in float32 keep that below about 1e5.
+    """
+    checks.check_qkv(q, k, v)
+    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
+    checks.check_chunk_size(chunk)
+    checks.check_flag("restore", restore)
+    checks.check_choice("form", form, ("auto", "recurrent", "chunkwise"))
+    b, t, h, key_dim = q.shape
+    if v.shape[2] != h:
+        raise ValueError(f"v must have h = {h} heads like q and k, got {v.shape[2]}; repeat the heads of q and k")
+    if not 0 < ridge < float("inf"):
+        raise ValueError(f"ridge must be finite and above 0, got {ridge}; 0.01 is usual")
+    for name, gate in (("log_decay", log_decay), ("beta", beta)):
+        if gate is not None and gate.shape != (b, t, h):
+            raise ValueError(f"{name} must have shape (b, t, h) = {(b, t, h)}, got {tuple(gate.shape)}")
+        checks.check_device(name, gate, q)
+    checks.check_decay(log_decay)
+    rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dtype = compute_dtype(q.dtype)
+    if state is None:
+        state = empty_state(rows, h, key_dim, v.shape[3], ridge, dtype, q.device)
+        fresh = True
+    else:
+        _check(state, rows, h, key_dim, v.shape[3], dtype)
+        fresh = False
+    with full_precision(q):
+        given = v.dtype
+        inputs = tuple(None if x is None else x.to(dtype) for x in (q, k, v, log_decay, beta))
+        # Without forgetting the ridge is never low, and chunks may start anywhere.
+        restored = ridge if restore and log_decay is not None else None
+        if form == "recurrent" or (form == "auto" and t == 1 and cu_seqlens is None):
+            output, state = _recurrent(inputs, state, cu_seqlens, chunk, restored)
+        else:
+            begin = None if fresh or restored is None else state["position"]
+            output, state = _chunkwise(inputs, state, _lay_out(q, begin, cu_seqlens, chunk), restored)
+    return output.to(given), state
+
+
+def empty_state(
+    rows: int, h: int, key_dim: int, value_dim: int, ridge: float, dtype: torch.dtype, device: torch.device
+) -> State:
+    """Before the first token: P = I / ridge, S = 0."""
+    eye = torch.eye(key_dim, dtype=dtype, device=device)
+    return {
+        "P": (eye / ridge).expand(rows, h, key_dim, key_dim),
+        "S": eye.new_zeros(rows, h, key_dim, value_dim),
+        "ridge": eye.new_full((rows, h), ridge),
+        "position": torch.zeros(rows, dtype=torch.int64, device=device),
+    }
+
+
+def step(
+    state: State,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    *,
+    chunk: int,
+    restored: float | None,
+) -> tuple[Tensor, State]:
+    """One token: q, k `b h k`, v `b h v`, gates `b h`; restored: the ridge, if it is restored after `chunk` tokens."""
+    P, S, ridge, position = state["P"], state["S"], state["ridge"], state["position"] + 1
+    Pk = P @ k[..., None]  # b h k 1
+    energy = k[..., None, :] @ Pk  # b h 1 1
+    weight = torch.ones_like(energy) if beta is None else beta[..., None, None]
+    kept = torch.ones_like(energy) if log_decay is None else log_decay.exp()[..., None, None]
+    gain = weight * Pk / (kept + weight * energy)
+    S = S + gain * (v[..., None, :] - k[..., None, :] @ S)
+    P = (P - gain * Pk.mT) / kept
+    P = (P + P.mT) / 2
+    output = q[..., None, :] @ S
+    ridge = ridge * kept[..., 0, 0]
+    if restored is not None:
+        full = position == chunk
+        if P.device.type != "cpu" or bool(full.any()):  # on a GPU looking would wait for it
+            W, ridge = _restore(torch.cat((P, S), -1), ridge, full, restored)
+            P, S = (x.contiguous() for x in W.split((P.shape[-1], S.shape[-1]), -1))
+    return output.squeeze(-2), {"P": P, "S": S, "ridge": ridge, "position": position % chunk}
+
+
+def _recurrent(
+    inputs: Sequence[Tensor | None], state: State, cu_seqlens: Tensor | None, chunk: int, restored: float | None
+) -> tuple[Tensor, State]:
+    """q, k, v, log_decay, beta `b t h ...`, token by token, packed texts one after the other."""
+    if cu_seqlens is not None:
+        outputs, states = [], []
+        for row, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            own = [None if x is None else x[:, start:end] for x in inputs]
+            y, after = _recurrent(own, {name: x[row : row + 1] for name, x in state.items()}, None, chunk, restored)
+            outputs.append(y)
+            states.append(after)
+        return torch.cat(outputs, 1), {name: torch.cat([after[name] for after in states]) for name in state}
+    q, k, v, log_decay, beta = inputs
+    assert q is not None and k is not None and v is not None
+    outputs = []
+    for i in range(q.shape[1]):
+        gates = [None if x is None else x[:, i] for x in (log_decay, beta)]
+        y, state = step(state, q[:, i], k[:, i], v[:, i], *gates, chunk=chunk, restored=restored)
+        outputs.append(y)
+    return torch.stack(outputs, 1) if outputs else v, state
+
+
+class _Layout(NamedTuple):
+    """Tokens in chunks, `n rows h c ...`, with empty slots before and behind those of a row."""
+
+    rows: int
+    n: int
+    c: int
+    slot: Tensor | None
+    """Of every token, `b * t`, in `rows n c`; None: rows are as long and begin in the first slot."""
+    length: Tensor
+    """Of rows: how many tokens."""
+
+    def put(self, x: Tensor) -> Tensor:
+        """x `b t h d` -> `n rows h c d`, 0 in empty slots. A key of 0 writes nothing."""
+        if self.slot is None:
+            grid = F.pad(x, (0, 0, 0, 0, 0, self.n * self.c - x.shape[1]))
+        else:
+            grid = x.new_zeros(self.rows * self.n * self.c, *x.shape[2:]).index_copy(0, self.slot, x.flatten(0, 1))
+        return grid.view(self.rows, self.n, self.c, *x.shape[2:]).permute(1, 0, 3, 2, 4)
+
+    def take(self, x: Tensor, b: int, t: int) -> Tensor:
+        """x `n rows h c d` -> `b t h d`."""
+        grid = x.permute(1, 0, 3, 2, 4)
+        if self.slot is None:
+            return grid.flatten(1, 2)[:, :t]
+        return grid.flatten(0, 2).index_select(0, self.slot).unflatten(0, (b, t))
+
+
+def _lay_out(q: Tensor, begin: Tensor | None, cu_seqlens: Tensor | None, c: int) -> _Layout:
+    """begin: the slot of each row's first token, below c; None: 0."""
+    b, t = q.shape[:2]
+    lengths = [t] * b if cu_seqlens is None else cu_seqlens.diff().tolist()
+    rows = len(lengths)
+    spare = 0 if begin is None else c - 1  # room for any place: looking would wait for a GPU
+    n = -(-(max(lengths) + spare) // c)
+    length = torch.tensor(lengths, device=q.device)
+    if begin is None and cu_seqlens is None:
+        return _Layout(rows, n, c, None, length)
+    begin = torch.zeros_like(length) if begin is None else begin
+    row = torch.repeat_interleave(torch.arange(rows, device=q.device), length, output_size=b * t)
+    first = length.cumsum(0) - length
+    slot = row * (n * c) + begin[row] + torch.arange(b * t, device=q.device) - first[row]
+    return _Layout(rows, n, c, slot, length)
+
+
+def _chunkwise(
+    inputs: Sequence[Tensor | None], state: State, layout: _Layout, restored: float | None
+) -> tuple[Tensor, State]:
+    """q, k, v, log_decay, beta `b t h ...`, chunk by chunk, all rows together."""
+    b, t = inputs[0].shape[:2] if inputs[0] is not None else (0, 0)
+    q, k, v, log_decay, beta = (
+        None if x is None else layout.put(x if x.dim() == 4 else x[..., None]) for x in inputs
+    )  # n rows h c d
+    assert q is not None and k is not None and v is not None
+    size, h = k.shape[-1], k.shape[2]
+    total = grown = None
+    if beta is not None:
+        scale = beta.clamp(min=SMALLEST_WEIGHT).sqrt()
+        k, v = scale * k, scale * v
+    if log_decay is not None:
+        sums = log_decay.cumsum(-2)
+        last = sums[..., -1:, :]  # n rows h 1 1
+        total = last[..., 0, 0].exp()
+        grown = F.pad((-last).exp().expand(*last.shape[:-1], size), (0, v.shape[-1]), value=1.0).flatten(1, 2)  # of W
+        scale = (sums / -2).exp()
+        k, v = scale * k, scale * v
+    q, k, v = (x.flatten(1, 2).contiguous() for x in (q, k, F.pad(v, (size, 0))))  # n rows*h c d
+    across = k.mT.contiguous()
+    # One matrix for both: W = [P | -S], so that K W + [0 | V] = [K P | V - K S].
+    W = torch.cat((state["P"], -state["S"]), -1).flatten(0, 1)
+    ridge, end = state["ridge"], state["position"] + layout.length
+    eye = torch.eye(layout.c, dtype=q.dtype, device=q.device).expand(W.shape[0], -1, -1)
+    outputs = []
+    for i in range(layout.n):
+        right = torch.baddbmm(v[i], k[i], W)
+        factor = torch.linalg.cholesky_ex(torch.baddbmm(eye, right[..., :size], across[i])).L
+        XE = torch.linalg.solve_triangular(factor, right, upper=False)
+        XT = XE[..., :size].mT
+        outputs.append(torch.baddbmm(q[i] @ W[..., size:], (q[i] @ XT).tril(), XE[..., size:], beta=-1))
+        W = torch.baddbmm(W, XT, XE, alpha=-1)
+        if grown is not None and total is not None:
+            W, ridge = W * grown[i], ridge * total[i]
+        if restored is None:
+            W = _symmetric(W)
+        else:
+            W, ridge = _restore(W.unflatten(0, (-1, h)), ridge, end >= (i + 1) * layout.c, restored)
+            W = W.flatten(0, 1)
+    output = layout.take(torch.stack(outputs).unflatten(1, (-1, h)), b, t)
+    P, S = W.unflatten(0, (-1, h)).split((size, W.shape[-1] - size), -1)
+    return output, {"P": P.contiguous(), "S": -S, "ridge": ridge, "position": end % layout.c}
+
+
+def _restore(W: Tensor, ridge: Tensor, full: Tensor, restored: float) -> tuple[Tensor, Tensor]:
+    """W <- (I + a P)^-1 W, W = [P | ...] `rows h k *`, with a = restored - ridge, in the rows that are `full`."""
+    size = W.shape[-2]
+    a = torch.where(full[:, None], restored - ridge, 0)
+    eye = torch.eye(size, dtype=W.dtype, device=W.device)
+    factor = torch.linalg.cholesky_ex(eye + a[..., None, None] * W[..., :size]).L
+    # I + a P is well conditioned, its eigenvalues at most 1 / prod lambda: its inverse is safe.
+    return _symmetric(torch.cholesky_inverse(factor) @ W), ridge + a
+
+
+def _symmetric(W: Tensor) -> Tensor:
+    """P made symmetric in W = [P | ...]."""
+    P = W[..., : W.shape[-2]]
+    return torch.cat(((P + P.mT) / 2, W[..., W.shape[-2] :]), -1)
+
+
+def _check(state: State, rows: int, h: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    shapes = {"P": (rows, h, key_dim, key_dim), "S": (rows, h, key_dim, value_dim), "ridge": (rows, h)}
+    for name, shape in (*shapes.items(), ("position", (rows,))):
+        if name not in state:
+            raise ValueError(
+                f"state must have P, S, ridge and position, got {', '.join(state)}; pass one returned before"
+            )
+        x = state[name]
+        if tuple(x.shape) != shape:
+            raise ValueError(f"state[{name!r}] must have shape {shape}, got {tuple(x.shape)}")
+        if name != "position" and x.dtype != dtype:
+            raise ValueError(f"state[{name!r}] must be {dtype}, got {x.dtype}; convert it with .to({dtype})")

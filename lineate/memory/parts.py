@@ -1,0 +1,145 @@
+"""The parts of a memory: models, losses, optimisers. Pure functions of one head's tensors.
+
+    model(weights, x) -> y             weights: a dict of tensors; x `d` or `t d`
+    loss(model, weights, k, v) -> a number
+
+A new model or loss is one function here; the reference takes every gradient by autograd.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+Loss = Callable[["Model", Weights, Tensor, Tensor], Tensor]
+
+MUON_STEPS = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""LaCT's five Newton-Schulz steps: X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A small network: `apply(weights, x)`; only the weights named in `learned` move while reading a text."""
+
+    name: str
+    learned: tuple[str, ...]
+    apply: Callable[[Weights, Tensor], Tensor]
+
+    def __call__(self, weights: Weights, x: Tensor) -> Tensor:
+        return self.apply(weights, x)
+
+
+def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float = 1e-6) -> Tensor:
+    """gamma (x - mean x) / sqrt(var x + eps) + beta over the last dimension."""
+    return F.layer_norm(x, x.shape[-1:], eps=eps) * gamma + beta
+
+
+def _linear(weights: Weights, x: Tensor) -> Tensor:
+    return x @ weights["S"]
+
+
+def _affine(weights: Weights, x: Tensor) -> Tensor:
+    return x @ weights["W"] + weights["b"]
+
+
+def _ttt_mlp(weights: Weights, x: Tensor) -> Tensor:
+    hidden = F.gelu(x @ weights["W1"] + weights["b1"], approximate="tanh")
+    return hidden @ weights["W2"] + weights["b2"]
+
+
+def _mlp(weights: Weights, x: Tensor) -> Tensor:
+    return F.silu(x @ weights["W1"]) @ weights["W2"]
+
+
+def _swiglu(weights: Weights, x: Tensor) -> Tensor:
+    return (F.silu(x @ weights["W0"].T) * (x @ weights["W2"].T)) @ weights["W1"].T
+
+
+def normed(model: Model) -> Model:
+    """x + LN(f(x)) with the fixed weights gamma and beta `d` (TTT)."""
+
+    def apply(weights: Weights, x: Tensor) -> Tensor:
+        return x + layer_norm(model(weights, x), weights["gamma"], weights["beta"])
+
+    return Model(f"x + LN({model.name})", model.learned, apply)
+
+
+LINEAR = Model("S^T x", ("S",), _linear)
+"""S `k v`."""
+AFFINE = Model("W^T x + b", ("W", "b"), _affine)
+"""W `d d`, b `d`."""
+TTT_MLP = Model("W2^T gelu(W1^T x + b1) + b2", ("W1", "b1", "W2", "b2"), _ttt_mlp)
+"""W1 `d e`, b1 `e`, W2 `e d`, b2 `d`; gelu with tanh."""
+MLP = Model("W2^T silu(W1^T x)", ("W1", "W2"), _mlp)
+"""W1 `d e`, W2 `e d`: a deep memory of two layers."""
+SWIGLU = Model("W1 (silu(W0 x) * W2 x)", ("W0", "W1", "W2"), _swiglu)
+"""W0, W2 `e d`, W1 `d e`."""
+
+
+def deep(layers: int, residual: bool = False) -> Model:
+    """W_n^T silu(... silu(W_1^T x)): weights W1 .. Wn; residual: + x (for Titans)."""
+
+    def apply(weights: Weights, x: Tensor) -> Tensor:
+        y = x @ weights["W1"]
+        for i in range(2, layers + 1):
+            y = F.silu(y) @ weights[f"W{i}"]
+        return x + y if residual else y
+
+    return Model(f"MLP of {layers}", tuple(f"W{i}" for i in range(1, layers + 1)), apply)
+
+
+def correlation(model: Model, weights: Weights, k: Tensor, v: Tensor) -> Tensor:
+    """-<f(k), v>."""
+    return -(model(weights, k) * v).sum()
+
+
+def squared_error(model: Model, weights: Weights, k: Tensor, v: Tensor) -> Tensor:
+    """1/2 ||f(k) - v||^2."""
+    return (model(weights, k) - v).square().sum() / 2
+
+
+def reconstruction(model: Model, weights: Weights, k: Tensor, v: Tensor) -> Tensor:
+    """1/2 ||LN(f(k)) - (v - k)||^2, for a `normed` model, which is k + LN(f(k))."""
+    return ((model(weights, k) - k) - (v - k)).square().sum() / 2
+
+
+def orthogonalise(x: Tensor, eps: float = 1e-7) -> Tensor:
+    """Muon: U V^T of x = U D V^T, nearly, by five Newton-Schulz steps. x `... m n`."""
+    wide = x.shape[-2] <= x.shape[-1]
+    y = x if wide else x.mT
+    y = y / (torch.linalg.matrix_norm(y, keepdim=True) + eps)
+    for a, b, c in MUON_STEPS:
+        square = y @ y.mT
+        y = a * y + (b * square + c * (square @ square)) @ y
+    return y if wide else y.mT
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """The length of each row, `... m 1`."""
+    return weight.norm(dim=-1, keepdim=True)
+
+
+def renormalise(weight: Tensor, norms: Tensor, eps: float = 1e-5) -> Tensor:
+    """Rows rescaled to the given lengths (LaCT)."""
+    return weight / (row_norms(weight) + eps) * norms
+
+
+def clip(gradients: Weights, limit: float, eps: float = 1e-6) -> Weights:
+    """Scaled down together, if their common length is over the limit."""
+    scale = (limit / (total_norm(gradients.values()) + eps)).clamp(max=1)
+    return {name: scale * x for name, x in gradients.items()}
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The length of all of them as one vector; its gradient at 0 is 0."""
+    square = torch.stack([x.square().sum() for x in tensors]).sum()
+    return torch.where(square > 0, square, 1).sqrt() * (square > 0)

@@ -1,0 +1,294 @@
+"""The sequential reference: take the gradient, take the step. For clarity, not for speed.
+
+For each token, from the weights W and W0, those at the start of its chunk:
+
+    W' = decay W                                        forget
+    G  = gradient of loss(f, k_t, v_t) at W' or at W0   compare (autograd)
+    W  = W' - rate_t G, or the rule's optimiser         write
+    y_t = f(q_t) with W (or with W0: "apply, then update")   read
+
+Everything differentiates, through the inner gradients too. Gates, by name:
+
+    rate         `t`: the step size beta, theta, eta or lr (absent: 1); "rate.W1" `t` for one weight alone
+    log_decay    `t`, or `t k` for the rows of S: log of what is kept (Titans: log(1 - alpha))
+    momentum     `t`: eta_t of Titans; LaCT takes the mean over the chunk
+    position     `c`, the same for all tokens: TTT's learned_t, in max(0, 1/t + learned_t), t = 1 .. c in the chunk
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lineate.memory.parts import Loss, Model, Weights, clip, orthogonalise, renormalise, row_norms
+
+
+@dataclass(frozen=True)
+class MemoryRule:
+    """One row of the table: model x loss x optimiser x forgetting x chunk."""
+
+    name: str
+    model: Model
+    loss: Loss
+    optimiser: Literal["sgd", "positioned sgd", "momentum", "muon", "least squares"] = "sgd"
+    """positioned: W_t = W0 - max(0, 1/t + learned_t) sum_s rate_s G_s; muon: once, at the end of the chunk."""
+    forgetting: tuple[Literal["none", "head", "channel"], ...] = ("none",)
+    """The shapes of log_decay it takes: per head `t`, per key channel `t k`."""
+    chunk: int = 1
+    """How many tokens share the weights at which the gradient is taken."""
+    gradient_at: Literal["decayed", "start"] = "start"
+    """The weights just decayed (chunk 1 only), or those at the start of the chunk."""
+    clip: float | None = None
+    """The largest length of one token's gradient over all weights."""
+    renormalises: bool = False
+    """Rows back to their initial lengths after each write."""
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        if self.gradient_at == "decayed" and self.chunk != 1:
+            raise ValueError(f"gradient_at='decayed' needs chunk=1, got {self.chunk}; use gradient_at='start'")
+
+
+@dataclass
+class MemoryState:
+    """Where one head stands (or, from run_reference, all: tensors `rows heads ...`, position `rows`)."""
+
+    weights: Weights
+    """Those the last token left."""
+    start: Weights
+    """Those at the start of the chunk."""
+    sums: Weights = field(default_factory=dict)
+    """Of rate_s G_s over the chunk so far (positioned sgd, muon); muon also: "momentum", the sum of the gates."""
+    momentum: Weights = field(default_factory=dict)
+    """S_t of Titans; the last chunk's dW of LaCT."""
+    hessian: Tensor | None = None
+    """Least squares: sum of k k^T and the ridge, `k k`, the inverse of P."""
+    position: int | Tensor = 0
+    """Tokens of the chunk that are read."""
+
+
+def run_head(
+    rule: MemoryRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    weights: Weights,
+    state: MemoryState | None = None,
+    ridge: float = 1.0,
+) -> tuple[Tensor, MemoryState]:
+    """One text, one head: q, k `t k`, v `t v` -> y `t v` and the state. weights: the initial ones; state: continue."""
+    if state is None:
+        state = initial_state(rule, weights, k.shape[-1], ridge)
+    outputs = []
+    for i in range(k.shape[0]):
+        now = {name: x if name == "position" else x[i] for name, x in gates.items()}
+        state = STEPS[rule.optimiser](rule, k[i], v[i], now, weights, state)
+        read = state.start if rule.optimiser == "muon" else state.weights
+        outputs.append(rule.model(read, q[i]))
+        if state.position == rule.chunk:
+            state = _end_chunk(rule, weights, state)
+    return torch.stack(outputs) if outputs else v.new_zeros(0, v.shape[-1]), state
+
+
+def initial_state(rule: MemoryRule, weights: Weights, key_dim: int, ridge: float = 1.0) -> MemoryState:
+    """Before the first token."""
+    learned = {name: weights[name] for name in rule.model.learned}
+    state = MemoryState(weights, weights)
+    if rule.optimiser in ("positioned sgd", "muon"):
+        state.sums = _zeros(learned)
+    if rule.optimiser in ("momentum", "muon"):
+        state.momentum = _zeros(learned)
+    if rule.optimiser == "muon":
+        state.sums["momentum"] = next(iter(weights.values())).new_zeros(())
+    if rule.optimiser == "least squares":
+        first = next(iter(weights.values()))
+        state.hessian = ridge * torch.eye(key_dim, dtype=first.dtype, device=first.device)
+    return state
+
+
+def gradient(rule: MemoryRule, at: Weights, k: Tensor, v: Tensor) -> Weights:
+    """Of the loss of one pair with respect to the learned weights, itself differentiable."""
+    names = rule.model.learned
+    outer = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases: only what the loss itself does with the weights counts, not what k and v may owe to them.
+        point = [at[name].view_as(at[name]) for name in names]
+        point = [x if x.requires_grad else x.detach().requires_grad_() for x in point]
+        loss = rule.loss(rule.model, {**at, **dict(zip(names, point, strict=True))}, k, v)
+        found = torch.autograd.grad(loss, point, create_graph=outer)
+    gradients = dict(zip(names, found, strict=True))
+    return gradients if rule.clip is None else clip(gradients, rule.clip)
+
+
+def _sgd(rule: MemoryRule, k: Tensor, v: Tensor, gates: Weights, weights: Weights, state: MemoryState) -> MemoryState:
+    """W = decay W - rate G; with momentum: M = eta M - rate G, W = decay W + M."""
+    kept = dict(state.weights)
+    if "log_decay" in gates:
+        decay = gates["log_decay"].exp()
+        for name in rule.model.learned:
+            kept[name] = (decay[:, None] if decay.dim() else decay) * kept[name]
+    gradients = gradient(rule, kept if rule.gradient_at == "decayed" else state.start, k, v)
+    steps = {name: -_rate(gates, name) * x for name, x in gradients.items()}
+    if rule.optimiser == "momentum":
+        steps = {name: gates["momentum"] * state.momentum[name] + x for name, x in steps.items()}
+    new = {**kept, **{name: kept[name] + x for name, x in steps.items()}}
+    momentum = steps if rule.optimiser == "momentum" else {}
+    return MemoryState(new, state.start, {}, momentum, None, state.position + 1)
+
+
+def _positioned(
+    rule: MemoryRule, k: Tensor, v: Tensor, gates: Weights, weights: Weights, state: MemoryState
+) -> MemoryState:
+    """W_t = W0 - max(0, 1/t + learned_t) sum_{s <= t} rate_s G_s."""
+    gradients = gradient(rule, state.start, k, v)
+    sums = {name: state.sums[name] + _rate(gates, name) * x for name, x in gradients.items()}
+    t = int(state.position) + 1
+    factor: Tensor | float = 1 / t
+    if "position" in gates:
+        factor = (gates["position"][t - 1] + 1 / t).clamp(min=0)
+    new = {**state.start, **{name: state.start[name] - factor * x for name, x in sums.items()}}
+    return MemoryState(new, state.start, sums, {}, None, t)
+
+
+def _muon(rule: MemoryRule, k: Tensor, v: Tensor, gates: Weights, weights: Weights, state: MemoryState) -> MemoryState:
+    """Only sums: the write is at the end of the chunk."""
+    gradients = gradient(rule, state.start, k, v)
+    sums = {name: state.sums[name] - _rate(gates, name) * x for name, x in gradients.items()}
+    sums["momentum"] = state.sums["momentum"] + gates.get("momentum", torch.zeros_like(state.sums["momentum"]))
+    return MemoryState(state.start, state.start, sums, state.momentum, None, state.position + 1)
+
+
+def _least_squares(
+    rule: MemoryRule, k: Tensor, v: Tensor, gates: Weights, weights: Weights, state: MemoryState
+) -> MemoryState:
+    """H = lambda H + rate k k^T; S = S - H^-1 rate G: Newton's step, exact, since S was the minimum before."""
+    assert state.hessian is not None
+    hessian = state.hessian
+    if "log_decay" in gates:
+        hessian = gates["log_decay"].exp() * hessian
+    rate = _rate(gates, "S")
+    hessian = hessian + rate * k[:, None] * k
+    step = torch.linalg.solve(hessian, rate * gradient(rule, state.weights, k, v)["S"])
+    new = {"S": state.weights["S"] - step}
+    return MemoryState(new, new, {}, {}, hessian, state.position + 1)
+
+
+Step = Callable[[MemoryRule, Tensor, Tensor, Weights, Weights, MemoryState], MemoryState]
+STEPS: dict[str, Step] = {
+    "sgd": _sgd,
+    "momentum": _sgd,
+    "positioned sgd": _positioned,
+    "muon": _muon,
+    "least squares": _least_squares,
+}
+
+
+def _end_chunk(rule: MemoryRule, weights: Weights, state: MemoryState) -> MemoryState:
+    if rule.optimiser == "muon":
+        mean = state.sums["momentum"] / rule.chunk
+        changes = {name: state.sums[name] + mean * state.momentum[name] for name in rule.model.learned}
+        new = {**state.start, **{name: state.start[name] + orthogonalise(x) for name, x in changes.items()}}
+        if rule.renormalises:
+            new.update({name: renormalise(new[name], row_norms(weights[name])) for name in rule.model.learned})
+        return MemoryState(new, new, _zeros(state.sums), changes)
+    return MemoryState(state.weights, state.weights, _zeros(state.sums), state.momentum, state.hessian)
+
+
+def _rate(gates: Mapping[str, Tensor], name: str) -> Tensor | float:
+    return gates.get(f"rate.{name}", gates.get("rate", 1.0))
+
+
+def _zeros(tensors: Weights) -> Weights:
+    return {name: torch.zeros_like(x) for name, x in tensors.items()}
+
+
+def run_reference(
+    rule: MemoryRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Mapping[str, Tensor],
+    weights: Weights,
+    state: MemoryState | None = None,
+    cu_seqlens: Tensor | None = None,
+    ridge: float = 1.0,
+) -> tuple[Tensor, MemoryState]:
+    """All rows and heads: q, k `b t h k`, v `b t hv v`, gates `b t hv ...` -> y `b t hv v` and the state.
+
+    weights: the initial ones of each head, `hv ...`, or of each row and head, `rows hv ...`; matrices have two
+    dimensions of their own, biases, gamma and beta one. "position" in gates is `c` or `hv c`. With cu_seqlens, b = 1
+    and the rows are the texts. ridge: what least squares starts from.
+    """
+    heads, group = v.shape[2], v.shape[2] // q.shape[2]
+    if cu_seqlens is None:
+        texts = [(row, 0, q.shape[1]) for row in range(q.shape[0])]
+    else:
+        texts = [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
+    outputs, states = [], []
+    for row, (b, start, end) in enumerate(texts):
+        by_head = []
+        for head in range(heads):
+            own_gates = {}
+            for name, x in gates.items():
+                if name == "position":
+                    own_gates[name] = x[head] if x.dim() == 2 else x
+                else:
+                    own_gates[name] = x[b, start:end, head]
+            y, after = run_head(
+                rule,
+                q[b, start:end, head // group],
+                k[b, start:end, head // group],
+                v[b, start:end, head],
+                own_gates,
+                {name: _of_head(name, x, row, head) for name, x in weights.items()},
+                None if state is None else _select(state, row, head),
+                ridge,
+            )
+            by_head.append(y)
+            states.append(after)
+        outputs.append(torch.stack(by_head, 1))  # t hv v
+    y = torch.stack(outputs) if cu_seqlens is None else torch.cat(outputs)[None]
+    return y, _gather(states, len(texts), heads)
+
+
+def _of_head(name: str, x: Tensor, row: int, head: int) -> Tensor:
+    """x `hv ...` or `rows hv ...`: vectors (biases, gamma, beta) are one-dimensional, the others matrices."""
+    own = 1 if name.startswith("b") or name == "gamma" else 2
+    return x[row, head] if x.dim() == own + 2 else x[head]
+
+
+def _select(state: MemoryState, row: int, head: int) -> MemoryState:
+    def own(tensors: Weights) -> Weights:
+        return {name: x[row, head] for name, x in tensors.items()}
+
+    return MemoryState(
+        own(state.weights),
+        own(state.start),
+        own(state.sums),
+        own(state.momentum),
+        None if state.hessian is None else state.hessian[row, head],
+        state.position if isinstance(state.position, int) else int(state.position[row]),
+    )
+
+
+def _gather(states: list[MemoryState], rows: int, heads: int) -> MemoryState:
+    def stack(tensors: list[Tensor]) -> Tensor:
+        return torch.stack(tensors).unflatten(0, (rows, heads))
+
+    def all_of(dicts: list[Weights]) -> Weights:
+        return {name: stack([own[name] for own in dicts]) for name in dicts[0]}
+
+    hessians = [state.hessian for state in states if state.hessian is not None]
+    return MemoryState(
+        all_of([state.weights for state in states]),
+        all_of([state.start for state in states]),
+        all_of([state.sums for state in states]),
+        all_of([state.momentum for state in states]),
+        stack(hessians) if hessians else None,
+        torch.tensor([int(state.position) for state in states[::heads]]),
+    )

@@ -1,0 +1,386 @@
+"""LaCT: large chunks against the rule taken literally, by autograd and token by token; and the layer."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.layers.lact import LaCT, window_attention
+from lineate.memory import RULES, run_reference
+from lineate.memory.lact import lact, lact_state
+from lineate.memory.parts import orthogonalise
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def answer(weights: list[Tensor], x: Tensor) -> Tensor:
+    W0, W1, W2 = weights
+    return (F.silu(x @ W0.mT) * (x @ W2.mT)) @ W1.mT
+
+
+def reference(q, k, v, rates, momentum, state, chunk, muon=True):
+    """Literally: the loss's gradient by autograd, token by token (rows and heads side by side); one position."""
+    names = ("weights", "sums", "previous", "norms")
+    weights, sums, previous, norms = ([state[f"{name}_{i}"] for i in range(3)] for name in names)
+    total, position = state["momentum"], int(state["position"][0])
+
+    def loss(weights: list[Tensor], key: Tensor, value: Tensor) -> Tensor:
+        return -(answer(weights, key) * value).sum()
+
+    out = []
+    for i in range(q.shape[1]):
+        x, key, value = (y[:, i, :, None] for y in (q, k, v))  # b h 1 d
+        out.append(answer(weights, x)[:, :, 0])
+        grads = torch.func.grad(loss)(weights, key, value)
+        sums = [s - rates[:, i, :, n, None, None] * x for n, (s, x) in enumerate(zip(sums, grads, strict=True))]
+        total = total + (0 if momentum is None else momentum[:, i])
+        position += 1
+        if position == chunk:
+            changes = [s + (total / chunk)[..., None, None] * p for s, p in zip(sums, previous, strict=True)]
+            moved = [w + (orthogonalise(x) if muon else x) for w, x in zip(weights, changes, strict=True)]
+            weights = [w / (w.norm(dim=-1, keepdim=True) + 1e-5) * n for w, n in zip(moved, norms, strict=True)]
+            sums, previous = [torch.zeros_like(x) for x in sums], changes
+            total, position = torch.zeros_like(total), 0
+    end = {"momentum": total, "position": torch.full_like(state["position"], position)}
+    for name, tensors in zip(names, (weights, sums, previous, norms), strict=True):
+        end |= {f"{name}_{i}": x for i, x in enumerate(tensors)}
+    return torch.stack(out, 1), end
+
+
+def make(b: int = 2, t: int = 13, h: int = 2, d: int = 5, dh: int = 6, dtype=torch.float64, seed: int = 0):
+    g = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    q, k = (F.normalize(random(b, t, h, d), dim=-1) for _ in range(2))
+    inputs = [q, k, random(b, t, h, d), random(b, t, h, 3).exp() * 0.1, random(b, t, h).sigmoid()]
+    shapes = (dh, d), (d, dh), (dh, d)
+    state = lact_state([random(h, *shape) / shape[1] ** 0.5 for shape in shapes], b)
+    return [x.to(dtype) for x in inputs], {n: x if n == "position" else x.to(dtype) for n, x in state.items()}
+
+
+def middle(state: dict[str, Tensor], position: int) -> dict[str, Tensor]:
+    """A state that has read something: random sums and momentum."""
+    g = torch.Generator().manual_seed(3)
+    moved = {
+        name: torch.randn(x.shape, generator=g, dtype=x.dtype) * 0.3
+        for name, x in state.items()
+        if name.startswith(("sums", "previous"))
+    }
+    total = torch.rand(state["momentum"].shape, generator=g, dtype=torch.float64) * position
+    return state | moved | {"momentum": total, "position": torch.full_like(state["position"], position)}
+
+
+def floats(state: dict[str, Tensor]) -> list[Tensor]:
+    return [state[name] for name in sorted(state) if name != "position"]
+
+
+def check_close(got, expected, **tolerance):
+    (y, state), (wanted, end) = got, expected
+    torch.testing.assert_close(y, wanted, **tolerance)
+    assert set(state) == set(end)
+    for name in end:
+        torch.testing.assert_close(state[name], end[name], **tolerance)
+
+
+def gradients(y: Tensor, end: dict[str, Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(9)
+    terms = [(x * torch.randn(x.shape, generator=g, dtype=x.dtype)).sum() for x in (y, *floats(end))]
+    return torch.autograd.grad(sum(terms), leaves, allow_unused=True)
+
+
+@pytest.mark.parametrize("muon", [True, False])
+@pytest.mark.parametrize("chunk, position", [(1, 0), (4, 0), (4, 3), (5, 2), (16, 3), (64, 7)])
+def test_equals_autograd_token_by_token(chunk, position, muon):
+    inputs, state = make()
+    state = middle(state, position)
+    leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
+    got, wanted = (form(*inputs, state, chunk=chunk, muon=muon) for form in (lact, reference))
+    check_close(got, wanted, **CLOSE)
+    for x, expected in zip(gradients(*got, leaves), gradients(*wanted, leaves), strict=True):
+        torch.testing.assert_close(x, expected, **CLOSE)
+
+
+def test_equals_the_generic_reference():
+    (q, k, v, rates, momentum), state = make(b=1)
+    weights = {f"W{i}": state[f"weights_{i}"][0] for i in range(3)}
+    gates = {f"rate.W{i}": rates[..., i] for i in range(3)} | {"momentum": momentum}
+    y, end = lact(q, k, v, rates, momentum, state, chunk=4)
+    wanted, final = run_reference(replace(RULES["LaCT"], chunk=4), q, k, v, gates, weights)
+    torch.testing.assert_close(y, wanted, **CLOSE)
+    for i in range(3):
+        torch.testing.assert_close(end[f"weights_{i}"], final.weights[f"W{i}"], **CLOSE)
+        torch.testing.assert_close(end[f"sums_{i}"], final.sums[f"W{i}"], **CLOSE)
+        torch.testing.assert_close(end[f"previous_{i}"], final.momentum[f"W{i}"], **CLOSE)
+
+
+def test_split_anywhere_and_one_by_one_equal_whole():
+    inputs, state = make(t=19)
+    whole = lact(*inputs, state, chunk=6)
+    for cuts in ([1], [6], [18], [3, 4, 5, 13], list(range(1, 19))):
+        parts, own = [], state
+        for start, end in pairwise([0, *cuts, 19]):
+            y, own = lact(*(x[:, start:end] for x in inputs), own, chunk=6)
+            parts.append(y)
+        check_close((torch.cat(parts, 1), own), whole, rtol=1e-11, atol=1e-11)
+    assert own["position"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rows_never_see_each_other(packed):
+    """Packed texts, or rows of a batch, each from its own position in its chunk."""
+    lengths = (3, 0, 1, 21, 8) if packed else (9, 9, 9, 9, 9)
+    inputs, _ = make(b=1, t=sum(lengths))
+    _, state = make(b=len(lengths), seed=1)
+    state = middle(state, 1) | {"position": torch.tensor([0, 2, 3, 1, 0])}
+    bounds = torch.tensor((0, *lengths)).cumsum(0)
+    leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
+    if packed:
+        got = lact(*inputs, state, chunk=4, cu_seqlens=bounds)
+    else:
+        y, end = lact(*(x.unflatten(1, (5, 9))[0] for x in inputs), state, chunk=4)
+        got = y.flatten(0, 1)[None], end
+    parts, ends = [], []
+    for row, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        own = {name: x[row : row + 1] for name, x in state.items()}
+        if stop > start:
+            part, own = lact(*(x[:, start:stop] for x in inputs), own, chunk=4)
+            parts.append(part)
+        ends.append(own)
+    wanted = torch.cat(parts, 1), {name: torch.cat([x[name] for x in ends]) for name in ends[0]}
+    check_close(got, wanted, rtol=1e-12, atol=1e-12)
+    for x, expected in zip(gradients(*got, leaves), gradients(*wanted, leaves), strict=True):
+        torch.testing.assert_close(x, expected, **CLOSE)
+
+
+def test_rows_of_one_token_at_different_positions():
+    inputs, state = make(b=3, t=1)
+    state = middle(state, 1) | {"position": torch.tensor([3, 0, 3])}
+    y, end = lact(*inputs, state, chunk=4)
+    for row in range(3):
+        own = {name: x[row : row + 1] for name, x in state.items()}
+        wanted = lact(*(x[row : row + 1] for x in inputs), own, chunk=4)
+        check_close((y[row : row + 1], {n: x[row : row + 1] for n, x in end.items()}), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_the_state_does_not_grow_and_the_norms_stay():
+    inputs, state = make(t=50)
+    before = sum(x.nbytes for x in state.values())
+    _, end = lact(*inputs, state, chunk=4)
+    assert sum(x.nbytes for x in end.values()) == before
+    for i in range(3):
+        norms = end[f"weights_{i}"].norm(dim=-1, keepdim=True)
+        torch.testing.assert_close(norms, state[f"norms_{i}"], rtol=1e-4, atol=0)
+
+
+def test_singular_values_of_a_step():
+    """Those from 0.8 % of the whole norm up come to 0.977 .. 1.032."""
+    g = torch.Generator().manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(64, 64, generator=g, dtype=torch.float64))[0] for _ in range(2))
+    sizes = torch.logspace(0, -2, 64, dtype=torch.float64)
+    sizes = sizes[sizes / sizes.norm() > 0.008]
+    found = torch.linalg.svdvals(orthogonalise((U[:, : len(sizes)] * sizes) @ V[: len(sizes)]))[: len(sizes)]
+    assert found.min() > 0.977 and found.max() < 1.032
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_stays_close(dtype):
+    inputs, state = make(t=40)
+    wanted, _ = lact(*inputs, state, chunk=16)
+    low = {name: x if name == "position" else x.float() for name, x in state.items()}
+    y, end = lact(*(x.to(dtype) for x in inputs), low, chunk=16)
+    assert y.dtype == dtype and end["weights_0"].dtype == torch.float32
+    assert (y - wanted).norm() / wanted.norm() < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_errors_say_what_was_expected():
+    inputs, state = make()
+    with pytest.raises(ValueError, match=r"rates must have shape \(b, t, h, 3\) = \(2, 13, 2, 3\), got"):
+        lact(*inputs[:3], inputs[4], inputs[4], state)
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        lact(*inputs, state, chunk=0)
+    with pytest.raises(ValueError, match=r"make it with lact_state"):
+        lact(*inputs, {"memory": torch.zeros(2)})
+    with pytest.raises(ValueError, match="momentum must have shape"):
+        lact(*inputs[:4], inputs[4][:1], state)
+
+
+LAYERS = {
+    "window is the chunk": lambda: LaCT(24, 2, chunk=8),
+    "small window": lambda: LaCT(24, 2, chunk=8, window=3, attention_heads=4, expansion=2.0),
+    "large window, convolution": lambda: LaCT(24, 2, chunk=5, window=19, conv_size=4, muon=False),
+    "no window": lambda: LaCT(24, 2, head_dim=6, chunk=4, window=0),
+}
+layers = pytest.mark.parametrize("name", LAYERS)
+
+
+def make_layer(name: str, dtype: torch.dtype = torch.float64) -> LaCT:
+    """All parameters random."""
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    for key, x in layer.named_parameters():
+        if x.dim() < 3 and "proj" not in key and "conv" not in key:
+            torch.nn.init.uniform_(x, -0.5, 1.5)
+        elif "initial" in key:
+            torch.nn.init.normal_(x, std=0.4)
+    return layer.to(dtype)
+
+
+def hidden(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("window", [1, 3, 600])
+def test_window_attention_is_softmax_of_the_last_tokens(window):
+    """Over more than one block of queries, and continued from a cache."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 1100, 1, 4, generator=g, dtype=torch.float64) for _ in range(3))
+    at = torch.arange(1100)
+    outside = (at > at[:, None]) | (at <= at[:, None] - window)
+    scores = (torch.einsum("bihd,bjhd->bhij", q, k) / 2).masked_fill(outside, -torch.inf)
+    wanted = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    y, keys, values = window_attention(q, k, v, window)
+    torch.testing.assert_close(y, wanted, **CLOSE)
+    y, keys, values = window_attention(q[:, :2], k[:, :2], v[:, :2], window)
+    y, keys, values = window_attention(q[:, 2:], k[:, 2:], v[:, 2:], window, (keys, values, torch.tensor([2, 2])))
+    torch.testing.assert_close(y, wanted[:, 2:], **CLOSE)
+    assert torch.equal(keys, k[:, 1101 - window :]) and torch.equal(values, v[:, 1101 - window :])
+
+
+@layers
+def test_layer_split_anywhere_and_one_by_one_equals_whole(name):
+    layer, x = make_layer(name), hidden(2, 30)
+    with torch.no_grad():
+        whole, final = layer(x)
+        for cuts in ([1], [29], [8], [3, 4, 5, 20], list(range(1, 30))):
+            state, parts = None, []
+            for start, end in pairwise([0, *cuts, 30]):
+                y, state = layer(x[:, start:end], state)
+                parts.append(y)
+            check_close((torch.cat(parts, 1), state.tensors), (whole, final.tensors), **CLOSE)
+
+
+@layers
+def test_layer_packed_texts_equal_separate_ones(name):
+    """And their gradients; rows then stand at different positions of their chunks, and are continued as a batch."""
+    layer, x = make_layer(name), hidden(1, 48).requires_grad_()
+    lengths = (3, 0, 1, 24, 20)
+    bounds = torch.tensor((0, *lengths)).cumsum(0)
+    more = hidden(len(lengths), 6)
+    packed, state = layer(x, cu_seqlens=bounds)
+    continued, _ = layer(more, state)
+    again, _ = layer(more.flatten(0, 1)[None], state, cu_seqlens=torch.arange(0, 31, 6))
+    torch.testing.assert_close(again.view_as(continued), continued, **CLOSE)
+    alone = [
+        layer(torch.cat((x[:, start:end], more[row : row + 1]), 1))[0]
+        for row, (start, end) in enumerate(pairwise(bounds.tolist()))
+    ]
+    wanted = torch.cat([y[:, :-6] for y in alone], 1), torch.cat([y[:, -6:] for y in alone])
+    torch.testing.assert_close(packed, wanted[0], **CLOSE)
+    torch.testing.assert_close(continued, wanted[1], **CLOSE)
+    leaves = [x, *layer.parameters()]
+    grads, expected = (
+        torch.autograd.grad((y * y.detach().cos()).sum() + z.sin().sum(), leaves)
+        for y, z in ((packed, continued), wanted)
+    )
+    for got, own in zip(grads, expected, strict=True):
+        assert own.abs().max() > 0  # every parameter has a say
+        torch.testing.assert_close(got, own, rtol=1e-8, atol=1e-9)
+
+
+@layers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_state_is_what_its_spec_says_and_does_not_grow(name, dtype):
+    layer = make_layer(name, dtype)
+    with torch.no_grad():
+        _, state = layer(hidden(3, 11, dtype=dtype))
+        for _ in range(2):
+            assert state.names == tuple(spec.name for spec in layer.state_spec)
+            for spec in layer.state_spec:
+                assert state[spec.name].dtype == spec.dtype
+                assert state[spec.name].shape == (3, *spec.shape)
+            assert state.nbytes == 3 * sum(spec.nbytes() for spec in layer.state_spec)
+            assert sum(state[n].untyped_storage().nbytes() for n in state.names) == state.nbytes
+            _, state = layer(hidden(3, 1, dtype=dtype), state)
+        _, selected = layer(hidden(1, 1, dtype=dtype), state.select(torch.tensor([1])))
+        assert selected.rows == 1
+
+
+@layers
+def test_layer_states_are_values(name):
+    layer, x = make_layer(name), hidden(2, 30)
+    with torch.no_grad():
+        _, state = layer(x[:, :7])
+        kept = {n: y.clone() for n, y in state.tensors.items()}
+        first, after = layer(x[:, 7:8], state)
+        layer(x[:, 20:28], state)
+        layer.initial[0].mul_(2)  # what a text began with is not read again
+        assert torch.equal(layer(x[:, 7:8], state)[0], first)
+    assert all(torch.equal(kept[n], state[n]) for n in kept)
+
+
+@layers
+def test_layer_future_never_changes_the_past(name):
+    layer, x = make_layer(name), hidden(1, 30)
+    other = torch.cat((x[:, :21], hidden(1, 9).flip(1) * 3), 1)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x)[0][:, :21], layer(other)[0][:, :21], rtol=0, atol=1e-14)
+
+
+def test_layer_refuses_context_parallelism():
+    layer = make_layer(next(iter(LAYERS)))
+    with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor"):
+        layer(hidden(1, 4), cu_seqlens=object())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["default", "no window"])
+def test_layer_is_finite_over_16384_tokens(kind, dtype):
+    """At default settings, backwards too: random tokens; and a text of few words, then of one word alone."""
+    torch.manual_seed(0)
+    layer = LaCT(64, 2, window=None if kind == "default" else 0).to(dtype)
+    words = torch.randn(4, 64)
+    hard = torch.cat((words[torch.randint(4, (8192,))], words[:1].expand(8192, 64)))
+    x = torch.stack((torch.randn(16384, 64), hard)).to(dtype).requires_grad_()
+    y, state = layer(x)
+    assert y.isfinite().all() and all(s.isfinite().all() for s in state.tensors.values())
+    y.float().square().mean().backward()
+    assert x.grad.isfinite().all() and all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def recall_loss(layer: torch.nn.Module, steps: int, pairs: int = 4, words: int = 8) -> tuple[float, float]:
+    """Train on "k1 v1 k2 v2 ... k3 ?": the mean loss of the first and of the last 10 steps."""
+    torch.manual_seed(0)
+    embed, head = torch.nn.Embedding(2 * words, 64), torch.nn.Linear(64, words)
+    norm = torch.nn.RMSNorm(64)
+    parts = torch.nn.ModuleList([layer, embed, head, norm])
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        keys = torch.rand(16, words).argsort(-1)[:, :pairs]
+        values = torch.randint(words, (16, pairs))
+        order = torch.rand(16, pairs).argsort(-1)
+        told = torch.stack((keys, values + words), -1).flatten(1)
+        ids = torch.cat((told, keys.gather(1, order)), 1)
+        x = embed(ids)
+        logits = head(norm(x + layer(x)[0]))[:, 2 * pairs :]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.gather(1, order).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parts.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+
+
+@pytest.mark.slow
+def test_layer_learns_recall():
+    """What is asked was told in chunks before, out of the window's reach."""
+    torch.manual_seed(1)
+    first, last = recall_loss(LaCT(64, 2, chunk=8, window=8, conv_size=4), 200)
+    assert last < 0.5 * first

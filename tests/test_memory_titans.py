@@ -1,0 +1,399 @@
+"""Titans: the chunked form against the rule taken literally, by autograd and token by token; and the layer."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.layers.titans import Titans
+from lineate.memory import LINEAR, RULES, deep, run_reference
+from lineate.memory.titans import EPS, titans, titans_state
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+CASES = {
+    "linear": {},
+    "linear, clipped": {"clip": 1.5},
+    "mlp": {},
+    "mlp, clipped": {"clip": 1.5},
+    "mlp, residual": {"residual": True},
+    "mlp, norm, residual, clipped": {"residual": True, "norm": True, "clip": 1.5},
+    "three matrices": {},
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def answer(weights: list[Tensor], x: Tensor, residual: bool, norm: bool) -> Tensor:
+    y = x
+    for i, w in enumerate(weights):
+        y = (F.silu(y) if i else y) @ w
+    y = F.layer_norm(y, y.shape[-1:], eps=EPS) if norm else y
+    return y + x if residual else y
+
+
+def reference(q, k, v, theta, eta, alpha, state, chunk=16, clip=None, residual=False, norm=False):
+    """Literally: the gradient of the loss by autograd, then the step, token by token (rows and heads side by side)."""
+    depth, position = len(state) // 3, state["position"]
+    weights, momentum, start = (
+        [state[f"{name}_{i}"] for i in range(depth)] for name in ("weights", "momentum", "start")
+    )
+
+    def loss(weights: list[Tensor], key: Tensor, value: Tensor) -> Tensor:
+        return 0.5 * (answer(weights, key, residual, norm) - value).square().sum()
+
+    out = []
+    for i in range(q.shape[1]):
+        x, key, value, rate, keep, forget = (y[:, i, :, None] for y in (q, k, v, theta, eta, alpha))  # b h 1 ...
+        rate, keep, forget = rate[..., None], keep[..., None], forget[..., None]
+        grads = torch.func.grad(loss)(start, key, value)
+        if clip is not None:
+            size = sum(x.square().sum((-2, -1), keepdim=True) for x in grads).sqrt()
+            grads = [x * (clip / (size + 1e-6)).clamp(max=1) for x in grads]
+        momentum = [keep * s - rate * x for s, x in zip(momentum, grads, strict=True)]
+        weights = [(1 - forget) * m + s for m, s in zip(weights, momentum, strict=True)]
+        out.append(answer(weights, x, residual, norm)[:, :, 0])
+        position = (position + 1) % chunk
+        new = (position == 0)[:, None, None, None]
+        start = [torch.where(new, m, m0) for m, m0 in zip(weights, start, strict=True)]
+    end = {"position": position}
+    for i in range(depth):
+        end |= {f"weights_{i}": weights[i], f"momentum_{i}": momentum[i], f"start_{i}": start[i]}
+    return torch.stack(out, 1), end
+
+
+def make(case: str, b: int = 2, t: int = 13, h: int = 2, d: int = 5, dtype=torch.float64, seed: int = 0):
+    """Inputs with gates of exactly 0 and 1 among them, and a state of random weights and momentum."""
+    g = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    value = d if "residual" in case or "mlp" in case else d + 1
+    q, k = (F.normalize(random(b, t, h, d), dim=-1) for _ in range(2))
+    theta, eta, alpha = (random(b, t, h).sigmoid() * scale for scale in (0.5, 1, 0.5))
+    if t > 5:
+        eta[:, 2], eta[0, 4], alpha[:, 3], alpha[0, 5, 0], theta[0, 1] = 0, 1, 1, 0, 0
+    sizes = {"linear": (d, value), "mlp": (d, 7, value), "three matrices": (d, 6, 7, value)}[case.split(",")[0]]
+    state = titans_state([random(h, *pair) / pair[0] ** 0.5 for pair in pairwise(sizes)], b)
+    for name in state:
+        if name != "position":
+            state[name] = state[name] + 0.3 * random(*state[name].shape)
+    state |= {name.replace("start", "weights"): x for name, x in state.items() if "start" in name}
+    inputs = [x.to(dtype) for x in (q, k, random(b, t, h, value), theta, eta, alpha)]
+    state = {name: x if name == "position" else x.to(dtype) for name, x in state.items()}
+    return inputs, state
+
+
+def floats(state: dict[str, Tensor]) -> list[Tensor]:
+    return [state[name] for name in sorted(state) if name != "position"]
+
+
+def check_close(got, expected, **tolerance):
+    (y, state), (wanted, end) = got, expected
+    torch.testing.assert_close(y, wanted, **tolerance)
+    for name in end:
+        torch.testing.assert_close(state[name], end[name], **tolerance)
+
+
+@cases
+@pytest.mark.parametrize("chunk", [1, 4, 16])
+def test_equals_autograd_token_by_token(case, chunk):
+    """Outputs, state and all gradients, from positions in the middle of a chunk that differ between rows."""
+    inputs, state = make(case)
+    state["position"] = torch.tensor([0, 3]) % chunk
+    if chunk > 1:  # the second row began its chunk elsewhere
+        state |= {n: torch.cat((x[:1], 0.7 * x[1:])) for n, x in state.items() if "start" in n}
+    leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
+    g = torch.Generator().manual_seed(9)
+    results = []
+    for form in (titans, reference):
+        y, end = form(*inputs, state, chunk=chunk, **CASES[case])
+        weighted = [
+            (x * torch.randn(x.shape, generator=g.manual_seed(9), dtype=x.dtype)).sum() for x in (y, *floats(end))
+        ]
+        results.append((y, end, torch.autograd.grad(sum(weighted), leaves)))
+    (y, end, grads), (wanted, wanted_end, wanted_grads) = results
+    check_close((y, end), (wanted, wanted_end), **CLOSE)
+    for got, expected in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(got, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("case", ["linear", "linear, clipped", "mlp", "mlp, residual"])
+def test_equals_the_generic_reference(case):
+    (q, k, v, theta, eta, alpha), state = make(case)
+    model = LINEAR if "linear" in case else deep(2, residual="residual" in case)
+    weights = {name: state[f"weights_{i}"] for i, name in enumerate(model.learned)}
+    rule = replace(RULES["Titans"], model=model, chunk=4, clip=CASES[case].get("clip"))
+    begun = state | {name: torch.zeros_like(x) for name, x in state.items() if "momentum" in name}
+    y, end = titans(q, k, v, theta, eta, alpha, begun, chunk=4, **CASES[case])
+    gates = {"rate": theta, "momentum": eta, "log_decay": torch.log1p(-alpha)}
+    wanted, final = run_reference(rule, q, k, v, gates, weights)
+    torch.testing.assert_close(y, wanted, **CLOSE)
+    for i, name in enumerate(model.learned):
+        torch.testing.assert_close(end[f"weights_{i}"], final.weights[name], **CLOSE)
+        torch.testing.assert_close(end[f"momentum_{i}"], final.momentum[name], **CLOSE)
+        torch.testing.assert_close(end[f"start_{i}"], final.start[name], **CLOSE)
+
+
+@cases
+def test_split_anywhere_and_one_by_one_equal_whole(case):
+    inputs, state = make(case, t=19)
+    whole = titans(*inputs, state, chunk=4, **CASES[case])
+    for cuts in ([1], [4], [18], [3, 4, 5, 11], list(range(1, 19))):
+        parts, own = [], state
+        for start, end in pairwise([0, *cuts, 19]):
+            y, own = titans(*(x[:, start:end] for x in inputs), own, chunk=4, **CASES[case])
+            parts.append(y)
+        check_close((torch.cat(parts, 1), own), whole, rtol=1e-12, atol=1e-12)
+    assert own["position"].tolist() == [3, 3]
+
+
+@cases
+def test_packed_texts_never_see_each_other(case):
+    """Texts of all lengths, none too, each from its own state in the middle of a chunk."""
+    lengths = (3, 0, 1, 21, 8)
+    inputs, _ = make(case, b=1, t=sum(lengths))
+    _, state = make(case, b=len(lengths), seed=1)
+    state["position"] = torch.tensor([0, 2, 3, 1, 0])
+    bounds = torch.tensor((0, *lengths)).cumsum(0)
+    leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
+    y, end = titans(*inputs, state, chunk=4, cu_seqlens=bounds, **CASES[case])
+    parts, ends = [], []
+    for row, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        own = {name: x[row : row + 1] for name, x in state.items()}
+        if stop > start:
+            part, own = titans(*(x[:, start:stop] for x in inputs), own, chunk=4, **CASES[case])
+            parts.append(part)
+        ends.append(own)
+    wanted = torch.cat(parts, 1), {name: torch.cat([x[name] for x in ends]) for name in end}
+    check_close((y, end), wanted, rtol=1e-12, atol=1e-12)
+    weight = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))
+    grads = [
+        torch.autograd.grad((x * weight).sum() + sum(s.sum() for s in floats(e)), leaves) for x, e in ((y, end), wanted)
+    ]
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected, **CLOSE)
+
+
+def test_the_future_never_changes_the_past():
+    inputs, state = make("mlp, clipped", t=30)
+    changed = [torch.cat((x[:, :21], x[:, 21:].flip(1) * 0.5), 1) for x in inputs]
+    first, second = (titans(*x, state, chunk=8, clip=0.5)[0][:, :21] for x in (inputs, changed))
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-14)
+
+
+def test_clipping_bounds_the_step():
+    inputs, state = make("linear", t=1)
+    inputs[2] = inputs[2] * 1e6
+    _, loose = titans(*inputs, state)
+    _, bound = titans(*inputs, state, clip=2.0)
+    theta, eta = inputs[3][:, 0, :, None, None], inputs[4][:, 0, :, None, None]
+    step = (bound["momentum_0"] - eta * state["momentum_0"]).norm(dim=(-2, -1))
+    torch.testing.assert_close(step, 2 * theta[..., 0, 0], rtol=1e-6, atol=0)
+    assert loose["momentum_0"].norm() > 1e4
+
+
+def test_without_momentum_forgetting_and_chunks_it_is_the_delta_rule():
+    from lineate import delta_rule
+
+    (q, k, v, theta, _, _), _ = make("linear", t=12)
+    zero = torch.zeros_like(theta)
+    y, state = titans(q, k, v, theta, zero, zero, chunk=1)
+    wanted = delta_rule(q, k, v, theta, scale=1.0)
+    torch.testing.assert_close(y, wanted.output, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state["weights_0"], wanted.state, rtol=1e-12, atol=1e-12)
+
+
+def test_gradcheck_at_gates_of_zero_and_one():
+    inputs, state = make("linear", b=1, t=7, h=1, d=2)
+    leaves = [x.requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(lambda *x: titans(*x, state, chunk=4)[0], leaves, eps=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_stays_close(dtype):
+    inputs, state = make("mlp", t=40)
+    wanted, _ = titans(*inputs, state, chunk=16, clip=1.0)
+    low = {name: x if name == "position" else x.float() for name, x in state.items()}
+    y, end = titans(*(x.to(dtype) for x in inputs), low, chunk=16, clip=1.0)
+    assert y.dtype == dtype and end["weights_0"].dtype == torch.float32
+    error = (y - wanted).norm() / wanted.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 0.03)
+
+
+def test_errors_say_what_was_expected():
+    inputs, state = make("linear")
+    with pytest.raises(ValueError, match=r"eta must have shape \(b, t, h\) = \(2, 13, 2\), got \(2, 13\)"):
+        titans(*inputs[:4], inputs[4][..., 0], inputs[5])
+    with pytest.raises(ValueError, match="clip must be above 0"):
+        titans(*inputs, clip=0.0)
+    with pytest.raises(ValueError, match="chunk must be at least 1"):
+        titans(*inputs, chunk=0)
+    with pytest.raises(ValueError, match="state must have weights_0 of shape"):
+        titans(*inputs, {"memory": torch.zeros(2)})
+    with pytest.raises(ValueError, match="values as wide as keys"):
+        titans(*inputs, state, residual=True)
+    with pytest.raises(ValueError, match="titans_state"):
+        titans(*(x.float() for x in inputs), state)
+
+
+LAYERS = {
+    "linear": lambda: Titans(24, 2, chunk=8),
+    "linear, not clipped, no convolution": lambda: Titans(24, 2, head_dim=6, clip=None, chunk=5, conv_size=0),
+    "mlp": lambda: Titans(24, 2, head_dim=6, memory="mlp", chunk=8),
+    "mlp, residual, norm": lambda: Titans(24, 2, head_dim=6, memory="mlp", residual=True, memory_norm=True, chunk=1),
+}
+layers = pytest.mark.parametrize("name", LAYERS)
+
+
+def make_layer(name: str, dtype: torch.dtype = torch.float64) -> Titans:
+    """All parameters random."""
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    for key, x in layer.named_parameters():
+        if x.dim() < 3 and "proj" not in key and "conv" not in key:
+            torch.nn.init.uniform_(x, -0.5, 1.5)
+        elif "initial" in key:
+            torch.nn.init.normal_(x, std=0.4)
+    return layer.to(dtype)
+
+
+def hidden(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+@layers
+def test_layer_split_anywhere_and_one_by_one_equals_whole(name):
+    layer, x = make_layer(name), hidden(2, 30)
+    with torch.no_grad():
+        whole, final = layer(x)
+        for cuts in ([1], [29], [8], [3, 4, 5, 20], list(range(1, 30))):
+            state, parts = None, []
+            for start, end in pairwise([0, *cuts, 30]):
+                y, state = layer(x[:, start:end], state)
+                parts.append(y)
+            check_close((torch.cat(parts, 1), state.tensors), (whole, final.tensors), **CLOSE)
+
+
+@layers
+def test_layer_packed_texts_equal_separate_ones(name):
+    """And their gradients; rows then stand at different positions of their chunks, and are continued as a batch."""
+    layer, x = make_layer(name), hidden(1, 48).requires_grad_()
+    lengths = (3, 0, 1, 24, 20)
+    bounds = torch.tensor((0, *lengths)).cumsum(0)
+    more = hidden(len(lengths), 6)
+    packed, state = layer(x, cu_seqlens=bounds)
+    continued, _ = layer(more, state)
+    again, _ = layer(more.flatten(0, 1)[None], state, cu_seqlens=torch.arange(0, 31, 6))
+    torch.testing.assert_close(again.view_as(continued), continued, **CLOSE)
+    alone = [
+        layer(torch.cat((x[:, start:end], more[row : row + 1]), 1))[0]
+        for row, (start, end) in enumerate(pairwise(bounds.tolist()))
+    ]
+    wanted = torch.cat([y[:, :-6] for y in alone], 1), torch.cat([y[:, -6:] for y in alone])
+    torch.testing.assert_close(packed, wanted[0], **CLOSE)
+    torch.testing.assert_close(continued, wanted[1], **CLOSE)
+    leaves = [x, *layer.parameters()]
+    grads, expected = (
+        torch.autograd.grad((y * y.detach().cos()).sum() + z.sin().sum(), leaves)
+        for y, z in ((packed, continued), wanted)
+    )
+    for got, own in zip(grads, expected, strict=True):
+        assert own.abs().max() > 0  # every parameter has a say
+        torch.testing.assert_close(got, own, rtol=1e-8, atol=1e-9)
+
+
+@layers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_state_is_what_its_spec_says_and_does_not_grow(name, dtype):
+    layer = make_layer(name, dtype)
+    with torch.no_grad():
+        _, state = layer(hidden(3, 11, dtype=dtype))
+        for _ in range(2):
+            assert state.names == tuple(spec.name for spec in layer.state_spec)
+            for spec in layer.state_spec:
+                assert state[spec.name].dtype == spec.dtype
+                assert state[spec.name].shape == (3, *spec.shape)
+            assert state.nbytes == 3 * sum(spec.nbytes() for spec in layer.state_spec)
+            assert sum(state[n].untyped_storage().nbytes() for n in state.names) == state.nbytes
+            _, state = layer(hidden(3, 1, dtype=dtype), state)
+        _, selected = layer(hidden(1, 1, dtype=dtype), state.select(torch.tensor([1])))
+        assert selected.rows == 1
+
+
+@layers
+def test_layer_states_are_values(name):
+    layer, x = make_layer(name), hidden(2, 30)
+    with torch.no_grad():
+        _, state = layer(x[:, :7])
+        kept = {n: y.clone() for n, y in state.tensors.items()}
+        first, after = layer(x[:, 7:8], state)
+        layer(x[:, 20:28], state)
+        layer.initial[0].mul_(2)  # what a text began with is not read again
+        assert torch.equal(layer(x[:, 7:8], state)[0], first)
+    assert all(torch.equal(kept[n], state[n]) for n in kept)
+
+
+@layers
+def test_layer_future_never_changes_the_past(name):
+    layer, x = make_layer(name), hidden(1, 30)
+    other = torch.cat((x[:, :21], hidden(1, 9).flip(1) * 3), 1)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x)[0][:, :21], layer(other)[0][:, :21], rtol=0, atol=1e-14)
+
+
+def test_layer_refuses_context_parallelism():
+    layer = make_layer(next(iter(LAYERS)))
+    with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor"):
+        layer(hidden(1, 4), cu_seqlens=object())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_layer_is_finite_over_16384_tokens(kind, dtype):
+    """At default settings, backwards too: random tokens; and a text of few words, then of one word alone."""
+    torch.manual_seed(0)
+    layer = Titans(64, 2, memory=kind).to(dtype)
+    words = torch.randn(4, 64)
+    hard = torch.cat((words[torch.randint(4, (8192,))], words[:1].expand(8192, 64)))
+    x = torch.stack((torch.randn(16384, 64), hard)).to(dtype).requires_grad_()
+    y, state = layer(x)
+    assert y.isfinite().all() and all(s.isfinite().all() for s in state.tensors.values())
+    y.float().square().mean().backward()
+    assert x.grad.isfinite().all() and all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def recall_loss(layer: torch.nn.Module, steps: int, pairs: int = 4, words: int = 8) -> tuple[float, float]:
+    """Train on "k1 v1 k2 v2 ... k3 ?": the mean loss of the first and of the last 10 steps."""
+    torch.manual_seed(0)
+    embed, head = torch.nn.Embedding(2 * words, 64), torch.nn.Linear(64, words)
+    norm = torch.nn.RMSNorm(64)
+    parts = torch.nn.ModuleList([layer, embed, head, norm])
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        keys = torch.rand(16, words).argsort(-1)[:, :pairs]
+        values = torch.randint(words, (16, pairs))
+        order = torch.rand(16, pairs).argsort(-1)
+        told = torch.stack((keys, values + words), -1).flatten(1)
+        ids = torch.cat((told, keys.gather(1, order)), 1)
+        x = embed(ids)
+        logits = head(norm(x + layer(x)[0]))[:, 2 * pairs :]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.gather(1, order).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parts.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["linear", "mlp"])
+def test_layer_learns_recall(memory):
+    torch.manual_seed(1)
+    first, last = recall_loss(Titans(64, 2, memory=memory), 200)
+    assert last < 0.5 * first
