@@ -151,6 +151,8 @@ def test_rules_and_patterns():
     assert parse_rule("deltanet-2") == ("D", 2.0)
     assert parse_rule("deltanet", 2.0) == ("D", 2.0)
     assert parse_rule("GGGA-2") == ("GGGA", 2.0)
+    assert parse_rule("least-squares") == ("E", 1.0) and parse_rule("ttt-mlp") == ("P", 1.0)
+    assert make_config("titans", 50, ModelOptions(64, 2, 2)).memory.head_dim == 32
     config = make_config("kda-2", 50, ModelOptions(64, 3, 2, conv=0))
     assert (config.letters, config.linear.beta_scale, config.linear.key_dim, config.linear.conv_size) == (
         "KKK",

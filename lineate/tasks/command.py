@@ -30,7 +30,8 @@ def add_commands(app: "typer.Typer") -> None:
         rules: Annotated[
             str,
             typer.Option(
-                help="Rules with commas between: linear, gla, deltanet, gdn, kda, softmax, or "
+                help="Rules with commas between: linear, gla, deltanet, gdn, kda, softmax, ttt, ttt-mlp, titans, lact, "
+                "least-squares, or "
                 "patterns such as GGGA; with -2, as in deltanet-2, beta lies in (0, 2)."
             ),
         ] = DEFAULT_RULES,

@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass
 
-from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LinearConfig
+from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LinearConfig, MemoryConfig
 from lineate.tasks.task import nearest
 
-RULES = {"linear": "L", "gla": "R", "deltanet": "D", "gdn": "G", "kda": "K", "softmax": "A"}
+RULES = {
+    "linear": "L", "gla": "R", "deltanet": "D", "gdn": "G", "kda": "K", "softmax": "A",
+    "ttt": "T", "ttt-mlp": "P", "titans": "N", "lact": "C", "least-squares": "E",
+}  # fmt: skip
 LABELS = {
     "linear": "linear attention", "gla": "gated linear", "deltanet": "DeltaNet", "gdn": "Gated DeltaNet",
-    "kda": "Kimi Delta", "softmax": "softmax",
+    "kda": "Kimi Delta", "softmax": "softmax", "ttt": "TTT-Linear", "ttt-mlp": "TTT-MLP", "titans": "Titans",
+    "lact": "LaCT", "least-squares": "least squares",
 }  # fmt: skip
 LETTERS = "".join(RULES.values())
 
@@ -68,6 +72,7 @@ def make_config(rule: str, tokens: int, options: ModelOptions) -> HybridConfig:
         linear=LinearConfig(
             options.heads, options.heads, dim, dim, conv_size=options.conv, beta_scale=beta_scale
         ),
+        memory=MemoryConfig(options.heads, dim, conv_size=options.conv),
         attention=AttentionConfig(options.heads, options.heads, dim, rotary_dim=dim // 2),
         feed=FeedConfig(2 * options.width),
     )  # fmt: skip
