@@ -1,7 +1,9 @@
 """Every shape, dtype, device and range message: argument, what was expected, what came, and the remedy."""
 
+import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -362,3 +364,13 @@ def _name(dtype: torch.dtype) -> str:
 
 def _shorten(bounds: list[int]) -> str:
     return str(bounds) if len(bounds) <= 12 else f"[{', '.join(map(str, bounds[:11]))}, ...]"
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Make the folder and a file in it that is gone again; why that cannot be done, or None."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror

@@ -1,7 +1,6 @@
 """The command line: `lineate demo`, `inspect`, `train`, `generate`."""
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,15 +89,12 @@ def _make_folder(out: Path) -> None:
     """Create the folder and prove that a file can be written there, before anything is computed."""
     import typer
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
+    from lineate.checks import why_not_writable
+
+    if (why := why_not_writable(out)) is not None:
         raise typer.BadParameter(
-            f"expected a folder that can be written, got '{out}' ({error.strerror}); choose another folder",
-            param_hint="--out",
-        ) from None
+            f"expected a folder that can be written, got '{out}' ({why}); choose another folder", param_hint="--out"
+        )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import FAMILIES, build
+from small_models import random_model
 from torch import Tensor
 
 from lineate.models import (
@@ -40,15 +41,7 @@ cases = pytest.mark.parametrize("case", CASES)
 
 
 def make(case: str) -> HybridLM:
-    torch.manual_seed(0)
-    model = HybridLM(CASES[case]).eval()
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            if "norm" in name:
-                x.uniform_(-0.5, 0.5)
-            elif x.dim() >= 2 and "conv" not in name:
-                x.mul_(3)
-    return model
+    return random_model(CASES[case])
 
 
 def draw(*shape: int) -> Tensor:

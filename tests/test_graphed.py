@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_models import random_model
 from torch import Tensor
 
 from lineate.generation import GraphedDecoder, graphed
@@ -44,15 +45,7 @@ prompts = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 
 
 def make(case: str) -> HybridLM:
-    torch.manual_seed(0)
-    model = HybridLM(CASES[case]).eval()
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            if "norm" in name:
-                x.uniform_(-0.5, 0.5)
-            elif x.dim() >= 2 and "conv" not in name:
-                x.mul_(3)
-    return model
+    return random_model(CASES[case])
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -6,14 +6,13 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from memories import CLOSE, check_close, floats
 from torch import Tensor
 
-from lineate.layers.lact import LaCT, window_attention
+from lineate.layers.lact import window_attention
 from lineate.memory import RULES, run_reference
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.parts import orthogonalise
-
-CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def answer(weights: list[Tensor], x: Tensor) -> Tensor:
@@ -73,18 +72,6 @@ def middle(state: dict[str, Tensor], position: int) -> dict[str, Tensor]:
     }
     total = torch.rand(state["momentum"].shape, generator=g, dtype=torch.float64) * position
     return state | moved | {"momentum": total, "position": torch.full_like(state["position"], position)}
-
-
-def floats(state: dict[str, Tensor]) -> list[Tensor]:
-    return [state[name] for name in sorted(state) if name != "position"]
-
-
-def check_close(got, expected, **tolerance):
-    (y, state), (wanted, end) = got, expected
-    torch.testing.assert_close(y, wanted, **tolerance)
-    assert set(state) == set(end)
-    for name in end:
-        torch.testing.assert_close(state[name], end[name], **tolerance)
 
 
 def gradients(y: Tensor, end: dict[str, Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -209,31 +196,6 @@ def test_errors_say_what_was_expected():
         lact(*inputs[:4], inputs[4][:1], state)
 
 
-LAYERS = {
-    "window is the chunk": lambda: LaCT(24, 2, chunk=8),
-    "small window": lambda: LaCT(24, 2, chunk=8, window=3, attention_heads=4, expansion=2.0),
-    "large window, convolution": lambda: LaCT(24, 2, chunk=5, window=19, conv_size=4, muon=False),
-    "no window": lambda: LaCT(24, 2, head_dim=6, chunk=4, window=0),
-}
-layers = pytest.mark.parametrize("name", LAYERS)
-
-
-def make_layer(name: str, dtype: torch.dtype = torch.float64) -> LaCT:
-    """All parameters random."""
-    torch.manual_seed(0)
-    layer = LAYERS[name]()
-    for key, x in layer.named_parameters():
-        if x.dim() < 3 and "proj" not in key and "conv" not in key:
-            torch.nn.init.uniform_(x, -0.5, 1.5)
-        elif "initial" in key:
-            torch.nn.init.normal_(x, std=0.4)
-    return layer.to(dtype)
-
-
-def hidden(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-
-
 @pytest.mark.parametrize("window", [1, 3, 600])
 def test_window_attention_is_softmax_of_the_last_tokens(window):
     """Over more than one block of queries, and continued from a cache."""
@@ -249,138 +211,3 @@ def test_window_attention_is_softmax_of_the_last_tokens(window):
     y, keys, values = window_attention(q[:, 2:], k[:, 2:], v[:, 2:], window, (keys, values, torch.tensor([2, 2])))
     torch.testing.assert_close(y, wanted[:, 2:], **CLOSE)
     assert torch.equal(keys, k[:, 1101 - window :]) and torch.equal(values, v[:, 1101 - window :])
-
-
-@layers
-def test_layer_split_anywhere_and_one_by_one_equals_whole(name):
-    layer, x = make_layer(name), hidden(2, 30)
-    with torch.no_grad():
-        whole, final = layer(x)
-        for cuts in ([1], [29], [8], [3, 4, 5, 20], list(range(1, 30))):
-            state, parts = None, []
-            for start, end in pairwise([0, *cuts, 30]):
-                y, state = layer(x[:, start:end], state)
-                parts.append(y)
-            check_close((torch.cat(parts, 1), state.tensors), (whole, final.tensors), **CLOSE)
-
-
-@layers
-def test_layer_packed_texts_equal_separate_ones(name):
-    """And their gradients; rows then stand at different positions of their chunks, and are continued as a batch."""
-    layer, x = make_layer(name), hidden(1, 48).requires_grad_()
-    lengths = (3, 0, 1, 24, 20)
-    bounds = torch.tensor((0, *lengths)).cumsum(0)
-    more = hidden(len(lengths), 6)
-    packed, state = layer(x, cu_seqlens=bounds)
-    continued, _ = layer(more, state)
-    again, _ = layer(more.flatten(0, 1)[None], state, cu_seqlens=torch.arange(0, 31, 6))
-    torch.testing.assert_close(again.view_as(continued), continued, **CLOSE)
-    alone = [
-        layer(torch.cat((x[:, start:end], more[row : row + 1]), 1))[0]
-        for row, (start, end) in enumerate(pairwise(bounds.tolist()))
-    ]
-    wanted = torch.cat([y[:, :-6] for y in alone], 1), torch.cat([y[:, -6:] for y in alone])
-    torch.testing.assert_close(packed, wanted[0], **CLOSE)
-    torch.testing.assert_close(continued, wanted[1], **CLOSE)
-    leaves = [x, *layer.parameters()]
-    grads, expected = (
-        torch.autograd.grad((y * y.detach().cos()).sum() + z.sin().sum(), leaves)
-        for y, z in ((packed, continued), wanted)
-    )
-    for got, own in zip(grads, expected, strict=True):
-        assert own.abs().max() > 0  # every parameter has a say
-        torch.testing.assert_close(got, own, rtol=1e-8, atol=1e-9)
-
-
-@layers
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layer_state_is_what_its_spec_says_and_does_not_grow(name, dtype):
-    layer = make_layer(name, dtype)
-    with torch.no_grad():
-        _, state = layer(hidden(3, 11, dtype=dtype))
-        for _ in range(2):
-            assert state.names == tuple(spec.name for spec in layer.state_spec)
-            for spec in layer.state_spec:
-                assert state[spec.name].dtype == spec.dtype
-                assert state[spec.name].shape == (3, *spec.shape)
-            assert state.nbytes == 3 * sum(spec.nbytes() for spec in layer.state_spec)
-            assert sum(state[n].untyped_storage().nbytes() for n in state.names) == state.nbytes
-            _, state = layer(hidden(3, 1, dtype=dtype), state)
-        _, selected = layer(hidden(1, 1, dtype=dtype), state.select(torch.tensor([1])))
-        assert selected.rows == 1
-
-
-@layers
-def test_layer_states_are_values(name):
-    layer, x = make_layer(name), hidden(2, 30)
-    with torch.no_grad():
-        _, state = layer(x[:, :7])
-        kept = {n: y.clone() for n, y in state.tensors.items()}
-        first, after = layer(x[:, 7:8], state)
-        layer(x[:, 20:28], state)
-        layer.initial[0].mul_(2)  # what a text began with is not read again
-        assert torch.equal(layer(x[:, 7:8], state)[0], first)
-    assert all(torch.equal(kept[n], state[n]) for n in kept)
-
-
-@layers
-def test_layer_future_never_changes_the_past(name):
-    layer, x = make_layer(name), hidden(1, 30)
-    other = torch.cat((x[:, :21], hidden(1, 9).flip(1) * 3), 1)
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x)[0][:, :21], layer(other)[0][:, :21], rtol=0, atol=1e-14)
-
-
-def test_layer_refuses_context_parallelism():
-    layer = make_layer(next(iter(LAYERS)))
-    with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor"):
-        layer(hidden(1, 4), cu_seqlens=object())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["default", "no window"])
-def test_layer_is_finite_over_16384_tokens(kind, dtype):
-    """At default settings, backwards too: random tokens; and a text of few words, then of one word alone."""
-    torch.manual_seed(0)
-    layer = LaCT(64, 2, window=None if kind == "default" else 0).to(dtype)
-    words = torch.randn(4, 64)
-    hard = torch.cat((words[torch.randint(4, (8192,))], words[:1].expand(8192, 64)))
-    x = torch.stack((torch.randn(16384, 64), hard)).to(dtype).requires_grad_()
-    y, state = layer(x)
-    assert y.isfinite().all() and all(s.isfinite().all() for s in state.tensors.values())
-    y.float().square().mean().backward()
-    assert x.grad.isfinite().all() and all(p.grad.isfinite().all() for p in layer.parameters())
-
-
-def recall_loss(layer: torch.nn.Module, steps: int, pairs: int = 4, words: int = 8) -> tuple[float, float]:
-    """Train on "k1 v1 k2 v2 ... k3 ?": the mean loss of the first and of the last 10 steps."""
-    torch.manual_seed(0)
-    embed, head = torch.nn.Embedding(2 * words, 64), torch.nn.Linear(64, words)
-    norm = torch.nn.RMSNorm(64)
-    parts = torch.nn.ModuleList([layer, embed, head, norm])
-    optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        keys = torch.rand(16, words).argsort(-1)[:, :pairs]
-        values = torch.randint(words, (16, pairs))
-        order = torch.rand(16, pairs).argsort(-1)
-        told = torch.stack((keys, values + words), -1).flatten(1)
-        ids = torch.cat((told, keys.gather(1, order)), 1)
-        x = embed(ids)
-        logits = head(norm(x + layer(x)[0]))[:, 2 * pairs :]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), values.gather(1, order).flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parts.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return sum(losses[:10]) / 10, sum(losses[-10:]) / 10
-
-
-@pytest.mark.slow
-def test_layer_learns_recall():
-    """What is asked was told in chunks before, out of the window's reach."""
-    torch.manual_seed(1)
-    first, last = recall_loss(LaCT(64, 2, chunk=8, window=8, conv_size=4), 200)
-    assert last < 0.5 * first

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate.layers.gpu import kernels_for
-from lineate.layers.state import locate
+from lineate.layers.state import TensorSpec, locate
 from lineate.native import layers as native
 
 
@@ -79,3 +79,11 @@ class ShortConvolution(nn.Module):
 
     def extra_repr(self) -> str:
         return f"channels={self.weight.shape[0]}, size={self.weight.shape[1]}"
+
+
+def convolution_spec(conv: ShortConvolution | None, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    """What a mixer keeps of its convolution's inputs: nothing if it has none."""
+    if conv is None:
+        return ()
+    channels, size = conv.weight.shape
+    return (TensorSpec("conv", (channels, size - 1), dtype),)

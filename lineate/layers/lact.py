@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.convolution import ShortConvolution
+from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate
 from lineate.layers.state import Memory, TensorSpec, token_positions
@@ -80,10 +80,8 @@ class LaCT(nn.Module):
 
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:
-        dtype, specs = self.in_proj.weight.dtype, []
-        if self.conv is not None:
-            channels, size = self.conv.weight.shape
-            specs.append(TensorSpec("conv", (channels, size - 1), dtype))
+        dtype = self.in_proj.weight.dtype
+        specs = [*convolution_spec(self.conv, dtype)]
         if self.window:
             shape = (self.window - 1, self.attention_heads, self.heads * self.head_dim // self.attention_heads)
             specs += [TensorSpec(name, shape, dtype) for name in ("keys", "values")]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.layers.context import Bounds, Context, Segment
-from lineate.layers.convolution import ShortConvolution
+from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.least_squares import least_squares
@@ -75,16 +75,13 @@ class LeastSquares(nn.Module):
     def state_spec(self) -> tuple[TensorSpec, ...]:
         given = self.in_proj.weight.dtype
         dtype = compute_dtype(given)
-        memory = (
+        return (
+            *convolution_spec(self.conv, given),
             TensorSpec("P", (self.heads, self.key_dim, self.key_dim), dtype),
             TensorSpec("S", (self.heads, self.key_dim, self.value_dim), dtype),
             TensorSpec("ridge", (self.heads,), dtype),
             TensorSpec("position", (), torch.int64),
         )
-        if self.conv is None:
-            return memory
-        channels, size = self.conv.weight.shape
-        return (TensorSpec("conv", (channels, size - 1), given), *memory)
 
     def forward(self, x: Tensor, state: Memory | None = None, cu_seqlens: Bounds = None) -> tuple[Tensor, Memory]:
         """x `b t hidden` -> the same; the state is P, S, where each row stands, and the convolution's last inputs."""

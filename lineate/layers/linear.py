@@ -18,7 +18,7 @@ from lineate.decoding import decode
 from lineate.fused import fused_delta_rule
 from lineate.layers.carry import enter_convolution, run_rule
 from lineate.layers.context import Bounds, Context, Segment, segment_of
-from lineate.layers.convolution import ShortConvolution
+from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.state import Memory, TensorSpec
 from lineate.ops import (
@@ -87,10 +87,7 @@ class LinearMixer(nn.Module):
     def state_spec(self) -> tuple[TensorSpec, ...]:
         dtype = self.in_proj.weight.dtype
         memory = TensorSpec("memory", (self.value_heads, self.key_dim, self.memory_columns), compute_dtype(dtype))
-        if self.conv is None:
-            return (memory,)
-        channels, size = self.conv.weight.shape
-        return (TensorSpec("conv", (channels, size - 1), dtype), memory)
+        return (*convolution_spec(self.conv, dtype), memory)
 
     @property
     def memory_columns(self) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.convolution import ShortConvolution
+from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.titans import titans, titans_state
@@ -76,10 +76,7 @@ class Titans(nn.Module):
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:
         dtype = self.in_proj.weight.dtype
-        specs = []
-        if self.conv is not None:
-            channels, size = self.conv.weight.shape
-            specs.append(TensorSpec("conv", (channels, size - 1), dtype))
+        specs = [*convolution_spec(self.conv, dtype)]
         for i, x in enumerate(self.initial):
             names = (f"{name}_{i}" for name in ("weights", "momentum", "start"))
             specs += [TensorSpec(name, tuple(x.shape), compute_dtype(dtype)) for name in names]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.convolution import ShortConvolution
+from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.rope import rotate
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.ttt import ttt
@@ -87,9 +87,7 @@ class TTTMixer(nn.Module):
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:
         dtype = self.in_proj.weight.dtype
-        specs = (
-            [] if self.conv is None else [TensorSpec("conv", (self.splits[0], self.conv.weight.shape[1] - 1), dtype)]
-        )
+        specs = [*convolution_spec(self.conv, dtype)]
         for suffix in ("", "_sum"):
             specs += [TensorSpec(name + suffix, shape, compute_dtype(dtype)) for name, shape in self.shapes().items()]
         return (*specs, TensorSpec("position", (), torch.int64))

@@ -3,7 +3,6 @@
 import math
 import shlex
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -138,11 +137,7 @@ def _device(name: str) -> str:
 
 def _check_folder(out: Path) -> None:
     """Prove that a file can be written there, before anything is computed."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--out must be a folder that can be written, got '{out}' ({error.strerror}); choose another folder"
-        ) from None
+    from lineate.checks import why_not_writable
+
+    if (why := why_not_writable(out)) is not None:
+        raise ValueError(f"--out must be a folder that can be written, got '{out}' ({why}); choose another folder")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lineate import checks
 from lineate.models import HybridLM
 from lineate.models.config import HybridConfig
 from lineate.models.presets import PRESETS, preset
@@ -126,12 +126,8 @@ def check_folder(out: Path, resume: bool) -> None:
         raise ValueError(
             f"out must be a new folder, got {out}, which has a run; go on with --resume {out}, or choose another --out"
         )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise ValueError(f"out must be a folder that can be written, got {out} ({error.strerror})") from None
+    if (why := checks.why_not_writable(out)) is not None:
+        raise ValueError(f"out must be a folder that can be written, got {out} ({why})")
 
 
 def restarted(config: TrainConfig) -> bool:
