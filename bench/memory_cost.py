@@ -21,7 +21,6 @@ from lineate.memory.ttt import ttt
 HIDDEN, HEADS, T = 256, 4, 2048
 D = HIDDEN // HEADS
 STEPS = 64  # tokens of a run that goes one token at a time
-PEERS = {"titans_pytorch": "titans-pytorch", "lact_llm": "LaCT's reference"}
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear attention": lambda: L.LinearAttention(HIDDEN, HEADS),
@@ -70,24 +69,7 @@ def layers(quick: bool) -> list[dict[str, Any]]:
           f"{r['step_us']:.0f}", f"{r['step_us'] / r['forward_us']:.0f}", f"{r['fixed'] / 1024:.0f}",
           f"{r['memory'] / 1024:.0f}"] for r in rows],
     )  # fmt: skip
-    for module_name, label in PEERS.items():
-        try:
-            __import__(module_name)
-        except ImportError:
-            print(f"{label} is not installed")
-        else:
-            print(f"{label}: {_peer(module_name, x):.1f} microseconds a token of a whole text")
     return rows
-
-
-def _peer(name: str, x: Tensor) -> float:
-    if name != "titans_pytorch":
-        raise SystemExit(f"{name} is installed, but how to call it is not written yet")
-    from titans_pytorch import NeuralMemory
-
-    memory = NeuralMemory(dim=HIDDEN, heads=HEADS, dim_head=D, chunk_size=16)
-    call = _no_grad(lambda: memory(x))
-    return 1e6 / T * timing.interleave({"peer": call}, rounds=3, budget=4.0)["peer"].minimum
 
 
 def _no_grad(call: timing.Call) -> timing.Call:

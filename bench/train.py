@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import show
 from torch import Tensor, nn
+from tuning import tune_side_by_side
 
 from lineate.models import HybridConfig, HybridLM, preset
 
@@ -145,25 +147,9 @@ def main() -> None:
         import fla  # noqa: F401
 
         sides.append("fla")
+        tune_side_by_side()
     except ImportError as missing:
         print(f"fla is not importable ({missing}): lineate alone")
-    from timing import show
-
-    results = []
-    for pattern in args.patterns.split(","):
-        results += measure(
-            pattern, sides if set(pattern) != {"A"} else ["lineate"], args.tokens, args.length, args.rounds
-        )
-    table = []
-    for r in results:
-        peer = next((x for x in results if x["pattern"] == r["pattern"] and x["side"] == "fla"), None)
-        ratio = f"{peer['ms'] / r['ms']:.2f}x" if peer is not None and r["side"] == "lineate" else ""
-        table.append([
-            r["pattern"], r["side"], f"{r['parameters'] / 1e6:.1f}", f"{r['ms']:.1f}", f"{r['tokens_per_s'] / 1e3:.0f}",
-            f"{r['peak_mib']:.0f}", ratio,
-        ])  # fmt: skip
-    columns = ["pattern", "layers of", "M parameters", "ms a step", "k tokens/s", "peak MiB", "faster"]
-    show(f"{args.tokens} tokens a step in texts of {args.length}, medians", columns, table)
     versions = {}
     for package in ("torch", "triton", "flash-linear-attention", "fla-core"):
         try:
@@ -175,7 +161,22 @@ def main() -> None:
         "tokens": args.tokens, "length": args.length,
     }  # fmt: skip
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"header": head, "results": results}, indent=1) + "\n")
+    results = []
+    for pattern in args.patterns.split(","):
+        results += measure(
+            pattern, sides if set(pattern) != {"A"} else ["lineate"], args.tokens, args.length, args.rounds
+        )
+        args.json.write_text(json.dumps({"header": head, "results": results}, indent=1) + "\n")
+    table = []
+    for r in results:
+        peer = next((x for x in results if x["pattern"] == r["pattern"] and x["side"] == "fla"), None)
+        ratio = f"{peer['ms'] / r['ms']:.2f}x" if peer is not None and r["side"] == "lineate" else ""
+        table.append([
+            r["pattern"], r["side"], f"{r['parameters'] / 1e6:.1f}", f"{r['ms']:.1f}", f"{r['tokens_per_s'] / 1e3:.0f}",
+            f"{r['peak_mib']:.0f}", ratio,
+        ])  # fmt: skip
+    columns = ["pattern", "layers of", "M parameters", "ms a step", "k tokens/s", "peak MiB", "faster"]
+    show(f"{args.tokens} tokens a step in texts of {args.length}, medians", columns, table)
     print(f"wrote {args.json}")
 
 

@@ -20,6 +20,8 @@ def pytest_addoption(parser):
 
 def _group(item):
     """Of tests that compile the same kernels; those of other sizes, which do not, may go elsewhere."""
+    if "on_gpu" in item.fixturenames:
+        return "on_gpu"  # the ranks of all these cases start once
     parts = getattr(item, "callspec", None)
     ids = [] if parts is None else [str(parts.params[name]) for name in ("row", "path") if name in parts.params]
     if parts is not None and "shape" in parts.params:

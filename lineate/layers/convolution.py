@@ -15,8 +15,11 @@ def short_convolution(
     """silu(y_t), y_tc = sum_i weight_ci x_{t - size + 1 + i, c}, and the last size - 1 inputs of each row.
 
     x `b t channels`; weight `channels size`; state `rows channels size-1`, the inputs before x (None: zeros); with
-    cu_seqlens the rows are the packed texts, which never see each other.
+    cu_seqlens the rows are the packed texts, which never see each other. In the wider dtype of x and weight; on a GPU
+    under autocast in that of x, as torch's own convolutions are.
     """
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        weight = weight.to(x.dtype)
     past = weight.shape[1] - 1
     if past < native.MOST_TAPS and native.serves(x, weight, state):
         return native.short_convolution(x, weight, state, cu_seqlens)

@@ -168,9 +168,17 @@ def measure(model: HybridLM, task: Task, sizes: Sizes, seed: int, train: TrainOp
 
 def train_cell(cell: Cell, report: Report = print) -> Result:
     """Train, testing now and then, until it is learnt or steps or minutes are over; then test all sizes."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if cell.train.dtype == "tf32" else "highest")
+    try:
+        return _train_cell(cell, report)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _train_cell(cell: Cell, report: Report) -> Result:
     task, sizes, train = TASKS[cell.task], cell.sizes, cell.train
     device = torch.device(train.device)
-    torch.set_float32_matmul_precision("high" if train.dtype == "tf32" else "highest")
     torch.manual_seed(cell.seed)
     with device:
         model = HybridLM(make_config(cell.rule, task.tokens(sizes), cell.model))

@@ -258,6 +258,8 @@ class Trainer:
         except (ModuleNotFoundError, OSError) as error:
             plot = ""
             self.report.warn(f"no plot of the loss ({error})")
+        if world.device.type == "cuda":
+            best += f"most GPU memory {torch.cuda.max_memory_allocated(world.device) / 2**20:.0f} MiB\n"
         prompt = shlex.quote(self.config.prompt)
         self.report.say(f"{best}{plot}the model: {out / 'model'}; try lineate generate {out} --prompt {prompt}")
 
