@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lineate.kernels import hopper, hopper_channel
-from lineate.kernels.launching import next_power
+from lineate.kernels.launching import ceil_div, next_power, start
+from lineate.kernels.layout import find_slots
 
 CHUNK = 64
 
@@ -39,14 +40,14 @@ def find_texts(q: Tensor, cu_seqlens: Tensor | None) -> Texts:
     if cu_seqlens is None:
         return Texts(b, b * count_slots(t, 1), None, None, None)
     count = cu_seqlens.shape[0] - 1
-    bounds = (
-        cu_seqlens.to(device=q.device, dtype=torch.int64).clamp(0, t).cummax(0).values
-    )  # wrong bounds touch nothing
-    chunks = (bounds.diff() + CHUNK - 1) // CHUNK
-    first_slots = torch.nn.functional.pad(chunks.cumsum(0), (1, 0))
     slots = count_slots(t, count)
-    numbers = torch.arange(slots, device=q.device)
-    slot_texts = torch.searchsorted(first_slots[1:], numbers, right=True).clamp_(max=count - 1)
+    given = cu_seqlens.to(q.device).contiguous()
+    bounds, first_slots = (torch.empty(count + 1, dtype=torch.int64, device=q.device) for _ in range(2))
+    slot_texts = torch.empty(slots, dtype=torch.int64, device=q.device)
+    with torch.cuda.device_of(q):
+        start(find_slots, (ceil_div(slots, 64),))(
+            given, bounds, first_slots, slot_texts, t, count, slots, BT=256, BS=64, C=CHUNK, num_warps=4
+        )
     return Texts(count, slots, bounds, first_slots, slot_texts)
 
 

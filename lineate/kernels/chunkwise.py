@@ -24,7 +24,7 @@ from lineate.kernels import (
     hopper_scores,
 )
 from lineate.kernels.backward import gather, head_decay_gradients, head_gradients, head_residuals
-from lineate.kernels.call import CHUNK, Call, aligned, find_texts, power
+from lineate.kernels.call import CHUNK, Call, Gates, aligned, find_texts, power
 from lineate.kernels.channel import (
     channel_gradients,
     channel_residuals,
@@ -33,7 +33,7 @@ from lineate.kernels.channel import (
     make_spans,
 )
 from lineate.kernels.configurations import GROUP, launch, launch_walk, narrow
-from lineate.kernels.gates import FACTORS, head_gates
+from lineate.kernels.gates import FACTORS, head_gates, head_gates_backward
 from lineate.kernels.launching import ceil_div, compile_only, next_power, start
 from lineate.kernels.scores import head_scores, invert_wild
 from lineate.kernels.split import CHAIN_WIDTH, LEAST_CHUNKS, PROGRAMS, chain, count_segments
@@ -534,3 +534,20 @@ def _channel_gradients(
         grads.A_log.copy_(dA_log.sum((0, 2)))
     if ddt_bias is not None and grads.dt_bias is not None:
         grads.dt_bias.copy_(ddt_bias.sum(0).view_as(grads.dt_bias))
+
+
+def raw_gate_gradients(
+    gates: Gates, dlog_decay: Tensor, dbeta: Tensor, dgate: Tensor, dwrite: Tensor, dA_log: Tensor, ddt_bias: Tensor
+) -> None:
+    """Fills the last four from the gradients of log_decay and beta per head, all without gaps."""
+    hv = dlog_decay.shape[-1]
+    tokens, heads, block = dlog_decay.numel() // hv, min(16, next_power(hv)), 128
+    programs = ceil_div(tokens, block)
+    sums = dlog_decay.new_empty(programs, 2, hv)
+    start(head_gates_backward, (programs, ceil_div(hv, heads)))(
+        gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, dlog_decay, dbeta, dgate, dwrite, sums, tokens,
+        gates.beta_scale, HV=hv, HEADS=heads, BT=block, BIAS=gates.dt_bias is not None, **launch("head_gates"),
+    )  # fmt: skip
+    dA_log.copy_(sums[:, 0].sum(0))
+    if gates.dt_bias is not None:
+        ddt_bias.copy_(sums[:, 1].sum(0))

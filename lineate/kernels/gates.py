@@ -100,3 +100,31 @@ def head_gates(
     tl.store(vector + COARSE * C, coarse, mask=within)
     tl.store(vector + FINE * C, fine, mask=within)
     tl.store(vector + DECAY * C, decay, mask=within)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def head_gates_backward(
+    gate, write, A_log, dt_bias, dlog_decay, dbeta, dgate, dwrite, sums, tokens, beta_scale,
+    HV: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """From the gradients of log_decay and beta to those of raw gates: tiles [BT, HEADS].
+
+    sums `program 2 hv`: this program's part of dA_log and ddt_bias.
+    """
+    row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    there = (row < tokens)[:, None] & (head < HV)[None, :]
+    at = row[:, None] * HV + head[None, :]
+    x = tl.load(gate + at, mask=there, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(dt_bias + head, mask=head < HV, other=0.0).to(tl.float32)[None, :]
+    speed = -tl.exp(tl.load(A_log + head, mask=head < HV, other=0.0).to(tl.float32))[None, :]
+    d = tl.load(dlog_decay + at, mask=there, other=0.0) * speed
+    dx = d * tl.sigmoid(x)
+    tl.store(dgate + at, dx.to(dgate.dtype.element_ty), mask=there)
+    part = sums + tl.program_id(0) * 2 * HV + head
+    tl.store(part, tl.sum(tl.where(there, d * softplus(x), 0.0), 0), mask=head < HV)
+    tl.store(part + HV, tl.sum(tl.where(there, dx, 0.0), 0), mask=head < HV)
+    rate = tl.sigmoid(tl.load(write + at, mask=there, other=0.0).to(tl.float32))
+    dy = tl.load(dbeta + at, mask=there, other=0.0) * beta_scale * rate * (1.0 - rate)
+    tl.store(dwrite + at, dy.to(dwrite.dtype.element_ty), mask=there)

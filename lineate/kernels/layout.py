@@ -66,3 +66,42 @@ def store_tile(
         tl.store(at, tile, mask=((i >= first) & (i < rows))[:, None])
     else:
         tl.store(at, tile, mask=((i >= first) & (i < rows))[:, None] & (j < columns)[None, :])
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["t", "texts", "slots"])
+def find_slots(
+    cu_seqlens, bounds, first_slots, slot_texts, t, texts, slots, BT: tl.constexpr, BS: tl.constexpr, C: tl.constexpr
+):
+    """One program BS slots, for which it goes through all texts; the first one writes bounds and first_slots.
+
+    Wrong bounds touch nothing: they are brought between 0 and t, none before an earlier one.
+    """
+    slot = tl.program_id(0) * BS + tl.arange(0, BS)
+    ended = tl.zeros((BS,), tl.int32)  # texts that end before a slot
+    top = tl.zeros((), tl.int64)
+    used = tl.zeros((), tl.int32)
+    for begin in range(0, texts, BT):
+        i = begin + tl.arange(0, BT)
+        there = i < texts
+        here = tl.load(cu_seqlens + i, mask=there, other=0).to(tl.int64)
+        after = tl.load(cu_seqlens + i + 1, mask=there, other=0).to(tl.int64)
+        here, after = tl.minimum(tl.maximum(here, 0), t), tl.minimum(tl.maximum(after, 0), t)
+        low = tl.maximum(tl.associative_scan(here, 0, larger), top)
+        high = tl.maximum(low, after)
+        chunks = tl.where(there, (high - low + C - 1) // C, 0).to(tl.int32)
+        ends = used + tl.cumsum(chunks, 0)
+        if tl.program_id(0) == 0:
+            tl.store(bounds + i, low, mask=there)
+            tl.store(first_slots + i, (ends - chunks).to(tl.int64), mask=there)
+        ended += tl.sum(((ends[None, :] <= slot[:, None]) & there[None, :]).to(tl.int32), 1)
+        top = tl.max(high, 0)
+        used += tl.sum(chunks, 0)
+    if tl.program_id(0) == 0:
+        tl.store(bounds + texts, top)
+        tl.store(first_slots + texts, used.to(tl.int64))
+    tl.store(slot_texts + slot, tl.minimum(ended, texts - 1).to(tl.int64), mask=slot < slots)

@@ -1,7 +1,6 @@
 """The kernels as torch ops with shapes and autograd: what torch.compile and autograd see of them."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.chunk_op import arrived, expect_gradients, needs_grad
@@ -70,9 +69,9 @@ def _backward(
     dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
     gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
     call = make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
-    outside = call.gates_outside  # a small matter, left to torch
+    outside = call.gates_outside  # their gradients come after those of log_decay and beta
     if outside:
-        dlog_decay, dbeta = (torch.zeros_like(x, dtype=torch.float32) for x in (dlog_decay, dbeta))
+        dlog_decay, dbeta = (_room(x, cu_seqlens, torch.float32) for x in (dlog_decay, dbeta))
     wanted = Gradients(
         dq,
         dk,
@@ -85,10 +84,8 @@ def _backward(
     )
     with torch.cuda.device_of(q):
         kernels.backward(call, doutput, dfinal, states, wanted)
-    if outside:
-        raw = _through_gates(gates, dlog_decay, dbeta)
-        for to, x in zip((grads[3], grads[4], dA_log, ddt_bias), raw, strict=True):
-            to.copy_(x)
+        if outside:
+            kernels.raw_gate_gradients(call.gates, dlog_decay, dbeta, *grads[3:5], dA_log, ddt_bias)
     return grads
 
 
@@ -101,20 +98,6 @@ def _(
     beta_scale
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     return _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias, cu_seqlens)
-
-
-def _through_gates(gates: Gates, dlog_decay: Tensor, dbeta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From the gradients of log_decay and beta per head to those of the raw gate, the logit, A_log and dt_bias."""
-    assert gates.log_decay is not None and gates.beta is not None and gates.A_log is not None
-    given = gates.log_decay.float()
-    if gates.dt_bias is not None:
-        given = given + gates.dt_bias.float()
-    speed = -gates.A_log.float().exp()
-    dA_log = (dlog_decay * speed * F.softplus(given)).sum((0, 1))
-    dgate = dlog_decay * speed * given.sigmoid()
-    rate = gates.beta.float().sigmoid()
-    dbias = dgate.sum((0, 1)) if gates.dt_bias is not None else dgate.new_empty(0)
-    return dgate, dbeta * gates.beta_scale * rate * (1 - rate), dA_log, dbias
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -187,9 +170,9 @@ def _empty_grads(
     return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate
 
 
-def _room(like: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _room(like: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for a result; of zeros where tokens may lie outside every text (bounds on a GPU are not looked at)."""
-    return like.new_empty(like.shape) if cu_seqlens is None else like.new_zeros(like.shape)
+    return like.new_empty(like.shape, dtype=dtype) if cu_seqlens is None else like.new_zeros(like.shape, dtype=dtype)
 
 
 def chunkwise(
