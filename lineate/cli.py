@@ -1,4 +1,4 @@
-"""The command line: `lineate demo`, `inspect`, `train`, `generate`."""
+"""The command line: `lineate demo`, `inspect`, `train`, `generate`, `tasks`, `plan`, `picture`."""
 
 import sys
 from pathlib import Path
@@ -77,11 +77,15 @@ def build_app() -> "typer.Typer":
             typer.echo(f"lineate: {error}", err=True)
             raise typer.Exit(1) from None
 
+    from lineate.explore.command import add_commands as add_pictures
+    from lineate.planning.command import add_commands as add_planning
     from lineate.tasks.command import add_commands as add_tasks
     from lineate.training.command import add_commands as add_training
 
     add_training(app)
     add_tasks(app)
+    add_planning(app)
+    add_pictures(app)
     return app
 
 

@@ -6,7 +6,8 @@ copied or checked.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -160,6 +161,17 @@ def _attend(rule: str, tokens: _Tokens, state: Tensor | None) -> Tensor:
             return lineate.kimi_delta_attention(q, k, v, tokens.per_channel, tokens.beta, state=state).state
         case _:
             raise ValueError(f"rule must be one of {', '.join(FIXED_SIZE)}, got {rule!r}")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: the matrices are small, and times do not depend on what else the machine does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _timed(run: Callable[[], Tensor]) -> tuple[float, Tensor]:

@@ -1,12 +1,10 @@
-"""The demo on the terminal: five scenes, each with a table and what it shows, then a summary, plots and numbers."""
+"""The demo on the terminal: five scenes, each with a table and what it shows, a summary, and all of it as a page."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-import torch
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -14,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lineate.explore import findings, recall, tables
-from lineate.explore.cost import CostSetting, measure_cost
+from lineate.explore.cost import CostSetting, measure_cost, one_thread
 from lineate.explore.memories import Report, Setting
+from lineate.explore.report import Section, save_report
 
 PARTS = {
     "filling the memories": 1.5,
@@ -26,12 +25,20 @@ PARTS = {
     "drawing": 4.0,
 }
 """The parts of the demo and roughly their seconds, so that the bar moves evenly."""
+FIGURES = {
+    "1_interference.png": "Recall error against the number of pairs, and against how often the same pairs were told.",
+    "2_overwrite.png": "Recall error of every key after every write, one panel per memory.",
+    "3_topics.png": "Norm of the state over many topics; error on the last topic; answer to a key never written.",
+    "4_compromises.png": "Errors that one gate can reach, against correcting and against a gate per channel.",
+    "5_cost.png": "Bytes of state, time of the next token and time of reading, against the tokens of text.",
+}
+"""What the picture of each scene shows, for readers who cannot see it."""
 FRAME_SECONDS = 0.08
 """How long one write stays on the screen, on a terminal."""
 
 
 def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console | None = None) -> findings.Results:
-    """Run and print all scenes; save `demo.json` and the plots into the folder `out`, which must exist."""
+    """Run and print all scenes; save plots, `demo.json` and `report.html` into the folder `out`, which must exist."""
     console = Console(highlight=False) if console is None else console
     setting, cost_setting = Setting(seed=seed), CostSetting(seed=seed)
     if quick:
@@ -39,7 +46,7 @@ def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console 
         cost_setting = CostSetting(head_dim=32, lengths=(64, 256, 1024), rounds=1, decode_rounds=1, seed=seed)
     dim, group = setting.key_dim, setting.group
     started = time.perf_counter()
-    with _one_thread(), _Stage(console) as stage:
+    with one_thread(), _Stage(console) as stage:
         stage.say(
             "Six memories are told pairs (key, value) and then asked for the values. Five have a fixed size: a "
             f"{dim} x {dim} matrix S, changed by every write and read as S^T key. Softmax attention, the reference, "
@@ -64,9 +71,10 @@ def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console 
 
         stage.title("2  Overwriting")
         stage.say(
-            f"{group} old pairs are written, then {2 * group} more, and {group} of these get a new value. On the "
-            "board every cell is a key, shaded by how well its newest value is recalled. Look at the overwritten ones."
+            f"{group} old pairs are written, then {2 * group} more, and {group} of these get a new value. Look at the "
+            "overwritten ones."
         )
+        console.print("On the board every cell is a key, shaded by how well its newest value is recalled.")
         changed = recall.overwrite(setting, stage.begin("overwriting"), stage.watch)
         stage.show(tables.overwrite_table(changed), findings.overwrite_findings(changed))
         stage.note("Only gated linear uses its gate here; with open gates Gated DeltaNet and Kimi Delta are DeltaNet.")
@@ -114,17 +122,36 @@ def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console 
         f"bytes: scene 5, at {cost.lengths[-1]} tokens. Lower is better."
         " The norm is a size, not a score."
     )
-    console.print(tables.summary_table(results))
+    stage.table(tables.summary_table(results))
     stage.title("Why each rule was invented")
-    console.print(tables.reasons_table(results))
+    stage.table(tables.reasons_table(results))
+    _save_page(out, stage.sections, results, quick)
     console.print(f"\nDone in {time.perf_counter() - started:.0f} seconds. Pictures and numbers:")
     for path in paths:
         console.print(Text(f"  {path}"), soft_wrap=True)
+    console.print("All of it on one page, for a browser:")
+    console.print(Text(f"  {out / 'report.html'}"), soft_wrap=True)
     return results
 
 
+def _save_page(out: Path, said: Sequence[Section], results: findings.Results, quick: bool) -> None:
+    """What was said, as `report.html`: the summary first, and in every scene its picture."""
+    introduction, *scenes, summary, reasons = said
+    for scene, (name, description) in zip(scenes, FIGURES.items(), strict=True):
+        scene.image(out / name, description)
+    command = f"lineate demo --seed {results.setting.seed}" + (" --quick" if quick else "")
+    save_report(
+        out / "report.html",
+        "What six memories remember, and what they cost",
+        introduction,
+        [summary, reasons, *scenes],
+        f"Made by `{command}` with lineate {results.lineate}, torch {results.torch}, Python {results.python}. "
+        "demo.json beside this page has all numbers.",
+    )
+
+
 class _Stage:
-    """The console, and under it, on a terminal, a live board and a progress bar.
+    """The console, and under it, on a terminal, a live board and a progress bar; what is said is kept for the page.
 
     Nothing is drawn in the background: the scenes measure time.
     """
@@ -136,6 +163,7 @@ class _Stage:
         self._task = self._progress.add_task("", total=sum(PARTS.values()))
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._board: RenderableType = ""
+        self.sections = [Section("Introduction")]
 
     def __enter__(self) -> "_Stage":
         if self.console.is_terminal:
@@ -150,12 +178,19 @@ class _Stage:
     def title(self, text: str) -> None:
         self.console.print()
         self.console.rule(f"[bold]{text}", align="left", style="default", characters="-")
+        self.sections.append(Section(text))
 
     def say(self, text: str) -> None:
         self.console.print(Text(text))
+        self.sections[-1].paragraph(text)
 
     def note(self, text: str) -> None:
         self.console.print(Text(text, style="dim italic"))
+        self.sections[-1].note(text)
+
+    def table(self, table: Table) -> None:
+        self.console.print(table)
+        self.sections[-1].table(table)
 
     def begin(self, part: str) -> Report:
         """The report of one part, which moves the bar from where the earlier parts end."""
@@ -181,26 +216,16 @@ class _Stage:
             self._draw()
             time.sleep(FRAME_SECONDS)
 
-    def show(self, table: RenderableType, sentences: Sequence[str]) -> None:
+    def show(self, table: Table, sentences: Sequence[str]) -> None:
         self.console.print()
-        self.console.print(table)
+        self.table(table)
         self.console.print()
         lines = Table.grid(padding=(0, 1, 0, 0))
         for sentence in sentences:
             lines.add_row("-", Text(sentence))
         self.console.print(lines)
+        self.sections[-1].sentences(sentences)
 
     def _draw(self) -> None:
         if self.console.is_terminal:
             self._live.update(Group("", self._board, self._progress), refresh=True)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread: the matrices are small, and times do not depend on what else the machine does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -1,8 +1,9 @@
 """The demo's numbers as pictures: titles say what was found; one colour per rule, safe for colour-blind readers."""
 
+import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -12,45 +13,13 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
 from numpy.typing import ArrayLike
 
-from lineate.explore.cost import Cost
-from lineate.explore.findings import Results, size
+from lineate.explore import lengths
+from lineate.explore.findings import Results
 from lineate.explore.memories import LABELS, Report, silent
 from lineate.explore.recall import Interference, Overwrite, ScratchPad, Topics
-
-COLORS = {
-    "linear_attention": "#E69F00",
-    "gated_linear_attention": "#56B4E9",
-    "delta_rule": "#009E73",
-    "gated_delta_rule": "#CC79A7",
-    "kimi_delta_attention": "#D55E00",
-    "softmax_attention": "#444444",
-}
-MARKERS = {
-    "linear_attention": "o",
-    "gated_linear_attention": "s",
-    "delta_rule": "^",
-    "gated_delta_rule": "D",
-    "kimi_delta_attention": "*",
-    "softmax_attention": "x",
-}
-STYLE: dict[Any, Any] = {
-    "figure.dpi": 110,
-    "savefig.dpi": 110,
-    "font.size": 10.5,
-    "axes.titlesize": 11.5,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.framealpha": 0.9,
-    "legend.edgecolor": "none",
-    "legend.fontsize": 9.5,
-    "figure.constrained_layout.use": True,
-}
+from lineate.explore.style import COLORS, MARKERS, STYLE
 
 
 def save_plots(results: Results, out: Path, report: Report = silent) -> list[Path]:
@@ -60,7 +29,7 @@ def save_plots(results: Results, out: Path, report: Report = silent) -> list[Pat
         "2_overwrite.png": lambda: plot_overwrite(results.overwrite),
         "3_topics.png": lambda: plot_topics(results.topics),
         "4_compromises.png": lambda: plot_compromises(results.overwrite, results.scratch_pad),
-        "5_cost.png": lambda: plot_cost(results.cost),
+        "5_cost.png": lambda: lengths.draw(asdict(results.cost) | {"machine": platform.machine()}),
     }
     paths: list[Path] = []
     with plt.rc_context(STYLE):
@@ -198,53 +167,6 @@ def plot_compromises(overwrite: Overwrite, pad: ScratchPad) -> Figure:
         axes.set(xlim=(0, 1.2), ylim=(0, 1.15 * axes.get_ylim()[1]))
     left.legend(loc="lower right")
     right.legend(loc="upper right")
-    return figure
-
-
-def plot_cost(result: Cost) -> Figure:
-    """Bytes, time of one more token, and time per token of the whole text, against the length."""
-    figure, (held, decode, prefill) = plt.subplots(1, 3, figsize=(14, 5))
-    first, last = result.lengths[0], result.lengths[-1]
-    softmax, linear, kimi = "softmax_attention", "linear_attention", "kimi_delta_attention"
-    for axes, numbers in (
-        (held, result.bytes), (decode, result.decode_microseconds), (prefill, result.prefill_microseconds)
-    ):  # fmt: skip
-        for rule, values in numbers.items():
-            axes.plot(result.lengths, values, color=COLORS[rule], marker=MARKERS[rule], label=LABELS[rule])
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2 if axes is held else 10)
-        axes.set_xticks(result.lengths, [str(length) for length in result.lengths])
-        axes.yaxis.set_major_locator(
-            LogLocator(base=4 if axes is held else 10, subs=(1,) if axes is held else (1, 2, 5))
-        )
-        axes.yaxis.set_major_formatter(
-            FuncFormatter(lambda tick, _, axes=axes: size(tick) if axes is held else f"{tick:g}")
-        )
-        axes.minorticks_off()
-        axes.margins(x=0.08)
-    held.annotate("all five fixed memories", (result.lengths[0], result.bytes[linear][0]), xytext=(4, -16),
-                  textcoords="offset points")  # fmt: skip
-    held.set_ylim(result.bytes[linear][0] / 2.5, None)
-    held.set(xlabel="tokens of text", ylabel="bytes of state")
-    held.set_title(
-        f"Memory at {last} tokens: {size(result.bytes[linear][-1])},\nagainst {size(result.bytes[softmax][-1])} of "
-        "key/value cache"
-    )
-    for axes, numbers, title, xlabel in (
-        (decode, result.decode_microseconds, "Time of the next token", "tokens before it"),
-        (prefill, result.prefill_microseconds, "Time of reading", "tokens of text"),
-    ):
-        axes.set(xlabel=xlabel, ylabel="microseconds per token")
-        softmax_growth, kimi_growth = (numbers[rule][-1] / numbers[rule][0] for rule in (softmax, kimi))
-        axes.set_title(
-            f"{title}, {first} to {last} tokens:\nx{softmax_growth:.2g} for softmax, x{kimi_growth:.2g} for Kimi Delta"
-        )
-    figure.legend(*prefill.get_legend_handles_labels(), loc="outside lower center", ncols=6)
-    figure.suptitle(
-        f"{result.heads} heads of {result.head_dim} channels, one layer, CPU, {result.threads} thread; "
-        "state float32, cache bfloat16; times are float32 medians",
-        fontsize=10, color="gray",
-    )  # fmt: skip
     return figure
 
 

@@ -1,0 +1,245 @@
+"""The picture "attention": what each token reads of each value, for every rule and for softmax attention."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lineate
+from lineate.explore.memories import LABELS, RULES
+from lineate.explore.pictures import Numbers, Options, Picture
+from lineate.explore.style import rounded, signed_map
+from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+DIM = 8
+SOFTMAX_SCALE = 8.0
+"""Sharpness of softmax attention on keys of length 1."""
+FADE = 0.8
+"""What gated linear attention keeps a token: its way to prefer the new."""
+WRITES = ("A", "B", "C", "A'", "D")
+READS = ("?A", "?B", "?C", "?D")
+TOKENS, MOST = 32, 256
+"""That the model reads, and at most."""
+NOTES = {
+    "linear_attention": "reads all that matches",
+    "gated_linear_attention": "fades with distance",
+    "delta_rule": "a key's newest value alone",
+    "gated_delta_rule": "... and at D forgets all",
+    "kimi_delta_attention": "... and at D forgets A alone",
+    "softmax_attention": "shares its weight among all",
+}
+
+
+def compute(options: Options) -> Numbers:
+    """The hand-made tokens (without --model) and a layer of a model on a text (unless --quick alone)."""
+    numbers: Numbers = {}
+    if options.model is None:
+        numbers["rules"] = read_all()
+    if wants_model(options):
+        numbers["model"] = read_model(options)
+    return numbers
+
+
+def read_all() -> Numbers:
+    """Five writes and four reads. C's key is like B's (cosine 0.6); A' has A's key; at D the gates close."""
+    axes = torch.eye(DIM)
+    keys = {"A": axes[0], "B": axes[4], "C": 0.6 * axes[4] + 0.8 * axes[5], "A'": axes[0], "D": axes[6]}
+    keys |= {read: keys[read[1]] for read in READS}
+    names = (*WRITES, *READS)
+    q = torch.stack([keys[name] for name in names])[:, None]  # t 1 k
+    writes = torch.tensor([name in WRITES for name in names])
+    at = names.index("D")
+    per_channel = torch.zeros(len(names), 1, DIM)
+    per_channel[at, :, : DIM // 2] = -torch.inf
+    per_head = torch.zeros(len(names), 1)
+    per_head[at] = -torch.inf
+    fading = torch.full((len(names), 1), FADE).log()
+    beta = writes.float()[:, None]
+    k = q * writes[:, None, None]  # what only reads writes nothing
+    gates: dict[str, tuple[Tensor | None, Tensor | None]] = {
+        "linear_attention": (None, None),
+        "gated_linear_attention": (fading, None),
+        "delta_rule": (None, beta),
+        "gated_delta_rule": (per_head, beta),
+        "kimi_delta_attention": (per_channel, beta),
+    }
+    matrices = {rule: _matrix(q, k, *each, scale=1.0) for rule, each in gates.items()}
+    matrices["softmax_attention"] = _softmax(q, q, SOFTMAX_SCALE, writes)
+    return {
+        "units": {"matrices": "weight of a value in what is read"},
+        "tokens": list(names),
+        "writes": len(WRITES),
+        "matrices": {rule: rounded(matrix) for rule, matrix in matrices.items()},
+    }
+
+
+def read_model(options: Options) -> Numbers:
+    """The matrices of every rule on the q, k and gates of one head; gates that the layer has not are left open."""
+    subject = open_subject(options)
+    layer = choose_layer(subject, options)
+    head = choose_head(subject, layer, options)
+    ids, words = subject.read(options, 24 if options.quick else TOKENS, MOST)
+    found = trace(subject.model, ids, [layer])[0].head(head)
+    matrices, same = _all_rules(found)
+    return {
+        "units": {"matrices": "weight of a value in what is read"},
+        "name": subject.name,
+        "layer": layer,
+        "letter": found.letter,
+        "rule": found.rule,
+        "head": head,
+        "words": [shown(word, 8) for word in words],
+        "text": shown("".join(words), 60),
+        "same": same,
+        "matrices": {rule: rounded(matrix) for rule, matrix in matrices.items()},
+        "mean_distance_tokens": {rule: round(_distance(matrix), 2) for rule, matrix in matrices.items()},
+    }
+
+
+def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every rule on the same q and k, with what it takes of the gates; and which is another's for want of a gate."""
+    decay, beta = found.log_decay, found.beta
+    per_head = None if decay is None else decay if decay.dim() == 2 else decay.mean(-1)
+    per_channel = decay if decay is not None and decay.dim() == 3 else None
+    unit = F.normalize(found.k, dim=-1)
+    ones = torch.ones(found.k.shape[:2]) if beta is None else beta
+    zeros = torch.zeros(found.k.shape[:2])
+    scale = found.k.shape[-1] ** -0.5
+    matrices = {
+        "linear_attention": _matrix(found.q, found.k, None, None, scale),
+        "gated_linear_attention": _matrix(found.q, found.k, zeros if decay is None else decay, None, scale),
+        "delta_rule": _matrix(found.q, unit, None, ones, scale),
+        "gated_delta_rule": _matrix(found.q, unit, zeros if per_head is None else per_head, ones, scale),
+        "kimi_delta_attention": _matrix(
+            found.q, unit, (zeros if per_head is None else per_head)[..., None].expand_as(unit)
+            if per_channel is None else per_channel, ones, scale,
+        ),
+        "softmax_attention": _softmax(F.normalize(found.q, dim=-1), unit, found.k.shape[-1] ** 0.5, None),
+    }  # fmt: skip
+    if found.letter == "L":  # the layer divides by q . sum of keys, which is the sum of a row
+        own = matrices["linear_attention"]
+        matrices["linear_attention"] = own / own.sum(-1, keepdim=True)
+    same: dict[str, str] = {}
+    if decay is None:
+        same = {"gated_linear_attention": "linear_attention", "gated_delta_rule": "delta_rule"}
+    if per_channel is None:
+        same["kimi_delta_attention"] = "gated_delta_rule" if decay is not None else "delta_rule"
+    return matrices, same
+
+
+def _matrix(q: Tensor, k: Tensor, log_decay: Tensor | None, beta: Tensor | None, scale: float) -> Tensor:
+    """`t t` of one head from `t 1 ...`."""
+    decay, rate = (None if x is None else x[None] for x in (log_decay, beta))
+    return lineate.attention_matrix(q[None], k[None], decay, rate, scale=scale)[0, 0]
+
+
+def _softmax(q: Tensor, k: Tensor, scale: float, writes: Tensor | None) -> Tensor:
+    """The causal softmax over the keys that are written."""
+    count = len(q)
+    seen = torch.ones(count, count, dtype=torch.bool).tril()
+    seen = seen if writes is None else seen & writes
+    return (scale * q[:, 0] @ k[:, 0].T).masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+def _distance(matrix: Tensor) -> float:
+    """How many tokens back the reads go in the mean, weighted by the size of their weights."""
+    count = len(matrix)
+    back = torch.arange(count)[:, None] - torch.arange(count)
+    return float((matrix.abs() * back).sum() / matrix.abs().sum().clamp(min=1e-12))
+
+
+def draw(numbers: Numbers) -> "Figure":
+    """The hand-made tokens above, the model below, or one of them."""
+    from matplotlib import pyplot as plt
+
+    parts = [part for part in ("rules", "model") if part in numbers]
+    figure = plt.figure(figsize=(8, 6.4 * len(parts)))
+    places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0]
+    for part, place in zip(parts, places, strict=True):
+        (_draw_rules if part == "rules" else _draw_model)(place, numbers[part])
+    return figure
+
+
+def _panels(figure: "SubFigure") -> dict[str, "Axes"]:
+    return dict(zip(RULES, figure.subplots(2, 3).flat, strict=True))
+
+
+def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
+    names, writes = found["tokens"], found["writes"]
+    for rule, axes in _panels(figure).items():
+        matrix = [row[:writes] for row in found["matrices"][rule]]
+        axes.imshow(matrix, cmap=signed_map(), vmin=-1, vmax=1, interpolation="nearest", aspect="auto")
+        axes.grid(False)
+        axes.spines[["top", "right"]].set_visible(True)
+        axes.set_xticks(range(writes), names[:writes], fontsize=10.5)
+        axes.set_yticks(range(len(names)), names, fontsize=10.5)
+        axes.tick_params(length=0)
+        axes.axhline(writes - 0.5, color="black", linewidth=1.2)
+        axes.axvline(writes - 1.5, color="gray", linewidth=1, linestyle=":")
+        for i, row in enumerate(matrix):
+            for j, weight in enumerate(row):
+                if j <= i and abs(weight) >= 0.05:
+                    color = "white" if weight > 0.45 else "black"
+                    text = f"{weight:.1f}".removeprefix("0") if weight < 0.95 else "1"
+                    axes.text(j, i, text, ha="center", va="center", fontsize=9.5, color=color)
+        axes.set_title(LABELS[rule], fontsize=12, fontweight="bold", pad=20)
+        axes.text(0, 1.03, NOTES[rule], transform=axes.transAxes, fontsize=10)
+    row, old, new = names.index("?A"), names.index("A"), names.index("A'")
+    old_weights = {rule: found["matrices"][rule][row][old] for rule in ("linear_attention", "delta_rule")}
+    new_weight = found["matrices"]["delta_rule"][row][new]
+    figure.suptitle(
+        f"Asked for A, linear attention still reads {old_weights['linear_attention']:.2g} of A's old value, DeltaNet "
+        f"{old_weights['delta_rule']:.2g} of it\nand {new_weight:.2g} of the new one, A'. C's key is like B's (cosine "
+        "0.6). At D gates close.",
+        fontsize=12.5,
+    )
+    figure.supxlabel("whose value is read", fontsize=11.5)
+    figure.supylabel("who reads (below the line: queries)", fontsize=11.5)
+
+
+def _draw_model(figure: "SubFigure", found: Numbers) -> None:
+    count = len(found["words"])
+    for rule, axes in _panels(figure).items():
+        matrix: Any = torch.tensor(found["matrices"][rule])
+        most = max(float(matrix.abs().flatten().quantile(0.995)), 1e-6)
+        axes.imshow(matrix.tolist(), cmap=signed_map(), vmin=-most, vmax=most, interpolation="nearest", aspect="equal",
+                    extent=(0.5, count + 0.5, count + 0.5, 0.5))  # fmt: skip
+        at, value = (matrix < -0.2 * most).nonzero().T + 1
+        axes.scatter(value.tolist(), at.tolist(), s=(70 / count) ** 2, marker=".", color="black", linewidths=0)
+        axes.grid(False)
+        ticks = [1, *range(max(8, count // 4 // 8 * 8), count + 1, max(8, count // 4 // 8 * 8))]
+        axes.set_xticks(ticks)
+        axes.set_yticks(ticks)
+        axes.set_title(LABELS[rule], fontsize=12, fontweight="bold", pad=20)
+        who = "its own rule; " if rule == found["rule"] else ""
+        if rule == "gated_delta_rule" and found["letter"] in "KR":
+            who = "mean gate; "
+        note = f"{who}looks back {found['mean_distance_tokens'][rule]:.1f} tokens"
+        if rule in found["same"]:
+            note = f"no gate here: as {LABELS[found['same'][rule]]}"
+        axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=10)
+    distance = found["mean_distance_tokens"]
+    figure.suptitle(
+        f"{found['name']}, layer {found['layer']}, head {found['head']}: the same q, k and gates under every rule\n"
+        f"its own rule looks back {distance[found['rule']]:.1f} tokens in the mean, softmax "
+        f"{distance['softmax_attention']:.1f}",
+        fontsize=12.5,
+    )
+    how = "token whose value is read (blue: positive, dotted: negative; every panel has its own scale)"
+    figure.supxlabel(f"{how}\n{found['text']}", fontsize=10.5, parse_math=False)
+    figure.supylabel("token that reads", fontsize=11.5)
+
+
+PICTURE = Picture(
+    "attention",
+    "What each token reads of each value",
+    "The effective attention matrix of every rule beside softmax's, on hand-made tokens and on a model's q, k, gates.",
+    compute,
+    draw,
+    uses=("model", "pattern", "text", "layer", "head", "tokens", "seed", "quick"),
+)

@@ -1,0 +1,303 @@
+"""Recall against load: pairs are written once into memories of the same number of bytes, and all are asked for.
+
+Nothing is trained. What each memory leaves open (rate, decay, ridge, length of keys) is the best of a few settings,
+chosen for every load on pairs that are not measured: by the share recalled, then by the error.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lineate
+from lineate.explore.cost import one_thread
+from lineate.explore.findings import size
+from lineate.explore.memories import LABELS, Setting, pairs
+from lineate.explore.pictures import Numbers, Options, Picture
+from lineate.memory.lact import lact, lact_state
+from lineate.memory.least_squares import least_squares
+from lineate.memory.titans import titans, titans_state
+from lineate.memory.ttt import ttt
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NAMES = LABELS | {
+    "least_squares": "least squares",
+    "ttt_linear": "TTT-Linear",
+    "ttt_mlp": "TTT-MLP",
+    "titans": "Titans",
+    "lact": "LaCT",
+}
+"""Memories and their names in the legend."""
+LOADS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
+"""Pairs for every key channel of a plain matrix."""
+SOFTMAX_SCALE = 32.0
+"""Sharpness of softmax attention for keys of length 1."""
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory of one head: what it answers to keys k after the pairs k, v were written, `b n d`, with a setting."""
+
+    answer: Callable[..., tuple[Tensor, State]]
+    """k, v, the setting's numbers -> answers, and the state that gave them."""
+    settings: tuple[tuple[float, ...], ...] = ((),)
+    scaled: bool = True
+    """Whether an answer has the size of a value."""
+
+    def nbytes(self, channels: int) -> int:
+        """Of the state."""
+        k = torch.zeros(1, 16, 1, channels)
+        return sum(x.nbytes for x in self.answer(k, k, *self.settings[0])[1].values())
+
+    def widest(self, budget: int) -> int:
+        """The most channels whose state has at most so many bytes; none has fewer bytes than a matrix in float32."""
+        low, high = 2, math.isqrt(budget // 4) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.nbytes(middle) <= budget else (low, middle)
+        return low
+
+
+def compute(options: Options) -> Numbers:
+    """Errors and shares of right answers of every memory, for every load."""
+    channels, trials = (32, 2) if options.quick else (128, 4)
+    budget = channels * channels * 4
+    setting = Setting(key_dim=channels, trials=trials, seed=options.seed)
+    counts = [round(load * channels) for load in LOADS]  # multiples of TTT's chunk
+    memories = {"softmax_attention": Memory(partial(_softmax, kept=budget // (2 * channels * 2)))} | MEMORIES
+    found: dict[str, Any] = {}
+    with torch.inference_mode(), one_thread():
+        for name, memory in memories.items():
+            width = channels if name == "softmax_attention" else memory.widest(budget)
+            own = replace(setting, key_dim=width)
+            rows = [_measure(memory, own, count) for count in counts]
+            found[name] = {
+                "channels": width,
+                "state_bytes": budget if name == "softmax_attention" else memory.nbytes(width),
+                "relative_error": [row[0] for row in rows] if memory.scaled else None,
+                "share_recalled": [row[1] for row in rows],
+                "setting": [row[2] for row in rows],
+            }
+    return {
+        "units": {"load": "pairs / channels of a plain matrix", "relative_error": "|answer - value| / |value|"},
+        "state_bytes": budget, "channels": channels, "trials": trials, "seed": options.seed,
+        "similarity": setting.similarity, "load": list(LOADS), "pairs": counts, "memories": found,
+    }  # fmt: skip
+
+
+def _measure(memory: Memory, setting: Setting, count: int) -> tuple[float, float, list[float]]:
+    """Error, share recalled, and the setting that was best on other pairs."""
+    chosen = memory.settings[0]
+    if len(memory.settings) > 1:
+        k, v = pairs(setting, count, torch.Generator().manual_seed(setting.seed + 1))
+        scores = {s: _score(memory.answer(k, v, *s)[0], v) for s in memory.settings}
+        chosen = max(scores, key=lambda s: (round(scores[s][1], 2), -scores[s][0]))
+    k, v = pairs(setting, count, setting.generator())
+    return (*_score(memory.answer(k, v, *chosen)[0], v), list(chosen))
+
+
+def _score(y: Tensor, v: Tensor) -> tuple[float, float]:
+    """|y - v| / |v|, and how often the nearest value by cosine is the right one; infinity and 0 if it blew up."""
+    if not y.isfinite().all():
+        return math.inf, 0.0
+    y, v = y[:, :, 0], v[:, :, 0]
+    nearest = (F.normalize(y, dim=-1) @ F.normalize(v, dim=-1).mT).argmax(-1)
+    right = (nearest == torch.arange(v.shape[1])).double().mean()
+    return float((y - v).norm() / v.norm()), float(right)
+
+
+def _full(k: Tensor, value: float) -> Tensor:
+    return torch.full(k.shape[:3], value)
+
+
+def _read(S: Tensor, k: Tensor) -> tuple[Tensor, State]:
+    return (k[:, :, 0] @ S[:, 0]).unsqueeze(2), {"S": S}
+
+
+def _linear(k: Tensor, v: Tensor) -> tuple[Tensor, State]:
+    return _read(lineate.linear_attention(k, k, v).state, k)
+
+
+def _gated_linear(k: Tensor, v: Tensor, keep: float) -> tuple[Tensor, State]:
+    return _read(lineate.gated_linear_attention(k, k, v, _full(k, math.log(keep))).state, k)
+
+
+def _delta(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, State]:
+    return _read(lineate.delta_rule(k, k, v, _full(k, rate)).state, k)
+
+
+def _gated_delta(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, State]:
+    return _read(lineate.gated_delta_rule(k, k, v, _full(k, math.log(keep)), _full(k, rate)).state, k)
+
+
+def _kimi(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, State]:
+    """The channels keep between 1 and `keep`, evenly in the logarithm."""
+    log_decay = torch.linspace(0, math.log(keep), k.shape[-1]).expand(k.shape)
+    return _read(lineate.kimi_delta_attention(k, k, v, log_decay, _full(k, rate)).state, k)
+
+
+def _least_squares(k: Tensor, v: Tensor, ridge: float) -> tuple[Tensor, State]:
+    state = least_squares(k, k, v, None, ridge=ridge)[1]
+    return _read(state["S"], k)[0], state
+
+
+def _softmax(k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, State]:
+    """A cache of the last `kept` pairs in bfloat16."""
+    cache = {"keys": k[:, -kept:].bfloat16(), "values": v[:, -kept:].bfloat16()}
+    q, keys, values = (x.float().transpose(1, 2) for x in (k, *cache.values()))
+    return F.scaled_dot_product_attention(q, keys, values, scale=SOFTMAX_SCALE).transpose(1, 2), cache
+
+
+def _first_weights(sizes: Sequence[int]) -> list[Tensor]:
+    """`1 n m` for each pair of neighbours in sizes, always the same: deviation 1 / sqrt(n)."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, n, m, generator=generator) * n**-0.5 for n, m in pairwise(sizes)]
+
+
+def _ttt(k: Tensor, v: Tensor, rate: float, length: float, expand: int) -> tuple[Tensor, State]:
+    """Values as long as what its norm gives, and longer keys, as its bias answers all alike; chunks of 4."""
+    d = k.shape[-1]
+    state: State = {}
+    for i, weight in enumerate(_first_weights([d, *([expand * d] if expand else []), d]), 1):
+        state |= {f"weight{i}": weight, f"bias{i}": torch.zeros(1, weight.shape[-1])}
+    k, norm, size = length * k, (torch.ones(1, d), torch.zeros(1, d)), d**0.5
+    state = ttt(k, k, size * v, _full(k, rate), *norm, state, chunk=4)[1]
+    return ttt(k, k, k, _full(k, 0.0), *norm, state, chunk=4)[0] / size, state
+
+
+def _titans(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, State]:
+    d = k.shape[-1]
+    none = _full(k, 0.0)
+    state = titans(k, k, v, _full(k, rate), none, none, titans_state([torch.zeros(1, d, d)], len(k)), chunk=4)[1]
+    held = {name: x.clone() for name, x in state.items()}
+    return titans(k, k, k, none, none, none, state, chunk=4)[0], held
+
+
+def _lact(k: Tensor, v: Tensor, rate: float, muon: float) -> tuple[Tensor, State]:
+    d, rates = k.shape[-1], _full(k, rate)[..., None].expand(*k.shape[:3], 3)
+    first = lact_state(_first_weights([d] * 4), len(k))
+    state = lact(k, k, d**0.5 * v, rates, _full(k, 0.0), first, chunk=min(16, k.shape[1]), muon=muon == 1)[1]
+    return lact(k, k, k, torch.zeros_like(rates), None, state, chunk=2**40)[0], state
+
+
+def _grid(*choices: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
+    return tuple(product(*choices))
+
+
+MEMORIES = {
+    "linear_attention": Memory(_linear),
+    "gated_linear_attention": Memory(_gated_linear, _grid((0.9999, 0.998, 0.99, 0.95))),
+    "delta_rule": Memory(_delta, _grid((1.0, 0.6, 0.3, 0.1, 0.03))),
+    "gated_delta_rule": Memory(_gated_delta, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.99))),
+    "kimi_delta_attention": Memory(_kimi, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.98))),
+    "least_squares": Memory(_least_squares, ((1e-1,), (1e-4,))),
+    "ttt_linear": Memory(partial(_ttt, expand=0), ((0.3, 6.0), (0.1, 6.0), (0.03, 6.0))),
+    "ttt_mlp": Memory(partial(_ttt, expand=4), ((0.05, 3.0), (0.1, 6.0))),
+    "titans": Memory(_titans, _grid((1.0, 0.5, 0.2, 0.05))),
+    "lact": Memory(_lact, ((1.0, 1), (1.0, 0), (0.3, 0)), scaled=False),
+}
+
+
+MATRICES = (
+    "softmax_attention", "linear_attention", "gated_linear_attention", "delta_rule", "gated_delta_rule",
+    "kimi_delta_attention", "least_squares",
+)  # fmt: skip
+OTHERS = ("delta_rule", "ttt_linear", "ttt_mlp", "titans", "lact")
+
+
+def draw(numbers: Numbers) -> "Figure":
+    """Error on the left, share recalled on the right; matrices and a cache above, models that learn below."""
+    from matplotlib import pyplot as plt
+
+    memories, loads = numbers["memories"], [f"{x:g}" if x >= 1 else f"1/{1 / x:g}" for x in numbers["load"]]
+    figure = plt.figure(figsize=(8, 9))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(1.08, 1))
+    for part, names in zip(parts, (MATRICES, OTHERS), strict=True):
+        left, right = part.subplots(1, 2)
+        for axes, what in ((left, "relative_error"), (right, "share_recalled")):
+            _lines(axes, numbers["load"], {name: memories[name][what] for name in names})
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(numbers["load"], loads)
+            axes.minorticks_off()
+            axes.set_xlabel(f"load: pairs / {numbers['channels']} channels")
+        left.axhline(1, color="gray", linewidth=1, zorder=0)
+        left.annotate(
+            "no answer at all", (0.01, 1), xycoords=("axes fraction", "data"), xytext=(0, 3),
+            textcoords="offset points", color="#555555", fontsize="small",
+        )  # fmt: skip
+        left.set(ylabel="relative error of all pairs", ylim=(-0.04, None))
+        right.set(ylabel="share of pairs recalled", ylim=(-0.03, 1.05))
+        labels = [_label(name, numbers) for name in names]
+        part.legend(right.get_lines(), labels, loc="outside lower center", ncols=3)
+        if names is MATRICES:
+            _title_matrices(left, right, numbers)
+        else:
+            _title_others(left, right, numbers)
+    figure.suptitle(
+        f"{size(numbers['state_bytes'])} of state each, in brackets the channels that fit; random pairs, keys of mean "
+        f"cosine {numbers['similarity']:g}",
+        fontsize="medium",
+    )
+    return figure
+
+
+def _label(name: str, numbers: Numbers) -> str:
+    if name == "softmax_attention":
+        return f"softmax, last {numbers['state_bytes'] // (2 * 2 * numbers['channels'])} pairs"
+    return f"{NAMES[name]} ({numbers['memories'][name]['channels']})"
+
+
+def _lines(axes: "Axes", load: list[float], lines: dict[str, list[float | None] | None]) -> None:
+    from lineate.explore.style import COLORS, LINES, MARKERS
+
+    for name, values in lines.items():
+        shown = [math.nan] * len(load) if values is None else [math.nan if x is None else x for x in values]
+        axes.plot(load, shown, color=COLORS[name], marker=MARKERS[name], linestyle=LINES[name], label=NAMES[name])
+
+
+def _title_matrices(left: "Axes", right: "Axes", numbers: Numbers) -> None:
+    error, share = ({name: memory[what] for name, memory in numbers["memories"].items()}
+                    for what in ("relative_error", "share_recalled"))  # fmt: skip
+    last = f"{numbers['load'][-1]:g}"
+    left.set_title(
+        f"Error at load {last}: {error['linear_attention'][-1]:.1f} when adding,\n{error['delta_rule'][-1]:.2f} when "
+        f"correcting, {error['least_squares'][-1]:.2f} least squares"
+    )
+    right.set_title(
+        f"Recalled at load {last}: {share['linear_attention'][-1]:.0%} when adding,\n{share['delta_rule'][-1]:.0%} "
+        f"when correcting, {share['softmax_attention'][-1]:.0%} by a cache"
+    )
+
+
+def _title_others(left: "Axes", right: "Axes", numbers: Numbers) -> None:
+    """At the load of 1, or the one nearest to it."""
+    at = min(range(len(numbers["load"])), key=lambda i: abs(math.log(numbers["load"][i])))
+    share = {name: numbers["memories"][name]["share_recalled"][at] for name in OTHERS}
+    best = max(OTHERS[1:], key=lambda name: share[name])
+    load = f"{numbers['load'][at]:g}"
+    left.set_title("Memories that learn by gradient steps,\nand DeltaNet again (LaCT has no scale)")
+    right.set_title(
+        f"Recalled at load {load}: {share['delta_rule']:.0%} by DeltaNet,\n{share[best]:.0%} by {NAMES[best]}, the "
+        "best of the others"
+    )
+
+
+PICTURE = Picture(
+    "recall",
+    "Recall against load",
+    "Recall of every rule and memory at equal bytes of state, as more pairs are written.",
+    compute,
+    draw,
+    uses=("seed", "quick"),
+)

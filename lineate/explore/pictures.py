@@ -1,0 +1,93 @@
+"""The pictures by name: each computes numbers, which JSON can hold, and draws from these numbers alone."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Numbers = dict[str, Any]
+"""What a picture shows, as JSON can hold it; units in the keys or under "units"."""
+
+MODULES = {
+    "state": "state",
+    "attention": "attention",
+    "growth": "growth",
+    "forgetting": "forgetting",
+    "recall": "load",
+    "cost": "lengths",
+}
+"""The pictures, in the order of the gallery, and the module of lineate.explore whose PICTURE each is."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose; None: the picture's own default. A picture reads what it names in `uses`."""
+
+    model: str | None = None
+    """A checkpoint's folder or a preset's name; None: the built-in small model, or none."""
+    pattern: str | None = None
+    """Mixers of a preset's layers."""
+    text: str | None = None
+    """What the model reads: the text itself, not the name of a file."""
+    layer: int | None = None
+    """Counted from 0."""
+    head: int | None = None
+    """Counted from 0."""
+    tokens: int | None = None
+    """How many."""
+    seed: int = 0
+    quick: bool = False
+    """Smaller and rougher."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture."""
+
+    name: str
+    title: str
+    help: str
+    """One line: what is to be seen."""
+    compute: Callable[[Options], Numbers]
+    """Raises ValueError or OSError, in plain words, before any work, if the options cannot be served."""
+    draw: Callable[[Numbers], "Figure"]
+    """Called inside style.styled()."""
+    uses: tuple[str, ...] = ()
+    """The fields of Options that compute reads; any other that is given is an error."""
+
+
+def find(name: str) -> Picture:
+    """A picture by its name."""
+    if name not in MODULES:
+        from lineate.tasks.task import nearest
+
+        hint = nearest(name, (*MODULES, "all", "list"))
+        raise ValueError(f"picture must be {', '.join(MODULES)}, all or list, got {name!r}{hint}")
+    found: Picture = import_module(f"lineate.explore.{MODULES[name]}").PICTURE
+    return found
+
+
+def save_numbers(name: str, numbers: Numbers, path: Path) -> None:
+    """With the picture's name; JSON has no infinity and no NaN, so these become null."""
+    strict = json.loads(json.dumps({"picture": name, **numbers}), parse_constant=lambda number: None)
+    path.write_text(json.dumps(strict) + "\n", encoding="utf-8")
+
+
+def load_numbers(name: str, path: Path) -> Numbers:
+    """What save_numbers wrote for this picture."""
+    try:
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--from must be a picture's JSON file, got '{path}' ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"--from must be a picture's JSON file, got '{path}', which is not JSON ({error})") from None
+    got = numbers.get("picture") if isinstance(numbers, dict) else None
+    if got != name:
+        what = f"the numbers of the picture {got!r}" if got in MODULES else "no picture's numbers"
+        raise ValueError(f"--from must hold the numbers of {name}, got '{path}', which has {what}")
+    return {key: value for key, value in numbers.items() if key != "picture"}

@@ -1,0 +1,105 @@
+"""The built-in small model: a hybrid trained for some seconds on the standard library's text, once, and kept."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.explore.cost import one_thread
+from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
+
+CONFIG = HybridConfig(
+    vocab_size=257, hidden_size=64, n_layers=6, pattern="KGKGKA", tie_embeddings=True,
+    linear=LinearConfig(2, 2, 32, 32),
+    attention=AttentionConfig(2, 2, 32, rotary_dim=16),
+    feed=FeedConfig(128),
+)  # fmt: skip
+"""Layers of both gated delta rules, so that one model shows forgetting per head and per channel."""
+STEPS, ROWS, LENGTH, RATE = 45, 5, 128, 2e-2
+CHARACTERS = 2_000_000
+"""Of text that it learns from."""
+VERSION = 1
+"""Changes when the training does."""
+
+
+def small_model() -> HybridLM:
+    """From the user's cache folder, else trained now (about 7 s) and put there if that can be done."""
+    folder = _cache_folder() / f"small-{_fingerprint()}"
+    with suppress(Exception):  # whatever is wrong with the cache costs only time
+        return HybridLM.from_pretrained(folder, progress=False)
+    model = train_small(STEPS)
+    with suppress(OSError):
+        _keep(model, folder)
+    return model
+
+
+def train_small(steps: int) -> HybridLM:
+    """The same weights for the same text, torch and machine; the caller's random numbers stay as they were."""
+    from lineate.training.optim import make_optimizer
+
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), one_thread():
+        torch.manual_seed(0)
+        model = HybridLM(CONFIG)
+        optimizer = make_optimizer(model, "muon", RATE, 0.1, (0.9, 0.95))
+        text = _text()
+        for step in range(steps):
+            ids = _windows(text)
+            logits = model(ids[:, :-1]).logits
+            F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * min((step + 1) / 10, 1.05 - step / steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return model.eval()
+
+
+def _text() -> Tensor:
+    """Bytes of the standard library, one file after the other, in an order that mixes its subjects."""
+    from lineate.training.sources import documents
+
+    texts = sorted(documents(("stdlib",), lambda warning: None), key=lambda x: hashlib.sha256(x.encode()).digest())
+    joined, length = [], 0
+    for text in texts:
+        joined.append(text.encode())
+        length += len(joined[-1])
+        if length > CHARACTERS:
+            break
+    return torch.frombuffer(bytearray(b"".join(joined)), dtype=torch.uint8)
+
+
+def _windows(text: Tensor) -> Tensor:
+    """`ROWS LENGTH+1` ids from anywhere in the text."""
+    starts = torch.randint(0, len(text) - LENGTH - 1, (ROWS, 1))
+    return text[starts + torch.arange(LENGTH + 1)].long()
+
+
+def _fingerprint() -> str:
+    what = [CONFIG.to_dict(), STEPS, ROWS, LENGTH, RATE, CHARACTERS, VERSION]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    """As lineate.native finds it."""
+    chosen = os.environ.get("LINEATE_CACHE")
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineate"
+
+
+def _keep(model: HybridLM, folder: Path) -> None:
+    """Write beside the target and rename, so that no other process ever sees half a model."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".small-", dir=folder.parent))
+    try:
+        model.save_pretrained(partial)
+        if folder.exists():  # damaged, or just made by another process
+            shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,242 @@
+"""The picture "state": the matrix S of every rule as pairs are written, corrected and forgotten, and a model's S."""
+
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lineate.explore.memories import FIXED_SIZE, LABELS, write
+from lineate.explore.pictures import Numbers, Options, Picture
+from lineate.explore.style import rounded, signed_map
+from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+DIM = 8
+"""Channels of a key and of a value of the hand-made memories."""
+FORMULAS = {
+    "linear_attention": r"$S + k v^\top$",
+    "gated_linear_attention": r"$a\,S + k v^\top$",
+    "delta_rule": r"$S + k\,(v - S^\top k)^\top$",
+    "gated_delta_rule": r"$S' = a\,S$" + "\n" + r"$S' + k\,(v - S'^\top k)^\top$",
+    "kimi_delta_attention": r"$S' = \mathrm{Diag}(a)\,S$" + "\n" + r"$S' + k\,(v - S'^\top k)^\top$",
+}
+"""What a token does to S, with beta = 1."""
+EVENTS = ("write A", "write B", "A again,\nnew value", "forget A,\nwrite C")
+CHANNEL = {"A": 1, "B": 5, "C": 3}
+"""The key channel of each key; the first half is what Kimi Delta Attention forgets."""
+FADE = 0.5
+"""What gated linear attention keeps of everything to make room for A's new value: it cannot replace one pair."""
+TOKENS, MOST = 192, 2048
+"""That the model reads, and at most."""
+
+
+def compute(options: Options) -> Numbers:
+    """The hand-made memories (without --model) and a layer of a model along a text (unless --quick alone)."""
+    numbers: Numbers = {}
+    if options.model is None:
+        numbers["rules"] = write_four()
+    if wants_model(options):
+        numbers["model"] = watch_model(options)
+    return numbers
+
+
+def write_four() -> Numbers:
+    """S after each of the four events, for every rule and as it should be."""
+    values = {name: torch.zeros(DIM) for name in ("A", "A new", "B", "C")}
+    for name, channels in {"A": (0, 1, 2), "A new": (4, 5), "B": (2, 3, 6), "C": (1, 7)}.items():
+        values[name][list(channels)] = 1.0
+    tokens = [("A", "A"), ("B", "B"), ("A", "A new"), ("C", "C")]
+    wanted, frames = torch.zeros(DIM, DIM), []
+    for index, (key, value) in enumerate(tokens):
+        wanted = wanted.clone()
+        wanted[CHANNEL[key]] = values[value]
+        if index == 3:
+            wanted[CHANNEL["A"]] = 0
+        frames.append(wanted)
+    states: dict[str, list[Tensor]] = {}
+    for rule in FIXED_SIZE:
+        memory: Any = None
+        states[rule] = []
+        for index, (key, value) in enumerate(tokens):
+            decay = 0.0 if index == 3 else FADE if index == 2 and rule == "gated_linear_attention" else 1.0
+            k = torch.eye(DIM)[CHANNEL[key]].view(1, 1, 1, DIM)
+            memory = write(rule, memory, k, values[value].view(1, 1, 1, DIM), torch.tensor([decay]), slice(0, DIM // 2))
+            states[rule].append(memory[0, 0])
+    return {
+        "units": {"off": "Frobenius norm of S - wanted"},
+        "events": list(EVENTS),
+        "keys": CHANNEL,
+        "wanted": [frame.tolist() for frame in frames],
+        "states": {rule: [rounded(frame) for frame in each] for rule, each in states.items()},
+        "off": {
+            rule: [round(float((x - y).norm()), 4) for x, y in zip(each, frames, strict=True)]
+            for rule, each in states.items()
+        },
+    }
+
+
+def watch_model(options: Options) -> Numbers:
+    """S of one head along a text, and what every token writes, corrects and forgets."""
+    subject = open_subject(options)
+    layer = choose_layer(subject, options)
+    head = choose_head(subject, layer, options)
+    ids, words = subject.read(options, 96 if options.quick else TOKENS, MOST)
+    found = trace(subject.model, ids, [layer])[0].head(head)
+    states, written, corrected, forgotten = steps(found)
+    count = len(words)
+    places = sorted({max(1, round(count ** (n / 4))) for n in range(5)})
+    order = list(range(states.shape[1]))
+    if found.log_decay is not None and found.log_decay.dim() == 3:
+        order = found.log_decay[:, 0].mean(0).argsort(descending=True).tolist()
+    return {
+        "units": {"written, corrected, forgotten, norm": "Frobenius norm"},
+        "name": subject.name,
+        "trained": subject.trained,
+        "layer": layer,
+        "letter": found.letter,
+        "rule": found.rule,
+        "head": head,
+        "tokens": count,
+        "channel_order": order,
+        "frames": [
+            {"after_tokens": n, "text": shown("".join(words[:n])), "state": rounded(states[n - 1][order])}
+            for n in places
+        ],
+        "norm": rounded(states.norm(dim=(1, 2))),
+        "written": rounded(written),
+        "corrected": rounded(corrected) if found.beta is not None else None,
+        "forgotten": rounded(forgotten) if found.log_decay is not None else None,
+    }
+
+
+def steps(found: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """States `t k v` of one head, and the norms `t` of what each token adds (beta k v^T), takes back of what was known
+    of its key (beta k (S'^T k)^T), and forgets (S - S')."""
+    k, v = found.k[:, 0], found.v[:, 0]
+    count = len(k)
+    decay = torch.ones(count, 1) if found.log_decay is None else found.log_decay[:, 0].exp().view(count, -1)
+    beta = torch.ones(count) if found.beta is None else found.beta[:, 0]
+    state = torch.zeros(k.shape[1], v.shape[1])
+    rows = []
+    for n in range(count):
+        kept = decay[n][:, None] * state
+        forgotten = (state - kept).norm()
+        known = kept.T @ k[n] if found.beta is not None else torch.zeros_like(v[n])
+        state = kept + beta[n] * torch.outer(k[n], v[n] - known)
+        size = beta[n] * k[n].norm()
+        rows.append((state, size * v[n].norm(), size * known.norm(), forgotten))
+    states, *norms = (torch.stack(column) for column in zip(*rows, strict=True))
+    return states, norms[0], norms[1], norms[2]
+
+
+def draw(numbers: Numbers) -> "Figure":
+    """The hand-made memories above, the model below, or one of them."""
+    from matplotlib import pyplot as plt
+
+    parts = [part for part in ("rules", "model") if part in numbers]
+    heights = {"rules": 8.6, "model": 5.2}
+    figure = plt.figure(figsize=(8, sum(heights[part] for part in parts)))
+    places = figure.subfigures(len(parts), 1, height_ratios=[heights[part] for part in parts], squeeze=False)[:, 0]
+    for part, place in zip(parts, places, strict=True):
+        (_draw_rules if part == "rules" else _draw_model)(place, numbers[part])
+    return figure
+
+
+def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
+    rows: dict[str, Any] = {"wanted": found["wanted"], **found["states"]}
+    panels = figure.subplots(len(rows), len(EVENTS) + 1, width_ratios=(1.75, *[1] * len(EVENTS)))
+    for row, (rule, frames) in zip(panels, rows.items(), strict=True):
+        row[0].axis("off")
+        label = "what is wanted" if rule == "wanted" else LABELS[rule]
+        row[0].text(0, 0.66, label, fontsize=12, fontweight="bold", va="center", transform=row[0].transAxes)
+        text = "the newest value of every\nkey; A gone in the end" if rule == "wanted" else FORMULAS[rule]
+        row[0].text(0, 0.54, text, fontsize=11, va="top", linespacing=1.4, transform=row[0].transAxes)
+        for index, (axes, frame) in enumerate(zip(row[1:], frames, strict=True)):
+            _cells(axes, frame, 1.0)
+            keys = dict(list(found["keys"].items())[: 3 if index == 3 else 2 if index else 1])
+            axes.set_yticks(list(keys.values()), list(keys), fontsize=10)
+            axes.set_xticks([])
+            axes.tick_params(length=0)
+            if rule == "wanted":
+                axes.set_title(f"{index + 1}. {EVENTS[index]}", fontsize=11.5, loc="center")
+                axes.set_xlabel(" ", fontsize=10.5)
+                continue
+            off = found["off"][rule][index]
+            axes.set_xlabel("as wanted" if off < 0.005 else f"off by {off:.1f}", fontsize=10.5, labelpad=3)
+            if off >= 0.005:
+                axes.xaxis.label.set_fontweight("bold")
+    exact = [LABELS[rule] for rule, off in found["off"].items() if off[-1] < 0.005]
+    if exact:
+        title = f"After four tokens only {' and '.join(exact)} holds what is wanted"
+    else:
+        title = "After four tokens no rule holds exactly what is wanted"
+    figure.suptitle(
+        f"{title}\nS after each token. Rows: key channels, columns: value channels. Dark: 1. a: forget gate",
+        fontsize=12.5,
+    )
+
+
+def _cells(axes: "Axes", frame: list[list[float]], most: float) -> None:
+    """One matrix, with lines between the cells if they are few."""
+    axes.imshow(frame, cmap=signed_map(), vmin=-most, vmax=most, interpolation="nearest", aspect="equal")
+    axes.grid(False)
+    axes.spines[["top", "right"]].set_visible(True)
+    if len(frame) <= 16:
+        for edge in range(1, len(frame)):
+            axes.axhline(edge - 0.5, color="#DDDDDD", linewidth=0.5)
+            axes.axvline(edge - 0.5, color="#DDDDDD", linewidth=0.5)
+
+
+def _draw_model(figure: "SubFigure", found: Numbers) -> None:
+    frames = found["frames"]
+    grid = figure.add_gridspec(2, len(frames), height_ratios=(1, 1.05))
+    most = max(max(map(abs, row)) for frame in frames for row in frame["state"]) or 1.0
+    order = ",\nslow to forget on top" if found["channel_order"] != sorted(found["channel_order"]) else ""
+    for index, frame in enumerate(frames):
+        axes = figure.add_subplot(grid[0, index])
+        _cells(axes, frame["state"], most)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        plural = "s" if frame["after_tokens"] > 1 else ""
+        axes.set_title(f"after {frame['after_tokens']} token{plural}", fontsize=10.5, loc="center")
+        axes.set_xlabel(frame["text"], fontsize=9.5, family="monospace", parse_math=False)
+        if index == 0:
+            axes.set_ylabel(f"key channels{order}", fontsize=9)
+    axes = figure.add_subplot(grid[1, :])
+    places = range(1, found["tokens"] + 1)
+    for name, label, color, line in (
+        ("norm", "S itself", "#000000", "-"),
+        ("written", "written by the token", "#0072B2", "-"),
+        ("corrected", "taken back of what its key held", "#D55E00", "--"),
+        ("forgotten", "forgotten before it", "#CC79A7", ":"),
+    ):
+        if found[name] is not None:
+            width = 2.4 if name in ("norm", "forgotten") else 1.4
+            axes.plot(places, found[name], color=color, linestyle=line, linewidth=width, label=label)
+    axes.set_yscale("log")
+    axes.set(xlabel="tokens read", ylabel="Frobenius norm", xlim=(1, max(2, found["tokens"])))
+    axes.set_ylim(max(found["norm"]) / 1000 or 1e-3, None)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.legend(ncols=2, loc="lower right")
+    quarter = max(1, found["tokens"] // 4)
+    before, last = median(found["norm"][quarter : 2 * quarter] or found["norm"]), median(found["norm"][-quarter:])
+    figure.suptitle(
+        f"{found['name']}: the state of layer {found['layer']}, head {found['head']} ({LABELS[found['rule']]})\n"
+        f"{'still grows' if last > 1.15 * before else 'has levelled off'}: norm {before:.3g} in the second quarter, "
+        f"{last:.3g} in the last of {found['tokens']} tokens",
+        fontsize=12.5,
+    )
+
+
+PICTURE = Picture(
+    "state",
+    "The state as tokens are written, corrected and forgotten",
+    "S of every rule after the same four tokens, and of a model's head along a text.",
+    compute,
+    draw,
+    uses=("model", "pattern", "text", "layer", "head", "tokens", "seed", "quick"),
+)

@@ -1,0 +1,315 @@
+"""The model a picture is of, the text it reads, and what its linear layers compute on that text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.explore.pictures import Options
+from lineate.explore.style import LETTER_RULES
+from lineate.layers.linear import (
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    LinearAttention,
+    LinearMixer,
+)
+from lineate.models import HybridLM
+from lineate.models.config import LINEAR_LETTERS, HybridConfig
+from lineate.models.presets import PRESETS, preset
+from lineate.rule import activate, compute_dtype, normalize
+
+SMALL_PRESETS = ("tiny", "small", "compact", "base")
+"""Presets that are drawn with random weights; larger ones would take minutes and show the same."""
+
+TEXT = '''def mean(values):
+    """The mean of some numbers."""
+    total = 0.0
+    for value in values:
+        total = total + value
+    return total / len(values)
+
+
+def spread(values):
+    """The standard deviation of some numbers."""
+    center = mean(values)
+    total = 0.0
+    for value in values:
+        total = total + (value - center) ** 2
+    return (total / len(values)) ** 0.5
+'''
+"""What a model reads if no text is given."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, made when it is first asked for, and how it reads text."""
+
+    config: HybridConfig
+    make: Callable[[], HybridLM]
+    name: str
+    """For titles; says if the weights are random."""
+    trained: bool
+    encode: Callable[[str], list[int]] | None
+    """None: the folder has no tokenizer."""
+    decode: Callable[[int], str] | None
+
+    @cached_property
+    def model(self) -> HybridLM:
+        return self.make()
+
+    def read(self, options: Options, tokens: int, most: int | None = None) -> tuple[Tensor, list[str]]:
+        """The first so many ids `1 t` of the text (options.tokens, up to `most`, wins), and each as a word.
+
+        Without a text it is TEXT, or random tokens if there is no tokenizer.
+        """
+        tokens = tokens if options.tokens is None else options.tokens
+        if most is not None and tokens > most:
+            raise ValueError(f"--tokens must be at most {most} for this picture, got {tokens}; more cannot be seen")
+        if self.encode is None or self.decode is None:
+            if options.text is not None:
+                raise ValueError(f"--text needs a tokenizer, and {self.name} has none; leave it out for random tokens")
+            generator = torch.Generator().manual_seed(options.seed)
+            ids = torch.randint(0, self.config.vocab_size, (1, tokens), generator=generator)
+            return ids, [str(number) for number in ids[0].tolist()]
+        found = self.encode(TEXT if options.text is None else options.text)[:tokens]
+        if not found:
+            raise ValueError("--text must have at least one token, got none")
+        most = self.config.vocab_size
+        if max(found) >= most:
+            raise ValueError(f"--text has token {max(found)}, and {self.name} only {most}; its tokenizer is another's")
+        return torch.tensor([found]), [self.decode(number) for number in found]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the rule of one layer was given on a text, as it uses it; its output is rule(q, k, v, log_decay, beta)."""
+
+    layer: int
+    letter: str
+    rule: str
+    """As LABELS and COLORS name it."""
+    q: Tensor
+    """`t h k`, of length 1 (D, G, K), or features (L)."""
+    k: Tensor
+    v: Tensor
+    """`t hv v`."""
+    log_decay: Tensor | None
+    """`t hv` (G) or `t hv k` (R, K)."""
+    beta: Tensor | None
+    """`t hv`."""
+
+    def head(self, index: int) -> "Trace":
+        """One value head, and the key head that serves it: all tensors `t 1 ...`."""
+        of_key = index // (self.v.shape[1] // self.k.shape[1])
+        keys, values = slice(of_key, of_key + 1), slice(index, index + 1)
+        gates = [None if x is None else x[:, values] for x in (self.log_decay, self.beta)]
+        return Trace(
+            self.layer, self.letter, self.rule, self.q[:, keys], self.k[:, keys], self.v[:, values], gates[0], gates[1]
+        )
+
+
+def wants_model(options: Options) -> bool:
+    """Whether a picture that also has a hand-made part shows a model: not if it is quick and nobody asks for one."""
+    asked = (options.model, options.pattern, options.text, options.layer, options.head, options.tokens)
+    return not options.quick or any(x is not None for x in asked)
+
+
+def open_subject(options: Options) -> Subject:
+    """The model of the options: a folder's, a preset with random weights, or the built-in small one."""
+    from lineate.training.tokenizer import Bytes
+
+    plain = Bytes()
+    if options.model is None:
+        if options.pattern is not None:
+            raise ValueError("--pattern is for presets; add --model tiny, or leave it out")
+        from lineate.explore.small import CONFIG, small_model
+
+        return Subject(CONFIG, small_model, "built-in small model", True, plain.encode, _decoder(plain))
+    if options.model in PRESETS and not Path(options.model).exists():
+        if options.model not in SMALL_PRESETS:
+            raise ValueError(
+                f"--model {options.model} has no weights here, and random ones of its size show nothing; give the "
+                f"folder of its checkpoint, or one of {', '.join(SMALL_PRESETS)}"
+            )
+        config = preset(options.model, options.pattern)
+        make = partial(_untrained, config, options.seed)
+        return Subject(config, make, f"{options.model}, untrained", False, plain.encode, _decoder(plain))
+    if options.pattern is not None:
+        raise ValueError(f"--pattern is for presets, and --model {options.model} is not one; leave it out")
+    return _from_folder(options.model)
+
+
+def _untrained(config: HybridConfig, seed: int) -> HybridLM:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return HybridLM(config).eval()
+
+
+def _from_folder(given: str) -> Subject:
+    from lineate.models.checkpoint import Checkpoint
+    from lineate.models.families import read_config
+    from lineate.training.command import find_model
+
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        from lineate.tasks.task import nearest
+
+        raise ValueError(
+            f"--model must be a preset ({', '.join(SMALL_PRESETS)}) or the folder of a checkpoint or run, got "
+            f"{given!r}, which is {'not a folder' if folder.exists() else 'neither'}{nearest(given, SMALL_PRESETS)}"
+        )
+    place = find_model(folder)
+    config = read_config(Checkpoint.open(place))
+    make = partial(HybridLM.from_pretrained, place, dtype=torch.float32, progress=False)
+    return Subject(config, make, folder.resolve().name, True, *_tokenizer(place))
+
+
+def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callable[[int], str] | None]:
+    """Of our runs, else the tokenizer.json of a published model, else none."""
+    from lineate.training.tokenizer import BPE_FILE, KIND_FILE, load_tokenizer
+
+    if (folder / KIND_FILE).is_file():
+        own = load_tokenizer(folder)
+        return own.encode, _decoder(own)
+    if not (folder / BPE_FILE).is_file():
+        return None, None
+    import tokenizers
+
+    try:
+        engine = tokenizers.Tokenizer.from_file(str(folder / BPE_FILE))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{folder / BPE_FILE} must be one of the tokenizers library, got {error}") from None
+
+    def encode(text: str) -> list[int]:
+        return list(engine.encode(text, add_special_tokens=False).ids)
+
+    return encode, lambda number: str(engine.decode([number]))
+
+
+def shown(text: str, longest: int = 12) -> str:
+    """The end of a text as one short line that any font can draw."""
+    line = text.replace("\n", "\\n").replace("\t", "\\t")
+    line = "".join(letter if letter.isprintable() and ord(letter) < 0x250 else "?" for letter in line)
+    return line if len(line) <= longest else "..." + line[3 - longest :]
+
+
+def _decoder(tokenizer: Any) -> Callable[[int], str]:
+    return lambda number: tokenizer.decode([number])
+
+
+def choose_layer(subject: Subject, options: Options, preferred: str = "KGDRL") -> int:
+    """options.layer if it is linear; else the middle one of the first letter of `preferred` that the model has."""
+    letters = subject.config.letters
+    linear = [n for n, letter in enumerate(letters) if letter in LINEAR_LETTERS]
+    named = ", ".join(f"{n} ({letters[n]})" for n in linear)
+    if not linear:
+        raise ValueError(
+            f"the picture needs a layer of {', '.join(LINEAR_LETTERS)}, and {subject.name} has {''.join(letters)}; "
+            "choose another model or pattern"
+        )
+    if options.layer is not None:
+        if options.layer not in linear:
+            raise ValueError(f"--layer must be one of {named}, got {options.layer}")
+        return options.layer
+    for letter in preferred:
+        found = [n for n in linear if letters[n] == letter]
+        if found:
+            return found[len(found) // 2]
+    return linear[0]
+
+
+def choose_head(subject: Subject, layer: int, options: Options) -> int:
+    """options.head, or 0."""
+    linear = subject.config.linear
+    assert linear is not None
+    if options.head is not None and options.head >= linear.value_heads:
+        raise ValueError(f"--head must lie in 0 .. {linear.value_heads - 1} in layer {layer}, got {options.head}")
+    return options.head or 0
+
+
+@torch.no_grad()
+def trace(model: HybridLM, ids: Tensor, layers: Sequence[int] | None = None) -> list[Trace]:
+    """What each linear layer (or those named) gives its rule on ids `1 t`."""
+    letters = model.config.letters
+    wanted = [n for n, x in enumerate(letters) if x in LINEAR_LETTERS and (layers is None or n in layers)]
+    with _watched(model, wanted) as caught:
+        model(ids, last_only=True)
+    return [_trace(model.layers[n].mixer, n, letters[n], *caught[n]) for n in wanted]  # type: ignore[arg-type]
+
+
+@contextmanager
+def _watched(model: HybridLM, layers: Sequence[int]) -> Iterator[dict[int, tuple[Tensor, ...]]]:
+    """What `attend` of these layers is called with: q, k, v and the raw gates."""
+    caught: dict[int, tuple[Tensor, ...]] = {}
+    mixers: dict[int, Any] = {n: model.layers[n].mixer for n in layers}
+
+    def watch(n: int, attend: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(
+            q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Any, owned: bool
+        ) -> Any:
+            caught[n] = (q, k, v, *gates)
+            return attend(q, k, v, gates, memory, bounds, owned)
+
+        return watched
+
+    for n, mixer in mixers.items():
+        mixer.attend = watch(n, mixer.attend)
+    try:
+        yield caught
+    finally:
+        for mixer in mixers.values():
+            del mixer.attend
+
+
+def _trace(mixer: LinearMixer, layer: int, letter: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Trace:
+    """The gates as the mixer makes them (lineate/layers/linear.py)."""
+    log_decay: Tensor | None = None
+    beta: Tensor | None = None
+    q, k, v = (x.to(compute_dtype(x.dtype)) for x in (q, k, v))
+    if isinstance(mixer, GatedDeltaNet):
+        _, b, a = gates
+        log_decay, beta = activate(a, b, mixer.A_log, mixer.dt_bias, mixer.beta_scale)
+    elif isinstance(mixer, DeltaNet):
+        beta = mixer.beta_scale * gates[1].to(q.dtype).sigmoid()
+    elif isinstance(mixer, KimiDeltaAttention):
+        f, _, b = gates
+        decay = mixer.decay_proj(f).unflatten(-1, (mixer.value_heads, mixer.key_dim))
+        log_decay, beta = activate(decay, b, mixer.A_log, mixer.dt_bias, mixer.beta_scale)
+    elif isinstance(mixer, GatedLinearAttention):
+        decay = mixer.decay_proj(gates[0]).unflatten(-1, (mixer.value_heads, mixer.key_dim))
+        log_decay = F.logsigmoid(decay.to(q.dtype)) / 16
+    if beta is not None:
+        q, k = normalize(q), normalize(k)
+    elif isinstance(mixer, LinearAttention) and mixer.feature_map == "elu+1":
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+    gates_of_row = [None if x is None else x[0] for x in (log_decay, beta)]
+    return Trace(layer, letter, LETTER_RULES[letter], q[0], k[0], v[0], gates_of_row[0], gates_of_row[1])
+
+
+def run_rule(trace: Trace, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output `t hv v` and memory `hv k v` of the trace's rule, from its tensors."""
+    import lineate
+
+    q, k, v = (x[None] for x in (trace.q, trace.k, trace.v))
+    decay, beta = (None if x is None else x[None] for x in (trace.log_decay, trace.beta))
+    given = None if state is None else state[None]
+    if beta is None:
+        if decay is None:
+            done = lineate.linear_attention(q, k, v, state=given)
+        else:
+            done = lineate.gated_linear_attention(q, k, v, decay, state=given)
+    elif decay is None:
+        done = lineate.delta_rule(q, k, v, beta, state=given)
+    elif decay.dim() == 3:
+        done = lineate.gated_delta_rule(q, k, v, decay, beta, state=given)
+    else:
+        done = lineate.kimi_delta_attention(q, k, v, decay, beta, state=given)
+    return done.output[0], done.state[0]

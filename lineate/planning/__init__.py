@@ -1,0 +1,44 @@
+"""What a model needs: bytes, operations, time.
+
+>>> model = read_model("qwen3-next-80b")
+>>> plan_memory(model).total(batch=1, tokens=262144), plan_flops(model).decode(262144)
+>>> time_bounds(model, HARDWARE["h200"], batch=1, tokens=262144)
+"""
+
+from lineate.planning.compute import FlopsPlan, LayerFlops, Moved, decode_bytes, plan_flops, prefill_bytes
+from lineate.planning.fit import crossover, largest_batch, longest_context
+from lineate.planning.hardware import HARDWARE, Bound, Hardware, find_hardware, make_hardware, time_bounds
+from lineate.planning.memory import LayerMemory, MemoryPlan, TrainingMemory, plan_memory, plan_training
+from lineate.planning.models import DTYPES, Model, from_numbers, read_model, variants
+from lineate.planning.teaching import differences, teaching, teaching_of
+
+__all__ = [
+    "DTYPES",
+    "HARDWARE",
+    "Bound",
+    "FlopsPlan",
+    "Hardware",
+    "LayerFlops",
+    "LayerMemory",
+    "MemoryPlan",
+    "Model",
+    "Moved",
+    "TrainingMemory",
+    "crossover",
+    "decode_bytes",
+    "differences",
+    "find_hardware",
+    "from_numbers",
+    "largest_batch",
+    "longest_context",
+    "make_hardware",
+    "plan_flops",
+    "plan_memory",
+    "plan_training",
+    "prefill_bytes",
+    "read_model",
+    "teaching",
+    "teaching_of",
+    "time_bounds",
+    "variants",
+]

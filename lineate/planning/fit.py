@@ -1,0 +1,39 @@
+"""What fits: the longest context, the largest batch, and from where a fixed state is the smaller one."""
+
+from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory
+from lineate.planning.models import Model, check_size, variants
+
+
+def longest_context(plan: MemoryPlan, memory_bytes: int, batch: int = 1) -> int | None:
+    """Tokens n of each of batch sequences with plan.total(batch, n) <= memory_bytes < plan.total(batch, n + 1).
+
+    None: any length fits, as nothing grows. 0: weights and fixed state leave no room for a token, or do not fit.
+    """
+    check_size("memory_bytes", memory_bytes)
+    check_size("batch", batch)
+    left = memory_bytes - plan.total(batch, 0)
+    if left < 0:
+        return 0
+    return left // (batch * plan.cache_per_token) if plan.cache_per_token else None
+
+
+def largest_batch(plan: MemoryPlan, memory_bytes: int, tokens: int) -> int:
+    """Sequences n of so many tokens with plan.total(n, tokens) <= memory_bytes < plan.total(n + 1, tokens)."""
+    check_size("memory_bytes", memory_bytes)
+    check_size("tokens", tokens)
+    return max(0, (memory_bytes - plan.weights) // plan.state(1, tokens))
+
+
+def crossover(model: Model, state_dtype: str = "float32") -> int:
+    """The first length at which the fixed state of a linear layer has fewer bytes than the cache of a full layer.
+
+    Of the model's own layers; a kind that it has not is that of variants().
+    """
+    made = variants(model)
+    linear, full = (plan_memory(made[name], state_dtype).layers[0] for name in ("linear only", "softmax only"))
+    return first_smaller(linear, full)
+
+
+def first_smaller(linear: LayerMemory, full: LayerMemory) -> int:
+    """The first length at which the state of a linear layer has fewer bytes than the cache of a full one."""
+    return (linear.memory + linear.conv) // full.cache_per_token + 1

@@ -1,0 +1,146 @@
+"""Times that no program can beat: bytes over the memory's bandwidth, operations over the rate of matrix products."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lineate.planning.compute import decode_bytes, plan_flops, prefill_bytes, touched_weights
+from lineate.planning.memory import MemoryPlan, plan_memory
+from lineate.planning.models import Model, check_size
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a machine can do at most, by its vendor's figures, dense."""
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    """Bytes a second between the memory and the chip."""
+    matrix_rate: dict[str, float] = field(hash=False)
+    """Operations a second by dtype: float32 (tf32 where there is one), bfloat16, float16, float8, int8."""
+    cache_bytes: int = 0
+    """On the chip: so much may stay there from one step to the next and is not counted as moved."""
+    notes: str = ""
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """That of a dtype; of one without its own, that of the next wider one that has."""
+        name = str(dtype).removeprefix("torch.").replace("float8_e4m3fn", "float8")
+        wider = {"float8": "bfloat16", "int8": "bfloat16", "bfloat16": "float16", "float16": "float32"}
+        while name not in self.matrix_rate and name in wider:
+            name = wider[name]
+        if name not in self.matrix_rate:
+            raise ValueError(f"matrix_rate of {self.name} must have {name}, got {', '.join(self.matrix_rate)}")
+        return self.matrix_rate[name]
+
+
+def _rates(float32: float, half: float, byte: float | None = None, float8: bool = True) -> dict[str, float]:
+    rates = {"float32": float32, "bfloat16": half, "float16": half}
+    if byte is not None:
+        rates |= {"int8": byte} | ({"float8": byte} if float8 else {})
+    return rates
+
+
+HARDWARE: dict[str, Hardware] = {
+    "h100": Hardware(
+        "H100 SXM", 80 * 10**9, 3.35e12, _rates(494.7e12, 989.4e12, 1978.9e12), 50 * 2**20, "80 GB HBM3, 700 W"
+    ),
+    "h200": Hardware(
+        "H200 SXM", 141 * 10**9, 4.8e12, _rates(494.7e12, 989.4e12, 1978.9e12), 50 * 2**20, "141 GB HBM3e, 700 W"
+    ),
+    "b200": Hardware(
+        "B200", 180 * 10**9, 8.0e12, _rates(1.125e15, 2.25e15, 4.5e15), 126 * 2**20, "180 GB HBM3e, 1000 W"
+    ),
+    "a100": Hardware(
+        "A100 80GB SXM", 80 * 10**9, 2.039e12, _rates(156e12, 312e12, 624e12, float8=False), 40 * 2**20, "80 GB HBM2e"
+    ),
+    "rtx4090": Hardware(
+        "RTX 4090", 24 * 10**9, 1.008e12,
+        _rates(82.6e12, 165.2e12, 660.6e12) | {"float16": 330.3e12}, 72 * 2**20,
+        "24 GB GDDR6X; bfloat16 adds up in float32, float16 and float8 at twice the rate in float16",
+    ),
+    "cpu": Hardware(
+        "CPU, 2 cores", 16 * 10**9, 89.6e9, {"float32": 512e9, "bfloat16": 1024e9, "int8": 2048e9}, 32 * 2**20,
+        "two cores with AVX-512 at 4 GHz, two channels of DDR5-5600",
+    ),
+}  # fmt: skip
+"""By a short name. A GB of the vendor is counted as 10^9 bytes, of which a driver takes some."""
+
+
+def find_hardware(name: str) -> Hardware:
+    """By its short or full name, whatever its case and spaces."""
+    wanted = _plain(name)
+    for short, found in HARDWARE.items():
+        if wanted in (short, _plain(found.name)):
+            return found
+    raise ValueError(
+        f"hardware must be one of {', '.join(HARDWARE)}, got {name!r}; or give bandwidth, flops and memory"
+    )
+
+
+def make_hardware(memory_bytes: int, bandwidth: float, flops: float, name: str = "given numbers") -> Hardware:
+    """From a user's own numbers: bytes, bytes a second, operations a second in the model's dtype."""
+    for what, value in (("memory", memory_bytes), ("bandwidth", bandwidth), ("flops", flops)):
+        if not value > 0:
+            raise ValueError(f"{what} must be above 0, got {value}")
+    return Hardware(name, memory_bytes, bandwidth, {"float32": flops}, 0, "as given")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A time that cannot be beaten."""
+
+    what: str
+    """"prefill", "decode", "decode, experts at random" or "training step"."""
+    seconds: float
+    limit: str
+    """What binds: "memory bandwidth" or "matrix rate"."""
+    detail: str
+    flops: int
+    moved: int
+    """Bytes that must be moved, without what may stay in the chip's cache."""
+
+
+def bound(what: str, flops: int, nbytes: int, hardware: Hardware, dtype: torch.dtype) -> Bound:
+    """The larger of the two times. What fits into the chip's cache may be there already."""
+    moved = max(0, nbytes - hardware.cache_bytes)
+    moving, computing = moved / hardware.bandwidth, flops / hardware.rate(dtype)
+    limit = "memory bandwidth" if moving >= computing else "matrix rate"
+    times = f"{flops / 1e9:.4g} GFLOP in {computing * 1e3:.4g} ms, {moved / 1e9:.4g} GB in {moving * 1e3:.4g} ms"
+    return Bound(what, max(moving, computing), limit, times, flops, moved)
+
+
+def time_bounds(
+    model: Model | MemoryPlan, hardware: Hardware, batch: int = 1, tokens: int = 4096, optimizer: str = "adamw"
+) -> list[Bound]:
+    """Of a prefill of batch texts of so many tokens, of decoding one more token in each, of a step of training on them.
+
+    True lower bounds: least operations at the peak rate, or least bytes at the peak bandwidth, whichever takes longer,
+    although a program needs both, and launches, too. Experts: as if all tokens of a batch went to the same; what to
+    expect if each chooses at random is "decode, experts at random". Training: bfloat16 products where the machine has
+    them; weights and optimiser in float32.
+    """
+    for name, value in (("batch", batch), ("tokens", tokens)):
+        check_size(name, value)
+    if optimizer not in ("adamw", "muon"):
+        raise ValueError(f"optimizer must be 'adamw' or 'muon', got {optimizer!r}")
+    memory = model if isinstance(model, MemoryPlan) else plan_memory(model)
+    model, flops = memory.model, plan_flops(memory.model)
+    prefill, decode = batch * flops.forward(tokens, 1, "least"), batch * flops.decode(tokens, "least")
+    moved = {"decode": decode_bytes(memory, batch, tokens).total}
+    if model.config.experts is not None:
+        moved["decode, experts at random"] = decode_bytes(memory, batch, tokens, "expected").total
+    trained = round(batch * tokens * flops.training(tokens, convention="least"))
+    # each parameter, and what the optimiser keeps of it, is read and written once; products read them in 16 bit or more
+    kept = 1 + {"adamw": 2, "muon": 1}[optimizer]
+    updated = 2 * 4 * kept * memory.parameters + touched_weights(memory, batch * tokens) // model.dtype.itemsize * 2
+    half = torch.bfloat16 if hardware.matrix_rate.keys() & {"bfloat16", "float16"} else torch.float32
+    return [
+        bound("prefill", prefill, prefill_bytes(memory, batch, tokens).total, hardware, model.dtype),
+        *(bound(what, decode, nbytes, hardware, model.dtype) for what, nbytes in moved.items()),
+        bound("training step", trained, updated, hardware, half),
+    ]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "").replace("_", "").removesuffix("sxm")

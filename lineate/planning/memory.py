@@ -1,0 +1,261 @@
+"""Bytes of a model: weights, and what it remembers of each text, as they are really allocated.
+
+Nothing is estimated: the model is made without memory for its tensors (on torch's meta device), and its own parameters
+and state_spec are added up.
+
+    state(batch, tokens) = batch * (memory + conv + tokens * cache_per_token)        total = weights + state
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from lineate.layers import MixtureOfExperts, TensorSpec
+from lineate.models.families import empty_model
+from lineate.models.hybrid import HybridLM
+from lineate.models.inspect import RULES
+from lineate.models.loading import KEPT_FLOAT32
+from lineate.planning.activations import ends, saved_by
+from lineate.planning.models import Model, check_size, dtype_of
+
+CACHES = {"A": "keys and values", "M": "latent"}
+"""What is cached of every token, by letter."""
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one layer; all but the weights for one sequence."""
+
+    index: int
+    letter: str
+    rule: str
+    """Of the letter, in words."""
+    weights: int
+    """Of the whole block: mixer, feed-forward, norms."""
+    feed: int
+    """Of these, the feed-forward's."""
+    memory: int
+    """Recurrent state; of LaCT also its window's keys and values, which are bounded."""
+    conv: int
+    """Last inputs of the short convolution."""
+    cache_per_token: int
+    cache: str
+    """"keys and values", "latent", or "" where nothing grows."""
+
+    def state(self, tokens: int) -> int:
+        """Of one sequence after so many tokens."""
+        return self.memory + self.conv + tokens * self.cache_per_token
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of a model; memory, conv and cache_per_token for one sequence."""
+
+    model: Model
+    layers: tuple[LayerMemory, ...]
+    embedding: int
+    head: int
+    """0 if it is the embedding (tied)."""
+    norm: int
+    """The one before the head; the others are in their layers."""
+    parameters: int
+    """How many, not bytes; a tied embedding once."""
+    active_parameters: int
+    """That one token is multiplied with: of the experts, only those it goes to."""
+    state_dtype: torch.dtype
+    conv_dtype: torch.dtype
+    cache_dtype: torch.dtype
+
+    @property
+    def weights(self) -> int:
+        return self.embedding + self.head + self.norm + sum(layer.weights for layer in self.layers)
+
+    @property
+    def memory(self) -> int:
+        return sum(layer.memory for layer in self.layers)
+
+    @property
+    def conv(self) -> int:
+        return sum(layer.conv for layer in self.layers)
+
+    @property
+    def cache_per_token(self) -> int:
+        return sum(layer.cache_per_token for layer in self.layers)
+
+    def cache(self, batch: int, tokens: int, kind: str | None = None) -> int:
+        """Of so many sequences of so many tokens; kind "keys and values" or "latent": of these layers alone."""
+        check_size("batch", batch, 0)
+        check_size("tokens", tokens, 0)
+        return batch * tokens * sum(x.cache_per_token for x in self.layers if kind in (None, x.cache))
+
+    def state(self, batch: int, tokens: int) -> int:
+        """All that is not weights: memories, convolutions and caches."""
+        return batch * (self.memory + self.conv) + self.cache(batch, tokens)
+
+    def total(self, batch: int, tokens: int) -> int:
+        """Weights and state."""
+        return self.weights + self.state(batch, tokens)
+
+
+@lru_cache(64)
+def plan_memory(
+    model: Model, state_dtype: str = "float32", conv_dtype: str | None = None, cache_dtype: str | None = None
+) -> MemoryPlan:
+    """Bytes of a model, equal to what HybridLM.from_pretrained and a forward pass allocate.
+
+    state_dtype: of the recurrent state, which is float32 here whatever the model's dtype. conv_dtype and cache_dtype
+    None: the model's. A serving engine may keep them otherwise: with conv_dtype="float32" the convolution state is that
+    which servers are seen to log. Of a cache, the tokens in it are counted, not the room that a buffer has for more.
+    """
+    dtypes = _Dtypes(
+        dtype_of(state_dtype, "state_dtype"),
+        dtype_of(conv_dtype or model.dtype, "conv_dtype"),
+        dtype_of(cache_dtype or model.dtype, "cache_dtype"),
+    )
+    empty = empty_model(model.config).to(torch.bfloat16)  # what is bfloat16 in its state has the model's dtype
+    layers = []
+    idle = 0
+    for index, (block, specs) in enumerate(zip(empty.layers, empty.state_spec, strict=True)):
+        letter = model.config.letters[index]
+        grows = [spec for spec in specs if "t" in spec.shape]
+        layers.append(
+            LayerMemory(
+                index=index,
+                letter=letter,
+                rule=RULES[letter],
+                weights=weight_bytes(block, model.dtype),
+                feed=weight_bytes(block.feed, model.dtype),  # type: ignore[arg-type]
+                memory=sum(dtypes.nbytes(spec) for spec in specs if spec not in grows and spec.name != "conv"),
+                conv=sum(dtypes.nbytes(spec) for spec in specs if spec.name == "conv"),
+                cache_per_token=sum(dtypes.nbytes(spec, 1) for spec in grows),
+                cache=CACHES.get(letter, ""),
+            )
+        )
+        idle += _idle(block)
+    parameters = sum(x.numel() for x in empty.parameters())
+    return MemoryPlan(
+        model=model,
+        layers=tuple(layers),
+        embedding=weight_bytes(empty.embed, model.dtype),
+        head=0 if empty.head is None else weight_bytes(empty.head, model.dtype),
+        norm=weight_bytes(empty.norm, model.dtype),
+        parameters=parameters,
+        active_parameters=parameters - idle,
+        state_dtype=dtypes.state,
+        conv_dtype=dtypes.conv,
+        cache_dtype=dtypes.cache,
+    )
+
+
+def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+    """Of its parameters and buffers in this dtype, but for those that loading keeps in float32."""
+    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    total = 0
+    for name, x in tensors.items():
+        kept = name.rpartition(".")[2] in KEPT_FLOAT32
+        itemsize = torch.float32.itemsize if kept else dtype.itemsize if x.is_floating_point() else x.itemsize
+        total += x.numel() * itemsize
+    return total
+
+
+@dataclass(frozen=True)
+class _Dtypes:
+    """What each part of a state is kept in."""
+
+    state: torch.dtype
+    conv: torch.dtype
+    cache: torch.dtype
+
+    def nbytes(self, spec: TensorSpec, tokens: int = 0) -> int:
+        """Of one tensor of a model in bfloat16, were it in these dtypes; counters stay integers."""
+        dtype = spec.dtype
+        if spec.name == "conv":
+            dtype = self.conv
+        elif dtype == torch.bfloat16:
+            dtype = self.cache
+        elif dtype.is_floating_point:
+            dtype = self.state
+        return prod(tokens if size == "t" else int(size) for size in spec.shape) * dtype.itemsize
+
+
+def _idle(block: nn.Module) -> int:
+    """Parameters of experts that a token does not go to."""
+    experts = [module for module in block.modules() if isinstance(module, MixtureOfExperts)]
+    return sum((x.count - x.active) * (x.experts_gate_up[0].numel() + x.experts_down[0].numel()) for x in experts)
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of one step of training on one device."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    casts: int
+    """Copies of the weights in bfloat16 that autocast keeps until the backward; with recomputation, until it ends."""
+    activations: int
+    """What the backward needs of the blocks."""
+    activations_recomputed: int
+    """The same if every block keeps only its input and is computed again: inputs, and one whole block."""
+    logits: int
+    """Log-probabilities in float32, their gradient, and that of the logits, which the loss's backward has at once."""
+    by_layer: tuple[int, ...]
+    """Activations of each layer."""
+
+    def total(self, recompute: bool = False) -> int:
+        kept = self.activations_recomputed if recompute else self.activations
+        return self.parameters + self.gradients + self.optimizer + self.casts + kept + self.logits
+
+
+def plan_training(
+    model: Model, tokens_per_step: int, dtype: str = "bfloat16", optimizer: str = "adamw"
+) -> TrainingMemory:
+    """Bytes of a step on so many tokens (batch times length).
+
+    Parameters, gradients and optimiser are float32, as `lineate train` has them; dtype "bfloat16": products under
+    autocast. optimizer: "adamw" keeps two numbers a parameter, "muon" one for the matrices inside the blocks.
+    Activations are counted in planning/activations.py: the tensors that autograd saves, each storage once.
+    """
+    check_size("tokens_per_step", tokens_per_step)
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be 'float32' or 'bfloat16' (autocast), got {dtype!r}")
+    if optimizer not in ("adamw", "muon"):
+        raise ValueError(f"optimizer must be 'adamw' or 'muon', got {optimizer!r}")
+    config, half = model.config, dtype == "bfloat16"
+    empty = empty_model(config)
+    everything = {name: x.numel() for name, x in empty.named_parameters()}
+    matrices = _matrices(empty)
+    inside = {name: n for name, n in matrices.items() if name.startswith("layers.")}
+    moments = inside if optimizer == "muon" else {}
+    parameters = sum(everything.values())
+    steps = 4 * (len(everything) - len(moments))  # AdamW counts its steps, in float32, for each tensor
+    saved = [saved_by(config, layer, half) for layer in range(config.n_layers)]
+    by_layer = tuple(round(tokens_per_step * x.total) for x in saved)
+    around = tokens_per_step * ends(config, half)
+    inputs = tokens_per_step * sum(x.residual for x in saved)
+    return TrainingMemory(
+        parameters=4 * parameters + sum(x.nbytes for x in empty.buffers()),
+        gradients=4 * parameters,
+        optimizer=8 * parameters - 4 * sum(moments.values()) + steps,
+        casts=2 * sum(matrices.values()) if half else 0,
+        activations=sum(by_layer) + around,
+        activations_recomputed=inputs + around + round(tokens_per_step * max(x.total - x.residual for x in saved)),
+        logits=tokens_per_step * config.vocab_size * 12,
+        by_layer=by_layer,
+    )
+
+
+def _matrices(model: HybridLM) -> dict[str, int]:
+    """Elements of the weights that products read: linear layers, experts, and the head (or the embedding for it)."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            found |= {f"{prefix}.{name}": getattr(module, name) for name in ("experts_gate_up", "experts_down")}
+        elif isinstance(module, nn.Linear):
+            found[f"{prefix}.weight"] = module.weight
+    if model.head is None:
+        found["embed.weight"] = model.embed.weight
+    return {name: x.numel() for name, x in found.items() if min(x.shape[-2:]) > 1}

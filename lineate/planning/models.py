@@ -1,0 +1,256 @@
+"""What is planned: sizes of a model and the dtype it is kept in, from a preset, a folder, a config.json or numbers."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lineate.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint
+from lineate.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedConfig,
+    HybridConfig,
+    LatentConfig,
+    LinearConfig,
+    MemoryConfig,
+)
+from lineate.models.families import FAMILIES, OWN, read_config
+from lineate.models.families.values import Values
+from lineate.models.loading import stored_dtype
+from lineate.models.presets import PRESETS, preset
+from lineate.models.safetensors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+"""By name. fp8 and int8 are a byte an element: what else a quantised model stores (scales) is not counted."""
+SOFTMAX = "AM"
+"""Letters whose state grows with the text."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to plan."""
+
+    name: str
+    config: HybridConfig
+    dtype: torch.dtype
+    """Of weights, cache and convolution state."""
+    origin: str
+    """"preset", "folder", "config.json", "numbers" or "config"."""
+
+    @property
+    def dtype_name(self) -> str:
+        """bfloat16, float32, ..."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str | torch.dtype, argument: str = "dtype") -> torch.dtype:
+    """A dtype by its name."""
+    if isinstance(name, torch.dtype) and name in DTYPES.values():
+        return name
+    if name not in DTYPES:
+        raise ValueError(f"{argument} must be one of {', '.join(DTYPES)}, got {str(name).removeprefix('torch.')!r}")
+    return DTYPES[str(name)]
+
+
+def check_size(name: str, value: int, smallest: int = 1) -> None:
+    """A whole number that is large enough."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise ValueError(f"{name} must be a whole number of at least {smallest}, got {value!r}")
+
+
+def read_model(source: str | Path | HybridConfig, dtype: str | None = None, pattern: str | None = None) -> Model:
+    """A preset's name, a checkpoint's folder (only headers are read), a folder with config.json alone, a config.json
+    of ours, of a family of lineate.models.families or of a model with plain softmax attention, or a HybridConfig.
+
+    dtype None: as stored, else as config.json says; bfloat16 for published presets, float32 for sizes to train.
+    pattern: of the sizes to train, or of a HybridConfig that has the parts it needs.
+
+    >>> read_model("qwen3-next-80b"), read_model("small", pattern="KKKM"), read_model("config.json", dtype="fp8")
+    """
+    chosen = None if dtype is None else dtype_of(dtype)
+    if isinstance(source, HybridConfig):
+        config = source if pattern is None else replace(source, pattern=pattern)
+        return Model(config.family, config, chosen or _usual(config), "config")
+    if str(source) in PRESETS:
+        config = preset(str(source), pattern)
+        return Model(str(source), config, chosen or _usual(config), "preset")
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ValueError(
+            f"model must be a preset ({', '.join(PRESETS)}), a folder with {CONFIG}, or a {CONFIG}, "
+            f"got {str(source)!r}, which is no preset and does not exist"
+        )
+    if pattern is not None:
+        raise ValueError(f"pattern must be left out for {source}, whose {CONFIG} has one, got {pattern!r}")
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir() and any((path / name).is_file() for name in (SINGLE, INDEX)):
+        checkpoint = Checkpoint.open(path)
+        return Model(path.resolve().name, _read(checkpoint), chosen or stored_dtype(checkpoint), "folder")
+    file = path / CONFIG if path.is_dir() else path
+    values = _read_json(file)
+    config = _read(Checkpoint(folder, values, {}))
+    name = file.parent.resolve().name if file.name == CONFIG else file.stem
+    return Model(name, config, chosen or _written(values, config), "config.json")
+
+
+def from_numbers(
+    emb_dim: int,
+    n_heads: int,
+    n_layers: int,
+    dtype: str = "bf16",
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    vocab_size: int | None = None,
+    feed_size: int | None = None,
+    pattern: str = "GGGA",
+    conv_size: int = 4,
+    tie_embeddings: bool = False,
+) -> Model:
+    """A model of the few numbers that estimators ask for, completed as follows.
+
+    head_dim emb_dim / n_heads; kv_heads n_heads; vocab_size 32768; feed_size 8/3 emb_dim, up to the next multiple of
+    64; linear layers have n_heads heads of head_dim channels for keys and for values; a latent (M) has emb_dim / 4
+    channels, at least 64, and head_dim / 2 more that carry positions.
+    """
+    given = {"emb_dim": emb_dim, "n_heads": n_heads, "n_layers": n_layers, "kv_heads": kv_heads, "head_dim": head_dim}
+    given |= {"vocab_size": vocab_size, "feed_size": feed_size}
+    for name, value in given.items():
+        if value is not None:
+            check_size(name, value)
+    if head_dim is None:
+        if emb_dim % n_heads:
+            raise ValueError(f"emb_dim must be a multiple of n_heads = {n_heads}, got {emb_dim}; or give head_dim")
+        head_dim = emb_dim // n_heads
+    kv_heads = n_heads if kv_heads is None else kv_heads
+    if n_heads % kv_heads:
+        raise ValueError(f"kv_heads must divide n_heads = {n_heads}, got {kv_heads}")
+    config = HybridConfig(
+        vocab_size=32768 if vocab_size is None else vocab_size, hidden_size=emb_dim, n_layers=n_layers,
+        pattern=pattern, tie_embeddings=tie_embeddings,
+        linear=LinearConfig(n_heads, n_heads, head_dim, head_dim, conv_size=conv_size),
+        memory=MemoryConfig(n_heads, head_dim, conv_size=conv_size),
+        attention=AttentionConfig(n_heads, kv_heads, head_dim, rotary_dim=head_dim // 4 * 2),
+        latent=LatentConfig(n_heads, max(64, emb_dim // 4), head_dim, head_dim // 2, head_dim),
+        feed=FeedConfig(-(-8 * emb_dim // 3 // 64) * 64 if feed_size is None else feed_size),
+    )  # fmt: skip
+    return Model(f"{emb_dim} wide, {n_heads} heads, {n_layers} layers", config, dtype_of(dtype), "numbers")
+
+
+def variants(model: Model) -> dict[str, Model]:
+    """The same sizes with softmax attention in every layer, in none, and in every 4th.
+
+    Letters are the first of each kind in the model's pattern, else G and A. A part that the model has not is derived:
+    attention with the value heads of its linear layers, or linear layers with the heads of its attention.
+    """
+    config = model.config
+    full = next((letter for letter in config.letters if letter in SOFTMAX), "A")
+    linear = next((letter for letter in config.letters if letter not in SOFTMAX), "G")
+    heads, dim = _heads(config)
+    config = replace(
+        config,
+        linear=config.linear or LinearConfig(heads, heads, dim, dim),
+        attention=config.attention or AttentionConfig(heads, heads, dim),
+    )
+    patterns = {"softmax only": full, "linear only": linear, "3:1 hybrid": 3 * linear + full}
+    return {
+        name: replace(model, name=f"{model.name}, {name}", config=replace(config, pattern=pattern))
+        for name, pattern in patterns.items()
+    }
+
+
+def _heads(config: HybridConfig) -> tuple[int, int]:
+    """Heads and channels of a head, of whichever part there is."""
+    if config.attention is not None:
+        return config.attention.heads, config.attention.head_dim
+    if config.linear is not None:
+        return config.linear.value_heads, config.linear.value_dim
+    if config.latent is not None:
+        return config.latent.heads, config.latent.value_dim
+    assert config.memory is not None
+    return config.memory.heads, config.memory.head_dim
+
+
+def _usual(config: HybridConfig) -> torch.dtype:
+    """Published models are kept in bfloat16, ours are made in float32."""
+    return torch.float32 if config.family == OWN else torch.bfloat16
+
+
+def _written(values: dict[str, Any], config: HybridConfig) -> torch.dtype:
+    """The dtype that a config.json names."""
+    for part in (values, values.get("text_config")):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(part, dict) and part.get(key) in DTYPES:
+                return DTYPES[part[key]]
+    return _usual(config)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent}: expected a file {file.name}, got none")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected a {CONFIG}, got a file that is not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _read(checkpoint: Checkpoint) -> HybridConfig:
+    kind = checkpoint.config.get("model_type")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{checkpoint.folder}: the config must say its model_type, got {kind!r}")
+    if kind == OWN or kind in FAMILIES:
+        return read_config(checkpoint)
+    try:
+        return _softmax_config(str(kind), checkpoint.config)
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint.folder / CONFIG}: {error}") from None
+
+
+def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
+    """A decoder with plain softmax attention and SwiGLU (llama, mistral, qwen3, ...), dense or with experts."""
+    v = Values(kind, values)
+    why = f"model_type {kind!r} is planned only as plain softmax attention with SwiGLU"
+    v.must_be("hidden_act", "silu", why)
+    for key in ("kv_lora_rank", "ssm_state_size", "state_size", "text_config", "encoder_layers"):
+        if v.get(key) is not None:
+            raise v.error(f"must not have {key}, got {v.get(key)!s:.40}; {why}")
+    if other := sorted(set(v.get("layer_types") or ()) - {"full_attention"}):
+        raise v.error(f"must have layer_types of full_attention alone, got {other[0]!r}; {why}")
+    hidden, n_layers, heads = (v.number(x) for x in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    check_size("num_attention_heads", heads)
+    head_dim = v.number("head_dim", default=hidden // heads)
+    longest, window = (v.number(x, default=None) for x in ("max_position_embeddings", "sliding_window"))
+    if window is not None and v.get("use_sliding_window", default=True) and (longest is None or window < longest):
+        raise v.error(f"must have no sliding_window, got {window}; {why}")
+    count = v.number("num_experts", "num_local_experts", default=0)
+    experts = None
+    if count:
+        size = v.number("moe_intermediate_size", "intermediate_size")
+        shared = v.number("shared_expert_intermediate_size", default=0)
+        experts = ExpertsConfig(
+            count, v.number("num_experts_per_tok"), size, shared_size=shared, shared_gate=shared > 0
+        )
+    return HybridConfig(
+        vocab_size=v.number("vocab_size"), hidden_size=hidden, n_layers=n_layers, pattern="A", family=kind,
+        attention=AttentionConfig(
+            heads, v.number("num_key_value_heads", default=heads), head_dim, rotary_dim=head_dim // 2 * 2, gated=False,
+            qk_norm="head" if kind.startswith("qwen3") else None, bias=bool(v.get("attention_bias", default=False)),
+        ),
+        feed=None if experts else FeedConfig(v.number("intermediate_size")), experts=experts,
+        tie_embeddings=bool(v.get("tie_word_embeddings", default=False)),
+        max_position=longest,
+    )  # fmt: skip

@@ -1,0 +1,291 @@
+"""All numbers of `lineate plan` in one dictionary, from which the tables, JSON, CSV and the figure are made.
+
+Keys say the unit: _bytes, _tokens, _seconds, _flops.
+"""
+
+import csv
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lineate.models.inspect import RULES
+from lineate.planning.compute import FlopsPlan, plan_flops
+from lineate.planning.fit import first_smaller, largest_batch, longest_context
+from lineate.planning.hardware import HARDWARE, Hardware, time_bounds
+from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory, plan_training
+from lineate.planning.models import Model, variants
+from lineate.planning.teaching import NAMES, differences, taught_heads, teaching_of
+
+Report = dict[str, Any]
+CACHE_KINDS = {"keys and values": "keys_and_values_bytes", "latent": "latent_bytes"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for."""
+
+    model: Model
+    contexts: tuple[int, ...]
+    """Tokens of a sequence, in rising order."""
+    batch: int = 1
+    batches: tuple[int, ...] = ()
+    """More than one: all of them have a table."""
+    machines: tuple[Hardware, ...] = tuple(HARDWARE.values())
+    """Whose memory and times count."""
+    memory_bytes: int | None = None
+    """What must fit into, if it is not the machines' own; without machines, of no machine in particular."""
+    state_dtype: str = "float32"
+    conv_dtype: str | None = None
+    cache_dtype: str | None = None
+    tokens_per_step: int | None = 8192
+    """Of training; None: no training."""
+    optimizer: str = "adamw"
+    precision: str = "bfloat16"
+    recompute: bool = False
+
+    def plan(self, model: Model) -> MemoryPlan:
+        return plan_memory(model, self.state_dtype, self.conv_dtype, self.cache_dtype)
+
+
+def make_report(request: Request) -> Report:
+    """Everything but the teaching formulas."""
+    plan, flops = request.plan(request.model), plan_flops(request.model)
+    others = {name: (request.plan(model), plan_flops(model)) for name, model in variants(request.model).items()}
+    same = [name for name, (other, _) in others.items() if other.model.config.letters == plan.model.config.letters]
+    sides = {f"{name} (this model)" if name in same else name: plans for name, plans in others.items()}
+    if not same:
+        sides = {"this model": (plan, flops), **sides}
+    own = next(name for name in sides if "this model" in name)
+    return {
+        "model": _model(plan),
+        "batch": request.batch,
+        "contexts_tokens": list(request.contexts),
+        "weights": _weights(plan),
+        "state_of_a_sequence": _state(plan),
+        "against_context": [_at(plan, request.batch, tokens) for tokens in request.contexts],
+        "against_batch": {
+            str(batch): [plan.total(batch, tokens) for tokens in request.contexts] for batch in request.batches
+        },
+        "own": own,
+        "variants": {name: _variant(request, *plans) for name, plans in sides.items()},
+        "crossover": _crossover(others["linear only"][0], others["softmax only"][0]),
+        "flops_per_token": [_flops(flops, tokens, request.recompute) for tokens in request.contexts],
+        "recompute": request.recompute,
+        "fits": [{"of": name, **fit} for name, (other, _) in sides.items() for fit in _fits(request, other)],
+        "times": [
+            {"of": name, **time} for name, plans in sides.items() for machine in request.machines
+            for tokens in request.contexts for time in _times(plans[0], machine, request.batch, tokens)
+        ],
+        "training": _training(request),
+        "layers": [_layer(layer, flops, request.contexts) for layer in plan.layers],
+    }  # fmt: skip
+
+
+def make_teaching_report(request: Request) -> Report:
+    """The simplified formulas beside the exact bytes of the same three models."""
+    plans = {name: request.plan(model) for name, model in variants(request.model).items()}
+    names = dict(zip(plans, NAMES, strict=True))
+    taught = [teaching_of(request.model, tokens, request.batch) for tokens in request.contexts]
+    return {
+        "model": _model(request.plan(request.model)) | {"taught_heads": taught_heads(request.model)},
+        "batch": request.batch,
+        "contexts_tokens": list(request.contexts),
+        "teaching": {
+            name: {
+                "formula": formula,
+                "letters": plan.model.config.letters,
+                "formula_bytes": [numbers[formula] for numbers in taught],
+                "exact_bytes": [plan.state(request.batch, tokens) for tokens in request.contexts],
+            }
+            for (name, formula), plan in zip(names.items(), plans.values(), strict=True)
+        },
+        "differences": differences(request.model, request.contexts[len(request.contexts) // 2]),
+    }
+
+
+def middle(report: Report) -> int:
+    """The length for tables with room for one: the middle one."""
+    contexts: list[int] = report["contexts_tokens"]
+    return contexts[len(contexts) // 2]
+
+
+def _model(plan: MemoryPlan) -> Report:
+    model, c = plan.model, plan.model.config
+    return {
+        "name": model.name, "origin": model.origin, "family": c.family, "dtype": model.dtype_name,
+        "hidden_size": c.hidden_size, "n_layers": c.n_layers, "letters": c.letters, "vocab_size": c.vocab_size,
+        "tied_embeddings": c.tie_embeddings, "parameters": plan.parameters,
+        "active_parameters": plan.active_parameters, "experts": c.experts is not None,
+        "longest_trained_tokens": c.max_position,
+        "rules": {RULES[letter]: c.letters.count(letter) for letter in dict.fromkeys(c.letters)},
+    }  # fmt: skip
+
+
+def _weights(plan: MemoryPlan) -> Report:
+    feed = sum(layer.feed for layer in plan.layers)
+    return {
+        "total_bytes": plan.weights,
+        "mixers_bytes": sum(layer.weights for layer in plan.layers) - feed,
+        "feed_forward_bytes": feed,
+        "embedding_bytes": plan.embedding,
+        "head_bytes": plan.head,
+        "norm_bytes": plan.norm,
+    }
+
+
+def _state(plan: MemoryPlan) -> Report:
+    name = {key: str(getattr(plan, key)).removeprefix("torch.") for key in ("state_dtype", "conv_dtype", "cache_dtype")}
+    return {
+        "recurrent_bytes": plan.memory, "convolution_bytes": plan.conv, "cache_bytes_per_token": plan.cache_per_token,
+        **name,
+    }  # fmt: skip
+
+
+def _at(plan: MemoryPlan, batch: int, tokens: int) -> Report:
+    return {
+        "tokens": tokens,
+        **{key: plan.cache(batch, tokens, kind) for kind, key in CACHE_KINDS.items()},
+        "recurrent_bytes": batch * plan.memory,
+        "convolution_bytes": batch * plan.conv,
+        "state_bytes": plan.state(batch, tokens),
+        "total_bytes": plan.total(batch, tokens),
+    }
+
+
+def _variant(request: Request, plan: MemoryPlan, flops: FlopsPlan) -> Report:
+    return {
+        "letters": plan.model.config.letters,
+        "weights_bytes": plan.weights,
+        **{key: value for key, value in _state(plan).items() if not key.endswith("dtype")},
+        "state_bytes": [plan.state(request.batch, tokens) for tokens in request.contexts],
+        "decode_flops": [flops.decode(tokens) for tokens in request.contexts],
+        "prefill_flops_per_token": [flops.prefill(tokens) for tokens in request.contexts],
+    }
+
+
+def _crossover(linear: MemoryPlan, full: MemoryPlan) -> Report:
+    """The first length at which a linear layer's state is smaller than an attention layer's cache."""
+    one, other = linear.layers[0], full.layers[0]
+    fixed = one.memory + one.conv
+    return {
+        "tokens": first_smaller(one, other), "linear_rule": one.rule, "linear_layer_bytes": fixed,
+        "full_rule": other.rule, "full_layer_bytes_per_token": other.cache_per_token,
+    }  # fmt: skip
+
+
+def _flops(flops: FlopsPlan, tokens: int, recompute: bool) -> Report:
+    """executed: as torch's counter has it, with all pairs of a causal attention; least: half of them."""
+    return {"tokens": tokens} | {
+        f"{what}_{convention}": number
+        for convention in ("executed", "least")
+        for what, number in (
+            ("prefill", flops.prefill(tokens, convention)),
+            ("decode", flops.decode(tokens, convention)),
+            ("training", flops.training(tokens, recompute, convention)),
+        )
+    }
+
+
+def _layer(layer: LayerMemory, flops: FlopsPlan, contexts: tuple[int, ...]) -> Report:
+    return {
+        "index": layer.index, "letter": layer.letter, "rule": layer.rule, "weights_bytes": layer.weights,
+        "feed_forward_bytes": layer.feed, "recurrent_bytes": layer.memory, "convolution_bytes": layer.conv,
+        "cache": layer.cache, "cache_bytes_per_token": layer.cache_per_token,
+        "prefill_flops_per_token": [flops.layers[layer.index].forward(n) / n for n in contexts],
+        "decode_flops": [flops.layers[layer.index].decode(n) for n in contexts],
+    }  # fmt: skip
+
+
+def _fits(request: Request, plan: MemoryPlan) -> list[Report]:
+    rooms = [(machine.name, request.memory_bytes or machine.memory_bytes) for machine in request.machines]
+    if not rooms and request.memory_bytes is not None:
+        rooms = [("the memory given", request.memory_bytes)]
+    return [
+        {
+            "hardware": name,
+            "memory_bytes": room,
+            "weights_fit": plan.weights <= room,
+            "longest_context_tokens": longest_context(plan, room, request.batch),
+            "any_length_fits": longest_context(plan, room, request.batch) is None,
+            "largest_batch": [largest_batch(plan, room, tokens) for tokens in request.contexts],
+        }
+        for name, room in rooms
+    ]
+
+
+def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list[Report]:
+    return [
+        {
+            "hardware": machine.name, "what": x.what, "tokens": tokens, "least_seconds": x.seconds, "limit": x.limit,
+            "flops": x.flops, "moved_bytes": x.moved,
+        }
+        for x in time_bounds(plan, machine, batch, tokens)
+        if x.what != "training step"
+    ]  # fmt: skip
+
+
+def _training(request: Request) -> Report | None:
+    if request.tokens_per_step is None:
+        return None
+    plan = plan_training(request.model, request.tokens_per_step, request.precision, request.optimizer)
+    steps = []
+    for machine in request.machines:
+        x = time_bounds(request.model, machine, 1, request.tokens_per_step, request.optimizer)[-1]
+        steps.append({"hardware": machine.name, "least_seconds": x.seconds, "limit": x.limit})
+    return {
+        "tokens_per_step": request.tokens_per_step,
+        "optimizer": request.optimizer,
+        "precision": request.precision,
+        **{f"{f.name}_bytes": getattr(plan, f.name) for f in fields(plan) if f.name != "by_layer"},
+        "activations_by_layer_bytes": list(plan.by_layer),
+        "total_bytes": plan.total(),
+        "total_recomputed_bytes": plan.total(recompute=True),
+        "times": steps,
+    }
+
+
+def csv_text(report: Report) -> str:
+    """A line a number: the table it is of, whose it is, at which length (if that matters), its name and unit."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["table", "of", "tokens", "quantity", "value"])
+    writer.writerows(_teaching_numbers(report) if "teaching" in report else _numbers(report))
+    return out.getvalue()
+
+
+def _numbers(report: Report) -> Iterator[tuple[Any, ...]]:
+    contexts, name = report["contexts_tokens"], report["model"]["name"]
+    for part in ("model", "weights", "state_of_a_sequence", "crossover", "training"):
+        for key, value in (report[part] or {}).items():
+            if not isinstance(value, dict | list):
+                yield part, name, "", key, value
+    for part in ("against_context", "flops_per_token"):
+        for row in report[part]:
+            yield from ((part, name, row["tokens"], key, value) for key, value in row.items() if key != "tokens")
+    for batch, totals in report["against_batch"].items():
+        for tokens, total in zip(contexts, totals, strict=True):
+            yield "against_batch", name, tokens, f"total_bytes of {batch} sequences", total
+    wholes = [("variants", name, x) for name, x in report["variants"].items()]
+    wholes += [("layers", str(x["index"]), x) for x in report["layers"]]
+    wholes += [(f"fits, {x['hardware']}", x["of"], x) for x in report["fits"]]
+    for part, whose, x in wholes:
+        for key, value in x.items():
+            if key in ("of", "hardware", "index"):
+                continue
+            if isinstance(value, list):
+                yield from ((part, whose, tokens, key, number) for tokens, number in zip(contexts, value, strict=True))
+            else:
+                yield part, whose, "", key, value
+    for x in report["times"]:
+        for key in ("least_seconds", "limit", "flops", "moved_bytes"):
+            yield f"times, {x['what']}, {x['hardware']}", x["of"], x["tokens"], key, x[key]
+    for x in (report["training"] or {}).get("times", ()):
+        yield f"times, training step, {x['hardware']}", report["own"], "", "least_seconds", x["least_seconds"]
+
+
+def _teaching_numbers(report: Report) -> Iterator[tuple[Any, ...]]:
+    for name, x in report["teaching"].items():
+        for key in ("formula_bytes", "exact_bytes"):
+            for tokens, number in zip(report["contexts_tokens"], x[key], strict=True):
+                yield "teaching", name, tokens, key, number

@@ -1,0 +1,135 @@
+"""The simplified formulas that are taught, so that a plot from there can be checked, and how the exact bytes differ.
+
+    full attention    batch * tokens * n_heads * d_head * 2 * bytes * n_layers
+    DeltaNet          batch * n_heads * d_head * d_head * bytes * n_layers          no convolution
+    3:1               n_layers / 4 layers of the first and the rest of the second
+
+d_head is emb_dim // n_heads, and a GB is 10^9 bytes. The number of layers of each kind need not be whole.
+"""
+
+from fractions import Fraction
+
+from lineate.planning.memory import LayerMemory, plan_memory
+from lineate.planning.models import Model, check_size, dtype_of, variants
+
+NAMES = ("full attention", "DeltaNet", "3:1")
+
+
+def teaching(
+    emb_dim: int, n_heads: int, n_layers: int, tokens: int, batch: int = 1, dtype: str = "bf16"
+) -> dict[str, float]:
+    """Bytes by the three formulas: "full attention", "DeltaNet", "3:1". Whole numbers are ints."""
+    sizes = {"emb_dim": emb_dim, "n_heads": n_heads, "n_layers": n_layers, "batch": batch}
+    for name, value in sizes.items():
+        check_size(name, value)
+    check_size("tokens", tokens, 0)
+    d_head, itemsize = emb_dim // n_heads, dtype_of(dtype).itemsize
+    full = batch * tokens * n_heads * d_head * 2 * itemsize
+    delta = batch * n_heads * d_head * d_head * itemsize
+    mixed = Fraction(n_layers * full + 3 * n_layers * delta, 4)
+    return dict(zip(NAMES, (n_layers * full, n_layers * delta, _number(mixed)), strict=True))
+
+
+def teaching_of(model: Model, tokens: int, batch: int = 1) -> dict[str, float]:
+    """The same for a model: its hidden size, the heads of its attention (else of its linear layers), its dtype."""
+    c = model.config
+    return teaching(c.hidden_size, taught_heads(model), c.n_layers, tokens, batch, _dtype_name(model))
+
+
+def taught_heads(model: Model) -> int:
+    """The one number of heads that the formulas know."""
+    c = model.config
+    for part in (c.attention, c.latent, c.linear, c.memory):
+        if part is not None:
+            return part.heads
+    raise AssertionError("a config has one of these parts")
+
+
+def differences(model: Model, tokens: int = 32768) -> list[str]:
+    """How exact bytes differ from the formulas, and why: one sentence each, with the numbers of this model."""
+    made = {name: plan_memory(variant) for name, variant in variants(model).items()}
+    linear, full = made["linear only"].layers[0], made["softmax only"].layers[0]
+    taught = teaching_of(model, tokens)
+    c, heads, itemsize = model.config, taught_heads(model), model.dtype.itemsize
+    d_head = c.hidden_size // heads
+    said = [*_state_differences(model, linear, heads, d_head), *_cache_differences(model, full, heads, d_head)]
+    if c.n_layers % 4:
+        layers = made["3:1 hybrid"].layers
+        whole = sum(bool(layer.cache) for layer in layers)
+        said.append(
+            f"Layers are whole: of {c.n_layers}, {whole} attend in a 3:1 pattern; the formula has {c.n_layers / 4:g}."
+        )
+    if model.dtype_name != "float32":
+        said.append(
+            f"Altogether a linear layer keeps {linear.memory + linear.conv:,} bytes of a sequence, where the formula "
+            f"has {heads * d_head * d_head * itemsize:,}."
+        )
+    for name, key in zip(("softmax only", "linear only", "3:1 hybrid"), NAMES, strict=True):
+        exact = made[name].state(1, tokens)
+        said.append(
+            f"At {tokens:,} tokens, {name}: {exact / 1e9:.4g} GB exactly, {taught[key] / 1e9:.4g} GB by the formula "
+            f"({exact / taught[key]:.3g} times)."
+        )
+    return said
+
+
+def _state_differences(model: Model, linear: LayerMemory, heads: int, d_head: int) -> list[str]:
+    c, said = model.config, []
+    if model.dtype.itemsize < 4:
+        said.append(
+            f"The recurrent state is float32 whatever the weights are: 4 bytes an element, not {model.dtype.itemsize} "
+            f"({model.dtype_name}); a state in 16 bit forgets what is smaller than its rounding."
+        )
+    x = c.linear
+    if linear.letter in "LRDGK" and x is not None:
+        columns = x.value_dim + (linear.letter == "L")
+        if (x.value_heads, x.key_dim, columns) != (heads, d_head, d_head):
+            said.append(
+                f"A linear layer has {x.value_heads} value heads of {x.key_dim} x {columns} "
+                f"({x.value_heads * x.key_dim * columns:,} elements), not {heads} of {d_head} x {d_head} "
+                f"({heads * d_head * d_head:,})."
+            )
+    elif linear.letter not in "LRDGK":
+        said.append(
+            f"The memory of {linear.rule} is {linear.memory:,} bytes a layer: its weights and what it has summed up."
+        )
+    if linear.conv:
+        said.append(
+            f"The short convolution keeps its last inputs: {linear.conv:,} bytes a layer and sequence, "
+            f"{100 * linear.conv / linear.memory:.3g}% of the recurrent state, which the formula leaves out."
+        )
+    return said
+
+
+def _cache_differences(model: Model, full: LayerMemory, heads: int, d_head: int) -> list[str]:
+    c, said = model.config, []
+    formula = 2 * heads * d_head * model.dtype.itemsize
+    if full.letter == "M":
+        assert c.latent is not None
+        said.append(
+            f"Latent attention caches one vector of {c.latent.rank} + {c.latent.rope_dim} channels a token, "
+            f"{full.cache_per_token:,} bytes a layer, not a key and a value of every head ({formula:,})."
+        )
+        return said
+    a = c.attention
+    if a is None:
+        return said
+    if a.kv_heads != a.heads:
+        said.append(
+            f"Keys and values have {a.kv_heads} heads, not {a.heads}: each is shared by {a.heads // a.kv_heads} heads "
+            f"of queries, so the cache is {a.heads / a.kv_heads:g} times smaller."
+        )
+    if a.head_dim != d_head:
+        said.append(
+            f"A head of attention has {a.head_dim} channels, not emb_dim / n_heads = {d_head}: a token takes "
+            f"{full.cache_per_token:,} bytes a layer, where the formula has {formula:,}."
+        )
+    return said
+
+
+def _dtype_name(model: Model) -> str:
+    return {"float8_e4m3fn": "fp8"}.get(model.dtype_name, model.dtype_name)
+
+
+def _number(x: Fraction) -> float:
+    return x.numerator if x.denominator == 1 else float(x)

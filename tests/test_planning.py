@@ -1,0 +1,293 @@
+"""lineate.planning: bytes equal to those allocated, operations equal to torch's count, bounds below measured times."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from torch import Tensor
+
+from lineate.models import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedConfig,
+    HybridConfig,
+    HybridLM,
+    LatentConfig,
+    LinearConfig,
+    MemoryConfig,
+    preset,
+)
+from lineate.models.inspect import describe
+from lineate.planning import (
+    DTYPES,
+    Model,
+    crossover,
+    differences,
+    from_numbers,
+    largest_batch,
+    longest_context,
+    plan_memory,
+    read_model,
+    teaching,
+    teaching_of,
+    variants,
+)
+
+
+def odd(pattern: str, **changes: object) -> HybridConfig:
+    """Nothing is even or equal: 3 key heads for 6 value heads, 5 heads that attend."""
+    parts: dict[str, object] = {
+        "linear": LinearConfig(3, 6, 7, 11, decay_rank=5, gate_rank=6),
+        "memory": MemoryConfig(3, 10, chunk=4),
+        "attention": AttentionConfig(5, 1, 9, rotary_dim=4, bias=True),
+        "latent": LatentConfig(5, rank=13, nope_dim=6, rope_dim=4, value_dim=7),
+        "feed": FeedConfig(21),
+    }
+    sizes = {"vocab_size": 61, "hidden_size": 30, "n_layers": len(pattern), "pattern": pattern}
+    return HybridConfig(**(sizes | parts | changes))  # type: ignore[arg-type]
+
+
+def family_config(name: str, folder: Path) -> HybridConfig:
+    """That of a tiny published model, through its config.json."""
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": name, **FAMILIES[name].values}))
+    return read_model(folder).config
+
+
+EXPERTS = ExpertsConfig(6, 2, 10, shared_size=12, shared_gate=True, scores="sigmoid")
+CONFIGS = {
+    **{letter: odd(letter + "A") for letter in "LRDGKTPNCEM"},
+    "every letter": odd("LRDGKTPNCEAM"),
+    "no convolution": odd("GKT", linear=LinearConfig(3, 3, 8, 5, conv_size=0), memory=MemoryConfig(2, 6, conv_size=0)),
+    "wide convolution": odd("DA", linear=LinearConfig(1, 5, 4, 3, conv_size=7)),
+    "titans mlp": odd("NA", memory=MemoryConfig(3, 10, chunk=4, titans="mlp")),
+    "window of its own": odd("CA", memory=MemoryConfig(3, 10, chunk=4, window=9)),
+    "no window": odd("CA", memory=MemoryConfig(3, 10, chunk=4, window=0)),
+    "tied": odd("GGGA", tie_embeddings=True),
+    "experts": odd("GAKM", experts=EXPERTS, dense_layers=(1,)),
+    "no gate, full norm": odd("A", attention=AttentionConfig(3, 3, 8, gated=False, qk_norm="full"), norm_after="A"),
+}
+
+
+def storages(tensors: list[Tensor]) -> int:
+    """Bytes of the memory they lie in, each piece once."""
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def state_tensors(model: HybridLM, batch: int, tokens: int) -> dict[str, list[Tensor]]:
+    """What a forward leaves, by kind."""
+    with torch.no_grad():
+        state = model(torch.randint(model.config.vocab_size, (batch, tokens))).state
+    found: dict[str, list[Tensor]] = {"memory": [], "conv": [], "cache": []}
+    for layer, letter in zip(state.layers, model.config.letters, strict=True):
+        for name in layer.names:
+            found["cache" if letter in "AM" else "conv" if name == "conv" else "memory"].append(layer[name])
+    return found
+
+
+SIZES = {"bf16": ((1, 1), (3, 7), (1, 130)), "fp32": ((3, 1), (1, 7), (3, 130)), "fp16": ((3, 9),)}
+ALLOCATED = [(name, dtype) for name in (*CONFIGS, *FAMILIES) for dtype in ("bf16", "fp32")]
+ALLOCATED += [("every letter", "fp16"), ("tiny", "fp32")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), ALLOCATED)
+def test_bytes_are_those_allocated(name: str, dtype: str, tmp_path: Path) -> None:
+    if name in FAMILIES:
+        config = family_config(name, tmp_path)
+    else:
+        config = preset(name) if name == "tiny" else CONFIGS[name]
+    plan = plan_memory(Model(name, config, DTYPES[dtype], "config"))
+    torch.manual_seed(0)
+    HybridLM(config).save_pretrained(tmp_path)
+    model = HybridLM.from_pretrained(tmp_path, dtype=DTYPES[dtype], progress=False)
+    weights = [*model.parameters(), *model.buffers()]
+    assert plan.weights == sum(x.nbytes for x in weights) == storages([x.data for x in weights])
+    assert plan.parameters == sum(x.numel() for x in model.parameters())
+    for batch, tokens in SIZES[dtype]:
+        found = state_tensors(model, batch, tokens)
+        expected = {"memory": batch * plan.memory, "conv": batch * plan.conv, "cache": plan.cache(batch, tokens)}
+        for kind, tensors in found.items():
+            assert sum(x.nbytes for x in tensors) == expected[kind], kind
+            if batch * tokens > 1:  # the cache of one token may be a view, which the next one replaces
+                assert storages(tensors) == expected[kind], kind  # nor do they keep more alive
+        assert plan.state(batch, tokens) == sum(expected.values())
+        assert plan.total(batch, tokens) == plan.weights + sum(expected.values())
+
+
+def test_servers_figures() -> None:
+    """What a server logged of Qwen3.5-27B and its like (4 sequences; a cache of 2^18 tokens in 16 bit)."""
+    plan = plan_memory(read_model("qwen3-5-27b"), conv_dtype="float32")
+    assert 4 * plan.memory == 576 * 2**20
+    assert 4 * plan.conv == 45 * 2**19  # 22.5 MiB
+    assert plan.cache(1, 2**18) == 16384 * 2**20
+    assert plan.state(4, 2**16) == 576 * 2**20 + 45 * 2**19 + 16384 * 2**20
+    latent = plan_memory(read_model("kimi-linear-48b"))
+    assert latent.cache(1, 1, "latent") == latent.cache_per_token == (512 + 64) * 2 * 7
+    assert latent.cache(1, 1, "keys and values") == 0
+
+
+def test_dtypes_of_the_state_are_apart() -> None:
+    model = read_model("qwen3-next-80b", dtype="fp8")
+    plan, half = plan_memory(model, "bf16", "fp16", "int8"), plan_memory(read_model("qwen3-next-80b"))
+    assert (plan.memory, plan.conv, 2 * plan.cache_per_token) == (half.memory // 2, half.conv, half.cache_per_token)
+    kept = 36 * 2 * 32 * 4  # A_log and dt_bias of 32 heads in 36 layers stay float32
+    assert 2 * (plan.weights - kept) == half.weights - kept
+    assert plan_memory(model).memory == half.memory
+
+
+def test_teaching_numbers() -> None:
+    """--emb-dim 2048 --n-heads 16 --n-layers 48 --dtype bf16, by hand: 393216 and 524288 bytes a layer, ..."""
+    expected = {
+        128: (50_331_648, 25_165_824, 31_457_280),
+        4096: (1_610_612_736, 25_165_824, 421_527_552),
+        32768: (12_884_901_888, 25_165_824, 3_240_099_840),
+        131072: (51_539_607_552, 25_165_824, 12_903_776_256),
+    }
+    for tokens, numbers in expected.items():
+        assert tuple(teaching(2048, 16, 48, tokens).values()) == numbers
+        assert teaching_of(from_numbers(2048, 16, 48, "bf16"), tokens) == teaching(2048, 16, 48, tokens)
+    assert tuple(teaching(2048, 16, 48, 100, batch=3, dtype="fp32").values()) == (235_929_600, 150_994_944, 172_228_608)
+    assert teaching(10, 2, 3, 1, dtype="fp8")["3:1"] == (60 + 3 * 150) / 4  # layers need not be whole
+
+
+def test_what_differs_from_teaching_is_said() -> None:
+    said = " ".join(differences(from_numbers(2048, 16, 48)))
+    for part in ("float32", "convolution", "36,864", "1,085,440 bytes", "524,288", "0.0521 GB", "0.02517 GB"):
+        assert part in said
+    assert "share" not in said and "whole" not in said
+    said = " ".join(differences(read_model("qwen3-next-80b")))
+    for part in ("2 heads, not 16", "8 times smaller", "256 channels", "32 value heads", "0.25 times"):
+        assert part in said
+    said = " ".join(differences(read_model("kimi-linear-48b")))
+    assert "512 + 64" in said and "of 27, 6 attend" in said
+    assert "float32 whatever" not in " ".join(differences(from_numbers(64, 4, 4, dtype="fp32")))
+    assert "TTT-Linear" in " ".join(differences(from_numbers(64, 4, 4, pattern="TA")))
+
+
+# ---- where a model comes from
+
+
+def test_a_checkpoint_is_read_by_its_headers(tmp_path: Path) -> None:
+    config = odd("GA")
+    HybridLM(config).to(torch.float16).save_pretrained(tmp_path / "mine")
+    model = read_model(tmp_path / "mine")
+    assert (model.name, model.config, model.dtype, model.origin) == ("mine", config, torch.float16, "folder")
+    assert plan_memory(model).weights == sum(
+        x.nbytes for x in HybridLM.from_pretrained(tmp_path / "mine", progress=False).parameters()
+    )
+    described, plan = describe(tmp_path / "mine"), plan_memory(model)  # lineate inspect says the same
+    assert (described.memory_bytes, described.conv_bytes) == (plan.memory, plan.conv)
+    assert (described.cache_bytes_per_token, described.parameters) == (plan.cache_per_token, plan.parameters)
+    (tmp_path / "mine" / "model.safetensors").unlink()
+    alone = read_model(str(tmp_path / "mine"))
+    assert (alone.config, alone.dtype, alone.origin) == (config, torch.float16, "config.json")
+    assert read_model(tmp_path / "mine" / "config.json", dtype="fp8").dtype == torch.float8_e4m3fn
+
+
+LLAMA = dict(
+    model_type="llama", hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32,
+    intermediate_size=14336, vocab_size=128256, torch_dtype="bfloat16", hidden_act="silu",
+)  # fmt: skip
+
+
+def test_a_plain_softmax_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    plan = plan_memory(read_model(tmp_path))
+    assert plan.parameters == 8_030_261_248  # Llama 3 8B
+    assert (plan.weights, plan.cache_per_token, plan.memory) == (16_060_522_496, 131_072, 0)
+    assert longest_context(plan, 80 * 10**9) == (80 * 10**9 - 16_060_522_496) // 131_072
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'silu', got 'gelu'"),
+        ({"kv_lora_rank": 512}, "must not have kv_lora_rank, got 512"),
+        ({"layer_types": ["sliding_attention"] * 32}, "got 'sliding_attention'"),
+        ({"sliding_window": 4096}, "must have no sliding_window, got 4096"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1, got 0"),
+        ({"vocab_size": None}, "must have vocab_size"),
+        ({"num_attention_heads": 32.5}, "must have a number in num_attention_heads, got 32.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "must not be quantised, got awq"),
+        ({"num_key_value_heads": 5}, "heads must be a multiple of kv_heads = 5"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
+    with pytest.raises(ValueError, match=message):
+        read_model(tmp_path)
+
+
+def test_bad_sources(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must be a preset .tiny.*qwen3-next-80b.*got 'nowhere/model', which is no"):
+        read_model("nowhere/model")
+    with pytest.raises(ValueError, match=r"expected a file config.json, got none"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        read_model(tmp_path)
+    with pytest.raises(ValueError, match=r"dtype must be one of fp32, .* got 'fp64'"):
+        read_model("tiny", dtype="fp64")
+    with pytest.raises(ValueError, match="pattern must be left out"):
+        read_model(tmp_path, pattern="GA")
+    with pytest.raises(ValueError, match="cannot be changed for 'qwen3-next-80b'"):
+        read_model("qwen3-next-80b", pattern="GA")
+    with pytest.raises(ValueError, match="emb_dim must be a multiple of n_heads = 3, got 64"):
+        from_numbers(64, 3, 2)
+    with pytest.raises(ValueError, match="kv_heads must divide n_heads = 4, got 3"):
+        from_numbers(64, 4, 2, kv_heads=3)
+    with pytest.raises(ValueError, match="n_layers must be a whole number of at least 1, got 0"):
+        from_numbers(64, 4, 0)
+    with pytest.raises(ValueError, match="pattern must be made of the letters"):
+        from_numbers(64, 4, 2, pattern="GX")
+
+
+def test_variants_are_of_the_same_sizes() -> None:
+    for name, letters in {"qwen3-next-80b": "GA", "kimi-linear-48b": "KM", "tiny": "GA"}.items():
+        model = read_model(name)
+        made = variants(model)
+        linear, full = letters
+        n = model.config.n_layers
+        assert [made[x].config.letters for x in ("softmax only", "linear only")] == [full * n, linear * n]
+        assert made["3:1 hybrid"].config.letters == ((3 * linear + full) * n)[:n]
+        assert all(x.dtype == model.dtype and x.config.experts == model.config.experts for x in made.values())
+    own = odd("A", attention=AttentionConfig(5, 1, 9), linear=None, n_layers=3)
+    assert variants(Model("x", own, torch.bfloat16, "config"))["linear only"].config.linear == LinearConfig(5, 5, 9, 9)
+    own = odd("K", attention=None, latent=None)
+    derived = variants(Model("x", own, torch.bfloat16, "config"))["softmax only"].config.attention
+    assert derived == AttentionConfig(6, 6, 11)
+
+
+# ---- what fits
+
+
+@pytest.mark.parametrize("name", ["every letter", "M", "tied"])
+def test_fit_is_exact(name: str) -> None:
+    plan = plan_memory(Model(name, CONFIGS[name], torch.bfloat16, "config"))
+    for batch in (1, 3):
+        for memory_bytes in range(plan.total(batch, 0), plan.total(batch, 6), 37):
+            fits = [n for n in range(8) if plan.total(batch, n) <= memory_bytes]
+            assert longest_context(plan, memory_bytes, batch) == fits[-1]
+    for tokens in (1, 5):
+        for memory_bytes in range(plan.weights - 500, plan.total(4, tokens), 997):
+            fits = [n for n in range(6) if n == 0 or plan.total(n, tokens) <= memory_bytes]
+            assert largest_batch(plan, memory_bytes, tokens) == fits[-1]
+    assert longest_context(plan, plan.weights) == 0
+
+
+def test_what_does_not_grow_has_no_longest_context() -> None:
+    plan = plan_memory(from_numbers(64, 4, 4, pattern="G"))
+    assert longest_context(plan, plan.total(1, 0)) is None
+    assert longest_context(plan, plan.total(1, 0) - 1) == 0
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3-next-80b", "kimi-linear-48b", "olmo-hybrid-7b"])
+def test_crossover(name: str) -> None:
+    model = read_model(name)
+    layers = plan_memory(model).layers
+    fixed = next(x.memory + x.conv for x in layers if not x.cache)
+    cache = next(x.cache_per_token for x in layers if x.cache)
+    assert crossover(model) == next(n for n in range(10**6) if fixed < n * cache)
