@@ -372,5 +372,7 @@ def why_not_writable(folder: Path) -> str | None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return None
+    except FileExistsError:
+        return "it is a file"
     except OSError as error:
         return error.strerror

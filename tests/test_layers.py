@@ -15,6 +15,7 @@ from lineate.layers import (
     GatedRMSNorm,
     KimiDeltaAttention,
     LatentAttention,
+    LeastSquares,
     LinearAttention,
     Memory,
     MixtureOfExperts,
@@ -22,6 +23,7 @@ from lineate.layers import (
     ShortConvolution,
     SwiGLU,
     TokenCache,
+    TTTLinear,
 )
 
 HIDDEN = 24
@@ -390,3 +392,17 @@ def test_swiglu():
 def test_errors(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("kind", [GatedDeltaNet, GatedAttention, LeastSquares, TTTLinear])
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([0, 4, 10], "must be a torch.Tensor"),
+        (torch.tensor([0, 4, 9]), "end at t = 10"),
+        (torch.tensor([0, 7, 4, 10]), "must not decrease"),
+    ],
+)
+def test_wrong_bounds_are_named(kind, bounds, message):
+    with pytest.raises((TypeError, ValueError), match=f"cu_seqlens {message}|cu_seqlens must start at 0 and {message}"):
+        kind(32, 2)(torch.randn(1, 10, 32), None, bounds)

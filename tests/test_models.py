@@ -183,6 +183,8 @@ def test_config_as_json():
     values = CONFIG.to_dict()
     with pytest.raises(ValueError, match="config has unknown keys 'layers'; known are vocab_size, hidden_size"):
         HybridConfig.from_dict({**values, "layers": 3})
+    with pytest.raises(ValueError, match="config must have vocab_size, hidden_size, n_layers, got none of the name 'h"):
+        HybridConfig.from_dict({"vocab_size": 5, "n_layers": 2})
     with pytest.raises(ValueError, match=r"config\.linear has unknown keys 'head'"):
         HybridConfig.from_dict({**values, "linear": {**values["linear"], "head": 3}})
 

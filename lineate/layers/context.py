@@ -219,5 +219,6 @@ def segment_of(
     if isinstance(bounds, Segment):
         return bounds, bounds.cu_seqlens
     if context is None:
+        checks.check_cu_seqlens(bounds, *x.shape[:2])
         return None, bounds
     return context.segment(x, bounds, None, seen), bounds

@@ -89,6 +89,7 @@ class LeastSquares(nn.Module):
             raise ValueError(
                 "LeastSquares needs whole sequences, got one split over ranks; train it without context parallelism"
             )
+        checks.check_cu_seqlens(cu_seqlens, *x.shape[:2])
         mixed, z, *gates = self.in_proj(x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}
         if self.conv is not None:

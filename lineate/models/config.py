@@ -9,7 +9,7 @@ A pattern is tiled over the layers, one letter a layer:
     T TTT-Linear            P TTT-MLP           N Titans                    C LaCT
 """
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 LINEAR_LETTERS = "LRDGK"
@@ -222,6 +222,9 @@ def _known(part: type[Any], values: dict[str, Any], where: str) -> dict[str, Any
     allowed = [f.name for f in fields(part) if f.init]
     if unknown := sorted(set(values) - set(allowed)):
         raise ValueError(f"{where} has unknown keys {', '.join(map(repr, unknown))}; known are {', '.join(allowed)}")
+    needed = [f.name for f in fields(part) if f.init and f.default is MISSING]
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"{where} must have {', '.join(needed)}, got none of the name {missing[0]!r}")
     return dict(values)
 
 
