@@ -14,13 +14,12 @@ import torch
 
 from lineate.models import HybridLM
 from lineate.models.config import LINEAR_LETTERS, HybridConfig
+from lineate.models.loss import most_bytes
 from lineate.models.presets import preset
 
 CHUNK = 64
 STATE_BYTES = 16
 """Of a parameter: itself, its gradient and AdamW's two averages, in float32."""
-LOGIT_BYTES = 12
-"""Of a logit: bfloat16, its log-probability in float32, and the gradients of both."""
 FORWARDS = 4
 """One step in forward passes: forward, forward again (recomputed), backward as two."""
 
@@ -137,7 +136,7 @@ class Step:
         found = {
             "state": STATE_BYTES * shape.parameters / self.gpus,
             "kept": 4 * self.own_tokens * c.hidden_size * c.n_layers + 2 * 4 * shape.root,
-            "logits": float(LOGIT_BYTES * self.own_tokens * c.vocab_size),
+            "logits": float(most_bytes(self.own_tokens, c.vocab_size, c.hidden_size)),
             "block": float(gathered + keys),
         }
         found["total"] = found["state"] + found["kept"] + max(found["logits"], found["block"])

@@ -19,7 +19,6 @@ from lineate.training import optim
 from lineate.training.batches import Batch
 from lineate.training.checkpoint import write_state
 from lineate.training.distributed import World, _fully_shard
-from lineate.training.loss import loss_sum
 from lineate.training.sharded import full_state, load_distributed, save_distributed
 
 TOLERANCE = 1e-4  # of the loss, over all steps
@@ -70,8 +69,7 @@ def train(world, model, optimizer, steps, micro=1, first=0):
                 piece = piece.shard(world.context_rank, world.context_size)
             piece = piece.to(world.device)
             continues = piece.continues if world.context_size > 1 else None
-            logits = model(piece.ids, cu_seqlens=piece.cu_seqlens, continues=continues).logits
-            loss = loss_sum(logits, piece.targets)[0] / count
+            loss = model.loss_sum(piece.ids, piece.targets, piece.cu_seqlens, continues) / count
             loss.backward()
             total += loss.detach()
         world.finish_gradients(model)

@@ -14,14 +14,14 @@ import torch
 from runs import assert_same_bits, everything, make_config, make_model, make_texts
 
 from lineate.generation import choose, generate, stream_text
-from lineate.models import HybridLM
+from lineate.models import HybridLM, loss
 from lineate.models.config import ExpertsConfig
+from lineate.models.loss import head_loss, loss_sum
 from lineate.models.presets import tiny
 from lineate.training.batches import Batches
 from lineate.training.command import run_generate, run_train
 from lineate.training.config import TrainConfig
 from lineate.training.loop import MOST_SKIPS, Trainer, TrainingStopped
-from lineate.training.loss import loss_sum
 from lineate.training.optim import hidden_matrices, make_optimizer, orthogonalize
 from lineate.training.order import ShuffledBatches
 from lineate.training.prepare import prepare, train
@@ -106,6 +106,42 @@ def test_parts_of_a_loss_add_up() -> None:
     torch.testing.assert_close(total, sum(part[0] for part in parts))
     chosen = logits.float().log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     torch.testing.assert_close(total, -chosen[targets != -100].sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wanted", ["both", "x", "weight", "neither"])
+def test_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wanted: str) -> None:
+    """Products in bfloat16 under autocast; pieces of 3 rows, the last one shorter, some without a target."""
+    torch.manual_seed(0)
+    autocast = dtype == torch.bfloat16
+    x, weight = torch.randn(2, 5, 8, dtype=dtype), torch.randn(11, 8, dtype=torch.float32 if autocast else dtype)
+    targets = torch.randint(0, 11, (2, 5))
+    targets[0, 1:4] = -100
+    x.requires_grad_(wanted in ("both", "x")), weight.requires_grad_(wanted in ("both", "weight"))
+    inputs = [y for y in (x, weight) if y.requires_grad]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        whole = head_loss(x, weight, targets)
+        monkeypatch.setattr(loss, "AT_ONCE", 35)
+        pieces = head_loss(x, weight, targets)
+    rtol = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(pieces, whole, rtol=1e-5 if autocast else rtol, atol=0)
+    assert pieces.dtype == whole.dtype and pieces.requires_grad == bool(inputs)
+    if inputs:
+        found, expected = (torch.autograd.grad(y / 7, inputs) for y in (pieces, whole))
+        for a, b in zip(found, expected, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * float(b.abs().max()))
+    assert not head_loss(x, weight, torch.full_like(targets, -100)).detach()
+    with pytest.raises(ValueError, match=r"targets must have shape \(b, t\) = \(2, 5\), got \(2, 4\)"):
+        head_loss(x, weight, targets[:, :4])
+
+
+def test_training_in_pieces_is_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(make_config(tmp_path, out=str(tmp_path / "whole"), steps=3))
+    monkeypatch.setattr(loss, "AT_ONCE", 257 * 5)
+    pieces = train(make_config(tmp_path, out=str(tmp_path / "pieces"), steps=3))
+    for a, b in zip(pieces.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_shuffled_rows_are_those_of_the_stream_each_once_an_epoch(tmp_path: Path) -> None:

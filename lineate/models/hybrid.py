@@ -35,6 +35,7 @@ from lineate.layers import (
 from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.linear import init_decay
 from lineate.models.config import MEMORY_LETTERS, HybridConfig
+from lineate.models.loss import head_loss, loss_sum
 from lineate.models.state import ModelState
 
 
@@ -239,16 +240,33 @@ class HybridLM(nn.Module):
             if cu_seqlens is not None:
                 raise ValueError("attention_mask and cu_seqlens cannot be used together; packed texts have no padding")
             return self._padded(input_ids, state, labels, attention_mask, last_only)
+        x, state = self._read(input_ids, state, cu_seqlens, continues)
+        if last_only:
+            x = x[:, -1:] if cu_seqlens is None else _last_of_each(x, cu_seqlens)
+        logits = self.logits(x)
+        return LMOutput(logits, state, None if labels is None else next_token_loss(logits, labels, cu_seqlens))
+
+    def loss_sum(
+        self, input_ids: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, continues: bool | None = None
+    ) -> Tensor:
+        """sum of -log p(target) in float32; targets `b t`: what follows each token, already shifted, -100 where nothing
+        is to be learnt. For training: the logits of many tokens are never there at once."""
+        check_ids(input_ids, self.config.vocab_size)
+        checks.check_cu_seqlens(cu_seqlens, *input_ids.shape)
+        check_context(self.context, None, None, continues)
+        x, _ = self._read(input_ids, None, None if cu_seqlens is None else cu_seqlens.long(), continues)
+        return head_loss(x, self.embed.weight if self.head is None else self.head.weight, targets)
+
+    def _read(
+        self, input_ids: Tensor, state: ModelState | None, cu_seqlens: Tensor | None, continues: bool | None
+    ) -> tuple[Tensor, ModelState]:
+        """From tokens to what the head reads."""
         rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(state, self.layers, rows)
         bounds: Bounds = cu_seqlens
         if self.context is not None:
             bounds = self.context.segment(input_ids, cu_seqlens, continues, 0 if state is None else state.lengths)
-        x, state = self.hidden(self.embed(input_ids), state, bounds)
-        if last_only:
-            x = x[:, -1:] if cu_seqlens is None else _last_of_each(x, cu_seqlens)
-        logits = self.logits(x)
-        return LMOutput(logits, state, None if labels is None else next_token_loss(logits, labels, cu_seqlens))
+        return self.hidden(self.embed(input_ids), state, bounds)
 
     def hidden(
         self, x: Tensor, state: ModelState | None = None, cu_seqlens: Bounds = None
@@ -375,6 +393,5 @@ def next_token_loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -
     if cu_seqlens is not None:
         starts = cu_seqlens[:-1][cu_seqlens.diff() > 0]
         labels = labels.index_fill(1, starts.long(), -100)
-    targets = labels[:, 1:].flatten()
-    losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=-100, reduction="sum")
-    return losses / (targets != -100).sum().clamp(min=1)
+    total, count = loss_sum(logits[:, :-1], labels[:, 1:])
+    return total / count.clamp(min=1)

@@ -253,11 +253,13 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 def _fully_shard(model: Model, mesh: DeviceMesh | None) -> Model:
     """FSDP2: a block is gathered when it runs and its gradient reduce-scattered, as a sum, when it is done."""
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     for block in getattr(model, "layers", ()):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if hasattr(model, "loss_sum"):  # gathers what forward would
+        register_fsdp_forward_method(model, "loss_sum")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -24,7 +24,6 @@ from lineate.training.batches import NO_TARGET, Batch
 from lineate.training.config import TrainConfig
 from lineate.training.diagnosis import diagnose
 from lineate.training.distributed import World
-from lineate.training.loss import loss_sum
 from lineate.training.order import ShuffledBatches
 from lineate.training.report import Report, plot_loss
 from lineate.training.tokenizer import Tokenizer
@@ -222,7 +221,8 @@ class Trainer:
         raise TrainingStopped(f"{message}{many}; stopped: resume with a lower --lr{skip}")
 
     def _loss_sum(self, piece: Batch) -> Tensor:
-        return loss_sum(self.logits(piece), piece.targets)[0]
+        with self._autocast():
+            return self.model.loss_sum(piece.ids, piece.targets, piece.cu_seqlens, piece.continues)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")

@@ -1,0 +1,86 @@
+"""Cross-entropy as a sum, so that parts of a batch add up exactly as the whole; logits never all at once.
+
+    L = sum_i log sum_j e^{z_ij} - z_{i, target_i},   z = x W^T,       dz = softmax(z) - onehot(target)
+
+With a vocabulary of 150,000 the logits of 8,192 tokens are 4.9 GB in float32, and their gradient as much again. So they
+are made a few thousand tokens at a time, and the gradients of x and W with them, while they are there.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.rule import compute_dtype, full_precision
+
+AT_ONCE = 2**26
+"""Logits at a time; no more than these are left to autograd whole."""
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """sum of -log p(target), in float32, and how many targets there are; logits `b t vocab`, targets `b t`, -100: none.
+
+    The targets are already shifted: targets_t is what follows input t.
+    """
+    check_targets(targets, logits)
+    with full_precision(logits):
+        z = logits.flatten(0, 1).to(compute_dtype(logits.dtype))
+        total = F.cross_entropy(z, targets.flatten(), ignore_index=-100, reduction="sum")
+    return total, (targets != -100).sum()
+
+
+def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The first of loss_sum(x weight^T, targets); x `b t hidden`, weight `vocab hidden`."""
+    check_targets(targets, x)
+    if targets.numel() * weight.shape[0] <= AT_ONCE:
+        return loss_sum(F.linear(x, weight), targets)[0]
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    result: Tensor = _HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), dtype)
+    return result
+
+
+def most_bytes(tokens: int, vocab: int, hidden: int) -> int:
+    """Of logits and what is made of them, at most at one moment: 12 a logit, and in pieces the two gradients."""
+    if tokens * vocab <= AT_ONCE:
+        return 12 * tokens * vocab
+    return 12 * AT_ONCE + 4 * hidden * (tokens + vocab)
+
+
+def check_targets(targets: Tensor, like: Tensor) -> None:
+    if targets.shape != like.shape[:2]:
+        raise ValueError(f"targets must have shape (b, t) = {tuple(like.shape[:2])}, got {tuple(targets.shape)}")
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, dtype):  # type: ignore[no-untyped-def]
+        """x `n hidden`, targets `n`; products in dtype, the rest in float32. The gradients are of the sum."""
+        exact, size = compute_dtype(dtype), max(1, AT_ONCE // len(weight))
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dweight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
+        total = torch.zeros((), dtype=exact, device=x.device)
+        with full_precision(x):
+            w = weight.to(dtype)
+            for start in range(0, len(x), size):
+                part, wanted = x[start : start + size].to(dtype), targets[start : start + size]
+                there = wanted != -100
+                wanted = wanted.where(there, 0)[:, None]
+                z = F.linear(part, w).to(exact)
+                logs = z.logsumexp(1, keepdim=True)
+                total += (logs - z.gather(1, wanted)).mul(there[:, None]).sum()
+                if dx is None and dweight is None:
+                    continue
+                dz = z.sub_(logs).exp_()
+                dz.scatter_add_(1, wanted, torch.full_like(logs, -1.0))
+                dz = dz.mul_(there[:, None]).to(dtype)
+                if dx is not None:
+                    dx[start : start + size] = dz @ w
+                if dweight is not None:
+                    dweight += dz.T @ part
+        ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, d):  # type: ignore[no-untyped-def]
+        dx, dweight = ctx.saved_tensors
+        return *(None if y is None else y * d.to(y.dtype) for y in (dx, dweight)), None, None
