@@ -35,6 +35,7 @@ from lineate.planning import (
     teaching_of,
     variants,
 )
+from lineate.planning.models import PLAIN
 
 
 def odd(pattern: str, **changes: object) -> HybridConfig:
@@ -165,6 +166,19 @@ def test_what_differs_from_teaching_is_said() -> None:
     assert "512 + 64" in said and "of 27, 6 attend" in said
     assert "float32 whatever" not in " ".join(differences(from_numbers(64, 4, 4, dtype="fp32")))
     assert "TTT-Linear" in " ".join(differences(from_numbers(64, 4, 4, pattern="TA")))
+    said = " ".join(differences(from_numbers(2048, 16, 48), 65536, "bf16", "float32", "fp8"))
+    assert "recurrent state" in said and "float32 whatever" not in said and "planned in float8" in said
+    for part in (
+        "73,728 bytes a layer",
+        "14.1% of the recurrent state",
+        "598,016 bytes",
+        "12.88 GB exactly",
+        "0.5 times",
+    ):
+        assert part in said
+    assert "4 bytes an element, not 2" not in said
+    said = " ".join(differences(from_numbers(2048, 16, 48), state_dtype="fp8"))
+    assert "planned in float8_e4m3fn: 1 bytes an element, not 2 (bfloat16)" in said
 
 
 # ---- where a model comes from
@@ -211,7 +225,14 @@ def test_a_plain_softmax_model(tmp_path: Path) -> None:
         ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1, got 0"),
         ({"vocab_size": None}, "must have vocab_size"),
         ({"num_attention_heads": 32.5}, "must have a number in num_attention_heads, got 32.5"),
-        ({"quantization_config": {"quant_method": "awq"}}, "must not be quantised, got awq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "must not be quantised, got awq; give a dtype"),
+        ({"mlp_bias": True}, "must not have mlp_bias, got True"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "must have decoder_sparse_step = 1, got 2"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"must not have mlp_only_layers, got \[0\]"),
+        # they would pass for softmax attention in every layer, without their experts or with no state
+        ({"model_type": "jamba"}, r"model_type must be one of ernie4_5, .* qwen3_next, .* got 'jamba'"),
+        ({"model_type": "glm4_moe"}, "got 'glm4_moe'"),
+        ({"model_type": "falcon_h1"}, "got 'falcon_h1'"),
         ({"num_key_value_heads": 5}, "heads must be a multiple of kv_heads = 5"),
     ],
 )
@@ -219,6 +240,28 @@ def test_a_model_that_cannot_be_planned_is_refused(change: dict[str, Any], messa
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
     with pytest.raises(ValueError, match=message):
         read_model(tmp_path)
+
+
+def test_a_quantised_model_is_planned_in_a_given_dtype(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "fp8"}}))
+    assert plan_memory(read_model(tmp_path, dtype="fp8")).weights == 8_030_261_248
+    values = {"model_type": "qwen3_next", **FAMILIES["qwen3_next"].values}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "fp8"}}))
+    assert read_model(tmp_path, dtype="fp8").config.family == "qwen3_next"
+
+
+@pytest.mark.parametrize("kind", sorted(PLAIN.keys() - {"qwen2", "qwen2_moe"}))  # without the biases of these two
+def test_weights_of_plain_softmax_models_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, vocab_size=40)
+    small |= dict(num_key_value_heads=2, sliding_window=None, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    experts = ("mixtral", "qwen3_moe", "granitemoe", "flex_olmo", "minimax_m2", "olmoe")
+    small |= dict(num_experts=6, num_local_experts=6, num_experts_per_tok=2) if kind in experts else {}
+    config = transformers.CONFIG_MAPPING[kind](**small)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(config)
+    assert plan_memory(read_model(tmp_path)).parameters == sum(x.numel() for x in made.parameters())
 
 
 def test_bad_sources(tmp_path: Path) -> None:
@@ -291,3 +334,8 @@ def test_crossover(name: str) -> None:
     fixed = next(x.memory + x.conv for x in layers if not x.cache)
     cache = next(x.cache_per_token for x in layers if x.cache)
     assert crossover(model) == next(n for n in range(10**6) if fixed < n * cache)
+    halved = crossover(
+        model, cache_dtype="fp8" if model.dtype.itemsize == 2 else "bf16"
+    )  # half the cache, twice the way
+    assert halved in (2 * crossover(model) - 1, 2 * crossover(model))
+    assert read_model(name, dtype="float8_e4m3fn").dtype == read_model(name, dtype="fp8").dtype

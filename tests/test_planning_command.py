@@ -213,6 +213,8 @@ BAD = {
     "optimizer": (["tiny", "--optimizer", "sgd"], "--optimizer must be adamw or muon"),
     "precision": (["tiny", "--precision", "fp4"], "--precision must be"),
     "tokens": (["tiny", "--tokens-per-step", "0"], "--tokens-per-step must be at least 1"),
+    "same file": (["tiny", "--json", "{tmp}/a", "--csv", "{tmp}/b/../a"], "must be different files"),
+    "no letters": (["--emb-dim", "64", "--n-heads", "4", "--n-layers", "2", "--pattern", ""], "--pattern must"),
 }
 
 
@@ -231,6 +233,24 @@ def test_bad_input_is_one_line(case, tmp_path):
     assert done.stdout == ""
     assert done.stderr.startswith("lineate: ") and done.stderr.count("\n") == 1
     assert expected in done.stderr
+
+
+def test_what_is_printed_alone_stays_json_or_csv(tmp_path):
+    done = plan(
+        "tiny", "--no-train", "--json", "-", "--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.svg")
+    )
+    assert json.loads(done.stdout)["model"]["name"] == "tiny"
+    assert "a.csv" in done.stderr and "a.svg" in done.stderr
+
+
+def test_a_training_step_is_on_texts_of_the_shortest_length():
+    words = ("tiny", "--hardware", "h200", "--context", "1k,64k", "--tokens-per-step", "1048576")
+    got = numbers(*words)["training"]
+    assert got["text_tokens"] == 1024
+    one = next(x for x in time_bounds(read_model("tiny"), HARDWARE["h200"], 1024, 1024) if x.what == "training step")
+    assert got["times"][0]["least_seconds"] == one.seconds
+    assert numbers(*words, "--recompute")["training"]["times"][0]["least_seconds"] > one.seconds
+    assert "A step on texts of 1,024 tokens takes at least" in " ".join(plan(*words).stdout.split())
 
 
 def test_own_numbers_of_a_machine():

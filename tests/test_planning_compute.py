@@ -38,10 +38,11 @@ from lineate.planning import (
     plan_memory,
     plan_training,
     read_model,
+    several,
     time_bounds,
 )
 from lineate.planning.compute import rule_flops
-from lineate.planning.hardware import bound
+from lineate.planning.hardware import bound, training_bound
 from lineate.planning.learning import CHUNKS
 from lineate.training.optim import make_optimizer
 
@@ -226,6 +227,33 @@ def test_which_limit_binds() -> None:
         make_hardware(1, 0, 1)
 
 
+def test_a_step_on_many_short_texts_is_no_long_text() -> None:
+    plan, machine = plan_memory(read_model("tiny", pattern="A")), HARDWARE["h200"]
+    assert training_bound(plan, machine, 8192, 8192) == time_bounds(plan, machine, 1, 8192)[-1]
+    assert training_bound(plan, machine, 2**20, 1024).flops == time_bounds(plan, machine, 1024, 1024)[-1].flops
+    assert training_bound(plan, machine, 2**20, 1024).flops < time_bounds(plan, machine, 1, 2**20)[-1].flops / 20
+    usual, again = (training_bound(plan, machine, 2**20, 1024, recompute=x).flops for x in (False, True))
+    assert usual < again < 4 / 3 * usual  # the head is not run again
+    full = training_bound(plan, machine, 2**20, 1024, precision="float32")
+    assert full.seconds == pytest.approx(2 * training_bound(plan, machine, 2**20, 1024).seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("letter", "DGK")
+def test_no_program_needs_fewer_operations_than_the_least(letter: str) -> None:
+    plan = plan_flops(read_model("tiny", pattern=letter))
+    x = plan.model.config.linear
+    assert x is not None
+    k, v, heads = x.key_dim, x.value_dim, x.value_heads
+    for tokens in (1, 2, k // 2, k, 3 * k):
+        write, pairs = 2 * tokens * k * v, tokens * (tokens + 1) // 2
+        least = plan.layers[0].mixing(tokens, "least")
+        assert heads * write < least <= heads * (write + 4 * pairs * (k + v))  # all tokens as one chunk
+        assert plan.layers[0].mixing(tokens + 1, "least") > least
+    long = plan.layers[0].mixing(10**6, "least")
+    assert long == pytest.approx(10**6 * heads * 6 * k * v, rel=1e-4)
+    assert plan.prefill(1, "least") < plan.prefill(1)
+
+
 def test_more_rows_touch_more_experts() -> None:
     plan = plan_memory(read_model("qwen3-next-80b"))
     expected = [decode_bytes(plan, rows, 10, "expected").weights for rows in (1, 2, 64, 4096)]
@@ -313,3 +341,15 @@ def test_training_memory_adds_up() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             plan_training(model, *arguments)  # type: ignore[arg-type]
+
+
+def test_several_devices() -> None:
+    """As one that is so many times as large and as fast; of a bound nothing but the chips' caches is saved beside."""
+    h200, model = HARDWARE["h200"], read_model("qwen3-5-27b")
+    eight = several(h200, 8)
+    assert several(h200, 1) is h200 and eight.name == "8 x H200 SXM" and eight.memory_bytes == 8 * 141 * 10**9
+    for one, other in zip(time_bounds(model, h200, 1, 4096), time_bounds(model, eight, 1, 4096), strict=True):
+        saved = 7 * h200.cache_bytes if other.limit == "memory bandwidth" else 0
+        assert other.seconds == pytest.approx(one.seconds / 8 - saved / eight.bandwidth, rel=1e-6)
+    with pytest.raises(ValueError, match="devices must be a whole number of at least 1, got 0"):
+        several(h200, 0)

@@ -23,6 +23,7 @@ ARGUMENTS = (
 )  # fmt: skip
 """Of the library, which options are named for."""
 OPTIMIZERS, PRECISIONS = ("adamw", "muon"), ("bfloat16", "float32")
+MOST_DEVICES = 2**20
 PANELS = ("memory", "batch", "flops", "decode", "prefill")
 SUFFIXES = (".png", ".svg", ".pdf")
 HOW = (
@@ -62,6 +63,7 @@ def add_commands(app: "typer.Typer") -> None:
         hardware: Annotated[
             str | None, typer.Option(help="h100, h200, b200, a100, rtx4090, cpu; all of them if none.")
         ] = None,
+        devices: Annotated[int, typer.Option(help="So many of them, the model spread evenly.")] = 1,
         bandwidth: Annotated[str | None, typer.Option(help="Other hardware: 3.35TB/s.")] = None,
         flops: Annotated[str | None, typer.Option(help="Other hardware: 989TFLOPS of dense products.")] = None,
         train: Annotated[bool, typer.Option("--train/--no-train", help="Training memory too.")] = True,
@@ -85,6 +87,7 @@ def add_commands(app: "typer.Typer") -> None:
         ] = None,
     ) -> None:
         """Plan a model: bytes of weights and state, operations, least times, what fits. No weight is read."""
+        from lineate.planning.hardware import several
         from lineate.planning.report import Request, make_report, make_teaching_report
         from lineate.planning.units import MOST, read_counts
 
@@ -95,6 +98,7 @@ def add_commands(app: "typer.Typer") -> None:
         try:
             unused = {
                 "--memory": memory, "--hardware": hardware, "--bandwidth": bandwidth, "--flops": flops,
+                "--devices": devices if devices != 1 else None,
                 "--panels": panels, "--layers": layers or None, "--recompute": recompute or None,
             }  # fmt: skip
             if teaching and (given := [name for name, value in unused.items() if value is not None]):
@@ -106,7 +110,10 @@ def add_commands(app: "typer.Typer") -> None:
             for name, word, words in (("--optimizer", optimizer, OPTIMIZERS), ("--precision", precision, PRECISIONS)):
                 if word not in words:
                     raise ValueError(f"{name} must be {' or '.join(words)}, got {word!r}")
+            if not 1 <= devices <= MOST_DEVICES:
+                raise ValueError(f"--devices must be at least 1 and at most {MOST_DEVICES}, got {devices}")
             machines, room = _machines(hardware, bandwidth, flops, memory)
+            machines, room = tuple(several(x, devices) for x in machines), None if room is None else room * devices
             drawn = _panels(panels, plot, bool(machines))
             request = Request(
                 _model(source, numbers, pattern, dtype), contexts, batches[0], batches if len(batches) > 1 else (),
@@ -121,6 +128,7 @@ def add_commands(app: "typer.Typer") -> None:
         _show(report, json_file, csv_file, layers)
         if plot is not None:
             _draw(request, plot, drawn, teaching)
+            typer.echo(plot, err="-" in (json_file, csv_file))
 
 
 def _model(source: str | None, numbers: dict[str, int | None], pattern: str | None, dtype: str | None) -> "Model":
@@ -145,7 +153,7 @@ def _model(source: str | None, numbers: dict[str, int | None], pattern: str | No
     return from_numbers(
         given["--emb-dim"], given["--n-heads"], given["--n-layers"], dtype=dtype or "bf16",
         kv_heads=given.get("--kv-heads"), head_dim=given.get("--head-dim"), vocab_size=given.get("--vocab-size"),
-        feed_size=given.get("--feed-size"), pattern=pattern or "GGGA",
+        feed_size=given.get("--feed-size"), pattern="GGGA" if pattern is None else pattern,
     )  # fmt: skip
 
 
@@ -231,6 +239,9 @@ def _check_files(json_file: str | None, csv_file: str | None, plot: Path | None)
             why = "it may not be changed"
         if why is not None:
             raise ValueError(f"{flag} must be a file that can be written, got '{name}' ({why}); choose another")
+    files = [Path(name).expanduser().resolve() for name in (json_file, csv_file, plot) if name not in (None, "-")]
+    if len(set(files)) < len(files):
+        raise ValueError("--json, --csv and --plot must be different files, got the same twice")
     if plot is not None:
         import matplotlib  # noqa: F401  # say now, not after all tables, that it is missing
 
@@ -242,6 +253,10 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
     from lineate.planning.report import csv_text
     from lineate.planning.tables import print_report, print_teaching
 
+    texts = [(json_file, json.dumps(report, indent=1) + "\n"), (csv_file, csv_text(report))]
+    for name, text in texts:  # before the tables, which may be cut by a pipe
+        if name is not None and name != "-":
+            Path(name).expanduser().write_text(text, encoding="utf-8")
     if "-" not in (json_file, csv_file):
         from rich.console import Console
 
@@ -251,18 +266,15 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
             print_teaching(report, console)
         else:
             print_report(report, console, layers)
-    for name, text in ((json_file, json.dumps(report, indent=1) + "\n"), (csv_file, csv_text(report))):
+    for name, text in texts:
         if name == "-":
             typer.echo(text, nl=False)
         elif name is not None:
-            Path(name).expanduser().write_text(text, encoding="utf-8")
-            typer.echo(name)
+            typer.echo(name, err="-" in (json_file, csv_file))  # what is printed must stay JSON, or CSV
 
 
 def _draw(request: "Request", plot: Path, panels: tuple[str, ...], teaching: bool) -> None:
     """The figure: a point for every power of two from the shortest context (if there are several) on."""
-    import typer
-
     from lineate.explore.style import styled
     from lineate.planning.hardware import find_hardware
     from lineate.planning.plots import draw_report, draw_teaching, save
@@ -279,4 +291,3 @@ def _draw(request: "Request", plot: Path, panels: tuple[str, ...], teaching: boo
     with styled():
         figure = draw_teaching(make_teaching_report(request)) if teaching else draw_report(make_report(request), panels)
         save(figure, plot.expanduser())
-    typer.echo(plot)

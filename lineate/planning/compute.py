@@ -65,7 +65,7 @@ class LayerFlops:
         if self.letter in LINEAR_LETTERS:
             assert c.linear is not None
             if convention == "least":
-                return tokens * rule_flops(self.letter, c.linear)
+                return tokens * rule_flops(self.letter, c.linear) - _spared(self.letter, c.linear, tokens)
             if tokens <= (1 if self.letter in "GK" else RECURRENT_UP_TO):  # the recurrent form
                 return tokens * self.mixing_one(0, convention)
             size = CHUNK_SIZES["torch"]
@@ -168,7 +168,7 @@ def decode_bytes(plan: MemoryPlan, batch: int, context: int, routing: str = "lea
 
 
 def prefill_bytes(plan: MemoryPlan, batch: int, tokens: int, routing: str = "least") -> Moved:
-    """Of batch texts of so many tokens: weights once, embeddings of the tokens, and the state they leave."""
+    """Of batch texts of so many tokens: weights once, and the state they leave."""
     _check(CONVENTIONS[0], tokens=tokens)
     weights = touched_weights(plan, batch * tokens, routing)
     return Moved(weights, batch * (plan.memory + plan.conv), plan.cache(batch, tokens))
@@ -195,6 +195,13 @@ def _embedding_row(plan: MemoryPlan) -> int:
 def _columns(letter: str, linear: LinearConfig) -> int:
     """Of the memory: linear attention (L) also sums its keys."""
     return linear.value_dim + (letter == "L")
+
+
+def _spared(letter: str, linear: LinearConfig, tokens: int) -> int:
+    """At most, of the recurrence: the state is empty at first, and few tokens can be compared with each other."""
+    near, reads = min(tokens, linear.key_dim), 2 if letter in _CORRECTS else 1
+    pairs = near * (near + 1) // 2
+    return 2 * reads * linear.value_heads * _columns(letter, linear) * (near * linear.key_dim - pairs)
 
 
 def _chunk_flops(letter: str, linear: LinearConfig, c: int) -> int:

@@ -24,13 +24,15 @@ def largest_batch(plan: MemoryPlan, memory_bytes: int, tokens: int) -> int:
     return max(0, (memory_bytes - plan.weights) // plan.state(1, tokens))
 
 
-def crossover(model: Model, state_dtype: str = "float32") -> int:
+def crossover(
+    model: Model, state_dtype: str = "float32", conv_dtype: str | None = None, cache_dtype: str | None = None
+) -> int:
     """The first length at which the fixed state of a linear layer has fewer bytes than the cache of a full layer.
 
     Of the model's own layers; a kind that it has not is that of variants().
     """
-    made = variants(model)
-    linear, full = (plan_memory(made[name], state_dtype).layers[0] for name in ("linear only", "softmax only"))
+    made, dtypes = variants(model), (state_dtype, conv_dtype, cache_dtype)
+    linear, full = (plan_memory(made[name], *dtypes).layers[0] for name in ("linear only", "softmax only"))
     return first_smaller(linear, full)
 
 

@@ -1,6 +1,6 @@
 """Times that no program can beat: bytes over the memory's bandwidth, operations over the rate of matrix products."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -64,7 +64,7 @@ HARDWARE: dict[str, Hardware] = {
         "two cores with AVX-512 at 4 GHz, two channels of DDR5-5600",
     ),
 }  # fmt: skip
-"""By a short name. A GB of the vendor is counted as 10^9 bytes, of which a driver takes some."""
+"""By a short name. A GB of the vendor is counted as 10^9 bytes; a GPU's driver may report some percent more."""
 
 
 def find_hardware(name: str) -> Hardware:
@@ -84,6 +84,21 @@ def make_hardware(memory_bytes: int, bandwidth: float, flops: float, name: str =
         if not value > 0:
             raise ValueError(f"{what} must be above 0, got {value}")
     return Hardware(name, memory_bytes, bandwidth, {"float32": flops}, 0, "as given")
+
+
+def several(hardware: Hardware, devices: int) -> Hardware:
+    """So many of one kind as if they were one: the model spread evenly, and nothing sent between them takes time."""
+    check_size("devices", devices)
+    if devices == 1:
+        return hardware
+    return replace(
+        hardware,
+        name=f"{devices} x {hardware.name}",
+        memory_bytes=devices * hardware.memory_bytes,
+        bandwidth=devices * hardware.bandwidth,
+        matrix_rate={dtype: devices * rate for dtype, rate in hardware.matrix_rate.items()},
+        cache_bytes=devices * hardware.cache_bytes,
+    )
 
 
 @dataclass(frozen=True)
@@ -130,16 +145,25 @@ def time_bounds(
     moved = {"decode": decode_bytes(memory, batch, tokens).total}
     if model.config.experts is not None:
         moved["decode, experts at random"] = decode_bytes(memory, batch, tokens, "expected").total
-    trained = round(batch * tokens * flops.training(tokens, convention="least"))
-    # each parameter, and what the optimiser keeps of it, is read and written once; products read them in 16 bit or more
-    kept = 1 + {"adamw": 2, "muon": 1}[optimizer]
-    updated = 2 * 4 * kept * memory.parameters + touched_weights(memory, batch * tokens) // model.dtype.itemsize * 2
-    half = torch.bfloat16 if hardware.matrix_rate.keys() & {"bfloat16", "float16"} else torch.float32
     return [
         bound("prefill", prefill, prefill_bytes(memory, batch, tokens).total, hardware, model.dtype),
         *(bound(what, decode, nbytes, hardware, model.dtype) for what, nbytes in moved.items()),
-        bound("training step", trained, updated, hardware, half),
+        training_bound(memory, hardware, batch * tokens, tokens, optimizer),
     ]
+
+
+def training_bound(
+    memory: MemoryPlan, hardware: Hardware, tokens_per_step: int, length: int, optimizer: str = "adamw",
+    precision: str = "bfloat16", recompute: bool = False,
+) -> Bound:  # fmt: skip
+    """Of a step of training on so many tokens, in texts of this length. precision: of the products."""
+    trained = round(tokens_per_step * plan_flops(memory.model).training(length, recompute, "least"))
+    half = precision == "bfloat16" and bool(hardware.matrix_rate.keys() & {"bfloat16", "float16"})
+    # each parameter, and what the optimiser keeps of it, is read and written once; products read them once more
+    kept = 1 + {"adamw": 2, "muon": 1}[optimizer]
+    read = touched_weights(memory, tokens_per_step) // memory.model.dtype.itemsize * 2
+    updated = 2 * 4 * kept * memory.parameters + read
+    return bound("training step", trained, updated, hardware, torch.bfloat16 if half else torch.float32)
 
 
 def _plain(name: str) -> str:

@@ -18,6 +18,7 @@ from lineate.models.families import empty_model
 from lineate.models.hybrid import HybridLM
 from lineate.models.inspect import RULES
 from lineate.models.loading import KEPT_FLOAT32
+from lineate.models.loss import most_bytes
 from lineate.planning.activations import ends, saved_by
 from lineate.planning.models import Model, check_size, dtype_of
 
@@ -201,7 +202,7 @@ class TrainingMemory:
     activations_recomputed: int
     """The same if every block keeps only its input and is computed again: inputs, and one whole block."""
     logits: int
-    """Log-probabilities in float32, their gradient, and that of the logits, which the loss's backward has at once."""
+    """Logits, their log-probabilities and gradients, at most 2^26 at a time (models/loss.py)."""
     by_layer: tuple[int, ...]
     """Activations of each layer."""
 
@@ -243,7 +244,7 @@ def plan_training(
         casts=2 * sum(matrices.values()) if half else 0,
         activations=sum(by_layer) + around,
         activations_recomputed=inputs + around + round(tokens_per_step * max(x.total - x.residual for x in saved)),
-        logits=tokens_per_step * config.vocab_size * 12,
+        logits=most_bytes(tokens_per_step, config.vocab_size, config.hidden_size),
         by_layer=by_layer,
     )
 

@@ -31,11 +31,19 @@ DTYPES: dict[str, torch.dtype] = {
     "fp16": torch.float16,
     "float16": torch.float16,
     "fp8": torch.float8_e4m3fn,
+    "float8_e4m3fn": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
 """By name. fp8 and int8 are a byte an element: what else a quantised model stores (scales) is not counted."""
 SOFTMAX = "AM"
 """Letters whose state grows with the text."""
+PLAIN: dict[str, str | None] = {
+    **dict.fromkeys(("ernie4_5", "granite", "granitemoe", "llama", "mistral", "mixtral", "phi3", "smollm3")),
+    **dict.fromkeys(("qwen2", "qwen2_moe")),
+    **dict.fromkeys(("qwen3", "qwen3_moe"), "head"),
+    **dict.fromkeys(("flex_olmo", "minimax_m2", "olmo2", "olmoe"), "full"),
+}
+"""Families of plain softmax attention with SwiGLU, and the norm of their queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ def read_model(source: str | Path | HybridConfig, dtype: str | None = None, patt
     of ours, of a family of lineate.models.families or of a model with plain softmax attention, or a HybridConfig.
 
     dtype None: as stored, else as config.json says; bfloat16 for published presets, float32 for sizes to train.
+    A quantised model needs one; it is planned as if all its weights were in it.
     pattern: of the sizes to train, or of a HybridConfig that has the parts it needs.
 
     >>> read_model("qwen3-next-80b"), read_model("small", pattern="KKKM"), read_model("config.json", dtype="fp8")
@@ -97,10 +106,10 @@ def read_model(source: str | Path | HybridConfig, dtype: str | None = None, patt
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and any((path / name).is_file() for name in (SINGLE, INDEX)):
         checkpoint = Checkpoint.open(path)
-        return Model(path.resolve().name, _read(checkpoint), chosen or stored_dtype(checkpoint), "folder")
+        return Model(path.resolve().name, _read(checkpoint, chosen), chosen or stored_dtype(checkpoint), "folder")
     file = path / CONFIG if path.is_dir() else path
     values = _read_json(file)
-    config = _read(Checkpoint(folder, values, {}))
+    config = _read(Checkpoint(folder, values, {}), chosen)
     name = file.parent.resolve().name if file.name == CONFIG else file.stem
     return Model(name, config, chosen or _written(values, config), "config.json")
 
@@ -208,14 +217,21 @@ def _read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def _read(checkpoint: Checkpoint) -> HybridConfig:
-    kind = checkpoint.config.get("model_type")
+def _read(checkpoint: Checkpoint, dtype: torch.dtype | None) -> HybridConfig:
+    kind, quantised = checkpoint.config.get("model_type"), checkpoint.config.get("quantization_config")
     if not isinstance(kind, str):
         raise CheckpointError(f"{checkpoint.folder}: the config must say its model_type, got {kind!r}")
+    if quantised is not None and dtype is None:
+        method = quantised.get("quant_method", "an unknown method") if isinstance(quantised, dict) else quantised
+        raise CheckpointError(
+            f"{checkpoint.folder / CONFIG} must not be quantised, got {method}; give a dtype (--dtype fp8) to plan with"
+        )
+    values = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    checkpoint = replace(checkpoint, config=values)
     if kind == OWN or kind in FAMILIES:
         return read_config(checkpoint)
     try:
-        return _softmax_config(str(kind), checkpoint.config)
+        return _softmax_config(kind, values)
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise CheckpointError(f"{checkpoint.folder / CONFIG}: {error}") from None
 
@@ -223,8 +239,15 @@ def _read(checkpoint: Checkpoint) -> HybridConfig:
 def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
     """A decoder with plain softmax attention and SwiGLU (llama, mistral, qwen3, ...), dense or with experts."""
     v = Values(kind, values)
+    if kind not in PLAIN:
+        known = sorted({*FAMILIES, *PLAIN, OWN})
+        raise v.error(f"cannot be planned: model_type must be one of {', '.join(known)}, got {kind!r}")
     why = f"model_type {kind!r} is planned only as plain softmax attention with SwiGLU"
     v.must_be("hidden_act", "silu", why)
+    for key in ("mlp_bias", "use_bias", "mlp_only_layers"):
+        if v.get(key):
+            raise v.error(f"must not have {key}, got {v.get(key)!s:.40}; {why}")
+    v.must_be("decoder_sparse_step", 1, why)
     for key in ("kv_lora_rank", "ssm_state_size", "state_size", "text_config", "encoder_layers"):
         if v.get(key) is not None:
             raise v.error(f"must not have {key}, got {v.get(key)!s:.40}; {why}")
@@ -248,7 +271,7 @@ def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
         vocab_size=v.number("vocab_size"), hidden_size=hidden, n_layers=n_layers, pattern="A", family=kind,
         attention=AttentionConfig(
             heads, v.number("num_key_value_heads", default=heads), head_dim, rotary_dim=head_dim // 2 * 2, gated=False,
-            qk_norm="head" if kind.startswith("qwen3") else None, bias=bool(v.get("attention_bias", default=False)),
+            qk_norm=PLAIN[kind], bias=bool(v.get("attention_bias", default=False)),
         ),
         feed=None if experts else FeedConfig(v.number("intermediate_size")), experts=experts,
         tie_embeddings=bool(v.get("tie_word_embeddings", default=False)),

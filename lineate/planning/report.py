@@ -12,7 +12,7 @@ from typing import Any
 from lineate.models.inspect import RULES
 from lineate.planning.compute import FlopsPlan, plan_flops
 from lineate.planning.fit import first_smaller, largest_batch, longest_context
-from lineate.planning.hardware import HARDWARE, Hardware, time_bounds
+from lineate.planning.hardware import HARDWARE, Hardware, time_bounds, training_bound
 from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory, plan_training
 from lineate.planning.models import Model, variants
 from lineate.planning.teaching import NAMES, differences, taught_heads, teaching_of
@@ -100,7 +100,13 @@ def make_teaching_report(request: Request) -> Report:
             }
             for (name, formula), plan in zip(names.items(), plans.values(), strict=True)
         },
-        "differences": differences(request.model, request.contexts[len(request.contexts) // 2]),
+        "differences": differences(
+            request.model,
+            request.contexts[len(request.contexts) // 2],
+            request.state_dtype,
+            request.conv_dtype,
+            request.cache_dtype,
+        ),
     }
 
 
@@ -229,12 +235,16 @@ def _training(request: Request) -> Report | None:
     if request.tokens_per_step is None:
         return None
     plan = plan_training(request.model, request.tokens_per_step, request.precision, request.optimizer)
+    length, memory = min(request.tokens_per_step, request.contexts[0]), request.plan(request.model)
     steps = []
     for machine in request.machines:
-        x = time_bounds(request.model, machine, 1, request.tokens_per_step, request.optimizer)[-1]
+        x = training_bound(
+            memory, machine, request.tokens_per_step, length, request.optimizer, request.precision, request.recompute
+        )
         steps.append({"hardware": machine.name, "least_seconds": x.seconds, "limit": x.limit})
     return {
         "tokens_per_step": request.tokens_per_step,
+        "text_tokens": length,
         "optimizer": request.optimizer,
         "precision": request.precision,
         **{f"{f.name}_bytes": getattr(plan, f.name) for f in fields(plan) if f.name != "by_layer"},
@@ -280,8 +290,12 @@ def _numbers(report: Report) -> Iterator[tuple[Any, ...]]:
     for x in report["times"]:
         for key in ("least_seconds", "limit", "flops", "moved_bytes"):
             yield f"times, {x['what']}, {x['hardware']}", x["of"], x["tokens"], key, x[key]
-    for x in (report["training"] or {}).get("times", ()):
-        yield f"times, training step, {x['hardware']}", report["own"], "", "least_seconds", x["least_seconds"]
+    training = report["training"] or {}
+    for index, saved in enumerate(training.get("activations_by_layer_bytes", ())):
+        yield "layers", str(index), "", "activations_bytes", saved
+    for x in training.get("times", ()):
+        for key in ("least_seconds", "limit"):
+            yield f"times, training step, {x['hardware']}", report["own"], "", key, x[key]
 
 
 def _teaching_numbers(report: Report) -> Iterator[tuple[Any, ...]]:

@@ -266,7 +266,7 @@ def training_note(t: Report) -> str:
     times = ", ".join(
         f"{x['hardware']} {show_seconds(x['least_seconds'])} ({x['limit'].removeprefix('memory ')})" for x in t["times"]
     )
-    return f"A step takes at least: {times}."
+    return f"A step on texts of {t['text_tokens']:,} tokens takes at least: {times}."
 
 
 def layer_rows(report: Report) -> tuple[list[str], Rows]:

@@ -9,6 +9,8 @@ d_head is emb_dim // n_heads, and a GB is 10^9 bytes. The number of layers of ea
 
 from fractions import Fraction
 
+import torch
+
 from lineate.planning.memory import LayerMemory, plan_memory
 from lineate.planning.models import Model, check_size, dtype_of, variants
 
@@ -33,7 +35,7 @@ def teaching(
 def teaching_of(model: Model, tokens: int, batch: int = 1) -> dict[str, float]:
     """The same for a model: its hidden size, the heads of its attention (else of its linear layers), its dtype."""
     c = model.config
-    return teaching(c.hidden_size, taught_heads(model), c.n_layers, tokens, batch, _dtype_name(model))
+    return teaching(c.hidden_size, taught_heads(model), c.n_layers, tokens, batch, model.dtype_name)
 
 
 def taught_heads(model: Model) -> int:
@@ -45,21 +47,27 @@ def taught_heads(model: Model) -> int:
     raise AssertionError("a config has one of these parts")
 
 
-def differences(model: Model, tokens: int = 32768) -> list[str]:
+def differences(
+    model: Model, tokens: int = 32768, state_dtype: str = "float32", conv_dtype: str | None = None,
+    cache_dtype: str | None = None,
+) -> list[str]:  # fmt: skip
     """How exact bytes differ from the formulas, and why: one sentence each, with the numbers of this model."""
-    made = {name: plan_memory(variant) for name, variant in variants(model).items()}
+    dtypes = state_dtype, conv_dtype, cache_dtype
+    made = {name: plan_memory(variant, *dtypes) for name, variant in variants(model).items()}
     linear, full = made["linear only"].layers[0], made["softmax only"].layers[0]
     taught = teaching_of(model, tokens)
     c, heads, itemsize = model.config, taught_heads(model), model.dtype.itemsize
     d_head = c.hidden_size // heads
-    said = [*_state_differences(model, linear, heads, d_head), *_cache_differences(model, full, heads, d_head)]
+    kept, cached = made["linear only"].state_dtype, made["softmax only"].cache_dtype
+    said = _state_differences(model, linear, kept, heads, d_head)
+    said += _cache_differences(model, full, cached, heads, d_head)
     if c.n_layers % 4:
         layers = made["3:1 hybrid"].layers
         whole = sum(bool(layer.cache) for layer in layers)
         said.append(
             f"Layers are whole: of {c.n_layers}, {whole} attend in a 3:1 pattern; the formula has {c.n_layers / 4:g}."
         )
-    if model.dtype_name != "float32":
+    if len(said) > 1:
         said.append(
             f"Altogether a linear layer keeps {linear.memory + linear.conv:,} bytes of a sequence, where the formula "
             f"has {heads * d_head * d_head * itemsize:,}."
@@ -67,18 +75,23 @@ def differences(model: Model, tokens: int = 32768) -> list[str]:
     for name, key in zip(("softmax only", "linear only", "3:1 hybrid"), NAMES, strict=True):
         exact = made[name].state(1, tokens)
         said.append(
-            f"At {tokens:,} tokens, {name}: {exact / 1e9:.4g} GB exactly, {taught[key] / 1e9:.4g} GB by the formula "
-            f"({exact / taught[key]:.3g} times)."
+            f"One sequence of {tokens:,} tokens, {name}: {exact / 1e9:.4g} GB exactly, {taught[key] / 1e9:.4g} GB by "
+            f"the formula ({exact / taught[key]:.4g} times)."
         )
     return said
 
 
-def _state_differences(model: Model, linear: LayerMemory, heads: int, d_head: int) -> list[str]:
+def _state_differences(
+    model: Model, linear: LayerMemory, dtype: torch.dtype, heads: int, d_head: int
+) -> list[str]:  # fmt: skip
     c, said = model.config, []
-    if model.dtype.itemsize < 4:
+    if dtype.itemsize != model.dtype.itemsize:
+        sizes = f"{dtype.itemsize} bytes an element, not {model.dtype.itemsize} ({model.dtype_name})"
         said.append(
-            f"The recurrent state is float32 whatever the weights are: 4 bytes an element, not {model.dtype.itemsize} "
-            f"({model.dtype_name}); a state in 16 bit forgets what is smaller than its rounding."
+            f"The recurrent state is float32 whatever the weights are: {sizes}; a state in 16 bit forgets what is "
+            "smaller than its rounding."
+            if dtype == torch.float32
+            else f"The recurrent state is planned in {str(dtype).removeprefix('torch.')}: {sizes}."
         )
     x = c.linear
     if linear.letter in "LRDGK" and x is not None:
@@ -101,9 +114,14 @@ def _state_differences(model: Model, linear: LayerMemory, heads: int, d_head: in
     return said
 
 
-def _cache_differences(model: Model, full: LayerMemory, heads: int, d_head: int) -> list[str]:
+def _cache_differences(model: Model, full: LayerMemory, dtype: torch.dtype, heads: int, d_head: int) -> list[str]:
     c, said = model.config, []
     formula = 2 * heads * d_head * model.dtype.itemsize
+    if dtype.itemsize != model.dtype.itemsize:
+        said.append(
+            f"The cache is planned in {str(dtype).removeprefix('torch.')}: {dtype.itemsize} bytes an element, not "
+            f"{model.dtype.itemsize} ({model.dtype_name})."
+        )
     if full.letter == "M":
         assert c.latent is not None
         said.append(
@@ -125,10 +143,6 @@ def _cache_differences(model: Model, full: LayerMemory, heads: int, d_head: int)
             f"{full.cache_per_token:,} bytes a layer, where the formula has {formula:,}."
         )
     return said
-
-
-def _dtype_name(model: Model) -> str:
-    return {"float8_e4m3fn": "fp8"}.get(model.dtype_name, model.dtype_name)
 
 
 def _number(x: Fraction) -> float:
