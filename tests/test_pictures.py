@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from lineate.cli import build_app
 from lineate.explore import attention, growth, small, state, style
-from lineate.explore.command import make, read_text
+from lineate.explore.command import _options, make, read_text
 from lineate.explore.memories import FIXED_SIZE
 from lineate.explore.pictures import MODULES, Options, find, load_numbers, save_numbers
 from lineate.explore.subject import open_subject, run_rule, trace
@@ -171,6 +171,23 @@ def test_growth_of_a_model_is_the_norm_of_its_state():
         memory = subject.model(subject.read(options, 1)[0]).state.layers[2]["memory"][0]
     assert [layer["layer"] for layer in found["layers"]] == [0, 2] and found["places"][-1] == 100
     assert found["layers"][1]["norm"][-1] == pytest.approx(float(memory.norm(dim=(1, 2)).mean()), rel=1e-3)
+
+
+def test_the_norm_of_linear_attention_leaves_out_the_sum_of_its_keys():
+    options = Options(model="tiny", pattern="L", tokens=50, text="some text of a user. " * 9)
+    grown = growth.grow_model(options)["layers"][0]["norm"][-1]
+    heads = [numbers_of("state", **vars(replace(options, layer=0, head=n)))["model"]["norm"][-1] for n in (0, 1)]
+    assert open_subject(options).config.linear.value_heads == 2
+    assert grown == pytest.approx(sum(heads) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("letter", ["L", "D", "G", "K"])
+def test_a_rule_that_is_said_to_be_as_another_is(letter):
+    found = numbers_of("attention", model="tiny", pattern=letter, tokens=12)["model"]
+    assert bool(found["same"]) == (letter != "K")
+    for rule, other in found["same"].items():
+        own, others = (torch.tensor(found["matrices"][name]) for name in (rule, other))
+        assert torch.allclose(own, others, rtol=1e-3, atol=1e-6)
 
 
 def test_exponent():
@@ -328,12 +345,40 @@ def test_one_token_can_be_drawn(name):
         find(name).draw(numbers_of(name, model="tiny", pattern="R", tokens=1)).draw_without_rendering()
 
 
+@pytest.mark.parametrize(
+    ("norm", "said"),
+    [
+        ([1.0] * 8, "has levelled off: norm 1 in the second quarter, 1 in the last of 8 tokens"),
+        ([float(n) for n in range(8)], "still grows: norm 2.5 in the second quarter, 6.5 in the last of 8 tokens"),
+        ([float(9 - n) for n in range(8)], "falls: norm 6.5 in the second quarter, 2.5 in the last of 8 tokens"),
+        ([0.0] * 8, "has levelled off: norm 0 in the second quarter, 0 in the last of 8 tokens"),
+        ([0.5], "norm 0.5 after 1 token"),
+        ([0.5, 0.25], "norm 0.25 after 2 tokens"),
+    ],
+)
+def test_how_a_norm_goes(norm, said):
+    assert state.how_it_goes(norm) == said
+
+
+@pytest.mark.parametrize("name", ["state", "attention", "growth", "forgetting"])
+def test_the_name_of_a_folder_is_no_formula_and_not_too_long(name, tmp_path):
+    folder = tmp_path / ("a very long name of a folder with a checkpoint, and more of it " + "a$b_{c$")
+    HybridLM(preset("tiny", "KA", vocab_size=32)).save_pretrained(folder)
+    numbers = numbers_of(name, model=str(folder), tokens=12)
+    with style.styled():
+        figure = find(name).draw(numbers)
+        figure.draw_without_rendering()
+        said = [x.get_text() for x in figure.findobj(Text)]
+    assert any("more of it a$b_{c$" in text and "very long" not in text for text in said)
+
+
 def test_titles_say_what_the_numbers_say(drawn):
     numbers = load_numbers("state", drawn("state", "default") / "state.json")
     numbers["rules"]["off"]["kimi_delta_attention"][-1] = 1.0
     del numbers["model"]
     grown = load_numbers("growth", drawn("growth", "default") / "growth.json")
     grown["norm"] |= dict.fromkeys(("delta_rule", "gated_delta_rule"), grown["norm"]["linear_attention"])
+    grown["norm"]["kimi_delta_attention"] = [place**-0.5 for place in grown["places"]]
     count = sum(growth.exponent(grown["places"], norm) >= growth.FLAT for norm in grown["norm"].values())
     assert count >= 3
     with style.styled():
@@ -341,6 +386,7 @@ def test_titles_say_what_the_numbers_say(drawn):
         assert any("no rule holds exactly" in text for text in said)
         said = [x.get_text() for x in find("growth").draw(grown).findobj(Text)]
         assert any(f"tokens {count} of 5 states still grow" in text.replace("\n", " ") for text in said)
+        assert "Kimi Delta Attention: falls like t^-0.50" in said
 
 
 def test_not_a_number_is_null_in_json(tmp_path):
@@ -405,6 +451,8 @@ BAD = [
     (["state", "--from", "{other}"], "damaged or of another version"),
     (["state", "--from", "{other}", "--quick"], "leave out --quick"),
     (["all", "--from", "{other}"], "name one picture"),
+    (["all", "--tokens", "200"], "--tokens has another range in every picture"),
+    (["state", "--text", ""], "an empty one"),
 ]
 
 
@@ -429,6 +477,14 @@ def test_bad_input_is_one_line_before_any_work(run, tmp_path, monkeypatch, check
     (line,) = done.stderr.splitlines()
     assert line.startswith("lineate: ") and said in line, line
     assert not list(tmp_path.glob("out/*.*"))
+
+
+def test_all_pictures_take_a_text_and_a_layer():
+    given = {"text": "some words", "layer": 2}
+    chosen = {name: _options(find(name), given, several=True) for name in MODULES}
+    assert chosen["state"].layer == 2 and chosen["state"].text == "some words"
+    assert chosen["growth"] == Options()  # of the rules, which read no text
+    assert _options(find("growth"), given | {"model": "tiny"}, several=True).text == "some words"
 
 
 def test_text_is_a_text_or_a_file(tmp_path):

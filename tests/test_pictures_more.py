@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lineate.explore import forgetting, lengths, load, memories, pictures, subject
+from lineate.explore.command import make
 from lineate.explore.cost import Cost, CostSetting
 from lineate.explore.memories import FIXED_SIZE, LABELS, Setting
 from lineate.explore.pictures import Options
@@ -141,6 +142,8 @@ def test_forgetting_is_drawn(pattern: str, tmp_path: Path) -> None:
     numbers = forgetting.compute(Options(model="tiny", pattern=pattern, tokens=64))
     figure = drawn("forgetting", numbers, tmp_path)
     assert len(figure.axes) == (1 if pattern == "GGGA" else 3)
+    named = [text.get_text().partition(",")[0] for text in figure.axes[0].get_legend().get_texts()]
+    assert named == list(dict.fromkeys(LABELS[layer["rule"]] for layer in numbers["layers"]))
     lines = [line for line in figure.axes[0].lines if line.get_marker() != "None"]
     for line, layer in zip(lines, numbers["layers"], strict=True):
         expected = [torch.tensor(own).quantile(0.5).item() for own in layer["half_life_median"]]
@@ -256,6 +259,16 @@ def test_cost_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.get_num_threads() == threads and numbers["threads"] == 1
     assert set(numbers["bytes"]) == set(LABELS) and numbers["bytes"]["delta_rule"] == (2 * 32 * 32 * 4,) * 2
     check_text(drawn("cost", numbers, tmp_path))
+
+
+@pytest.mark.parametrize("wrong", [0, None, "x", []])
+def test_edited_numbers_are_refused_in_plain_words(wrong: object, tmp_path: Path) -> None:
+    numbers = asdict(fake_cost(CostSetting())) | {"machine": "x"}
+    numbers["decode_microseconds"]["softmax_attention"] = [wrong, 1, 2, 3]
+    pictures.save_numbers("cost", numbers, tmp_path / "edited.json")
+    with pytest.raises(ValueError, match=r"damaged or of another version .* make it again: lineate picture cost"):
+        make(pictures.find("cost"), Options(), tmp_path, ("png",), tmp_path / "edited.json")
+    plt.close("all")
 
 
 def test_the_gallery_shows_every_picture() -> None:

@@ -28,7 +28,7 @@ TOKENS, MOST = 32, 256
 NOTES = {
     "linear_attention": "reads all that matches",
     "gated_linear_attention": "fades with distance",
-    "delta_rule": "a key's newest value alone",
+    "delta_rule": "a new value replaces the old",
     "gated_delta_rule": "... and at D forgets all",
     "kimi_delta_attention": "... and at D forgets A alone",
     "softmax_attention": "shares its weight among all",
@@ -123,7 +123,7 @@ def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
     }  # fmt: skip
     if found.letter == "L":  # the layer divides by q . sum of keys, which is the sum of a row
         own = matrices["linear_attention"]
-        matrices["linear_attention"] = own / own.sum(-1, keepdim=True)
+        matrices["linear_attention"] = matrices["gated_linear_attention"] = own / own.sum(-1, keepdim=True)
     same: dict[str, str] = {}
     if decay is None:
         same = {"gated_linear_attention": "linear_attention", "gated_delta_rule": "delta_rule"}
@@ -185,7 +185,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
             for j, weight in enumerate(row):
                 if j <= i and abs(weight) >= 0.05:
                     color = "white" if weight > 0.45 else "black"
-                    text = f"{weight:.1f}".removeprefix("0") if weight < 0.95 else "1"
+                    text = "1" if f"{weight:.1f}" == "1.0" else f"{weight:.1f}".removeprefix("0")
                     axes.text(j, i, text, ha="center", va="center", fontsize=9.5, color=color)
         axes.set_title(LABELS[rule], fontsize=12, fontweight="bold", pad=20)
         axes.text(0, 1.03, NOTES[rule], transform=axes.transAxes, fontsize=10)
@@ -223,13 +223,14 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
         if rule in found["same"]:
             note = f"no gate here: as {LABELS[found['same'][rule]]}"
         axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=10)
+        axes.text(0.97, 0.95, f"dark: {most:.2g}", transform=axes.transAxes, fontsize=10, ha="right", va="top")
     distance = found["mean_distance_tokens"]
     figure.suptitle(
         f"{found['name']}, layer {found['layer']}, head {found['head']}: the same q, k and gates under every rule\n"
         f"its own rule looks back {distance[found['rule']]:.1f} tokens in the mean, softmax "
         f"{distance['softmax_attention']:.1f}",
-        fontsize=12.5,
-    )
+        fontsize=12.5, parse_math=False,
+    )  # fmt: skip
     how = "token whose value is read (blue: positive, dotted: negative; every panel has its own scale)"
     figure.supxlabel(f"{how}\n{found['text']}", fontsize=10.5, parse_math=False)
     figure.supylabel("token that reads", fontsize=11.5)

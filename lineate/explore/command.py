@@ -62,6 +62,8 @@ def add_commands(app: "typer.Typer") -> None:
                 return
             chosen = [find(each) for each in MODULES] if name == "all" else [find(name)]
             kinds = _formats(formats)
+            if name == "all" and "tokens" in given:
+                raise ValueError("--tokens has another range in every picture; name one picture, or leave it out")
             options = [_options(each, given, name == "all") for each in chosen]
             if source is not None and (given or name == "all"):
                 wrong = "name one picture, not all" if name == "all" else f"leave out --{next(iter(given))}"
@@ -94,7 +96,7 @@ def make(
     with styled():
         try:
             figure = picture.draw(numbers)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (LookupError, ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
             if source is None:
                 raise
             raise ValueError(
@@ -116,6 +118,8 @@ def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "Optio
             uses = ", ".join(f"--{use}" for use in picture.uses) or "none"
             raise ValueError(f"--{name} has no meaning for {picture.name}, whose options are {uses}; leave it out")
     chosen = {name: value for name, value in given.items() if name in picture.uses}
+    if several and picture.name == "growth" and "model" not in given:  # of the rules: these are for other pictures
+        chosen = {name: value for name, value in chosen.items() if name not in ("text", "layer")}
     for name, least in (("layer", 0), ("head", 0), ("tokens", 1), ("seed", 0)):
         if name in chosen and not least <= chosen[name] < 2**63:
             raise ValueError(f"--{name} must be at least {least}, got {chosen[name]}")
@@ -127,8 +131,10 @@ def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "Optio
 def read_text(given: str) -> str:
     """The text itself, or what the file of that name holds."""
     wanted = "--text must be a text or a file of text"
+    if not given.strip():
+        raise ValueError(f"{wanted}, got an empty one")
     path = Path(given).expanduser()
-    one_word = bool(given) and not any(letter.isspace() for letter in given)
+    one_word = not any(letter.isspace() for letter in given)
     try:
         there = path.exists()
     except (OSError, ValueError):  # too long for a name, or with a NUL
@@ -136,8 +142,6 @@ def read_text(given: str) -> str:
     if not there:
         if one_word and (path.suffix.lower() in FILE_SUFFIXES or "/" in given):
             raise ValueError(f"{wanted}, got '{given}', which looks like a file's name and does not exist")
-        if not given.strip():
-            raise ValueError(f"{wanted}, got an empty one")
         return given
     if not path.is_file():
         raise ValueError(f"{wanted}, got '{given}', which is a folder or a device")

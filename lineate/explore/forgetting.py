@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lineate.explore.memories import LABELS
 from lineate.explore.pictures import Numbers, Options, Picture
 from lineate.explore.style import rounded
 from lineate.explore.subject import Trace, open_subject, trace
@@ -95,7 +96,7 @@ def _draw_heads(axes: "Axes", numbers: Numbers) -> None:
             low, middle, high = zip(*map(_quartiles, heads), strict=True)
             axes.vlines(x, list(map(min, heads)), list(map(max, heads)), COLORS[rule], linewidth=1, zorder=1)
         axes.vlines(x, low, high, COLORS[rule], linewidth=size, alpha=0.45, zorder=2)
-        (legend[layer["decay"]],) = axes.plot(
+        (legend[rule],) = axes.plot(
             x, middle, color=COLORS[rule], marker=MARKERS[rule], markersize=size, linestyle="none",
             markeredgecolor="black", markeredgewidth=0.5, zorder=3,
         )  # fmt: skip
@@ -119,14 +120,14 @@ def _draw_heads(axes: "Axes", numbers: Numbers) -> None:
     said = f"median {number(medians[shortest])} tokens in layer {shortest}"
     if shortest != longest:
         said += f", {number(medians[longest])} in layer {longest}"
-    axes.set_title(f"Half-lives, {numbers['model']}:\n{said}")
+    axes.set_title(f"Half-lives, {numbers['model']}:\n{said}", parse_math=False)
     words = {
         "per head": "a decay per head: median, quartiles over the text",
-        "per channel": "a decay per channel: median, quartiles and range over the head's channels",
+        "per channel": "per channel: median, quartiles and range over the channels",
     }
-    axes.legend(
-        legend.values(), [words[decay] for decay in legend], loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=1
-    )
+    decays = {layer["rule"]: layer["decay"] for layer in numbers["layers"]}
+    labels = [f"{LABELS[rule]}, {words[decays[rule]]}" for rule in legend]
+    axes.legend(legend.values(), labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=1)
 
 
 def _draw_channels(figure: "Figure", axes: "Axes", layers: list[dict[str, Any]]) -> None:

@@ -126,12 +126,15 @@ def grow_model(options: Options) -> Numbers:
     ids = _long_text(subject, options)
     places = _places(ids.shape[1])
     state = None
+    assert subject.config.linear is not None
+    columns = subject.config.linear.value_dim  # L keeps the sum of its keys behind them
     norm: dict[int, list[float]] = {n: [] for n in layers}
     for start, end in pairwise([0, *sorted({*places, *range(PIECE, places[-1], PIECE)})]):
         state = subject.model(ids[:, start:end], state=state, last_only=True).state
         if end in places:
             for n in layers:
-                norm[n].append(float(f"{state.layers[n]['memory'][0].norm(dim=(1, 2)).mean():.4g}"))
+                memory = state.layers[n]["memory"][0, ..., :columns]
+                norm[n].append(float(f"{memory.norm(dim=(1, 2)).mean():.4g}"))
     return {
         "units": {"places": "tokens", "norm": "Frobenius norm, mean over heads"},
         "name": subject.name,
@@ -178,7 +181,8 @@ def _draw_rules(numbers: Numbers) -> "Figure":
     known = next(n for n, place in enumerate(places) if place >= numbers["newest"] or n == len(places) - 1)
     for rule, each in norm.items():
         look = {"color": COLORS[rule], "linestyle": LINES[rule], "marker": MARKERS[rule], "linewidth": 2}
-        how = f"levels off at {each[-1]:.1f}" if powers[rule] < FLAT else f"grows like t^{powers[rule]:.2f}"
+        how = f"{'grows' if powers[rule] > 0 else 'falls'} like t^{powers[rule]:.2f}"
+        how = f"levels off at {each[-1]:.1f}" if abs(powers[rule]) < FLAT else how
         left.plot(places, each, **look, markersize=7, markevery=(4, 8), label=f"{LABELS[rule]}: {how}")
         right.plot(places[known:], numbers["error"][rule][known:], **look, markersize=7, markevery=(3, 8))
     right.axhline(1, color="gray", linewidth=1, linestyle="--")
@@ -241,8 +245,8 @@ def _draw_model(numbers: Numbers) -> "Figure":
     axes.set_title(
         f"{numbers['name']}: after {places[-1]:,} tokens {growing} of {len(layers)} states still grow\n"
         f"(faster than t^{FLAT:g} over the last decade)",
-        fontsize=12.5,
-    )
+        fontsize=12.5, parse_math=False,
+    )  # fmt: skip
     axes.legend(fontsize=10)
     return figure
 

@@ -78,7 +78,7 @@ def draw(numbers: Numbers) -> "Figure":
     words.text(
         0, 0,
         f"one layer, {numbers['heads']} heads of {numbers['head_dim']} channels\nCPU ({numbers['machine']}), "
-        f"{numbers['threads']} thread, medians\nstate float32, cache bfloat16",
+        f"{numbers['threads']} thread, medians\nstate float32, cache bfloat16;\ntimes with both in float32",
         fontsize="small", color="#555555", va="bottom", transform=words.transAxes,
     )  # fmt: skip
     return figure

@@ -32,6 +32,8 @@ FADE = 0.5
 """What gated linear attention keeps of everything to make room for A's new value: it cannot replace one pair."""
 TOKENS, MOST = 192, 2048
 """That the model reads, and at most."""
+STEADY = 1.15
+"""A norm that changes by less than this factor has levelled off."""
 
 
 def compute(options: Options) -> Numbers:
@@ -202,6 +204,9 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
         axes.set_xticks([])
         axes.set_yticks([])
         plural = "s" if frame["after_tokens"] > 1 else ""
+        if index == len(frames) - 1:
+            axes.annotate(f"from -{most:.2g} (orange)\nto {most:.2g} (blue)", (1.04, 0.5), xycoords="axes fraction",
+                          rotation=90, va="center", fontsize=9)  # fmt: skip
         axes.set_title(f"after {frame['after_tokens']} token{plural}", fontsize=10.5, loc="center")
         axes.set_xlabel(frame["text"], fontsize=9.5, family="monospace", parse_math=False)
         if index == 0:
@@ -216,20 +221,28 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
     ):
         if found[name] is not None:
             width = 2.4 if name in ("norm", "forgotten") else 1.4
-            axes.plot(places, found[name], color=color, linestyle=line, linewidth=width, label=label)
+            axes.plot(places, found[name], color=color, linestyle=line, linewidth=width, label=label,
+                      marker="o" if len(places) == 1 else None)  # fmt: skip
     axes.set_yscale("log")
     axes.set(xlabel="tokens read", ylabel="Frobenius norm", xlim=(1, max(2, found["tokens"])))
     axes.set_ylim(max(found["norm"]) / 1000 or 1e-3, None)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(ncols=2, loc="lower right")
-    quarter = max(1, found["tokens"] // 4)
-    before, last = median(found["norm"][quarter : 2 * quarter] or found["norm"]), median(found["norm"][-quarter:])
     figure.suptitle(
         f"{found['name']}: the state of layer {found['layer']}, head {found['head']} ({LABELS[found['rule']]})\n"
-        f"{'still grows' if last > 1.15 * before else 'has levelled off'}: norm {before:.3g} in the second quarter, "
-        f"{last:.3g} in the last of {found['tokens']} tokens",
-        fontsize=12.5,
-    )
+        f"{how_it_goes(found['norm'])}",
+        fontsize=12.5, parse_math=False,
+    )  # fmt: skip
+
+
+def how_it_goes(norm: list[float]) -> str:
+    """Whether the norm grows, falls or stays from the second quarter of a text to its last; only if it has quarters."""
+    quarter = len(norm) // 4
+    if not quarter:
+        return f"norm {norm[-1]:.3g} after {len(norm)} token{'s' if len(norm) > 1 else ''}"
+    before, last = median(norm[quarter : 2 * quarter]), median(norm[-quarter:])
+    how = "still grows" if last > STEADY * before else "falls" if before > STEADY * last else "has levelled off"
+    return f"{how}: norm {before:.3g} in the second quarter, {last:.3g} in the last of {len(norm)} tokens"
 
 
 PICTURE = Picture(

@@ -78,7 +78,7 @@ class Subject:
                 raise ValueError(f"--text needs a tokenizer, and {self.name} has none; leave it out for random tokens")
             generator = torch.Generator().manual_seed(options.seed)
             ids = torch.randint(0, self.config.vocab_size, (1, tokens), generator=generator)
-            return ids, [str(number) for number in ids[0].tolist()]
+            return ids, [f"{number} " for number in ids[0].tolist()]
         found = self.encode(TEXT if options.text is None else options.text)[:tokens]
         if not found:
             raise ValueError("--text must have at least one token, got none")
@@ -169,7 +169,7 @@ def _from_folder(given: str) -> Subject:
     place = find_model(folder)
     config = read_config(Checkpoint.open(place))
     make = partial(HybridLM.from_pretrained, place, dtype=torch.float32, progress=False)
-    return Subject(config, make, folder.resolve().name, True, *_tokenizer(place))
+    return Subject(config, make, shown(folder.resolve().name, 32), True, *_tokenizer(place))
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callable[[int], str] | None]:
