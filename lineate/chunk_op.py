@@ -3,7 +3,8 @@
 torch.compile and autograd both see `lineate::<name>` and `lineate::<name>_backward`, nothing inside them.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -162,6 +163,19 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
 
     forward_op.register_autograd(_differentiate(backward_op), setup_context=_save)
 
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+            output = forward(*inputs)
+            _save(ctx, inputs, output)
+            ctx.mark_non_differentiable(output[2])
+            return output
+
+        @staticmethod
+        def backward(ctx, *arrived):  # type: ignore[no-untyped-def]
+            # With gradients enabled a second derivative is wanted, which the op refuses.
+            return _differentiate(backward_op if torch.is_grad_enabled() else backward)(ctx, *arrived)
+
     def chunkwise(
         q: Tensor,
         k: Tensor,
@@ -176,13 +190,25 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
         normalize_qk: bool,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
-        keep = needs_grad(q, k, v, log_decay, beta, state)
-        output, final, _ = forward_op(
-            q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk, chunk_size, keep
-        )
+        tensors = q, k, v, log_decay, beta, state
+        keep = needs_grad(*tensors)
+        run: Callable[..., Any] = forward_op
+        if is_eager(*tensors, cu_seqlens):  # an op's first call would import torch._dynamo, which takes seconds
+            run = Direct.apply if keep else forward
+        output, final, _ = run(*tensors, cu_seqlens, corrects, scale, normalize_qk, chunk_size, keep)
         return output, final
 
     return chunkwise
+
+
+def is_eager(*tensors: Tensor | None) -> bool:
+    """Whether nobody but autograd wants to see the op: no compiler, mode, transform or kind of tensor."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

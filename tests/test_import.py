@@ -105,6 +105,24 @@ print(sorted(added - {"torch"}), sorted(torch_parts & {"torch._dynamo", "torch._
     assert python(code) == "['lineate'] []"
 
 
+def test_calls_import_no_compiler():
+    """An op of torch.library imports torch._dynamo at its first call, which takes seconds; eager calls go round it."""
+    code = """
+import sys, torch, lineate
+from lineate.layers import GatedDeltaNet, KimiDeltaAttention
+x, gate = torch.ones(1, 20, 1, 4, requires_grad=True), torch.zeros(1, 20, 1)
+for backend in ("auto", "torch"):
+    lineate.gated_delta_rule(x, x, x, gate, gate, backend=backend).output.sum().backward()
+    with torch.no_grad():
+        lineate.kimi_delta_attention(x, x, x, gate[..., None].expand(-1, -1, -1, 4), gate, backend=backend)
+for layer in (GatedDeltaNet(8, 2), KimiDeltaAttention(8, 2)):
+    y, state = layer(torch.ones(1, 20, 8))
+    layer(torch.ones(1, 1, 8), state)[0].sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+    assert python(code) == "False"
+
+
 def test_import_compiles_nothing(tmp_path):
     """The C code is built at first use, not at import, and not by explain of a call it does not serve."""
     code = f"""

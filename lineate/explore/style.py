@@ -129,9 +129,10 @@ def save_figure(figure: "Figure", out: Path, name: str, formats: Sequence[str] =
         paths.append(out / f"{name}.{kind}")
         if kind == "svg":
             figure.savefig(paths[-1], metadata={"Date": None})
-            continue
-        drawn = BytesIO()
-        figure.savefig(drawn, format="png")
-        Image.open(drawn).convert("RGB").quantize(256).save(paths[-1], optimize=True)  # a third of the bytes
+        else:
+            drawn = BytesIO()
+            figure.savefig(drawn, format="png")
+            Image.open(drawn).convert("RGB").quantize(256).save(paths[-1], optimize=True)  # a third of the bytes
+        figure.set_layout_engine("none")  # what was found for one format is right for the next
     plt.close(figure)
     return paths

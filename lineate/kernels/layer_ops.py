@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import needs_grad
+from lineate.chunk_op import is_eager, needs_grad
 from lineate.kernels import layers as kernels
 from lineate.kernels.launching import ceil_div, next_power, start
-from lineate.kernels.ops import is_eager
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (2, 3, 4)

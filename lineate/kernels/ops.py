@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import arrived, expect_gradients, needs_grad
+from lineate.chunk_op import arrived, expect_gradients, is_eager, needs_grad
 from lineate.kernels import chunkwise as kernels
 from lineate.kernels import decode as decoding
 from lineate.kernels.call import Gates, count_slots, make_call
@@ -131,16 +131,6 @@ class _Eager(torch.autograd.Function):
     def backward(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
         # With gradients enabled a second derivative is wanted, which the op refuses.
         return _differentiate(ctx, doutput, dfinal, _, _backward_op if torch.is_grad_enabled() else _backward)
-
-
-def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether nobody but autograd wants to see the op: no compiler, mode, transform or kind of tensor."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-    )
 
 
 def _empty_outputs(
