@@ -263,7 +263,7 @@ def measure(cases: list[Case], rounds: int, budget: float) -> tuple[list[dict[st
                 for what, times in case.times.items():
                     if len(times) < 3 or sum(times) < 1e3 * budget:
                         case.sample(what)
-            except Exception as error:
+            except Exception as error:  # the same, while it is timed
                 left[case.row["name"]] = in_a_line(error)
                 print(f"{case.row['name']}: {left[case.row['name']]}", flush=True)
         cases = [case for case in cases if case.row["name"] not in left]

@@ -366,6 +366,12 @@ def _shorten(bounds: list[int]) -> str:
     return str(bounds) if len(bounds) <= 12 else f"[{', '.join(map(str, bounds[:11]))}, ...]"
 
 
+def check_out(folder: Path) -> None:
+    """Prove that a file can be written there, before anything is computed."""
+    if (why := why_not_writable(folder)) is not None:
+        raise ValueError(f"--out must be a folder that can be written, got '{folder}' ({why}); choose another folder")
+
+
 def why_not_writable(folder: Path) -> str | None:
     """Make the folder and a file in it that is gone again; why that cannot be done, or None."""
     try:

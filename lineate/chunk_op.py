@@ -4,6 +4,7 @@ torch.compile and autograd both see `lineate::<name>` and `lineate::<name>_backw
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -161,20 +162,9 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
     def _(doutput, dfinal, q, k, v, log_decay, beta, states, cu_seqlens, corrects, scale, normalize_qk, chunk_size):  # type: ignore[no-untyped-def]
         return _empty_grads(q, k, v, log_decay, beta, dfinal)
 
-    forward_op.register_autograd(_differentiate(backward_op), setup_context=_save)
+    forward_op.register_autograd(partial(_differentiate, backward_op), setup_context=_save)
 
-    class Direct(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-            output = forward(*inputs)
-            _save(ctx, inputs, output)
-            ctx.mark_non_differentiable(output[2])
-            return output
-
-        @staticmethod
-        def backward(ctx, *arrived):  # type: ignore[no-untyped-def]
-            # With gradients enabled a second derivative is wanted, which the op refuses.
-            return _differentiate(backward_op if torch.is_grad_enabled() else backward)(ctx, *arrived)
+    direct = make_direct(forward, backward, backward_op, _save, _differentiate, hidden=2)
 
     def chunkwise(
         q: Tensor,
@@ -194,11 +184,42 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
         keep = needs_grad(*tensors)
         run: Callable[..., Any] = forward_op
         if is_eager(*tensors, cu_seqlens):  # an op's first call would import torch._dynamo, which takes seconds
-            run = Direct.apply if keep else forward
+            run = direct if keep else forward
         output, final, _ = run(*tensors, cu_seqlens, corrects, scale, normalize_qk, chunk_size, keep)
         return output, final
 
     return chunkwise
+
+
+def make_direct(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    backward_op: Callable[..., Any],
+    save: Callable[..., None],
+    differentiate: Callable[..., Any],
+    hidden: int | None = None,
+) -> Callable[..., Any]:
+    """An op with its autograd, without torch.library between, which costs more than a small call's arithmetic.
+
+    save(ctx, inputs, output) keeps what differentiate(backward, ctx, *gradients) needs; hidden: the output that has no
+    gradient, if there is one.
+    """
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+            output = forward(*inputs)
+            save(ctx, inputs, output)
+            if hidden is not None:
+                ctx.mark_non_differentiable(output[hidden])
+            return output
+
+        @staticmethod
+        def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+            # With gradients enabled a second derivative is wanted, which the op refuses.
+            return differentiate(backward_op if torch.is_grad_enabled() else backward, ctx, *gradients)
+
+    return Direct.apply
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
@@ -236,18 +257,15 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(q, k, v, log_decay, beta, output[2], cu_seqlens)
 
 
-def _differentiate(backward_op):  # type: ignore[no-untyped-def]
-    def differentiate(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
-        q, k, v, log_decay, beta, states, cu_seqlens = ctx.saved_tensors
-        doutput, dfinal = arrived(ctx, v, doutput, dfinal)
-        dq, dk, dv, dlog_decay, dbeta, dstate = backward_op(
-            doutput, dfinal, q, k, v, log_decay, beta, states, cu_seqlens, *ctx.options
-        )
-        dlog_decay = None if log_decay is None else dlog_decay
-        dbeta = None if beta is None else dbeta
-        return dq, dk, dv, dlog_decay, dbeta, dstate, *[None] * 6
-
-    return differentiate
+def _differentiate(backward, ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
+    q, k, v, log_decay, beta, states, cu_seqlens = ctx.saved_tensors
+    doutput, dfinal = arrived(ctx, v, doutput, dfinal)
+    dq, dk, dv, dlog_decay, dbeta, dstate = backward(
+        doutput, dfinal, q, k, v, log_decay, beta, states, cu_seqlens, *ctx.options
+    )
+    dlog_decay = None if log_decay is None else dlog_decay
+    dbeta = None if beta is None else dbeta
+    return dq, dk, dv, dlog_decay, dbeta, dstate, *[None] * 6
 
 
 def _empty_outputs(

@@ -48,6 +48,7 @@ def add_commands(app: "typer.Typer") -> None:
         """Draw what a memory does: its state, what it reads, how it grows, forgets, recalls and what it costs."""
         import matplotlib  # noqa: F401  # say now, not after computing, that it is missing
 
+        from lineate.checks import check_out
         from lineate.explore.pictures import MODULES, find
 
         given = {
@@ -68,7 +69,7 @@ def add_commands(app: "typer.Typer") -> None:
             if source is not None and (given or name == "all"):
                 wrong = "name one picture, not all" if name == "all" else f"leave out --{next(iter(given))}"
                 raise ValueError(f"--from has the numbers of one picture: {wrong}")
-            _check_folder(out)
+            check_out(out)
             for one, option in zip(chosen, options, strict=True):
                 for path in make(one, option, out, kinds, source):
                     typer.echo(path)
@@ -165,14 +166,6 @@ def _formats(text: str) -> tuple[str, ...]:
         if kind not in FORMATS:
             raise ValueError(f"--format must be of {', '.join(FORMATS)}, with commas between, got {text!r}")
     return kinds
-
-
-def _check_folder(out: Path) -> None:
-    """Prove that a file can be written there, before anything is computed."""
-    from lineate.checks import why_not_writable
-
-    if (why := why_not_writable(out)) is not None:
-        raise ValueError(f"--out must be a folder that can be written, got '{out}' ({why}); choose another folder")
 
 
 def _one_line(error: Exception) -> str:

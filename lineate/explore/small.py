@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from contextlib import suppress
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from lineate.explore.cost import one_thread
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
+from lineate.native.build import default_cache_folder
 
 CONFIG = HybridConfig(
     vocab_size=257, hidden_size=64, n_layers=6, pattern="KGKGKA", tie_embeddings=True,
@@ -31,7 +31,7 @@ VERSION = 1
 
 def small_model() -> HybridLM:
     """From the user's cache folder, else trained now (about 7 s) and put there if that can be done."""
-    folder = _cache_folder() / f"small-{_fingerprint()}"
+    folder = default_cache_folder() / f"small-{_fingerprint()}"
     with suppress(Exception):  # whatever is wrong with the cache costs only time
         return HybridLM.from_pretrained(folder, progress=False)
     model = train_small(STEPS)
@@ -84,12 +84,6 @@ def _windows(text: Tensor) -> Tensor:
 def _fingerprint() -> str:
     what = [CONFIG.to_dict(), STEPS, ROWS, LENGTH, RATE, CHARACTERS, VERSION]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-
-
-def _cache_folder() -> Path:
-    """As lineate.native finds it."""
-    chosen = os.environ.get("LINEATE_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineate"
 
 
 def _keep(model: HybridLM, folder: Path) -> None:

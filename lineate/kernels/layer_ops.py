@@ -1,12 +1,13 @@
 """The kernels of layers.py as torch ops with shapes and autograd, and the functions that layers call."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import is_eager, needs_grad
+from lineate.chunk_op import is_eager, make_direct, needs_grad
 from lineate.kernels import layers as kernels
 from lineate.kernels.launching import ceil_div, next_power, start
 
@@ -36,24 +37,14 @@ def _register(
         ctx.set_materialize_grads(False)
         save(ctx, inputs, output)
 
-    forward_op.register_autograd(lambda ctx, *grads: differentiate(backward_op, ctx, *grads), setup_context=keep)
+    forward_op.register_autograd(partial(differentiate, backward_op), setup_context=keep)
 
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-            output = forward(*inputs)
-            keep(ctx, inputs, output)
-            return output
-
-        @staticmethod
-        def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-            # With gradients enabled a second derivative is wanted, which the op refuses.
-            return differentiate(backward_op if torch.is_grad_enabled() else backward, ctx, *grads)
+    direct = make_direct(forward, backward, backward_op, keep, differentiate)
 
     def run(tensors: tuple[Tensor | None, ...], *options: object) -> Any:
         if not is_eager(*tensors):
             return forward_op(*tensors, *options)
-        return (Eager.apply if needs_grad(*tensors) else forward)(*tensors, *options)
+        return (direct if needs_grad(*tensors) else forward)(*tensors, *options)
 
     return run
 

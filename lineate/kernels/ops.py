@@ -1,9 +1,11 @@
 """The kernels as torch ops with shapes and autograd: what torch.compile and autograd see of them."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import arrived, expect_gradients, is_eager, needs_grad
+from lineate.chunk_op import arrived, expect_gradients, is_eager, make_direct, needs_grad
 from lineate.kernels import chunkwise as kernels
 from lineate.kernels import decode as decoding
 from lineate.kernels.call import Gates, count_slots, make_call
@@ -106,7 +108,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(q, k, v, log_decay, beta, A_log, dt_bias, output[2], cu_seqlens)
 
 
-def _differentiate(ctx, doutput, dfinal, _, backward=_backward_op):  # type: ignore[no-untyped-def]
+def _differentiate(backward, ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
     doutput, dfinal = arrived(ctx, saved[2], doutput, dfinal)
     *grads, dstate = backward(doutput, dfinal, *saved, *ctx.options)
@@ -114,23 +116,10 @@ def _differentiate(ctx, doutput, dfinal, _, backward=_backward_op):  # type: ign
     return *grads, dstate, *[None] * 6
 
 
-_forward_op.register_autograd(_differentiate, setup_context=_save)
+_forward_op.register_autograd(partial(_differentiate, _backward_op), setup_context=_save)
 
 
-class _Eager(torch.autograd.Function):
-    """The same without torch.library between, which takes as long on the host as all launches together."""
-
-    @staticmethod
-    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
-        ctx.mark_non_differentiable(output[2])
-        return output
-
-    @staticmethod
-    def backward(ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
-        # With gradients enabled a second derivative is wanted, which the op refuses.
-        return _differentiate(ctx, doutput, dfinal, _, _backward_op if torch.is_grad_enabled() else _backward)
+_direct = make_direct(_forward, _backward, _backward_op, _save, _differentiate, hidden=2)
 
 
 def _empty_outputs(
@@ -186,7 +175,7 @@ def chunkwise(
     keep = needs_grad(*tensors)
     run = _forward_op
     if is_eager(*tensors, cu_seqlens):
-        run = _Eager.apply if keep else _forward
+        run = _direct if keep else _forward
     output, final, _ = run(*tensors, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep)
     return output, final
 

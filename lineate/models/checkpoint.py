@@ -33,7 +33,7 @@ class Checkpoint:
         path = Path(folder)
         if not path.is_dir():
             raise CheckpointError(f"expected a folder with {CONFIG} and {SINGLE}, got {path}, which is not a folder")
-        config = _read_json(path / CONFIG)
+        config = read_json(path / CONFIG)
         return cls(path, config, _find_entries(path))
 
     @property
@@ -46,7 +46,7 @@ class Checkpoint:
 
     def extra(self, name: str) -> dict[str, Any]:
         """Another JSON file of the folder; empty if there is none."""
-        return _read_json(self.folder / name) if (self.folder / name).is_file() else {}
+        return read_json(self.folder / name) if (self.folder / name).is_file() else {}
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, in its own dtype."""
@@ -65,13 +65,15 @@ class Checkpoint:
         return self.entries[name]
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"{file.parent}: expected a file {file.name}, got none; a checkpoint is a folder with it")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected JSON, got a file that cannot be read as such ({error})") from None
+        raise CheckpointError(
+            f"{file}: expected JSON, got a file that is not JSON or cannot be read ({error})"
+        ) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(value).__name__}")
     return value
@@ -95,7 +97,7 @@ def _find_entries(folder: Path) -> dict[str, Entry]:
 
 
 def _read_shards(folder: Path) -> dict[str, Entry]:
-    index = _read_json(folder / INDEX)
+    index = read_json(folder / INDEX)
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(f"{folder / INDEX}: expected a weight_map of tensor names to files, got {places!r:.80}")

@@ -91,7 +91,7 @@ def describe(folder: str | Path) -> Description:
         family=str(checkpoint.config["model_type"]),
         config=config,
         parameters=parameters,
-        active_parameters=parameters - _idle_parameters(model),
+        active_parameters=parameters - idle_parameters(model),
         bytes_by_dtype=dict(sorted(sizes.items(), key=lambda item: -item[1])),
         ignored_bytes=sum(entry.nbytes for name, entry in checkpoint.entries.items() if name not in used),
         state_dtype=str(dtype).removeprefix("torch."),
@@ -177,7 +177,7 @@ def _state_bytes(model: HybridLM) -> tuple[int, int, int]:
     return memory, conv, sum(spec.nbytes(1) for spec in specs if "t" in spec.shape)
 
 
-def _idle_parameters(model: nn.Module) -> int:
+def idle_parameters(model: nn.Module) -> int:
     """Of experts that a token does not go to."""
     idle = 0
     for module in model.modules():

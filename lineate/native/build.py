@@ -73,9 +73,14 @@ def _fingerprint(command: list[str]) -> str:
     return digest.hexdigest()[:20]
 
 
-def _cache_folder() -> Path:
+def default_cache_folder() -> Path:
+    """Of all that is made once and kept; it may not be there yet."""
     chosen = os.environ.get("LINEATE_CACHE")
-    folder = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineate"
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineate"
+
+
+def _cache_folder() -> Path:
+    folder = default_cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

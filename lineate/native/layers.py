@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lineate import checks
+from lineate.chunk_op import make_direct
 from lineate.native.build import library, why_not
 
 MOST_TAPS = 4
@@ -78,17 +79,7 @@ def _differentiable(
 
     forward_op.register_autograd(functools.partial(differentiate, backward_op), setup_context=save)
 
-    class Direct(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-            output = forward(*inputs)
-            save(ctx, inputs, output)
-            return output
-
-        @staticmethod
-        def backward(ctx, *arrived):  # type: ignore[no-untyped-def]
-            # With create_graph: the op, which says that it has no second derivatives to whoever asks for one.
-            return differentiate(backward_op if torch.is_grad_enabled() else backward, ctx, *arrived)
+    direct = make_direct(forward, backward, backward_op, save, differentiate)
 
     def run(*inputs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -99,7 +90,7 @@ def _differentiable(
                 if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
                     return forward_op(*inputs)
                 wanted = wanted or x.requires_grad
-        return Direct.apply(*inputs) if wanted and torch.is_grad_enabled() else forward(*inputs)
+        return direct(*inputs) if wanted and torch.is_grad_enabled() else forward(*inputs)
 
     return run
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lineate.layers import MixtureOfExperts, TensorSpec
 from lineate.models.families import empty_model
 from lineate.models.hybrid import HybridLM
-from lineate.models.inspect import RULES
+from lineate.models.inspect import RULES, idle_parameters
 from lineate.models.loading import KEPT_FLOAT32
 from lineate.models.loss import most_bytes
 from lineate.planning.activations import ends, saved_by
@@ -135,7 +135,7 @@ def plan_memory(
                 cache=CACHES.get(letter, ""),
             )
         )
-        idle += _idle(block)
+        idle += idle_parameters(block)
     parameters = sum(x.numel() for x in empty.parameters())
     return MemoryPlan(
         model=model,
@@ -180,12 +180,6 @@ class _Dtypes:
         elif dtype.is_floating_point:
             dtype = self.state
         return prod(tokens if size == "t" else int(size) for size in spec.shape) * dtype.itemsize
-
-
-def _idle(block: nn.Module) -> int:
-    """Parameters of experts that a token does not go to."""
-    experts = [module for module in block.modules() if isinstance(module, MixtureOfExperts)]
-    return sum((x.count - x.active) * (x.experts_gate_up[0].numel() + x.experts_down[0].numel()) for x in experts)
 
 
 @dataclass(frozen=True)

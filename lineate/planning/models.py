@@ -1,13 +1,12 @@
 """What is planned: sizes of a model and the dtype it is kept in, from a preset, a folder, a config.json or numbers."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lineate.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint
+from lineate.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
 from lineate.models.config import (
     AttentionConfig,
     ExpertsConfig,
@@ -108,7 +107,7 @@ def read_model(source: str | Path | HybridConfig, dtype: str | None = None, patt
         checkpoint = Checkpoint.open(path)
         return Model(path.resolve().name, _read(checkpoint, chosen), chosen or stored_dtype(checkpoint), "folder")
     file = path / CONFIG if path.is_dir() else path
-    values = _read_json(file)
+    values = read_json(file)
     config = _read(Checkpoint(folder, values, {}), chosen)
     name = file.parent.resolve().name if file.name == CONFIG else file.stem
     return Model(name, config, chosen or _written(values, config), "config.json")
@@ -203,18 +202,6 @@ def _written(values: dict[str, Any], config: HybridConfig) -> torch.dtype:
             if isinstance(part, dict) and part.get(key) in DTYPES:
                 return DTYPES[part[key]]
     return _usual(config)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise CheckpointError(f"{file.parent}: expected a file {file.name}, got none")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected a {CONFIG}, got a file that is not JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, got {type(values).__name__}")
-    return values
 
 
 def _read(checkpoint: Checkpoint, dtype: torch.dtype | None) -> HybridConfig:

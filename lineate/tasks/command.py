@@ -75,6 +75,7 @@ def add_commands(app: "typer.Typer") -> None:
         """Train small models on a task that tells the rules apart; print the table and draw the figure."""
         import matplotlib  # noqa: F401  # say now, not after training, that it is missing
 
+        from lineate.checks import check_out
         from lineate.tasks.model import ModelOptions
         from lineate.tasks.registry import TASKS
         from lineate.tasks.report import print_table, save, save_numbers
@@ -97,7 +98,7 @@ def add_commands(app: "typer.Typer") -> None:
             )  # fmt: skip
             model = ModelOptions(width, layers, heads, conv, beta_scale, init)
             cells = plan_cells(chosen, rules.split(","), sizes, model, train, seeds)
-            _check_folder(out)
+            check_out(out)
         except ValueError as error:
             typer.echo(f"lineate: {error}", err=True)
             raise typer.Exit(2) from None
@@ -133,11 +134,3 @@ def _device(name: str) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name} needs a GPU that torch can use, and there is none; use --device cpu")
     return name
-
-
-def _check_folder(out: Path) -> None:
-    """Prove that a file can be written there, before anything is computed."""
-    from lineate.checks import why_not_writable
-
-    if (why := why_not_writable(out)) is not None:
-        raise ValueError(f"--out must be a folder that can be written, got '{out}' ({why}); choose another folder")

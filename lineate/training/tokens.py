@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from lineate.native.build import default_cache_folder
 from lineate.training.sources import Report, documents, fingerprint, warn
 from lineate.training.tokenizer import Tokenizer
 
@@ -169,11 +170,6 @@ def permutation(n: int, seed: int, stream: int) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)  # splitmix64
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
-
-
-def default_cache_folder() -> Path:
-    chosen = os.environ.get("LINEATE_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineate"
 
 
 class _Damaged(ValueError):
