@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--share", help="3/8: fill Triton's cache with this share of what fla tries (tuning.py)")
+    parser.add_argument("--share", help="3/8: only fill Triton's cache, with this share of what fla tries (tuning.py)")
     args = parser.parse_args()
     if args.peers is not None:
         sys.path.insert(0, str(args.peers))
@@ -147,7 +147,7 @@ def main() -> None:
     try:
         import fla  # noqa: F401
 
-        sides.append("fla")
+        sides = ["fla"] if args.share else ["lineate", "fla"]
         tune_side_by_side(args.share)
     except ImportError as missing:
         print(f"fla is not importable ({missing}): lineate alone")

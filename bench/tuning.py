@@ -31,4 +31,5 @@ def tune_side_by_side(share: str | None = None) -> None:
         return configs
 
     Autotuner.prune_configs = prune_configs
-    Autotuner.do_bench = property(lambda self: partial(do_bench, warmup=5, rep=20))
+    length = {"warmup": 5, "rep": 20} if share is None else {"warmup": 1, "rep": 1}
+    Autotuner.do_bench = property(lambda self: partial(do_bench, **length))

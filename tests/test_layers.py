@@ -24,6 +24,7 @@ from lineate.layers import (
     SwiGLU,
     TokenCache,
     TTTLinear,
+    attention,
 )
 
 HIDDEN = 24
@@ -278,6 +279,17 @@ def test_delta_mixers_are_their_equation(name):
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.norm.eps) * layer.norm.weight
     o = o * (z.sigmoid() if name == "kimi" else F.silu(z))
     torch.testing.assert_close(layer(x)[0][0], layer.out_proj(o.flatten(1)), **CLOSE)
+
+
+def test_the_longest_text_is_looked_for_once_but_a_change_is_seen(monkeypatch):
+    looked = []
+    monkeypatch.setattr(Tensor, "diff", lambda x, diff=Tensor.diff: looked.append(x) or diff(x))
+    bounds = torch.tensor([0, 3, 10])
+    assert [attention._longest(bounds) for _ in range(3)] == [7, 7, 7] and len(looked) == 1
+    bounds[1] = 8
+    assert attention._longest(bounds) == 8
+    with torch.inference_mode():
+        assert attention._longest(torch.tensor([0, 4, 5])) == 4
 
 
 def test_gated_attention_is_its_equation():

@@ -1,12 +1,15 @@
 """Softmax attention: grouped queries, q and k norms, partial rotary positions, a sigmoid gate on the output."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from inspect import signature
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lineate import checks
 from lineate.layers.carry import enter_attention
@@ -15,6 +18,7 @@ from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
+_LONGEST = WeakTensorKeyDictionary()
 _PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -32,10 +36,11 @@ def attend_new(
             return _softmax_last(q, k, v, scale)
         cu_seqlens, key_bounds = (torch.arange(b + 1, device=q.device) * length for length in (t, n))
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-        return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds).unflatten(1, (b, t))[0]
+        return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, (t, n)).unflatten(1, (b, t))[0]
     key_bounds = cu_seqlens if key_bounds is None else key_bounds
     if fast:
-        return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds)
+        longest = _longest(cu_seqlens), _longest(key_bounds)
+        return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, longest)
     lengths, seen = cu_seqlens.diff().tolist(), key_bounds.diff().tolist()
     texts = zip(q.split(lengths, 1), k.split(seen, 1), v.split(seen, 1), strict=True)
     return torch.cat([_softmax_last(*qkv, scale) for qkv in texts if qkv[0].shape[1]], 1)
@@ -76,20 +81,43 @@ def _softmax_last(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return _softmax(q, k, v, scale, mask, causal=1 < t == n)
 
 
-def _packed_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor, key_bounds: Tensor) -> Tensor:
-    """attend_new of packed texts on a GPU in one launch."""
+def _packed_softmax(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor, key_bounds: Tensor, longest: tuple[int, int]
+) -> Tensor:
+    """attend_new of packed texts on a GPU in one launch; longest: of q's texts, and of the keys'."""
     from torch.nn.attention.varlen import varlen_attn  # not in a build of torch for CPUs alone
 
-    width, group = v.shape[3], q.shape[2] // k.shape[2]
+    width, softmax = v.shape[3], partial(varlen_attn, scale=scale, window_size=(-1, 0))
+    if k.shape[2] < q.shape[2]:
+        if _shares_keys():
+            softmax = partial(softmax, enable_gqa=True)
+        else:
+            k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     v = F.pad(v, (0, q.shape[3] - width))
-    if group > 1:
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    longest, longest_keys = (int(x.diff().max()) for x in (cu_seqlens, key_bounds))
     q, k, v = (x[0].contiguous() for x in (q, k, v))
     bounds = cu_seqlens.int(), key_bounds.int()
-    out = varlen_attn(q, k, v, *bounds, longest, longest_keys, scale=scale, window_size=(-1, 0))
+    out = softmax(q, k, v, *bounds, *longest)
     assert isinstance(out, Tensor)
     return out[None, ..., :width]
+
+
+@cache
+def _shares_keys() -> bool:
+    """Whether this torch takes fewer heads of keys than of queries."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
+def _longest(cu_seqlens: Tensor) -> int:
+    """Tokens of the longest text. A GPU is asked once about a tensor of bounds, not by every layer of a model."""
+    if torch.compiler.is_compiling() or cu_seqlens.is_inference():
+        return int(cu_seqlens.diff().max())
+    version, longest = _LONGEST.get(cu_seqlens, (-1, 0))
+    if version != cu_seqlens._version:
+        longest = int(cu_seqlens.diff().max())
+        _LONGEST[cu_seqlens] = cu_seqlens._version, longest
+    return longest
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> Tensor:
@@ -185,6 +213,8 @@ class GatedAttention(nn.Module):
             output = attend_new(q, new["keys"], new["values"], scale, cu_seqlens, bounds)
             state = TokenCache.of(new, bounds)
         elif state is None:
+            if x.is_cuda:  # both the kernel and the cache need it so
+                new["values"] = v = v.contiguous()
             output, state = attend_new(q, k, v, scale, cu_seqlens), TokenCache.of(new, cu_seqlens)
         else:
             state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)

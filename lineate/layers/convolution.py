@@ -49,7 +49,7 @@ def _convolve(padded: Tensor, weight: Tensor) -> Tensor:
 def _packed(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Packed texts, each with its own size - 1 inputs in front of it: one longer row without gaps, then cut out."""
     past, texts = weight.shape[1] - 1, cu_seqlens.shape[0] - 1
-    rows, _ = locate(cu_seqlens)
+    rows, _ = locate(cu_seqlens, x.shape[1])
     at = torch.arange(x.shape[1], device=x.device) + (rows + 1) * past  # where a token goes
     fronts = (cu_seqlens[:-1] + torch.arange(texts, device=x.device) * past)[:, None]
     fronts = fronts + torch.arange(past, device=x.device)  # texts past

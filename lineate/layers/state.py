@@ -114,7 +114,7 @@ class TokenCache:
         if self._filled is None:
             assert self._packed is not None and isinstance(self.lengths, Tensor)
             new, cu_seqlens = self._packed
-            rows, at = locate(cu_seqlens)
+            rows, at = locate(cu_seqlens, next(iter(new.values())).shape[1])
             self.n = int(self.lengths.max())
             padded = {name: x.new_zeros(self.rows, self.n, *x.shape[2:]) for name, x in new.items()}
             tensors = {name: padded[name].index_put((rows, at), x[0]) for name, x in new.items()}
@@ -183,7 +183,7 @@ class TokenCache:
 
     def append_packed(self, new: dict[str, Tensor], cu_seqlens: Tensor) -> "TokenCache":
         """With the tokens of packed texts, one text a row: new `1 t ...`. Always a copy."""
-        rows, offsets = locate(cu_seqlens)
+        rows, offsets = locate(cu_seqlens, next(iter(new.values())).shape[1])
         more = cu_seqlens.diff()
         lengths = self.lengths + more
         n = int(lengths.max())
@@ -212,11 +212,11 @@ class TokenCache:
 LayerState = Memory | TokenCache
 
 
-def locate(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """For every token of packed texts: which text, and where in it."""
-    lengths = cu_seqlens.diff()
-    rows = torch.repeat_interleave(torch.arange(lengths.shape[0], device=cu_seqlens.device), lengths)
-    return rows, torch.arange(rows.shape[0], device=cu_seqlens.device) - cu_seqlens[:-1][rows]
+def locate(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """For every token of packed texts, so many in all: which text, and where in it."""
+    texts = torch.arange(cu_seqlens.shape[0] - 1, device=cu_seqlens.device)
+    rows = torch.repeat_interleave(texts, cu_seqlens.diff(), output_size=tokens)  # nothing waits for a GPU
+    return rows, torch.arange(tokens, device=cu_seqlens.device) - cu_seqlens[:-1][rows]
 
 
 def token_positions(past: int | Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -224,5 +224,5 @@ def token_positions(past: int | Tensor, x: Tensor, cu_seqlens: Tensor | None) ->
     if cu_seqlens is None:
         steps = torch.arange(x.shape[1], device=x.device)
         return steps + past if isinstance(past, int) else past[:, None] + steps
-    rows, offsets = locate(cu_seqlens)
+    rows, offsets = locate(cu_seqlens, x.shape[1])
     return offsets + (past if isinstance(past, int) else past[rows])
