@@ -17,10 +17,14 @@ keys leave out. So after each `chunk` tokens of a text r is raised to `ridge` ag
 restore=False leaves that out, and r_t = ridge prod_{i <= t} lambda_i.
 
 Chunked, with L_t the product of lambda from the chunk's start, u_t = sqrt(beta_t / L_t), K and V with rows u_t k_t and
-u_t v_t, and C C^T = I + K P K^T (Cholesky; eigenvalues at least 1). Its leading blocks are the factors of every prefix:
+u_t v_t. From chunk to chunk H = P^-1 and B = H S only add up, so those before all chunks are found at once, in float64:
+
+    H <- L_c (H + K^T K) + a I          B <- L_c (B + K^T V)          P = H^-1,  S = P B
+
+Inside of all chunks, with C C^T = I + K P K^T (Cholesky; eigenvalues at least 1), whose leading blocks are the factors
+of every prefix:
 
     [X | E] = C^-1 [K P | V - K S]        y = Q S + tril(Q X^T) E
-    S <- S + X^T E          P <- (P - X^T X) / L_c
 """
 
 from collections.abc import Sequence
@@ -32,10 +36,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.memory.products import product
 from lineate.rule import compute_dtype, full_precision
 
 SMALLEST_WEIGHT = 1e-12
 """The chunked form takes a beta below this for this: its square root has no gradient at 0."""
+
+TOGETHER = 64
+"""Chunks whose states are found together: their products grow with its square."""
 
 State = dict[str, Tensor]
 
@@ -210,48 +218,84 @@ def _lay_out(q: Tensor, begin: Tensor | None, cu_seqlens: Tensor | None, c: int)
 def _chunkwise(
     inputs: Sequence[Tensor | None], state: State, layout: _Layout, restored: float | None
 ) -> tuple[Tensor, State]:
-    """q, k, v, log_decay, beta `b t h ...`, chunk by chunk, all rows together."""
-    b, t = inputs[0].shape[:2] if inputs[0] is not None else (0, 0)
+    """q, k, v, log_decay, beta `b t h ...`: first the state before every chunk, then all chunks at once."""
+    assert inputs[0] is not None
+    (b, t), dtype, n = inputs[0].shape[:2], inputs[0].dtype, layout.n
     q, k, v, log_decay, beta = (
         None if x is None else layout.put(x if x.dim() == 4 else x[..., None]) for x in inputs
     )  # n rows h c d
     assert q is not None and k is not None and v is not None
-    size, h = k.shape[-1], k.shape[2]
-    total = grown = None
+    total = k.new_zeros(k.shape[:3], dtype=torch.float64)  # log L_c, n rows h
     if beta is not None:
         scale = beta.clamp(min=SMALLEST_WEIGHT).sqrt()
         k, v = scale * k, scale * v
     if log_decay is not None:
         sums = log_decay.cumsum(-2)
-        last = sums[..., -1:, :]  # n rows h 1 1
-        total = last[..., 0, 0].exp()
-        grown = F.pad((-last).exp().expand(*last.shape[:-1], size), (0, v.shape[-1]), value=1.0).flatten(1, 2)  # of W
+        total = sums[..., -1, 0].double()
         scale = (sums / -2).exp()
         k, v = scale * k, scale * v
-    q, k, v = (x.flatten(1, 2).contiguous() for x in (q, k, F.pad(v, (size, 0))))  # n rows*h c d
-    across = k.mT.contiguous()
-    # One matrix for both: W = [P | -S], so that K W + [0 | V] = [K P | V - K S].
-    W = torch.cat((state["P"], -state["S"]), -1).flatten(0, 1)
-    ridge, end = state["ridge"], state["position"] + layout.length
-    eye = torch.eye(layout.c, dtype=q.dtype, device=q.device).expand(W.shape[0], -1, -1)
+    end = state["position"] + layout.length
+    ridge, raised = _ridges(state["ridge"].double(), total, end, layout.c, restored)
+    P, S = state["P"].double(), state["S"].double()
+    H = torch.linalg.inv_ex((P + P.mT) / 2).inverse
+    after = torch.cat((H, H @ S), -1)  # H | B, rows h k k+v
     outputs = []
-    for i in range(layout.n):
-        right = torch.baddbmm(v[i], k[i], W)
-        factor = torch.linalg.cholesky_ex(torch.baddbmm(eye, right[..., :size], across[i])).L
-        XE = torch.linalg.solve_triangular(factor, right, upper=False)
-        XT = XE[..., :size].mT
-        outputs.append(torch.baddbmm(q[i] @ W[..., size:], (q[i] @ XT).tril(), XE[..., size:], beta=-1))
-        W = torch.baddbmm(W, XT, XE, alpha=-1)
-        if grown is not None and total is not None:
-            W, ridge = W * grown[i], ridge * total[i]
-        if restored is None:
-            W = _symmetric(W)
-        else:
-            W, ridge = _restore(W.unflatten(0, (-1, h)), ridge, end >= (i + 1) * layout.c, restored)
-            W = W.flatten(0, 1)
-    output = layout.take(torch.stack(outputs).unflatten(1, (-1, h)), b, t)
-    P, S = W.unflatten(0, (-1, h)).split((size, W.shape[-1] - size), -1)
-    return output, {"P": P.contiguous(), "S": -S, "ridge": ridge, "position": end % layout.c}
+    for part in torch.arange(n).split(TOGETHER):
+        own = slice(int(part[0]), int(part[-1]) + 1)
+        before = _before(after, k[own], v[own], total[own], raised[own])
+        after, (P, S) = before[-1], _solve(before)
+        outputs.append(_read(q[own], k[own], v[own], P[:-1].to(dtype), S[:-1].to(dtype)))
+    output = layout.take(torch.cat(outputs), b, t)
+    return output, {
+        "P": P[-1].to(dtype), "S": S[-1].to(dtype), "ridge": ridge.to(dtype), "position": end % layout.c,
+    }  # fmt: skip
+
+
+def _ridges(ridge: Tensor, total: Tensor, end: Tensor, c: int, restored: float | None) -> tuple[Tensor, Tensor]:
+    """r after the last token, `rows h`, and by how much it is raised after each chunk, `n rows h`."""
+    if restored is None:
+        return ridge * total.sum(0).exp(), torch.zeros_like(total)
+    whole = end // c  # chunks of each row, after which it is restored
+    number = torch.arange(total.shape[0], device=end.device)[:, None]
+    begun = torch.where(number[..., None] == 0, ridge, restored)  # r before each chunk
+    raised = torch.where((number < whole)[..., None], restored - begun * total.exp(), 0)
+    behind = torch.where((number >= whole)[..., None], total, 0).sum(0)
+    return torch.where(whole[:, None] == 0, ridge, restored) * behind.exp(), raised
+
+
+def _before(first: Tensor, k: Tensor, v: Tensor, total: Tensor, raised: Tensor) -> Tensor:
+    """H | B before each of n chunks and after the last, `n+1 rows h k k+v`, from those before the first.
+
+    A chunk makes L_c (H + K^T K) + a I of H and L_c (B + K^T V) of B: sums, with weights that are products of L_c.
+    """
+    n, size = k.shape[0], k.shape[-1]
+    lasting = F.pad(total.cumsum(0), (0, 0, 0, 0, 1, 0))  # log of what is left of the first, n+1 rows h
+    later = torch.ones(n + 1, n, dtype=torch.bool, device=k.device).tril(-1)
+    weight = (lasting[:, None] - lasting[1:]).masked_fill(~later[..., None, None], -torch.inf).exp()  # n+1 n rows h
+    keys = k.double()
+    written = total.exp()[..., None, None] * product(keys.mT, torch.cat((keys, v.double()), -1))  # n rows h k k+v
+    ridge = torch.eye(size, written.shape[-1], dtype=keys.dtype, device=k.device)
+    written = written + raised[..., None, None] * ridge
+    sums = weight.permute(2, 3, 0, 1) @ written.flatten(3).permute(1, 2, 0, 3)  # rows h n+1 k*(k+v)
+    return sums.permute(2, 0, 1, 3).unflatten(-1, (size, -1)) + lasting.exp()[..., None, None] * first
+
+
+def _solve(before: Tensor) -> tuple[Tensor, Tensor]:
+    """P = H^-1 and S = P B from H | B, `... k k+v`."""
+    size = before.shape[-2]
+    H, B = before.split((size, before.shape[-1] - size), -1)
+    eye = torch.eye(size, dtype=H.dtype, device=H.device)
+    inverse = torch.linalg.solve_triangular(torch.linalg.cholesky_ex(H).L, eye, upper=False)
+    return product(inverse.mT, inverse), product(inverse.mT, product(inverse, B))
+
+
+def _read(q: Tensor, k: Tensor, v: Tensor, P: Tensor, S: Tensor) -> Tensor:
+    """y `n rows h c v`: the outputs inside chunks from P and S before them."""
+    KP, size = product(k, P), k.shape[-1]
+    eye = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
+    factor = torch.linalg.cholesky_ex(eye + product(KP, k.mT)).L
+    XE = torch.linalg.solve_triangular(factor, torch.cat((KP, v - product(k, S)), -1), upper=False)
+    return product(q, S) + product(product(q, XE[..., :size].mT).tril(), XE[..., size:])
 
 
 def _restore(W: Tensor, ridge: Tensor, full: Tensor, restored: float) -> tuple[Tensor, Tensor]:

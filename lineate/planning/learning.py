@@ -6,6 +6,7 @@ lineate.memory, for whole chunks; least is the recurrence: a token's output for 
 
 from itertools import pairwise
 
+from lineate.memory.least_squares import TOGETHER
 from lineate.models.config import HybridConfig, MemoryConfig
 
 CHUNKS = {"T": 16, "P": 16, "N": 16, "C": 2048, "E": 64}
@@ -27,7 +28,9 @@ def learned(config: HybridConfig, letter: str, tokens: int, convention: str) -> 
         orthogonal = 3 * 5 * 3 * 2 * d**3  # three matrices, five steps of three products
         return heads * (tokens * 18 * d * d + whole * orthogonal) + _window(memory, letter, tokens, executed=True)
     if letter == "E":
-        return heads * chunks * (10 * c * d * d + 6 * c * c * d + 4 * d**3)
+        parts = [min(TOGETHER, chunks - first) for first in range(0, chunks, TOGETHER)]
+        states = sum(4 * n * (n + 1) * d * d + 6 * (n + 1) * d**3 for n in parts) + 2 * d**3
+        return heads * (chunks * (10 * c * d * d + 6 * c * c * d) + states)
     made = sum(2 * c * n * m for n, m in matrices(memory, letter))
     back = made - 2 * c * matrices(memory, letter)[0][0] * matrices(memory, letter)[0][1]
     inside = sum(2 * c * c * (n + m) for n, m in matrices(memory, letter))  # scores, and what they weigh
