@@ -285,11 +285,11 @@ def test_the_longest_text_is_looked_for_once_but_a_change_is_seen(monkeypatch):
     looked = []
     monkeypatch.setattr(Tensor, "diff", lambda x, diff=Tensor.diff: looked.append(x) or diff(x))
     bounds = torch.tensor([0, 3, 10])
-    assert [attention._longest(bounds) for _ in range(3)] == [7, 7, 7] and len(looked) == 1
+    assert [attention.longest_text(bounds) for _ in range(3)] == [7, 7, 7] and len(looked) == 1
     bounds[1] = 8
-    assert attention._longest(bounds) == 8
+    assert attention.longest_text(bounds) == 8
     with torch.inference_mode():
-        assert attention._longest(torch.tensor([0, 4, 5])) == 4
+        assert attention.longest_text(torch.tensor([0, 4, 5])) == 4
 
 
 def test_gated_attention_is_its_equation():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from memories import CLOSE, check_close, floats
 from torch import Tensor
 
-from lineate.layers.lact import window_attention
+from lineate.layers.lact import LaCT, last_tokens, window_attention
 from lineate.memory import RULES, run_reference
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.parts import orthogonalise
@@ -211,3 +211,31 @@ def test_window_attention_is_softmax_of_the_last_tokens(window):
     y, keys, values = window_attention(q[:, 2:], k[:, 2:], v[:, 2:], window, (keys, values, torch.tensor([2, 2])))
     torch.testing.assert_close(y, wanted[:, 2:], **CLOSE)
     assert torch.equal(keys, k[:, 1101 - window :]) and torch.equal(values, v[:, 1101 - window :])
+
+
+def test_last_tokens_of_packed_texts():
+    x, bounds = torch.arange(1.0, 8.0)[:, None], torch.tensor([0, 1, 1, 5, 7])
+    found = last_tokens(x, 3, bounds)[..., 0].tolist()
+    assert found == [[0, 0, 1], [0, 0, 0], [3, 4, 5], [0, 6, 7]]
+    assert last_tokens(x, 0, bounds).shape == (4, 0, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bounds", [None, (0, 1, 1, 70, 300)])
+@pytest.mark.parametrize("window", [1, 20, 400])
+def test_the_window_in_one_launch_equals_blocks(window, bounds):
+    """bfloat16 on a GPU against the same layer in float32 there: outputs, states, gradients."""
+    torch.manual_seed(0)
+    layer = LaCT(64, 2, chunk=32, window=window).cuda()
+    x = torch.randn(1 if bounds else 2, 300, 64, device="cuda")
+    cu_seqlens = torch.tensor(bounds, device="cuda") if bounds else None
+    found = []
+    for half in (False, True):
+        layer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            y, state = layer(x, None, cu_seqlens)
+        y.float().square().sum().backward()
+        found.append((y, state["keys"], state["values"], layer.in_proj.weight.grad.clone()))
+        assert torch.equal(state["seen"], torch.tensor([300, 300] if bounds is None else [1, 0, 69, 230]).cuda())
+    for got, wanted in zip(found[1], found[0], strict=True):
+        assert (got.float() - wanted.float()).norm() <= 3e-2 * wanted.float().norm()

@@ -30,17 +30,17 @@ def attend_new(
     Returns `b t heads v`. key_bounds: those of packed keys; None: the same as cu_seqlens, of q.
     """
     b, t, n = *q.shape[:2], k.shape[1]
-    fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 256 and q.shape[3] % 8 == 0
+    fast = takes_packed(q)
     if cu_seqlens is None:
         if not fast or t in (1, n):
             return _softmax_last(q, k, v, scale)
         cu_seqlens, key_bounds = (torch.arange(b + 1, device=q.device) * length for length in (t, n))
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-        return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, (t, n)).unflatten(1, (b, t))[0]
+        return packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, (t, n)).unflatten(1, (b, t))[0]
     key_bounds = cu_seqlens if key_bounds is None else key_bounds
     if fast:
-        longest = _longest(cu_seqlens), _longest(key_bounds)
-        return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, longest)
+        longest = longest_text(cu_seqlens), longest_text(key_bounds)
+        return packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, longest)
     lengths, seen = cu_seqlens.diff().tolist(), key_bounds.diff().tolist()
     texts = zip(q.split(lengths, 1), k.split(seen, 1), v.split(seen, 1), strict=True)
     return torch.cat([_softmax_last(*qkv, scale) for qkv in texts if qkv[0].shape[1]], 1)
@@ -81,13 +81,22 @@ def _softmax_last(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return _softmax(q, k, v, scale, mask, causal=1 < t == n)
 
 
-def _packed_softmax(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor, key_bounds: Tensor, longest: tuple[int, int]
-) -> Tensor:
-    """attend_new of packed texts on a GPU in one launch; longest: of q's texts, and of the keys'."""
+def takes_packed(q: Tensor) -> bool:
+    """Whether packed_softmax does: 16 bit on a GPU."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 256 and q.shape[3] % 8 == 0
+
+
+def packed_softmax(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor, key_bounds: Tensor, longest: tuple[int, int],
+    window: int = 0,
+) -> Tensor:  # fmt: skip
+    """attend_new of packed texts on a GPU in one launch; longest: of q's texts, and of the keys'.
+
+    window: a token sees itself and the window - 1 before; 0: all before.
+    """
     from torch.nn.attention.varlen import varlen_attn  # not in a build of torch for CPUs alone
 
-    width, softmax = v.shape[3], partial(varlen_attn, scale=scale, window_size=(-1, 0))
+    width, softmax = v.shape[3], partial(varlen_attn, scale=scale, window_size=(window - 1, 0))
     if k.shape[2] < q.shape[2]:
         if _shares_keys():
             softmax = partial(softmax, enable_gqa=True)
@@ -109,7 +118,7 @@ def _shares_keys() -> bool:
     return "enable_gqa" in signature(varlen_attn).parameters
 
 
-def _longest(cu_seqlens: Tensor) -> int:
+def longest_text(cu_seqlens: Tensor) -> int:
     """Tokens of the longest text. A GPU is asked once about a tensor of bounds, not by every layer of a model."""
     if torch.compiler.is_compiling() or cu_seqlens.is_inference():
         return int(cu_seqlens.diff().max())

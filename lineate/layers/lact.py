@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.layers.attention import longest_text, packed_softmax, takes_packed
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate
@@ -137,7 +138,16 @@ class LaCT(nn.Module):
         positions = token_positions(seen, q, cu_seqlens)
         q, k = (rotate(y, positions, y.shape[-1], self.rope_theta) for y in (q, k))
         past = None if state is None else (state["keys"], state["values"], state["seen"])
-        if cu_seqlens is None:
+        if past is None and takes_packed(q):
+            b, t = q.shape[:2]
+            bounds = torch.arange(b + 1, device=q.device) * t if cu_seqlens is None else cu_seqlens
+            longest = t if cu_seqlens is None else longest_text(cu_seqlens)
+            q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+            y = packed_softmax(q, k, v, q.shape[3] ** -0.5, bounds, bounds, (longest, longest), self.window)
+            y = y.view(b, t, *y.shape[2:])
+            new["keys"], new["values"] = (last_tokens(x[0], self.window - 1, bounds) for x in (k, v))
+            read = bounds.diff().long()
+        elif cu_seqlens is None:
             y, new["keys"], new["values"] = window_attention(q, k, v, self.window, past)
             read = torch.full((q.shape[0],), q.shape[1], device=q.device)
         else:
@@ -153,6 +163,13 @@ class LaCT(nn.Module):
 
     def extra_repr(self) -> str:
         return f"chunk={self.chunk}, window={self.window}, attention_heads={self.attention_heads}"
+
+
+def last_tokens(x: Tensor, n: int, bounds: Tensor) -> Tensor:
+    """The last n tokens of each packed text, x `t ...` -> `texts n ...`, zeros in front of shorter ones."""
+    at = bounds[1:, None] + torch.arange(-n, 0, device=x.device)  # texts n
+    inside = (at >= bounds[:-1, None]).view(*at.shape, *(1,) * (x.dim() - 1))
+    return x[at.clamp_min(0)].where(inside, 0)
 
 
 def window_attention(

@@ -136,11 +136,14 @@ def _update(state: dict[str, Tensor], chunk: int, muon: bool) -> dict[str, Tenso
     """The end of a chunk."""
     after = dict(state)
     mean = (state["momentum"] / chunk)[..., None, None]
+    changes = [state[f"sums_{i}"] + mean * state[f"previous_{i}"] for i in _MATRICES]
+    steps = changes
+    if muon:  # all three together, as `dh d`
+        first, second, third = orthogonalise(torch.stack((changes[0], changes[1].mT, changes[2])))
+        steps = [first, second.mT, third]
     for i in _MATRICES:
-        change = state[f"sums_{i}"] + mean * state[f"previous_{i}"]
-        moved = state[f"weights_{i}"] + (orthogonalise(change) if muon else change)
-        after[f"weights_{i}"] = renormalise(moved, state[f"norms_{i}"])
-        after[f"sums_{i}"], after[f"previous_{i}"] = torch.zeros_like(change), change
+        after[f"weights_{i}"] = renormalise(state[f"weights_{i}"] + steps[i], state[f"norms_{i}"])
+        after[f"sums_{i}"], after[f"previous_{i}"] = torch.zeros_like(changes[i]), changes[i]
     after["momentum"], after["position"] = (torch.zeros_like(state[name]) for name in ("momentum", "position"))
     return after
 
