@@ -180,6 +180,8 @@ def window_attention(
     past: the last window - 1 keys and values `b window-1 heads d`, zeros where there were none, and how many tokens
     were seen, `b`. Returns the output, and the last window - 1 keys and values.
     """
+    if q.is_cuda:  # torch's kernels misread rows that are no multiple of 16 bytes apart
+        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     t, first, before = q.shape[1], None, 0
     if past is not None:
         k, v = torch.cat((past[0].to(k.dtype), k), 1), torch.cat((past[1].to(v.dtype), v), 1)

@@ -48,15 +48,18 @@ def lay_out(positions: Sequence[int], lengths: Sequence[int], chunk: int, device
     last = p + length
     chunks = torch.where(length > 0, -(-last // chunk), 0)  # rows
     order = chunks.argsort(descending=True, stable=True)
-    counts = [int((chunks > j).sum()) for j in range(int(chunks.max()))]
-    row = torch.cat([order[:n] for n in counts])  # of each cell
-    start = torch.repeat_interleave(torch.arange(len(counts)) * chunk, torch.tensor(counts))
+    index = torch.arange(int(chunks.max()))
+    at_work = torch.searchsorted(-chunks[order], -index)  # rows with more chunks than that
+    counts: list[int] = at_work.tolist()
+    base = at_work.cumsum(0) - at_work
+    index = index.repeat_interleave(at_work)  # of each cell, its chunk
+    row = order[torch.arange(index.shape[0]) - base[index]]
+    start = index * chunk
     step = start[:, None] + torch.arange(chunk) - p[row, None]  # cells chunk: the token's number in its row
     filled = (step >= 0) & (step < length[row, None])
     tokens = first[row, None] + step.clamp_min(0).minimum(length[row, None] - 1)
     slots = torch.empty(int(length.sum()), dtype=torch.int64)
     slots[tokens[filled]] = filled.flatten().nonzero()[:, 0]
-    ends = (start + chunk <= last[row]).split(counts)
-    return Grid(
-        counts, [end.tolist() for end in ends], *(x.to(device) for x in (order, tokens, filled, slots, last % chunk))
-    )
+    ends: list[bool] = (start + chunk <= last[row]).tolist()
+    complete = [ends[i : i + n] for i, n in zip(base.tolist(), counts, strict=True)]
+    return Grid(counts, complete, *(x.to(device) for x in (order, tokens, filled, slots, last % chunk)))

@@ -15,7 +15,7 @@ and M, S at its end are the same sums. The products are taken over just the toke
 gates of exactly 0 or 1 are exact, gradients too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,12 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.dispatch import why_no_triton
 from lineate.memory.grid import lay_out
 from lineate.memory.products import product
 from lineate.rule import compute_dtype, full_precision
 
 EPS = 1e-6
 """Of the optional layer norm."""
+MOST = 2**28
+"""Elements of states that the kernels keep at once: of so many chunks together."""
+
+Options = tuple[float | None, bool, bool]
+"""clip, residual, norm."""
+Scan = Callable[..., tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]]
 
 
 def titans_state(weights: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
@@ -78,28 +85,36 @@ def titans(
             factors = _factors(tokens[3:], None)
             y, weights, momentum = _advance(tokens[:3], factors, weights, momentum, start, options)
             position = (state["position"] + 1) % chunk
-            start = _where(position == 0, weights, start)
+            start = where(position == 0, weights, start)
             return y.transpose(1, 2).to(v.dtype), _state(weights, momentum, start, position)
 
         lengths = [t] * b if cu_seqlens is None else cu_seqlens.diff().tolist()
         grid = lay_out(state["position"].tolist() if known else [0] * rows, lengths, chunk, q.device)
         tokens = [grid.cells(x) for x in tokens]  # cells h chunk ...
         factors = _factors(tokens[3:], grid.filled[:, None])
-        split = zip(*(x.split(grid.counts) for x in (*tokens[:3], *factors)), strict=True)
+        scan = _scan_for(weights, chunk)
+        pieces = _pieces(grid.counts, known, weights if scan else None)
+        sizes = [sum(grid.counts[piece]) for piece in pieces]
+        split = zip(*(x.split(sizes) for x in (*tokens[:3], *factors)), strict=True)
         memory = [[x.index_select(0, grid.order) for x in part] for part in (weights, momentum, start)]
         outputs, done = [], []
-        for j, own in enumerate(split):
-            n = grid.counts[j]
+        for i, (piece, own) in enumerate(zip(pieces, split, strict=True)):
+            counts, complete = grid.counts[piece], grid.complete[piece]
+            n = counts[0]
             if n < memory[0][0].shape[0]:  # the others are through
                 done.append([[x[n:] for x in part] for part in memory])
                 memory = [[x[:n] for x in part] for part in memory]
             weights, momentum, start = memory
+            if scan is not None and (i or not known):
+                y, *memory = scan(own[:3], Factors(*own[3:]), weights, momentum, counts, complete, options)
+                outputs.append(y)
+                continue
             y, weights, momentum = _advance(own[:3], Factors(*own[3:]), weights, momentum, start, options)
             outputs.append(y)
-            if all(grid.complete[j]):
+            if all(complete[0]):
                 start = weights
-            elif any(grid.complete[j]):
-                start = _where(torch.tensor(grid.complete[j], device=q.device), weights, start)
+            elif any(complete[0]):
+                start = where(torch.tensor(complete[0], device=q.device), weights, start)
             memory = [weights, momentum, start]
         done.append(memory)
         back = grid.order.argsort()
@@ -109,6 +124,41 @@ def titans(
         )
         y = grid.back(torch.cat(outputs), b).to(v.dtype)
         return y, _state(weights, momentum, start, grid.positions)
+
+
+def _scan_for(weights: list[Tensor], chunk: int) -> Scan | None:
+    """What takes many chunks at once, if the kernels serve them."""
+    if not _on_kernels(weights[0]):
+        return None
+    from lineate.kernels.titans import fits  # triton, at its first use
+    from lineate.memory.titans_scan import scan
+
+    return scan if fits(chunk, [weights[0].shape[2], *(x.shape[3] for x in weights)]) else None
+
+
+def _on_kernels(x: Tensor) -> bool:
+    """On a GPU in float32, outside of vmap and the like."""
+    if not x.is_cuda or x.dtype != torch.float32 or why_no_triton("cuda") is not None:
+        return False
+    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+
+
+def _pieces(counts: list[int], known: bool, scanned: list[Tensor] | None) -> list[slice]:
+    """Chunks that are taken together: one by one, or, by the kernels, up to MOST elements of states.
+
+    A first chunk that may begin in its middle is always alone.
+    """
+    if scanned is None:
+        return [slice(j, j + 1) for j in range(len(counts))]
+    size = 2 * sum(x[0].numel() for x in scanned)  # of M and S of a cell
+    pieces = [slice(0, 1)] if known else []
+    first, cells = len(pieces), 0
+    for j in range(first, len(counts)):
+        if j > first and (cells + counts[j]) * size > MOST:
+            pieces.append(slice(first, j))
+            first, cells = j, 0
+        cells += counts[j]
+    return [*pieces, slice(first, len(counts))] if first < len(counts) else pieces
 
 
 class Factors(NamedTuple):
@@ -156,32 +206,45 @@ def _advance(
     weights: list[Tensor],
     momentum: list[Tensor],
     start: list[Tensor],
-    options: tuple[float | None, bool, bool],
+    options: Options,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """One chunk, or less: q, k, v `n h c d` -> the outputs, M and S after it."""
     q, k, v = qkv
-    clip, residual, norm = options
-    inputs, grads = _gradients(k, v, start, clip, residual, norm)
-    written, moving, kept, pushed, carried = factors
-    x = q
-    for i, (own, G) in enumerate(zip(inputs, grads, strict=True)):
-        x = F.silu(x) if i else x
-        old = kept * product(x, weights[i]) + pushed * product(x, momentum[i])
-        x = old - product(product(x, own.mT) * written, G)
-    y = F.layer_norm(x, x.shape[-1:], eps=EPS) if norm else x
-    y = y + q if residual else y
-    last = written[..., -1, :].unsqueeze(-1)
-    b, f = kept[..., -1:, :], pushed[..., -1:, :]
+    inputs, _, grads = gradients(k, v, start, options)
+    grads = clipped(inputs, grads, options)
+    y = read(q, factors, weights, momentum, inputs, grads, options)
+    last = factors.written[..., -1, :].unsqueeze(-1)
+    b, f = factors.kept[..., -1:, :], factors.pushed[..., -1:, :]
     pairs = list(zip(weights, momentum, inputs, grads, strict=True))
     weights = [b * M + f * S - product((last * x).mT, G) for M, S, x, G in pairs]
-    momentum = [carried * S - product((moving * x).mT, G) for _, S, x, G in pairs]
+    momentum = [factors.carried * S - product((factors.moving * x).mT, G) for _, S, x, G in pairs]
     return y, weights, momentum
 
 
-def _gradients(
-    k: Tensor, v: Tensor, weights: list[Tensor], clip: float | None, residual: bool, norm: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """For each matrix its inputs x and the gradients G after it, so that a token's gradient in it is x^T G."""
+def read(
+    q: Tensor,
+    factors: Factors,
+    weights: list[Tensor],
+    momentum: list[Tensor],
+    inputs: list[Tensor],
+    grads: list[Tensor],
+    options: Options,
+) -> Tensor:
+    """y `n h c v`: f(M_t; q_t) for every token of a chunk that begins with M and S."""
+    x, (_, residual, norm) = q, options
+    for i, (own, G) in enumerate(zip(inputs, grads, strict=True)):
+        x = F.silu(x) if i else x
+        old = factors.kept * product(x, weights[i]) + factors.pushed * product(x, momentum[i])
+        x = old - product(product(x, own.mT) * factors.written, G)
+    y = F.layer_norm(x, x.shape[-1:], eps=EPS) if norm else x
+    return y + q if residual else y
+
+
+def gradients(
+    k: Tensor, v: Tensor, weights: list[Tensor], options: Options
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """For each matrix x, z = x M and the gradients G by z, so that a token's gradient in it is x^T G; not clipped."""
+    _, residual, norm = options
     inputs: list[Tensor] = [k]
     before: list[Tensor] = []
     for i, M in enumerate(weights):
@@ -201,15 +264,21 @@ def _gradients(
     for M, z in zip(weights[:0:-1], before[-2::-1], strict=True):
         gate = z.sigmoid()
         grads.insert(0, product(grads[0], M.mT) * (gate * (1 + z * (1 - gate))))
-    if clip is not None:
-        squares = [x.square().sum(-1) * G.square().sum(-1) for x, G in zip(inputs, grads, strict=True)]
-        size = torch.stack(squares).sum(0).clamp_min(1e-30).sqrt()  # where it is 0, so is its gradient
-        scale = (clip / (size + 1e-6)).clamp(max=1).unsqueeze(-1)
-        grads = [scale * G for G in grads]
-    return inputs, grads
+    return inputs, before, grads
 
 
-def _where(rows: Tensor, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+def clipped(inputs: list[Tensor], grads: list[Tensor], options: Options) -> list[Tensor]:
+    """G of every matrix, such that the norm of a token's gradient over all of them is at most clip."""
+    clip = options[0]
+    if clip is None:
+        return grads
+    squares = [x.square().sum(-1) * G.square().sum(-1) for x, G in zip(inputs, grads, strict=True)]
+    size = torch.stack(squares).sum(0).clamp_min(1e-30).sqrt()  # where it is 0, so is its gradient
+    scale = (clip / (size + 1e-6)).clamp(max=1).unsqueeze(-1)
+    return [scale * G for G in grads]
+
+
+def where(rows: Tensor, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
     return [torch.where(rows[:, None, None, None], x, y) for x, y in zip(new, old, strict=True)]
 
 

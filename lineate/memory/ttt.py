@@ -14,17 +14,24 @@ dual form reads a whole chunk by products, layer after layer, and never makes W_
 A state holds the weights of the chunk's start, the sums of rate_s grad loss_s since, and the place in the chunk.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lineate import checks
+from lineate.chunk_op import needs_grad
+from lineate.dispatch import why_no_triton
 from lineate.memory.ttt_layout import Layout, lay_out, to_chunks, to_tokens
 from lineate.rule import compute_dtype, full_precision
 
 Weights = list[tuple[Tensor, Tensor]]
 """W `n d_in d_out` and b `n 1 d_out` of every layer; n = rows * heads."""
+# Without a backward the kernels take so many chunks at a time that their weights have about as many numbers.
+_MOST_KEPT = 2**28
 
 
 def ttt(
@@ -105,21 +112,33 @@ def _dual(
     reader = None
     if sums is not None:
         reader = factor[:, None], (factor[-1] * complete)[: layout.sizes[0] * h]
+    with_kernels, most = _kernels_serve(weights, k), recompute_chunks
+    if with_kernels and not needs_grad(*per_chunk, *(x for pair in weights for x in pair)):
+        fitting = max(_MOST_KEPT // max(sum(w.numel() for w, _ in weights), 1), 1)
+        most = min(most or fitting, fitting)
     outputs: list[Tensor] = []
     finished: list[Weights] = []
-    runs = _runs(layout.sizes, recompute_chunks)
-    parts = zip(*(x.split([rows * count * h for rows, count in runs]) for x in per_chunk), strict=True)
-    for (rows, _), part in zip(runs, parts, strict=True):
-        size = rows * h
+    runs = _runs(layout.sizes, most, with_kernels, with_kernels and sums is not None)
+    parts = zip(*(x.split([sum(run) * h for run in runs]) for x in per_chunk), strict=True)
+    done = 0
+    for run, part in zip(runs, parts, strict=True):
+        size = run[0] * h
         finished.append([(w[size:], a[size:]) for w, a in weights])
         weights = [(w[:size], a[:size]) for w, a in weights]
         prior = None if sums is None or outputs else [(w[:size], a[:size]) for w, a in sums]
-        arguments = (weights, prior, reader, part, square[:size], eps)
+        scan: Callable[..., tuple[Tensor, Weights]] = _scan
+        arguments: tuple[Any, ...] = weights, prior, reader, part, square[:size], eps
+        if with_kernels and prior is None:
+            from lineate.memory.ttt_scan import scan  # triton, at its first use
+
+            base, counts = layout.places(done, len(run))
+            arguments = weights, part, square[:h], base, counts, eps
         if recompute_chunks and torch.is_grad_enabled():
-            some, weights = recompute(_scan, *arguments, use_reentrant=False)
+            some, weights = recompute(scan, *arguments, use_reentrant=False)
         else:
-            some, weights = _scan(*arguments)
+            some, weights = scan(*arguments)
         outputs.append(some)
+        done += len(run)
     finished.append(weights)
     weights = [
         (torch.cat([part[i][0] for part in reversed(finished)]), torch.cat([part[i][1] for part in reversed(finished)]))
@@ -134,14 +153,30 @@ def _dual(
     return to_tokens(torch.cat(outputs), layout, b, t), weights, since
 
 
-def _runs(sizes: list[int], most: int) -> list[tuple[int, int]]:
-    """(rows, chunks) of consecutive chunks with as many rows, `most` at a time (0: any number)."""
-    runs: list[tuple[int, int]] = []
-    for rows in sizes:
-        if runs and runs[-1][0] == rows and (not most or runs[-1][1] < most):
-            runs[-1] = rows, runs[-1][1] + 1
+def _kernels_serve(weights: Weights, k: Tensor) -> bool:
+    """Whether the weights can go from chunk to chunk in a kernel; k `n c d`."""
+    if k.dtype != torch.float32 or not _on_gpu(k):
+        return False
+    from lineate.kernels import ttt as kernels
+
+    return kernels.serves(k.shape[1], [w.shape[1] for w, _ in weights])
+
+
+def _on_gpu(x: Tensor) -> bool:
+    """Whether kernels run where x is, outside of vmap and the like."""
+    if not x.is_cuda or why_no_triton("cuda") is not None:
+        return False
+    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+
+
+def _runs(sizes: list[int], most: int, any_rows: bool, first_alone: bool) -> list[list[int]]:
+    """Consecutive chunks, by their rows, `most` at a time (0: any number); with as many rows, unless any_rows."""
+    runs: list[list[int]] = []
+    for i, rows in enumerate(sizes):
+        if i > first_alone and (any_rows or runs[-1][0] == rows) and (not most or len(runs[-1]) < most):
+            runs[-1].append(rows)
         else:
-            runs.append((rows, 1))
+            runs.append([rows])
     return runs
 
 
@@ -156,32 +191,58 @@ def _scan(
     """The dual form chunk by chunk; prior: the sums before the first one, which its reader's factors turn to steps."""
     outputs = []
     for q, k, target, mask, scores, write in zip(*(x.split(square.shape[0]) for x in parts), strict=True):
-        inputs, grads = _gradients(weights, k, target, square, eps)
-        y = q
+        found = gradients(weights, k, target, square, eps)
+        outputs.append(read(weights, found, q, mask, scores, prior, None if reader is None else reader[0]))
         stepped: Weights = []
-        for i, ((w, a), x, grad) in enumerate(zip(weights, inputs, grads, strict=True)):
-            if i:
-                y = F.gelu(y, approximate="tanh")
-                scores = mask * (torch.bmm(y, x.transpose(1, 2)) + 1)
-            z = torch.baddbmm(torch.baddbmm(a, y, w), scores, grad, alpha=-1)
+        for i, ((w, a), x, grad) in enumerate(zip(weights, found.inputs, found.grads, strict=True)):
             step = write * grad
             w, a = torch.baddbmm(w, x.transpose(1, 2), step, alpha=-1), a - step.sum(1, keepdim=True)
             if prior is not None and reader is not None:
-                w0, a0 = prior[i]
-                z = z - reader[0] * torch.baddbmm(a0, y, w0)
-                w, a = w - reader[1] * w0, a - reader[1] * a0
+                w, a = w - reader[1] * prior[i][0], a - reader[1] * prior[i][1]
             stepped.append((w, a))
-            y = z
         weights, prior = stepped, None
-        outputs.append(y)
     return torch.cat(outputs), weights
 
 
-def _gradients(
-    weights: Weights, k: Tensor, target: Tensor, square: Tensor, eps: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Of every layer its input x_l and G_l = dloss/dz_l, so that dloss/dW_l = x_l^T G_l; k `n c d`."""
+def read(
+    weights: Weights,
+    found: "Gradients",
+    q: Tensor,
+    mask: Tensor,
+    scores: Tensor,
+    prior: Weights | None = None,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """y of the last layer; mask = tril(f_t rate_s), scores = mask (q_t . k_s + 1), of any number of chunks."""
+    y = q
+    for i, ((w, a), x, grad) in enumerate(zip(weights, found.inputs, found.grads, strict=True)):
+        if i:
+            y = F.gelu(y, approximate="tanh")
+            scores = mask * (torch.bmm(y, x.transpose(1, 2)) + 1)
+        z = torch.baddbmm(torch.baddbmm(a, y, w), scores, grad, alpha=-1)
+        if prior is not None and factor is not None:
+            z = z - factor * torch.baddbmm(prior[i][1], y, prior[i][0])
+        y = z
+    return y
+
+
+class Gradients(NamedTuple):
+    """Of every layer, for the keys, so that dloss/dW_l = x_l^T G_l."""
+
+    inputs: list[Tensor]
+    """x_l."""
+    before: list[Tensor]
+    """z_l = x_l W_l + b_l."""
+    back: list[Tensor]
+    """dloss/dx_l, from the second layer on."""
+    grads: list[Tensor]
+    """G_l = dloss/dz_l."""
+
+
+def gradients(weights: Weights, k: Tensor, target: Tensor, square: Tensor, eps: float) -> Gradients:
+    """k `n c d`, for any number of chunks."""
     inputs, before = [k], []
+    backs: list[Tensor] = []
     for w, a in weights:
         z = torch.baddbmm(a, inputs[-1], w)
         before.append(z)
@@ -190,8 +251,9 @@ def _gradients(
     grads = [_norm_gradient(before[-1], target, square, eps)]
     for (w, _), z in zip(reversed(weights[1:]), reversed(before[:-1]), strict=True):
         back = torch.bmm(grads[0], w.transpose(1, 2))
+        backs.insert(0, back)
         grads.insert(0, torch.ops.aten.gelu_backward(back, z, approximate="tanh"))
-    return inputs, grads
+    return Gradients(inputs, before, backs, grads)
 
 
 def _norm_gradient(z: Tensor, target: Tensor, square: Tensor, eps: float) -> Tensor:
@@ -212,10 +274,10 @@ def _tail(
         return _zeros(weights)
     k, target, rate = (x.unflatten(0, (-1, h))[layout.tail].flatten(0, 1) for x in (k, target, rate))
     rate = rate * layout.begun.repeat_interleave(h)[:, None, None]
-    inputs, grads = _gradients(weights, k, target, square, eps)
+    found = gradients(weights, k, target, square, eps)
     return [
         (torch.bmm(rate * x.transpose(1, 2), grad), torch.bmm(rate, grad))
-        for x, grad in zip(inputs, grads, strict=True)
+        for x, grad in zip(found.inputs, found.grads, strict=True)
     ]
 
 
@@ -237,7 +299,7 @@ def _step(
     rate = rate.reshape(b * h, 1, 1)
     here = factor[position].repeat_interleave(h)[:, None, None]
     full = (position + 1 == factor.shape[0]).repeat_interleave(h)[:, None, None]
-    inputs, grads = _gradients(weights, k, target, gamma.square().repeat(b, 1)[:, None], eps)
+    inputs, _, _, grads = gradients(weights, k, target, gamma.square().repeat(b, 1)[:, None], eps)
     y = q
     stepped, since = [], []
     for i, ((w, a), (w0, a0), x, grad) in enumerate(zip(weights, sums, inputs, grads, strict=True)):

@@ -31,6 +31,15 @@ class Layout(NamedTuple):
     """Of rows, after the last token."""
     aligned: bool
     """No row has such a chunk, as is known without looking at tensors."""
+    base: Tensor
+    """Of every chunk of a row, the place of the first one among all."""
+    counts: Tensor
+    """Of rows, in order, how many they have."""
+
+    def places(self, first: int, n: int) -> tuple[Tensor, Tensor]:
+        """base and counts, int32, if there were only the n chunks from `first` on."""
+        base, counts = self.base[first : first + n], self.counts[: self.sizes[first]]
+        return (base - base[0]).int(), (counts - first).clamp(max=n).int()
 
 
 def lay_out(q: Tensor, position: Tensor | None, chunk: int, cu_seqlens: Tensor | None) -> Layout:
@@ -66,7 +75,7 @@ def lay_out(q: Tensor, position: Tensor | None, chunk: int, cu_seqlens: Tensor |
         rows, chunk, sizes.tolist(), slot,
         None if cu_seqlens is None else row_order, None if cu_seqlens is None else rank,
         (ordered_end[of_rank] >= (index + 1) * chunk).to(dtype), tail, begun.to(dtype), (ordered_done == 0).to(dtype),
-        end % chunk, position is None and not any(length % chunk for length in lengths),
+        end % chunk, position is None and not any(length % chunk for length in lengths), base, counts[row_order],
     )  # fmt: skip
 
 

@@ -56,12 +56,18 @@ def ends(config: HybridConfig, half: bool) -> int:
 
 
 def _attention(config: HybridConfig, e: int) -> int:
-    """in_proj's output; q and k if norm or rotation made new ones; output; its gate and the product with it."""
+    """in_proj's output; q and k if norm or rotation made new ones; output; its gate and the product with it.
+
+    In 16 bit, for the kernel of packed texts, q, k and v without gaps (and repeated for grouped queries by a torch that
+    cannot share them: not counted).
+    """
     a = config.attention
     assert a is not None
     wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
     projected = wide * (2 if a.gated else 1) + 2 * narrow
     made = wide + narrow if a.rotary_dim or a.qk_norm else 0
+    if e == 2:
+        made = wide + 2 * narrow
     return e * (projected + made + wide * (3 if a.gated else 1)) + 4 * a.heads
 
 
