@@ -140,10 +140,29 @@ def gated_unit(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-PLAIN = {"short_convolution": convolution, "rms_norm": norm, "gated_rms_norm": gated_norm, "glu": gated_unit}
+def tables(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Angles that turn half of the channels, rounded to an even number."""
+    n = x.shape[-1] // 4
+    angles = torch.arange(x.shape[1] * n, device=x.device).view(x.shape[1], n).float().sqrt()
+    return angles.cos(), angles.sin()
+
+
+def turned(x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None) -> Tensor:
+    cos, sin = (y.to(x.dtype)[..., None, :] for y in (tables(x) if cos is None else (cos, sin)))
+    n = cos.shape[-1]
+    first, second, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+
+PLAIN = {
+    "short_convolution": convolution, "rms_norm": norm, "gated_rms_norm": gated_norm, "glu": gated_unit,
+    "rotate": turned,
+}  # fmt: skip
 
 
 def kernel(name: str):
+    if name == "rotate":
+        return lambda x, cos=None, sin=None: layer_ops.rotate(x, *(tables(x) if cos is None else (cos, sin)))
     return getattr(layer_ops, name)
 
 
@@ -439,6 +458,33 @@ def test_gated_unit(path, shape):
     check("glu", {"x": x.to(path.dtype)}, path)
 
 
+# Rotary positions
+
+
+def turn_shapes() -> list[object]:
+    cpu = [(1, 1, 1, 2, 2), (2, 3, 2, 24, 24), (1, 9, 3, 10, 6), (2, 2, 1, 130, 66)]
+    gpu = [*cpu, (2, 300, 4, 128, 32), (1, 3000, 16, 256, 64), (64, 1, 8, 64, 64)]
+    return [param(INTERPRETER, x) for x in cpu] + [param(path, x) for path in GPU for x in gpu]
+
+
+@pytest.mark.parametrize(("path", "shape"), turn_shapes())
+@pytest.mark.parametrize("shared", [True, False], ids=["one table", "a table a row"])
+def test_rotate(path, shape, shared):
+    b, t, heads, size, dim = shape
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(b, t, heads, size, generator=g).to(path.dtype)
+    angles = 100 * torch.rand(*([] if shared else [b]), t, dim // 2, generator=g)
+    found = check("rotate", {"x": x}, path, cos=angles.cos(), sin=angles.sin())
+    assert same_bits(found.output[..., dim:], x[..., dim:])
+
+
+def test_rotate_says_what_is_wrong():
+    x, table = torch.zeros(2, 3, 1, 8), torch.zeros(3, 4)
+    for wrong in (torch.zeros(3, 5), torch.zeros(1, 3, 4), torch.zeros(3, 4).double(), torch.zeros(4, 4)):
+        with pytest.raises(ValueError, match="cos must be float32 of shape"):
+            layer_ops.rotate(x, wrong, table)
+
+
 # All of them
 
 
@@ -448,6 +494,8 @@ def small(name: str, path: Path) -> Inputs:
         return draw(path, t, 24, b=2)
     if name == "glu":
         return {"x": draw(path, t, 48, b=2)["x"]}
+    if name == "rotate":
+        return {"x": draw_norm(path, 2, t, 2, 24)["x"]}
     return draw_of_norm(name, path, 2, t, 2, 24)
 
 
@@ -573,7 +621,7 @@ def test_second_derivatives_are_refused(name, path):
     inputs = {n: x.to(path.device).requires_grad_() for n, x in small(name, path).items()}
     results = kernel(name)(**inputs)
     y = results[0] if isinstance(results, tuple) else results
-    (dx,) = torch.autograd.grad(y.sum(), inputs["x"], create_graph=True)
+    (dx,) = torch.autograd.grad(y.square().sum(), inputs["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         (dx.square().sum() + inputs["x"].sum()).backward()
 

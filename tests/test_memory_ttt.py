@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate.layers import Memory
-from lineate.layers.rope import rotate
+from lineate.layers.rope import rotate, turns
 from lineate.layers.ttt import TTTMLP, TTTLinear, TTTMixer
 from lineate.memory import RULES, run_reference
 from lineate.memory.ttt import ttt
@@ -279,7 +279,8 @@ def test_the_layer_is_its_equations(name):
         mixed = F.silu(sum(padded[:, i : i + 11] * layer.conv.weight[:, i] for i in range(4)))
     q, k, v = (y.unflatten(-1, (h, d)) for y in mixed.chunk(3, -1))
     if layer.rope_theta is not None:
-        q, k = (rotate(y, torch.arange(11) % c, d, 10000.0) for y in (q, k))
+        turn = turns(torch.arange(11) % c, d, 10000.0, q.dtype)
+        q, k = rotate(q, turn), rotate(k, turn)
     named = {
         "q": q, "k": k, "v": v, "norm_weight": layer.norm_weight, "norm_bias": layer.norm_bias, **layer.start,
         "rate": layer.base_rate * (r + layer.rate_bias).sigmoid() / d,

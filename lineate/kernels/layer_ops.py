@@ -1,4 +1,4 @@
-"""The kernels of layers.py as torch ops with shapes and autograd, and the functions that layers call."""
+"""The kernels of layers.py and rotary.py as torch ops with shapes and autograd, and the functions that layers call."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +10,7 @@ from torch import Tensor
 from lineate.chunk_op import is_eager, make_direct, needs_grad
 from lineate.kernels import layers as kernels
 from lineate.kernels.launching import ceil_div, next_power, start
+from lineate.kernels.rotary import turn
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (2, 3, 4)
@@ -375,3 +376,62 @@ def glu(x: Tensor) -> Tensor:
     """silu(gate) * up of gate | up."""
     _check_dtypes(x=x)
     return _run_glu((x,))
+
+
+# Rotary positions
+
+
+def _rotate_room(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    y = _rotate_room(x, cos, sin, back)
+    x = _dense_rows(x)
+    b, t, heads, size = x.shape
+    half = cos.shape[-1]
+    strides = _strides(x, 3)
+    unit = _unit((size, half, *strides))
+    tile = {"ROWS": 16, "BH": next_power(half), "BR": next_power(max(size - 2 * half, 1))}
+    with torch.cuda.device_of(x):
+        start(turn, (ceil_div(b * t * heads, tile["ROWS"]),))(
+            x, y, cos, sin, b * t * heads, t, *(s // unit for s in strides), t * half if cos.dim() == 3 else 0,
+            HEADS=heads, SIZE=size, HALF=half, BACK=back, **tile, UNIT=unit, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+def _rotate_backward_room(dy: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    return dy.new_empty(dy.shape)
+
+
+def _rotate_backward(dy: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    return _rotate(dy, cos, sin, not back)
+
+
+def _save_rotate(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, cos, sin, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _differentiate_rotate(backward, ctx, dy):  # type: ignore[no-untyped-def]
+    dx = None if dy is None else backward(dy, *ctx.saved_tensors, ctx.back)
+    return dx, None, None, None
+
+
+_run_rotate = _register(
+    "rotate", _rotate, _rotate_room, _rotate_backward, _rotate_backward_room, _save_rotate, _differentiate_rotate
+)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `b t heads d`, its first 2 n channels turned by the angles of cos and sin `[b] t n`, float32."""
+    _check_dtypes(x=x)
+    for name, table in (("cos", cos), ("sin", sin)):
+        shapes = [(*x.shape[k:2], cos.shape[-1]) for k in (0, 1)]
+        if tuple(table.shape) not in shapes or table.dtype != torch.float32 or 2 * cos.shape[-1] > x.shape[-1]:
+            raise ValueError(
+                f"{name} must be float32 of shape ([b,] t, n), n at most {x.shape[-1] // 2}, for x {tuple(x.shape)}, "
+                f"got {table.dtype} of {tuple(table.shape)}"
+            )
+    return _run_rotate((x, cos.contiguous(), sin.contiguous()), False)

@@ -15,7 +15,7 @@ from lineate import checks
 from lineate.layers.carry import enter_attention
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.norm import RMSNorm
-from lineate.layers.rope import rotate
+from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
 _LONGEST = WeakTensorKeyDictionary()
@@ -215,7 +215,8 @@ class GatedAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_dim:
             positions = token_positions(past if segment is None else segment.lengths(past), x, cu_seqlens)
-            q, k = (rotate(y, positions, self.rotary_dim, self.rope_theta) for y in (q, k))
+            turn = turns(positions, self.rotary_dim, self.rope_theta, x.dtype)
+            q, k = rotate(q, turn), rotate(k, turn)
         new, scale = {"keys": k, "values": v}, self.head_dim**-0.5
         if segment is not None:
             new, bounds = enter_attention(segment, new, state)

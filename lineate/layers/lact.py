@@ -10,7 +10,7 @@ from lineate import checks
 from lineate.layers.attention import longest_text, packed_softmax, takes_packed
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.norm import RMSNorm
-from lineate.layers.rope import rotate
+from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.lact import lact, lact_state
 from lineate.rule import compute_dtype, normalize
@@ -136,7 +136,8 @@ class LaCT(nn.Module):
         q, k, v = (y.unflatten(-1, (self.attention_heads, -1)) for y in (q, k, v))
         seen = 0 if state is None else state["seen"]
         positions = token_positions(seen, q, cu_seqlens)
-        q, k = (rotate(y, positions, y.shape[-1], self.rope_theta) for y in (q, k))
+        turn = turns(positions, q.shape[-1], self.rope_theta, q.dtype)
+        q, k = rotate(q, turn), rotate(k, turn)
         past = None if state is None else (state["keys"], state["values"], state["seen"])
         if past is None and takes_packed(q):
             b, t = q.shape[:2]

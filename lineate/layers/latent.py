@@ -13,7 +13,7 @@ from lineate.layers.attention import attend, attend_new
 from lineate.layers.carry import enter_attention
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.norm import RMSNorm
-from lineate.layers.rope import rotate
+from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
 
@@ -65,9 +65,9 @@ class LatentAttention(nn.Module):
         latent, shared = self.latent_norm(latent), shared[..., None, :]
         if self.rope_theta is not None:
             positions = token_positions(past if segment is None else segment.lengths(past), x, cu_seqlens)
-            turned = rotate(q[..., self.nope_dim :], positions, self.rope_dim, self.rope_theta)
-            q = torch.cat((q[..., : self.nope_dim], turned), -1)
-            shared = rotate(shared, positions, self.rope_dim, self.rope_theta)
+            turn = turns(positions, self.rope_dim, self.rope_theta, x.dtype)
+            q = torch.cat((q[..., : self.nope_dim], rotate(q[..., self.nope_dim :], turn)), -1)
+            shared = rotate(shared, turn)
         new = {"latent": torch.cat((latent[..., None, :], shared), -1)}  # b t 1 rank+rope
         if segment is not None or state is None:
             bounds = cu_seqlens

@@ -3,15 +3,29 @@
 import torch
 from torch import Tensor
 
+from lineate.layers.gpu import kernels_for
 from lineate.rule import compute_dtype
 
+Turn = tuple[Tensor, Tensor]
+"""cos and sin of every position's angles, `t dim/2` or `b t dim/2`, in float32 (of float64: float64)."""
 
-def rotate(x: Tensor, positions: Tensor, dim: int, theta: float) -> Tensor:
-    """x `b t heads d`, its first `dim` channels turned; positions `t` or `b t`."""
-    dtype = compute_dtype(x.dtype)
-    frequencies = 1 / theta ** (torch.arange(0, dim, 2, device=x.device, dtype=dtype) / dim)
-    angles = positions[..., None].to(dtype) * frequencies  # [b] t dim/2
-    cos, sin = angles.cos()[..., None, :], angles.sin()[..., None, :]  # [b] t 1 dim/2
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    first, second, rest = x.split((dim // 2, dim // 2, x.shape[-1] - dim), -1)
+
+def turns(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Turn:
+    """For tensors of this dtype whose first `dim` channels turn; positions `t` or `b t`."""
+    dtype = compute_dtype(dtype)
+    frequencies = 1 / theta ** (torch.arange(0, dim, 2, device=positions.device, dtype=dtype) / dim)
+    angles = positions[..., None].to(dtype) * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, turn: Turn) -> Tensor:
+    """x `b t heads d`, its first channels turned."""
+    cos, sin = turn
+    kernels = kernels_for(x, cos, sin)
+    if kernels is not None:
+        y: Tensor = kernels.rotate(x, cos, sin)
+        return y
+    half = cos.shape[-1]
+    cos, sin = (y.to(x.dtype)[..., None, :] for y in (cos, sin))  # [b] t 1 half
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.layers.convolution import ShortConvolution, convolution_spec
-from lineate.layers.rope import rotate
+from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.ttt import ttt
 from lineate.rule import compute_dtype
@@ -109,7 +109,8 @@ class TTTMixer(nn.Module):
         q, k, v = mixed.unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
         if self.rope_theta is not None:
             places = token_positions(0 if state is None else state["position"], x, cu_seqlens) % self.chunk
-            q, k = (rotate(y, places, self.head_dim // 2 * 2, self.rope_theta) for y in (q, k))
+            turn = turns(places, self.head_dim // 2 * 2, self.rope_theta, x.dtype)
+            q, k = rotate(q, turn), rotate(k, turn)
         dtype = compute_dtype(r.dtype)
         rate = self.base_rate / self.head_dim * (r.to(dtype) + self.rate_bias.to(dtype)).sigmoid()
         places = torch.arange(1, self.chunk + 1, device=x.device, dtype=dtype)
