@@ -24,8 +24,8 @@ from lineate.layers import (
     SwiGLU,
     TokenCache,
     TTTLinear,
-    attention,
 )
+from lineate.texts import text_lengths
 
 HIDDEN = 24
 SIZES = {"value_heads": 4, "key_dim": 8, "value_dim": 6}
@@ -281,15 +281,15 @@ def test_delta_mixers_are_their_equation(name):
     torch.testing.assert_close(layer(x)[0][0], layer.out_proj(o.flatten(1)), **CLOSE)
 
 
-def test_the_longest_text_is_looked_for_once_but_a_change_is_seen(monkeypatch):
+def test_lengths_of_texts_are_looked_for_once_but_a_change_is_seen(monkeypatch):
     looked = []
     monkeypatch.setattr(Tensor, "diff", lambda x, diff=Tensor.diff: looked.append(x) or diff(x))
     bounds = torch.tensor([0, 3, 10])
-    assert [attention.longest_text(bounds) for _ in range(3)] == [7, 7, 7] and len(looked) == 1
+    assert [text_lengths(bounds) for _ in range(3)] == [(3, 7)] * 3 and len(looked) == 1
     bounds[1] = 8
-    assert attention.longest_text(bounds) == 8
+    assert text_lengths(bounds) == (8, 2)
     with torch.inference_mode():
-        assert attention.longest_text(torch.tensor([0, 4, 5])) == 4
+        assert text_lengths(torch.tensor([0, 4, 5])) == (4, 1)
 
 
 def test_gated_attention_is_its_equation():

@@ -105,6 +105,15 @@ def test_equals_the_generic_reference():
         torch.testing.assert_close(end[f"previous_{i}"], final.momentum[f"W{i}"], **CLOSE)
 
 
+@pytest.mark.parametrize("t", [1, 9])
+def test_without_a_position_rows_begin_a_chunk(t):
+    inputs, state = make(t=t)
+    wanted, wanted_end = lact(*inputs, state, chunk=4)
+    del state["position"]
+    y, end = lact(*inputs, state, chunk=4)
+    assert torch.equal(y, wanted) and all(torch.equal(end[name], x) for name, x in wanted_end.items())
+
+
 def test_split_anywhere_and_one_by_one_equal_whole():
     inputs, state = make(t=19)
     whole = lact(*inputs, state, chunk=6)
@@ -226,7 +235,9 @@ def test_last_tokens_of_packed_texts():
 def test_the_window_in_one_launch_equals_blocks(window, bounds):
     """bfloat16 on a GPU against float32 there and on a CPU: outputs, states, gradients."""
     layer = LaCT(64, 2, chunk=32, window=window)
-    given = [x.bfloat16() for x in torch.randn(3, 1 if bounds else 2, 300, 64, generator=torch.Generator().manual_seed(0))]
+    given = [
+        x.bfloat16() for x in torch.randn(3, 1 if bounds else 2, 300, 64, generator=torch.Generator().manual_seed(0))
+    ]
     found = {}
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
         leaves = [x.to(device, dtype).requires_grad_() for x in given]

@@ -108,6 +108,14 @@ def test_equals_autograd_token_by_token(case, chunk):
         torch.testing.assert_close(got, expected, **CLOSE)
 
 
+@pytest.mark.parametrize("t", [1, 9])
+def test_without_a_position_rows_begin_a_chunk(t):
+    inputs, state = make("linear", t=t)
+    wanted = titans(*inputs, state, chunk=4)
+    del state["position"]
+    check_close(titans(*inputs, state, chunk=4), wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("case", ["linear", "linear, clipped", "mlp", "mlp, residual"])
 def test_equals_the_generic_reference(case):
     (q, k, v, theta, eta, alpha), state = make(case)

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lineate import checks
 from lineate.layers.carry import enter_attention
@@ -17,8 +16,8 @@ from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
+from lineate.texts import text_lengths
 
-_LONGEST = WeakTensorKeyDictionary()
 _PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -39,9 +38,9 @@ def attend_new(
         return packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, (t, n)).unflatten(1, (b, t))[0]
     key_bounds = cu_seqlens if key_bounds is None else key_bounds
     if fast:
-        longest = longest_text(cu_seqlens), longest_text(key_bounds)
+        longest = max(text_lengths(cu_seqlens)), max(text_lengths(key_bounds))
         return packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, longest)
-    lengths, seen = cu_seqlens.diff().tolist(), key_bounds.diff().tolist()
+    lengths, seen = text_lengths(cu_seqlens), text_lengths(key_bounds)
     texts = zip(q.split(lengths, 1), k.split(seen, 1), v.split(seen, 1), strict=True)
     return torch.cat([_softmax_last(*qkv, scale) for qkv in texts if qkv[0].shape[1]], 1)
 
@@ -116,17 +115,6 @@ def _shares_keys() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters
-
-
-def longest_text(cu_seqlens: Tensor) -> int:
-    """Tokens of the longest text. A GPU is asked once about a tensor of bounds, not by every layer of a model."""
-    if torch.compiler.is_compiling() or cu_seqlens.is_inference():
-        return int(cu_seqlens.diff().max())
-    version, longest = _LONGEST.get(cu_seqlens, (-1, 0))
-    if version != cu_seqlens._version:
-        longest = int(cu_seqlens.diff().max())
-        _LONGEST[cu_seqlens] = cu_seqlens._version, longest
-    return longest
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> Tensor:

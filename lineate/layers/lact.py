@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.attention import longest_text, packed_softmax, takes_packed
+from lineate.layers.attention import packed_softmax, takes_packed
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.lact import lact, lact_state
 from lineate.rule import compute_dtype, normalize
+from lineate.texts import text_lengths
 
 _BLOCK = 512  # queries that share one mask
 
@@ -118,6 +119,7 @@ class LaCT(nn.Module):
         if state is None:
             rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             before = lact_state([weights.to(dtype) for weights in self.initial], rows)
+            del before["position"]
         else:
             names = (spec.name for spec in self.state_spec if spec.name not in ("conv", "keys", "values", "seen"))
             before = {name: state[name] for name in names}
@@ -142,7 +144,7 @@ class LaCT(nn.Module):
         if past is None and takes_packed(q):
             b, t = q.shape[:2]
             bounds = torch.arange(b + 1, device=q.device) * t if cu_seqlens is None else cu_seqlens
-            longest = t if cu_seqlens is None else longest_text(cu_seqlens)
+            longest = t if cu_seqlens is None else max(text_lengths(cu_seqlens))
             q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
             y = packed_softmax(q, k, v, q.shape[3] ** -0.5, bounds, bounds, (longest, longest), self.window)
             y = y.view(b, t, *y.shape[2:])
@@ -154,7 +156,7 @@ class LaCT(nn.Module):
         else:
             read = cu_seqlens.diff().long()
             found = []
-            for row, own in enumerate(zip(*(x.split(read.tolist(), 1) for x in (q, k, v)), strict=True)):
+            for row, own in enumerate(zip(*(x.split(text_lengths(cu_seqlens), 1) for x in (q, k, v)), strict=True)):
                 own_past = None if past is None else (past[0][row, None], past[1][row, None], past[2][row, None])
                 found.append(window_attention(own[0], own[1], own[2], self.window, own_past))
             y = torch.cat([own[0] for own in found], 1)

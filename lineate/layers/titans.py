@@ -102,6 +102,7 @@ class Titans(nn.Module):
         if state is None:
             rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             before = titans_state([weights.to(dtype) for weights in self.initial], rows)
+            del before["position"]
         else:
             before = {name: y for name, y in state.tensors.items() if name != "conv"}
         y, after = titans(

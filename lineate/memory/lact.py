@@ -24,6 +24,7 @@ from lineate import checks
 from lineate.memory.parts import orthogonalise, renormalise, row_norms
 from lineate.memory.products import product
 from lineate.rule import compute_dtype, full_precision
+from lineate.texts import text_lengths
 
 _MATRICES = range(3)
 
@@ -54,13 +55,18 @@ def lact(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """q, k, v `b t h d`; rates `b t h 3`, of W0, W1, W2; momentum `b t h` or None -> `b t h d` and the state.
 
-    state: of `lact_state`, or of an earlier call, also in the middle of a chunk. muon False: plain steps.
+    state: of `lact_state`, or of an earlier call, also in the middle of a chunk; without position all rows are at a
+    chunk's start, and no GPU need be asked. muon False: plain steps.
     """
     _check(q, k, v, rates, momentum, state, chunk, cu_seqlens)
     dtype, t = compute_dtype(q.dtype), q.shape[1]
     with full_precision(q):
         if momentum is None:
             momentum = rates.new_zeros(rates.shape[:3])
+        fresh = "position" not in state
+        if fresh:
+            first = torch.zeros(state["weights_0"].shape[0], dtype=torch.int64, device=q.device)
+            state = {**state, "position": first}
         tokens = [x.to(dtype).transpose(1, 2) for x in (q, k, v, rates, momentum)]  # b h t ...
         if t == 1 and cu_seqlens is None:
             y, after = _apply(tokens, state)
@@ -71,11 +77,11 @@ def lact(
                 after = _choose(ends, _update(after, chunk, muon), after)
             return y.transpose(1, 2).to(v.dtype), after
 
-        positions = state["position"].tolist()
+        positions = [0] * len(state["position"]) if fresh else state["position"].tolist()
         groups = [[row for row, at in enumerate(positions) if at == p] for p in sorted(set(positions))]
         if cu_seqlens is not None:
             groups = [[row] for row in range(len(positions))]
-            lengths = cu_seqlens.diff().tolist()
+            lengths = text_lengths(cu_seqlens)
             parts = list(zip(*(x.split(lengths, 2) for x in tokens), strict=True))
         elif len(groups) == 1:
             y, after = _run(tokens, dict(state), positions[0], chunk, muon)

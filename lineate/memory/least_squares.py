@@ -38,6 +38,7 @@ from torch import Tensor
 from lineate import checks
 from lineate.memory.products import product
 from lineate.rule import compute_dtype, full_precision
+from lineate.texts import text_lengths
 
 SMALLEST_WEIGHT = 1e-12
 """The chunked form takes a beta below this for this: its square root has no gradient at 0."""
@@ -201,7 +202,7 @@ class _Layout(NamedTuple):
 def _lay_out(q: Tensor, begin: Tensor | None, cu_seqlens: Tensor | None, c: int) -> _Layout:
     """begin: the slot of each row's first token, below c; None: 0."""
     b, t = q.shape[:2]
-    lengths = [t] * b if cu_seqlens is None else cu_seqlens.diff().tolist()
+    lengths = [t] * b if cu_seqlens is None else text_lengths(cu_seqlens)
     rows = len(lengths)
     spare = 0 if begin is None else c - 1  # room for any place: looking would wait for a GPU
     n = -(-(max(lengths) + spare) // c)

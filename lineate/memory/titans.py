@@ -27,6 +27,7 @@ from lineate.dispatch import why_no_triton
 from lineate.memory.grid import lay_out
 from lineate.memory.products import product
 from lineate.rule import compute_dtype, full_precision
+from lineate.texts import text_lengths
 
 EPS = 1e-6
 """Of the optional layer norm."""
@@ -65,13 +66,14 @@ def titans(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """q, k `b t h k`, v `b t h v`; rate theta, momentum eta, forgetting alpha `b t h` -> `b t h v` and the state.
 
-    state: of `titans_state`, or of an earlier call, also in the middle of a chunk; None: a matrix of zeros. clip: the
-    largest norm of one token's gradient over all matrices (of one token, so that the future cannot change the past).
+    state: of `titans_state`, or of an earlier call, also in the middle of a chunk; without position all rows are at a
+    chunk's start, and no GPU need be asked; None: a matrix of zeros. clip: the largest norm of one token's gradient
+    over all matrices (of one token, so that the future cannot change the past).
     """
     rows = _check(q, k, v, {"theta": theta, "eta": eta, "alpha": alpha}, state, chunk, clip, residual, cu_seqlens)
     dtype, (b, t) = compute_dtype(q.dtype), q.shape[:2]
     with full_precision(q):
-        known = state is not None
+        known = state is not None and "position" in state
         if state is None:
             state = titans_state([q.new_zeros(q.shape[2], q.shape[3], v.shape[3], dtype=dtype)], rows)
         depth = len(state) // 3
@@ -84,11 +86,12 @@ def titans(
             tokens = [x.transpose(1, 2) for x in tokens]  # b h 1 ...
             factors = _factors(tokens[3:], None)
             y, weights, momentum = _advance(tokens[:3], factors, weights, momentum, start, options)
-            position = (state["position"] + 1) % chunk
+            position = state["position"] if known else torch.zeros(rows, dtype=torch.int64, device=q.device)
+            position = (position + 1) % chunk
             start = where(position == 0, weights, start)
             return y.transpose(1, 2).to(v.dtype), _state(weights, momentum, start, position)
 
-        lengths = [t] * b if cu_seqlens is None else cu_seqlens.diff().tolist()
+        lengths = [t] * b if cu_seqlens is None else text_lengths(cu_seqlens)
         grid = lay_out(state["position"].tolist() if known else [0] * rows, lengths, chunk, q.device)
         tokens = [grid.cells(x) for x in tokens]  # cells h chunk ...
         factors = _factors(tokens[3:], grid.filled[:, None])

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.texts import text_lengths
+
 
 class Layout(NamedTuple):
     """Where tokens stand in chunks: chunks are ordered by their place in the row, then by row, the longest first."""
@@ -45,7 +47,7 @@ class Layout(NamedTuple):
 def lay_out(q: Tensor, position: Tensor | None, chunk: int, cu_seqlens: Tensor | None) -> Layout:
     b, t = q.shape[:2]
     device, dtype = q.device, q.dtype
-    lengths = [t] * b if cu_seqlens is None else cu_seqlens.diff().tolist()
+    lengths = [t] * b if cu_seqlens is None else text_lengths(cu_seqlens)
     rows = len(lengths)
     # Where a row stands in its chunk is not looked at, which would wait for a GPU: room for any place.
     spare = 0 if position is None else chunk - 1
