@@ -51,6 +51,29 @@ def check_decay(log_decay: Tensor | None) -> None:
         )
 
 
+def check_forgetting(total: Tensor, chunk: int) -> None:
+    """total: the sums of log_decay over chunks, for least squares."""
+    if _concrete(total) and total.numel() and total.amin().item() < -25:
+        raise ValueError(
+            f"log_decay must sum to at least -25 over chunk = {chunk} tokens for least squares, whose ridge is "
+            f"restored only then, got {total.amin().item():.4g}; use a smaller chunk"
+        )
+
+
+def check_position(position: Tensor, rows: int, chunk: int) -> None:
+    """Of a state: where each row stands in its chunk."""
+    if position.shape != (rows,) or position.dtype != torch.int64:
+        raise ValueError(
+            f"state['position'] must be int64 of shape (rows,) = ({rows},), "
+            f"got {position.dtype} of {tuple(position.shape)}"
+        )
+    if _concrete(position) and rows and not 0 <= int(position.min()) <= int(position.max()) < chunk:
+        raise ValueError(
+            f"state['position'] must be at least 0 and below chunk = {chunk}, got {position.tolist()}; "
+            "continue with the chunk that the state was made with"
+        )
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q, k `b t h k`, v `b t hv v`, hv a multiple of h, one floating dtype, one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -354,8 +377,10 @@ def _check_number(name: str, x: Any) -> None:
 
 
 def _concrete(x: Tensor) -> bool:
-    """Whether values may be looked at: not while compiling, and not where that would wait for a GPU."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
+    """Whether values may be looked at: not while compiling, inside of vmap, or where that would wait for a GPU."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    return not torch._C._are_functorch_transforms_active()
 
 
 def _name(dtype: torch.dtype) -> str:

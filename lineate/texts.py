@@ -5,12 +5,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _KNOWN = WeakTensorKeyDictionary()
-"""Of tensors that are still used: their version, and the lengths."""
+"""Of tensors on GPUs that are still used: their version, and the lengths."""
 
 
 def text_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Tokens of every text."""
-    if torch.compiler.is_compiling() or cu_seqlens.is_inference():
+    """Tokens of every text. Bounds on a GPU must not be changed behind torch's back (`.data`, kernels of others)."""
+    if not _may_be_kept(cu_seqlens):
         return tuple(cu_seqlens.diff().tolist())
     known: tuple[int, tuple[int, ...]] = _KNOWN.get(cu_seqlens, (-1, ()))
     version, lengths = known
@@ -18,3 +18,10 @@ def text_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
         lengths = tuple(cu_seqlens.diff().tolist())
         _KNOWN[cu_seqlens] = cu_seqlens._version, lengths
     return lengths
+
+
+def _may_be_kept(cu_seqlens: Tensor) -> bool:
+    """Looking costs nothing on a CPU; a graph would keep lengths for ever; inference mode counts no versions."""
+    if not cu_seqlens.is_cuda or torch.compiler.is_compiling() or cu_seqlens.is_inference():
+        return False
+    return not torch.cuda.is_current_stream_capturing()

@@ -121,7 +121,7 @@ def kernels(monkeypatch):
 
     def force(path: Path) -> list[object]:
         if path.device == "cpu":
-            monkeypatch.setattr(rule, "_on_kernels", lambda x: x.dtype == torch.float32)
+            monkeypatch.setattr(rule, "on_gpu", lambda x: x.dtype == torch.float32)
         monkeypatch.setattr(titans_scan, "_scan", counted)
         return seen
 

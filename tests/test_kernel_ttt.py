@@ -62,7 +62,7 @@ def launches(monkeypatch):
     for name in ("states", "adjoints"):
         monkeypatch.setattr(kernels, name, watch(name))
     if not torch.cuda.is_available():
-        monkeypatch.setattr(memory, "_on_gpu", lambda x: True)
+        monkeypatch.setattr(memory, "on_gpu", lambda x: x.dtype == torch.float32)
     return seen
 
 
@@ -139,7 +139,7 @@ def check(named: Inputs, options: dict[str, object], path: Path, monkeypatch: py
     found = run(single, options, torch.float32, path)
     exact = {name: x if name == "position" else x.double() for name, x in single.items()}
     with monkeypatch.context() as loops:
-        loops.setattr(memory, "_on_gpu", lambda x: False)
+        loops.setattr(memory, "on_gpu", lambda x: False)
         expected = run(exact, options, torch.float64)
         loop = errors(run(single, options, torch.float32), expected)
     n = named["q"].shape[:2].numel() + named["q"].shape[-1] * 5
@@ -230,7 +230,7 @@ def test_without_gradients_few_states_are_kept(model, path, monkeypatch, launche
     leaves = {name: x.float().to(path.device).requires_grad_() for name, x in named.items()}
     whole, final = dual(leaves, **options)
     assert launches == ["states"]
-    monkeypatch.setattr(memory, "_MOST_KEPT", 2 * sum(x.numel() for n, x in leaves.items() if n.startswith("weight")))
+    monkeypatch.setattr(memory, "MOST", 2 * sum(x.numel() for n, x in leaves.items() if n.startswith("weight")))
     with torch.no_grad():
         output, state = dual(leaves, **options)
     assert launches == ["states"] * 4  # 5 chunks, 2 at a time
@@ -338,7 +338,7 @@ def test_layer(kind, packed, monkeypatch, launches):
     exact = each(copy.deepcopy(layer).double(), x.double(), ends)
     layer, x, ends = layer.cuda(), x.cuda(), None if ends is None else ends.cuda()
     with monkeypatch.context() as loops:
-        loops.setattr(memory, "_on_gpu", lambda x: False)
+        loops.setattr(memory, "on_gpu", lambda x: False)
         loop = each(layer, x, ends)
     assert not launches
     found = each(layer, x, ends)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate import texts
 from lineate.layers import (
     DeltaNet,
     GatedAttention,
@@ -25,7 +26,6 @@ from lineate.layers import (
     TokenCache,
     TTTLinear,
 )
-from lineate.texts import text_lengths
 
 HIDDEN = 24
 SIZES = {"value_heads": 4, "key_dim": 8, "value_dim": 6}
@@ -285,11 +285,11 @@ def test_lengths_of_texts_are_looked_for_once_but_a_change_is_seen(monkeypatch):
     looked = []
     monkeypatch.setattr(Tensor, "diff", lambda x, diff=Tensor.diff: looked.append(x) or diff(x))
     bounds = torch.tensor([0, 3, 10])
-    assert [text_lengths(bounds) for _ in range(3)] == [(3, 7)] * 3 and len(looked) == 1
+    assert [texts.text_lengths(bounds) for _ in range(3)] == [(3, 7)] * 3 and len(looked) == 3
+    monkeypatch.setattr(texts, "_may_be_kept", lambda x: True)  # as on a GPU
+    assert [texts.text_lengths(bounds) for _ in range(3)] == [(3, 7)] * 3 and len(looked) == 4
     bounds[1] = 8
-    assert text_lengths(bounds) == (8, 2)
-    with torch.inference_mode():
-        assert text_lengths(torch.tensor([0, 4, 5])) == (4, 1)
+    assert texts.text_lengths(bounds) == (8, 2)
 
 
 def test_gated_attention_is_its_equation():

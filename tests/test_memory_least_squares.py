@@ -1,5 +1,7 @@
 """Least squares: against the normal equations and the reference, chunked against token by token, and as a layer."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -384,3 +386,51 @@ def test_layer_learns_recall():
         optimiser.step()
         losses.append(float(loss.detach()))
     assert sum(losses[-10:]) / 10 < 0.5 < 2.5 < losses[0]
+
+
+def test_packed_texts_of_very_different_lengths():
+    """They are taken in groups: outputs, states and gradients as one by one, from states anywhere in a chunk."""
+    lengths = (1, 40, 0, 3, 17, 1, 9, 0)
+    q, k, v, log_decay, beta = inputs(sum(lengths), b=1)
+    bounds = torch.tensor([0, *accumulate(lengths)])
+    for state in (None, some_state(len(lengths), [0, 3, 7, 1, 2, 6, 0, 5])):
+        leaves = [q, k, v, log_decay, beta, *([] if state is None else [state[n] for n in ("P", "S", "ridge")])]
+        options = {"ridge": 0.2, "state": state, "chunk": 8, "cu_seqlens": bounds}
+        results = [least_squares(q, k, v, log_decay, beta, **options, form=form) for form in ("chunkwise", "recurrent")]
+        compare(*results, leaves)
+
+
+def test_the_future_cannot_spoil_the_past():
+    q, k, v, log_decay, beta = (x.detach() for x in inputs(64))
+    wanted = least_squares(q, k, v, log_decay, beta, chunk=8)[0]
+    v[:, 41] = torch.nan
+    y = least_squares(q, k, v, log_decay, beta, chunk=8)[0]
+    assert torch.equal(y[:, :40], wanted[:, :40]) and y[:, 48:].isnan().all()
+
+
+def test_a_rounded_state_does_not_explode():
+    """Keys of 8 kinds and a small ridge: P in float32 has directions of no certainty, and is not definite."""
+    g = torch.Generator().manual_seed(0)
+    kinds = F.normalize(torch.randn(8, 64, generator=g), dim=-1) * 8
+    k = kinds[torch.randint(8, (1, 2048, 1), generator=g)]
+    v = torch.randn(1, 2048, 1, 64, generator=g)
+    state, outputs = None, []
+    for own_k, own_v in zip(k.split(512, 1), v.split(512, 1), strict=True):
+        y, state = least_squares(own_k, own_k, own_v, ridge=1e-4, state=state)
+        outputs.append(y)
+    assert torch.cat(outputs, 1).abs().max() < 10
+
+
+def test_too_fast_forgetting_and_wrong_positions_are_errors():
+    given = [x.detach() for x in inputs(20)]
+    with pytest.raises(ValueError, match="log_decay must sum to at least -25 over chunk = 8"):
+        least_squares(*given[:3], torch.full_like(given[3], -4.0), given[4], chunk=8)
+    state = some_state(B, [0, 9])
+    with pytest.raises(ValueError, match=r"state\['position'\] must be at least 0 and below chunk = 8, got \[0, 9\]"):
+        least_squares(*given, state=state, chunk=8)
+
+
+def test_compiles_whole():
+    given = [x.detach() for x in inputs(20)]
+    compiled = torch.compile(lambda *x: least_squares(*x, chunk=8)[0], backend="aot_eager", fullgraph=True)
+    assert error([compiled(*given)], [least_squares(*given, chunk=8)[0]]) < 1e-13

@@ -141,7 +141,7 @@ class LaCT(nn.Module):
         turn = turns(positions, q.shape[-1], self.rope_theta, q.dtype)
         q, k = rotate(q, turn), rotate(k, turn)
         past = None if state is None else (state["keys"], state["values"], state["seen"])
-        if past is None and takes_packed(q):
+        if past is None and q.shape[1] and takes_packed(q):
             b, t = q.shape[:2]
             bounds = torch.arange(b + 1, device=q.device) * t if cu_seqlens is None else cu_seqlens
             longest = t if cu_seqlens is None else max(text_lengths(cu_seqlens))

@@ -214,9 +214,10 @@ LayerState = Memory | TokenCache
 
 def locate(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """For every token of packed texts, so many in all: which text, and where in it."""
-    texts = torch.arange(cu_seqlens.shape[0] - 1, device=cu_seqlens.device)
-    rows = torch.repeat_interleave(texts, cu_seqlens.diff(), output_size=tokens)  # nothing waits for a GPU
-    return rows, torch.arange(tokens, device=cu_seqlens.device) - cu_seqlens[:-1][rows]
+    at = torch.arange(tokens, device=cu_seqlens.device)
+    # Nothing waits for a GPU, nor fails there if the bounds are wrong.
+    rows = torch.searchsorted(cu_seqlens[1:].contiguous(), at, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+    return rows, at - cu_seqlens[:-1][rows]
 
 
 def token_positions(past: int | Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:

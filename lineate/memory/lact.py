@@ -64,6 +64,8 @@ def lact(
         if momentum is None:
             momentum = rates.new_zeros(rates.shape[:3])
         fresh = "position" not in state
+        if not fresh:
+            checks.check_position(state["position"], state["weights_0"].shape[0], chunk)
         if fresh:
             first = torch.zeros(state["weights_0"].shape[0], dtype=torch.int64, device=q.device)
             state = {**state, "position": first}

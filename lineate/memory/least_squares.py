@@ -28,7 +28,7 @@ of every prefix:
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,8 @@ def least_squares(
     q, k `b t h k`; v `b t h v`; log_decay `b t h`, <= 0 (None: nothing is forgotten); beta `b t h`, > 0 (None: 1).
     Returns y `b t h v` and the state: P `rows h k k`, S `rows h k v`, ridge `rows h`, and position `rows`, which counts
     the tokens since the ridge was restored. form: "recurrent", "chunkwise", or "auto", recurrent for one token.
-    P holds numbers up to 1 / (ridge prod lambda), the product over one chunk: in float32 keep that below about 1e5.
+    P holds numbers up to 1 / (ridge prod lambda), the product over one chunk. Token by token in float32 keep that below
+    about 1e5; whole texts are computed in float64 and take a product down to 1e-11: forget faster with smaller chunks.
     """
     checks.check_qkv(q, k, v)
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
@@ -91,7 +92,7 @@ def least_squares(
         state = empty_state(rows, h, key_dim, v.shape[3], ridge, dtype, q.device)
         fresh = True
     else:
-        _check(state, rows, h, key_dim, v.shape[3], dtype)
+        _check(state, rows, h, key_dim, v.shape[3], dtype, chunk)
         fresh = False
     with full_precision(q):
         given = v.dtype
@@ -101,8 +102,7 @@ def least_squares(
         if form == "recurrent" or (form == "auto" and t == 1 and cu_seqlens is None):
             output, state = _recurrent(inputs, state, cu_seqlens, chunk, restored)
         else:
-            begin = None if fresh or restored is None else state["position"]
-            output, state = _chunkwise(inputs, state, _lay_out(q, begin, cu_seqlens, chunk), restored)
+            output, state = _by_length(inputs, state, cu_seqlens, chunk, restored, fresh or restored is None)
     return output.to(given), state
 
 
@@ -199,6 +199,44 @@ class _Layout(NamedTuple):
         return grid.flatten(0, 2).index_select(0, self.slot).unflatten(0, (b, t))
 
 
+def _by_length(
+    inputs: Sequence[Tensor | None],
+    state: State,
+    cu_seqlens: Tensor | None,
+    chunk: int,
+    restored: float | None,
+    aligned: bool,
+) -> tuple[Tensor, State]:
+    """_chunkwise; packed texts with about as many chunks go together, since all get room for as many.
+
+    aligned: all rows begin a chunk.
+    """
+    assert inputs[0] is not None
+    lengths = () if cu_seqlens is None else text_lengths(cu_seqlens)
+    groups: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        groups.setdefault(max(-(-length // chunk), 1).bit_length(), []).append(row)
+    if len(groups) < 2:
+        begin = None if aligned else state["position"]
+        return _chunkwise(inputs, state, _lay_out(inputs[0], begin, cu_seqlens, chunk), restored)
+    starts = [0, *accumulate(lengths)]
+    outputs, states, tokens, order = [], [], [], []
+    for rows in groups.values():
+        at = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows]).to(inputs[0].device)
+        own = [None if x is None else x[:, at] for x in inputs]
+        bounds = torch.tensor([0, *accumulate(lengths[row] for row in rows)], device=at.device)
+        which = torch.tensor(rows, device=at.device)
+        before = {name: x[which] for name, x in state.items()}
+        y, after = _by_length(own, before, bounds, chunk, restored, aligned)
+        outputs.append(y)
+        states.append(after)
+        tokens.append(at)
+        order.append(which)
+    back, rank = torch.cat(tokens).argsort(), torch.cat(order).argsort()
+    state = {name: torch.cat([after[name] for after in states])[rank] for name in state}
+    return torch.cat(outputs, 1)[:, back], state
+
+
 def _lay_out(q: Tensor, begin: Tensor | None, cu_seqlens: Tensor | None, c: int) -> _Layout:
     """begin: the slot of each row's first token, below c; None: 0."""
     b, t = q.shape[:2]
@@ -209,7 +247,7 @@ def _lay_out(q: Tensor, begin: Tensor | None, cu_seqlens: Tensor | None, c: int)
     length = torch.tensor(lengths, device=q.device)
     if begin is None and cu_seqlens is None:
         return _Layout(rows, n, c, None, length)
-    begin = torch.zeros_like(length) if begin is None else begin
+    begin = torch.zeros_like(length) if begin is None else begin.clamp(0, c - 1)  # no row may run into another
     row = torch.repeat_interleave(torch.arange(rows, device=q.device), length, output_size=b * t)
     first = length.cumsum(0) - length
     slot = row * (n * c) + begin[row] + torch.arange(b * t, device=q.device) - first[row]
@@ -219,37 +257,40 @@ def _lay_out(q: Tensor, begin: Tensor | None, cu_seqlens: Tensor | None, c: int)
 def _chunkwise(
     inputs: Sequence[Tensor | None], state: State, layout: _Layout, restored: float | None
 ) -> tuple[Tensor, State]:
-    """q, k, v, log_decay, beta `b t h ...`: first the state before every chunk, then all chunks at once."""
+    """q, k, v, log_decay, beta `b t h ...`: first the state before every chunk, then all chunks at once, in float64."""
     assert inputs[0] is not None
     (b, t), dtype, n = inputs[0].shape[:2], inputs[0].dtype, layout.n
     q, k, v, log_decay, beta = (
-        None if x is None else layout.put(x if x.dim() == 4 else x[..., None]) for x in inputs
+        None if x is None else layout.put((x if x.dim() == 4 else x[..., None]).double()) for x in inputs
     )  # n rows h c d
     assert q is not None and k is not None and v is not None
-    total = k.new_zeros(k.shape[:3], dtype=torch.float64)  # log L_c, n rows h
+    sums = torch.zeros_like(k[..., :1]) if log_decay is None else log_decay.cumsum(-2)  # log L_t
     if beta is not None:
         scale = beta.clamp(min=SMALLEST_WEIGHT).sqrt()
         k, v = scale * k, scale * v
-    if log_decay is not None:
-        sums = log_decay.cumsum(-2)
-        total = sums[..., -1, 0].double()
-        scale = (sums / -2).exp()
-        k, v = scale * k, scale * v
+    total = sums[..., -1, 0]  # log L_c, n rows h
+    checks.check_forgetting(total, layout.c)
     end = state["position"] + layout.length
     ridge, raised = _ridges(state["ridge"].double(), total, end, layout.c, restored)
-    P, S = state["P"].double(), state["S"].double()
-    H = torch.linalg.inv_ex((P + P.mT) / 2).inverse
-    after = torch.cat((H, H @ S), -1)  # H | B, rows h k k+v
+    after = _added(state)
     outputs = []
-    for part in torch.arange(n).split(TOGETHER):
-        own = slice(int(part[0]), int(part[-1]) + 1)
-        before = _before(after, k[own], v[own], total[own], raised[own])
+    for first in range(0, n, TOGETHER):
+        own = slice(first, min(first + TOGETHER, n))
+        before = _before(after, k[own], v[own], sums[own], raised[own])
         after, (P, S) = before[-1], _solve(before)
-        outputs.append(_read(q[own], k[own], v[own], P[:-1].to(dtype), S[:-1].to(dtype)))
+        outputs.append(_read(q[own], k[own], v[own], sums[own], P[:-1], S[:-1]))
     output = layout.take(torch.cat(outputs), b, t)
-    return output, {
-        "P": P[-1].to(dtype), "S": S[-1].to(dtype), "ridge": ridge.to(dtype), "position": end % layout.c,
-    }  # fmt: skip
+    after_last = {"P": P[-1], "S": S[-1], "ridge": ridge}
+    return output.to(dtype), {name: x.to(dtype) for name, x in after_last.items()} | {"position": end % layout.c}
+
+
+def _added(state: State) -> Tensor:
+    """H | B = P^-1 | P^-1 S, `rows h k k+v`. A P that was rounded is made definite by as much as its rounding."""
+    P, S = (state[name].double() for name in ("P", "S"))
+    rounding = torch.finfo(state["P"].dtype).eps * P.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=1e-30)
+    eye = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)
+    H = torch.linalg.inv_ex((P + P.mT) / 2 + rounding.detach()[..., None, None] * eye).inverse
+    return torch.cat((H, H @ S), -1)
 
 
 def _ridges(ridge: Tensor, total: Tensor, end: Tensor, c: int, restored: float | None) -> tuple[Tensor, Tensor]:
@@ -264,21 +305,28 @@ def _ridges(ridge: Tensor, total: Tensor, end: Tensor, c: int, restored: float |
     return torch.where(whole[:, None] == 0, ridge, restored) * behind.exp(), raised
 
 
-def _before(first: Tensor, k: Tensor, v: Tensor, total: Tensor, raised: Tensor) -> Tensor:
+def _before(first: Tensor, k: Tensor, v: Tensor, sums: Tensor, raised: Tensor) -> Tensor:
     """H | B before each of n chunks and after the last, `n+1 rows h k k+v`, from those before the first.
 
     A chunk makes L_c (H + K^T K) + a I of H and L_c (B + K^T V) of B: sums, with weights that are products of L_c.
     """
     n, size = k.shape[0], k.shape[-1]
+    last = sums[..., -1:, :]
+    total = last[..., 0, 0]  # n rows h
     lasting = F.pad(total.cumsum(0), (0, 0, 0, 0, 1, 0))  # log of what is left of the first, n+1 rows h
     later = torch.ones(n + 1, n, dtype=torch.bool, device=k.device).tril(-1)
     weight = (lasting[:, None] - lasting[1:]).masked_fill(~later[..., None, None], -torch.inf).exp()  # n+1 n rows h
-    keys = k.double()
-    written = total.exp()[..., None, None] * product(keys.mT, torch.cat((keys, v.double()), -1))  # n rows h k k+v
-    ridge = torch.eye(size, written.shape[-1], dtype=keys.dtype, device=k.device)
-    written = written + raised[..., None, None] * ridge
-    sums = weight.permute(2, 3, 0, 1) @ written.flatten(3).permute(1, 2, 0, 3)  # rows h n+1 k*(k+v)
-    return sums.permute(2, 0, 1, 3).unflatten(-1, (size, -1)) + lasting.exp()[..., None, None] * first
+    k, v = (((last - sums) / 2).exp() * x for x in (k, v))  # L_c / L_t of each token is left at the end
+    written = product(k.mT, torch.cat((k, v), -1))  # n rows h k k+v
+    eye = torch.eye(size, written.shape[-1], dtype=k.dtype, device=k.device)
+    written = written + raised[..., None, None] * eye
+    # A chunk that is not finite may not touch those before it, whose weight of it is 0.
+    bad = ~written.isfinite().flatten(3).all(-1)  # n rows h
+    written = written.masked_fill(bad[..., None, None], 0)
+    found = weight.permute(2, 3, 0, 1) @ written.flatten(3).permute(1, 2, 0, 3)  # rows h n+1 k*(k+v)
+    found = found.permute(2, 0, 1, 3).unflatten(-1, (size, -1)) + lasting.exp()[..., None, None] * first
+    behind = F.pad(bad.int().cumsum(0), (0, 0, 0, 0, 1, 0)) > 0
+    return found.masked_fill(behind[..., None, None], torch.nan)
 
 
 def _solve(before: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,8 +338,9 @@ def _solve(before: Tensor) -> tuple[Tensor, Tensor]:
     return product(inverse.mT, inverse), product(inverse.mT, product(inverse, B))
 
 
-def _read(q: Tensor, k: Tensor, v: Tensor, P: Tensor, S: Tensor) -> Tensor:
+def _read(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, P: Tensor, S: Tensor) -> Tensor:
     """y `n rows h c v`: the outputs inside chunks from P and S before them."""
+    k, v = ((sums / -2).exp() * x for x in (k, v))
     KP, size = product(k, P), k.shape[-1]
     eye = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     factor = torch.linalg.cholesky_ex(eye + product(KP, k.mT)).L
@@ -315,7 +364,7 @@ def _symmetric(W: Tensor) -> Tensor:
     return torch.cat(((P + P.mT) / 2, W[..., W.shape[-2] :]), -1)
 
 
-def _check(state: State, rows: int, h: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+def _check(state: State, rows: int, h: int, key_dim: int, value_dim: int, dtype: torch.dtype, chunk: int) -> None:
     shapes = {"P": (rows, h, key_dim, key_dim), "S": (rows, h, key_dim, value_dim), "ridge": (rows, h)}
     for name, shape in (*shapes.items(), ("position", (rows,))):
         if name not in state:
@@ -327,3 +376,4 @@ def _check(state: State, rows: int, h: int, key_dim: int, value_dim: int, dtype:
             raise ValueError(f"state[{name!r}] must have shape {shape}, got {tuple(x.shape)}")
         if name != "position" and x.dtype != dtype:
             raise ValueError(f"state[{name!r}] must be {dtype}, got {x.dtype}; convert it with .to({dtype})")
+    checks.check_position(state["position"], rows, chunk)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.dispatch import why_no_triton
+from lineate.memory.gpu import MOST, on_gpu
 from lineate.memory.grid import lay_out
 from lineate.memory.products import product
 from lineate.rule import compute_dtype, full_precision
@@ -31,8 +31,6 @@ from lineate.texts import text_lengths
 
 EPS = 1e-6
 """Of the optional layer norm."""
-MOST = 2**28
-"""Elements of states that the kernels keep at once: of so many chunks together."""
 
 Options = tuple[float | None, bool, bool]
 """clip, residual, norm."""
@@ -80,6 +78,8 @@ def titans(
         weights, momentum, start = (
             [state[f"{name}_{i}"] for i in range(depth)] for name in ("weights", "momentum", "start")
         )
+        if not known:
+            start = weights
         options = clip, residual, norm
         tokens = [x.to(dtype) for x in (q, k, v, theta, eta, alpha)]
         if t == 1 and cu_seqlens is None:  # nothing here waits for a device
@@ -131,19 +131,12 @@ def titans(
 
 def _scan_for(weights: list[Tensor], chunk: int) -> Scan | None:
     """What takes many chunks at once, if the kernels serve them."""
-    if not _on_kernels(weights[0]):
+    if not on_gpu(weights[0]):
         return None
     from lineate.kernels.titans import fits  # triton, at its first use
     from lineate.memory.titans_scan import scan
 
     return scan if fits(chunk, [weights[0].shape[2], *(x.shape[3] for x in weights)]) else None
-
-
-def _on_kernels(x: Tensor) -> bool:
-    """On a GPU in float32, outside of vmap and the like."""
-    if not x.is_cuda or x.dtype != torch.float32 or why_no_triton("cuda") is not None:
-        return False
-    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
 
 
 def _pieces(counts: list[int], known: bool, scanned: list[Tensor] | None) -> list[slice]:
@@ -321,6 +314,8 @@ def _check(
         raise ValueError(f"clip must be above 0, or None for no clipping, got {clip}")
     if state is None:
         return rows
+    if "position" in state:
+        checks.check_position(state["position"], rows, chunk)
     if "weights_0" not in state or state["weights_0"].shape[:3] != (rows, h, width):
         found = tuple(state["weights_0"].shape) if "weights_0" in state else sorted(state)
         raise ValueError(f"state must have weights_0 of shape (rows, h, k, ...) = {(rows, h, width)} ..., got {found}")

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lineate.kernels.titans import Walk, fill_adjoints, fill_states
+from lineate.layers.context import uncompiled
 from lineate.memory.products import product
 from lineate.memory.titans import EPS, Factors, Options, clipped, gradients, read, where
 from lineate.rule import full_precision
@@ -29,6 +30,7 @@ from lineate.rule import full_precision
 Matrices = list[Tensor]
 
 
+@uncompiled
 def scan(
     qkv: Sequence[Tensor],
     factors: Factors,
@@ -42,20 +44,6 @@ def scan(
 
     counts, complete: as in Grid, of these chunks. All rows have a first one, and begin it.
     """
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(_scan)(qkv, factors, weights, momentum, counts, complete, options)
-    return _scan(qkv, factors, weights, momentum, counts, complete, options)
-
-
-def _scan(
-    qkv: Sequence[Tensor],
-    factors: Factors,
-    weights: Matrices,
-    momentum: Matrices,
-    counts: list[int],
-    complete: list[list[bool]],
-    options: Options,
-) -> tuple[Tensor, Matrices, Matrices, Matrices]:
     device, depth = qkv[0].device, len(weights)
     chunks = (torch.tensor(counts)[:, None] > torch.arange(counts[0])).sum(0)  # rows
     base = torch.tensor([0, *accumulate(counts)][:-1])

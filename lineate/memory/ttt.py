@@ -24,14 +24,12 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from lineate import checks
 from lineate.chunk_op import needs_grad
-from lineate.dispatch import why_no_triton
+from lineate.memory.gpu import MOST, on_gpu
 from lineate.memory.ttt_layout import Layout, lay_out, to_chunks, to_tokens
 from lineate.rule import compute_dtype, full_precision
 
 Weights = list[tuple[Tensor, Tensor]]
 """W `n d_in d_out` and b `n 1 d_out` of every layer; n = rows * heads."""
-# Without a backward the kernels take so many chunks at a time that their weights have about as many numbers.
-_MOST_KEPT = 2**28
 
 
 def ttt(
@@ -114,7 +112,7 @@ def _dual(
         reader = factor[:, None], (factor[-1] * complete)[: layout.sizes[0] * h]
     with_kernels, most = _kernels_serve(weights, k), recompute_chunks
     if with_kernels and not needs_grad(*per_chunk, *(x for pair in weights for x in pair)):
-        fitting = max(_MOST_KEPT // max(sum(w.numel() for w, _ in weights), 1), 1)
+        fitting = max(MOST // max(sum(w.numel() for w, _ in weights), 1), 1)
         most = min(most or fitting, fitting)
     outputs: list[Tensor] = []
     finished: list[Weights] = []
@@ -155,18 +153,11 @@ def _dual(
 
 def _kernels_serve(weights: Weights, k: Tensor) -> bool:
     """Whether the weights can go from chunk to chunk in a kernel; k `n c d`."""
-    if k.dtype != torch.float32 or not _on_gpu(k):
+    if not on_gpu(k):
         return False
     from lineate.kernels import ttt as kernels
 
     return kernels.serves(k.shape[1], [w.shape[1] for w, _ in weights])
-
-
-def _on_gpu(x: Tensor) -> bool:
-    """Whether kernels run where x is, outside of vmap and the like."""
-    if not x.is_cuda or why_no_triton("cuda") is not None:
-        return False
-    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
 
 
 def _runs(sizes: list[int], most: int, any_rows: bool, first_alone: bool) -> list[list[int]]:
@@ -348,13 +339,7 @@ def _open(
     if "position" not in state:
         return layers(""), None, None
     position = state["position"]
-    if position.shape != (rows,) or position.dtype != torch.int64:
-        raise ValueError(
-            f"state['position'] must be int64 of shape (rows,) = ({rows},), "
-            f"got {position.dtype} of {tuple(position.shape)}"
-        )
-    if not position.is_cuda and int(position.max()) >= chunk:
-        raise ValueError(f"state['position'] must be below chunk = {chunk}, got {int(position.max())}")
+    checks.check_position(position, rows, chunk)
     return layers(""), layers("_sum"), position
 
 
