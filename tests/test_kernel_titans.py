@@ -113,7 +113,7 @@ def budget(case: Case, inputs: Tensors, state: Tensors, expected: Tensors, path:
 def kernels(monkeypatch):
     """A function that makes the kernels serve float32, on a CPU too, and returns the list of their calls."""
     seen = []
-    scan = titans_scan._scan
+    scan = titans_scan.scan
 
     def counted(*arguments):
         seen.append(arguments)
@@ -122,7 +122,7 @@ def kernels(monkeypatch):
     def force(path: Path) -> list[object]:
         if path.device == "cpu":
             monkeypatch.setattr(rule, "on_gpu", lambda x: x.dtype == torch.float32)
-        monkeypatch.setattr(titans_scan, "_scan", counted)
+        monkeypatch.setattr(titans_scan, "scan", counted)
         return seen
 
     return force

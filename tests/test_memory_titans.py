@@ -233,3 +233,16 @@ def test_errors_say_what_was_expected():
         titans(*inputs, state, residual=True)
     with pytest.raises(ValueError, match="titans_state"):
         titans(*(x.float() for x in inputs), state)
+
+
+def test_layouts_are_kept_but_no_state_is_part_of_them():
+    """Twice the same call; the first state is then written to, as decoding in place does; inference goes first."""
+    inputs, _ = make("linear", t=7)
+    with torch.inference_mode():
+        titans(*inputs, chunk=4)
+    y, state = titans(*inputs, chunk=4)
+    state["position"] += 1
+    leaves = [x.requires_grad_() for x in inputs]
+    again, after = titans(*leaves, chunk=4)
+    again.sum().backward()
+    assert torch.equal(again, y) and after["position"].tolist() == [3, 3]

@@ -4,11 +4,12 @@ A row that stands at position p of its chunk begins at slot p of its first cell;
 are ordered by chunk, then by row, rows with most chunks first: those at work in chunk j are the first counts[j].
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lineate.memory.gpu import kept
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Grid:
         return found.unflatten(0, (b, -1))
 
 
-def lay_out(positions: Sequence[int], lengths: Sequence[int], chunk: int, device: torch.device) -> Grid:
+@kept
+def lay_out(positions: tuple[int, ...], lengths: tuple[int, ...], chunk: int, device: torch.device) -> Grid:
     """Rows that stand at these positions of their chunks, with so many more tokens each, one row behind the other."""
     p, length = torch.tensor(positions), torch.tensor(lengths)
     first = length.cumsum(0) - length  # each row's first token

@@ -91,8 +91,8 @@ def titans(
             start = where(position == 0, weights, start)
             return y.transpose(1, 2).to(v.dtype), _state(weights, momentum, start, position)
 
-        lengths = [t] * b if cu_seqlens is None else text_lengths(cu_seqlens)
-        grid = lay_out(state["position"].tolist() if known else [0] * rows, lengths, chunk, q.device)
+        lengths = (t,) * b if cu_seqlens is None else text_lengths(cu_seqlens)
+        grid = lay_out(tuple(state["position"].tolist()) if known else (0,) * rows, lengths, chunk, q.device)
         tokens = [grid.cells(x) for x in tokens]  # cells h chunk ...
         factors = _factors(tokens[3:], grid.filled[:, None])
         scan = _scan_for(weights, chunk)
@@ -126,7 +126,7 @@ def titans(
             for part in range(3)
         )
         y = grid.back(torch.cat(outputs), b).to(v.dtype)
-        return y, _state(weights, momentum, start, grid.positions)
+        return y, _state(weights, momentum, start, grid.positions.clone())  # grids are kept
 
 
 def _scan_for(weights: list[Tensor], chunk: int) -> Scan | None:

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from lineate.kernels.titans import Walk, fill_adjoints, fill_states
 from lineate.layers.context import uncompiled
+from lineate.memory.gpu import kept
 from lineate.memory.products import product
 from lineate.memory.titans import EPS, Factors, Options, clipped, gradients, read, where
 from lineate.rule import full_precision
@@ -44,18 +45,28 @@ def scan(
 
     counts, complete: as in Grid, of these chunks. All rows have a first one, and begin it.
     """
-    device, depth = qkv[0].device, len(weights)
-    chunks = (torch.tensor(counts)[:, None] > torch.arange(counts[0])).sum(0)  # rows
-    base = torch.tensor([0, *accumulate(counts)][:-1])
-    walk = Walk(base.int().to(device), chunks.int().to(device), sum(counts))
-    ended = [complete[n - 1][row] for row, n in enumerate(chunks.tolist())]
+    depth, (walk, chunks) = len(weights), _walk(tuple(counts), qkv[0].device)
+    ended = tuple(complete[n - 1][row] for row, n in enumerate(chunks))
     y, *after = _Scan.apply(walk, options, all(ended), *qkv, *factors, *weights, *momentum)
     weights, momentum, start = after[:depth], after[depth : 2 * depth], after[2 * depth :]
     if not start:
         start = weights
     elif any(ended):
-        start = where(torch.tensor(ended, device=device), weights, start)
+        start = where(_flags(ended, qkv[0].device), weights, start)
     return y, weights, momentum, start
+
+
+@kept
+def _walk(counts: tuple[int, ...], device: torch.device) -> tuple[Walk, list[int]]:
+    """Of chunks that so many rows have; and how many chunks each row has."""
+    chunks = (torch.tensor(counts)[:, None] > torch.arange(counts[0])).sum(0)  # rows
+    base = torch.tensor([0, *accumulate(counts)][:-1])
+    return Walk(base.int().to(device), chunks.int().to(device), sum(counts)), chunks.tolist()
+
+
+@kept
+def _flags(values: tuple[bool, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)
 
 
 class _Given(NamedTuple):

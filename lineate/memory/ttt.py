@@ -75,7 +75,7 @@ def ttt(
             z, weights, sums = _dual(
                 q, k, target, rate, gamma, weights, sums, layout, factor, eps, recompute_chunks
             )  # fmt: skip
-            position = layout.position
+            position = layout.position.clone()  # layouts are kept
         output = q + F.layer_norm(z, z.shape[-1:], eps=eps) * gamma + beta
     return output.to(given), _close(weights, sums, position, q.shape[2])
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.memory.gpu import kept
 from lineate.texts import text_lengths
 
 
@@ -45,10 +46,20 @@ class Layout(NamedTuple):
 
 
 def lay_out(q: Tensor, position: Tensor | None, chunk: int, cu_seqlens: Tensor | None) -> Layout:
-    b, t = q.shape[:2]
-    device, dtype = q.device, q.dtype
-    lengths = [t] * b if cu_seqlens is None else text_lengths(cu_seqlens)
-    rows = len(lengths)
+    lengths = (q.shape[1],) * q.shape[0] if cu_seqlens is None else text_lengths(cu_seqlens)
+    make = _lay_out if position is not None else _from_the_start
+    return make(lengths, position, chunk, cu_seqlens is not None, q.device, q.dtype)
+
+
+def _lay_out(
+    lengths: tuple[int, ...],
+    position: Tensor | None,
+    chunk: int,
+    packed: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Layout:
+    rows, tokens = len(lengths), sum(lengths)
     # Where a row stands in its chunk is not looked at, which would wait for a GPU: room for any place.
     spare = 0 if position is None else chunk - 1
     counts = torch.tensor([-(-(length + spare) // chunk) if length else 0 for length in lengths])
@@ -68,17 +79,20 @@ def lay_out(q: Tensor, position: Tensor | None, chunk: int, cu_seqlens: Tensor |
     begun = ordered_done < counts[row_order]
     tail = torch.where(begun, base[ordered_done.clamp(max=max(n - 1, 0))] + rank[row_order], 0) if n else done
     slot = None
-    if position is not None or cu_seqlens is not None:
-        row = torch.repeat_interleave(torch.arange(rows, device=device), length, output_size=b * t)
+    if position is not None or packed:
+        row = torch.repeat_interleave(torch.arange(rows, device=device), length, output_size=tokens)
         starts = length.cumsum(0) - length
-        at = torch.arange(b * t, device=device) - starts[row] + begin[row]
+        at = torch.arange(tokens, device=device) - starts[row] + begin[row]
         slot = (base[at // chunk] + rank[row]) * chunk + at % chunk
     return Layout(
         rows, chunk, sizes.tolist(), slot,
-        None if cu_seqlens is None else row_order, None if cu_seqlens is None else rank,
+        row_order if packed else None, rank if packed else None,
         (ordered_end[of_rank] >= (index + 1) * chunk).to(dtype), tail, begun.to(dtype), (ordered_done == 0).to(dtype),
         end % chunk, position is None and not any(length % chunk for length in lengths), base, counts[row_order],
     )  # fmt: skip
+
+
+_from_the_start = kept(_lay_out)
 
 
 def to_chunks(x: Tensor, layout: Layout) -> Tensor:
