@@ -3,15 +3,18 @@
 torch.compile and autograd both see `lineate::<name>` and `lineate::<name>_backward`, nothing inside them.
 """
 
+import sys
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from functools import partial, wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lineate.rule import full_precision
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Outputs = tuple[Tensor, Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -295,3 +298,16 @@ def _check_bounds(cu_seqlens: Tensor | None, t: int) -> None:
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != t or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens must rise from 0 to t = {t}, got {bounds}")
+
+
+def uncompiled(run: Callable[P, R]) -> Callable[P, R]:
+    """run outside the graphs of torch.compile."""
+
+    @wraps(run)
+    def outside(*args: P.args, **named: P.kwargs) -> R:
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
+            return torch.compiler.disable(run)(*args, **named)
+        return run(*args, **named)
+
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return outside

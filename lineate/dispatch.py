@@ -290,6 +290,13 @@ def why_no_triton(device: str) -> str | None:
 why_no_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def kernels_run() -> bool:
+    """Whether kernels may be called for CUDA tensors: triton is there, and nothing like vmap is at work."""
+    if why_no_triton("cuda") is not None:
+        return False
+    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+
+
 def empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Zeros `b hv k v`, or `n_seqs hv k v` with packed sequences."""
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -1,4 +1,4 @@
-"""How long packed texts are: a GPU is asked once about a tensor of bounds, not by every layer of a model."""
+"""Packed texts: how long they are, which a GPU is asked once for a tensor of bounds, and where their tokens stand."""
 
 import torch
 from torch import Tensor
@@ -25,3 +25,11 @@ def _may_be_kept(cu_seqlens: Tensor) -> bool:
     if not cu_seqlens.is_cuda or torch.compiler.is_compiling() or cu_seqlens.is_inference():
         return False
     return not torch.cuda.is_current_stream_capturing()
+
+
+def locate(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """For every token of packed texts, so many in all: which text, and where in it."""
+    at = torch.arange(tokens, device=cu_seqlens.device)
+    # Nothing waits for a GPU, nor fails there if the bounds are wrong.
+    rows = torch.searchsorted(cu_seqlens[1:].contiguous(), at, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+    return rows, at - cu_seqlens[:-1][rows]

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from lineate import layers
 from lineate.layers.linear import init_decay
-from lineate.layers.state import locate
 from lineate.models.config import HybridConfig
 from lineate.models.hybrid import HybridLM, check_ids, check_state, next_token_loss
 from lineate.models.state import ModelState
+from lineate.texts import locate
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel

@@ -20,10 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineate.kernels.launching import next_power, start
+from lineate.kernels.launching import start
+from lineate.kernels.tiles import dot, load_tile, store_tile, tile_size
 
-PRODUCTS = tl.constexpr("ieee")
-"""The precision of all products; "tf32x3" is the other that float32 allows."""
 WIDEST = 128
 """Keys and values of a memory of two matrices, values of one."""
 LONGEST = 64
@@ -31,24 +30,6 @@ LONGEST = 64
 TILE = 4096
 """Elements of a tile of a matrix; of chunks of more than 16 tokens, or wide heads, half as many fit into registers."""
 WARPS = 8
-
-
-@triton.jit
-def _dot(x, y):
-    return tl.dot(x, y, input_precision=PRODUCTS)
-
-
-@triton.jit
-def _tile(x, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x[i, j] of a matrix `ROWS COLUMNS`, 0 outside."""
-    mask = (i[:, None] < ROWS) & (j[None, :] < COLUMNS)
-    return tl.load(x + i[:, None] * COLUMNS + j[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _put(x, value, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    mask = (i[:, None] < ROWS) & (j[None, :] < COLUMNS)
-    tl.store(x + i[:, None] * COLUMNS + j[None, :], value, mask=mask)
 
 
 @triton.jit
@@ -112,12 +93,12 @@ def _advance(
     M, S, old, new, i, j, x, G, last, moving, b, f, carried, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """A tile of M' and S'."""
-    weights = _tile(M + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
-    momentum = _tile(S + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
-    weights = b * weights + f * momentum - _dot(tl.trans(x * last), G)
-    _put(M + new * (ROWS * COLUMNS), weights, i, j, ROWS, COLUMNS)
-    momentum = carried * momentum - _dot(tl.trans(x * moving), G)
-    _put(S + new * (ROWS * COLUMNS), momentum, i, j, ROWS, COLUMNS)
+    weights = load_tile(M + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
+    momentum = load_tile(S + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
+    weights = b * weights + f * momentum - dot(tl.trans(x * last), G)
+    store_tile(M + new * (ROWS * COLUMNS), weights, i, j, ROWS, COLUMNS)
+    momentum = carried * momentum - dot(tl.trans(x * moving), G)
+    store_tile(S + new * (ROWS * COLUMNS), momentum, i, j, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["cells", "heads"])
@@ -144,7 +125,7 @@ def walk_states(
     for j in range(count):
         new = (tl.load(base + j + 1, mask=j + 1 < count, other=cells) + row) * heads + head
         # First what comes from far away, to wait for it once.
-        goal = _tile(target + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
+        goal = load_tile(target + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
         own_last = _tokens(last, slot, c, CHUNK)
         own_moving = _tokens(moving, slot, c, CHUNK)
         b = tl.load(ends + slot * 3)
@@ -154,17 +135,17 @@ def walk_states(
         z = tl.zeros((C, BV), tl.float32)
         squares = tl.zeros((C,), tl.float32)
         if M1 is not None:
-            x1 = _tile(keys, c, d, CHUNK, KEYS)
+            x1 = load_tile(keys, c, d, CHUNK, KEYS)
             hidden_own = hidden + program * (CHUNK * ROWS)
         for first in range(0, ROWS, BN):
             n = first + tl.arange(0, BN)
             if M1 is not None:
-                z1 = _dot(x1, _tile(M1 + slot * (KEYS * ROWS), d, n, KEYS, ROWS))
-                _put(hidden_own, z1, c, n, CHUNK, ROWS)
+                z1 = dot(x1, load_tile(M1 + slot * (KEYS * ROWS), d, n, KEYS, ROWS))
+                store_tile(hidden_own, z1, c, n, CHUNK, ROWS)
                 x = z1 * tl.sigmoid(z1)
             else:
-                x = _tile(keys, c, n, CHUNK, ROWS)
-            z += _dot(x, _tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES))
+                x = load_tile(keys, c, n, CHUNK, ROWS)
+            z += dot(x, load_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES))
             squares += tl.sum(x * x, 1)
         G, _, _, _ = _error(z, goal, has, EPS, VALUES)
         if M1 is not None:
@@ -175,8 +156,8 @@ def walk_states(
                 back = tl.zeros((C,), tl.float32)
                 for first in range(0, ROWS, BN):
                     n = first + tl.arange(0, BN)
-                    z1 = _tile(hidden_own, c, n, CHUNK, ROWS)
-                    G1 = _dot(G, tl.trans(_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
+                    z1 = load_tile(hidden_own, c, n, CHUNK, ROWS)
+                    G1 = dot(G, tl.trans(load_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
                     G1 *= _silu_slope(z1, tl.sigmoid(z1))
                     back += tl.sum(G1 * G1, 1)
                 squares += tl.sum(x1 * x1, 1) * back
@@ -185,14 +166,14 @@ def walk_states(
         for first in range(0, ROWS, BN):
             n = first + tl.arange(0, BN)
             if M1 is not None:
-                z1 = _tile(hidden_own, c, n, CHUNK, ROWS)
+                z1 = load_tile(hidden_own, c, n, CHUNK, ROWS)
                 s = tl.sigmoid(z1)
                 x = z1 * s
-                G1 = _dot(G, tl.trans(_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
+                G1 = dot(G, tl.trans(load_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
                 G1 *= _silu_slope(z1, s)
                 _advance(M1, S1, slot, new, d, n, x1, G1, own_last, own_moving, b, f, carried, KEYS, ROWS)
             else:
-                x = _tile(keys, c, n, CHUNK, ROWS)
+                x = load_tile(keys, c, n, CHUNK, ROWS)
             _advance(M2, S2, slot, new, n, v, x, G, own_last, own_moving, b, f, carried, ROWS, VALUES)
         tl.debug_barrier()
         slot = new
@@ -207,23 +188,23 @@ def _retreat(
     x^T dz is what z = x M gives to M, back^T G, if there is one, what G M^T gives.
     """
     size = ROWS * COLUMNS
-    weights = _tile(A + slot * size, i, j, ROWS, COLUMNS)
-    momentum = _tile(B + slot * size, i, j, ROWS, COLUMNS)
-    new_weights = _tile(dM + slot * size, i, j, ROWS, COLUMNS)
-    new_momentum = _tile(dS + slot * size, i, j, ROWS, COLUMNS)
-    new_weights += b * weights + _dot(tl.trans(x), dz)
+    weights = load_tile(A + slot * size, i, j, ROWS, COLUMNS)
+    momentum = load_tile(B + slot * size, i, j, ROWS, COLUMNS)
+    new_weights = load_tile(dM + slot * size, i, j, ROWS, COLUMNS)
+    new_momentum = load_tile(dS + slot * size, i, j, ROWS, COLUMNS)
+    new_weights += b * weights + dot(tl.trans(x), dz)
     if back is not None:
-        new_weights += _dot(tl.trans(back), G)
-    _put(A + before * size, new_weights, i, j, ROWS, COLUMNS)
-    _put(B + before * size, new_momentum + f * weights + carried * momentum, i, j, ROWS, COLUMNS)
+        new_weights += dot(tl.trans(back), G)
+    store_tile(A + before * size, new_weights, i, j, ROWS, COLUMNS)
+    store_tile(B + before * size, new_momentum + f * weights + carried * momentum, i, j, ROWS, COLUMNS)
 
 
 @triton.jit
 def _written(A, B, slot, i, j, x, last, moving, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """dG = -(last (x A) + moving (x B)), of a tile of A and B."""
     size = ROWS * COLUMNS
-    dG = last * _dot(x, _tile(A + slot * size, i, j, ROWS, COLUMNS))
-    return -dG - moving * _dot(x, _tile(B + slot * size, i, j, ROWS, COLUMNS))
+    dG = last * dot(x, load_tile(A + slot * size, i, j, ROWS, COLUMNS))
+    return -dG - moving * dot(x, load_tile(B + slot * size, i, j, ROWS, COLUMNS))
 
 
 @triton.jit(do_not_specialize=["cells", "heads"])
@@ -259,8 +240,8 @@ def walk_adjoints(
         b = tl.load(ends + slot * 3)
         f = tl.load(ends + slot * 3 + 1)
         carried = tl.load(ends + slot * 3 + 2)
-        answer = _tile(z + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
-        goal = _tile(target + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
+        answer = load_tile(z + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
+        goal = load_tile(target + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
         own = M2 + slot * (ROWS * VALUES)
         if terms is not None:
             per = cells.to(tl.int64) * heads * CHUNK
@@ -269,7 +250,7 @@ def walk_adjoints(
             to_x = _tokens(terms + 2 * per, slot, c, CHUNK)
             to_G1 = _tokens(terms + 3 * per, slot, c, CHUNK)
         if z1 is not None:
-            x1 = _tile(keys, c, d, CHUNK, KEYS)
+            x1 = load_tile(keys, c, d, CHUNK, KEYS)
             own_z1 = z1 + slot * (CHUNK * ROWS)
             own_back = back + slot * (CHUNK * ROWS)
             written = room + program * (CHUNK * ROWS)
@@ -282,14 +263,14 @@ def walk_adjoints(
         for first in range(0, ROWS, BN):
             n = first + tl.arange(0, BN)
             if z1 is not None:
-                hidden = _tile(own_z1, c, n, CHUNK, ROWS)
+                hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
                 s = tl.sigmoid(hidden)
                 x = hidden * s
                 dG1 = _written(A1, B1, slot, d, n, x1, own_last, own_moving, KEYS, ROWS)
-                along += tl.sum(dG1 * _tile(own_back, c, n, CHUNK, ROWS) * _silu_slope(hidden, s), 1)
-                _put(written, dG1, c, n, CHUNK, ROWS)
+                along += tl.sum(dG1 * load_tile(own_back, c, n, CHUNK, ROWS) * _silu_slope(hidden, s), 1)
+                store_tile(written, dG1, c, n, CHUNK, ROWS)
             else:
-                x = _tile(keys, c, n, CHUNK, ROWS)
+                x = load_tile(keys, c, n, CHUNK, ROWS)
             dG += _written(A2, B2, slot, n, v, x, own_last, own_moving, ROWS, VALUES)
         G, centred, r, g = _error(answer, goal, has, EPS, VALUES)
         clipped = G
@@ -301,19 +282,19 @@ def walk_adjoints(
             tl.debug_barrier()
             for first in range(0, ROWS, BN):
                 n = first + tl.arange(0, BN)
-                hidden = _tile(own_z1, c, n, CHUNK, ROWS)
+                hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
                 s = tl.sigmoid(hidden)
                 slope = _silu_slope(hidden, s)
-                dG1 = _tile(written, c, n, CHUNK, ROWS)
-                dx2 = -own_last * _dot(clipped, tl.trans(_tile(A2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
-                dx2 -= own_moving * _dot(clipped, tl.trans(_tile(B2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
+                dG1 = load_tile(written, c, n, CHUNK, ROWS)
+                dx2 = -own_last * dot(clipped, tl.trans(load_tile(A2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
+                dx2 -= own_moving * dot(clipped, tl.trans(load_tile(B2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
                 if terms is not None:
                     dx2 += along * to_x * hidden * s
-                    G1 = _tile(own_back, c, n, CHUNK, ROWS) * slope
+                    G1 = load_tile(own_back, c, n, CHUNK, ROWS) * slope
                     dG1 = scale * dG1 + along * to_G1 * G1
-                _put(dx2s, dx2, c, n, CHUNK, ROWS)
-                _put(dG1s, dG1, c, n, CHUNK, ROWS)
-                dG += _dot(dG1 * slope, _tile(own, n, v, ROWS, VALUES))
+                store_tile(dx2s, dx2, c, n, CHUNK, ROWS)
+                store_tile(dG1s, dG1, c, n, CHUNK, ROWS)
+                dG += dot(dG1 * slope, load_tile(own, n, v, ROWS, VALUES))
             tl.debug_barrier()
 
         # and from them to the matrices that they were made with.
@@ -321,18 +302,18 @@ def walk_adjoints(
         for first in range(0, ROWS, BN):
             n = first + tl.arange(0, BN)
             if z1 is not None:
-                hidden = _tile(own_z1, c, n, CHUNK, ROWS)
+                hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
                 s = tl.sigmoid(hidden)
                 slope = _silu_slope(hidden, s)
                 bend = s * (1.0 - s) * (2.0 + hidden * (1.0 - 2.0 * s))  # silu''
-                dx2 = _tile(dx2s, c, n, CHUNK, ROWS) + _dot(dz, tl.trans(_tile(own, n, v, ROWS, VALUES)))
-                dG1 = _tile(dG1s, c, n, CHUNK, ROWS)
-                dz1 = dG1 * _tile(own_back, c, n, CHUNK, ROWS) * bend + dx2 * slope
+                dx2 = load_tile(dx2s, c, n, CHUNK, ROWS) + dot(dz, tl.trans(load_tile(own, n, v, ROWS, VALUES)))
+                dG1 = load_tile(dG1s, c, n, CHUNK, ROWS)
+                dz1 = dG1 * load_tile(own_back, c, n, CHUNK, ROWS) * bend + dx2 * slope
                 _retreat(A1, B1, dM1, dS1, slot, before, d, n, x1, dz1, None, None, b, f, carried, KEYS, ROWS)
                 x = hidden * s
                 du = dG1 * slope
             else:
-                x = _tile(keys, c, n, CHUNK, ROWS)
+                x = load_tile(keys, c, n, CHUNK, ROWS)
                 du = None
             _retreat(A2, B2, dM2, dS2, slot, before, n, v, x, dz, du, G, b, f, carried, ROWS, VALUES)
         tl.debug_barrier()
@@ -361,13 +342,13 @@ def fits(chunk: int, sizes: list[int]) -> bool:
 def _launch(kernel, walk: Walk, k: Tensor, M: Matrices, eps: float | None, tensors: tuple[object, ...]) -> None:
     heads, chunk, keys = k.shape[1:]
     rows, values = M[-1].shape[2:]
-    C, BK, BV = (max(16, next_power(n)) for n in (chunk, keys, values))
+    C, BK, BV = (tile_size(n) for n in (chunk, keys, values))
     widest = BV if len(M) == 1 else max(BK, BV)
     elements = TILE if C == 16 and widest <= 64 else TILE // 2
     with torch.cuda.device_of(k):
         start(kernel, (walk.chunks.shape[0] * heads,))(
             *tensors, CHUNK=chunk, KEYS=keys, ROWS=rows, VALUES=values, EPS=eps,
-            C=C, BK=BK, BN=min(max(16, next_power(rows)), 64, elements // widest), BV=BV,
+            C=C, BK=BK, BN=min(tile_size(rows), 64, elements // widest), BV=BV,
             num_warps=WARPS, num_stages=1,
         )  # fmt: skip
 

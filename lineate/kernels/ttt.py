@@ -18,21 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineate.kernels.launching import next_power, start
+from lineate.kernels.launching import start
+from lineate.kernels.tiles import dot, load_tile, store_tile, tile_size
 
-PRECISION = tl.constexpr("ieee")
-"""Of all products; "tf32x3" is the same to float32 on tensor cores."""
 LONGEST_CHUNK, WIDEST_HEAD, LARGEST_TILE = 64, 128, 4096
 """Of what fits into shared memory: tokens, channels, and their product, both as powers of two."""
 MOST_LAYERS = 2
 
 # 2 sqrt(2 / pi) and .044715 times it: gelu(z) = z sigmoid(z (_SLOPE + _CUBIC z^2)), the one with tanh.
 _SLOPE, _CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.07135481627260025)
-
-
-@triton.jit
-def _dot(x, y):
-    return tl.dot(x, y, input_precision=PRECISION)
 
 
 @triton.jit
@@ -53,14 +47,12 @@ def _gelu_second(z):
 @triton.jit
 def _load(x, n, i, j, I: tl.constexpr, J: tl.constexpr):
     """Matrix n of x `... I J` at rows i and columns j, 0 outside."""
-    at = x + n * (I * J) + i[:, None] * J + j[None, :]
-    return tl.load(at, mask=(i < I)[:, None] & (j < J)[None, :], other=0.0)
+    return load_tile(x + n * (I * J), i, j, I, J)
 
 
 @triton.jit
 def _store(x, n, i, j, value, I: tl.constexpr, J: tl.constexpr):
-    at = x + n * (I * J) + i[:, None] * J + j[None, :]
-    tl.store(at, value, mask=(i < I)[:, None] & (j < J)[None, :])
+    store_tile(x + n * (I * J), value, i, j, I, J)
 
 
 @triton.jit
@@ -137,9 +129,9 @@ def linear_states(
     for j in range(count):
         n = _matrix(tl.load(base + j) + row, H)
         key = _load(k, n, c, d, C, D)
-        G = _norm_gradient(_dot(key, W) + bias[None, :], _load(target, n, c, d, C, D), gamma, d, eps, D)[0]
+        G = _norm_gradient(dot(key, W) + bias[None, :], _load(target, n, c, d, C, D), gamma, d, eps, D)[0]
         G *= _load_line(write, n, c, C)[:, None]
-        W -= _dot(tl.trans(key), G)
+        W -= dot(tl.trans(key), G)
         bias -= tl.sum(G, 0)
         there = _matrix(_after(base, j, count, row, cells), H)
         _store(w, there, d, d, W, D, D)
@@ -166,8 +158,8 @@ def mlp_states(
         z2 = tl.zeros((BC, BD), tl.float32) + bias[None, :]
         for first in range(0, M, BM):
             m = first + tl.arange(0, BM)
-            x2 = _gelu(_dot(key, _load(w1, n, d, m, D, M)) + _load_line(b1, n, m, M)[None, :])[0]
-            z2 += _dot(x2, _load(w2, n, m, d, M, D))
+            x2 = _gelu(dot(key, _load(w1, n, d, m, D, M)) + _load_line(b1, n, m, M)[None, :])[0]
+            z2 += dot(x2, _load(w2, n, m, d, M, D))
         step = rate * _norm_gradient(z2, _load(target, n, c, d, C, D), gamma, d, eps, D)[0]
         bias -= tl.sum(step, 0)
         _store_line(b2, there, d, bias, D)
@@ -176,11 +168,11 @@ def mlp_states(
             W1 = _load(w1, n, d, m, D, M)
             W2 = _load(w2, n, m, d, M, D)
             bias1 = _load_line(b1, n, m, M)
-            x2, slope = _gelu(_dot(key, W1) + bias1[None, :])
-            G1 = _dot(step, tl.trans(W2)) * slope  # times w
-            _store(w1, there, d, m, W1 - _dot(tl.trans(key), G1), D, M)
+            x2, slope = _gelu(dot(key, W1) + bias1[None, :])
+            G1 = dot(step, tl.trans(W2)) * slope  # times w
+            _store(w1, there, d, m, W1 - dot(tl.trans(key), G1), D, M)
             _store_line(b1, there, m, bias1 - tl.sum(G1, 0), M)
-            _store(w2, there, m, d, W2 - _dot(tl.trans(x2), step), M, D)
+            _store(w2, there, m, d, W2 - dot(tl.trans(x2), step), M, D)
         tl.debug_barrier()  # what other threads stored is loaded next
 
 
@@ -207,9 +199,9 @@ def linear_adjoints(
         n = _matrix(tl.load(base + j) + row, H)
         key = _load(k, n, c, d, C, D)
         G, x, r, g = _norm_gradient(_load(z, n, c, d, C, D), _load(target, n, c, d, C, D), gamma, d, eps, D)
-        dG = _load(asked, n, c, d, C, D) - _load_line(write, n, c, C)[:, None] * (_dot(key, A) + a[None, :])
+        dG = _load(asked, n, c, d, C, D) - _load_line(write, n, c, C)[:, None] * (dot(key, A) + a[None, :])
         dz = _norm_gradient_backward(dG, G, x, r, g, gamma, d, D)
-        A += _load(dw, n, d, d, D, D) + _dot(tl.trans(key), dz)
+        A += _load(dw, n, d, d, D, D) + dot(tl.trans(key), dz)
         a += _load_line(db, n, d, D) + tl.sum(dz, 0)
         there = _matrix(_before(base, j, row, rows), H)
         _store(aw, there, d, d, A, D, D)
@@ -247,9 +239,9 @@ def mlp_adjoints(
         for first in range(0, M, BM):
             m = first + tl.arange(0, BM)
             x2, slope = _gelu(_load(z1, n, c, m, C, M))
-            dG1 = minus_w * (_dot(key, _load(aw1, here, d, m, D, M)) + _load_line(ab1, here, m, M)[None, :])
+            dG1 = minus_w * (dot(key, _load(aw1, here, d, m, D, M)) + _load_line(ab1, here, m, M)[None, :])
             dback = (_load(asked1, n, c, m, C, M) + dG1) * slope
-            dG2 += _dot(minus_w * x2, _load(aw2, here, m, d, M, D)) + _dot(dback, _load(w2, n, m, d, M, D))
+            dG2 += dot(minus_w * x2, _load(aw2, here, m, d, M, D)) + dot(dback, _load(w2, n, m, d, M, D))
         dz2 = _norm_gradient_backward(dG2, G2, x, r, g, gamma, d, D)
         a2 += _load_line(db2, n, d, D) + tl.sum(dz2, 0)
         _store_line(ab2, there, d, a2, D)
@@ -261,12 +253,12 @@ def mlp_adjoints(
             A1 = _load(aw1, here, d, m, D, M)
             A2 = _load(aw2, here, m, d, M, D)
             a1 = _load_line(ab1, here, m, M)
-            dG1 = _load(asked1, n, c, m, C, M) + minus_w * (_dot(key, A1) + a1[None, :])
-            dx2 = _dot(step, tl.trans(A2)) + _dot(dz2, tl.trans(_load(w2, n, m, d, M, D)))
+            dG1 = _load(asked1, n, c, m, C, M) + minus_w * (dot(key, A1) + a1[None, :])
+            dx2 = dot(step, tl.trans(A2)) + dot(dz2, tl.trans(_load(w2, n, m, d, M, D)))
             dx2 += _load(asked_x, n, c, m, C, M)
             dz1 = dG1 * _load(back, n, c, m, C, M) * _gelu_second(z) + dx2 * slope
-            A1 += _load(dw1, n, d, m, D, M) + _dot(tl.trans(key), dz1)
-            A2 += _load(dw2, n, m, d, M, D) + _dot(tl.trans(dG1 * slope), G2) + _dot(tl.trans(x2), dz2)
+            A1 += _load(dw1, n, d, m, D, M) + dot(tl.trans(key), dz1)
+            A2 += _load(dw2, n, m, d, M, D) + dot(tl.trans(dG1 * slope), G2) + dot(tl.trans(x2), dz2)
             _store(aw1, there, d, m, A1, D, M)
             _store_line(ab1, there, m, a1 + _load_line(db1, n, m, M) + tl.sum(dz1, 0), M)
             _store(aw2, there, m, d, A2, M, D)
@@ -280,12 +272,7 @@ def serves(chunk: int, widths: list[int]) -> bool:
     """Whether there are kernels for chunks of so many tokens and layers of these input widths, the head's first."""
     if chunk > LONGEST_CHUNK or widths[0] > WIDEST_HEAD or len(widths) > MOST_LAYERS:
         return False
-    return _power(chunk) * _power(widths[0]) <= LARGEST_TILE
-
-
-def _power(n: int) -> int:
-    """The tile of a size: tl.dot takes no less than 16."""
-    return max(next_power(n), 16)
+    return tile_size(chunk) * tile_size(widths[0]) <= LARGEST_TILE
 
 
 def _constants(k: Tensor, square: Tensor, weights: list[Tensor]) -> dict[str, int]:
@@ -294,11 +281,11 @@ def _constants(k: Tensor, square: Tensor, weights: list[Tensor]) -> dict[str, in
     Of two layers never more than one stage: loads fetched ahead would overtake the stores of the chunk before.
     """
     c, d = k.shape[1:]
-    constants = {"H": square.shape[0], "C": c, "D": d, "BC": _power(c), "BD": _power(d)}
+    constants = {"H": square.shape[0], "C": c, "D": d, "BC": tile_size(c), "BD": tile_size(d)}
     tile = constants["BC"] * constants["BD"]
     if len(weights) > 2:
         m = weights[0].shape[2]
-        constants |= {"M": m, "BM": min(_power(m), max(2**16 // tile, 16))}
+        constants |= {"M": m, "BM": min(tile_size(m), max(2**16 // tile, 16))}
     stages = 2 if tile < LARGEST_TILE and len(weights) == 2 else 1
     return constants | {"num_warps": 8, "num_stages": stages}
 

@@ -22,24 +22,26 @@ _PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 def attend_new(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None, key_bounds: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None, key_bounds: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:  # fmt: skip
     """q `b t heads k` over keys `b n kv k` and values `b n kv v`, of which q's tokens are the last, causally.
 
-    Returns `b t heads v`. key_bounds: those of packed keys; None: the same as cu_seqlens, of q.
+    Returns `b t heads v`. key_bounds: those of packed keys; None: the same as cu_seqlens, of q. window (only where
+    takes_packed): a token sees itself and the window - 1 before; 0: all before.
     """
     b, t, n = *q.shape[:2], k.shape[1]
     fast = takes_packed(q)
     if cu_seqlens is None:
-        if not fast or t in (1, n):
+        if not fast or (t in (1, n) and not window):
             return _softmax_last(q, k, v, scale)
         cu_seqlens, key_bounds = (torch.arange(b + 1, device=q.device) * length for length in (t, n))
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-        return packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, (t, n)).unflatten(1, (b, t))[0]
+        return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, (t, n), window).unflatten(1, (b, t))[0]
     key_bounds = cu_seqlens if key_bounds is None else key_bounds
     if fast:
         longest = max(text_lengths(cu_seqlens)), max(text_lengths(key_bounds))
-        return packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, longest)
+        return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, longest, window)
     lengths, seen = text_lengths(cu_seqlens), text_lengths(key_bounds)
     texts = zip(q.split(lengths, 1), k.split(seen, 1), v.split(seen, 1), strict=True)
     return torch.cat([_softmax_last(*qkv, scale) for qkv in texts if qkv[0].shape[1]], 1)
@@ -81,18 +83,15 @@ def _softmax_last(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def takes_packed(q: Tensor) -> bool:
-    """Whether packed_softmax does: 16 bit on a GPU."""
+    """Whether one launch serves packed texts and windows: 16 bit on a GPU."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 256 and q.shape[3] % 8 == 0
 
 
-def packed_softmax(
+def _packed_softmax(
     q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor, key_bounds: Tensor, longest: tuple[int, int],
-    window: int = 0,
+    window: int,
 ) -> Tensor:  # fmt: skip
-    """attend_new of packed texts on a GPU in one launch; longest: of q's texts, and of the keys'.
-
-    window: a token sees itself and the window - 1 before; 0: all before.
-    """
+    """attend_new of packed texts on a GPU in one launch; longest: of q's texts, and of the keys'."""
     from torch.nn.attention.varlen import varlen_attn  # not in a build of torch for CPUs alone
 
     width, softmax = v.shape[3], partial(varlen_attn, scale=scale, window_size=(window - 1, 0))

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.layers.context import Bounds, Context, Segment, uncompiled
+from lineate.chunk_op import uncompiled
+from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.state import TokenCache
 from lineate.ops import Attended
 from lineate.rule import compute_dtype, full_precision

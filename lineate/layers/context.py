@@ -2,14 +2,13 @@
 
 Every rank holds a contiguous segment of the tokens, and knows of every call which texts go on where. What mixers carry
 from one segment to the next is in carry.py. All ranks must run the same layers in the same order, forward and backward,
-and need gradients of the same things.
+and need gradients of the same things. None of it is compiled: a rank's graph would lack the collectives whose results
+it does not need.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,25 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.chunk_op import uncompiled
 
 if TYPE_CHECKING:  # absent from builds of torch without torch.distributed
     from torch.distributed import ProcessGroup
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def uncompiled(run: Callable[P, R]) -> Callable[P, R]:
-    """Outside the graphs of torch.compile: a rank's would lack the collectives whose results it does not need."""
-
-    @wraps(run)
-    def outside(*args: P.args, **named: P.kwargs) -> R:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
-            return torch.compiler.disable(run)(*args, **named)
-        return run(*args, **named)
-
-    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return outside
 
 
 class Told(NamedTuple):

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate.layers.gpu import kernels_for
-from lineate.layers.state import TensorSpec, locate
+from lineate.layers.state import TensorSpec
 from lineate.native import layers as native
+from lineate.texts import locate
 
 
 def short_convolution(

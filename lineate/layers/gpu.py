@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from lineate.dispatch import why_no_triton
+from lineate.dispatch import kernels_run
 
 
 def kernels_for(*tensors: Tensor | None) -> ModuleType | None:
@@ -13,9 +13,7 @@ def kernels_for(*tensors: Tensor | None) -> ModuleType | None:
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)):
             return None
-    if why_no_triton("cuda") is not None:
-        return None
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not kernels_run():
         return None
     from lineate.kernels import layer_ops  # triton, at its first use
 

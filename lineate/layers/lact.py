@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.attention import packed_softmax, takes_packed
+from lineate.layers.attention import attend_new, takes_packed
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate, turns
@@ -142,13 +142,11 @@ class LaCT(nn.Module):
         q, k = rotate(q, turn), rotate(k, turn)
         past = None if state is None else (state["keys"], state["values"], state["seen"])
         if past is None and q.shape[1] and takes_packed(q):
-            b, t = q.shape[:2]
-            bounds = torch.arange(b + 1, device=q.device) * t if cu_seqlens is None else cu_seqlens
-            longest = t if cu_seqlens is None else max(text_lengths(cu_seqlens))
-            q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-            y = packed_softmax(q, k, v, q.shape[3] ** -0.5, bounds, bounds, (longest, longest), self.window)
-            y = y.view(b, t, *y.shape[2:])
-            new["keys"], new["values"] = (last_tokens(x[0], self.window - 1, bounds) for x in (k, v))
+            y = attend_new(q, k, v, q.shape[3] ** -0.5, cu_seqlens, window=self.window)
+            bounds = cu_seqlens
+            if bounds is None:
+                bounds = torch.arange(q.shape[0] + 1, device=q.device) * q.shape[1]
+            new["keys"], new["values"] = (last_tokens(x.flatten(0, 1), self.window - 1, bounds) for x in (k, v))
             read = bounds.diff().long()
         elif cu_seqlens is None:
             y, new["keys"], new["values"] = window_attention(q, k, v, self.window, past)

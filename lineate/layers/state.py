@@ -13,6 +13,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from lineate.texts import locate
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -210,14 +212,6 @@ class TokenCache:
 
 
 LayerState = Memory | TokenCache
-
-
-def locate(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """For every token of packed texts, so many in all: which text, and where in it."""
-    at = torch.arange(tokens, device=cu_seqlens.device)
-    # Nothing waits for a GPU, nor fails there if the bounds are wrong.
-    rows = torch.searchsorted(cu_seqlens[1:].contiguous(), at, right=True).clamp(max=cu_seqlens.shape[0] - 2)
-    return rows, at - cu_seqlens[:-1][rows]
 
 
 def token_positions(past: int | Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lineate.chunk_op import is_eager
-from lineate.dispatch import why_no_triton
+from lineate.dispatch import kernels_run
 
 R = TypeVar("R")
 
@@ -18,9 +18,7 @@ MOST = 2**28
 
 def on_gpu(x: Tensor) -> bool:
     """In float32 on a GPU, outside of vmap and the like."""
-    if not x.is_cuda or x.dtype != torch.float32 or why_no_triton("cuda") is not None:
-        return False
-    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+    return x.is_cuda and x.dtype == torch.float32 and kernels_run()
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:

@@ -38,7 +38,7 @@ from torch import Tensor
 from lineate import checks
 from lineate.memory.products import product
 from lineate.rule import compute_dtype, full_precision
-from lineate.texts import text_lengths
+from lineate.texts import locate, text_lengths
 
 SMALLEST_WEIGHT = 1e-12
 """The chunked form takes a beta below this for this: its square root has no gradient at 0."""
@@ -248,10 +248,8 @@ def _lay_out(q: Tensor, begin: Tensor | None, cu_seqlens: Tensor | None, c: int)
     if begin is None and cu_seqlens is None:
         return _Layout(rows, n, c, None, length)
     begin = torch.zeros_like(length) if begin is None else begin.clamp(0, c - 1)  # no row may run into another
-    row = torch.repeat_interleave(torch.arange(rows, device=q.device), length, output_size=b * t)
-    first = length.cumsum(0) - length
-    slot = row * (n * c) + begin[row] + torch.arange(b * t, device=q.device) - first[row]
-    return _Layout(rows, n, c, slot, length)
+    row, at = locate(F.pad(length.cumsum(0), (1, 0)), b * t)
+    return _Layout(rows, n, c, row * (n * c) + begin[row] + at, length)
 
 
 def _chunkwise(

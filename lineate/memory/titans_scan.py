@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lineate.chunk_op import uncompiled
 from lineate.kernels.titans import Walk, fill_adjoints, fill_states
-from lineate.layers.context import uncompiled
 from lineate.memory.gpu import kept
 from lineate.memory.products import product
 from lineate.memory.titans import EPS, Factors, Options, clipped, gradients, read, where

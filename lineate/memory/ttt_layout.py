@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.memory.gpu import kept
-from lineate.texts import text_lengths
+from lineate.texts import locate, text_lengths
 
 
 class Layout(NamedTuple):
@@ -80,9 +80,8 @@ def _lay_out(
     tail = torch.where(begun, base[ordered_done.clamp(max=max(n - 1, 0))] + rank[row_order], 0) if n else done
     slot = None
     if position is not None or packed:
-        row = torch.repeat_interleave(torch.arange(rows, device=device), length, output_size=tokens)
-        starts = length.cumsum(0) - length
-        at = torch.arange(tokens, device=device) - starts[row] + begin[row]
+        row, at = locate(F.pad(length.cumsum(0), (1, 0)), tokens)
+        at = at + begin[row]
         slot = (base[at // chunk] + rank[row]) * chunk + at % chunk
     return Layout(
         rows, chunk, sizes.tolist(), slot,

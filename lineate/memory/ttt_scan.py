@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lineate.chunk_op import uncompiled
 from lineate.kernels import ttt as kernels
-from lineate.layers.context import uncompiled
 from lineate.memory.ttt import Weights, gradients, read
 from lineate.rule import full_precision
 
