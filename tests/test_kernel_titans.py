@@ -22,6 +22,8 @@ from lineate.memory import titans as rule
 
 pytest.importorskip("triton")
 titans_scan = importlib.import_module("lineate.memory.titans_scan")
+launches = importlib.import_module("lineate.kernels.titans")
+divided = importlib.import_module("lineate.kernels.tiles").divided
 
 paths = pytest.mark.parametrize("path", [param(INTERPRETER), param(GPU[0])])
 on_gpu = pytest.mark.parametrize("path", [param(GPU[0])])
@@ -182,6 +184,14 @@ def large() -> list[Case]:
 )
 def test_all_results(path, case, kernels):
     check(case, path, kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [1, 2, 4, 8])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_programs_that_share_a_head(programs, clip, kernels, monkeypatch):
+    monkeypatch.setattr(launches, "share", lambda groups, width, tile, device: divided(width, tile, programs))
+    check(Case((64, 120, 64), chunk=16, lengths=(1, 64, 0, 130, 77), positions=None, h=2, clip=clip), GPU[0], kernels)
 
 
 @paths

@@ -20,6 +20,7 @@ from lineate.memory import ttt as memory
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("lineate.kernels.ttt")
+divided = importlib.import_module("lineate.kernels.tiles").divided
 shared = importlib.import_module("test_kernel_layers")
 poisoned_memory, guarded_memory = shared.poisoned_memory, shared.guarded_memory
 
@@ -189,6 +190,13 @@ def test_kernels_equal_the_loop(model, path, case, monkeypatch, launches):
     assert set(launches) == {"states", "adjoints"}
     if not case.stand and not dict(case.options).get("recompute_chunks"):
         assert launches == ["states", "adjoints"]  # once each, whatever the texts' lengths
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [1, 2, 4, 8])
+def test_programs_that_share_a_head(programs, monkeypatch):
+    monkeypatch.setattr(kernels, "share", lambda groups, width, tile, device: divided(width, tile, programs))
+    check(*make("mlp", Case((3, 160, 0, 16, 75), chunk=16, dim=64)), GPU, monkeypatch)
 
 
 @models

@@ -9,8 +9,8 @@ A cell is one chunk of one row; matrices at its start are in slot (base[chunk] +
 makes goes to the slot of the row's next chunk, behind the last one to slot (cells + row) * heads + head, and is read
 from there: nothing stays in registers. All arithmetic is float32. Where a cell has no token, last = moving = 0.
 
-The last matrix is walked in tiles of BN of its rows, which for two matrices are columns of the first.
-Never more than one stage: loads fetched ahead would overtake the stores of the chunk before.
+The last matrix is walked in tiles of BN of its rows, which for two matrices are columns of the first. Two matrices are
+shared by as many programs as the GPU runs at one time, each with a slice of these rows (kernels/tiles.py).
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.launching import start
-from lineate.kernels.tiles import dot, load_tile, store_tile, tile_size
+from lineate.kernels.tiles import add_parts, divided, dot, load_tile, meet, put_part, share, store_tile, tile_size
 
 WIDEST = 128
 """Keys and values of a memory of two matrices, values of one."""
@@ -29,7 +29,6 @@ LONGEST = 64
 """Tokens of a chunk."""
 TILE = 4096
 """Elements of a tile of a matrix; of chunks of more than 16 tokens, or wide heads, half as many fit into registers."""
-WARPS = 8
 
 
 @triton.jit
@@ -103,17 +102,24 @@ def _advance(
 
 @triton.jit(do_not_specialize=["cells", "heads"])
 def walk_states(
-    k, target, last, moving, ends, base, chunks, M1, S1, M2, S2, hidden, cells, heads, clip,
+    k, target, last, moving, ends, base, chunks, M1, S1, M2, S2, hidden, cells, heads, clip, shared, arrived,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """M and S at the start of every cell and after the last one; those of chunk 0 are there.
 
     k `cells h c KEYS`, target `cells h c VALUES`, last and moving `cells h c`, ends `cells h 3`: b, f, carried.
     M2, S2 `slots ROWS VALUES` are the last matrix; M1, S1 `slots KEYS ROWS` the one before it, or None (ROWS = KEYS).
     hidden `programs c ROWS` is room for z_1 of a chunk. clip: None, or the largest norm of a token's gradient.
+    PARTS programs share a head, SLICE of the ROWS each: shared `programs 2*PARTS*C*(BV + 1)`, arrived `programs`.
     """
     program = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * SLICE
+    shared += program * (2 * PARTS * C * (BV + 1))
+    shared_lines = shared + 2 * PARTS * C * BV
+    arrived += program
+    turn = 0
+    one = tl.arange(0, 1)
     row = program // heads
     head = program % heads
     c = tl.arange(0, C)
@@ -137,7 +143,7 @@ def walk_states(
         if M1 is not None:
             x1 = load_tile(keys, c, d, CHUNK, KEYS)
             hidden_own = hidden + program * (CHUNK * ROWS)
-        for first in range(0, ROWS, BN):
+        for first in range(begin, begin + SLICE, BN):
             n = first + tl.arange(0, BN)
             if M1 is not None:
                 z1 = dot(x1, load_tile(M1 + slot * (KEYS * ROWS), d, n, KEYS, ROWS))
@@ -147,23 +153,33 @@ def walk_states(
                 x = load_tile(keys, c, n, CHUNK, ROWS)
             z += dot(x, load_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES))
             squares += tl.sum(x * x, 1)
+        put_part(z, shared, turn, c, v, PARTS, C, BV)
+        put_part(squares[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+        meet(arrived, turn, PARTS)
+        z = add_parts(z, shared, turn, c, v, PARTS, C, BV)
+        squares = add_parts(squares[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+        turn += 1
         G, _, _, _ = _error(z, goal, has, EPS, VALUES)
         if M1 is not None:
             tl.debug_barrier()
         if clip is not None:
-            squares *= tl.sum(G * G, 1)
+            squares *= tl.sum(G * G, 1)[:, None]
             if M1 is not None:
                 back = tl.zeros((C,), tl.float32)
-                for first in range(0, ROWS, BN):
+                for first in range(begin, begin + SLICE, BN):
                     n = first + tl.arange(0, BN)
                     z1 = load_tile(hidden_own, c, n, CHUNK, ROWS)
                     G1 = dot(G, tl.trans(load_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
                     G1 *= _silu_slope(z1, tl.sigmoid(z1))
                     back += tl.sum(G1 * G1, 1)
-                squares += tl.sum(x1 * x1, 1) * back
+                put_part(back[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+                meet(arrived, turn, PARTS)
+                back = add_parts(back[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+                turn += 1
+                squares += tl.sum(x1 * x1, 1)[:, None] * back
             size = tl.sqrt(tl.maximum(squares, 1e-30))
-            G *= tl.minimum(clip / (size + 1e-6), 1.0)[:, None]  # and G_1 with it
-        for first in range(0, ROWS, BN):
+            G *= tl.minimum(clip / (size + 1e-6), 1.0)  # and G_1 with it
+        for first in range(begin, begin + SLICE, BN):
             n = first + tl.arange(0, BN)
             if M1 is not None:
                 z1 = load_tile(hidden_own, c, n, CHUNK, ROWS)
@@ -210,9 +226,9 @@ def _written(A, B, slot, i, j, x, last, moving, ROWS: tl.constexpr, COLUMNS: tl.
 @triton.jit(do_not_specialize=["cells", "heads"])
 def walk_adjoints(
     k, target, z, z1, back, terms, last, moving, ends, base, chunks, M2, dM1, dS1, dM2, dS2, A1, B1, A2, B2, room,
-    cells, heads,
+    cells, heads, shared, arrived,
     CHUNK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """A and B, the gradients of M and S at every cell's end, from the last chunk to the first.
 
@@ -223,6 +239,12 @@ def walk_adjoints(
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
+    begin = tl.program_id(1) * SLICE
+    shared += program * (2 * PARTS * C * (BV + 1))
+    shared_lines = shared + 2 * PARTS * C * BV
+    arrived += program
+    turn = 0
+    one = tl.arange(0, 1)
     row = program // heads
     head = program % heads
     c = tl.arange(0, C)
@@ -260,7 +282,7 @@ def walk_adjoints(
         # From what was written to the gradients of G and x,
         dG = tl.zeros((C, BV), tl.float32)
         along = tl.zeros((C,), tl.float32)
-        for first in range(0, ROWS, BN):
+        for first in range(begin, begin + SLICE, BN):
             n = first + tl.arange(0, BN)
             if z1 is not None:
                 hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
@@ -274,13 +296,20 @@ def walk_adjoints(
             dG += _written(A2, B2, slot, n, v, x, own_last, own_moving, ROWS, VALUES)
         G, centred, r, g = _error(answer, goal, has, EPS, VALUES)
         clipped = G
+        rest = tl.zeros((C, BV), tl.float32)
         if terms is not None:  # dsize / size = e (dG . G)
-            along = (along + tl.sum(dG * G, 1))[:, None]
+            put_part(dG, shared, turn, c, v, PARTS, C, BV)
+            put_part(along[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+            meet(arrived, turn, PARTS)
+            dG = add_parts(dG, shared, turn, c, v, PARTS, C, BV)
+            along = add_parts(along[:, None], shared_lines, turn, c, one, PARTS, C, 1) + tl.sum(dG * G, 1)[:, None]
+            turn += 1
             clipped = scale * G
-            dG = scale * dG + along * to_G * G
+            rest = scale * dG + along * to_G * G
+            dG = tl.zeros((C, BV), tl.float32)
         if z1 is not None:
             tl.debug_barrier()
-            for first in range(0, ROWS, BN):
+            for first in range(begin, begin + SLICE, BN):
                 n = first + tl.arange(0, BN)
                 hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
                 s = tl.sigmoid(hidden)
@@ -295,11 +324,16 @@ def walk_adjoints(
                 store_tile(dx2s, dx2, c, n, CHUNK, ROWS)
                 store_tile(dG1s, dG1, c, n, CHUNK, ROWS)
                 dG += dot(dG1 * slope, load_tile(own, n, v, ROWS, VALUES))
+            put_part(dG, shared, turn, c, v, PARTS, C, BV)
+            meet(arrived, turn, PARTS)
+            dG = add_parts(dG, shared, turn, c, v, PARTS, C, BV)
+            turn += 1
             tl.debug_barrier()
+        dG += rest
 
         # and from them to the matrices that they were made with.
         dz = _error_backward(dG, G, centred, r, g, has, EPS, VALUES)
-        for first in range(0, ROWS, BN):
+        for first in range(begin, begin + SLICE, BN):
             n = first + tl.arange(0, BN)
             if z1 is not None:
                 hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
@@ -345,11 +379,15 @@ def _launch(kernel, walk: Walk, k: Tensor, M: Matrices, eps: float | None, tenso
     C, BK, BV = (tile_size(n) for n in (chunk, keys, values))
     widest = BV if len(M) == 1 else max(BK, BV)
     elements = TILE if C == 16 and widest <= 64 else TILE // 2
+    programs = walk.chunks.shape[0] * heads
+    tile = min(64, elements // widest)
+    sharing = share(programs, rows, tile, k.device) if len(M) == 2 else divided(rows, tile, 1)
     with torch.cuda.device_of(k):
-        start(kernel, (walk.chunks.shape[0] * heads,))(
-            *tensors, CHUNK=chunk, KEYS=keys, ROWS=rows, VALUES=values, EPS=eps,
-            C=C, BK=BK, BN=min(tile_size(rows), 64, elements // widest), BV=BV,
-            num_warps=WARPS, num_stages=1,
+        start(kernel, (programs, sharing.parts))(
+            *tensors, *sharing.room(programs, C * (BV + 1), k.device),
+            CHUNK=chunk, KEYS=keys, ROWS=rows, VALUES=values, EPS=eps,
+            C=C, BK=BK, BN=sharing.tile, BV=BV, PARTS=sharing.parts, SLICE=sharing.slice,
+            **sharing.options,
         )  # fmt: skip
 
 

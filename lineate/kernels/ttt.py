@@ -13,13 +13,16 @@ P u = u - mean u - x mean(u x). Tiles: [BC, BD] of a cell's tokens, [BD, BM] and
 stays in registers; two go through memory, where the next cell's are wanted anyway. All arithmetic is float32.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.launching import start
-from lineate.kernels.tiles import dot, load_tile, store_tile, tile_size
+from lineate.kernels.tiles import add_parts, dot, load_tile, meet, put_part, share, store_tile, tile_size
 
 LONGEST_CHUNK, WIDEST_HEAD, LARGEST_TILE = 64, 128, 4096
 """Of what fits into shared memory: tokens, channels, and their product, both as powers of two."""
@@ -140,12 +143,18 @@ def linear_states(
 
 @triton.jit(do_not_specialize=["cells", "eps"])
 def mlp_states(
-    k, target, write, square, w1, b1, w2, b2, base, counts, cells, eps,
+    k, target, write, square, w1, b1, w2, b2, base, counts, cells, eps, room, arrived,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """As linear_states, for w1 `slots*h d m`, b1 `slots*h m`, w2 `slots*h m d` and b2 `slots*h d`."""
+    """As linear_states, for w1 `slots*h d m`, b1 `slots*h m`, w2 `slots*h m d` and b2 `slots*h d`.
+
+    PARTS programs share a head, SLICE of the m channels each; room `programs 2 PARTS BC BD` and arrived `programs`.
+    """
     row = tl.program_id(0) // H
+    begin = tl.program_id(1) * SLICE
+    room += tl.program_id(0) * (2 * PARTS * BC * BD)
+    arrived += tl.program_id(0)
     c, d = tl.arange(0, BC), tl.arange(0, BD)
     count = tl.load(counts + row)
     gamma = _load_line(square, tl.program_id(0) % H, d, D)
@@ -155,15 +164,20 @@ def mlp_states(
         there = _matrix(_after(base, j, count, row, cells), H)
         key = _load(k, n, c, d, C, D)
         rate = _load_line(write, n, c, C)[:, None]
-        z2 = tl.zeros((BC, BD), tl.float32) + bias[None, :]
-        for first in range(0, M, BM):
+        goal = _load(target, n, c, d, C, D)
+        z2 = tl.zeros((BC, BD), tl.float32)
+        for first in range(begin, begin + SLICE, BM):
             m = first + tl.arange(0, BM)
             x2 = _gelu(dot(key, _load(w1, n, d, m, D, M)) + _load_line(b1, n, m, M)[None, :])[0]
             z2 += dot(x2, _load(w2, n, m, d, M, D))
-        step = rate * _norm_gradient(z2, _load(target, n, c, d, C, D), gamma, d, eps, D)[0]
+        put_part(z2, room, j, c, d, PARTS, BC, BD)
+        meet(arrived, j, PARTS)
+        z2 = add_parts(z2, room, j, c, d, PARTS, BC, BD) + bias[None, :]
+        step = rate * _norm_gradient(z2, goal, gamma, d, eps, D)[0]
         bias -= tl.sum(step, 0)
-        _store_line(b2, there, d, bias, D)
-        for first in range(0, M, BM):
+        if begin == 0:
+            _store_line(b2, there, d, bias, D)
+        for first in range(begin, begin + SLICE, BM):
             m = first + tl.arange(0, BM)
             W1 = _load(w1, n, d, m, D, M)
             W2 = _load(w2, n, m, d, M, D)
@@ -211,9 +225,9 @@ def linear_adjoints(
 @triton.jit(do_not_specialize=["rows", "eps"])
 def mlp_adjoints(
     k, target, write, square, z1, z2, back, w2, asked_x, asked1, asked2, dw1, db1, dw2, db2, aw1, ab1, aw2, ab2,
-    base, counts, rows, eps,
+    base, counts, rows, eps, room, arrived,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-    BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """As linear_adjoints, for two layers; back = G_2 W_2^T, so that G_1 = back gelu'(z_1). Besides what is asked:
 
@@ -222,6 +236,9 @@ def mlp_adjoints(
     dW_1 = k^T dz_1,  db_1 = sum dz_1,  dW_2 = dback^T G_2 + x_2^T dz_2,  db_2 = sum dz_2
     """
     row = tl.program_id(0) // H
+    begin = tl.program_id(1) * SLICE
+    room += tl.program_id(0) * (2 * PARTS * BC * BD)
+    arrived += tl.program_id(0)
     c, d = tl.arange(0, BC), tl.arange(0, BD)
     count = tl.load(counts + row)
     gamma = _load_line(square, tl.program_id(0) % H, d, D)
@@ -235,18 +252,24 @@ def mlp_adjoints(
         key = _load(k, n, c, d, C, D)
         minus_w = -_load_line(write, n, c, C)[:, None]
         G2, x, r, g = _norm_gradient(_load(z2, n, c, d, C, D), _load(target, n, c, d, C, D), gamma, d, eps, D)
-        dG2 = _load(asked2, n, c, d, C, D) + minus_w * a2[None, :]
-        for first in range(0, M, BM):
+        asked = _load(asked2, n, c, d, C, D) + minus_w * a2[None, :]
+        new_a2 = a2 + _load_line(db2, n, d, D)
+        dG2 = tl.zeros((BC, BD), tl.float32)
+        for first in range(begin, begin + SLICE, BM):
             m = first + tl.arange(0, BM)
             x2, slope = _gelu(_load(z1, n, c, m, C, M))
             dG1 = minus_w * (dot(key, _load(aw1, here, d, m, D, M)) + _load_line(ab1, here, m, M)[None, :])
             dback = (_load(asked1, n, c, m, C, M) + dG1) * slope
             dG2 += dot(minus_w * x2, _load(aw2, here, m, d, M, D)) + dot(dback, _load(w2, n, m, d, M, D))
+        put_part(dG2, room, i, c, d, PARTS, BC, BD)
+        meet(arrived, i, PARTS)
+        dG2 = add_parts(dG2, room, i, c, d, PARTS, BC, BD) + asked
         dz2 = _norm_gradient_backward(dG2, G2, x, r, g, gamma, d, D)
-        a2 += _load_line(db2, n, d, D) + tl.sum(dz2, 0)
-        _store_line(ab2, there, d, a2, D)
+        a2 = new_a2 + tl.sum(dz2, 0)
+        if begin == 0:
+            _store_line(ab2, there, d, a2, D)
         step = minus_w * G2
-        for first in range(0, M, BM):
+        for first in range(begin, begin + SLICE, BM):
             m = first + tl.arange(0, BM)
             z = _load(z1, n, c, m, C, M)
             x2, slope = _gelu(z)
@@ -275,19 +298,23 @@ def serves(chunk: int, widths: list[int]) -> bool:
     return tile_size(chunk) * tile_size(widths[0]) <= LARGEST_TILE
 
 
-def _constants(k: Tensor, square: Tensor, weights: list[Tensor]) -> dict[str, int]:
-    """Sizes, tiles, warps and stages. 8 warps hold the tiles of 16 tokens of 64 channels; 4 spill.
-
-    Of two layers never more than one stage: loads fetched ahead would overtake the stores of the chunk before.
-    """
-    c, d = k.shape[1:]
-    constants = {"H": square.shape[0], "C": c, "D": d, "BC": tile_size(c), "BD": tile_size(d)}
-    tile = constants["BC"] * constants["BD"]
-    if len(weights) > 2:
-        m = weights[0].shape[2]
-        constants |= {"M": m, "BM": min(tile_size(m), max(2**16 // tile, 16))}
-    stages = 2 if tile < LARGEST_TILE and len(weights) == 2 else 1
-    return constants | {"num_warps": 8, "num_stages": stages}
+def _launch(
+    kernel: Any, tensors: Sequence[Tensor], k: Tensor, square: Tensor, weights: list[Tensor], *numbers: float
+) -> None:  # fmt: skip
+    """Over the heads of all rows, which the weights have first."""
+    (c, d), programs = k.shape[1:], weights[0].shape[0]
+    sizes = {"H": square.shape[0], "C": c, "D": d, "BC": tile_size(c), "BD": tile_size(d)}
+    tile = sizes["BC"] * sizes["BD"]
+    if len(weights) == 2:
+        how = {"num_warps": 8, "num_stages": 2 if tile < LARGEST_TILE else 1}
+        grid, room = (programs,), ()
+    else:
+        sharing = share(programs, weights[0].shape[2], max(2**16 // tile, 16), k.device)
+        sizes |= {"M": weights[0].shape[2], "BM": sharing.tile, "PARTS": sharing.parts, "SLICE": sharing.slice}
+        how = sharing.options
+        grid, room = (programs, sharing.parts), sharing.room(programs, tile, k.device)
+    with torch.cuda.device_of(k):
+        start(kernel, grid)(*tensors, *numbers, *room, **sizes, **how)
 
 
 def _dense(*tensors: Tensor) -> list[Tensor]:
@@ -308,11 +335,8 @@ def states(
     for x, y in zip(found, weights, strict=True):
         x[:first] = y
     kernel = linear_states if len(weights) == 2 else mlp_states
-    with torch.cuda.device_of(k):
-        start(kernel, (first,))(
-            *_dense(k, target, write, square), *found, base, counts, n // square.shape[0], eps,
-            **_constants(k, square, weights),
-        )  # fmt: skip
+    tensors = *_dense(k, target, write, square), *found, base, counts
+    _launch(kernel, tensors, k, square, weights, n // square.shape[0], eps)
     return found
 
 
@@ -332,9 +356,6 @@ def adjoints(
     for x, y in zip(found, finals, strict=True):
         x.unflatten(0, (-1, h)).index_copy_(0, last, y.unflatten(0, (-1, h)))
     kernel = linear_adjoints if len(grads) == 2 else mlp_adjoints
-    with torch.cuda.device_of(k):
-        start(kernel, (first,))(
-            *_dense(k, target, write, square, *values, *asked, *grads), *found, base, counts, rows, eps,
-            **_constants(k, square, grads),
-        )  # fmt: skip
+    tensors = *_dense(k, target, write, square, *values, *asked, *grads), *found, base, counts
+    _launch(kernel, tensors, k, square, finals, rows, eps)
     return [x[:first] for x in found], [x[first:] for x in found]
