@@ -206,6 +206,42 @@ def test_more_chunks_than_programs(row, packed, heads, path):
         check(row, convert(draw(row, shape), path.dtype), path)
 
 
+CHANNEL_ROWS = [GATED_LINEAR_CHANNEL, KIMI_DELTA]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normalize", [False, True], ids=["", "normalize"])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("gates", [torch.bfloat16, torch.float32], ids=["bf16 gates", "fp32 gates"])
+@pytest.mark.parametrize("wild", [None, -50.0, -300.0, -torch.inf], ids=str)
+@pytest.mark.parametrize("row", CHANNEL_ROWS, ids=str)
+def test_decay_per_channel_in_gluon(row, wild, gates, packed, normalize, monkeypatch):
+    """The Gluon kernels take both rules; what is wild (a few tokens, all channels or three) the plain ones do again."""
+    chunkwise = importlib.import_module("lineate.kernels.chunkwise")
+    taken = []
+    for module, name in (
+        (chunkwise.hopper_channel, "channel_scores_hopper"),
+        (chunkwise.hopper_channel_gradients, "channel_gradients_hopper"),
+    ):
+
+        def note(*given: object, name: str = name, launch: object = getattr(module, name), **options: object) -> None:
+            taken.append(name)
+            launch(*given, **options)
+
+        monkeypatch.setattr(module, name, note)
+    texts = (100, 1, 0, 64, 130)
+    shape = Shape(1 if packed else 2, sum(texts), 1, 2, 128, 128)
+    inputs = convert(draw(row, shape, texts=len(texts) if packed else None), BF16.dtype, gates)
+    if wild is not None:
+        inputs["log_decay"][:, 10:200:37] = wild
+        inputs["log_decay"][:, 28:250:41, 1, 5:80:30] = wild
+    if normalize:
+        inputs["q"], inputs["k"] = inputs["q"] * 3, inputs["k"] * 3
+    check(row, inputs, BF16, normalize_qk=normalize, **({"cu_seqlens": bounds(texts)} if packed else {}))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert set(taken) == {"channel_scores_hopper", "channel_gradients_hopper"}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
@@ -263,7 +299,7 @@ def test_normalize_qk(row, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", [LINEAR, GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("row", [LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_scale(row, path):
     inputs = convert(draw(row, sized(path, SHORT)), path.dtype)
     check(row, inputs, path, scale=-1.5)
@@ -312,7 +348,7 @@ def test_packed_texts(row, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_packed_texts_do_not_see_each_other(row, path):
     """A text alone has the bits it has in company; a text full of NaN, its state too, changes nobody else."""
     lengths = (1, 66, 0, 5) if path.device == "cpu" else (1, 70, 0, 20)
@@ -357,22 +393,29 @@ def test_packed_texts_do_not_see_each_other(row, path):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", [LINEAR, GATED_DELTA, KIMI_DELTA], ids=str)
-def test_views_of_one_projection(row, path):
+@pytest.mark.parametrize("by_head", [False, True], ids=["q, k, v", "head by head"])
+@pytest.mark.parametrize("row", [LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
+def test_views_of_one_projection(row, by_head, path):
     """q, k and v where a fused projection left them; its gradient is their gradients beside each other."""
     shape = sized(path, SHORT._replace(b=2, hv=1, k=16, v=24), MODEL._replace(b=2))
-    b, t, h, hv, k, v = shape
+    if by_head:
+        shape = shape._replace(h=2, hv=2)
     inputs = convert(draw(row, shape), path.dtype)
     plain = run(row, inputs, path)
-    projection = torch.cat([inputs[name].flatten(2) for name in "qkv"], dim=2).to(path.device).requires_grad_()
-    parts = projection.split((h * k, h * k, hv * v), dim=2)
-    views = {n: x.unflatten(2, s) for n, x, s in zip("qkv", parts, ((h, k), (h, k), (hv, v)), strict=True)}
+
+    def side_by_side(x: Tensor) -> Tensor:
+        return x if by_head else x.flatten(2)
+
+    def take_apart(x: Tensor) -> Inputs:
+        parts = x.split([side_by_side(inputs[name]).shape[-1] for name in "qkv"], dim=-1)
+        return {name: part.view(inputs[name].shape) for name, part in zip("qkv", parts, strict=True)}
+
+    projection = torch.cat([side_by_side(inputs[name]) for name in "qkv"], dim=-1).to(path.device).requires_grad_()
+    views = take_apart(projection)
     rest = {n: x.to(path.device).requires_grad_() for n, x in inputs.items() if n not in views}
     output, state = row.op(**views, **rest, form="chunkwise", backend="triton")
     dprojection, *grads = torch.autograd.grad(loss_of(output, state), [projection, *rest.values()])
-    parts = dprojection.cpu().split((h * k, h * k, hv * v), dim=2)
-    grads = {n: x.cpu() for n, x in zip(rest, grads, strict=True)}
-    grads |= {n: x.unflatten(2, inputs[n].shape[2:]) for n, x in zip("qkv", parts, strict=True)}
+    grads = {n: x.cpu() for n, x in zip(rest, grads, strict=True)} | take_apart(dprojection.cpu())
     assert_same_bits(Result(output.detach().cpu(), state.detach().cpu(), grads), plain)
 
 
@@ -434,7 +477,7 @@ def test_expanded_inputs_and_gradients(path):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_gradients_of_some_inputs_only(row, path):
     inputs = convert(draw(row, sized(path, SHORT._replace(hv=1))), path.dtype)
     everything = run(row, inputs, path)
@@ -501,7 +544,7 @@ def test_second_derivatives_are_refused(path):
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
     output, _ = GATED_DELTA.op(**leaves, form="chunkwise", backend="triton")
     (dq,) = torch.autograd.grad(output.sum(), leaves["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match="has no second derivative"):
         (dq.square().sum() + leaves["q"].sum()).backward()
 
 
@@ -562,7 +605,7 @@ def test_the_future_never_changes_the_past(row, path, position):
         if value is not None:
             changed["log_decay"][:, position] = value
         got = past(row, changed, path, position)
-        close = row is KIMI_DELTA and path == BF16 and value == -torch.inf
+        close = row.decay == "channel" and path == BF16 and value == -torch.inf
         assert same_bits(got.output, expected.output), value
         for name, x in got.grads.items():
             before = slice(None) if name == "state" else (slice(None), slice(position))
@@ -655,7 +698,7 @@ def test_batch_company_never_changes_a_row(row, path):
 
 
 @pytest.mark.parametrize("path", GPU_ONLY[:2])
-@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_batch_company_never_changes_a_long_row(row, path):
     """Neither does a batch so large, or a row so long, that the work may be divided differently."""
     inputs = convert(draw(row, MODEL._replace(b=2, t=4100)), path.dtype)
@@ -667,7 +710,7 @@ def test_batch_company_never_changes_a_long_row(row, path):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_heads_do_not_see_each_other(row, path):
     """One key head full of NaN, with its value heads: the others keep their bits."""
     inputs = convert(draw(row, sized(path, SHORT._replace(h=2, hv=4))), path.dtype)
@@ -688,7 +731,7 @@ def test_heads_do_not_see_each_other(row, path):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_nan_is_never_swallowed(row, path):
     """One NaN in any input must show in the output, at the latest one token later: a gate of NaN is no reset."""
     shape = sized(path, SHORT._replace(b=2, hv=1), MODEL._replace(b=2))
@@ -995,7 +1038,7 @@ def test_segments(row, path, cuts):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", [LINEAR, GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("row", [LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_slices_of_the_backward_change_no_bit(row, path, cuts):
     for b in (1, 2):
         inputs = convert(draw(row, sized(path, LEAN)._replace(b=b, t=130 if b == 1 else 20)), path.dtype)
@@ -1165,7 +1208,7 @@ def test_a_positive_log_decay_answers_nan(row):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", [GATED_LINEAR, GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("row", [GATED_LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_nan_in_log_decay_is_not_swallowed(row, path):
     inputs = convert(draw(row, sized(path)), path.dtype)
     inputs["log_decay"][:, 10, -1] = torch.nan
@@ -1209,6 +1252,78 @@ def test_wild_rows_are_made_anew(row, path, normalize, monkeypatch):
         assert first == 0 or not same_bits(got[slot, :, :first], expected[slot, :, :first])
 
 
+@pytest.fixture
+def as_on_hopper(monkeypatch):
+    """Has calls take the Gluon launches of decay per channel, and puts others in their place."""
+    calls, chunkwise = (pytest.importorskip(f"lineate.kernels.{name}") for name in ("call", "chunkwise"))
+
+    def replace_launches(scores: object, gradients: object = None) -> None:
+        monkeypatch.setattr(calls.Call, "channel_on_hopper", True)
+        monkeypatch.setattr(calls.Call, "products", ("fp16", "tf32x3"))
+        monkeypatch.setattr(chunkwise.hopper_channel, "channel_scores_hopper", scores)
+        monkeypatch.setattr(chunkwise.hopper_channel_gradients, "channel_gradients_hopper", gradients)
+
+    return replace_launches
+
+
+@pytest.mark.parametrize("path", [param(INTERPRETER)])
+@pytest.mark.parametrize("row", CHANNEL_ROWS, ids=str)
+def test_scores_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
+    """Whatever lies from a chunk's first wild row on, and of what looks ahead, becomes the plain kernel's."""
+    calls, chunkwise = (importlib.import_module(f"lineate.kernels.{name}") for name in ("call", "chunkwise"))
+    inputs = convert(draw(row, LEAN._replace(t=150), "reset -50"), path.dtype)
+    given = inputs["q"], inputs["k"], inputs["v"], calls.Gates(inputs["log_decay"], inputs.get("beta"))
+    expected = chunkwise.prepare(calls.make_call(*given, None, row.corrects, 1.0, False), for_backward=True)
+    first_wild = (30, CHUNK, 0)
+
+    def leave(*given: object, **_: object) -> None:
+        Qr, Kr, Kw, P, M, T, factors, wild = given[6:14]
+        wild[:, 0] = torch.tensor(first_wild)
+        for slot, first in enumerate(first_wild):
+            tokens = slice(slot * CHUNK, slot * CHUNK + first)
+            for x, y in ((Qr, expected.q), (Kr, expected.k)):
+                x[:, tokens] = y[:, tokens]
+            for x, y in ((P, expected.P), (M, expected.M), (T, expected.T)):
+                if x is not None:
+                    x[slot, :, :first] = y[slot, :, :first]
+            if first == CHUNK:
+                Kw[:, tokens], factors[slot] = expected.w[:, tokens], expected.factors[slot]
+
+    as_on_hopper(leave)
+    got = chunkwise.prepare(calls.make_call(*given, None, row.corrects, 1.0, False), for_backward=True)
+    assert (got.T is None) == (got.M is None) == (not row.corrects)
+    for name in ("q", "k", "w", "P", "M", "T", "factors"):
+        x, y = getattr(got, name), getattr(expected, name)
+        assert (x is None and y is None) or same_bits(x, y), name
+
+
+@pytest.mark.parametrize("path", [param(INTERPRETER)])
+@pytest.mark.parametrize("row", CHANNEL_ROWS, ids=str)
+def test_gradients_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
+    """64 channels of a chunk become the plain kernels' if they are wild, and are not touched if not."""
+    inputs = convert(draw(row, Shape(1, 70, 1, 1, 128, 128), "reset -50"), path.dtype)
+    expected = run(row, inputs, path)
+    wild_units = torch.tensor([[[1, 0]], [[0, 1]]])
+
+    def all_wild(*given: object, **_: object) -> None:
+        given[13].zero_()
+
+    def leave(*given: object, **_: object) -> None:
+        wild = given[18]
+        wild.copy_(wild_units)
+        for slot, _, x in (wild_units == 0).nonzero().tolist():
+            part = slice(None), slice(slot * CHUNK, (slot + 1) * CHUNK), slice(None), slice(x * 64, x * 64 + 64)
+            for x, name in zip(given[13:16], ("q", "k", "log_decay"), strict=True):
+                x[part] = expected.grads[name][part] + 1
+
+    as_on_hopper(all_wild, leave)
+    got = run(row, inputs, path)
+    for name in ("q", "k", "log_decay"):
+        tame = (wild_units == 0).repeat_interleave(64, 2).repeat_interleave(CHUNK, 0)[None, :70]
+        expected.grads[name] += tame
+    assert_same_bits(got, expected)
+
+
 def test_wild_rows_are_looked_for_unless_there_can_be_none():
     """Unit keys and beta = 2 sigmoid(logit) at most: no second launch. Decay per channel can always be wild."""
     calls = pytest.importorskip("lineate.kernels.call")
@@ -1246,7 +1361,7 @@ def test_wrong_bounds_touch_nothing_outside(wrong):
 
 
 @pytest.mark.parametrize("path", GPU_ONLY[:2])
-@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_long_texts(row, path):
     """100003 tokens against the chunkwise form in float64 on the GPU; 2 x the error of torch in the same dtype."""
     inputs = on_gpu(convert(draw(row, MODEL._replace(t=100_003)), path.dtype))

@@ -106,7 +106,7 @@ class Call:
     def channel_on_hopper(self) -> bool:
         """Whether those for decay per channel do."""
         decay = self.gates.log_decay
-        return self.corrects and self.on_hopper and decay is not None and hopper_channel.fits(self.q, decay)
+        return self.on_hopper and decay is not None and self.channel and hopper_channel.fits(self.q, decay)
 
     @property
     def precision(self) -> str:
@@ -122,11 +122,14 @@ class Call:
     def products(self) -> tuple[str, ...]:
         """Of the inverse, one launch each: float16's for tame rows, then float32's for those that are not.
 
-        The 11 bits of float16's are more than bfloat16 inputs need; inputs in float16 have as many.
+        The 11 bits of float16's are more than bfloat16 inputs need; inputs in float16 have as many. Without an inverse
+        the second launch is for rows that hopper_channel.py leaves.
         """
         if self.q.dtype != torch.bfloat16:
             return ("tf32x3",)
-        return ("fp16", "tf32x3") if self.corrects and not self.always_tame else ("fp16",)
+        if self.channel_on_hopper or (self.corrects and not self.always_tame):
+            return "fp16", "tf32x3"
+        return ("fp16",)
 
     @property
     def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:

@@ -11,6 +11,8 @@ every factor of channel.py is a product of few, none above 1 but 1 / F:
     level 5 (blocks 2, 3 - 0, 1)          R, R 2^{B_2} against 2^E 2^{B_1}, 2^E
     Qr, Kr, Kw                            R 2^{B before}, 2^E 2^{B behind}
 
+Rules that only accumulate have no M, T and Kr: their keys are writers alone.
+
 A row whose 1 / F is not a good number (channel.py: good) is wild, as one is that solve.py calls so: nothing is made of
 the rows from the first wild one on. The second launch, of channel_scores, does that, by the levels.
 """
@@ -151,9 +153,9 @@ def _small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
 def _half_chunk(
     tile_q, tile_k, tile_g, tile_Y, tile_Yk, tile_Z, tile_Y4, tile_Z4, bias, speed, Qr, Kr, Kw, ends, rows,
     norm_q, norm_k, scale, row_stride: gl.constexpr, flat: gl.constexpr, cube: gl.constexpr,
-    RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr,
+    CORRECTS: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr,
 ):  # fmt: skip
-    """64 channels: Qr, Kr, Kw, e^{G_c} to memory, the seven operands to shared memory.
+    """64 channels: Qr, Kr, Kw, e^{G_c} to memory, the operands (seven; six without tile_Yk) to shared memory.
 
     Returns how many rows of each block come before the first whose 1 / F is not good, [4, 64].
     """
@@ -197,15 +199,19 @@ def _half_chunk(
     k = _cube(tile_k.load(flat).to(gl.float32), cube)
     Z = k * _reciprocal(F)
     tile_Z.store(_flat(Z.to(gl.bfloat16), flat))
-    Yk = k * F
-    tile_Yk.store(_flat(Yk.to(gl.bfloat16), flat))
-    kr = Yk * up[:, None, :]
+    Yk = Z  # where keys are writers alone: nobody looks at those among the readers
+    if CORRECTS:
+        Yk = k * F
+        tile_Yk.store(_flat(Yk.to(gl.bfloat16), flat))
+        kr = Yk * up[:, None, :]
     kw = Z * down[:, None, :]
     if NORMALIZE:
         nk = _by_block(norm_k, flat, cube)
-        kr = kr * nk
+        if CORRECTS:
+            kr = kr * nk
         kw = kw * nk
-    gl.store(Kr + at + r * row_stride, kr.to(gl.bfloat16), mask=there)
+    if CORRECTS:
+        gl.store(Kr + at + r * row_stride, kr.to(gl.bfloat16), mask=there)
     gl.store(Kw + at + r * row_stride, kw.to(gl.bfloat16), mask=there)
     tile_Z4.store(_flat((gl.where(even, Z, Yk) * f4).to(gl.bfloat16), flat))
     tile_k.store(_flat((gl.where(early, Z, Yk) * f5).to(gl.bfloat16), flat))
@@ -226,13 +232,14 @@ def _half_chunk(
 def channel_scores(
     q, k, g, P, M, T, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild, norms,
     bounds, first_slots, slot_texts, t, units, head_q, head_k, scale, beta_scale,
-    HV: gl.constexpr, R: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr,
-    KEEP: gl.constexpr, PACKED: gl.constexpr,
+    HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
+    BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """K = 128, bfloat16, CORRECTS, PRODUCTS = "fp16". q, k, g, P, M, T: descriptors of tiles of 64 x 64.
+    """K = 128, bfloat16, PRODUCTS = "fp16". q, k, g, P, M, T: descriptors of tiles of 64 x 64.
 
-    g: the gates, of 16 or 32 bits. units: slots HV.
+    g: the gates, of 16 or 32 bits. units: slots HV. M, T, beta and Kr are not used unless CORRECTS. KEEP: M, norms.
     """
+    gl.static_assert(CORRECTS or not RAW)
     K: gl.constexpr = 128
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
@@ -313,7 +320,9 @@ def channel_scores(
         i = i1[:, None]
         gl.store(wild + u, 64)
         token = start.to(gl.int64)
-        rate = gl.load(beta + (token + i1) * HV + head, mask=i1 < rows, other=0.0).to(gl.float32)
+        rate = gl.where(i1 < rows, 1.0, 0.0)
+        if CORRECTS:
+            rate = gl.load(beta + (token + i1) * HV + head, mask=i1 < rows, other=0.0).to(gl.float32)
         speed = scale
         if RAW:
             speed = gl.exp(gl.load(A_log + head).to(gl.float32)) * LOG2E
@@ -344,47 +353,54 @@ def channel_scores(
         ends = factors + u.to(gl.int64) * (K + 64)
         good0 = _half_chunk(
             q0, k0, g0, Y0, Yk0, Z0, U0, V0, dt_bias + head * K, speed, Qr + to, Kr + to, Kw + to, ends, rows,
-            norm_q, norm_k, scale, HV * K, flat, cube, RAW, BIAS, NORMALIZE,
+            norm_q, norm_k, scale, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE,
         )  # fmt: skip
         good1 = _half_chunk(
             q1, k1, g1, Y1, Yk1, Z1, U1, V1, dt_bias + head * K + 64, speed, Qr + to + 64, Kr + to + 64, Kw + to + 64,
-            ends + 64, rows, norm_q, norm_k, scale, HV * K, flat, cube, RAW, BIAS, NORMALIZE,
+            ends + 64, rows, norm_q, norm_k, scale, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE,
         )  # fmt: skip
         gl.store(ends + K + i1, rate)
         fence_async_shared()
         barrier()
-        Ad = _gram(Yk0, Yk1, Z0, Z1, none)
-        A4 = _gram(V0, V1, V0, V1, none)
-        A5 = _gram(k0, k1, k0, k1, none)
+        if CORRECTS:
+            Ad = _gram(Yk0, Yk1, Z0, Z1, none)
+            A4 = _gram(V0, V1, V0, V1, none)
+            A5 = _gram(k0, k1, k0, k1, none)
         good = gl.minimum(good0, good1)
         block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, cube)))[:, None]
         gl.atomic_min(wild + u + good * 0, block * 16 + good, mask=good < 16, sem="relaxed")
         cols_k = j
         if NORMALIZE:
             cols_k = gl.convert_layout(norm_k, gl.SliceLayout(0, acc))[None, :]
-        Ad, A4, A5 = warpgroup_mma_wait(0, deps=(Ad, A4, A5))
+        if CORRECTS:
+            Ad, A4, A5 = warpgroup_mma_wait(0, deps=(Ad, A4, A5))
         blocks = (i >> 4) ^ (j >> 4)
         own = blocks == 0
         far = blocks > 1
-        squares = _diagonal(Ad, acc)
-        A = gl.where(i > j, gl.where(own, Ad, gl.where(far, A5, A4)), 0.0)
-        A, squares = warpgroup_mma_wait(0, deps=(A, squares))  # (fewer registers than with all six in flight)
+        if CORRECTS:
+            squares = _diagonal(Ad, acc)
+            A = gl.where(i > j, gl.where(own, Ad, gl.where(far, A5, A4)), 0.0)
+            A, squares = warpgroup_mma_wait(0, deps=(A, squares))  # (fewer registers than with all six in flight)
         Pd = _gram(Y0, Y1, Z0, Z1, none)
         P4 = _gram(U0, U1, V0, V1, none)
         P5 = _gram(q0, q1, k0, k1, none)
-        if NORMALIZE:
-            squares = squares * norm_k * norm_k
-            A = A * norm_k[:, None] * cols_k
-        tame = (rate >= 0.0) & (rate <= MOST_BETA) & (squares <= MOST_SQUARE) & (rate * squares <= MOST_STEP)
-        gl.atomic_min(wild + u + i1 * 0, i1, mask=tame == 0, sem="relaxed")
-        A, Pd, P4, P5 = warpgroup_mma_wait(0, deps=(A, Pd, P4, P5))
+        if CORRECTS:
+            if NORMALIZE:
+                squares = squares * norm_k * norm_k
+                A = A * norm_k[:, None] * cols_k
+            tame = (rate >= 0.0) & (rate <= MOST_BETA) & (squares <= MOST_SQUARE) & (rate * squares <= MOST_STEP)
+            gl.atomic_min(wild + u + i1 * 0, i1, mask=tame == 0, sem="relaxed")
+            A, Pd, P4, P5 = warpgroup_mma_wait(0, deps=(A, Pd, P4, P5))
+        else:
+            Pd, P4, P5 = warpgroup_mma_wait(0, deps=(Pd, P4, P5))
         scores = gl.where(i >= j, gl.where(own, Pd, gl.where(far, P5, P4)), 0.0)
         if NORMALIZE:
             scores = scores * norm_q[:, None] * cols_k
         else:
             scores = scores * scale
         barrier()  # all warps' products have read the operands, and what is wild is known
-        first_wild = gl.load(wild + u, cache_modifier=".cg")
+        if CORRECTS:
+            first_wild = gl.load(wild + u, cache_modifier=".cg")
         upcoming = u + gl.num_programs(0)
         more = upcoming < units
         start, rows, next_head = _bounds(
@@ -397,60 +413,65 @@ def channel_scores(
         places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
         _ask(sources, places, tiles, ready, more)
         Y0.store(scores.to(gl.bfloat16))
-        if KEEP:
-            Y1.store(A.to(gl.bfloat16))
-        A = gl.where(i < first_wild, A * rate[:, None], 0.0)
-        half_A = A.to(gl.float16)
-        shared_A = Yk0._reinterpret(gl.float16, [64, 64], half)
-        shared_X = Yk1._reinterpret(gl.float16, [64, 64], half)
-        shared_A.store(half_A)
+        if CORRECTS:
+            if KEEP:
+                Y1.store(A.to(gl.bfloat16))
+            A = gl.where(i < first_wild, A * rate[:, None], 0.0)
+            half_A = A.to(gl.float16)
+            shared_A = Yk0._reinterpret(gl.float16, [64, 64], half)
+            shared_X = Yk1._reinterpret(gl.float16, [64, 64], half)
+            shared_A.store(half_A)
 
-        # The inverse: diagonal blocks of 16, a warp each, in registers.
-        quads = gl.reshape(gl.where(own, A, 0.0), [4, 16, 4, 16])
-        diagonal = gl.convert_layout(gl.sum(quads, 2), small)
-        diagonal_t = _turn(diagonal, small)
-        right: gl.constexpr = gl.DotOperandLayout(1, small, 2)
-        Ba = gl.convert_layout(gl.permute(diagonal_t.to(gl.float16), [0, 2, 1]), right)
-        Bt = gl.convert_layout(gl.permute(diagonal.to(gl.float16), [0, 2, 1]), right)
-        bi = _opaque(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small))))[None, :, None]
-        apart = bi ^ gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small)))[None, None, :]
-        X = gl.where(apart == 0, 1.0, gl.where(apart == 1, -diagonal, 0.0))
-        Xt = gl.where(apart == 0, 1.0, gl.where(apart == 1, -diagonal_t, 0.0))
-        X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 1, small)
-        X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 2, small)
-        X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 3, small)
-        parts: gl.constexpr = quads.type.layout
-        wide = gl.convert_layout(X, gl.SliceLayout(2, parts))[:, :, None, :] + gl.zeros(
-            [4, 16, 4, 16], gl.float32, parts
-        )
-        X = gl.where(own, gl.convert_layout(gl.reshape(wide, [64, 64]), acc, assert_trivial=True), 0.0)
-        # Two merges of 64 x 64.
-        half_X = X.to(gl.float16)
-        shared_X.store(half_X)
-        fence_async_shared()
-        barrier()
-        tma.async_copy_shared_to_global(P, [u * 64, 0], Y0)
-        if KEEP:
-            tma.async_copy_shared_to_global(M, [u * 64, 0], Y1)
-        XA = warpgroup_mma(gl.convert_layout(half_X, left), shared_A, none, use_acc=False, is_async=True)
-        XA = warpgroup_mma_wait(0, deps=(XA,))
-        Y = warpgroup_mma(gl.convert_layout(XA.to(gl.float16), left), shared_X, none, use_acc=False, is_async=True)
-        Y = warpgroup_mma_wait(0, deps=(Y,))
-        X = gl.where(blocks == 1, -Y, X)
-        half_X = X.to(gl.float16)
-        barrier()
-        shared_X.store(half_X)
-        fence_async_shared()
-        barrier()
-        XA = warpgroup_mma(gl.convert_layout(half_X, left), shared_A, none, use_acc=False, is_async=True)
-        XA = warpgroup_mma_wait(0, deps=(XA,))
-        Y = warpgroup_mma(gl.convert_layout(XA.to(gl.float16), left), shared_X, none, use_acc=False, is_async=True)
-        Y = warpgroup_mma_wait(0, deps=(Y,))
-        X = gl.where(blocks > 1, -Y, X)
-        Z0.store(X.to(gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        tma.async_copy_shared_to_global(T, [u * 64, 0], Z0)
+            # The inverse: diagonal blocks of 16, a warp each, in registers.
+            quads = gl.reshape(gl.where(own, A, 0.0), [4, 16, 4, 16])
+            diagonal = gl.convert_layout(gl.sum(quads, 2), small)
+            diagonal_t = _turn(diagonal, small)
+            right: gl.constexpr = gl.DotOperandLayout(1, small, 2)
+            Ba = gl.convert_layout(gl.permute(diagonal_t.to(gl.float16), [0, 2, 1]), right)
+            Bt = gl.convert_layout(gl.permute(diagonal.to(gl.float16), [0, 2, 1]), right)
+            bi = _opaque(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small))))[None, :, None]
+            apart = bi ^ gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small)))[None, None, :]
+            X = gl.where(apart == 0, 1.0, gl.where(apart == 1, -diagonal, 0.0))
+            Xt = gl.where(apart == 0, 1.0, gl.where(apart == 1, -diagonal_t, 0.0))
+            X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 1, small)
+            X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 2, small)
+            X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 3, small)
+            parts: gl.constexpr = quads.type.layout
+            wide = gl.convert_layout(X, gl.SliceLayout(2, parts))[:, :, None, :] + gl.zeros(
+                [4, 16, 4, 16], gl.float32, parts
+            )
+            X = gl.where(own, gl.convert_layout(gl.reshape(wide, [64, 64]), acc, assert_trivial=True), 0.0)
+            # Two merges of 64 x 64.
+            half_X = X.to(gl.float16)
+            shared_X.store(half_X)
+            fence_async_shared()
+            barrier()
+            tma.async_copy_shared_to_global(P, [u * 64, 0], Y0)
+            if KEEP:
+                tma.async_copy_shared_to_global(M, [u * 64, 0], Y1)
+            XA = warpgroup_mma(gl.convert_layout(half_X, left), shared_A, none, use_acc=False, is_async=True)
+            XA = warpgroup_mma_wait(0, deps=(XA,))
+            Y = warpgroup_mma(gl.convert_layout(XA.to(gl.float16), left), shared_X, none, use_acc=False, is_async=True)
+            Y = warpgroup_mma_wait(0, deps=(Y,))
+            X = gl.where(blocks == 1, -Y, X)
+            half_X = X.to(gl.float16)
+            barrier()
+            shared_X.store(half_X)
+            fence_async_shared()
+            barrier()
+            XA = warpgroup_mma(gl.convert_layout(half_X, left), shared_A, none, use_acc=False, is_async=True)
+            XA = warpgroup_mma_wait(0, deps=(XA,))
+            Y = warpgroup_mma(gl.convert_layout(XA.to(gl.float16), left), shared_X, none, use_acc=False, is_async=True)
+            Y = warpgroup_mma_wait(0, deps=(Y,))
+            X = gl.where(blocks > 1, -Y, X)
+            Z0.store(X.to(gl.bfloat16))
+            fence_async_shared()
+            barrier()
+            tma.async_copy_shared_to_global(T, [u * 64, 0], Z0)
+        else:
+            fence_async_shared()
+            barrier()
+            tma.async_copy_shared_to_global(P, [u * 64, 0], Y0)
     tma.store_wait(0)
 
 
@@ -460,27 +481,28 @@ def _turn(x, small: gl.constexpr):
 
 
 def fits(q: Tensor, log_decay: Tensor) -> bool:
-    """Whether channel_scores_hopper can take these, if hopper.fits and the rule corrects; log_decay is contiguous."""
+    """Whether channel_scores_hopper can take these, if hopper.fits; log_decay `b t hv k` is contiguous."""
     return q.dtype == torch.bfloat16 and q.shape[3] == 128 and log_decay.element_size() <= 4
 
 
 def channel_scores_hopper(
-    q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    Qr: Tensor, Kr: Tensor, Kw: Tensor, P: Tensor, M: Tensor | None, T: Tensor, factors: Tensor,
+    q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None,
+    Qr: Tensor, Kr: Tensor, Kw: Tensor, P: Tensor, M: Tensor | None, T: Tensor | None, factors: Tensor,
     wild: Tensor, norms: Tensor | None, bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None,
     scale: float, beta_scale: float, *, normalize: bool,
 ) -> None:  # fmt: skip
     """The launch; the second one, of channel_scores with AGAIN, must follow.
 
-    For the backward it keeps M and, if normalize, norms `slot hv 2 c`: scale / |q_i| and 1 / |k_i|.
+    For the backward it keeps M and, if normalize, norms `slot hv 2 c`: scale / |q_i| and 1 / |k_i|. beta, M and T are
+    None if the rule only accumulates, and Kr is not written.
     """
     t, h, hv = q.shape[1], q.shape[2], log_decay.shape[2]
     units = P.shape[0] * hv
     start(channel_scores, (min(2 * PROGRAMS, units),))(
         describe_rows(q, 64), describe_rows(k, 64), describe_rows(log_decay, 64),
-        describe_squares(P), describe_squares(P if M is None else M), describe_squares(T),
+        describe_squares(P), describe_squares(P if M is None else M), describe_squares(P if T is None else T),
         beta, A_log, log_decay if dt_bias is None else dt_bias, Qr, Kr, Kw, factors, wild, norms,
         bounds, first_slots, slot_texts, t, units, q.stride(2), k.stride(2), scale, beta_scale,
-        HV=hv, R=hv // h, NORMALIZE=normalize, RAW=A_log is not None, BIAS=dt_bias is not None, KEEP=M is not None,
-        PACKED=bounds is not None, num_warps=4,
+        HV=hv, R=hv // h, CORRECTS=T is not None, NORMALIZE=normalize, RAW=A_log is not None,
+        BIAS=dt_bias is not None, KEEP=M is not None or norms is not None, PACKED=bounds is not None, num_warps=4,
     )  # fmt: skip

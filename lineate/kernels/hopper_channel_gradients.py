@@ -12,6 +12,7 @@ three tiles, Yq = q F, Yk = k F, Z = k / F:
     dq = F aq     dk = F ak + aw / F + (R dS) 2^{to the chunk's end}
 
 with P_b the columns of block b of dP, P_b^T its rows, transposed. Its diagonal carries no decay and is added apart.
+Rules that only accumulate have no M and no ak, and their R is V.
 dlog_decay_r is what is read at rows >= r less what is written at rows >= r to be read in the chunk, plus what rows < r
 write to the state, plus S.dS e^{G_c}: one running sum in registers.
 
@@ -109,14 +110,16 @@ def _stack8(a, b, c, d, e, f, g, layout: gl.constexpr):
 def channel_gradients(
     q, k, g, states, dstates, doutput, dvalues, residuals, P, M,
     gates, dP, norms, A_log, dt_bias, dq, dk, dlog_decay, dA_log, ddt_bias, wild,
-    bounds, first_slots, slot_texts, t, units, head_q, head_k, scale,
-    HV: gl.constexpr, R: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr,
-    PACKED: gl.constexpr, TMA_GATES: gl.constexpr,
+    bounds, first_slots, slot_texts, t, units, head_q, head_k, head_v, scale,
+    HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
+    BIAS: gl.constexpr, PACKED: gl.constexpr, TMA_GATES: gl.constexpr,
 ):  # fmt: skip
-    """K = V = 128, CORRECTS. q ... M: descriptors of tiles of 64 x 64 (P, M: of dP and dM); g: not without TMA_GATES.
+    """K = V = 128. q ... M: descriptors of tiles of 64 x 64 (P, M: of dP and dM); g: not without TMA_GATES.
 
-    units: 2 slots HV. norms `slot hv 2 64`: scale / |q_i| and 1 / |k_i|, not used without NORMALIZE.
+    units: 2 slots HV. norms `slot hv 2 64`: scale / |q_i| and 1 / |k_i|, not used without NORMALIZE. dvalues and M are
+    not used unless CORRECTS, and head_v only then not: residuals are v, as it lies.
     """
+    gl.static_assert(CORRECTS or not RAW)
     K: gl.constexpr = 128
     dtype: gl.constexpr = q.dtype
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -159,7 +162,9 @@ def channel_gradients(
     ready_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready_P = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready_M = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    of_states = (states, doutput, residuals, dstates, dvalues)
+    of_states = (states, doutput, residuals, dstates)  # of what follows, dE is left out with dvalues
+    if CORRECTS:
+        of_states += (dvalues,)
     ready_1 = (ready_S1, ready_dO1, ready_R1, ready_dS1, ready_dE1)
     ready_0 = (ready_S0, ready_dO0, ready_R0, ready_dS0, ready_dE0)
     of_rows = (k, q)
@@ -168,13 +173,14 @@ def channel_gradients(
         ready_g = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         of_rows = (g, k, q)
         ready_rows = (ready_g, ready_k, ready_q)
-    for x in gl.static_range(5):
+    for x in gl.static_range(len(of_states)):
         mbarrier.init(ready_1[x], count=1)
         mbarrier.init(ready_0[x], count=1)
     for x in gl.static_range(len(ready_rows)):
         mbarrier.init(ready_rows[x], count=1)
     mbarrier.init(ready_P, count=1)
-    mbarrier.init(ready_M, count=1)
+    if CORRECTS:
+        mbarrier.init(ready_M, count=1)
     fence_async_shared()
     barrier()
 
@@ -187,6 +193,9 @@ def channel_gradients(
     channel = (u & 1) * 64
     at_S = (u >> 1) * 128
     at_V = head * 128
+    at_R = at_V
+    if not CORRECTS:
+        at_R = head * head_v
     cq = head // R * head_q + channel
     ck = head // R * head_k + channel
     places_rows = ((start, ck), (start, cq))
@@ -195,12 +204,12 @@ def channel_gradients(
         places_rows = ((start, at_V + channel), (start, ck), (start, cq))
     _ask(
         of_states,
-        ((at_S + 64, channel), (start, at_V + 64), (start, at_V + 64), (at_S + 64, channel), (start, at_V + 64)),
+        ((at_S + 64, channel), (start, at_V + 64), (start, at_R + 64), (at_S + 64, channel), (start, at_V + 64)),
         tiles_1, ready_1, some,
     )  # fmt: skip
     _ask(
         of_states,
-        ((at_S, channel), (start, at_V), (start, at_V), (at_S, channel), (start, at_V)),
+        ((at_S, channel), (start, at_V), (start, at_R), (at_S, channel), (start, at_V)),
         tiles_0,
         ready_0,
         some,
@@ -238,13 +247,13 @@ def channel_gradients(
         item = u >> 1
         channel = (u & 1) * 64
         gl.store(wild + u, gl.to_tensor(0).to(gl.int8))
-        for x in gl.static_range(5):
+        for x in gl.static_range(len(of_states)):
             mbarrier.wait(ready_1[x], phase)
         if rows < 64:  # what follows is another text's
             for x in gl.static_range(len(ready_rows)):
                 mbarrier.wait(ready_rows[x], phase)
                 _zero_below(tiles_rows[x], rows, flat)
-            for x in gl.static_range(5):
+            for x in gl.static_range(len(of_states)):
                 if x % 3 != 0:  # dO, R, dE
                     mbarrier.wait(ready_0[x], phase)
                     _zero_below(tiles_0[x], rows, flat)
@@ -252,13 +261,15 @@ def channel_gradients(
             fence_async_shared()
             barrier()
         OS = warpgroup_mma(dO1, S1, none, use_acc=False, is_async=True)
-        ES = warpgroup_mma(dE1, S1, none, use_acc=False, is_async=True)
+        if CORRECTS:
+            ES = warpgroup_mma(dE1, S1, none, use_acc=False, is_async=True)
         RS = warpgroup_mma(R1, dS1, none, use_acc=False, is_async=True)
         SS = warpgroup_mma(S1.permute([1, 0]), dS1, none, use_acc=False, is_async=True)
-        for x in gl.static_range(5):
+        for x in gl.static_range(len(of_states)):
             mbarrier.wait(ready_0[x], phase)
         OS = warpgroup_mma(B0, A0, OS, is_async=True)
-        ES = warpgroup_mma(B1, A0, ES, is_async=True)
+        if CORRECTS:
+            ES = warpgroup_mma(B1, A0, ES, is_async=True)
         RS = warpgroup_mma(C0, A1, RS, is_async=True)
         SS = warpgroup_mma(A0.permute([1, 0]), A1, SS, is_async=True)
 
@@ -313,17 +324,24 @@ def channel_gradients(
         next_start, next_rows, next_head = _bounds(to_item, bounds, first_slots, slot_texts, t, HV, PACKED)
         at_S = to_item * 128
         at_V = next_head * 128
-        OS, ES, RS, SS = warpgroup_mma_wait(0, deps=(OS, ES, RS, SS))
+        at_R = at_V
+        if CORRECTS:
+            OS, ES, RS, SS = warpgroup_mma_wait(0, deps=(OS, ES, RS, SS))
+        else:
+            at_R = next_head * head_v
+            OS, RS, SS = warpgroup_mma_wait(0, deps=(OS, RS, SS))
         barrier()  # all warps' products are done
-        mbarrier.expect(ready_M, 8192)
-        for x in gl.static_range(5):
+        if CORRECTS:
+            mbarrier.expect(ready_M, 8192)
+        for x in gl.static_range(len(of_states)):
             mbarrier.expect(ready_1[x], 8192, pred=more)
-        tma.async_copy_global_to_shared(M, (item * 64, 0), ready_M, A1)
+        if CORRECTS:
+            tma.async_copy_global_to_shared(M, (item * 64, 0), ready_M, A1)
         places = (
-            (at_S + 64, to_channel), (next_start, at_V + 64), (next_start, at_V + 64), (at_S + 64, to_channel),
+            (at_S + 64, to_channel), (next_start, at_V + 64), (next_start, at_R + 64), (at_S + 64, to_channel),
             (next_start, at_V + 64),
         )  # fmt: skip
-        for x in gl.static_range(5):
+        for x in gl.static_range(len(of_states)):
             tma.async_copy_global_to_shared(of_states[x], places[x], ready_1[x], tiles_1[x], pred=more)
         SdS = gl.convert_layout(_diagonal(SS, acc), gl.SliceLayout(0, line))[None, :]
 
@@ -362,39 +380,56 @@ def channel_gradients(
         # The tiles.
         keys = _cube(tile_k.load(flat).to(gl.float32), cube)
         C0.store(_flat((keys * _reciprocal(F)).to(dtype), flat))
-        B0.store(_flat((keys * F).to(dtype), flat))
+        if CORRECTS:
+            B0.store(_flat((keys * F).to(dtype), flat))
         queries = _cube(tile_q.load(flat).to(gl.float32), cube)
         A0.store(_flat((queries * F).to(dtype), flat))
-        mbarrier.wait(ready_M, phase)
-        if NORMALIZE:
-            scores = A1.load(acc).to(gl.float32)
-            A1.store((scores * norm_k * across).to(dtype))
+        if CORRECTS:
+            mbarrier.wait(ready_M, phase)
+            if NORMALIZE:
+                scores = A1.load(acc).to(gl.float32)
+                A1.store((scores * norm_k * across).to(dtype))
         fence_async_shared()
         barrier()
         f = _numbers(board, 24, OS)
         if NORMALIZE:
             aq = _scale(OS, f, acc) * norm_q
-            ak = _scale(ES, f, acc) * (norm_k * -1.0)
+            if CORRECTS:
+                ak = _scale(ES, f, acc) * (norm_k * -1.0)
         else:
             aq = _scale(OS, f * scale, acc)
-            ak = _scale(ES, f * -1.0, acc)
+            if CORRECTS:
+                ak = _scale(ES, f * -1.0, acc)
         aq = warpgroup_mma(_columns(tile_P, 0, left), _rows(C0, 0), aq, is_async=True)
-        ak = warpgroup_mma(_columns(A1, 0, left), _rows(C0, 0), ak, is_async=True)
+        if CORRECTS:
+            ak = warpgroup_mma(_columns(A1, 0, left), _rows(C0, 0), ak, is_async=True)
         aw = warpgroup_mma(_turned(tile_P, 48, left), _rows(A0, 48), none, use_acc=False, is_async=True)
-        aw = warpgroup_mma(_turned(A1, 48, left), _rows(B0, 48), aw, is_async=True)
+        if CORRECTS:
+            aw = warpgroup_mma(_turned(A1, 48, left), _rows(B0, 48), aw, is_async=True)
         for s in gl.static_range(1, 4):
             f = _numbers(board, s * 4 - 4, OS)
-            aq, ak, aw = warpgroup_mma_wait(3, deps=(aq, ak, aw))
+            if CORRECTS:
+                aq, ak, aw = warpgroup_mma_wait(3, deps=(aq, ak, aw))
+            else:
+                aq, aw = warpgroup_mma_wait(1, deps=(aq, aw))
             aq = warpgroup_mma(_columns(tile_P, s * 16, left), _rows(C0, s * 16), _scale(aq, f, acc), is_async=True)
-            aq, ak, aw = warpgroup_mma_wait(3, deps=(aq, ak, aw))
-            ak = warpgroup_mma(_columns(A1, s * 16, left), _rows(C0, s * 16), _scale(ak, f, acc), is_async=True)
+            if CORRECTS:
+                aq, ak, aw = warpgroup_mma_wait(3, deps=(aq, ak, aw))
+                ak = warpgroup_mma(_columns(A1, s * 16, left), _rows(C0, s * 16), _scale(ak, f, acc), is_async=True)
             f = _numbers(board, 24 - s * 4, OS)
-            aq, ak, aw = warpgroup_mma_wait(2, deps=(aq, ak, aw))
+            if CORRECTS:
+                aq, ak, aw = warpgroup_mma_wait(2, deps=(aq, ak, aw))
+            else:
+                aq, aw = warpgroup_mma_wait(1, deps=(aq, aw))
             aw = warpgroup_mma(
                 _turned(tile_P, 48 - s * 16, left), _rows(A0, 48 - s * 16), _scale(aw, f, acc), is_async=True
             )
-            aw = warpgroup_mma(_turned(A1, 48 - s * 16, left), _rows(B0, 48 - s * 16), aw, is_async=True)
-        aq, ak, aw, RS = warpgroup_mma_wait(0, deps=(aq, ak, aw, RS))
+            if CORRECTS:
+                aw = warpgroup_mma(_turned(A1, 48 - s * 16, left), _rows(B0, 48 - s * 16), aw, is_async=True)
+        if CORRECTS:
+            aq, ak, aw, RS = warpgroup_mma_wait(0, deps=(aq, ak, aw, RS))
+        else:
+            aq, aw, RS = warpgroup_mma_wait(0, deps=(aq, aw, RS))
         barrier()  # all warps have done with the tiles
 
         # To a thread a block's rows.
@@ -402,7 +437,8 @@ def channel_gradients(
         pass_B = all_B._reinterpret(gl.float32, [64, 64], passing)
         by_row = all_C._reinterpret(gl.float32, [2048], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         pass_A.store(aq)
-        pass_B.store(ak)
+        if CORRECTS:
+            pass_B.store(ak)
         by_row.slice(0, 64, 0).store(own)
         if NORMALIZE:
             by_row.slice(64, 64, 0).store(rate_k)
@@ -412,21 +448,25 @@ def channel_gradients(
         own = _by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, flat)), cube)
         read = read + own * _cube(tile_k.load(flat).to(gl.float32), cube)
         gl.store(dq + to + at + r * (HV * K), read.to(dtype), mask=there)
-        reread = F * _cube(pass_B.load(flat), cube)
+        if CORRECTS:
+            reread = F * _cube(pass_B.load(flat), cube)
         pass_A.store(aw)
         pass_B.store(RS)
         inverse = _reciprocal(F)
         written = inverse * _cube(pass_A.load(flat), cube)
         keys = _cube(tile_k.load(flat).to(gl.float32), cube)
-        total = total + keys * (reread - written)
-        reread = reread + written
+        if CORRECTS:
+            total = total + keys * (reread - written)
+            written = reread + written
+        else:
+            total = total - keys * written
         kept = _cube(pass_B.load(flat), cube) * inverse * down[:, None, :]
         if NORMALIZE:
             kept = kept * _by_rows(by_row.slice(64, 64, 0).load(gl.SliceLayout(1, flat)), cube)
         step = keys * kept - total
         own = _by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, flat)), cube)
-        reread = reread + kept + own * _cube(tile_q.load(flat).to(gl.float32), cube)
-        gl.store(dk + to + at + r * (HV * K), reread.to(dtype), mask=there)
+        written = written + kept + own * _cube(tile_q.load(flat).to(gl.float32), cube)
+        gl.store(dk + to + at + r * (HV * K), written.to(dtype), mask=there)
         if RAW and TMA_GATES:
             given = tile_g.load(flat)
         fence_async_shared()
@@ -436,7 +476,7 @@ def channel_gradients(
         places_rows = ((next_start, ck), (next_start, cq))
         if TMA_GATES:
             places_rows = ((next_start, at_V + to_channel), (next_start, ck), (next_start, cq))
-        places = ((at_S, to_channel), (next_start, at_V), (next_start, at_V), (at_S, to_channel), (next_start, at_V))
+        places = ((at_S, to_channel), (next_start, at_V), (next_start, at_R), (at_S, to_channel), (next_start, at_V))
         _ask(of_rows + of_states, places_rows + places, tiles_rows + tiles_0, ready_rows + ready_0, more)
         running = gl.associative_scan(step, 1, _add)
         block_step = gl.sum(gl.where(r == 15, running, -0.0), 1)
@@ -493,30 +533,33 @@ def _by_rows(x, cube: gl.constexpr):
 
 def channel_gradients_hopper(
     q: Tensor, k: Tensor, log_decay: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    states: Tensor, dstates: Tensor, doutput: Tensor, dvalues: Tensor, residuals: Tensor, dP: Tensor, dM: Tensor,
+    states: Tensor, dstates: Tensor, doutput: Tensor, dvalues: Tensor, residuals: Tensor, dP: Tensor, dM: Tensor | None,
     norms: Tensor | None, dq: Tensor, dk: Tensor, dlog_decay: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None,
     wild: Tensor, bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None, scale: float,
 ) -> None:  # fmt: skip
     """The launch, behind channel_residuals, if hopper.fits, hopper_channel.fits and v = 128.
 
     The plain kernels follow, with AGAIN, for what is wild `slot hv 2`. norms `slot hv 2 c` (scale / |q_i|, 1 / |k_i|)
-    with normalize_qk, else None. From states on, all are contiguous (slices of tokens of such). dA_log `slot hv 2`,
-    ddt_bias `slot hv k`, float32.
+    with normalize_qk, else None. From states on, all are contiguous (slices of tokens of such), but residuals are v as
+    call.in_rows returns it, and dM None, if the rule only accumulates. dA_log `slot hv 2`, ddt_bias `slot hv k`,
+    float32.
     """
     b, t, h, _ = q.shape
     hv = log_decay.shape[2]
     units = 2 * dP.shape[0] * hv
     # (Of a slice of tokens, b is 1: whatever its strides say, its rows follow one another.)
-    values = (describe(x, b * t, hv * 128, hv * 128, [64, 64]) for x in (doutput, dvalues, residuals))
+    values = (describe(x, b * t, hv * 128, hv * 128, [64, 64]) for x in (doutput, dvalues))
     memories = (describe(x, units * 64, 128, 128, [64, 64]) for x in (states, dstates))
     tma_gates = log_decay.dtype == q.dtype
     queries = describe_rows(q, 64)
     launch(channel_gradients, (min(2 * PROGRAMS, units),))(
         queries, describe_rows(k, 64), describe_rows(log_decay, 64) if tma_gates else queries,
-        *memories, *values, describe_squares(dP), describe_squares(dM),
+        *memories, *values, describe_rows(residuals, 64),
+        describe_squares(dP), describe_squares(dP if dM is None else dM),
         log_decay, dP, wild if norms is None else norms, A_log, log_decay if dt_bias is None else dt_bias,
         dq, dk, dlog_decay, wild if dA_log is None else dA_log, wild if ddt_bias is None else ddt_bias, wild,
-        bounds, first_slots, slot_texts, t, units, q.stride(2), k.stride(2), scale,
-        HV=hv, R=hv // h, NORMALIZE=norms is not None, RAW=A_log is not None, BIAS=dt_bias is not None,
-        PACKED=bounds is not None, TMA_GATES=tma_gates, num_warps=4,
+        bounds, first_slots, slot_texts, t, units, q.stride(2), k.stride(2),
+        None if dM is not None else residuals.stride(2), scale,
+        HV=hv, R=hv // h, CORRECTS=dM is not None, NORMALIZE=norms is not None, RAW=A_log is not None,
+        BIAS=dt_bias is not None, PACKED=bounds is not None, TMA_GATES=tma_gates, num_warps=4,
     )  # fmt: skip
