@@ -10,8 +10,8 @@ from memories import CLOSE, check_close, floats
 from torch import Tensor
 
 from lineate.layers.lact import LaCT, last_tokens, window_attention
-from lineate.memory import RULES, run_reference
-from lineate.memory.lact import lact, lact_state
+from lineate.memory import RULES, lact_scan, run_reference
+from lineate.memory.lact import fresh_state, lact, lact_state
 from lineate.memory.parts import orthogonalise
 
 
@@ -90,6 +90,118 @@ def test_equals_autograd_token_by_token(chunk, position, muon):
     check_close(got, wanted, **CLOSE)
     for x, expected in zip(gradients(*got, leaves), gradients(*wanted, leaves), strict=True):
         torch.testing.assert_close(x, expected, **CLOSE)
+
+
+def check_gradients(got, wanted, leaves, names: str = "") -> None:
+    """By y and those parts of the state that are named."""
+    asked = [
+        (y, {name: x for name, x in end.items() if name.startswith(tuple(names.split()))}) for y, end in (got, wanted)
+    ]
+    for x, expected in zip(*(gradients(*own, leaves) for own in asked), strict=True):
+        if expected is None:
+            assert x is None or x.eq(0).all()
+        else:
+            torch.testing.assert_close(torch.zeros_like(expected) if x is None else x, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("muon", [True, False])
+@pytest.mark.parametrize("d, dh", [(6, 3), (3, 7), (4, 4)])
+@pytest.mark.parametrize("t, position", [(1, 3), (2, 1), (4, 0), (8, 0), (10, 0), (11, 3)])
+def test_any_shape_without_momentum(t, position, d, dh, muon):
+    """Wide and upright matrices; parts of a chunk before and behind whole ones, and neither."""
+    inputs, state = make(t=t, d=d, dh=dh)
+    state = middle(state, position)
+    leaves = [x.requires_grad_() for x in (*inputs[:4], *floats(state))]
+    got, wanted = (form(*inputs[:4], None, state, chunk=4, muon=muon) for form in (lact, reference))
+    check_close(got, wanted, **CLOSE)
+    check_gradients(got, wanted, leaves, "weights sums previous norms momentum")
+
+
+@pytest.mark.parametrize("names", ["", "weights", "sums", "previous", "momentum"])
+@pytest.mark.parametrize("t", [8, 10])
+def test_gradients_of_y_and_some_of_the_state(t, names):
+    """What the last chunk wrote may be of no interest to anyone."""
+    inputs, state = make(t=t)
+    leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
+    got, wanted = (form(*inputs, state, chunk=4) for form in (lact, reference))
+    check_gradients(got, wanted, leaves, names)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("position", [0, 2])
+def test_blocks_of_any_size_are_the_same(position, chunks, monkeypatch):
+    inputs, state = make(t=25)
+    state = middle(state, position)
+    leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
+    wanted = lact(*inputs, state, chunk=4)
+    size = 2 * 2 * 3 * 6 * 5  # of the matrices of a chunk
+    monkeypatch.setattr(lact_scan, "_MOST", chunks * size)
+    blocks = lact_scan.cut_blocks(25, position, 4, size)
+    assert max(block.m for block in blocks) == chunks and sum(block.m * block.c for block in blocks) == 25
+    got = lact(*inputs, state, chunk=4)
+    check_close(got, wanted, rtol=1e-12, atol=1e-12)
+    check_gradients(got, wanted, leaves, "weights sums previous norms momentum")
+
+
+@pytest.mark.parametrize("muon", [True, False])
+def test_nothing_written_is_finite(muon):
+    """Rates of 0: C is 0, where its norm has no derivative."""
+    inputs, state = make(t=9)
+    inputs[3] = torch.zeros_like(inputs[3])
+    leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
+    got, wanted = (form(*inputs, state, chunk=4, muon=muon) for form in (lact, reference))
+    check_close(got, wanted, **CLOSE)
+    found = [gradients(*own, leaves) for own in (got, wanted)]
+    for x, expected in zip(*found, strict=True):
+        assert x.isfinite().all()
+        torch.testing.assert_close(x, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("t", [1, 9])
+def test_weights_alone_are_a_state(t):
+    """As lact_state, which fills in the rest; gradients of the weights go through their norms too."""
+    inputs, state = make(b=3, t=t)
+    weights = [state[f"weights_{i}"][0].clone().requires_grad_() for i in range(3)]
+    found = [lact(*inputs, form(weights, 3), chunk=4) for form in (fresh_state, lact_state)]
+    check_close(*found, rtol=1e-13, atol=1e-13)
+    assert [list(end) for _, end in found] == [list(lact_state(weights, 3))] * 2
+    check_gradients(*found, weights, "weights norms")
+
+
+def test_what_was_given_is_left_alone_and_runs_are_the_same():
+    inputs, state = make(t=11)
+    state = middle(state, 2)
+    leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
+    before = [x.detach().clone() for x in leaves]
+    y, end = lact(*inputs, state, chunk=4)
+    first, again = (torch.autograd.grad(y.sum(), leaves, retain_graph=True, allow_unused=True) for _ in range(2))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(leaves, before, strict=True))
+    with torch.no_grad():
+        quick, quick_end = lact(*inputs, state, chunk=4)
+    assert torch.equal(quick, y) and all(torch.equal(quick_end[name], x) for name, x in end.items())
+
+
+def test_second_derivatives_are_refused():
+    inputs, state = make()
+    k = inputs[1].requires_grad_()
+    (found,) = torch.autograd.grad(lact(*inputs, state, chunk=4)[0].square().sum(), k, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        found.sum().backward()
+
+
+def test_transforms_of_torch_func():
+    inputs, state = make()
+    q, k, *rest = inputs
+
+    def loss(k: Tensor) -> Tensor:
+        return lact(q, k, *rest, state, chunk=4)[0].square().sum()
+
+    keys = torch.stack((k, 2 * k))
+    found = torch.vmap(torch.func.grad(loss))(keys)
+    for x, own in zip(found, keys, strict=True):
+        (wanted,) = torch.autograd.grad(loss(own.requires_grad_()), own)
+        torch.testing.assert_close(x, wanted, **CLOSE)
 
 
 def test_equals_the_generic_reference():

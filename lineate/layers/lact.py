@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate import checks
 from lineate.layers.attention import attend_new, takes_packed
 from lineate.layers.convolution import ShortConvolution, convolution_spec
+from lineate.layers.entry import check_call
+from lineate.layers.gpu import kernels_for
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
-from lineate.memory.lact import lact, lact_state
+from lineate.memory.lact import fresh_state, lact
 from lineate.rule import compute_dtype, normalize
 from lineate.texts import text_lengths
 
@@ -79,6 +80,9 @@ class LaCT(nn.Module):
         """W0, W1, W2 so that each keeps the size of what it reads."""
         for x in self.initial:
             nn.init.normal_(x, std=x.shape[2] ** -0.5)
+        for x in (self.gate_bias, self.offset):
+            nn.init.zeros_(x)
+        nn.init.ones_(self.scale)
 
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:
@@ -99,7 +103,7 @@ class LaCT(nn.Module):
         self, x: Tensor, state: Memory | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Memory]:
         """x `b t hidden` -> the same; the state is f's weights and sums, and the window's keys and values."""
-        checks.check_cu_seqlens(cu_seqlens, *x.shape[:2])
+        check_call(self, x, state, cu_seqlens)
         mixed, gates = self.in_proj(x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}
         if self.conv is not None:
@@ -107,29 +111,37 @@ class LaCT(nn.Module):
         q, k, v = mixed.chunk(3, -1)
         dtype = compute_dtype(x.dtype)
         gates = gates.to(dtype).unflatten(-1, (5, self.heads)) + self.gate_bias.to(dtype)
-        rates = F.softplus(gates[:, :, :3] + self.base).transpose(2, 3)
+        rates, momentum, shown = gates.split((3, 1, 1), 2)
+        rates = F.softplus(rates + self.base).transpose(2, 3)
         if self.window:
             attended = self._attend(q, k, v, state, cu_seqlens, tensors)
-        fast_q, fast_k = (
-            F.silu(y * self.scale[i].to(y.dtype) + self.offset[i].to(y.dtype)).unflatten(-1, (self.heads, -1))
-            for i, y in enumerate((q, k))
-        )
-        fast_q, fast_k = (normalize(y.to(dtype)).to(v.dtype) for y in (fast_q, fast_k))
-        fast_v = F.silu(v).unflatten(-1, (self.heads, -1))
         if state is None:
             rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            before = lact_state([weights.to(dtype) for weights in self.initial], rows)
-            del before["position"]
+            before = fresh_state([weights.to(dtype) for weights in self.initial], rows)
         else:
             names = (spec.name for spec in self.state_spec if spec.name not in ("conv", "keys", "values", "seen"))
             before = {name: state[name] for name in names}
         y, after = lact(
-            fast_q, fast_k, fast_v, rates, gates[:, :, 3].sigmoid(), before,
+            *self._features(mixed), rates, momentum.squeeze(2).sigmoid(), before,
             chunk=self.chunk, muon=self.muon, cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        y = self.norm(y) * F.silu(gates[:, :, 4, :, None]).to(y.dtype)
+        y = self.norm(y) * F.silu(shown.transpose(2, 3)).to(y.dtype)
         y = y.flatten(2)
         return self.out_proj(y + attended if self.window else y), Memory(tensors | after)
+
+    def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q', k', v' `b t heads d` of q | k | v."""
+        if kernels_for(mixed, self.scale, self.offset) is not None:
+            from lineate.kernels.lact_features import features
+
+            return features(mixed, self.scale, self.offset, self.heads)
+        q, k, v = mixed.chunk(3, -1)
+        dtype = compute_dtype(mixed.dtype)
+        q, k = (
+            normalize(F.silu(x * a.to(x.dtype) + b.to(x.dtype)).unflatten(-1, (self.heads, -1)).to(dtype)).to(x.dtype)
+            for x, a, b in zip((q, k), self.scale, self.offset, strict=True)
+        )
+        return q, k, F.silu(v).unflatten(-1, (self.heads, -1))
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: Memory | None, cu_seqlens: Tensor | None, new: dict[str, Tensor]
@@ -143,23 +155,24 @@ class LaCT(nn.Module):
         past = None if state is None else (state["keys"], state["values"], state["seen"])
         if past is None and q.shape[1] and takes_packed(q):
             y = attend_new(q, k, v, q.shape[3] ** -0.5, cu_seqlens, window=self.window)
-            bounds = cu_seqlens
-            if bounds is None:
-                bounds = torch.arange(q.shape[0] + 1, device=q.device) * q.shape[1]
-            new["keys"], new["values"] = (last_tokens(x.flatten(0, 1), self.window - 1, bounds) for x in (k, v))
-            read = bounds.diff().long()
+            n = self.window - 1
+            new["keys"], new["values"] = (
+                last_of_rows(x, n) if cu_seqlens is None else last_tokens(x[0], n, cu_seqlens) for x in (k, v)
+            )
         elif cu_seqlens is None:
             y, new["keys"], new["values"] = window_attention(q, k, v, self.window, past)
-            read = torch.full((q.shape[0],), q.shape[1], device=q.device)
         else:
-            read = cu_seqlens.diff().long()
             found = []
             for row, own in enumerate(zip(*(x.split(text_lengths(cu_seqlens), 1) for x in (q, k, v)), strict=True)):
                 own_past = None if past is None else (past[0][row, None], past[1][row, None], past[2][row, None])
                 found.append(window_attention(own[0], own[1], own[2], self.window, own_past))
             y = torch.cat([own[0] for own in found], 1)
             new["keys"], new["values"] = (torch.cat([own[i] for own in found]) for i in (1, 2))
-        new["seen"] = read + seen
+        if cu_seqlens is None:
+            read = torch.full((q.shape[0],), q.shape[1], device=q.device)
+        else:
+            read = cu_seqlens.diff().long()
+        new["seen"] = read if state is None else read + seen
         return y.flatten(2)
 
     def extra_repr(self) -> str:
@@ -171,6 +184,13 @@ def last_tokens(x: Tensor, n: int, bounds: Tensor) -> Tensor:
     at = bounds[1:, None] + torch.arange(-n, 0, device=x.device)  # texts n
     inside = (at >= bounds[:-1, None]).view(*at.shape, *(1,) * (x.dim() - 1))
     return x[at.clamp_min(0)].where(inside, 0)
+
+
+def last_of_rows(x: Tensor, n: int) -> Tensor:
+    """The last n tokens of each row, x `b t heads d` -> `b n heads d`, zeros in front of shorter ones."""
+    if x.shape[1] < n:
+        x = F.pad(x, (0, 0, 0, 0, n - x.shape[1], 0))
+    return x[:, x.shape[1] - n :].clone(memory_format=torch.contiguous_format)
 
 
 def window_attention(
@@ -201,6 +221,5 @@ def window_attention(
         own_q, own_k, own_v = (x.transpose(1, 2) for x in own)
         y = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=mask)
         outputs.append(y.transpose(1, 2))
-    kept = [F.pad(x, (0, 0, 0, 0, max(window - 1 - x.shape[1], 0), 0)) for x in (k, v)]
-    keys, values = (x[:, x.shape[1] - window + 1 :].clone(memory_format=torch.contiguous_format) for x in kept)
+    keys, values = (last_of_rows(x, window - 1) for x in (k, v))
     return torch.cat(outputs, 1) if outputs else torch.empty_like(q), keys, values

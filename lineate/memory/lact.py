@@ -21,6 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.chunk_op import transformed
+from lineate.memory.lact_scan import scan
+from lineate.memory.lact_steps import halves
 from lineate.memory.parts import orthogonalise, renormalise, row_norms
 from lineate.memory.products import product
 from lineate.rule import compute_dtype, full_precision
@@ -31,14 +34,28 @@ _MATRICES = range(3)
 
 def lact_state(weights: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
     """The state of `rows` rows that begin with W0, W1, W2, `h rows columns` each."""
-    state: dict[str, Tensor] = {}
-    for i, x in enumerate(weights):
-        x = x.to(compute_dtype(x.dtype)).repeat(rows, 1, 1, 1)
-        state |= {f"weights_{i}": x, f"sums_{i}": torch.zeros_like(x), f"previous_{i}": torch.zeros_like(x)}
-        state[f"norms_{i}"] = row_norms(x)
-    state["momentum"] = state["weights_0"].new_zeros(rows, weights[0].shape[0])
-    state["position"] = torch.zeros(rows, dtype=torch.int64, device=weights[0].device)
-    return state
+    return _filled({name: x.contiguous() for name, x in fresh_state(weights, rows).items()})
+
+
+def fresh_state(weights: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
+    """That part of lact_state which the rest follows from, without a copy: all that `lact` needs of rows that begin."""
+    return {f"weights_{i}": x.to(compute_dtype(x.dtype)).expand(rows, -1, -1, -1) for i, x in enumerate(weights)}
+
+
+def _filled(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With what is missing, in the order of lact_state."""
+    filled: dict[str, Tensor] = {}
+    for i in _MATRICES:
+        filled[f"weights_{i}"] = weights = state[f"weights_{i}"]
+        for name in ("sums", "previous"):
+            x = state.get(f"{name}_{i}")
+            filled[f"{name}_{i}"] = torch.zeros_like(weights) if x is None else x
+        filled[f"norms_{i}"] = state[f"norms_{i}"] if f"norms_{i}" in state else row_norms(weights)
+    rows, heads = weights.shape[:2]
+    for name, shape, dtype in (("momentum", (rows, heads), weights.dtype), ("position", (rows,), torch.int64)):
+        x = state.get(name)
+        filled[name] = torch.zeros(shape, dtype=dtype, device=weights.device) if x is None else x
+    return filled
 
 
 def lact(
@@ -55,23 +72,24 @@ def lact(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """q, k, v `b t h d`; rates `b t h 3`, of W0, W1, W2; momentum `b t h` or None -> `b t h d` and the state.
 
-    state: of `lact_state`, or of an earlier call, also in the middle of a chunk; without position all rows are at a
-    chunk's start, and no GPU need be asked. muon False: plain steps.
+    state: of `lact_state`, or of an earlier call, also in the middle of a chunk. Where only weights are there, norms
+    are theirs and the rest is 0; without position all rows are at a chunk's start, and no GPU need be asked. muon
+    False: plain steps. Over more than one token there are first derivatives only.
     """
     _check(q, k, v, rates, momentum, state, chunk, cu_seqlens)
     dtype, t = compute_dtype(q.dtype), q.shape[1]
+    rows = state["weights_0"].shape[0]
     with full_precision(q):
         if momentum is None:
             momentum = rates.new_zeros(rates.shape[:3])
         fresh = "position" not in state
         if not fresh:
-            checks.check_position(state["position"], state["weights_0"].shape[0], chunk)
-        if fresh:
-            first = torch.zeros(state["weights_0"].shape[0], dtype=torch.int64, device=q.device)
-            state = {**state, "position": first}
-        tokens = [x.to(dtype).transpose(1, 2) for x in (q, k, v, rates, momentum)]  # b h t ...
+            checks.check_position(state["position"], rows, chunk)
+        tokens = (q, k, v, rates, momentum)
         if t == 1 and cu_seqlens is None:
-            y, after = _apply(tokens, state)
+            if fresh:  # what comes back is no view of what a layer begins with
+                state = {name: x.clone(memory_format=torch.contiguous_format) for name, x in state.items()}
+            y, after = _apply([x.to(dtype).transpose(1, 2) for x in tokens], _filled(state))
             # A captured step cannot look, so it always does the work of a chunk's end, and takes it where it is one.
             capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
             ends = after["position"] == chunk
@@ -79,44 +97,74 @@ def lact(
                 after = _choose(ends, _update(after, chunk, muon), after)
             return y.transpose(1, 2).to(v.dtype), after
 
-        positions = [0] * len(state["position"]) if fresh else state["position"].tolist()
+        positions = [0] * rows if fresh else state["position"].tolist()
         groups = [[row for row, at in enumerate(positions) if at == p] for p in sorted(set(positions))]
         if cu_seqlens is not None:
-            groups = [[row] for row in range(len(positions))]
+            groups = [[row] for row in range(rows)]
             lengths = text_lengths(cu_seqlens)
-            parts = list(zip(*(x.split(lengths, 2) for x in tokens), strict=True))
+            parts = list(zip(*(x.split(lengths, 1) for x in tokens), strict=True))
         elif len(groups) == 1:
-            y, after = _run(tokens, dict(state), positions[0], chunk, muon)
-            return y.transpose(1, 2).to(v.dtype), after
+            return _run(tokens, state, positions[0], chunk, muon)
         else:  # rows at one position go together
-            places = [torch.tensor(rows, device=q.device) for rows in groups]
-            parts = [tuple(x.index_select(0, rows) for x in tokens) for rows in places]
+            places = [torch.tensor(own, device=q.device) for own in groups]
+            parts = [tuple(x.index_select(0, own) for x in tokens) for own in places]
         outputs, states = [], []
-        for rows, own in zip(groups, parts, strict=True):
-            before = _select(state, torch.tensor(rows, device=q.device))
-            y, after = _run(own, before, positions[rows[0]], chunk, muon)
+        for own, part in zip(groups, parts, strict=True):
+            before = _select(state, torch.tensor(own, device=q.device))
+            y, after = _run(part, before, positions[own[0]], chunk, muon)
             outputs.append(y)
             states.append(after)
-        back = torch.tensor([row for rows in groups for row in rows], device=q.device).argsort()
+        back = torch.tensor([row for own in groups for row in own], device=q.device).argsort()
         after = _select({name: torch.cat([x[name] for x in states]) for name in states[0]}, back)
-        y = torch.cat(outputs).index_select(0, back) if cu_seqlens is None else torch.cat(outputs, 2)
-        return y.transpose(1, 2).to(v.dtype), after
+        return torch.cat(outputs).index_select(0, back) if cu_seqlens is None else torch.cat(outputs, 1), after
 
 
 def _run(
+    tokens: tuple[Tensor, ...], state: Mapping[str, Tensor], position: int, chunk: int, muon: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rows that all stand at this position; tokens `n t h ...`, t may be 0."""
+    if transformed():
+        return _walk(tokens, _filled(state), position, chunk, muon)
+    n, t, h = tokens[0].shape[:3]
+
+    def stacked(name: str) -> Tensor:
+        W0, W1, W2 = (state[f"{name}_{i}"] for i in _MATRICES)
+        return torch.cat((W0, W2, W1.mT), 2).flatten(0, 1)
+
+    matrices, total = stacked("weights"), state["momentum"].flatten() if "momentum" in state else None
+    sums, previous = (stacked(name) if f"{name}_0" in state else None for name in ("sums", "previous"))
+    if "norms_0" in state:
+        norms = torch.cat((state["norms_0"], state["norms_2"]), 2).flatten(0, 1), state["norms_1"].mT.flatten(0, 1)
+    else:
+        upper, lower = halves(matrices)
+        norms = row_norms(upper), row_norms(lower.mT).mT
+    y, end = scan(tokens, (matrices, sums, previous, total), norms, position, chunk, muon)
+    after = {"momentum": end[3].view(n, h), "position": torch.full((n,), (position + t) % chunk, device=y.device)}
+    for name, x in zip(("weights", "sums", "previous"), end, strict=False):
+        W0, W2, W1 = x.unflatten(0, (n, h)).chunk(3, 2)
+        for i, part in enumerate((W0, W1.mT, W2)):
+            after[f"{name}_{i}"] = part.clone(memory_format=torch.contiguous_format)
+    first, third = norms[0].unflatten(0, (n, h)).chunk(2, 2)
+    for i, part in enumerate((first, norms[1].unflatten(0, (n, h)).mT, third)):
+        after[f"norms_{i}"] = state[f"norms_{i}"] if "norms_0" in state else part.clone()
+    return y, _filled(after)
+
+
+def _walk(
     tokens: Sequence[Tensor], state: dict[str, Tensor], position: int, chunk: int, muon: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rows that all stand at this position; tokens `n h t ...`, t may be 0."""
-    cuts = [0, *range(chunk - position, tokens[0].shape[2], chunk), tokens[0].shape[2]]
+    """_run in steps that torch.func can look into."""
+    dtype = state["weights_0"].dtype
+    cuts = [0, *range(chunk - position, tokens[0].shape[1], chunk), tokens[0].shape[1]]
     sizes = [end - start for start, end in pairwise(cuts)]
     outputs = []
-    for own in zip(*(x.split(sizes, 2) for x in tokens), strict=True):
+    for own in zip(*(x.to(dtype).transpose(1, 2).split(sizes, 2) for x in tokens), strict=True):
         y, state = _apply(own, state)
         outputs.append(y)
         position += y.shape[2]
         if position == chunk:
             position, state = 0, _update(state, chunk, muon)
-    return torch.cat(outputs, 2), state
+    return torch.cat(outputs, 2).transpose(1, 2).to(tokens[2].dtype), state
 
 
 def _apply(tokens: Sequence[Tensor], state: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,0 +1,304 @@
+"""LaCT over many tokens without a graph inside: states chunk by chunk, all else for many chunks at once, by hand.
+
+The three matrices are one, M = [W0; W2; W1^T] `3e d`, e the hidden channels, so that each step is one launch for all:
+
+    [a u] = k [W0; W2]^T,  z = v W1                                        `c 2e`, `c e`
+    s = [rate0 z u silu'(a), rate2 z silu(a)],  hid = rate1 silu(a) u      `c 2e`, `c e`
+    sums = [s^T k; hid^T v]                                                `3e d`
+    C = sums + mean of momentum * C of the last chunk
+    M = M + NewtonSchulz(C), rows of W0 and W2 and columns of W1^T rescaled
+
+A block is some chunks of one size that are done together where they do not wait for each other. Backward, from the last
+block to the first, with L the gradient by M at a chunk's end and T that by its sums:
+
+    1. the whole block: what q reads, and what the forward did not keep
+    2. from chunk to chunk: L -> T, by Newton-Schulz backwards; T -> da, du, dz; these -> L of the chunk before
+    3. the whole block: dk = s T + [da du] [W0; W2], dv = hid T + dz W1^T
+
+Shapes: r = rows * heads, m chunks of a block, c tokens of a chunk.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lineate.chunk_op import needs_grad, uncompiled
+from lineate.memory import lact_steps
+from lineate.memory.gpu import on_gpu
+from lineate.memory.lact_steps import (
+    Course,
+    Unit,
+    add_times,
+    halves,
+    newton_schulz,
+    newton_schulz_backward,
+    times,
+    unit,
+)
+from lineate.rule import full_precision
+
+_MOST = 2**26  # numbers of one tensor of a block: 256 MiB
+
+
+class Block(NamedTuple):
+    """m chunks of c tokens each from token `first` on; ends: they are written, not only added to the sums."""
+
+    first: int
+    m: int
+    c: int
+    ends: bool
+
+    def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x `b t h ...` -> `m*r c ...`, in one copy."""
+        own = self.of(x).to(dtype, memory_format=torch.contiguous_format)
+        return own.reshape(-1, self.c, *own.shape[4:]).contiguous()
+
+    def of(self, x: Tensor) -> Tensor:
+        """The block's part of x `b t h ...`, as `m b h c ...`."""
+        own = x[:, self.first : self.first + self.m * self.c].unflatten(1, (self.m, self.c))
+        return own.permute(1, 0, 3, 2, *range(4, own.dim()))
+
+    def put(self, x: Tensor, own: Tensor) -> None:
+        """own `m*r c ...` -> its part of x `b t h ...`."""
+        place = self.of(x)
+        place.copy_(own.view(place.shape))
+
+
+def cut_blocks(t: int, position: int, chunk: int, numbers: int) -> list[Block]:
+    """Those of t tokens that begin at this position of a chunk; numbers: of one chunk's largest tensor."""
+    starts = [0, *range(chunk - position, t, chunk)] if t else []
+    sizes = [stop - start for start, stop in pairwise([*starts, t])]
+    ends = [True] * (len(sizes) - 1) + [(position + t) % chunk == 0] * (t > 0)
+    blocks, first, most = [], 0, max(_MOST // max(numbers, 1), 1)
+    for (c, end), group in groupby(zip(sizes, ends, strict=True)):
+        left = len(list(group))
+        while left:
+            m = min(left, most)
+            blocks.append(Block(first, m, c, end))
+            first, left = first + m * c, left - m
+    return blocks
+
+
+State = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""M, sums and C of the last chunk `r 3e d`, and the sum of momentum `r`; None: 0."""
+
+
+@uncompiled
+def scan(
+    tokens: Sequence[Tensor], state: State, norms: tuple[Tensor, Tensor], position: int, chunk: int, muon: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """y like v, and the four of the state at the end; all rows stand at this position of a chunk.
+
+    tokens: q, k, v `b t h d`, rates `b t h 3`, momentum `b t h`; norms: of the rows of W0 and W2 `r 2e 1`, and of the
+    columns of W1^T `r 1 d`.
+    """
+    tensors = (*tokens, *state, *norms)
+    y, *end = _Scan.apply(position, chunk, muon, needs_grad(*tensors), *tensors)
+    return y, end
+
+
+def _steps(x: Tensor) -> ModuleType:
+    """Where the steps are that have kernels on a GPU."""
+    if not on_gpu(x):
+        return lact_steps
+    from lineate.kernels import lact  # triton, at its first use
+
+    return lact
+
+
+def _means(block: Block, momentum: Tensor, total: Tensor | None, chunk: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Sums of momentum in the chunks, and their means, `m r` both."""
+    sums = block.of(momentum).sum(-1, dtype=dtype).flatten(1)
+    if block.first == 0 and total is not None:
+        sums[0] += total
+    return sums, sums / chunk
+
+
+def _plus(x: Tensor, y: Tensor | None) -> Tensor:
+    return x if y is None else x + y
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, position: int, chunk: int, muon: bool, keep: bool,
+        q: Tensor, k: Tensor, v: Tensor, rates: Tensor, momentum: Tensor,
+        matrices: Tensor, sums: Tensor | None, previous: Tensor | None, total: Tensor | None, *norms: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        (rows, _, d), e, dtype, steps = matrices.shape, matrices.shape[1] // 3, matrices.dtype, _steps(matrices)
+        kept: list[Tensor] = []
+        blocks = cut_blocks(q.shape[1], position, chunk, rows * max(2 * min(chunk, q.shape[1]) * e, 3 * e * d))
+        ctx.options, first = (blocks, chunk, muon), total
+        y, adding = v.new_empty(v.shape), sums is not None
+        sums = torch.zeros_like(matrices) if sums is None else sums.clone()
+        places = halves(sums)
+        for block in blocks:
+            own_q, own_k, own_v, own_rates = (block.cut(x, dtype) for x in (q, k, v, rates))
+            totals, means = _means(block, momentum, first, chunk, dtype)
+            # M at the start of each chunk and, if it ends, of the next one; C before it and after
+            held, changes = (matrices.new_empty(block.m + block.ends, *matrices.shape) for _ in range(2))
+            held[0], changes[0] = matrices, 0 if previous is None else previous
+            starts, ends, uppers, lowers = (x.unbind() for x in (held, changes, *(x.mT for x in halves(held))))
+            chunks = (x.unflatten(0, (block.m, rows)).unbind() for x in (own_k, own_v, own_rates))
+            for i, (one_k, one_v, one_rates) in enumerate(zip(*chunks, strict=True)):
+                s, hidden = steps.writes(times(one_k, uppers[i]), times(one_v, lowers[i]), one_rates)
+                for place, x, given in zip(places, (s, hidden), (one_k, one_v), strict=True):
+                    if adding:
+                        add_times(place, x.mT, given, out=place)
+                    else:
+                        times(x.mT, given, out=place)
+                adding = False
+                if not block.ends:
+                    continue
+                if muon:
+                    step = newton_schulz(steps.change(sums, means[i], ends[i], ends[i + 1])).reshape(sums.shape)
+                else:
+                    step = torch.addcmul(sums, means[i, :, None, None], ends[i], out=ends[i + 1])
+                steps.rescale(starts[i], step, norms, starts[i + 1])
+            upper, lower = halves(held[: block.m].flatten(0, 1))
+            block.put(y, times(steps.glu(times(own_q, upper.mT)), lower))
+            matrices, previous, total = held[-1], changes[-1], totals[-1]
+            if keep:
+                kept += [held, changes]
+        if blocks and blocks[-1].ends:
+            sums, total = torch.zeros_like(matrices), None
+        previous = torch.zeros_like(matrices) if previous is None else previous
+        total = matrices.new_zeros(rows) if total is None else total
+        ctx.save_for_backward(q, k, v, rates, momentum, first, *norms, *kept)
+        ctx.set_materialize_grads(False)
+        return y, matrices, sums, previous, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, *dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, rates, momentum, total, *saved = ctx.saved_tensors
+        blocks, chunk, muon = ctx.options
+        norms, slots = saved[:2], list(zip(blocks, saved[2::2], saved[3::2], strict=True))
+        back = _Backward([q, k, v, rates, momentum], total, norms, chunk, muon, *dstate)
+        with full_precision(q):
+            for block, held, changes in reversed(slots):
+                starts = held[: block.m]
+                by_matrices = back.read(block, torch.zeros_like(v) if dy is None else dy, starts)
+                if block is blocks[-1] and back.asleep(block):
+                    last = block._replace(first=block.first + (block.m - 1) * block.c, m=1)
+                    for x in back.dtokens[1:]:
+                        last.of(x).zero_()
+                    block = block._replace(m=block.m - 1)
+                    back.dmatrices = _plus(by_matrices[-1], back.dmatrices)
+                if block.m:
+                    back.write(block, starts[: block.m], changes, by_matrices)
+        given = (back.dmatrices, back.dsums, back.dprevious, back.dtotal)  # parts of larger tensors
+        asked = zip(given, ctx.needs_input_grad[9:13], strict=True)
+        by_state = [x.clone() if need and x is not None else None for x, need in asked]
+        return *[None] * 4, *back.dtokens, *by_state, *back.dnorms
+
+
+class _Backward:
+    """From block to block: gradients by tokens and norms, to be filled in, and by the state where a block begins."""
+
+    def __init__(
+        self, tokens: list[Tensor], total: Tensor | None, norms: list[Tensor], chunk: int, muon: bool,
+        dmatrices: Tensor | None, dsums: Tensor | None, dprevious: Tensor | None, dtotal: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.tokens, self.total, self.norms, self.chunk, self.muon = tokens, total, norms, chunk, muon
+        self.dmatrices, self.dsums, self.dprevious, self.dtotal = dmatrices, dsums, dprevious, dtotal
+        self.steps = _steps(norms[0])
+        self.dtokens = [x.new_empty(x.shape) for x in tokens]
+        self.dnorms = [torch.zeros_like(x) for x in norms]
+
+    def asleep(self, block: Block) -> bool:
+        """Whether nobody asks what the last chunk of all wrote."""
+        if block.ends:  # its sums are used up
+            self.dsums = self.dtotal = None
+            return self.dmatrices is None and self.dprevious is None
+        return self.dsums is None and self.dtotal is None
+
+    def read(self, block: Block, dy: Tensor, starts: Tensor) -> Tensor:
+        """dq; returns the gradient by M at the start of each chunk, `m r 3e d`."""
+        q, dy = (block.cut(x, starts.dtype) for x in (self.tokens[0], dy))
+        upper, lower = halves(starts.flatten(0, 1))
+        hidden, dau = self.steps.glu_backward(times(q, upper.mT), times(dy, lower.mT))
+        block.put(self.dtokens[0], times(dau, upper))
+        found = torch.empty_like(starts)
+        for place, x, given in zip(halves(found.flatten(0, 1)), (dau, hidden), (q, dy), strict=True):
+            times(x.mT, given, out=place)
+        return found
+
+    def write(self, block: Block, starts: Tensor, changes: Tensor, by_matrices: Tensor) -> None:
+        """dk, dv, drates, dmomentum; by_matrices: what q asks of M at the start of each chunk, to which is added."""
+        m, rows = starts.shape[:2]
+        k, v, rates = (block.cut(x, starts.dtype) for x in self.tokens[1:4])
+        upper, lower = halves(starts.flatten(0, 1))
+        # The loop puts gradients into s and hidden; then these take their place, and gradients that of au and z.
+        au, z = times(k, upper.mT), times(v, lower.mT)
+        s, hidden, drates = (torch.empty_like(x) for x in (au, z, rates))
+        by_sums = torch.empty_like(starts)
+        tensors = [x.unflatten(0, (m, rows)) for x in (k, v, au, z, rates, s, hidden, drates)]
+        tensors += [by_matrices[:m], *halves(by_matrices[:m]), by_sums, *(x.mT for x in halves(by_sums))]
+        chunks = list(zip(*(x.unbind() for x in tensors), strict=True))
+        _, means = _means(block, self.tokens[4], self.total, self.chunk, starts.dtype)
+        ends = _Ends(self.steps, starts, changes[1 : m + 1], means, self.norms, self.muon) if block.ends else None
+        for i, (one_k, one_v, *values, asked, asked_upper, asked_lower, by, by_upper, by_lower) in zip(
+            reversed(range(m)), reversed(chunks), strict=True
+        ):
+            given = self.dmatrices
+            if ends is not None:
+                given, self.dprevious = ends.backward(i, given, self.dprevious, by)
+            else:
+                by[:] = 0 if self.dsums is None else self.dsums
+            if given is not None:
+                asked += given
+            times(one_k, by_upper, out=values[3])
+            times(one_v, by_lower, out=values[4])
+            self.steps.writes_backward(*values)
+            add_times(asked_upper, values[0].mT, one_k, out=asked_upper)
+            add_times(asked_lower, values[1].mT, one_v, out=asked_lower)
+            self.dmatrices = asked
+        by_upper, by_lower = halves(by_sums.flatten(0, 1))
+        dk, dv = times(s, by_upper), times(hidden, by_lower)
+        add_times(dk, au, upper, out=dk)
+        add_times(dv, z, lower, out=dv)
+        if ends is not None:
+            dtotals = (by_sums * changes[:m]).sum((-1, -2)) / self.chunk  # m r
+            for total, x in zip(self.dnorms, ends.dnorms, strict=True):
+                total += x.sum(0)
+        else:
+            dtotals = by_sums.new_zeros(1, rows) if self.dtotal is None else self.dtotal[None]
+        for x, own in zip(self.dtokens[1:], (dk, dv, drates, dtotals[..., None].expand(m, rows, block.c)), strict=True):
+            block.put(x, own)
+        self.dsums, self.dtotal = by_sums[0], dtotals[0]
+
+
+class _Ends:
+    """The ends of a block's chunks again, all at once, and their gradients, one by one; starts, changes `m r 3e d`."""
+
+    def __init__(
+        self, steps: ModuleType, starts: Tensor, changes: Tensor, means: Tensor, norms: list[Tensor], muon: bool
+    ) -> None:
+        self.steps, self.means, self.norms, self.flat = steps, means, norms, (-1, starts.shape[2] // 3, starts.shape[3])
+        self.course: list[tuple[Tensor, ...]] = []
+        step = changes
+        if muon:
+            course: Course = []
+            at = unit(changes)
+            step = newton_schulz(at.x, course).reshape(starts.shape)
+            parts = (*at, *(x for triple in course for x in triple))
+            self.course = list(zip(*(x.unflatten(0, (len(starts), -1)).unbind() for x in parts), strict=True))
+        self.moved = (starts + step).unbind()
+        self.dnorms = [x.new_empty(len(starts), *x.shape) for x in norms]
+
+    def backward(self, i: int, given: Tensor | None, base: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
+        """From the gradient by M after chunk i: those by M and C before it; out takes that by its C, base included."""
+        given = torch.zeros_like(out) if given is None else given
+        dmoved = self.steps.rescale_backward(given, self.moved[i], self.norms, [x[i] for x in self.dnorms])
+        if not self.course:
+            out.copy_(_plus(dmoved, base))
+            return dmoved, out * self.means[i, :, None, None]
+        x, size, inverse, *course = self.course[i]
+        dx = newton_schulz_backward(dmoved.view(self.flat), list(zip(*(course[n::3] for n in range(3)), strict=True)))
+        return dmoved, self.steps.change_backward(dx, Unit(x, size, inverse), base, self.means[i], out)
