@@ -21,8 +21,10 @@ def check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor 
     check_qkv(q, k, v)
     b, t, hv, value_dim = v.shape
     key_dim = q.shape[-1]
-    if log_decay is not None:
-        _check_tensor("log_decay", log_decay, q)
+    if log_decay is not None or "none" not in rule.decays:
+        plain = "delta_rule" if rule.corrects else "linear_attention"
+        _check_tensor("log_decay", log_decay, q, missing=f"without decay use {plain}")
+        assert log_decay is not None
         shapes = {"head": (b, t, hv), "channel": (b, t, hv, key_dim)}
         allowed = [shapes[decay] for decay in rule.decays if decay != "none"]
         if tuple(log_decay.shape) not in allowed:
@@ -30,13 +32,23 @@ def check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor 
             wanted = " or ".join(f"{letters[d]} = {shapes[d]}" for d in rule.decays if d != "none")
             remedy = _decay_remedy(rule, log_decay, shapes)
             raise ValueError(f"log_decay must have shape {wanted}, got {tuple(log_decay.shape)}{remedy}")
-    if beta is not None:
-        _check_tensor("beta", beta, q)
+    if beta is not None or rule.corrects:
+        _check_tensor("beta", beta, q, missing=f"to write at full rate pass torch.ones{(b, t, hv)}")
+        assert beta is not None
         if tuple(beta.shape) not in ((b, t, hv), (b, t, hv, value_dim)):
             raise ValueError(
                 f"beta must have shape (b, t, hv) = {(b, t, hv)} "
                 f"or (b, t, hv, v) = {(b, t, hv, value_dim)}, got {tuple(beta.shape)}"
             )
+
+
+def check_one_rate(beta: Tensor | None) -> None:
+    """Not one beta per value channel: each channel would have an attention matrix of its own."""
+    if isinstance(beta, Tensor) and beta.dim() == 4:
+        raise ValueError(
+            f"beta must have shape (b, t, hv) for one matrix a head, got {tuple(beta.shape)}; "
+            "pass the rates of one value channel at a time"
+        )
 
 
 def check_decay(log_decay: Tensor | None) -> None:
@@ -51,12 +63,16 @@ def check_decay(log_decay: Tensor | None) -> None:
         )
 
 
+LEAST_LEFT = -25.0
+"""The logarithm of what may be left of a pair of least squares after a chunk: e^-25 is as little as float64 bears."""
+
+
 def check_forgetting(total: Tensor, chunk: int) -> None:
     """total: the sums of log_decay over chunks, for least squares."""
-    if _concrete(total) and total.numel() and total.amin().item() < -25:
+    if _concrete(total) and total.numel() and total.amin().item() < LEAST_LEFT:
         raise ValueError(
-            f"log_decay must sum to at least -25 over chunk = {chunk} tokens for least squares, whose ridge is "
-            f"restored only then, got {total.amin().item():.4g}; use a smaller chunk"
+            f"log_decay must sum to at least {LEAST_LEFT:g} over chunk = {chunk} tokens for least squares, whose ridge "
+            f"is restored only then, got {total.amin().item():.4g}; use a smaller chunk, or form='recurrent'"
         )
 
 
@@ -358,9 +374,12 @@ def _decay_remedy(rule: Rule, log_decay: Tensor, shapes: dict[str, tuple[int, ..
     return ""
 
 
-def _check_tensor(name: str, x: Any, q: Tensor) -> None:
+def _check_tensor(name: str, x: Any, q: Tensor, missing: str) -> None:
+    """missing: the remedy for None."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        raise TypeError(
+            f"{name} must be a torch.Tensor, got {type(x).__name__}" + (f"; {missing}" if x is None else "")
+        )
     if x.dtype not in _DTYPES:
         raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}")
     check_device(name, x, q)
@@ -377,10 +396,10 @@ def _check_number(name: str, x: Any) -> None:
 
 
 def _concrete(x: Tensor) -> bool:
-    """Whether values may be looked at: not while compiling, inside of vmap, or where that would wait for a GPU."""
+    """Whether values may be looked at: not while compiling, of what vmap maps, or where that would wait for a GPU."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return False
-    return not torch._C._are_functorch_transforms_active()
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _name(dtype: torch.dtype) -> str:

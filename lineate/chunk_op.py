@@ -10,7 +10,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from lineate.forms.packing import check_bounds
 from lineate.rule import full_precision
 
 P = ParamSpec("P")
@@ -101,7 +103,7 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
         keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         outputs = _empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
-        _check_bounds(cu_seqlens, q.shape[1])
+        check_bounds(cu_seqlens, q.shape[1])
         with full_precision(q):
             run_forward(
                 q,
@@ -197,7 +199,7 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
 def make_direct(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
-    backward_op: Callable[..., Any],
+    backward_op: Any,
     save: Callable[..., None],
     differentiate: Callable[..., Any],
     hidden: int | None = None,
@@ -205,8 +207,9 @@ def make_direct(
     """An op with its autograd, without torch.library between, which costs more than a small call's arithmetic.
 
     save(ctx, inputs, output) keeps what differentiate(backward, ctx, *gradients) needs; hidden: the output that has no
-    gradient, if there is one.
+    gradient, if there is one. backward_op learns to refuse second derivatives.
     """
+    backward_op.register_autograd(partial(_refuse_second_derivative, backward_op._qualname.removesuffix("_backward")))
 
     class Direct(torch.autograd.Function):
         @staticmethod
@@ -219,10 +222,30 @@ def make_direct(
 
         @staticmethod
         def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-            # With gradients enabled a second derivative is wanted, which the op refuses.
+            # With gradients enabled a second derivative may be wanted, which the op refuses.
             return differentiate(backward_op if torch.is_grad_enabled() else backward, ctx, *gradients)
 
     return Direct.apply
+
+
+def _refuse_second_derivative(name, ctx, *gradients):  # type: ignore[no-untyped-def]
+    raise RuntimeError(
+        f"{name} has no second derivative, its first is written by hand; take both with torch.func (grad, jvp, "
+        "hessian), for which plain torch runs, or call the rule with form='recurrent' or form='parallel'"
+    )
+
+
+def transformed() -> bool:
+    """Whether tensors may be other than what they seem to an op: in a torch.func transform, or with tangents.
+
+    The ops know of no tangents, and cannot see what autograd wants of the tensors inside of vmap.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds; graphs are
+# guarded by the transforms and the level of forward mode that they were made in.
+transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
@@ -231,7 +254,7 @@ def is_eager(*tensors: Tensor | None) -> bool:
         not torch.compiler.is_compiling()
         and all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
         and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
+        and not transformed()
     )
 
 
@@ -289,15 +312,6 @@ def _empty_grads(
     dlog_decay, dbeta = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_decay, beta))
     dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, dfinal))
     return dq, dk, dv, dlog_decay, dbeta, dstate
-
-
-def _check_bounds(cu_seqlens: Tensor | None, t: int) -> None:
-    """Compiled calls can be checked only here, where the values are known."""
-    if cu_seqlens is None:
-        return
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != t or sorted(bounds) != bounds:
-        raise ValueError(f"cu_seqlens must rise from 0 to t = {t}, got {bounds}")
 
 
 def uncompiled(run: Callable[P, R]) -> Callable[P, R]:

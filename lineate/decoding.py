@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import needs_grad
+from lineate.chunk_op import needs_grad, transformed
 from lineate.dispatch import KNOWN_AT_MOST, TRITON_WIDTH, Signature, call_signature, interpreted, select_rule
 from lineate.rule import activate, compute_dtype, full_precision, normalize, step
 
@@ -71,6 +71,11 @@ def decode(
         if signature is not None and len(_KNOWN) < KNOWN_AT_MOST:
             _KNOWN[signature] = chosen
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if signature is None and transformed():
+        raise ValueError(
+            "decode must not be compiled inside of torch.func transforms or forward mode, which do not see into it; "
+            "call it outside of torch.compile, or use the ops, such as lineate.gated_delta_rule"
+        )
     # Only the compiler, and tensors that only pretend, need it as an op, which costs microseconds.
     run = _decode_op if signature is None else _decode
     return run(*tensors, scale, normalize_qk, raw_gates, float(beta_scale), chosen)
@@ -269,6 +274,8 @@ def _obstacle(q: Tensor, state: Tensor) -> str | None:
     key_dim, value_dim = state.shape[-2:]
     if max(key_dim, value_dim) > TRITON_WIDTH:
         return f"it takes k and v up to {TRITON_WIDTH}, got k = {key_dim} and v = {value_dim}"
+    if transformed():
+        return "torch.func transforms and forward mode know torch's functions alone"
     if (key_dim > 1 and state.stride(-2) != value_dim) or (value_dim > 1 and state.stride(-1) != 1):
         return f"it needs the [k, v] of each head of the state contiguous, got strides {tuple(state.stride())}"
     return _no_triton()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import needs_grad
+from lineate.chunk_op import needs_grad, transformed
 from lineate.native.build import why_not
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
 
@@ -51,6 +51,7 @@ def resolve(
     packed: bool,
     beta_per_channel: bool,
     needs_grad: bool,
+    transformed: bool,
     device: str,
     dtype: torch.dtype,
     no_native: str | None,
@@ -61,8 +62,8 @@ def resolve(
 ) -> Plan:
     """`auto` becomes a choice; an explicit request that cannot be served raises, never falls back.
 
-    width is the larger of k and v. no_native and no_triton say why that backend cannot run on this machine, or are None
-    if it can.
+    width is the larger of k and v. transformed: in a torch.func transform or forward mode, which only torch's own
+    functions know. no_native and no_triton say why that backend cannot run on this machine, or are None if it can.
     """
     if beta_per_channel and form not in ("auto", "recurrent"):
         raise ValueError(
@@ -83,6 +84,9 @@ def resolve(
         "triton": no_triton or _triton_obstacle(form, needs_grad, device, dtype, width, chunk_size),
         "torch": None,
     }
+    if transformed:
+        for name in ("native", "triton"):
+            obstacles[name] = obstacles[name] or "torch.func transforms and forward mode know torch's functions alone"
     own = "triton" if device == "cuda" else "native"  # the backend made for the device
     if backend == "auto":
         backend = own if obstacles[own] is None else "torch"
@@ -154,10 +158,8 @@ def explain(
     gated_delta_rule: chunkwise, native, chunks of 32
       form 'chunkwise': linear in t, quadratic only inside a chunk; backend 'native' runs float32 on a CPU
     """
-    rule = select_rule(log_decay, beta)
-    checks.check_decay(log_decay)
-    return check_and_resolve(
-        rule,
+    plan = check_and_resolve(
+        select_rule(log_decay, beta),
         q,
         k,
         v,
@@ -171,6 +173,8 @@ def explain(
         chunk_size=chunk_size,
         normalize_qk=normalize_qk,
     )
+    checks.check_decay(log_decay)
+    return plan
 
 
 def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
@@ -179,7 +183,7 @@ def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
         return LINEAR if log_decay is None else GATED_LINEAR
     if log_decay is None:
         return DELTA
-    return KIMI_DELTA if log_decay.dim() == 4 else GATED_DELTA
+    return KIMI_DELTA if isinstance(log_decay, Tensor) and log_decay.dim() == 4 else GATED_DELTA
 
 
 # Plans of calls that passed every check, by all that the checks and the plan depend on: decoding makes the same call
@@ -193,7 +197,7 @@ def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ..
     plain = all(x is None or type(x) in (float, int, str, bool) for x in options)
     if not plain or torch.compiler.is_compiling():
         return None
-    parts: list[object] = [torch.is_grad_enabled(), *options, *map(type, options)]
+    parts: list[object] = [torch.is_grad_enabled(), transformed(), *options, *map(type, options)]
     for x in tensors:
         if x is None:
             parts.append(None)
@@ -246,6 +250,7 @@ def check_and_resolve(
         packed=cu_seqlens is not None,
         beta_per_channel=beta is not None and beta.dim() == 4,
         needs_grad=needs_grad(q, k, v, log_decay, beta, state),
+        transformed=transformed(),
         device=q.device.type,
         dtype=q.dtype,
         no_native=_no_native() if q.device.type == "cpu" and backend in ("auto", "native") else None,
@@ -292,9 +297,7 @@ why_no_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def kernels_run() -> bool:
     """Whether kernels may be called for CUDA tensors: triton is there, and nothing like vmap is at work."""
-    if why_no_triton("cuda") is not None:
-        return False
-    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+    return why_no_triton("cuda") is None and not transformed()
 
 
 def empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,11 @@ token; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). 
     normalize_qk  l2-normalise q and k inside
 
 The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain` says what would run.
+
+Everything differentiates backwards. Inside of torch.func (vmap, grad, jvp, ...) and forward mode only torch's own
+functions run, of any form, and differentiate any number of times; elsewhere form="recurrent" and "parallel" alone
+differentiate twice. On a GPU, where looking would wait, the kernels check neither cu_seqlens nor log_decay <= 0; nor is
+log_decay checked where torch.func maps or differentiates it, and in compiled "recurrent" and "parallel" torch forms.
 """
 
 from collections.abc import Callable
@@ -24,9 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.chunk_op import transformed
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.forms.chunkwise import chunkwise
-from lineate.forms.packing import run_packed
+from lineate.forms.packing import Form, run_chunked, run_packed
 from lineate.forms.parallel import attention_matrix as _attention_matrix
 from lineate.forms.parallel import parallel
 from lineate.forms.recurrent import recurrent
@@ -63,7 +69,8 @@ def linear_attention(
     """Accumulate every pair: S_t = S_{t-1} + phi(k_t) v_t^T, o_t = scale * S_t^T phi(q_t).
 
     feature_map is phi: "identity", "elu+1", or any callable on `b t h k` (it may change k). With normalize=True the
-    output is divided by phi(q_t) . sum of the keys so far; the state then has v + 1 columns, the last one that sum.
+    output is divided by phi(q_t) . sum of the keys so far; the state then has v + 1 columns, the last one that sum
+    (float16, whose range such sums exceed, is computed as float32).
     """
     checks.check_qkv(q, k, v)
     checks.check_flag("normalize", normalize)
@@ -75,12 +82,15 @@ def linear_attention(
             q, k = unit(q), unit(k)
             normalize_qk = False
         q, k = phi(q), phi(k)
+    dtype = v.dtype
     if normalize:
+        if dtype == torch.float16:  # sums over many tokens exceed its range before they are divided
+            q, k, v = q.float(), k.float(), v.float()
         v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # the key sum is the memory of the value 1
     attended = _attend(
         LINEAR, q, k, v, None, None, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
     )  # fmt: skip
-    return Attended(divide_by_last(attended.output), attended.state) if normalize else attended
+    return Attended(divide_by_last(attended.output).to(dtype), attended.state) if normalize else attended
 
 
 def gated_linear_attention(
@@ -214,8 +224,11 @@ def attention_matrix(
 
     The gates select the rule as in `explain`; without gates it is linear attention.
     """
-    gate = log_decay if log_decay is not None else beta
-    hv = q.shape[2] if gate is None else gate.shape[2]
+    checks.check_qkv(q, k, q)
+    checks.check_one_rate(beta)
+    gate, hv = log_decay if log_decay is not None else beta, q.shape[2]
+    if isinstance(gate, Tensor) and gate.dim() > 2:
+        hv = gate.shape[2] // hv * hv or hv  # a wrong number is the gate's, not that of values that are not there
     checks.check_inputs(select_rule(log_decay, beta), q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta)
     checks.check_decay(log_decay)
     checks.check_scale(scale)
@@ -259,14 +272,13 @@ def _attend(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if state is None:
         state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype))
-    native = plan.backend == "native"
-    if not native:
-        checks.check_decay(log_decay)
     if plan.backend == "triton":
+        checks.check_decay(log_decay)
         return Attended(
             *_attend_triton(plan.form, rule, q, k, v, log_decay, beta, scale, state, cu_seqlens, normalize_qk)
         )
-    if plan.form == "chunkwise":
+    native = plan.backend == "native"
+    if plan.form == "chunkwise" and not transformed():
         run_chunks = native_ops.chunkwise if native else chunkwise
         output, final = run_chunks(
             q,
@@ -287,12 +299,15 @@ def _attend(
             q, k, v, log_decay, beta, state, cu_seqlens, corrects=rule.corrects, scale=scale, normalize_qk=normalize_qk
         )
         return Attended(output, final)
-    run = partial(
+    checks.check_decay(log_decay)
+    run: Form = partial(
         recurrent if plan.form == "recurrent" else parallel,
         corrects=rule.corrects,
         scale=scale,
         normalize_qk=normalize_qk,
     )
+    if plan.form == "chunkwise":  # transformed
+        run = partial(run_chunked, run, plan.chunk_size)
     with full_precision(q):
         if cu_seqlens is None:
             output, final = run(q, k, v, log_decay, beta, state)

@@ -156,6 +156,27 @@ def test_compiled_calls_check_bounds_when_they_run():
             op(inputs, torch.tensor(wrong))
 
 
+@pytest.mark.parametrize("path", FORWARD_PATHS)
+def test_compiled_calls_in_every_form_check_bounds(path):
+    torch._dynamo.reset()
+    inputs = convert(draw(GATED_DELTA, Shape(1, 9, 1, 1, 3, 2), "empty memory"), torch.float32)
+    op = torch.compile(lambda x, ends: GATED_DELTA.op(**x, **path, cu_seqlens=ends).output, backend="aot_eager")
+    assert op(inputs, torch.tensor([0, 4, 9])).shape[1] == 9
+    for wrong in ([0, 4], [0, 6, 3, 9]):
+        with pytest.raises(ValueError, match=r"^cu_seqlens must rise from 0 to t = 9, got "):
+            op(inputs, torch.tensor(wrong))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_compiled_chunks_check_the_decay(dtype):
+    torch._dynamo.reset()
+    inputs = convert(draw(GATED_DELTA, SHAPE), dtype)
+    op = torch.compile(lambda x: GATED_DELTA.op(**x).output, fullgraph=True, backend="aot_eager")
+    assert op(inputs).isfinite().all()
+    with pytest.raises(ValueError, match=r"^log_decay must be <= 0"):
+        op({**inputs, "log_decay": -inputs["log_decay"]})
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="inductor needs a C++ compiler"

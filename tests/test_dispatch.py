@@ -54,6 +54,7 @@ TRITON_PARALLEL = "the triton backend has no parallel form"
 TRITON_GRADIENTS = "the triton recurrent form has no gradients"
 TRITON_WIDE = "the triton kernels take k and v up to 256, got 257"
 TRITON_CHUNKS = "the triton kernels work in chunks of 64, got chunk_size={}"
+TRANSFORMED = "torch.func transforms and forward mode know torch's functions alone"
 INTERPRETER = "triton's interpreter computes float32 only, got {}"
 TRITON_DEVICE = "the triton kernels need CUDA tensors, got {}"
 
@@ -63,6 +64,7 @@ DEFAULTS = {
     "packed": False,
     "beta_per_channel": False,
     "needs_grad": False,
+    "transformed": False,
     "device": "cpu",
     "dtype": F32,
     "no_native": None,
@@ -100,6 +102,8 @@ SERVED = [
     ({"beta_per_channel": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
     ({"beta_per_channel": True, "packed": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
     ({"beta_per_channel": True, "needs_grad": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
+    ({"transformed": True}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + TRANSFORMED),
+    ({"transformed": True, "t": 1}, "recurrent", "torch", 1, SHORT, BECAUSE + TRANSFORMED),
     # auto on a GPU: the triton kernels, and torch where they cannot serve; what native lacks is no matter there
     (GPU, "chunkwise", "triton", 64, CHUNKS, TRITON),
     ({**GPU, "t": 8}, "recurrent", "triton", 1, SHORT, TRITON),
@@ -125,6 +129,7 @@ SERVED = [
     ({**GPU, "width": 257, "t": 1}, "recurrent", "torch", 1, SHORT, BECAUSE + TRITON_WIDE),
     ({**GPU, "chunk_size": 16}, "chunkwise", "torch", 16, CHUNKS, BECAUSE + TRITON_CHUNKS.format(16)),
     ({**GPU, "chunk_size": 128}, "chunkwise", "torch", 100, CHUNKS, BECAUSE + TRITON_CHUNKS.format(128)),
+    ({**GPU, "transformed": True}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + TRANSFORMED),
     (GPU_AND_NO_TRITON, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_TRITON),
     ({**GPU_AND_NO_TRITON, "t": 1}, "recurrent", "torch", 1, SHORT, BECAUSE + NO_TRITON),
     # explicit forms
@@ -178,6 +183,8 @@ REFUSED = [
     _refused("native", {"beta_per_channel": True}, NO_RATES),
     _refused("native", {"form": "recurrent", "needs_grad": True}, NO_GRADIENTS),
     _refused("native", {"no_native": NO_COMPILER}, NO_COMPILER),
+    _refused("native", {"transformed": True}, TRANSFORMED),
+    _refused("triton", {**GPU, "transformed": True}, TRANSFORMED),
     _refused("triton", {"no_triton": TRITON_DEVICE.format("cpu")}, TRITON_DEVICE.format("cpu")),
     _refused("triton", {"device": "mps", "no_triton": TRITON_DEVICE.format("mps")}, TRITON_DEVICE.format("mps")),
     _refused("triton", GPU_AND_NO_TRITON, NO_TRITON),
@@ -224,6 +231,7 @@ def test_an_explicit_request_is_served_or_refused_but_never_replaced():
         "packed": (False, True),
         "beta_per_channel": (False, True),
         "needs_grad": (False, True),
+        "transformed": (False, True),
         "device": ("cpu", "cuda", "meta"),
         "dtype": (F32, F64, BF16),
         "no_native": (None, NO_COMPILER),
@@ -245,7 +253,7 @@ def test_an_explicit_request_is_served_or_refused_but_never_replaced():
         served += 1
         assert call["form"] in ("auto", plan.form)
         assert call["backend"] in ("auto", plan.backend)
-        assert plan.backend == "torch" or plan.form != "parallel"
+        assert plan.backend == "torch" or (plan.form != "parallel" and not call["transformed"])
         assert not (plan.backend == "native" and (call["dtype"] == F64 or call["device"] != "cpu" or call["no_native"]))
         assert not (plan.backend == "native" and plan.form == "recurrent" and call["needs_grad"])
         assert not (plan.backend == "triton" and (call["dtype"] == F64 or call["width"] > 256 or call["no_triton"]))

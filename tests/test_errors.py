@@ -351,6 +351,26 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
      {"q": zeros(2, 6, 2, 3), "k": zeros(2, 6, 2, 3), "log_decay": zeros(2, 6, 2) + 1}, ValueError,
      "log_decay must be <= 0 (natural log of a decay in [0, 1]), got a maximum of 1; "
      "pass log(decay), or -exp(A_log) * softplus(x)"),
+    ("matrix q", lineate.attention_matrix, {"q": [1], "k": zeros(2, 6, 2, 3)}, TypeError,
+     "q must be a torch.Tensor, got list"),
+    ("matrix log_decay of 1 dimension", lineate.attention_matrix,
+     {"q": zeros(2, 6, 2, 3), "k": zeros(2, 6, 2, 3), "log_decay": zeros(2), "beta": zeros(2, 6, 2)}, ValueError,
+     "log_decay must have shape (b, t, hv) = (2, 6, 2), got (2,)"),
+    ("matrix log_decay of 3 heads", lineate.attention_matrix,
+     {"q": zeros(2, 6, 2, 3), "k": zeros(2, 6, 2, 3), "log_decay": zeros(2, 6, 3)}, ValueError,
+     "log_decay must have shape (b, t, hv) = (2, 6, 2) or (b, t, hv, k) = (2, 6, 2, 3), got (2, 6, 3)"),
+    ("matrix beta list", lineate.attention_matrix, {"q": zeros(2, 6, 2, 3), "k": zeros(2, 6, 2, 3), "beta": [1]},
+     TypeError, "beta must be a torch.Tensor, got list"),
+    ("matrix beta per value channel", lineate.attention_matrix,
+     {"q": zeros(2, 6, 2, 3), "k": zeros(2, 6, 2, 3), "beta": zeros(2, 6, 2, 1)}, ValueError,
+     "beta must have shape (b, t, hv) for one matrix a head, got (2, 6, 2, 1); "
+     "pass the rates of one value channel at a time"),
+    # explain
+    ("explain log_decay list", lineate.explain, arguments(log_decay=[1]), TypeError,
+     "log_decay must be a torch.Tensor, got list"),
+    ("explain log_decay positive", lineate.explain, arguments(log_decay=zeros(2, 6, 4) + 1), ValueError,
+     "log_decay must be <= 0 (natural log of a decay in [0, 1]), got a maximum of 1; "
+     "pass log(decay), or -exp(A_log) * softplus(x)"),
     # the signature: no **kwargs, and options by name only
     ("misspelt keyword", GATED_DELTA.op, arguments(chunksize=64), TypeError,
      "gated_delta_rule() got an unexpected keyword argument 'chunksize'"),
@@ -397,6 +417,19 @@ def test_one_positive_log_decay_anywhere(row, path):
             call = convert(draw(row, Shape(2, 20, 2, 4, 3, 5), special), torch.float32)
             call["log_decay"].flatten()[place] = 0.5
             check(row.op, {**call, **path}, ValueError, message)
+
+
+@pytest.mark.parametrize("path", [{}, *FORWARD_PATHS])
+@pytest.mark.parametrize("row", [x for x in ROWS if x is not LINEAR], ids=str)
+def test_a_rule_needs_its_gates(row, path):
+    """By every form and backend: no other rule runs instead, and C code reads no tensor that is not there."""
+    remedies = {
+        "log_decay": f"without decay use {'delta_rule' if row.corrects else 'linear_attention'}",
+        "beta": "to write at full rate pass torch.ones(2, 6, 4)",
+    }
+    for name in remedies.keys() & arguments(row).keys():
+        message = f"{name} must be a torch.Tensor, got NoneType; {remedies[name]}"
+        check(row.op, {**arguments(row), name: None, **path}, TypeError, message)
 
 
 @needs_native

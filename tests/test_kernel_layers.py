@@ -622,7 +622,7 @@ def test_second_derivatives_are_refused(name, path):
     results = kernel(name)(**inputs)
     y = results[0] if isinstance(results, tuple) else results
     (dx,) = torch.autograd.grad(y.square().sum(), inputs["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match="has no second derivative"):
         (dx.square().sum() + inputs["x"].sum()).backward()
 
 

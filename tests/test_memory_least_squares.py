@@ -333,6 +333,8 @@ def test_layer_forgets_slowly_at_first():
 def test_layer_errors():
     with pytest.raises(ValueError, match=r"decay_floor must be in \(0, 1\], got 1.5"):
         LeastSquares(24, 2, decay_floor=1.5)
+    with pytest.raises(ValueError, match=r"decay_floor\^chunk must be at least e\^-25, .* use a chunk of at most 36"):
+        LeastSquares(24, 2, decay_floor=0.5)
     mixer = layer()
     mixer.context = object()
     with pytest.raises(ValueError, match="LeastSquares needs whole sequences"):
@@ -425,6 +427,11 @@ def test_too_fast_forgetting_and_wrong_positions_are_errors():
     given = [x.detach() for x in inputs(20)]
     with pytest.raises(ValueError, match="log_decay must sum to at least -25 over chunk = 8"):
         least_squares(*given[:3], torch.full_like(given[3], -4.0), given[4], chunk=8)
+    fast = torch.where(torch.arange(20)[:, None] < 8, given[3], -4.0)  # in the second chunk
+    compiled = torch.compile(lambda *x: least_squares(*x, chunk=8), backend="aot_eager", fullgraph=True)
+    y, _ = compiled(*given[:3], fast, given[4])  # cannot look
+    assert y[:, 8:].isnan().all()
+    assert error([y[:, :8]], [least_squares(*given, chunk=8)[0][:, :8]]) < 1e-13
     state = some_state(B, [0, 9])
     with pytest.raises(ValueError, match=r"state\['position'\] must be at least 0 and below chunk = 8, got \[0, 9\]"):
         least_squares(*given, state=state, chunk=8)

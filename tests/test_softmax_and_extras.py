@@ -7,6 +7,7 @@ from cases import (
     FORMS,
     LINEAR,
     PACKED,
+    PATHS,
     SMALL,
     TEXTS,
     Inputs,
@@ -265,3 +266,28 @@ def test_linear_attention_in_bfloat16(normalize):
     q, k = ((F.elu(inputs[name]) + 1).double() for name in ("q", "k"))
     exact = lineate.linear_attention(q, k, inputs["v"].double(), normalize=normalize, form="recurrent").output
     assert relative_error(output, exact) < (3 if normalize else 1) * torch.finfo(torch.bfloat16).eps / 2 + 1e-6
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sums_of_normalised_attention_may_exceed_float16(path):
+    """q . sum of the keys, some 2^18 here, where float16 ends at 2^16: the result alone is rounded to it."""
+    inputs = convert(qkv(Shape(1, 40, 1, 2, 6, 5)), torch.float16)
+    inputs |= {name: 100 * inputs[name] for name in ("q", "k")}
+    q, k = ((F.elu(inputs[name]) + 1).double() for name in ("q", "k"))
+    assert (q[0, -1, 0] @ k.sum(1)[0, 0]).item() > 2**17
+    rounded = torch.finfo(torch.float16).eps / 2
+    options = {"feature_map": "elu+1", "normalize": True, **path}
+    state = exact_state = None
+    for _ in range(2):  # the second time from the sums of the first
+        output, state = lineate.linear_attention(**inputs, **options, state=state)
+        exact, exact_state = lineate.linear_attention(
+            q, k, inputs["v"].double(), normalize=True, form="recurrent", state=exact_state
+        )
+        assert output.dtype == torch.float16 and state.dtype == torch.float32
+        assert relative_error(output, exact) < rounded + 1e-6
+        assert relative_error(state, exact_state) < 1e-6
+    leaves, doubles = leaves_of(inputs), leaves_of(convert(inputs, torch.float64))
+    expected = lineate.linear_attention(**doubles, feature_map="elu+1", normalize=True, form="recurrent").output
+    found = gradients(lineate.linear_attention(**leaves, **options).output, leaves)
+    for dx, exact in zip(found, gradients(expected, doubles), strict=True):
+        assert relative_error(dx, exact) < 3 * rounded + 1e-6  # of the features, twice, and of the gradient

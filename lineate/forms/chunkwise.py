@@ -24,6 +24,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lineate.checks import check_decay
 from lineate.chunk_op import Grads, Outputs, register
 from lineate.forms.chunk import Chunk
 from lineate.rule import compute_dtype
@@ -45,6 +46,7 @@ def _forward(
     chunk_size: int,
 ) -> None:
     """q, k `b t h k`; v `b t hv v`; log_decay `b t hv` or `b t hv k`; beta `b t hv`; state `b hv k v`."""
+    check_decay(log_decay)
     output, final, states = outputs
     for heads in _head_blocks(q, v):
         for text, chunks in _texts(q, chunk_size, cu_seqlens):

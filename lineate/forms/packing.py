@@ -1,4 +1,4 @@
-"""Packed sequences for forms that know only whole ones: run each text by itself, from its own state."""
+"""Forms that know only whole sequences, run text by text of packed ones, or chunk by chunk."""
 
 from itertools import pairwise
 from typing import Protocol
@@ -26,6 +26,7 @@ def run_packed(
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Tensors are `1 t ...`, state is `n_seqs hv k v`; a text of length 0 returns its state unchanged."""
+    check_bounds(cu_seqlens, q.shape[1])
     bounds = cu_seqlens.tolist()
     outputs, states = [], []
     for i, (start, end) in enumerate(pairwise(bounds)):
@@ -43,3 +44,38 @@ def run_packed(
             outputs.append(output)
         states.append(own)
     return torch.cat(outputs, dim=1), torch.cat(states)
+
+
+def run_chunked(
+    form: Form,
+    chunk_size: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Each chunk from the state that the one before it left."""
+    outputs = []
+    for start in range(0, q.shape[1], chunk_size):
+        chunk = slice(start, start + chunk_size)
+        output, state = form(
+            q[:, chunk],
+            k[:, chunk],
+            v[:, chunk],
+            None if log_decay is None else log_decay[:, chunk],
+            None if beta is None else beta[:, chunk],
+            state,
+        )
+        outputs.append(output)
+    return torch.cat(outputs, dim=1), state
+
+
+def check_bounds(cu_seqlens: Tensor | None, t: int) -> None:
+    """Compiled calls can be checked only where they run, with the values known."""
+    if cu_seqlens is None:
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != t or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens must rise from 0 to t = {t}, got {bounds}")

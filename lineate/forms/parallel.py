@@ -4,7 +4,8 @@
     A = P (I + beta M)^{-1} beta       (rule only accumulates: A = P beta)
     O = A V + (Qr - A Kr) S            (rule only accumulates: O = A V + Qr S)
 
-Written apart from the chunkwise form and differentiated by autograd, so that each checks the other.
+Written apart from the chunkwise form and differentiated by autograd, so that each checks the other. Chunk after chunk
+it is the chunkwise form for what must see torch's own functions: torch.func and forward mode.
 """
 
 import torch

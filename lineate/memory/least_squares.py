@@ -69,7 +69,8 @@ def least_squares(
     Returns y `b t h v` and the state: P `rows h k k`, S `rows h k v`, ridge `rows h`, and position `rows`, which counts
     the tokens since the ridge was restored. form: "recurrent", "chunkwise", or "auto", recurrent for one token.
     P holds numbers up to 1 / (ridge prod lambda), the product over one chunk. Token by token in float32 keep that below
-    about 1e5; whole texts are computed in float64 and take a product down to 1e-11: forget faster with smaller chunks.
+    about 1e5; whole texts are computed in float64 and take a product down to 1e-11, else refuse (on a GPU, or compiled,
+    give NaN): forget faster with smaller chunks.
     """
     checks.check_qkv(q, k, v)
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
@@ -268,6 +269,7 @@ def _chunkwise(
         k, v = scale * k, scale * v
     total = sums[..., -1, 0]  # log L_c, n rows h
     checks.check_forgetting(total, layout.c)
+    sums = sums.where(total[..., None, None] >= checks.LEAST_LEFT, torch.nan)  # on a GPU and compiled nobody looked
     end = state["position"] + layout.length
     ridge, raised = _ridges(state["ridge"].double(), total, end, layout.c, restored)
     after = _added(state)

@@ -57,6 +57,7 @@ def run(
     chunk_size: int,
 ) -> None:
     """Fill the structure and call `lineate_<entry>`."""
+    assert tensors.beta is not None or not corrects  # it would be read
     b, t, h, key_dim = tensors.q.shape
     hv, value_dim = tensors.v.shape[2:]
     decay = 0 if tensors.log_decay is None else tensors.log_decay.dim() - 2

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lineate import checks
-from lineate.chunk_op import make_direct
+from lineate.chunk_op import make_direct, transformed
 from lineate.native.build import library, why_not
 
 MOST_TAPS = 4
@@ -31,7 +30,7 @@ def serves(*tensors: Tensor | None) -> bool:
     for x in tensors:
         if x is not None and (x.dtype is not torch.float32 or not x.is_cpu):
             return False
-    return _ready() and (torch.compiler.is_compiling() or not _transformed())
+    return _ready() and not transformed()
 
 
 def _ready() -> bool:
@@ -40,11 +39,6 @@ def _ready() -> bool:
 
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
 _ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _transformed() -> bool:
-    """Whether tensors may be other than what they seem to C: in a function transform, or with forward-mode tangents."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _differentiable(

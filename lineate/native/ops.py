@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lineate.chunk_op import Grads, Outputs, register
+from lineate.forms.packing import check_bounds
 from lineate.native.call import States, Tensors, dense, run
 
 _NO_STATES = torch.empty(0)
@@ -107,6 +108,7 @@ def _recurrent(
     scale: float,
     normalize_qk: bool,
 ) -> tuple[Tensor, Tensor]:
+    check_bounds(cu_seqlens, q.shape[1])
     output, final = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (v, state))
     _forward(
         q,
