@@ -65,17 +65,19 @@ def build_app() -> "typer.Typer":
 
     @app.command()
     def inspect(
-        name: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint's folder: config.json, safetensors.")],
+        name: Annotated[
+            str, typer.Argument(metavar="FOLDER", help="A checkpoint's folder (config.json, safetensors), or a run's.")
+        ],
     ) -> None:
         """Say what a checkpoint is: layers, rules, heads, parameters, state bytes. No weight is read."""
         from lineate.models.inspect import print_description
-        from lineate.models.safetensors import CheckpointError
+        from lineate.training.command import model_folder
 
         try:
-            print_description(name)
-        except (CheckpointError, ValueError, OSError) as error:
+            print_description(model_folder(Path(name).expanduser()))
+        except (ValueError, OSError) as error:
             typer.echo(f"lineate: {error}", err=True)
-            raise typer.Exit(1) from None
+            raise typer.Exit(2) from None
 
     from lineate.explore.command import add_commands as add_pictures
     from lineate.planning.command import add_commands as add_planning

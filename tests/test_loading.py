@@ -391,6 +391,19 @@ def own(tmp_path_factory) -> Path:
     return folder
 
 
+def test_places_that_cannot_be_used(own, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/inside"):
+        with pytest.raises(ValueError, match=r"folder must be a folder or a new name, got .*, which is a file"):
+            HybridLM(preset("tiny")).save_pretrained(tmp_path / place)
+    assert (tmp_path / "file").read_text() == ""
+    with pytest.raises(ValueError, match="device must be cpu, cuda or another of torch's, got 'gpu'"):
+        HybridLM.from_pretrained(own, device="gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"device='cuda:0' needs a GPU that torch can use, .* use device='cpu'"):
+            HybridLM.from_pretrained(own, device="cuda:0")
+
+
 def copied(own: Path, tmp_path: Path, tensors=None, **config) -> Path:
     checkpoint = Checkpoint.open(own)
     found = {name: checkpoint.read(name) for name in checkpoint.entries}

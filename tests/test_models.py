@@ -17,8 +17,10 @@ from lineate.models import (
     LatentConfig,
     LinearConfig,
     MemoryConfig,
+    ModelState,
     preset,
 )
+from lineate.models.config import LETTERS
 
 VOCAB = 61
 CONFIG = HybridConfig(
@@ -166,6 +168,66 @@ def test_states_are_values(case):
     close(swapped.logits[0], model(ids[:, :12]).logits[1, 11:])
 
 
+@cases
+@torch.no_grad()
+def test_rows_come_and_go(case):
+    """A text read alone and two of other lengths, read packed, go on together as each would alone."""
+    model, ids = make(case), draw(3, 20)
+    packed = model(torch.cat((ids[0, :5], ids[1, :9]))[None], cu_seqlens=torch.tensor([0, 5, 14])).state
+    alone = model(ids[2:, :7]).state
+    states = [packed.select(torch.tensor([1])), alone, packed.select(torch.tensor([0]))]
+    joined = ModelState.join(states)
+    assert joined.rows == 3 and joined.lengths.tolist() == [9, 7, 5]
+    order, lengths = [1, 2, 0], [9, 7, 5]
+    token = torch.stack([ids[row, n] for row, n in zip(order, lengths, strict=True)])[:, None]
+    out = model(token, state=joined)
+    for i, (row, n) in enumerate(zip(order, lengths, strict=True)):
+        close(out.logits[i], model(ids[row : row + 1, : n + 1]).logits[0, -1:])
+    even = ModelState.join([alone, alone])
+    assert even.lengths == 7 and even.rows == 2
+    close(model(ids[2:, 7:8].expand(2, 1), state=even).logits[1], model(ids[2:, :8]).logits[0, -1:])
+
+
+def test_states_that_cannot_be_joined():
+    with torch.no_grad():
+        model = HybridLM(replace(CONFIG, pattern="GA", n_layers=2))
+        one, wide = model(draw(1, 3)).state, model.double()(draw(1, 3)).state
+    for states, message in (
+        ([], "states must be one or more of one model, with as many layers each, got none"),
+        ([one, ModelState(one.layers[:1], 3)], "with as many layers each, got 2, 1"),
+        ([one, ModelState(one.layers[::-1], 3)], "states must be of one layer, got a Memory of .* and a TokenCache"),
+        ([one, wide], "states must agree in .*; convert or move one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ModelState.join(states)
+
+
+REMADE = {letter: replace(CONFIG, pattern=letter, n_layers=1) for letter in LETTERS} | {
+    "experts": replace(CONFIG, pattern="GM", experts=replace(EXPERTS, scores="sigmoid"), tie_embeddings=True),
+    "zero-centred, Titans MLP": replace(
+        CONFIG, pattern="NA", memory=MemoryConfig(2, 8, titans="mlp"), zero_centred_norm=True
+    ),
+    "bias": replace(CONFIG, pattern="A", attention=AttentionConfig(4, 2, 10, bias=True)),
+}
+
+
+@pytest.mark.parametrize("case", REMADE)
+def test_weights_of_a_model_made_on_the_meta_device(case):
+    """Those that a new one has, to the bit."""
+    torch.manual_seed(0)
+    expected = HybridLM(REMADE[case]).state_dict()
+    with torch.device("meta"):
+        model = HybridLM(REMADE[case])
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for x in (*model.parameters(), *model.buffers()):
+            x.fill_(torch.nan)
+    torch.manual_seed(0)
+    model.reset_parameters()
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, expected[name]), name
+
+
 def test_a_pattern_is_tiled():
     assert replace(CONFIG, n_layers=6).letters == "GGGAGG"
     kinds = [type(block.mixer).__name__ for block in make("LRDGKAM").layers]
@@ -211,6 +273,29 @@ def test_presets(name):
         assert preset(name, pattern="KM", vocab_size=99).letters[:2] == "KM"
 
 
+@cases
+@torch.no_grad()
+def test_saved_states_are_loaded(case, tmp_path):
+    """By torch.load as it is by default, which runs no code of the file."""
+    model, ids = make(case), draw(1, 12)
+    for given in ({}, {"cu_seqlens": torch.tensor([0, 5, 12])}):
+        state = model(ids, **given).state
+        torch.save(state, tmp_path / "state.pt")
+        loaded = torch.load(tmp_path / "state.pt")
+        nexts = draw(state.rows, 1, seed=1)
+        assert torch.equal(model(nexts, state=loaded).logits, model(nexts, state=state).logits)
+
+
+@torch.no_grad()
+def test_padding_on_both_sides():
+    model, ids = make("GGGA"), draw(2, 9)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0, 0]])
+    for given in (mask, mask.bool(), mask.double()):
+        out = model(ids, attention_mask=given)
+        close(out.logits[:1, 2:6], model(ids[:1, 2:6]).logits)
+        assert out.state.lengths.tolist() == [4, 0]
+
+
 def test_state_bytes_of_a_real_server():
     """Logged by a server for Qwen3.5-27B with 4 sequences: 576 MiB of memory; 64 KiB of keys and values a token."""
     with torch.device("meta"):
@@ -239,6 +324,12 @@ def test_state_bytes_of_a_real_server():
         ({"experts": ExpertsConfig(8, 2, 8, groups=8, scores="sigmoid")}, "groups must leave at least 2 experts"),
         ({"experts": ExpertsConfig(8, 4, 8, groups=4, scores="sigmoid")}, "groups must leave at least 2 experts"),
         ({"experts": ExpertsConfig(4, 5, 8)}, "active must be at most count = 4, got 5"),
+        ({"norm_eps": -1.0}, "norm_eps must be finite and above 0, got -1.0"),
+        ({"norm_eps": float("nan")}, "norm_eps must be finite and above 0, got nan"),
+        ({"initializer_range": -1}, "initializer_range must be finite and at least 0, got -1"),
+        ({"linear": LinearConfig(2, 4, 8, 6, norm_eps=0.0)}, "LinearConfig.norm_eps must be finite and above 0"),
+        ({"attention": AttentionConfig(4, 2, 8, rope_theta=float("inf"))}, "AttentionConfig.rope_theta must be finite"),
+        ({"latent": LatentConfig(3, 9, 6, 4, 5, rope_theta=-2.0)}, "LatentConfig.rope_theta must be finite and above"),
     ],
 )
 def test_bad_configs(changes, message):
@@ -249,6 +340,8 @@ def test_bad_configs(changes, message):
 def test_bad_calls():
     model, ids = make("GGGA"), draw(2, 5)
     state = model(ids).state
+    added = F.pad(torch.zeros(2, 3), (0, 2), value=-1e9)
+    hole = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]])
     for arguments, error, message in (
         ({"input_ids": ids.float()}, ValueError, "input_ids must be int32 or int64, got float32"),
         ({"input_ids": ids[0]}, ValueError, r"input_ids must have shape \(b, t\)"),
@@ -262,6 +355,15 @@ def test_bad_calls():
         ({"input_ids": ids, "labels": ids[:, 1:]}, ValueError, r"labels must have shape \(b, t\) = \(2, 5\)"),
         ({"input_ids": ids, "attention_mask": ids[:1]}, ValueError, r"attention_mask must have shape \(b, t\)"),
         ({"input_ids": ids, "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens needs the texts packed"),
+        ({"input_ids": ids, "attention_mask": ids.tolist()}, TypeError, "attention_mask must be a torch.Tensor, got l"),
+        ({"input_ids": ids, "attention_mask": added}, ValueError, r"attention_mask must be bool, .* \(mask == 0\)"),
+        ({"input_ids": ids, "attention_mask": 2 - hole}, ValueError, "attention_mask must be bool, or 1 for tokens"),
+        ({"input_ids": ids, "attention_mask": hole / 0}, ValueError, "attention_mask must be bool, or 1 for tokens"),
+        ({"input_ids": ids, "attention_mask": hole}, ValueError, "padding before or after the tokens of a row, got"),
+        ({"input_ids": ids, "attention_mask": hole.bool()}, ValueError, "padding before or after the tokens of a row"),
+        ({"input_ids": ids, "labels": ids.tolist()}, TypeError, "labels must be a torch.Tensor, got list"),
+        ({"input_ids": ids, "labels": ids + VOCAB}, ValueError, r"labels must lie in 0 \.\. 60, or be -100 for none"),
+        ({"input_ids": ids, "labels": -1 - ids}, ValueError, r"labels must lie in 0 \.\. 60"),
     ):
         with pytest.raises(error, match=message):
             model(**arguments)

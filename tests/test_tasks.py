@@ -214,6 +214,20 @@ def test_command_writes_table_figure_and_numbers(tmp_path, jobs):
     assert (tmp_path / "recall.md").read_text().count("\n| ") == 5
 
 
+def test_results_are_replaced_only_when_asked(tmp_path):
+    words = ("recall", "--rules", "linear", *SMALL, "--steps", 1, "--seeds", 1, "--device", "cpu", "--out", tmp_path)
+    (tmp_path / "recall.json").write_text("mine")
+    (tmp_path / "parity.json").write_text("mine too")
+    done = run(*words)
+    assert done.exit_code == 2
+    assert "--out must have no results of recall" in done.stderr and "choose another, or --overwrite" in done.stderr
+    assert (tmp_path / "recall.json").read_text() == "mine"
+    done = run(*words, "--overwrite")
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "recall.json").read_text())["task"] == "recall"
+    assert (tmp_path / "parity.json").read_text() == "mine too"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

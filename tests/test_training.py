@@ -71,7 +71,9 @@ def test_config_survives_json_and_names_the_nearest_key() -> None:
         ({"betas": (0.9,)}, "betas must be 2 values"),
         ({"betas": (0.9, 1.0)}, "betas must lie in"),
         ({"rows": 6, "accumulate": 4}, "rows must be a multiple of accumulate = 4, got 6"),
-        ({"warmup": 100}, "warmup must be less than steps"),
+        ({"warmup": 100}, "warmup must be at least 0 and less than steps = 100, got 100; or leave it out"),
+        ({"warmup": -1}, "warmup must be at least 0 and less than steps = 100, got -1"),
+        ({"warmup": 2.0}, "warmup must be of type int or none, got 2.0"),
         ({"min_lr": 2.0}, "min_lr must lie in 0 .. 1, got 2.0"),
         ({"data": ()}, "data must name at least one source"),
         ({"validation_fraction": 0.0}, "validation_fraction must be above 0"),
@@ -85,6 +87,9 @@ def test_a_wrong_config_is_refused(changes: dict[str, Any], message: str) -> Non
 
 
 def test_schedules() -> None:
+    few = [TrainConfig.from_dict({"steps": steps}) for steps in (1, 10, 100, 1000)]
+    assert [config.warmup_steps for config in few] == [0, 2, 20, 20]
+    assert few[1].learning_rate(0) == few[1].lr / 2 and few[1].learning_rate(1) == few[1].lr
     cosine = TrainConfig(steps=110, warmup=10, lr=1.0, min_lr=0.1)
     assert [cosine.learning_rate(n) for n in (0, 4, 9, 10)] == [0.1, 0.5, 1.0, 1.0]
     assert cosine.learning_rate(60) == pytest.approx(0.55) and cosine.learning_rate(110) == pytest.approx(0.1)
@@ -448,7 +453,7 @@ def test_what_is_wrong_is_one_line_before_any_training(tmp_path: Path, arguments
         (tmp_path / "c.json").write_text(json.dumps(config.to_dict()))
         arguments = ["--config", str(tmp_path / "c.json"), *arguments]
     code, text = command("train", *arguments)
-    assert code == 1 and not (tmp_path / "run/metrics.jsonl").exists()
+    assert code == 2 and not (tmp_path / "run/metrics.jsonl").exists()
     assert (last := text.strip().split("\n")[-1]).startswith("lineate: ") and message in last and "Trace" not in text
 
 
@@ -471,8 +476,22 @@ def test_wrong_arguments_of_generate_are_one_line(tmp_path: Path) -> None:
         (["--prompt", "\udcff"], "text must be Unicode"),
     ):
         code, text = command("generate", str(tmp_path), *arguments)
-        assert code == 1 and text.startswith("lineate: ") and message in text, text
+        assert code == 2 and text.startswith("lineate: ") and message in text, text
     assert command("generate", str(tmp_path / "none"))[1].startswith("lineate: expected the folder of a run")
+
+
+def test_a_run_is_planned_and_inspected(tmp_path: Path) -> None:
+    """Its folder stands for its model: the finished one, else that of the newest checkpoint."""
+    closed(train(make_config(tmp_path, steps=3)))
+    run = tmp_path / "run"
+    code, text = command("plan", str(run), "--json", "-")
+    assert code == 0 and json.loads(text)["model"]["name"] == "run"
+    found = [command("inspect", str(run))]
+    (run / "model").rename(tmp_path / "model")
+    found.append(command("inspect", str(run)))
+    assert all(code == 0 and "Gated DeltaNet" in text for code, text in found)
+    code, text = command("inspect", str(tmp_path / "texts"))
+    assert code == 2 and text.startswith("lineate: ") and "config.json" in text
 
 
 def test_a_model_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -528,6 +547,16 @@ def test_generation_continues_as_whole_forwards_would(tmp_path: Path) -> None:
         assert [int(x[row]) for x in stops] == [int(made[row, min(i, n)]) for i in range(len(stops))]
     with pytest.raises(ValueError, match="max_new_tokens"):
         generate(model, ids, -1)
+    for wrong, message in (
+        (ids[:, :0], r"ids must have shape \(b, t\) with at least one token, got \(2, 0\)"),
+        (ids[0], r"ids must have shape \(b, t\) with at least one token, got \(7,\)"),
+        (ids + 257, r"ids must lie in 0 \.\. 256"),
+        (ids.double(), "ids must be int32 or int64, got float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(model, wrong)
+    with pytest.raises(TypeError, match=r"ids must be a torch\.Tensor, got list"):
+        generate(model, ids.tolist())
 
 
 def test_text_streams_in_whole_characters() -> None:

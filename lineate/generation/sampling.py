@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lineate.models import HybridLM
+from lineate.models.hybrid import HybridLM, check_ids
 
 
 class Decoder(Protocol):
@@ -68,6 +68,7 @@ def generate(
     check_sampling(temperature, top_k, top_p)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    check_ids(ids, model.config.vocab_size, "ids")
     return _generate(model, ids.to(model.device), max_new_tokens, temperature, top_k, top_p, seed, stop)
 
 

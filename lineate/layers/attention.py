@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lineate import checks
 from lineate.layers.carry import enter_attention
 from lineate.layers.context import Bounds, Context, segment_of
+from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
@@ -192,6 +193,7 @@ class GatedAttention(nn.Module):
         self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, TokenCache]:
         """x `b t hidden` -> the same; the state is all keys and values so far."""
+        check_call(self, x, state, cu_seqlens)
         past = 0 if state is None else state.lengths
         segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
         q, gate, k, v = self.in_proj(x).split(self.splits, -1)

@@ -79,6 +79,11 @@ class ShortConvolution(nn.Module):
         self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """x `b t channels` -> the same, and the state `rows channels size-1`."""
+        if state is not None and state.dtype != x.dtype:
+            raise ValueError(
+                f"the state's conv must have the dtype of the new inputs, {x.dtype}, got {state.dtype}; "
+                "continue under the same autocast and model dtype"
+            )
         return short_convolution(x, self.weight, state, cu_seqlens)
 
     def extra_repr(self) -> str:

@@ -68,7 +68,7 @@ class MixtureOfExperts(nn.Module):
         self.count, self.active, self.scores, self.renormalize, self.scale = count, active, scores, renormalize, scale
         self.groups, self.active_groups = groups, active_groups
         self.router = nn.Linear(hidden_size, count, bias=False)
-        self.register_buffer("router_bias", torch.zeros(count) if scores == "sigmoid" else None)
+        self.register_buffer("router_bias", torch.empty(count) if scores == "sigmoid" else None)
         self.experts_gate_up = nn.Parameter(torch.empty(count, 2 * size, hidden_size))
         self.experts_down = nn.Parameter(torch.empty(count, hidden_size, size))
         self.shared = SwiGLU(hidden_size, shared_size) if shared_size else None
@@ -78,6 +78,8 @@ class MixtureOfExperts(nn.Module):
     def reset_parameters(self) -> None:
         for x in (self.experts_gate_up, self.experts_down):
             nn.init.uniform_(x, -(x.shape[-1] ** -0.5), x.shape[-1] ** -0.5)
+        if self.router_bias is not None:
+            nn.init.zeros_(self.router_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lineate.layers.attention import attend, attend_new
 from lineate.layers.carry import enter_attention
 from lineate.layers.context import Bounds, Context, segment_of
+from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
@@ -58,6 +59,7 @@ class LatentAttention(nn.Module):
         self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, TokenCache]:
         """x `b t hidden` -> the same; the state is the latent vector and the shared channels of every token."""
+        check_call(self, x, state, cu_seqlens)
         t, past = x.shape[1], 0 if state is None else state.lengths
         segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
         q, latent, shared = self.in_proj(x).split(self.splits, -1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.convolution import ShortConvolution, convolution_spec
+from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.least_squares import least_squares
@@ -51,6 +52,12 @@ class LeastSquares(nn.Module):
             raise ValueError(f"ridge must be finite and above 0, got {ridge}; 0.01 is usual")
         if not 0 < decay_floor <= 1:
             raise ValueError(f"decay_floor must be in (0, 1], got {decay_floor}; 0.95 is usual, 1 forgets nothing")
+        if chunk * math.log(decay_floor) < checks.LEAST_LEFT:
+            most = int(checks.LEAST_LEFT / math.log(decay_floor))
+            raise ValueError(
+                f"decay_floor^chunk must be at least e^{checks.LEAST_LEFT:g}, since the ridge is restored after "
+                f"each chunk, got {decay_floor}^{chunk}; use a chunk of at most {most} or a higher floor"
+            )
         key_dim = hidden_size // heads if key_dim is None else key_dim
         value_dim = key_dim if value_dim is None else value_dim
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
@@ -62,11 +69,13 @@ class LeastSquares(nn.Module):
         self.norm = GatedRMSNorm(value_dim, norm_eps, activation=gate_activation)
         self.out_proj = nn.Linear(heads * value_dim, hidden_size, bias=False)
         self.decay_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32)) if decay_floor < 1 else None
-        if self.decay_bias is not None and not self.decay_bias.is_meta:
-            self._init_decay(self.decay_bias)
+        self.reset_parameters()
 
-    def _init_decay(self, bias: Tensor) -> None:
+    def reset_parameters(self) -> None:
         """-log lambda between .0001 and .01, uniform in its logarithm, as far as the floor allows."""
+        bias = self.decay_bias
+        if bias is None or bias.is_meta:  # nothing to fill, and log on meta tensors imports 150 MB of torch
+            return
         with torch.no_grad():
             share = bias.uniform_(math.log(1e-4), math.log(1e-2)).exp_() / -math.log(self.decay_floor)
             bias.copy_(torch.logit(share.clamp(max=0.5)))
@@ -89,7 +98,7 @@ class LeastSquares(nn.Module):
             raise ValueError(
                 "LeastSquares needs whole sequences, got one split over ranks; train it without context parallelism"
             )
-        checks.check_cu_seqlens(cu_seqlens, *x.shape[:2])
+        check_call(self, x, state, cu_seqlens)
         mixed, z, *gates = self.in_proj(x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}
         if self.conv is not None:

@@ -19,6 +19,7 @@ from lineate.fused import fused_delta_rule
 from lineate.layers.carry import enter_convolution, run_rule
 from lineate.layers.context import Bounds, Context, Segment, segment_of
 from lineate.layers.convolution import ShortConvolution, convolution_spec
+from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.state import Memory, TensorSpec
 from lineate.ops import (
@@ -95,6 +96,7 @@ class LinearMixer(nn.Module):
 
     def forward(self, x: Tensor, state: Memory | None = None, cu_seqlens: Bounds = None) -> tuple[Tensor, Memory]:
         """x `b t hidden` -> the same; the state is the memory and the convolution's last inputs."""
+        check_call(self, x, state, cu_seqlens)
         segment, packed = segment_of(self.context, x, cu_seqlens)
         mixed, *gates = self.project(x)
         tensors: dict[str, Tensor] = {}
@@ -253,6 +255,9 @@ class GatedDeltaNet(DeltaNet):
     def add_gates(self) -> None:
         self.A_log = nn.Parameter(torch.empty(self.value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         init_decay(self.A_log, self.dt_bias)
 
     def attend(
@@ -298,6 +303,9 @@ class KimiDeltaAttention(LinearMixer):
         self.gate_proj = nn.Linear(gate_rank, rows * self.value_dim, bias=False)
         self.A_log = nn.Parameter(torch.empty(rows, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(rows, self.key_dim, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         init_decay(self.A_log, self.dt_bias)
 
     def attend(

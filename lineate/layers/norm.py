@@ -14,9 +14,13 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float = 1e-6, *, zero_centred: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size) if zero_centred else torch.ones(size))
+        self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
         self.zero_centred = zero_centred
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0 if self.zero_centred else 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """In the dtype of x; on a GPU under autocast in autocast's, which is what every reader would make of it."""
@@ -41,9 +45,13 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float = 1e-6, *, activation: str = "silu") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
         self.activation = activation
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate `... size`; in the dtype of x."""

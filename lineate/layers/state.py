@@ -5,10 +5,11 @@ on a batch of as many rows, and the other way round. States are values: a call r
 as it was, so that a text can be continued in several ways.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +57,12 @@ class Memory:
     def select(self, rows: Tensor) -> "Memory":
         """These rows, in this order."""
         return Memory({name: x.index_select(0, rows.to(x.device)) for name, x in self.tensors.items()})
+
+    @staticmethod
+    def join(states: Sequence["Memory"]) -> "Memory":
+        """The rows of all of them, one after another."""
+        _check_alike(states)
+        return Memory({name: torch.cat([state[name] for state in states]) for name in states[0].names})
 
     def detach(self) -> "Memory":
         return Memory({name: x.detach() for name, x in self.tensors.items()})
@@ -128,8 +135,13 @@ class TokenCache:
         return tensor[:, : self.n]
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """As they are kept, with room for more: `rows n ...`, or packed `1 t ...`."""
+        return self._packed[0] if self._packed is not None else self._buffer.tensors
+
+    @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._packed[0] if self._packed is not None else self._buffer.tensors)
+        return tuple(self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -143,6 +155,15 @@ class TokenCache:
         tensors = {name: self[name].index_select(0, rows.to(self[name].device)) for name in self.names}
         lengths = self.lengths if isinstance(self.lengths, int) else self.lengths[rows.to(self.lengths.device)]
         return TokenCache(tensors, lengths)
+
+    @staticmethod
+    def join(states: Sequence["TokenCache"]) -> "TokenCache":
+        """The rows of all of them, one after another, each at its own length."""
+        _check_alike(states)
+        n = max(state[name].shape[1] for state in states for name in state.names)
+        parts = [state._grown(n, 0).tensors for state in states]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in states[0].names}
+        return TokenCache(joined, join_lengths(states, next(iter(joined.values())).device))
 
     def detach(self) -> "TokenCache":
         return TokenCache({name: self[name].detach() for name in self.names}, self.lengths)
@@ -211,7 +232,51 @@ class TokenCache:
         return cache
 
 
+def _check_alike(states: Sequence["Memory"] | Sequence["TokenCache"]) -> None:
+    """Whether their rows can be joined: the same names, sizes of a row (and token), dtypes and device."""
+    first = states[0]
+    own = 1 if isinstance(first, Memory) else 2
+    for state in states[1:]:
+        if type(state) is not type(first) or state.names != first.names:
+            raise ValueError(
+                f"states must be of one layer, got a {type(first).__name__} of {', '.join(first.names)} and a "
+                f"{type(state).__name__} of {', '.join(state.names)}"
+            )
+        for name in first.names:
+            x, y = first[name], state[name]
+            if (x.shape[own:], x.dtype, x.device) != (y.shape[own:], y.dtype, y.device):
+                raise ValueError(
+                    f"states must agree in {name} but for their rows and tokens, got {tuple(x.shape)} {x.dtype} on "
+                    f"{x.device} and {tuple(y.shape)} {y.dtype} on {y.device}; convert or move one"
+                )
+
+
+class _Long(Protocol):
+    """What has rows and their lengths."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def lengths(self) -> int | Tensor: ...
+
+
+def join_lengths(states: Sequence[_Long], device: torch.device) -> int | Tensor:
+    """An int if all rows have as many."""
+    lengths = [state.lengths for state in states]
+    first = lengths[0]
+    if isinstance(first, int) and all(isinstance(n, int) and n == first for n in lengths):
+        return first
+    return torch.cat(
+        [
+            torch.full((state.rows,), n, device=device) if isinstance(n, int) else n.to(device)
+            for state, n in zip(states, lengths, strict=True)
+        ]
+    )
+
+
 LayerState = Memory | TokenCache
+torch.serialization.add_safe_globals([Memory, TokenCache, _Buffer])  # so that torch.load takes a saved state
 
 
 def token_positions(past: int | Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:

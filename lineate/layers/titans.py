@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.layers.convolution import ShortConvolution, convolution_spec
+from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.titans import titans, titans_state
@@ -87,7 +88,7 @@ class Titans(nn.Module):
     ) -> tuple[Tensor, Memory]:
         """x `b t hidden` -> the same; the state is the memory, its momentum, where its chunk began, and the
         convolution's last inputs."""
-        checks.check_cu_seqlens(cu_seqlens, *x.shape[:2])
+        check_call(self, x, state, cu_seqlens)
         mixed, z, gates = self.in_proj(x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}
         if self.conv is not None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.layers.convolution import ShortConvolution, convolution_spec
+from lineate.layers.entry import check_call
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.ttt import ttt
@@ -57,19 +58,22 @@ class TTTMixer(nn.Module):
         self.splits = 3 * channels, channels, heads  # q | k | v, z, r
         self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.conv = ShortConvolution(3 * channels, conv_size) if conv_size else None
-        self.rate_bias = nn.Parameter(torch.zeros(heads))
-        self.factor_offset = nn.Parameter(torch.zeros(chunk))
-        self.norm_weight = nn.Parameter(torch.ones(heads, head_dim))
-        self.norm_bias = nn.Parameter(torch.zeros(heads, head_dim))
+        self.rate_bias = nn.Parameter(torch.empty(heads))
+        self.factor_offset = nn.Parameter(torch.empty(chunk))
+        self.norm_weight = nn.Parameter(torch.empty(heads, head_dim))
+        self.norm_bias = nn.Parameter(torch.empty(heads, head_dim))
         self.start = nn.ParameterDict()
         for name, shape in self.shapes().items():
-            self.start[name] = nn.Parameter(torch.zeros(shape))
+            self.start[name] = nn.Parameter(torch.empty(shape))
         self.post_norm = nn.LayerNorm(channels, norm_eps)
         self.out_proj = nn.Linear(channels, hidden_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The model's weights before the first token: normal with deviation .02, no bias."""
+        """The model's weights before the first token: normal with deviation .02, no bias; rates and norms as given."""
+        for x in (self.rate_bias, self.factor_offset, self.norm_bias):
+            nn.init.zeros_(x)
+        nn.init.ones_(self.norm_weight)
         for name, x in self.start.items():
             if name.startswith("weight"):
                 nn.init.normal_(x, std=0.02)
@@ -101,7 +105,7 @@ class TTTMixer(nn.Module):
                 f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}; "
                 f"{type(self).__name__} has no context parallelism: its memory is not linear, keep texts on one rank"
             )
-        checks.check_cu_seqlens(cu_seqlens, *x.shape[:2])
+        check_call(self, x, state, cu_seqlens)
         mixed, z, r = self.in_proj(x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}
         if self.conv is not None:

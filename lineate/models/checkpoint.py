@@ -141,7 +141,10 @@ def save(
     """
     path = Path(folder)
     new = not path.exists()
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"folder must be a folder or a new name, got {path}, which is a file or in one") from None
     waiting: dict[str, Path] = {}
     try:
         shards = _shards(tensors, max_shard_bytes)

@@ -160,6 +160,8 @@ class HybridConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "n_layers"):
             _positive(name, getattr(self, name))
+        for name in ("norm_eps", "initializer_range"):
+            _number(name, getattr(self, name))
         if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set(LETTERS):
             raise ValueError(f"pattern must be made of the letters {', '.join(LETTERS)}, got {self.pattern!r}")
         object.__setattr__(self, "letters", (self.pattern * self.n_layers)[: self.n_layers])
@@ -235,6 +237,15 @@ def _positive(name: str, value: Any, smallest: int = 1) -> None:
         raise ValueError(f"{name} must be at least {smallest}, got {value}")
 
 
+def _number(name: str, value: Any) -> None:
+    """Finite and above 0; the deviation of the first weights may be 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    zero = name == "initializer_range"
+    if not 0 <= value < float("inf") or (value == 0 and not zero):
+        raise ValueError(f"{name} must be finite and {'at least' if zero else 'above'} 0, got {value}")
+
+
 def _check_part(part: Any) -> None:
     """Sizes are positive, words are known, heads divide each other."""
     name = type(part).__name__
@@ -250,8 +261,8 @@ def _check_part(part: Any) -> None:
                 raise ValueError(f"{name}.{f.name} must be one of {words}, got {value!r}")
         elif f.type in ("int", int) or (f.type == (int | None) and value is not None):
             _positive(f"{name}.{f.name}", value, 0 if f.name in _MAY_BE_ZERO else 1)
-        elif f.type in ("float", float) and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise TypeError(f"{name}.{f.name} must be a number, got {type(value).__name__}")
+        elif f.type in ("float", float) or (f.type == (float | None) and value is not None):
+            _number(f"{name}.{f.name}", value)
     if isinstance(part, LinearConfig) and part.value_heads % part.heads:
         raise ValueError(f"LinearConfig.value_heads must be a multiple of heads = {part.heads}, got {part.value_heads}")
     if isinstance(part, AttentionConfig):

@@ -33,7 +33,6 @@ from lineate.layers import (
     TTTLinear,
 )
 from lineate.layers.context import Bounds, Context, Segment
-from lineate.layers.linear import init_decay
 from lineate.models.config import MEMORY_LETTERS, HybridConfig
 from lineate.models.loss import head_loss, loss_sum
 from lineate.models.state import ModelState
@@ -180,11 +179,24 @@ class HybridLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if self.embed.weight.device.type != "meta":
-            self.reset_parameters()
+            self._draw_weights()
+
+    def reset_parameters(self) -> None:
+        """All weights as in a new model, for one made on the meta device; the same seed gives the same bits.
+
+        Normal weights of config.initializer_range; decays, norms and convolutions as their layers want them.
+        """
+
+        def reset(module: nn.Module) -> None:
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
+
+        self.apply(reset)  # the parts of a module before itself, as they are built
+        self._draw_weights()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Normal weights of config.initializer_range; decays, norms and convolutions as their layers want them."""
+    def _draw_weights(self) -> None:
+        """What is not as the layers draw it."""
         for module in self.modules():
             for name, x in module.named_parameters(recurse=False):
                 if isinstance(module, ShortConvolution):
@@ -194,7 +206,7 @@ class HybridLM(nn.Module):
                 elif name == "bias":
                     x.zero_()
             if isinstance(module, GatedDeltaNet | KimiDeltaAttention):
-                init_decay(module.A_log, module.dt_bias)
+                module.reset_parameters()
 
     @property
     def state_spec(self) -> tuple[tuple[TensorSpec, ...], ...]:
@@ -224,7 +236,8 @@ class HybridLM(nn.Module):
         continues: bool | None = None,
     ) -> LMOutput:
         """input_ids `b t`. labels `b t`: the tokens themselves, -100 where none is to be learnt; the loss is over
-        predicting each from those before it. attention_mask `b t`: 0 is padding; logits there are 0.
+        predicting each from those before it. attention_mask `b t`: 1, and 0 for padding before or after a row's tokens;
+        logits there are 0.
 
         last_only: logits of the last token of every row, `b 1 vocab` (packed: of every text, `1 n_seqs vocab`; an empty
         one's are 0), which is all that generating needs.
@@ -295,15 +308,11 @@ class HybridLM(nn.Module):
         last_only: bool,
     ) -> LMOutput:
         """Rows without their padding are packed texts."""
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask must have shape (b, t) = {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
-            )
-        kept = attention_mask.bool()
-        if bool(kept.all()):
+        kept = check_mask(attention_mask, input_ids)
+        if kept is None:
             return self(input_ids, state, labels=labels, last_only=last_only)
-        if not bool(kept.any()):
-            raise ValueError("attention_mask must have a token that is not padding, got only 0")
+        if labels is not None:
+            check_labels(labels, input_ids.shape)
         lengths = kept.sum(1)
         bounds = F.pad(lengths.cumsum(0), (1, 0))
         packed = self(input_ids[kept][None], state, bounds, last_only=last_only)
@@ -323,7 +332,10 @@ class HybridLM(nn.Module):
         device: torch.device | str = "cpu",
         progress: bool = True,
     ) -> "HybridLM":
-        """From a folder with config.json and safetensors, or a name on the Hugging Face hub; dtype None: as stored."""
+        """From a folder with config.json and safetensors, or a name on the Hugging Face hub; dtype None: as stored.
+
+        Decays (A_log, dt_bias) and router_bias are float32 whatever the dtype is; model.to(dtype) would round them too.
+        """
         from lineate.models.families import load_pretrained
 
         return load_pretrained(name, dtype=dtype, device=device, progress=progress)
@@ -335,17 +347,55 @@ class HybridLM(nn.Module):
         save_pretrained(self, folder)
 
 
-def check_ids(input_ids: Tensor, vocab_size: int) -> None:
-    if not isinstance(input_ids, Tensor):
-        raise TypeError(f"input_ids must be a torch.Tensor, got {type(input_ids).__name__}")
-    if input_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"input_ids must be int32 or int64, got {str(input_ids.dtype).removeprefix('torch.')}")
-    if input_ids.dim() != 2 or not input_ids.numel():
-        raise ValueError(f"input_ids must have shape (b, t) with at least one token, got {tuple(input_ids.shape)}")
-    if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-        low, high = (int(x) for x in input_ids.aminmax())
+def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(ids).__name__}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be int32 or int64, got {str(ids.dtype).removeprefix('torch.')}")
+    if ids.dim() != 2 or not ids.numel():
+        raise ValueError(f"{name} must have shape (b, t) with at least one token, got {tuple(ids.shape)}")
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = (int(x) for x in ids.aminmax())
         if low < 0 or high >= vocab_size:
-            raise ValueError(f"input_ids must lie in 0 .. {vocab_size - 1}, got {low} .. {high}")
+            raise ValueError(f"{name} must lie in 0 .. {vocab_size - 1}, got {low} .. {high}")
+
+
+def check_mask(attention_mask: Tensor, input_ids: Tensor) -> Tensor | None:
+    """Which tokens are no padding; None if none is. A device is asked once for all that must be known of the values."""
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a torch.Tensor, got {type(attention_mask).__name__}")
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must have shape (b, t) = {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
+        )
+    if attention_mask.device != input_ids.device:
+        raise ValueError(
+            f"attention_mask must be on the device of input_ids, {input_ids.device}, got {attention_mask.device}"
+        )
+    kept = attention_mask.bool()
+    begun = F.pad(kept, (1, 0))  # a row begins again after a hole
+    once = ((begun[:, 1:] & ~begun[:, :-1]).sum(1) <= 1).all()
+    known, whole, some, once = torch.stack(((kept == attention_mask).all(), kept.all(), kept.any(), once)).tolist()
+    if not known:
+        raise ValueError(
+            "attention_mask must be bool, or 1 for tokens and 0 for padding, got other values; of a mask that is "
+            "added to scores pass (mask == 0)"
+        )
+    if not some:
+        raise ValueError("attention_mask must have a token that is not padding, got only 0")
+    if not once:
+        raise ValueError(
+            "attention_mask must have its padding before or after the tokens of a row, got 0 between two of them; "
+            "leave these tokens out of input_ids"
+        )
+    return None if whole else kept
+
+
+def check_labels(labels: Tensor, shape: torch.Size) -> None:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a torch.Tensor, got {type(labels).__name__}")
+    if labels.shape != shape:
+        raise ValueError(f"labels must have shape (b, t) = {tuple(shape)}, got {tuple(labels.shape)}")
 
 
 def check_context(
@@ -387,11 +437,10 @@ def _last_of_each(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def next_token_loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Mean of -log p(label_{t+1} | ..t) in float32; a text's first token is never predicted from another text."""
-    if labels.shape != logits.shape[:2]:
-        raise ValueError(f"labels must have shape (b, t) = {tuple(logits.shape[:2])}, got {tuple(labels.shape)}")
+    check_labels(labels, logits.shape[:2])
     labels = labels.long()
     if cu_seqlens is not None:
         starts = cu_seqlens[:-1][cu_seqlens.diff() > 0]
         labels = labels.index_fill(1, starts.long(), -100)
-    total, count = loss_sum(logits[:, :-1], labels[:, 1:])
+    total, count = loss_sum(logits[:, :-1], labels[:, 1:], "labels")
     return total / count.clamp(min=1)

@@ -16,12 +16,12 @@ AT_ONCE = 2**26
 """Logits at a time; no more than these are left to autograd whole."""
 
 
-def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def loss_sum(logits: Tensor, targets: Tensor, name: str = "targets") -> tuple[Tensor, Tensor]:
     """sum of -log p(target), in float32, and how many targets there are; logits `b t vocab`, targets `b t`, -100: none.
 
-    The targets are already shifted: targets_t is what follows input t.
+    The targets are already shifted: targets_t is what follows input t. name: of the targets, in messages.
     """
-    check_targets(targets, logits)
+    check_targets(targets, logits, logits.shape[-1], name)
     with full_precision(logits):
         z = logits.flatten(0, 1).to(compute_dtype(logits.dtype))
         total = F.cross_entropy(z, targets.flatten(), ignore_index=-100, reduction="sum")
@@ -30,7 +30,7 @@ def loss_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The first of loss_sum(x weight^T, targets); x `b t hidden`, weight `vocab hidden`."""
-    check_targets(targets, x)
+    check_targets(targets, x, weight.shape[0])
     if targets.numel() * weight.shape[0] <= AT_ONCE:
         return loss_sum(F.linear(x, weight), targets)[0]
     device = x.device.type
@@ -46,9 +46,15 @@ def most_bytes(tokens: int, vocab: int, hidden: int) -> int:
     return 12 * AT_ONCE + 4 * hidden * (tokens + vocab)
 
 
-def check_targets(targets: Tensor, like: Tensor) -> None:
+def check_targets(targets: Tensor, like: Tensor, vocab: int, name: str = "targets") -> None:
+    """Of what shape, and what values: only where looking does not wait for a GPU."""
     if targets.shape != like.shape[:2]:
-        raise ValueError(f"targets must have shape (b, t) = {tuple(like.shape[:2])}, got {tuple(targets.shape)}")
+        raise ValueError(f"{name} must have shape (b, t) = {tuple(like.shape[:2])}, got {tuple(targets.shape)}")
+    if targets.device.type != "cpu" or torch.compiler.is_compiling() or not targets.numel():
+        return
+    low, high = (int(x) for x in targets.where(targets != -100, 0).aminmax())
+    if low < 0 or high >= vocab:
+        raise ValueError(f"{name} must lie in 0 .. {vocab - 1}, or be -100 for none, got {low} .. {high}")
 
 
 class _HeadLoss(torch.autograd.Function):

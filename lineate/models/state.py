@@ -1,16 +1,21 @@
 """What a model remembers of the texts it has read: one state a layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lineate.layers import LayerState
+from lineate.layers.state import join_lengths
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """One state a layer, and how many tokens each row has seen. A value: continuing it leaves it as it was."""
+    """One state a layer, and how many tokens each row has seen. A value: continuing it leaves it as it was.
+
+    torch.save and torch.load keep it.
+    """
 
     layers: tuple[LayerState, ...]
     lengths: int | Tensor
@@ -30,6 +35,15 @@ class ModelState:
         lengths = self.lengths if isinstance(self.lengths, int) else self.lengths[rows.to(self.lengths.device)]
         return ModelState(tuple(layer.select(rows) for layer in self.layers), lengths)
 
+    @staticmethod
+    def join(states: Sequence["ModelState"]) -> "ModelState":
+        """The rows of several states of one model, one after another, each at its own length; the inverse of select."""
+        if not states or any(len(state.layers) != len(states[0].layers) for state in states):
+            found = ", ".join(str(len(state.layers)) for state in states) or "none"
+            raise ValueError(f"states must be one or more of one model, with as many layers each, got {found}")
+        layers = tuple(_join(own) for own in zip(*(state.layers for state in states), strict=True))
+        return ModelState(layers, join_lengths(states, next(iter(layers[0].tensors.values())).device))
+
     def detach(self) -> "ModelState":
         """Without gradients."""
         return ModelState(tuple(layer.detach() for layer in self.layers), self.lengths)
@@ -38,3 +52,10 @@ class ModelState:
         """On another device."""
         lengths = self.lengths if isinstance(self.lengths, int) else self.lengths.to(device)
         return ModelState(tuple(layer.to(device) for layer in self.layers), lengths)
+
+
+def _join(states: tuple[LayerState, ...]) -> LayerState:
+    return type(states[0]).join(states)  # type: ignore[arg-type]
+
+
+torch.serialization.add_safe_globals([ModelState])  # so that torch.load takes a saved one

@@ -39,7 +39,8 @@ def add_commands(app: "typer.Typer") -> None:
     @app.command()
     def plan(
         source: Annotated[
-            str | None, typer.Argument(metavar="MODEL", help="A preset, a checkpoint's folder, or a config.json.")
+            str | None,
+            typer.Argument(metavar="MODEL", help="A preset, a checkpoint's or a run's folder, or a config.json."),
         ] = None,
         emb_dim: Annotated[int | None, typer.Option(help="Numbers instead of a model: channels.")] = None,
         n_heads: Annotated[int | None, typer.Option(help="Numbers: heads.")] = None,
@@ -133,14 +134,19 @@ def add_commands(app: "typer.Typer") -> None:
 
 def _model(source: str | None, numbers: dict[str, int | None], pattern: str | None, dtype: str | None) -> "Model":
     """From a name or from numbers, not both."""
+    from lineate.models.presets import PRESETS
     from lineate.planning.models import from_numbers, read_model
+    from lineate.training.command import model_folder
 
     given = {name: value for name, value in numbers.items() if value is not None}
     if source is not None and given:
         raise ValueError(f"{next(iter(given))} is for a model made of numbers; leave it out, or leave out {source!r}")
     if source:
         try:
-            return _check_sizes(read_model(source, dtype, pattern))
+            place = Path(source).expanduser()
+            if source in PRESETS or (found := model_folder(place)) == place:
+                return _check_sizes(read_model(source, dtype, pattern))
+            return replace(_check_sizes(read_model(found, dtype, pattern)), name=place.resolve().name)
         except (ArithmeticError, MemoryError) as error:
             raise ValueError(f"{source} has sizes that no model can have ({type(error).__name__})") from None
     if not given:

@@ -71,6 +71,7 @@ def add_commands(app: "typer.Typer") -> None:
         device: Annotated[str, typer.Option(help="cpu, cuda; auto: cuda if there is one.")] = "auto",
         jobs: Annotated[int, typer.Option(help="Runs at a time, in processes that share the device.", min=1)] = 1,
         out: Annotated[Path, typer.Option(help="Folder for the figure and the numbers.")] = Path("out/tasks"),
+        overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the task's files in --out.")] = False,
     ) -> None:
         """Train small models on a task that tells the rules apart; print the table and draw the figure."""
         import matplotlib  # noqa: F401  # say now, not after training, that it is missing
@@ -98,6 +99,8 @@ def add_commands(app: "typer.Typer") -> None:
             )  # fmt: skip
             model = ModelOptions(width, layers, heads, conv, beta_scale, init)
             cells = plan_cells(chosen, rules.split(","), sizes, model, train, seeds)
+            if (there := out / f"{task}.json").exists() and not overwrite:
+                raise ValueError(f"--out must have no results of {task}, got '{there}'; choose another, or --overwrite")
             check_out(out)
         except ValueError as error:
             typer.echo(f"lineate: {error}", err=True)

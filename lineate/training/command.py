@@ -48,7 +48,7 @@ def add_commands(app: "typer.Typer") -> None:
         try:
             run_generate(folder, prompt, tokens, temperature, top_k, top_p, seed, device)
         except (ValueError, OSError, RuntimeError) as error:
-            fail(error)
+            fail(error, 1 if isinstance(error, RuntimeError) else 2)
 
 
 def run_train(given: dict[str, Any]) -> None:
@@ -71,11 +71,11 @@ def run_train(given: dict[str, Any]) -> None:
             config = TrainConfig.from_dict(given)
         trainer = prepare(config, resume=resume is not None or restarted(config))
     except (ValueError, OSError, ImportError) as error:
-        fail(error)
+        fail(error, 2)
     try:
         trainer.run()
     except TrainingStopped as error:
-        fail(error)
+        fail(error, 1)
     finally:
         trainer.close()
 
@@ -125,17 +125,24 @@ def find_model(folder: Path) -> Path:
     return folder
 
 
+def model_folder(folder: Path) -> Path:
+    """find_model of a run; any other folder as it is."""
+    is_run = (folder / "model" / "config.json").is_file() or (folder / "checkpoints").is_dir()
+    return find_model(folder) if is_run else folder
+
+
 def _print_anything() -> None:
     """What the terminal's encoding lacks becomes a question mark; a model's text can have any character."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
-def fail(error: Exception) -> NoReturn:
-    """One line, exit code 1."""
+def fail(error: Exception, code: int) -> NoReturn:
+    """One line; exit code 2 for what was asked for, 1 for what went wrong on the way."""
     rank = os.environ.get("RANK", "0")
     name = "lineate" if rank == "0" else f"lineate, rank {rank}"
-    sys.exit(f"{name}: {error}")
+    print(f"{name}: {error}", file=sys.stderr)
+    sys.exit(code)
 
 
 def _sign(command: Any) -> None:

@@ -46,7 +46,9 @@ class TrainConfig:
     lr: float = option(4e-3, "Highest learning rate.")
     weight_decay: float = option(0.1, "Of matrices, decoupled: each step multiplies them by 1 - lr * weight_decay.")
     betas: tuple[float, float] = option((0.9, 0.95), "Averaging of adamw's two moments.")
-    warmup: int = option(20, "Steps in which the learning rate rises from 0.")
+    warmup: int | None = option(
+        None, "Steps in which the learning rate rises from 0; 20 if not given, of fewer than 100 steps a fifth."
+    )
     schedule: str = option("cosine", "After the warm-up: cosine, or wsd (stable, then linear decay).")
     decay: float = option(0.2, "Part of the steps in which wsd decays.")
     min_lr: float = option(0.1, "Lowest learning rate, as a part of the highest.")
@@ -78,7 +80,7 @@ class TrainConfig:
             if (value := getattr(self, name)) not in words:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}")
         least = dict.fromkeys(("rows", "accumulate", "steps", "keep", "eval_batches", "context"), 1) | {"length": 2}
-        least |= dict.fromkeys(("warmup", "eval_every", "sample_every", "save_every", "clip", "weight_decay"), 0)
+        least |= dict.fromkeys(("eval_every", "sample_every", "save_every", "clip", "weight_decay"), 0)
         for name, smallest in least.items():
             if (value := getattr(self, name)) < smallest:
                 raise ValueError(f"{name} must be at least {smallest}, got {value}")
@@ -93,8 +95,10 @@ class TrainConfig:
             raise ValueError(f"validation_fraction must be above 0 and at most 0.5, got {self.validation_fraction}")
         if not self.data:
             raise ValueError("data must name at least one source, got none; use stdlib, a file or a folder")
-        if self.warmup >= self.steps and self.warmup:
-            raise ValueError(f"warmup must be less than steps = {self.steps}, got {self.warmup}")
+        if self.warmup and not 0 < self.warmup < self.steps:
+            raise ValueError(
+                f"warmup must be at least 0 and less than steps = {self.steps}, got {self.warmup}; or leave it out"
+            )
         if self.rows % self.accumulate:
             raise ValueError(f"rows must be a multiple of accumulate = {self.accumulate}, got {self.rows}")
 
@@ -132,14 +136,20 @@ class TrainConfig:
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
 
+    @property
+    def warmup_steps(self) -> int:
+        """warmup, or what it is if not given."""
+        return min(20, self.steps // 5) if self.warmup is None else self.warmup
+
     def learning_rate(self, step: int) -> float:
         """Of a step, counted from 0."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
+        warmup = self.warmup_steps
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
         if self.schedule == "cosine":
-            done = (step - self.warmup) / max(1, self.steps - self.warmup)
+            done = (step - warmup) / max(1, self.steps - warmup)
             return self.lr * (self.min_lr + (1 - self.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-        start = max(self.warmup, round(self.steps * (1 - self.decay)))
+        start = max(warmup, round(self.steps * (1 - self.decay)))
         done = min(1.0, max(0, step - start) / max(1, self.steps - start))
         return self.lr * (1 - (1 - self.min_lr) * done)
 

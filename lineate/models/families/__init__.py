@@ -59,6 +59,7 @@ def load_pretrained(
     """A model in eval mode from a folder or a hub name; dtype None: that of most of the stored bytes."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating dtype or None, got {dtype}")
+    check_target(device)
     checkpoint = Checkpoint.open(find_folder(name))
     config = read_config(checkpoint)
     model = empty_model(config)
@@ -72,6 +73,16 @@ def load_pretrained(
         hint=other_family(checkpoint),
     )
     return model.eval()
+
+
+def check_target(device: torch.device | str) -> None:
+    """Where weights are loaded to, before any are read."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device must be cpu, cuda or another of torch's, got {device!r}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r} needs a GPU that torch can use, and there is none; use device='cpu'")
 
 
 def save_pretrained(model: HybridLM, folder: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:

@@ -1,0 +1,116 @@
+"""What every mixer says of a wrong input or state, instead of what torch would."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lineate.layers import LayerState, Memory, TokenCache
+from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LatentConfig, LinearConfig, MemoryConfig
+from lineate.models.config import LETTERS
+from lineate.models.hybrid import make_mixer
+
+HIDDEN = 16
+letters = pytest.mark.parametrize("letter", LETTERS)
+
+
+def make(letter: str, heads: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    config = HybridConfig(
+        vocab_size=9, hidden_size=HIDDEN, n_layers=1, pattern=letter, linear=LinearConfig(heads, 2 * heads, 8, 6),
+        memory=MemoryConfig(heads, 8, chunk=4), attention=AttentionConfig(2 * heads, heads, 8, rotary_dim=4),
+        latent=LatentConfig(2, rank=5 * heads, nope_dim=6, rope_dim=4, value_dim=5), feed=FeedConfig(8),
+    )  # fmt: skip
+    return make_mixer(config, letter)
+
+
+def tokens(b: int = 2, t: int = 3) -> Tensor:
+    return torch.randn(b, t, HIDDEN, generator=torch.Generator().manual_seed(b + t))
+
+
+def changed(state: LayerState, change) -> LayerState:
+    """All floating tensors changed."""
+    tensors = {name: change(state[name]) if state[name].is_floating_point() else state[name] for name in state.names}
+    return Memory(tensors) if isinstance(state, Memory) else TokenCache(tensors, state.lengths)
+
+
+@letters
+@torch.no_grad()
+def test_wrong_inputs(letter):
+    mixer, x = make(letter), tokens()
+    for wrong, error, message in (
+        ([[1.0]], TypeError, "x must be a torch.Tensor, got list"),
+        (x[0], ValueError, r"x must have shape \(b, t, hidden\) with at least one token, got \(3, 16\)"),
+        (x[:, :0], ValueError, r"x must have shape .* with at least one token, got \(2, 0, 16\)"),
+        (x[:0], ValueError, r"x must have shape .* with at least one token, got \(0, 3, 16\)"),
+        (x[..., 1:], ValueError, r"x must have shape \(b, t, hidden\) = \(b, t, 16\), got \(2, 3, 15\)"),
+        (x.double(), ValueError, "x must have the dtype of the layer, float32, got float64"),
+        (x.long(), ValueError, "x must have the dtype of the layer, float32, got int64"),
+        (x.to("meta"), ValueError, "x must be on the device of the layer, cpu, got meta"),
+    ):
+        for state in (None, mixer(x)[1]):
+            with pytest.raises(error, match=message):
+                mixer(wrong, state)
+    with pytest.raises(TypeError, match=r"cu_seqlens must be a torch\.Tensor"):
+        mixer(x[:1], cu_seqlens=[0, 3])
+
+
+@letters
+@torch.no_grad()
+def test_wrong_states(letter):
+    mixer, x = make(letter), tokens()
+    state = mixer(x)[1]
+    kind, other = ("TokenCache", "G") if isinstance(state, TokenCache) else ("Memory", "A")
+    for wrong, error, message in (
+        (state["position"] if "position" in state.names else state[state.names[0]], TypeError, f"must be a {kind} or"),
+        (make(other)(x)[1], TypeError, f"state must be a {kind} or None, got "),
+        (make(letter, 4)(x)[1], ValueError, r"state\['\w+'\] must have shape \(2, .*it is another layer's"),
+        (mixer(tokens(3))[1], ValueError, r"state must have 2 rows, as many as .*, got 3; state.select"),
+        (changed(state, Tensor.double), ValueError, r"state\['\w+'\] must be float32, got float64; continue under the"),
+        (changed(state, Tensor.bfloat16), ValueError, r"state\['\w+'\] must be float32, got bfloat16"),
+        (changed(state, lambda y: y.to("meta")), ValueError, r"state\['\w+'\] must be on the device of x, cpu, got"),
+    ):
+        for _ in range(2):  # a state that passed changes nothing
+            with pytest.raises(error, match=message):
+                mixer(x, wrong)
+            mixer(x, state)
+    with pytest.raises(ValueError, match="state must have 3 rows"):
+        mixer(x[:1], state, cu_seqlens=torch.tensor([0, 1, 1, 3]))
+
+
+@pytest.mark.parametrize(("letter", "other"), [("A", "M"), ("M", "A"), ("G", "E"), ("E", "G"), ("T", "P"), ("N", "T")])
+@torch.no_grad()
+def test_states_of_other_layers(letter, other):
+    mixer, x = make(letter), tokens()
+    with pytest.raises(ValueError, match=r"state must have .*, got .*; it is another layer's"):
+        mixer(x, make(other)(x)[1])
+
+
+@pytest.mark.parametrize("letter", "LGKTNEAM")
+@torch.no_grad()
+def test_dtype_of_a_state_under_autocast(letter):
+    """As autocast made it, and nothing else; without autocast none of autocast's."""
+    mixer, x = make(letter), tokens()
+    exact = mixer(x)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        state = mixer(x)[1]
+        mixer(x, mixer(x, state)[1])
+        with pytest.raises(ValueError, match="continue under the same autocast and model dtype"):
+            mixer(x, exact)
+        with pytest.raises(ValueError, match=r"got (torch\.)?float64; continue under"):
+            mixer(x, changed(exact, Tensor.double))
+    mixer(x, exact)
+    with pytest.raises(ValueError, match="float32, got bfloat16; continue under the same autocast"):
+        mixer(x, state)
+
+
+@letters
+@torch.no_grad()
+def test_a_layer_that_was_converted(letter):
+    """What has passed before is no excuse."""
+    mixer, x = make(letter), tokens()
+    state = mixer(x)[1]
+    mixer(x, state)
+    mixer.double()
+    with pytest.raises(ValueError, match=r"must be float64, got float32; continue under the same"):
+        mixer(x.double(), state)
+    mixer(x.double(), mixer(x.double())[1])
