@@ -285,8 +285,10 @@ def test_errors():
         model(x, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match=r"attention_mask must have shape .* = \(2, 5\), got \(2, 4\)"):
         model(x, attention_mask=torch.ones(2, 4))
-    with pytest.raises(ValueError, match="no padding, got only 0"):
+    with pytest.raises(ValueError, match="not padding, got only 0"):
         model(x, attention_mask=torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="attention_mask must be bool, or 1 for tokens and 0 for padding"):
+        model(x, attention_mask=torch.tensor([[0.0, 0, 0, 0, -1e9]] * 2))
     with pytest.raises(ValueError, match="input_ids must lie in"):
         model(x + VOCAB)
     with pytest.raises(ValueError, match="return_dict"):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lineate import layers
 from lineate.layers.linear import init_decay
 from lineate.models.config import HybridConfig
-from lineate.models.hybrid import HybridLM, check_ids, check_state, next_token_loss
+from lineate.models.hybrid import HybridLM, check_ids, check_mask, check_state, next_token_loss
 from lineate.models.state import ModelState
 from lineate.texts import locate
 
@@ -332,12 +332,7 @@ def _padding(attention_mask: Tensor | None, input_ids: Tensor, past: int) -> Ten
     if attention_mask.shape not in ((b, t), (b, past + t)):
         both = f"{(b, past + t)} or {(b, t)}" if past else f"{(b, t)}"
         raise ValueError(f"attention_mask must have shape (b, past + t) = {both}, got {tuple(attention_mask.shape)}")
-    kept = attention_mask[:, -t:].bool()
-    if bool(kept.all()):
-        return None
-    if not bool(kept.any()):
-        raise ValueError("attention_mask must have a token that is no padding, got only 0")
-    return kept
+    return check_mask(attention_mask[:, -t:], input_ids)
 
 
 def _packed(position_ids: Tensor, b: int, t: int) -> Tensor | None:
