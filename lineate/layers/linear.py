@@ -173,9 +173,12 @@ class LinearAttention(LinearMixer):
         (z,) = gates
         op = partial(linear_attention, feature_map=self.feature_map)
         if isinstance(bounds, Segment):  # the division is not linear in the memory: after the rule
+            dtype = v.dtype
+            if dtype == torch.float16:  # as in linear_attention
+                q, k, v = q.float(), k.float(), v.float()
             v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
             output, memory = run_rule(op, (q, k, v), memory, bounds, corrects=False)
-            return Attended(divide_by_last(output), memory), z
+            return Attended(divide_by_last(output).to(dtype), memory), z
         return op(q, k, v, state=memory, cu_seqlens=bounds, normalize=True), z
 
 
