@@ -399,7 +399,7 @@ def _concrete(x: Tensor) -> bool:
     """Whether values may be looked at: not while compiling, of what vmap maps, or where that would wait for a GPU."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
 
 
 def _name(dtype: torch.dtype) -> str:

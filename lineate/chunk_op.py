@@ -222,10 +222,16 @@ def make_direct(
 
         @staticmethod
         def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-            # With gradients enabled a second derivative may be wanted, which the op refuses.
-            return differentiate(backward_op if torch.is_grad_enabled() else backward, ctx, *gradients)
+            # With gradients enabled a second derivative may be wanted, which the op refuses; and vmap can map an op.
+            as_op = torch.is_grad_enabled() or any(_is_batched(x) for x in gradients if x is not None)
+            return differentiate(backward_op if as_op else backward, ctx, *gradients)
 
     return Direct.apply
+
+
+def _is_batched(x: Tensor) -> bool:
+    """By vmap, or by is_grads_batched."""
+    return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def _refuse_second_derivative(name, ctx, *gradients):  # type: ignore[no-untyped-def]

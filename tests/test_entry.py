@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lineate.layers import LayerState, Memory, TokenCache
+from lineate.layers import GatedDeltaNet, LayerState, Memory, TokenCache
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LatentConfig, LinearConfig, MemoryConfig
 from lineate.models.config import LETTERS
 from lineate.models.hybrid import make_mixer
@@ -114,3 +114,59 @@ def test_a_layer_that_was_converted(letter):
     with pytest.raises(ValueError, match=r"must be float64, got float32; continue under the same"):
         mixer(x.double(), state)
     mixer(x.double(), mixer(x.double())[1])
+
+
+class _Adapted(nn.Module):
+    """A linear layer with something beside it, and no weight of its own."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.inner = linear
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def _adapt(mixer):
+    mixer.in_proj = _Adapted(mixer.in_proj)
+
+
+def _fetch(mixer):
+    """Its weight is on the meta device but while it runs, as when a model is offloaded."""
+    linear, weight = mixer.in_proj, mixer.in_proj.weight
+
+    def before(*_):
+        linear.weight = weight
+
+    def after(*_):
+        linear.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+
+    linear.register_forward_pre_hook(before)
+    linear.register_forward_hook(after)
+    after()
+
+
+def _convert(mixer):
+    """x comes in another dtype, and a hook converts it."""
+    mixer.in_proj.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype),))
+    mixer.double()
+
+
+@pytest.mark.parametrize("change", [_adapt, _fetch, _convert])
+@torch.no_grad()
+def test_projections_that_are_not_plain_are_left_alone(change):
+    """Wrapped, fetched or converted by hooks: what they take and give is theirs to say. Streaming goes on."""
+    torch.manual_seed(0)
+    mixer, x = GatedDeltaNet(16, 2, key_dim=4, value_dim=4), torch.randn(1, 9, 16)
+    if change is _convert:
+        mixer.double()
+        expected = mixer(x.double())[0]
+        mixer.float()
+    else:
+        expected = mixer(x)[0]
+    change(mixer)
+    state, found = None, []
+    for part in x.split(3, 1):
+        y, state = mixer(part, state)
+        found.append(y)
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-5, atol=1e-6)

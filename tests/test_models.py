@@ -188,12 +188,19 @@ def test_rows_come_and_go(case):
     close(model(ids[2:, 7:8].expand(2, 1), state=even).logits[1], model(ids[2:, :8]).logits[0, -1:])
 
 
+def test_a_head_that_is_elsewhere():
+    model = HybridLM(replace(CONFIG, pattern="G", n_layers=1, tie_embeddings=True))
+    model.embed.to("meta")
+    with pytest.raises(RuntimeError, match="embed, which is the head too, must not be offloaded"):
+        model.logits(torch.randn(1, 2, CONFIG.hidden_size))
+
+
 def test_states_that_cannot_be_joined():
     with torch.no_grad():
         model = HybridLM(replace(CONFIG, pattern="GA", n_layers=2))
         one, wide = model(draw(1, 3)).state, model.double()(draw(1, 3)).state
     for states, message in (
-        ([], "states must be one or more of one model, with as many layers each, got none"),
+        (iter(()), "states must be one or more of one model, with as many layers each, got none"),
         ([one, ModelState(one.layers[:1], 3)], "with as many layers each, got 2, 1"),
         ([one, ModelState(one.layers[::-1], 3)], "states must be of one layer, got a Memory of .* and a TokenCache"),
         ([one, wide], "states must agree in .*; convert or move one"),

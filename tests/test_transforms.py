@@ -7,6 +7,7 @@ import torch
 from cases import GATED_DELTA, KIMI_DELTA, ROWS, Inputs, Row, Shape, bounds, convert, draw, relative_error, run
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lineate
 from lineate.layers import GatedDeltaNet
@@ -176,3 +177,32 @@ def test_decoding_passes_tangents_on_or_refuses():
     assert relative_error(found, expected[0]) < 1e-5
     with pytest.raises(ValueError, match="decode must not be compiled inside"):
         dual(compiled(decode), inputs, tangents)
+
+
+def test_a_recorded_call_is_recorded():
+    """make_fx and linearize see every step, those in C too: replayed on other numbers it gives theirs."""
+    torch.manual_seed(0)
+    layer, x, y = GatedDeltaNet(16, 2, key_dim=4, value_dim=4), torch.randn(1, 17, 16), torch.randn(1, 17, 16)
+    with torch.no_grad():
+        for t in (1, 17):
+            recorded = make_fx(lambda x: layer(x)[0])(x[:, :t])
+            assert relative_error(recorded(y[:, :t]), layer(y[:, :t])[0]) < 1e-5, t
+    inputs, tangents = inputs_of(GATED_DELTA), inputs_of(GATED_DELTA, seed=1)
+    found, linear = torch.func.linearize(function_of(GATED_DELTA), inputs)
+    expected = jvp(function_of(GATED_DELTA, form="recurrent"), inputs, tangents)
+    assert relative_error(found[0], function_of(GATED_DELTA)(inputs)[0]) < 1e-12
+    assert relative_error(linear(tangents)[0], expected[0]) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap calls the op once for each
+@pytest.mark.parametrize("t", [1, 21])
+def test_gradients_in_batches(t):
+    inputs = {
+        name: x if name == "state" else x[:, :t] for name, x in convert(inputs_of(KIMI_DELTA), torch.float32).items()
+    }
+
+    def function(q: Tensor) -> Tensor:
+        return KIMI_DELTA.op(**{**inputs, "q": q}).output
+
+    found, expected = (torch.autograd.functional.jacobian(function, inputs["q"], vectorize=x) for x in (True, False))
+    assert relative_error(found, expected) < 1e-5

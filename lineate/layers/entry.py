@@ -34,9 +34,11 @@ def check_call(mixer: Mixer, x: Any, state: Any, cu_seqlens: Any) -> None:
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if x.dim() != 3 or not x.numel():
         raise ValueError(f"x must have shape (b, t, hidden) with at least one token, got {tuple(x.shape)}")
-    again = _check_projected(mixer.in_proj, x)
     packed = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, Segment) else cu_seqlens
     checks.check_cu_seqlens(packed, *x.shape[:2])
+    if not _is_plain(mixer.in_proj):
+        return
+    again = _check_projected(mixer.in_proj, x)
     if state is not None:
         again &= _check_state(mixer, state, x, x.shape[0] if packed is None else packed.shape[0] - 1)
     if form is not None and again:
@@ -51,10 +53,18 @@ def _form(x: Any, state: Any) -> Any:
     return x.shape, x.dtype, x.device, type(state), state.rows, tensors
 
 
-def _check_projected(in_proj: nn.Module, x: Tensor) -> bool:
+def _is_plain(in_proj: nn.Module) -> bool:
+    """Whether its weight says what it takes and gives: it may be wrapped, quantised, or fetched when it runs."""
+    return (
+        type(in_proj) is nn.Linear
+        and not in_proj.weight.is_meta
+        and not in_proj._forward_pre_hooks
+        and "forward" not in vars(in_proj)
+    )
+
+
+def _check_projected(in_proj: nn.Linear, x: Tensor) -> bool:
     """Whether x would pass again: not where it does for autocast's sake."""
-    if type(in_proj) is not nn.Linear:  # may convert x
-        return True
     weight, hidden = in_proj.weight, in_proj.in_features
     if x.shape[2] != hidden:
         raise ValueError(f"x must have shape (b, t, hidden) = (b, t, {hidden}), got {tuple(x.shape)}")

@@ -26,7 +26,8 @@ class LeastSquares(nn.Module):
     """S = argmin_S sum_s w_s ||S^T k_s - v_s||^2 + ridge ||S||^2, o = S^T q: the fit that DeltaNet approaches.
 
     The state of a head is S `k v` and P `k k`. Each pair weighs beta, and lambda in (decay_floor, 1) less with every
-    token that follows; decay_floor=1: nothing is forgotten. The ridge is restored after each `chunk` tokens.
+    token that follows; decay_floor=1: nothing is forgotten. The ridge is restored after each `chunk` tokens; where a
+    chunk is so long that floor^chunk < e^-25, the floor is e^(-25/chunk) instead.
     """
 
     context: Context | None = None
@@ -52,16 +53,13 @@ class LeastSquares(nn.Module):
             raise ValueError(f"ridge must be finite and above 0, got {ridge}; 0.01 is usual")
         if not 0 < decay_floor <= 1:
             raise ValueError(f"decay_floor must be in (0, 1], got {decay_floor}; 0.95 is usual, 1 forgets nothing")
-        if chunk * math.log(decay_floor) < checks.LEAST_LEFT:
-            most = int(checks.LEAST_LEFT / math.log(decay_floor))
-            raise ValueError(
-                f"decay_floor^chunk must be at least e^{checks.LEAST_LEFT:g}, since the ridge is restored after "
-                f"each chunk, got {decay_floor}^{chunk}; use a chunk of at most {most} or a higher floor"
-            )
+        checks.check_chunk_size(chunk)
         key_dim = hidden_size // heads if key_dim is None else key_dim
         value_dim = key_dim if value_dim is None else value_dim
         self.heads, self.key_dim, self.value_dim = heads, key_dim, value_dim
         self.ridge, self.decay_floor, self.chunk = ridge, decay_floor, chunk
+        # What is left after a chunk must be more than e^-25, until the ridge is restored.
+        self.log_floor = max(math.log(decay_floor), 0.99 * checks.LEAST_LEFT / chunk)
         self.width = heads * (2 * key_dim + value_dim)  # of q | k | v
         self.splits = (self.width, heads * value_dim, heads, *([heads] if decay_floor < 1 else []))
         self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
@@ -77,7 +75,7 @@ class LeastSquares(nn.Module):
         if bias is None or bias.is_meta:  # nothing to fill, and log on meta tensors imports 150 MB of torch
             return
         with torch.no_grad():
-            share = bias.uniform_(math.log(1e-4), math.log(1e-2)).exp_() / -math.log(self.decay_floor)
+            share = bias.uniform_(math.log(1e-4), math.log(1e-2)).exp_() / -self.log_floor
             bias.copy_(torch.logit(share.clamp(max=0.5)))
 
     @property
@@ -111,7 +109,7 @@ class LeastSquares(nn.Module):
         beta = gates[0].to(dtype).sigmoid()
         log_decay = None
         if self.decay_bias is not None:
-            log_decay = math.log(self.decay_floor) * (gates[1].to(dtype) + self.decay_bias.to(dtype)).sigmoid()
+            log_decay = self.log_floor * (gates[1].to(dtype) + self.decay_bias.to(dtype)).sigmoid()
         names = ("P", "S", "ridge", "position")
         memory = None if state is None else {name: state[name] for name in names}
         output, memory = least_squares(

@@ -234,6 +234,8 @@ class TokenCache:
 
 def _check_alike(states: Sequence["Memory"] | Sequence["TokenCache"]) -> None:
     """Whether their rows can be joined: the same names, sizes of a row (and token), dtypes and device."""
+    if not states:
+        raise ValueError("states must be one or more, got none")
     first = states[0]
     own = 1 if isinstance(first, Memory) else 2
     for state in states[1:]:

@@ -297,7 +297,11 @@ class HybridLM(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """The head."""
-        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        if self.head is not None:
+            return self.head(x)
+        if self.embed.weight.is_meta and not x.is_meta:  # torch would return a tensor without numbers
+            raise RuntimeError("embed, which is the head too, must not be offloaded; keep it on a device")
+        return F.linear(x, self.embed.weight)
 
     def _padded(
         self,

@@ -1,6 +1,6 @@
 """What a model remembers of the texts it has read: one state a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +36,9 @@ class ModelState:
         return ModelState(tuple(layer.select(rows) for layer in self.layers), lengths)
 
     @staticmethod
-    def join(states: Sequence["ModelState"]) -> "ModelState":
+    def join(states: Iterable["ModelState"]) -> "ModelState":
         """The rows of several states of one model, one after another, each at its own length; the inverse of select."""
+        states = list(states)
         if not states or any(len(state.layers) != len(states[0].layers) for state in states):
             found = ", ".join(str(len(state.layers)) for state in states) or "none"
             raise ValueError(f"states must be one or more of one model, with as many layers each, got {found}")

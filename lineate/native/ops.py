@@ -149,6 +149,7 @@ def recurrent(
     scale: float,
     normalize_qk: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Token by token, without gradients: decoding. Only the compiler needs it as an op, which costs microseconds."""
-    run_tokens = _recurrent_op if torch.compiler.is_compiling() else _recurrent
+    """Token by token, without gradients: decoding. Only what records calls needs an op, which costs microseconds."""
+    recorded = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    run_tokens = _recurrent_op if recorded else _recurrent
     return run_tokens(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk)

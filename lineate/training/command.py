@@ -126,7 +126,9 @@ def find_model(folder: Path) -> Path:
 
 
 def model_folder(folder: Path) -> Path:
-    """find_model of a run; any other folder as it is."""
+    """find_model of a run; any other folder, and one that has weights itself, as it is."""
+    if any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        return folder
     is_run = (folder / "model" / "config.json").is_file() or (folder / "checkpoints").is_dir()
     return find_model(folder) if is_run else folder
 
