@@ -103,7 +103,8 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
         keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         outputs = _empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
-        check_bounds(cu_seqlens, q.shape[1])
+        if cu_seqlens is not None:
+            check_bounds(cu_seqlens, q.shape[1])
         with full_precision(q):
             run_forward(
                 q,
@@ -254,12 +255,16 @@ def transformed() -> bool:
 transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def recorded() -> bool:
+    """Whether a compiler or another mode looks at calls, and must see ops."""
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
+
+
 def is_eager(*tensors: Tensor | None) -> bool:
     """Whether nobody but autograd wants to see the op: no compiler, mode, transform or kind of tensor."""
     return (
-        not torch.compiler.is_compiling()
+        not recorded()
         and all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-        and not torch._C._len_torch_dispatch_stack()
         and not transformed()
     )
 

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from lineate import checks
 from lineate.chunk_op import needs_grad, transformed
-from lineate.dispatch import KNOWN_AT_MOST, TRITON_WIDTH, Signature, call_signature, interpreted, select_rule
+from lineate.dispatch import (
+    KNOWN_AT_MOST,
+    TRANSFORMED,
+    TRITON_WIDTH,
+    Signature,
+    call_signature,
+    interpreted,
+    select_rule,
+)
 from lineate.rule import activate, compute_dtype, full_precision, normalize, step
 
 BACKENDS = ("auto", "torch", "triton")
@@ -275,7 +283,7 @@ def _obstacle(q: Tensor, state: Tensor) -> str | None:
     if max(key_dim, value_dim) > TRITON_WIDTH:
         return f"it takes k and v up to {TRITON_WIDTH}, got k = {key_dim} and v = {value_dim}"
     if transformed():
-        return "torch.func transforms and forward mode know torch's functions alone"
+        return TRANSFORMED
     if (key_dim > 1 and state.stride(-2) != value_dim) or (value_dim > 1 and state.stride(-1) != 1):
         return f"it needs the [k, v] of each head of the state contiguous, got strides {tuple(state.stride())}"
     return _no_triton()

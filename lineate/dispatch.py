@@ -20,6 +20,8 @@ BACKENDS = ("auto", "torch", "native", "triton")
 CHUNK_SIZES = {"torch": 64, "native": 32, "triton": 64}
 # The widest key and value heads that the triton kernels hold in registers.
 TRITON_WIDTH = 256
+TRANSFORMED = "torch.func transforms and forward mode know torch's functions alone"
+"""Why another backend than torch cannot run inside of them."""
 # Up to this many tokens the token loop beats setting up a chunk (bench/cpu.py, table "short").
 RECURRENT_UP_TO = 8
 
@@ -86,7 +88,7 @@ def resolve(
     }
     if transformed:
         for name in ("native", "triton"):
-            obstacles[name] = obstacles[name] or "torch.func transforms and forward mode know torch's functions alone"
+            obstacles[name] = obstacles[name] or TRANSFORMED
     own = "triton" if device == "cuda" else "native"  # the backend made for the device
     if backend == "auto":
         backend = own if obstacles[own] is None else "torch"

@@ -84,13 +84,11 @@ def linear_attention(
         q, k = phi(q), phi(k)
     dtype = v.dtype
     if normalize:
-        if dtype == torch.float16:  # sums over many tokens exceed its range before they are divided
-            q, k, v = q.float(), k.float(), v.float()
-        v = torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)  # the key sum is the memory of the value 1
+        q, k, v = with_ones(q, k, v)
     attended = _attend(
         LINEAR, q, k, v, None, None, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
     )  # fmt: skip
-    return Attended(divide_by_last(attended.output).to(dtype), attended.state) if normalize else attended
+    return Attended(divide_by_last(attended.output, dtype), attended.state) if normalize else attended
 
 
 def gated_linear_attention(
@@ -347,8 +345,15 @@ def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Ten
     return None if feature_map == "identity" else lambda x: F.elu(x) + 1
 
 
-def divide_by_last(output: Tensor, smallest: float = 1e-6) -> Tensor:
-    """Divide by the last column, q . sum of keys, kept at least `smallest` away from 0."""
+def with_ones(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With a last column of v whose memory is the sum of keys, for divide_by_last; float16 as float32."""
+    if v.dtype == torch.float16:  # sums over many tokens exceed its range before they are divided
+        q, k, v = q.float(), k.float(), v.float()
+    return q, k, torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)
+
+
+def divide_by_last(output: Tensor, dtype: torch.dtype, smallest: float = 1e-6) -> Tensor:
+    """Divided by the last column, q . sum of keys, kept at least `smallest` away from 0; in this dtype."""
     total = output[..., -1:]
     total = torch.where(total.abs() < smallest, torch.copysign(total.new_full((), smallest), total), total)
-    return output[..., :-1] / total
+    return (output[..., :-1] / total).to(dtype)

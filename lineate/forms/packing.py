@@ -26,8 +26,7 @@ def run_packed(
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Tensors are `1 t ...`, state is `n_seqs hv k v`; a text of length 0 returns its state unchanged."""
-    check_bounds(cu_seqlens, q.shape[1])
-    bounds = cu_seqlens.tolist()
+    bounds = check_bounds(cu_seqlens, q.shape[1])
     outputs, states = [], []
     for i, (start, end) in enumerate(pairwise(bounds)):
         own = state[i : i + 1]
@@ -72,10 +71,9 @@ def run_chunked(
     return torch.cat(outputs, dim=1), state
 
 
-def check_bounds(cu_seqlens: Tensor | None, t: int) -> None:
-    """Compiled calls can be checked only where they run, with the values known."""
-    if cu_seqlens is None:
-        return
-    bounds = cu_seqlens.tolist()
+def check_bounds(cu_seqlens: Tensor, t: int) -> list[int]:
+    """The values, checked: of compiled calls that can be done only where they run."""
+    bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != t or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens must rise from 0 to t = {t}, got {bounds}")
+    return bounds

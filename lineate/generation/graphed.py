@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lineate.layers import Memory, TokenCache
-from lineate.models.hybrid import HybridLM, check_ids, check_state
+from lineate.models.checks import check_ids, check_state
+from lineate.models.hybrid import HybridLM
 from lineate.models.state import ModelState
 
 STEP = 1024

@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lineate.models.hybrid import HybridLM, check_ids
+from lineate.models import HybridLM
+from lineate.models.checks import check_ids
 
 
 class Decoder(Protocol):

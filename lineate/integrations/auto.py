@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from lineate import layers
 from lineate.layers.linear import init_decay
+from lineate.models.checks import check_ids, check_mask, check_state
 from lineate.models.config import HybridConfig
-from lineate.models.hybrid import HybridLM, check_ids, check_mask, check_state, next_token_loss
+from lineate.models.hybrid import HybridLM, next_token_loss
 from lineate.models.state import ModelState
 from lineate.texts import locate
 

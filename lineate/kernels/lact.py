@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.layer_ops import glu
-from lineate.memory.lact_steps import NORM_EPS, ROW_EPS, Unit
+from lineate.memory.lact_steps import Unit
+from lineate.memory.parts import NORM_EPS, ROW_EPS
 
 __all__ = [
     "change",
@@ -52,15 +53,27 @@ def _load_rates(rates, r, rows):
     return rate0[:, None], rate1[:, None], rate2[:, None]
 
 
+@triton.jit
+def _places(r, j, rows, E: tl.constexpr):
+    """Which of a tile are there, where they lie in `rows E`, and, of their first half, in `rows 2E`."""
+    has = (r < rows)[:, None] & (j < E)[None, :]
+    r = r.to(tl.int64)[:, None]
+    return has, r * E + j[None, :], r * (2 * E) + j[None, :]
+
+
+@triton.jit
+def _tile(E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
+    """Rows and columns of this program's tile."""
+    BLOCKS: tl.constexpr = (E + BE - 1) // BE
+    r = (tl.program_id(0) // BLOCKS) * ROWS + tl.arange(0, ROWS)
+    return r, (tl.program_id(0) % BLOCKS) * BE + tl.arange(0, BE)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def write_tokens(au, z, rates, s, hidden, rows, E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
     """s and hidden of a tile a program."""
-    BLOCKS: tl.constexpr = (E + BE - 1) // BE
-    r = (tl.program_id(0) // BLOCKS) * ROWS + tl.arange(0, ROWS)
-    j = (tl.program_id(0) % BLOCKS) * BE + tl.arange(0, BE)
-    has = (r < rows)[:, None] & (j < E)[None, :]
-    at = r.to(tl.int64)[:, None] * E + j[None, :]
-    wide = r.to(tl.int64)[:, None] * (2 * E) + j[None, :]
+    r, j = _tile(E, ROWS, BE)
+    has, at, wide = _places(r, j, rows, E)
     u = tl.load(au + wide + E, mask=has, other=0.0)
     back = tl.load(z + at, mask=has, other=0.0)
     opened, slope, _ = _silu(tl.load(au + wide, mask=has, other=0.0))
@@ -87,9 +100,7 @@ def write_tokens_backward(
     drate2 = tl.zeros((ROWS,), tl.float32)
     for first in range(0, E, BE):
         j = first + tl.arange(0, BE)
-        has = (r < rows)[:, None] & (j < E)[None, :]
-        at = r.to(tl.int64)[:, None] * E + j[None, :]
-        wide = r.to(tl.int64)[:, None] * (2 * E) + j[None, :]
+        has, at, wide = _places(r, j, rows, E)
         u = tl.load(au + wide + E, mask=has, other=0.0)
         back = tl.load(z + at, mask=has, other=0.0)
         ds0 = tl.load(ds + wide, mask=has, other=0.0)
@@ -115,12 +126,8 @@ def write_tokens_backward(
 @triton.jit(do_not_specialize=["rows"])
 def read_tokens_backward(au, dhidden, dau, rows, E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
     """da = dhidden u silu'(a), du = dhidden silu(a); silu(a) u takes the place of its gradient."""
-    BLOCKS: tl.constexpr = (E + BE - 1) // BE
-    r = (tl.program_id(0) // BLOCKS) * ROWS + tl.arange(0, ROWS)
-    j = (tl.program_id(0) % BLOCKS) * BE + tl.arange(0, BE)
-    has = (r < rows)[:, None] & (j < E)[None, :]
-    at = r.to(tl.int64)[:, None] * E + j[None, :]
-    wide = r.to(tl.int64)[:, None] * (2 * E) + j[None, :]
+    r, j = _tile(E, ROWS, BE)
+    has, at, wide = _places(r, j, rows, E)
     u = tl.load(au + wide + E, mask=has, other=0.0)
     d = tl.load(dhidden + at, mask=has, other=0.0)
     opened, slope, _ = _silu(tl.load(au + wide, mask=has, other=0.0))

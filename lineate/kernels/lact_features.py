@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, next_power, start
-from lineate.kernels.layer_ops import DTYPES, _in_rows, _register, _strides
+from lineate.kernels.layer_ops import as_rows, check_dtypes, register_op, strides_of
 
 EPS = 1e-6
 _PROGRAMS = 4096  # enough for any device; a constant, so that no result depends on the device
@@ -103,12 +103,12 @@ def _room(x: Tensor, scale: Tensor, offset: Tensor, heads: int) -> tuple[Tensor,
 
 def _features(x: Tensor, scale: Tensor, offset: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     found = _room(x, scale, offset, heads)
-    x = _in_rows(x)
+    x = as_rows(x)
     rows, d = x.shape[0], scale.shape[1] // heads
     tile = _tile(d, 2048)
     with torch.cuda.device_of(x):
         start(make_features, (ceil_div(rows, tile["ROWS"]), 3 * heads))(
-            x, scale.contiguous(), offset.contiguous(), *found, rows, *_strides(x, 1), EPS, H=heads, D=d, **tile
+            x, scale.contiguous(), offset.contiguous(), *found, rows, *strides_of(x, 1), EPS, H=heads, D=d, **tile
         )
     return found
 
@@ -123,7 +123,7 @@ def _backward(
     dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor, scale: Tensor, offset: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dx = x.new_empty(x.shape)
-    x = _in_rows(x)
+    x = as_rows(x)
     rows, d = x.shape[0], scale.shape[1] // heads
     tile = _tile(d, 1024)
     tiles = max(ceil_div(ceil_div(rows, tile["ROWS"]) * 3 * heads, _PROGRAMS), 1)
@@ -132,7 +132,7 @@ def _backward(
         partials = torch.empty(programs, 2, *scale.shape, dtype=torch.float32, device=x.device)
         start(make_features_backward, (programs, 3 * heads))(
             x, scale.contiguous(), offset.contiguous(), *(y.contiguous() for y in (dq, dk, dv)), dx, partials,
-            rows, tiles, *_strides(x, 1), EPS, H=heads, D=d, **tile,
+            rows, tiles, *strides_of(x, 1), EPS, H=heads, D=d, **tile,
         )  # fmt: skip
     dscale, doffset = partials.sum(0)
     return dx, dscale.to(scale.dtype, copy=True), doffset.to(offset.dtype, copy=True)
@@ -150,13 +150,11 @@ def _differentiate(backward, ctx, *gradients):  # type: ignore[no-untyped-def]
     return *backward(dq, dk, dv, x, scale, offset, ctx.heads), None
 
 
-_run = _register("lact_features", _features, _room, _backward, _backward_room, _save, _differentiate)
+_run = register_op("lact_features", _features, _room, _backward, _backward_room, _save, _differentiate)
 
 
 def features(x: Tensor, scale: Tensor, offset: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """x `b t q | k | v`, scale and offset `2 heads*d` of q and k -> q', k', v' `b t heads d`, in the dtype of x."""
-    for name, y in (("x", x), ("scale", scale), ("offset", offset)):
-        if y.dtype not in DTYPES:
-            raise ValueError(f"{name} must be bfloat16, float16 or float32 for the kernels, got {y.dtype}; use torch")
+    check_dtypes(x=x, scale=scale, offset=offset)
     found: tuple[Tensor, Tensor, Tensor] = _run((x, scale, offset), heads)
     return found

@@ -21,7 +21,7 @@ WIDEST_NORM = 8192
 _PROGRAMS = 2048
 
 
-def _register(
+def register_op(
     name: str, forward: Callable[..., Any], room: Callable[..., Any], backward: Callable[..., Any],
     backward_room: Callable[..., Any], save: Callable[..., None], differentiate: Callable[..., Any],
 ) -> Callable[..., Any]:  # fmt: skip
@@ -55,7 +55,7 @@ def _unit(sizes: tuple[int, ...]) -> int:
     return 8 if all(size % 8 == 0 for size in sizes) else 1
 
 
-def _strides(x: Tensor, dims: int) -> tuple[int, ...]:
+def strides_of(x: Tensor, dims: int) -> tuple[int, ...]:
     """The first ones; 0 for a dimension of one element, whose stride says nothing and must not choose a variant."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(x.shape[:dims], x.stride(), strict=False))
 
@@ -65,7 +65,7 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _check_dtypes(**tensors: Tensor) -> None:
+def check_dtypes(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} must be bfloat16, float16 or float32 for the kernels, got {x.dtype}; use torch")
@@ -102,7 +102,7 @@ def _convolve(
     b, t, channels = x.shape
     x, weight = _dense_rows(x), weight.contiguous()
     state = None if state is None else state.to(x.dtype).contiguous()
-    x_row, x_token = _strides(x, 2)
+    x_row, x_token = strides_of(x, 2)
     unit = _unit((channels, x_row, x_token))
     constants = {"CHANNELS": channels, "SIZE": weight.shape[1], "UNIT": unit}
     with torch.cuda.device_of(x):
@@ -140,7 +140,7 @@ def _convolve_backward(
     given = state is not None
     state = None if state is None else state.to(x.dtype).contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
-    strides = (*_strides(x, 2), *_strides(dy, 2))
+    strides = (*strides_of(x, 2), *strides_of(dy, 2))
     unit = _unit((channels, *strides))
     block = min(512, next_power(channels))
     channel_blocks = ceil_div(channels, block)
@@ -179,7 +179,7 @@ def _differentiate_convolution(backward, ctx, dy, dfinal):  # type: ignore[no-un
     return dx, dweight, None if state is None else dstate, None
 
 
-_run_convolution = _register(
+_run_convolution = register_op(
     "short_convolution", _convolve, _convolve_room, _convolve_backward, _convolve_backward_room,
     _save_convolution, _differentiate_convolution,
 )  # fmt: skip
@@ -193,7 +193,7 @@ def short_convolution(
     Bounds are not looked at, because that would wait for the device: nothing outside x is touched, and tokens outside
     every text give 0.
     """
-    _check_dtypes(x=x, weight=weight)
+    check_dtypes(x=x, weight=weight)
     if weight.shape[1] not in SIZES:
         raise ValueError(f"weight must have shape (channels, size) with size in {SIZES}, got {tuple(weight.shape)}")
     return _run_convolution((x, weight, state, cu_seqlens))
@@ -225,7 +225,7 @@ def _norm(
     x = _in_heads(x)
     gate = None if gate is None else _in_heads(gate)
     outer, heads, size = x.shape
-    strides = (*_strides(x, 2), *((0, 0) if gate is None else _strides(gate, 2)))
+    strides = (*strides_of(x, 2), *((0, 0) if gate is None else strides_of(gate, 2)))
     unit = _unit((size, *strides))
     tile = _norm_tiles(size, 4096)
     with torch.cuda.device_of(x):
@@ -251,7 +251,7 @@ def _norm_backward(
     x, dy = _in_heads(x), _in_heads(dy)
     gate = None if gate is None else _in_heads(gate)
     outer, heads, size = x.shape
-    strides = (*_strides(x, 2), *((0, 0) if gate is None else _strides(gate, 2)), *_strides(dy, 2))
+    strides = (*strides_of(x, 2), *((0, 0) if gate is None else strides_of(gate, 2)), *strides_of(dy, 2))
     unit = _unit((size, *strides))
     tile = _norm_tiles(size, 2048)
     most = _PROGRAMS if tile["BN"] <= 256 else _PROGRAMS // 4  # each writes its part of dweight
@@ -280,7 +280,7 @@ def _differentiate_norm(backward, ctx, dy):  # type: ignore[no-untyped-def]
     return dx, None if ctx.saved_tensors[1] is None else dgate, dweight, None, None, None, None
 
 
-_run_norm = _register(
+_run_norm = register_op(
     "norm", _norm, _norm_room, _norm_backward, _norm_backward_room, _save_norm, _differentiate_norm
 )  # fmt: skip
 
@@ -289,7 +289,7 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, *, zero_centred: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
     """x / sqrt(mean x^2 + eps) * weight (zero-centred: 1 + weight) over the last dimension, in dtype (None: x's)."""
-    _check_dtypes(x=x, weight=weight)
+    check_dtypes(x=x, weight=weight)
     _check_width(x)
     return _run_norm((x, None, weight), eps, "", zero_centred, x.dtype if dtype is None else dtype)
 
@@ -298,7 +298,7 @@ def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu"
 ) -> Tensor:  # fmt: skip
     """x / sqrt(mean x^2 + eps) * weight * activation(gate) over the last dimension, in the dtype of x."""
-    _check_dtypes(x=x, gate=gate, weight=weight)
+    check_dtypes(x=x, gate=gate, weight=weight)
     _check_width(x)
     if activation not in ("silu", "sigmoid"):
         raise ValueError(f"activation must be 'silu' or 'sigmoid', got {activation!r}")
@@ -315,7 +315,7 @@ def _check_width(x: Tensor) -> None:
 # The gated linear unit
 
 
-def _in_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """x `... n` as `rows n`; a copy only if its memory does not allow it."""
     return _dense_rows(x).reshape(-1, x.shape[-1])
 
@@ -333,9 +333,9 @@ def _glu_room(x: Tensor) -> Tensor:
 
 def _glu(x: Tensor) -> Tensor:
     y = _glu_room(x)
-    x = _in_rows(x)
+    x = as_rows(x)
     rows, n = x.shape[0], x.shape[1] // 2
-    (x_row,) = _strides(x, 1)
+    (x_row,) = strides_of(x, 1)
     unit = _unit((n, x_row))
     tile, programs = _unit_tiles(rows, n, 4096)
     with torch.cuda.device_of(x):
@@ -349,9 +349,9 @@ def _glu_backward_room(dy: Tensor, x: Tensor) -> Tensor:
 
 def _glu_backward(dy: Tensor, x: Tensor) -> Tensor:
     dx = x.new_empty(x.shape)
-    x, dy = _in_rows(x), _in_rows(dy)
+    x, dy = as_rows(x), as_rows(dy)
     rows, n = x.shape[0], x.shape[1] // 2
-    strides = (*_strides(x, 1), *_strides(dy, 1))
+    strides = (*strides_of(x, 1), *strides_of(dy, 1))
     unit = _unit((n, *strides))
     tile, programs = _unit_tiles(rows, n, 2048)
     with torch.cuda.device_of(x):
@@ -369,12 +369,12 @@ def _save_glu(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs)
 
 
-_run_glu = _register("glu", _glu, _glu_room, _glu_backward, _glu_backward_room, _save_glu, _differentiate_glu)
+_run_glu = register_op("glu", _glu, _glu_room, _glu_backward, _glu_backward_room, _save_glu, _differentiate_glu)
 
 
 def glu(x: Tensor) -> Tensor:
     """silu(gate) * up of gate | up."""
-    _check_dtypes(x=x)
+    check_dtypes(x=x)
     return _run_glu((x,))
 
 
@@ -390,7 +390,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     x = _dense_rows(x)
     b, t, heads, size = x.shape
     half = cos.shape[-1]
-    strides = _strides(x, 3)
+    strides = strides_of(x, 3)
     unit = _unit((size, half, *strides))
     tile = {"ROWS": 16, "BH": next_power(half), "BR": next_power(max(size - 2 * half, 1))}
     with torch.cuda.device_of(x):
@@ -419,14 +419,14 @@ def _differentiate_rotate(backward, ctx, dy):  # type: ignore[no-untyped-def]
     return dx, None, None, None
 
 
-_run_rotate = _register(
+_run_rotate = register_op(
     "rotate", _rotate, _rotate_room, _rotate_backward, _rotate_backward_room, _save_rotate, _differentiate_rotate
 )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x `b t heads d`, its first 2 n channels turned by the angles of cos and sin `[b] t n`, float32."""
-    _check_dtypes(x=x)
+    check_dtypes(x=x)
     for name, table in (("cos", cos), ("sin", sin)):
         shapes = [(*x.shape[k:2], cos.shape[-1]) for k in (0, 1)]
         if tuple(table.shape) not in shapes or table.dtype != torch.float32 or 2 * cos.shape[-1] > x.shape[-1]:

@@ -42,6 +42,13 @@ def store_tile(x, value, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def own_room(room, arrived, NUMBERS: tl.constexpr, PARTS: tl.constexpr):
+    """Where the summands of NUMBERS numbers and the counter of this program's group lie, which is program_id(0)."""
+    group = tl.program_id(0).to(tl.int64)
+    return room + group * (2 * PARTS * NUMBERS), arrived + group
+
+
+@triton.jit
 def put_part(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """This program's summand x[i, j]; room `2 PARTS ROWS COLUMNS` is the group's, one half for every other turn."""
     if PARTS > 1:

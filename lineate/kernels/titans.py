@@ -21,7 +21,18 @@ import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.launching import start
-from lineate.kernels.tiles import add_parts, divided, dot, load_tile, meet, put_part, share, store_tile, tile_size
+from lineate.kernels.tiles import (
+    add_parts,
+    divided,
+    dot,
+    load_tile,
+    meet,
+    own_room,
+    put_part,
+    share,
+    store_tile,
+    tile_size,
+)
 
 WIDEST = 128
 """Keys and values of a memory of two matrices, values of one."""
@@ -115,9 +126,8 @@ def walk_states(
     """
     program = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * SLICE
-    shared += program * (2 * PARTS * C * (BV + 1))
+    shared, arrived = own_room(shared, arrived, C * (BV + 1), PARTS)
     shared_lines = shared + 2 * PARTS * C * BV
-    arrived += program
     turn = 0
     one = tl.arange(0, 1)
     row = program // heads
@@ -240,9 +250,8 @@ def walk_adjoints(
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     begin = tl.program_id(1) * SLICE
-    shared += program * (2 * PARTS * C * (BV + 1))
+    shared, arrived = own_room(shared, arrived, C * (BV + 1), PARTS)
     shared_lines = shared + 2 * PARTS * C * BV
-    arrived += program
     turn = 0
     one = tl.arange(0, 1)
     row = program // heads

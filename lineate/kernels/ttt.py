@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.launching import start
-from lineate.kernels.tiles import add_parts, dot, load_tile, meet, put_part, share, store_tile, tile_size
+from lineate.kernels.tiles import add_parts, dot, load_tile, meet, own_room, put_part, share, store_tile, tile_size
 
 LONGEST_CHUNK, WIDEST_HEAD, LARGEST_TILE = 64, 128, 4096
 """Of what fits into shared memory: tokens, channels, and their product, both as powers of two."""
@@ -153,8 +153,7 @@ def mlp_states(
     """
     row = tl.program_id(0) // H
     begin = tl.program_id(1) * SLICE
-    room += tl.program_id(0) * (2 * PARTS * BC * BD)
-    arrived += tl.program_id(0)
+    room, arrived = own_room(room, arrived, BC * BD, PARTS)
     c, d = tl.arange(0, BC), tl.arange(0, BD)
     count = tl.load(counts + row)
     gamma = _load_line(square, tl.program_id(0) % H, d, D)
@@ -237,8 +236,7 @@ def mlp_adjoints(
     """
     row = tl.program_id(0) // H
     begin = tl.program_id(1) * SLICE
-    room += tl.program_id(0) * (2 * PARTS * BC * BD)
-    arrived += tl.program_id(0)
+    room, arrived = own_room(room, arrived, BC * BD, PARTS)
     c, d = tl.arange(0, BC), tl.arange(0, BD)
     count = tl.load(counts + row)
     gamma = _load_line(square, tl.program_id(0) % H, d, D)

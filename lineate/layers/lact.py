@@ -119,8 +119,8 @@ class LaCT(nn.Module):
             rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             before = fresh_state([weights.to(dtype) for weights in self.initial], rows)
         else:
-            names = (spec.name for spec in self.state_spec if spec.name not in ("conv", "keys", "values", "seen"))
-            before = {name: state[name] for name in names}
+            others = ("conv", "keys", "values", "seen")
+            before = {name: y for name, y in state.tensors.items() if name not in others}
         y, after = lact(
             *self._features(mixed), rates, momentum.squeeze(2).sigmoid(), before,
             chunk=self.chunk, muon=self.muon, cu_seqlens=cu_seqlens,

@@ -30,6 +30,7 @@ from lineate.ops import (
     gated_linear_attention,
     kimi_delta_attention,
     linear_attention,
+    with_ones,
 )
 from lineate.rule import activate, compute_dtype
 
@@ -173,12 +174,8 @@ class LinearAttention(LinearMixer):
         (z,) = gates
         op = partial(linear_attention, feature_map=self.feature_map)
         if isinstance(bounds, Segment):  # the division is not linear in the memory: after the rule
-            dtype = v.dtype
-            if dtype == torch.float16:  # as in linear_attention
-                q, k, v = q.float(), k.float(), v.float()
-            v = torch.cat((v, torch.ones_like(v[..., :1])), -1)
-            output, memory = run_rule(op, (q, k, v), memory, bounds, corrects=False)
-            return Attended(divide_by_last(output).to(dtype), memory), z
+            output, memory = run_rule(op, with_ones(q, k, v), memory, bounds, corrects=False)
+            return Attended(divide_by_last(output, v.dtype), memory), z
         return op(q, k, v, state=memory, cu_seqlens=bounds, normalize=True), z
 
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -163,7 +162,8 @@ class TokenCache:
         n = max(state[name].shape[1] for state in states for name in state.names)
         parts = [state._grown(n, 0).tensors for state in states]
         joined = {name: torch.cat([part[name] for part in parts]) for name in states[0].names}
-        return TokenCache(joined, join_lengths(states, next(iter(joined.values())).device))
+        lengths = [(state.rows, state.lengths) for state in states]
+        return TokenCache(joined, join_lengths(lengths, next(iter(joined.values())).device))
 
     def detach(self) -> "TokenCache":
         return TokenCache({name: self[name].detach() for name in self.names}, self.lengths)
@@ -253,28 +253,13 @@ def _check_alike(states: Sequence["Memory"] | Sequence["TokenCache"]) -> None:
                 )
 
 
-class _Long(Protocol):
-    """What has rows and their lengths."""
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def lengths(self) -> int | Tensor: ...
-
-
-def join_lengths(states: Sequence[_Long], device: torch.device) -> int | Tensor:
-    """An int if all rows have as many."""
-    lengths = [state.lengths for state in states]
-    first = lengths[0]
-    if isinstance(first, int) and all(isinstance(n, int) and n == first for n in lengths):
+def join_lengths(parts: Sequence[tuple[int, int | Tensor]], device: torch.device) -> int | Tensor:
+    """Of parts with so many rows of these lengths; an int if all rows have as many."""
+    first = parts[0][1]
+    if isinstance(first, int) and all(isinstance(n, int) and n == first for _, n in parts):
         return first
-    return torch.cat(
-        [
-            torch.full((state.rows,), n, device=device) if isinstance(n, int) else n.to(device)
-            for state, n in zip(states, lengths, strict=True)
-        ]
-    )
+    lengths = (torch.full((rows,), n, device=device) if isinstance(n, int) else n for rows, n in parts)
+    return torch.cat([x.to(device) for x in lengths])
 
 
 LayerState = Memory | TokenCache

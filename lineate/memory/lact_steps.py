@@ -13,10 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.memory.parts import MUON_STEPS
-
-NORM_EPS, ROW_EPS = 1e-7, 1e-5
-"""Beside the norm of C, and beside the length of a row of W."""
+from lineate.memory.parts import MUON_STEPS, NORM_EPS, ROW_EPS
 
 # Products. A CPU's libraries want the second matrix without gaps (products.py).
 

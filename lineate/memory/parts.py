@@ -24,6 +24,8 @@ MUON_STEPS = (
     (2.8366, -3.0525, 1.2012),
 )
 """LaCT's five Newton-Schulz steps: X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+NORM_EPS, ROW_EPS = 1e-7, 1e-5
+"""Beside the norm of what is orthogonalised, and beside the length of a row that is rescaled."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def reconstruction(model: Model, weights: Weights, k: Tensor, v: Tensor) -> Tens
     return ((model(weights, k) - k) - (v - k)).square().sum() / 2
 
 
-def orthogonalise(x: Tensor, eps: float = 1e-7) -> Tensor:
+def orthogonalise(x: Tensor, eps: float = NORM_EPS) -> Tensor:
     """Muon: U V^T of x = U D V^T, nearly, by five Newton-Schulz steps. x `... m n`."""
     wide = x.shape[-2] <= x.shape[-1]
     y = x if wide else x.mT
@@ -128,7 +130,7 @@ def row_norms(weight: Tensor) -> Tensor:
     return weight.norm(dim=-1, keepdim=True)
 
 
-def renormalise(weight: Tensor, norms: Tensor, eps: float = 1e-5) -> Tensor:
+def renormalise(weight: Tensor, norms: Tensor, eps: float = ROW_EPS) -> Tensor:
     """Rows rescaled to the given lengths (LaCT)."""
     return weight / (row_norms(weight) + eps) * norms
 

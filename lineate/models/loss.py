@@ -30,9 +30,9 @@ def loss_sum(logits: Tensor, targets: Tensor, name: str = "targets") -> tuple[Te
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The first of loss_sum(x weight^T, targets); x `b t hidden`, weight `vocab hidden`."""
-    check_targets(targets, x, weight.shape[0])
     if targets.numel() * weight.shape[0] <= AT_ONCE:
         return loss_sum(F.linear(x, weight), targets)[0]
+    check_targets(targets, x, weight.shape[0])
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     result: Tensor = _HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), dtype)

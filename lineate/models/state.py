@@ -43,7 +43,8 @@ class ModelState:
             found = ", ".join(str(len(state.layers)) for state in states) or "none"
             raise ValueError(f"states must be one or more of one model, with as many layers each, got {found}")
         layers = tuple(_join(own) for own in zip(*(state.layers for state in states), strict=True))
-        return ModelState(layers, join_lengths(states, next(iter(layers[0].tensors.values())).device))
+        lengths = [(state.rows, state.lengths) for state in states]
+        return ModelState(layers, join_lengths(lengths, next(iter(layers[0].tensors.values())).device))
 
     def detach(self) -> "ModelState":
         """Without gradients."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import make_direct, transformed
+from lineate.chunk_op import make_direct, recorded, transformed
 from lineate.native.build import library, why_not
 
 MOST_TAPS = 4
@@ -76,7 +76,7 @@ def _differentiable(
     direct = make_direct(forward, backward, backward_op, save, differentiate)
 
     def run(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if recorded():
             return forward_op(*inputs)
         wanted = False
         for x in inputs[:tensors]:

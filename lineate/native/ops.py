@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import Grads, Outputs, register
+from lineate.chunk_op import Grads, Outputs, recorded, register
 from lineate.forms.packing import check_bounds
 from lineate.native.call import States, Tensors, dense, run
 
@@ -108,7 +108,8 @@ def _recurrent(
     scale: float,
     normalize_qk: bool,
 ) -> tuple[Tensor, Tensor]:
-    check_bounds(cu_seqlens, q.shape[1])
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens, q.shape[1])
     output, final = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (v, state))
     _forward(
         q,
@@ -150,6 +151,5 @@ def recurrent(
     normalize_qk: bool,
 ) -> tuple[Tensor, Tensor]:
     """Token by token, without gradients: decoding. Only what records calls needs an op, which costs microseconds."""
-    recorded = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    run_tokens = _recurrent_op if recorded else _recurrent
+    run_tokens = _recurrent_op if recorded() else _recurrent
     return run_tokens(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk)

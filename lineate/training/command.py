@@ -120,17 +120,21 @@ def find_model(folder: Path) -> Path:
                 f"{found} was written by several ranks; finish the run first: lineate train --resume {folder}"
             )
         return found
-    if not (folder / "model.safetensors").is_file() and not (folder / "model.safetensors.index.json").is_file():
+    if not _has_weights(folder):
         raise ValueError(f"expected the folder of a run or of a model, got {folder}, which has no model yet")
     return folder
 
 
 def model_folder(folder: Path) -> Path:
     """find_model of a run; any other folder, and one that has weights itself, as it is."""
-    if any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+    if _has_weights(folder):
         return folder
     is_run = (folder / "model" / "config.json").is_file() or (folder / "checkpoints").is_dir()
     return find_model(folder) if is_run else folder
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
 
 
 def _print_anything() -> None:
