@@ -1,10 +1,11 @@
 """A training step of every rule and of the hybrids, beside the same model with fla's layers, on a GPU.
 
-    python bench/train.py [--peers DIR] [--json FILE] [--patterns G,K,A,GGGA] [--tokens 65536] [--length 4096]
+    python bench/train.py [--peers DIR] [--json FILE] [--patterns G,K,A] [--tokens 65536] [--length 4096] [--compile]
 
 One model a pattern (preset compact, about 50M parameters), packed rows, bfloat16 autocast over float32 weights, AdamW.
 A step is forward, backward and update. fla's side has its mixers, norms and feed-forwards in our blocks; softmax
-attention is torch's on both. DIR holds the package flash-linear-attention and what it needs.
+attention is torch's on both. DIR holds the package flash-linear-attention and what it needs. --compile: also our blocks
+under torch.compile, as `lineate train --compile` has them.
 """
 
 import argparse
@@ -101,7 +102,10 @@ def measure(pattern: str, sides: list[str], tokens: int, length: int, rounds: in
     rows = []
     for side in sides:
         torch.manual_seed(0)
-        model = (HybridLM(config) if side == "lineate" else with_fla(config)).cuda()
+        model = (with_fla(config) if side == "fla" else HybridLM(config)).cuda()
+        if side == "compiled":  # as lineate train --compile does
+            for block in model.layers:
+                block.compile()
         step = make_step(model, ids, bounds)
         begin = time.perf_counter()
         step()
@@ -139,6 +143,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--compile", action="store_true", help="measure our blocks under torch.compile too")
     parser.add_argument("--share", help="3/8: only fill Triton's cache, with this share of what fla tries (tuning.py)")
     args = parser.parse_args()
     if args.peers is not None:
@@ -151,6 +156,7 @@ def main() -> None:
         tune_side_by_side(args.share)
     except ImportError as missing:
         print(f"fla is not importable ({missing}): lineate alone")
+    sides += ["compiled"] if args.compile else []
     versions = {}
     for package in ("torch", "triton", "flash-linear-attention", "fla-core"):
         try:
@@ -165,13 +171,14 @@ def main() -> None:
     results = []
     for pattern in args.patterns.split(","):
         results += measure(
-            pattern, sides if set(pattern) != {"A"} else ["lineate"], args.tokens, args.length, args.rounds
+            pattern, [x for x in sides if x != "fla" or set(pattern) != {"A"}], args.tokens, args.length, args.rounds
         )
         args.json.write_text(json.dumps({"header": head, "results": results}, indent=1) + "\n")
     table = []
     for r in results:
-        peer = next((x for x in results if x["pattern"] == r["pattern"] and x["side"] == "fla"), None)
-        ratio = f"{peer['ms'] / r['ms']:.2f}x" if peer is not None and r["side"] == "lineate" else ""
+        against = {"lineate": "fla", "compiled": "lineate"}.get(r["side"])
+        peer = next((x for x in results if x["pattern"] == r["pattern"] and x["side"] == against), None)
+        ratio = f"{peer['ms'] / r['ms']:.2f}x of {against}" if peer is not None else ""
         table.append([
             r["pattern"], r["side"], f"{r['parameters'] / 1e6:.1f}", f"{r['ms']:.1f}", f"{r['tokens_per_s'] / 1e3:.0f}",
             f"{r['peak_mib']:.0f}", ratio,

@@ -17,6 +17,7 @@ from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
+from lineate.opaque import opaque
 from lineate.texts import text_lengths
 
 _PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -41,11 +42,27 @@ def attend_new(
         return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, (t, n), window).unflatten(1, (b, t))[0]
     key_bounds = cu_seqlens if key_bounds is None else key_bounds
     if fast:
-        longest = max(text_lengths(cu_seqlens)), max(text_lengths(key_bounds))
+        if torch.compiler.is_compiling():  # a graph cannot wait for the lengths; bounds of them serve as well
+            longest = t, n
+        else:
+            longest = max(text_lengths(cu_seqlens)), max(text_lengths(key_bounds))
         return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, longest, window)
+    return _attend_texts(q, k, v, cu_seqlens, key_bounds, scale)
+
+
+def _text_by_text(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, key_bounds: Tensor, scale: float) -> Tensor:
+    """attend_new of packed texts, one after another."""
     lengths, seen = text_lengths(cu_seqlens), text_lengths(key_bounds)
     texts = zip(q.split(lengths, 1), k.split(seen, 1), v.split(seen, 1), strict=True)
     return torch.cat([_softmax_last(*qkv, scale) for qkv in texts if qkv[0].shape[1]], 1)
+
+
+_attend_texts = opaque(
+    "attend_texts",
+    _text_by_text,
+    lambda q, k, v, *_: q.new_empty(*q.shape[:3], v.shape[3]),
+    gradients=3,
+)
 
 
 def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, cu_seqlens: Tensor | None) -> Tensor:
@@ -59,28 +76,49 @@ def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, c
             mask = None
             if 1 < t < cache.n:
                 mask = torch.ones(t, cache.n, dtype=torch.bool, device=q.device).tril(cache.n - t)
-            return _softmax(q, k, v, scale, mask, causal=1 < t == cache.n)
+            return _softmax(q, k, v, scale, mask, causal=_is_whole(t, cache.n))
         first = cache.lengths[:, None] - t + torch.arange(t, device=q.device)  # rows t: the last key that is seen
         mask = torch.arange(cache.n, device=q.device) <= first[..., None]  # rows t n
         return _softmax(q, k, v, scale, mask[:, None], causal=False)
-    lengths = [cache.lengths] * cache.rows if isinstance(cache.lengths, int) else cache.lengths.tolist()
+    lengths = cache.lengths if isinstance(cache.lengths, Tensor) else torch.full_like(cu_seqlens[1:], cache.lengths)
+    return _attend_rows(q, k, v, cu_seqlens, lengths, scale)
+
+
+def _row_by_row(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """attend of packed texts, each over the first so many keys `n kv k` of its row."""
     outputs = []
-    for row, ((start, end), length) in enumerate(zip(pairwise(cu_seqlens.tolist()), lengths, strict=True)):
+    for row, ((start, end), length) in enumerate(zip(pairwise(cu_seqlens.tolist()), lengths.tolist(), strict=True)):
         if end == start:
             continue
         mask = None
         if 1 < end - start < length:
             mask = torch.ones(end - start, length, dtype=torch.bool, device=q.device).tril(length - (end - start))
         own_k, own_v = k[row : row + 1, :length], v[row : row + 1, :length]
-        outputs.append(_softmax(q[:, start:end], own_k, own_v, scale, mask, causal=1 < end - start == length))
+        outputs.append(_softmax(q[:, start:end], own_k, own_v, scale, mask, causal=_is_whole(end - start, length)))
     return torch.cat(outputs, 1) if outputs else q.new_empty(1, 0, q.shape[2], v.shape[3])
+
+
+_attend_rows = opaque(
+    "attend_rows",
+    _row_by_row,
+    lambda q, k, v, *_: q.new_empty(*q.shape[:3], v.shape[3]),
+    gradients=3,
+)
 
 
 def _softmax_last(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """The tokens of q `b t heads k` are the last of those of k and v `b n kv k|v`."""
     t, n = q.shape[1], k.shape[1]
     mask = torch.ones(t, n, dtype=torch.bool, device=q.device).tril(n - t) if 1 < t < n else None
-    return _softmax(q, k, v, scale, mask, causal=1 < t == n)
+    return _softmax(q, k, v, scale, mask, causal=_is_whole(t, n))
+
+
+def _is_whole(t: int, n: int) -> bool:
+    """Whether the t queries have n = t keys, more than one."""
+    # In a graph for any length the comparison itself is no bool, which torch wants.
+    if 1 < t == n:  # noqa: SIM103
+        return True
+    return False
 
 
 def takes_packed(q: Tensor) -> bool:

@@ -70,23 +70,23 @@ class Memory:
         return Memory({name: x.to(device) for name, x in self.tensors.items()})
 
 
+_CLAIMING = Lock()
+"""Held while room is taken, since two threads may continue one state; not a buffer's: a graph cannot make a lock."""
+
+
 class _Buffer:
     """Memory with room for more tokens, and how many are taken by whoever went farthest."""
 
     def __init__(self, tensors: dict[str, Tensor], taken: int) -> None:
         self.tensors = tensors
         self.taken = taken
-        self.lock = Lock()  # two threads may continue one state
-
-    def __reduce__(self) -> tuple[type["_Buffer"], tuple[dict[str, Tensor], int]]:
-        return _Buffer, (self.tensors, self.taken)  # a lock cannot be copied
 
     def claim(self, n: int, t: int) -> bool:
         """Take the room for tokens n .. n + t, if there is any and it is nobody's yet."""
         first = next(iter(self.tensors.values()))
         if first.is_inference() and not torch.is_inference_mode_enabled():  # torch forbids writing to it
             return False
-        with self.lock:
+        with _CLAIMING:
             if self.taken != n or first.shape[1] < n + t:
                 return False
             self.taken = n + t
@@ -122,8 +122,10 @@ class TokenCache:
         if self._filled is None:
             assert self._packed is not None and isinstance(self.lengths, Tensor)
             new, cu_seqlens = self._packed
-            rows, at = locate(cu_seqlens, next(iter(new.values())).shape[1])
-            self.n = int(self.lengths.max())
+            # A graph cannot wait for the longest; a row is masked behind its length, so a bound serves as well.
+            tokens = next(iter(new.values())).shape[1]
+            self.n = tokens if torch.compiler.is_compiling() else int(self.lengths.max())
+            rows, at = locate(cu_seqlens, tokens)
             padded = {name: x.new_zeros(self.rows, self.n, *x.shape[2:]) for name, x in new.items()}
             tensors = {name: padded[name].index_put((rows, at), x[0]) for name, x in new.items()}
             self._filled, self._packed = _Buffer(tensors, self.n), None
@@ -175,7 +177,8 @@ class TokenCache:
     def append(self, new: dict[str, Tensor]) -> "TokenCache":
         """With t more tokens in every row, new `rows t ...`.
 
-        They go into the room behind the last token, unless another continuation took it or gradients may be wanted.
+        They go into the room behind the last token, unless another continuation took it, gradients may be wanted, or
+        the call is compiled (a graph cannot hold the lock): then all tokens are copied.
         """
         t = next(iter(new.values())).shape[1]
         buffer, n = self._buffer, self.n
@@ -185,20 +188,20 @@ class TokenCache:
                     f"the state's {name} must have the dtype of the new ones, {x.dtype}, got "
                     f"{buffer.tensors[name].dtype}; continue under the same autocast and model dtype"
                 )
-        grad = torch.is_grad_enabled()
-        if grad or not buffer.claim(n, t):
-            buffer = self._grown(n + t, 0 if grad else max((n + t) // 2, 64))
+        copied = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if copied and isinstance(self.lengths, int):
+            joined = {name: torch.cat((self[name], x), 1) for name, x in new.items()}
+            return self._over(_Buffer(joined, n + t), n + t, self.lengths + t)
+        if copied or not buffer.claim(n, t):
+            buffer = self._grown(n + t, 0 if copied else max((n + t) // 2, 64))
         if isinstance(self.lengths, int):
             for name, x in new.items():
-                if grad:
-                    buffer.tensors[name] = torch.cat((self[name], x), 1)
-                else:
-                    buffer.tensors[name][:, n : n + t] = x
+                buffer.tensors[name][:, n : n + t] = x
         else:
             at = self.lengths[:, None] + torch.arange(t, device=self.lengths.device)  # rows t
             where = torch.arange(self.rows, device=at.device)[:, None].expand_as(at), at
             for name, x in new.items():
-                if grad:
+                if copied:
                     buffer.tensors[name] = buffer.tensors[name].index_put(where, x)
                 else:
                     buffer.tensors[name].index_put_(where, x)
@@ -206,13 +209,15 @@ class TokenCache:
 
     def append_packed(self, new: dict[str, Tensor], cu_seqlens: Tensor) -> "TokenCache":
         """With the tokens of packed texts, one text a row: new `1 t ...`. Always a copy."""
-        rows, offsets = locate(cu_seqlens, next(iter(new.values())).shape[1])
+        t = next(iter(new.values())).shape[1]
+        rows, offsets = locate(cu_seqlens, t)
         more = cu_seqlens.diff()
         lengths = self.lengths + more
-        n = int(lengths.max())
         base = self.lengths if isinstance(self.lengths, Tensor) else torch.full_like(more, self.lengths)
         where = rows, base[rows] + offsets
-        grown = self._grown(max(n, self.n), 0)
+        old = self[self.names[0]].shape[1]
+        n = old + t if torch.compiler.is_compiling() else max(old, int(lengths.max()))  # a bound, as in _buffer
+        grown = self._grown(n, 0)
         return TokenCache({name: grown.tensors[name].index_put(where, x[0]) for name, x in new.items()}, lengths)
 
     def _grown(self, taken: int, room: int) -> _Buffer:
