@@ -70,7 +70,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
     """Autocast off for the device of x: the state and the solve stay in float32 inside a bfloat16 region."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if _has_autocast(device) else nullcontext()
+
+
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
+# A constant of graphs: what torch.compiler.assume_constant_result does, without its import of torch._dynamo.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def normalize(x: Tensor, epsilon: float = 1e-6) -> Tensor:

@@ -135,7 +135,7 @@ def _packed_softmax(
 
     width, softmax = v.shape[3], partial(varlen_attn, scale=scale, window_size=(window - 1, 0))
     if k.shape[2] < q.shape[2]:
-        if _shares_keys():
+        if _varlen_shares_keys():
             softmax = partial(softmax, enable_gqa=True)
         else:
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
@@ -153,6 +153,13 @@ def _shares_keys() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters
+
+
+def _varlen_shares_keys() -> bool:
+    return _shares_keys()
+
+
+_varlen_shares_keys._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> Tensor:

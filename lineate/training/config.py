@@ -57,7 +57,7 @@ class TrainConfig:
     recompute: bool = option(
         False, "Keep only the input of each block and compute the rest again in the backward pass."
     )
-    compile: bool = option(False, "torch.compile of each block.")
+    compile: bool = option(False, "torch.compile of each block; says before the first step whether it pays.")
     seed: int = option(0, "Of the weights, the order of the documents, and the samples.")
     device: str = option("auto", "cpu, cuda, or auto: a GPU if there is one.")
     validation_fraction: float = option(0.02, "Part of the documents that is never trained on.")

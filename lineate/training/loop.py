@@ -21,6 +21,7 @@ from lineate.models import HybridLM
 from lineate.models.safetensors import write_tensors
 from lineate.training import checkpoint
 from lineate.training.batches import NO_TARGET, Batch
+from lineate.training.compiling import weigh
 from lineate.training.config import TrainConfig
 from lineate.training.diagnosis import diagnose
 from lineate.training.distributed import World
@@ -83,6 +84,8 @@ class Trainer:
             f"{self.validation.view.n_tokens:,} to validate with; unigram entropy {self.entropy:.3f} nats per token\n"
             f"steps {self.step} to {config.steps} of {config.rows} x {config.length} tokens, in {out}"
         )
+        if config.compile:
+            self.report.say(weigh(self))
 
     def run(self) -> None:
         """Train from `step` to config.steps, then save the model and draw the loss."""
