@@ -307,3 +307,70 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
         replace(RULES["Titans"], chunk=0)
     assert (LINEAR.learned, AFFINE.learned) == (("S",), ("W", "b"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"name": 3}, TypeError, "name must be a str, got int"),
+        ({"model": "S^T x"}, TypeError, r"model must be a lineate\.memory\.Model \(LINEAR, .*deep\(n\).*, got str"),
+        ({"model": None}, TypeError, r"model must be a lineate\.memory\.Model .*, got NoneType"),
+        ({"loss": "huber"}, TypeError, "loss must be a function .*: correlation, squared_error, .* got 'huber'"),
+        ({"loss": None}, TypeError, "loss must be a function .*got None"),
+        ({"optimiser": "adam"}, ValueError, "optimiser must be one of 'sgd', .*'muon', 'least squares', got 'adam'"),
+        ({"optimiser": None}, ValueError, "optimiser must be one of 'sgd', .* got None"),
+        ({"optimiser": ["sgd"]}, ValueError, r"optimiser must be one of 'sgd', .* got \['sgd'\]"),
+        ({"forgetting": "head"}, TypeError, r"forgetting must be a tuple .*'none', 'head', 'channel', got 'head'"),
+        ({"forgetting": ()}, TypeError, r"forgetting must be a tuple .*got \(\)"),
+        ({"forgetting": ("head", "row")}, ValueError, "forgetting must be one of 'none', 'head', 'channel', got 'row'"),
+        ({"chunk": "4"}, TypeError, "chunk must be an int, got str"),
+        ({"chunk": 1.5}, TypeError, "chunk must be an int, got float"),
+        ({"chunk": True}, TypeError, "chunk must be an int, got bool"),
+        ({"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
+        ({"gradient_at": "end"}, ValueError, "gradient_at must be one of 'decayed', 'start', got 'end'"),
+        ({"clip": "1"}, TypeError, "clip must be a number or None, got str"),
+        ({"clip": True}, TypeError, "clip must be a number or None, got bool"),
+        ({"clip": 0.0}, ValueError, "clip must be above 0, got 0.0; None clips nothing"),
+        ({"clip": float("nan")}, ValueError, "clip must be above 0, got nan"),
+        ({"renormalises": "yes"}, TypeError, "renormalises must be a bool, got str"),
+    ],
+)  # fmt: skip
+def test_wrong_fields_of_a_rule(change, error, message):
+    """When the rule is made, not when it runs."""
+    with pytest.raises(error, match=message):
+        replace(RULES["DeltaNet"], **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"name": None}, TypeError, "name must be a str, got NoneType"),
+        ({"learned": "S"}, TypeError, r"learned must be a tuple of names of weights, got 'S'"),
+        ({"learned": ()}, TypeError, r"learned must be a tuple of names of weights, got \(\)"),
+        ({"learned": (1,)}, TypeError, r"learned must be a tuple of names of weights, got \(1,\)"),
+        ({"apply": "linear"}, TypeError, r"apply must be a function of \(weights, x\), got 'linear'"),
+    ],
+)
+def test_wrong_fields_of_a_model(change, error, message):
+    with pytest.raises(error, match=message):
+        replace(LINEAR, **change)
+
+
+def test_wrong_gates_and_weights():
+    rule, q, k, v, gates, weights = inputs_of("Titans")
+    for changed, name, message in (
+        ({"ratee": gates["rate"]}, "Titans", r"gates must be among rate, rate\.S, log_decay, momentum for Titans, got"),
+        ({"position": gates["rate"]}, "Titans", "for Titans, got 'position'"),
+        ({"momentum": gates["rate"]}, "DeltaNet", r"gates must be among rate, rate\.S for DeltaNet, got 'momentum'"),
+        ({"log_decay": gates["rate"]}, "DeltaNet", r"gates must be among rate, rate\.S for DeltaNet, got 'log_decay'"),
+    ):  # fmt: skip
+        given = changed if name == "DeltaNet" else gates | changed
+        with pytest.raises(ValueError, match=message):
+            run_reference(RULES[name], q, k, v, given, weights)
+    without = {name: x for name, x in gates.items() if name != "momentum"}
+    with pytest.raises(ValueError, match="gates must have 'momentum' for Titans, got log_decay, rate"):
+        run_reference(rule, q, k, v, without, weights)
+    with pytest.raises(ValueError, match=r"weights must have S, which S\^T x learns, got W"):
+        run_reference(rule, q, k, v, gates, {"W": weights["S"]})
+    with pytest.raises(TypeError, match=r"rule must be a MemoryRule, such as RULES\['DeltaNet'\], got str"):
+        run_reference("DeltaNet", q, k, v, gates, weights)

@@ -28,6 +28,12 @@ NORM_EPS, ROW_EPS = 1e-7, 1e-5
 """Beside the norm of what is orthogonalised, and beside the length of a row that is rescaled."""
 
 
+def check_name(name: str) -> None:
+    """What a rule or a model is called in tables and messages."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {type(name).__name__}")
+
+
 @dataclass(frozen=True)
 class Model:
     """A small network: `apply(weights, x)`; only the weights named in `learned` move while reading a text."""
@@ -35,6 +41,14 @@ class Model:
     name: str
     learned: tuple[str, ...]
     apply: Callable[[Weights, Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        names = self.learned
+        if not isinstance(names, tuple) or not names or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"learned must be a tuple of names of weights, got {names!r}")
+        if not callable(self.apply):
+            raise TypeError(f"apply must be a function of (weights, x), got {self.apply!r}")
 
     def __call__(self, weights: Weights, x: Tensor) -> Tensor:
         return self.apply(weights, x)

@@ -23,7 +23,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lineate.memory.parts import Loss, Model, Weights, clip, orthogonalise, renormalise, row_norms
+from lineate import checks
+from lineate.memory.parts import Loss, Model, Weights, check_name, clip, orthogonalise, renormalise, row_norms
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,37 @@ class MemoryRule:
     """Rows back to their initial lengths after each write."""
 
     def __post_init__(self) -> None:
+        check_name(self.name)
+        if not isinstance(self.model, Model):
+            raise TypeError(
+                "model must be a lineate.memory.Model (LINEAR, AFFINE, TTT_MLP, MLP, SWIGLU, normed(model), deep(n) or "
+                f"your own), got {type(self.model).__name__}"
+            )
+        if not callable(self.loss):
+            raise TypeError(
+                "loss must be a function of (model, weights, k, v): correlation, squared_error, reconstruction or your "
+                f"own, got {self.loss!r}"
+            )
+        checks.check_choice("optimiser", self.optimiser, tuple(STEPS))
+        kinds = ("none", "head", "channel")
+        if not isinstance(self.forgetting, tuple) or not self.forgetting:
+            raise TypeError(
+                f"forgetting must be a tuple of some of {', '.join(map(repr, kinds))}, got {self.forgetting!r}"
+            )
+        for kind in self.forgetting:
+            checks.check_choice("forgetting", kind, kinds)
+        if isinstance(self.chunk, bool) or not isinstance(self.chunk, int):
+            raise TypeError(f"chunk must be an int, got {type(self.chunk).__name__}")
         if self.chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        checks.check_choice("gradient_at", self.gradient_at, ("decayed", "start"))
         if self.gradient_at == "decayed" and self.chunk != 1:
             raise ValueError(f"gradient_at='decayed' needs chunk=1, got {self.chunk}; use gradient_at='start'")
+        if isinstance(self.clip, bool) or not isinstance(self.clip, int | float | None):
+            raise TypeError(f"clip must be a number or None, got {type(self.clip).__name__}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip must be above 0, got {self.clip}; None clips nothing")
+        checks.check_flag("renormalises", self.renormalises)
 
 
 @dataclass
@@ -224,6 +252,7 @@ def run_reference(
     dimensions of their own, biases, gamma and beta one. "position" in gates is `c` or `hv c`. With cu_seqlens, b = 1
     and the rows are the texts. ridge: what least squares starts from.
     """
+    _check_call(rule, gates, weights)
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
     if cu_seqlens is None:
         texts = [(row, 0, q.shape[1]) for row in range(q.shape[0])]
@@ -254,6 +283,24 @@ def run_reference(
         outputs.append(torch.stack(by_head, 1))  # t hv v
     y = torch.stack(outputs) if cu_seqlens is None else torch.cat(outputs)[None]
     return y, _gather(states, len(texts), heads)
+
+
+def _check_call(rule: MemoryRule, gates: Mapping[str, Tensor], weights: Weights) -> None:
+    """Every gate is one that the rule reads, and what it cannot do without is there."""
+    if not isinstance(rule, MemoryRule):
+        raise TypeError(f"rule must be a MemoryRule, such as RULES['DeltaNet'], got {type(rule).__name__}")
+    known = ["rate", *(f"rate.{name}" for name in rule.model.learned)]
+    known += ["log_decay"] * (rule.forgetting != ("none",))
+    known += ["momentum"] * (rule.optimiser in ("momentum", "muon"))
+    known += ["position"] * (rule.optimiser == "positioned sgd")
+    for name in gates:
+        if name not in known:
+            raise ValueError(f"gates must be among {', '.join(known)} for {rule.name}, got {name!r}")
+    if rule.optimiser == "momentum" and "momentum" not in gates:
+        raise ValueError(f"gates must have 'momentum' for {rule.name}, got {', '.join(sorted(gates)) or 'none'}")
+    if missing := [name for name in rule.model.learned if name not in weights]:
+        given = ", ".join(weights) or "none"
+        raise ValueError(f"weights must have {', '.join(missing)}, which {rule.model.name} learns, got {given}")
 
 
 def _of_head(name: str, x: Tensor, row: int, head: int) -> Tensor:
