@@ -5,9 +5,23 @@ import torch
 from torch import Tensor, nn
 
 from lineate.layers import GatedDeltaNet, LayerState, Memory, TokenCache
-from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LatentConfig, LinearConfig, MemoryConfig
-from lineate.models.config import LETTERS
+from lineate.layers.context import Segment, Told, check_splits
+from lineate.models import (
+    AttentionConfig,
+    FeedConfig,
+    HybridConfig,
+    HybridLM,
+    LatentConfig,
+    LinearConfig,
+    MemoryConfig,
+    preset,
+)
+from lineate.models.config import LETTERS, MEMORY_LETTERS
 from lineate.models.hybrid import make_mixer
+from lineate.training.config import TrainConfig
+from lineate.training.context import context_parallel
+from lineate.training.distributed import World
+from lineate.training.prepare import prepare
 
 HIDDEN = 16
 letters = pytest.mark.parametrize("letter", LETTERS)
@@ -75,6 +89,77 @@ def test_wrong_states(letter):
             mixer(x, state)
     with pytest.raises(ValueError, match="state must have 3 rows"):
         mixer(x[:1], state, cu_seqlens=torch.tensor([0, 1, 1, 3]))
+
+
+class _Ranks:
+    """What a Context knows, without a process group."""
+
+    rank, size = 0, 2
+
+
+def _segment(x: Tensor, packed: bool) -> Segment:
+    bounds = torch.tensor([0, 1, x.shape[1]]) if packed else None
+    told = (Told(x.shape[0], 0, 0, x.shape[1], 0), Told(x.shape[0], 1, 1, x.shape[1], 0))
+    return Segment(_Ranks(), bounds, (0, x.shape[1]) if bounds is None else tuple(bounds.tolist()), told)
+
+
+CANNOT_SPLIT = r"split over ranks .* must be .*KimiDeltaAttention \(K\).*, got {}, whose memory cannot be handed"
+
+
+@pytest.mark.parametrize("letter", MEMORY_LETTERS)
+@torch.no_grad()
+def test_memories_that_learn_cannot_be_split_over_ranks(letter):
+    """One message for all of them, whatever asks: a segment, a layer or model set up for ranks."""
+    mixer, x = make(letter), tokens(1)
+    message = CANNOT_SPLIT.format(type(mixer).__name__)
+    state = mixer(x)[1]
+    for packed in (False, True):
+        for given in (None, state):
+            with pytest.raises(ValueError, match=message):
+                mixer(x, given, _segment(x, packed))
+    for model in (mixer, HybridLM(preset("tiny", pattern="GA" + letter, vocab_size=9))):
+        with pytest.raises(ValueError, match=message):
+            context_parallel(model, None)
+    mixer.context = _Ranks()
+    with pytest.raises(ValueError, match=message):
+        mixer(x)
+
+
+def test_every_other_mixer_can_be_split_over_ranks():
+    """And the message names each of them, with its letter."""
+    with pytest.raises(ValueError) as error:
+        check_splits(make("T"))
+    for letter in LETTERS:
+        if letter not in MEMORY_LETTERS:
+            mixer = make(letter)
+            check_splits(mixer)
+            assert f"{type(mixer).__name__} ({letter})" in str(error.value)
+
+
+class _OwnMixer(nn.Module):
+    state_spec = ()
+
+
+def test_own_mixers_without_a_context_cannot_be_split():
+    """They would compute each rank's part as if it were a text of its own."""
+    model = HybridLM(preset("tiny", pattern="G", vocab_size=9))
+    model.layers[0].mixer = _OwnMixer()
+    with pytest.raises(ValueError, match=CANNOT_SPLIT.format("_OwnMixer")):
+        context_parallel(model, None)
+
+
+@pytest.mark.parametrize(("options", "name"), [
+    ({"model": "tiny", "pattern": "GGGT"}, "TTTLinear"), ({"model": "tiny", "pattern": "CN"}, "LaCT, Titans"),
+    ({"model": "FOLDER"}, "LeastSquares"),
+])  # fmt: skip
+def test_training_says_it_before_anything_is_computed(tmp_path, monkeypatch, options, name):
+    HybridLM(preset("tiny", pattern="GE", vocab_size=300)).save_pretrained(tmp_path / "model")
+    options = {key: str(tmp_path / "model") if x == "FOLDER" else x for key, x in options.items()}
+    monkeypatch.setattr(World, "start", None)
+    config = TrainConfig(**options, context=2, out=str(tmp_path / "out"))
+    with pytest.raises(ValueError, match=CANNOT_SPLIT.format(name)):
+        prepare(config)
+    assert not list((tmp_path / "out").glob("*"))
 
 
 @pytest.mark.parametrize(("letter", "other"), [("A", "M"), ("M", "A"), ("G", "E"), ("E", "G"), ("T", "P"), ("N", "T")])

@@ -357,11 +357,6 @@ def test_dtypes(name):
     torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.1 * exact.abs().max().item())
 
 
-def test_context_parallelism_is_refused():
-    with pytest.raises(TypeError, match="TTTLinear has no context parallelism"):
-        make("linear")(tokens(1, 3), cu_seqlens=[0, 3])
-
-
 @models
 @torch.no_grad()
 def test_bytes_do_not_grow(model):

@@ -192,6 +192,18 @@ class Segment:
         return self.lengths(seen) + more
 
 
+def check_splits(*mixers: Any) -> None:
+    """Every one can have its sequences split over ranks: its class has a `context`."""
+    others = sorted({type(mixer).__name__ for mixer in mixers if not hasattr(type(mixer), "context")})
+    if others:
+        raise ValueError(
+            "layers whose sequences are split over ranks (context parallelism) must be LinearAttention (L), "
+            "GatedLinearAttention (R), DeltaNet (D), GatedDeltaNet (G), KimiDeltaAttention (K), GatedAttention (A) or "
+            f"LatentAttention (M), got {', '.join(others)}, whose memory cannot be handed from rank to rank; "
+            "keep sequences whole and split the batch instead"
+        )
+
+
 Bounds = Tensor | Segment | None
 """What a mixer takes as cu_seqlens."""
 

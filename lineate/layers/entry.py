@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.context import Segment
+from lineate.layers.context import Segment, check_splits
 from lineate.layers.state import Memory, TensorSpec, TokenCache
 
 PROJECTED = ("conv", "keys", "values", "latent")
@@ -30,6 +30,8 @@ def check_call(mixer: Mixer, x: Any, state: Any, cu_seqlens: Any) -> None:
     form = None if state is None or cu_seqlens is not None else _form(x, state)
     if form is not None and vars(mixer).get("_passed") == form:
         return
+    if isinstance(cu_seqlens, Segment) or getattr(mixer, "context", None) is not None:
+        check_splits(mixer)
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if x.dim() != 3 or not x.numel():

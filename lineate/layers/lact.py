@@ -29,9 +29,6 @@ class LaCT(nn.Module):
     softplus(a + inverse of base_rate). The weights that a text begins with are learned.
     """
 
-    context: None = None
-    """Sequences cannot be split over ranks."""
-
     def __init__(
         self,
         hidden_size: int,

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
@@ -29,9 +28,6 @@ class LeastSquares(nn.Module):
     token that follows; decay_floor=1: nothing is forgotten. The ridge is restored after each `chunk` tokens; where a
     chunk is so long that floor^chunk < e^-25, the floor is e^(-25/chunk) instead.
     """
-
-    context: Context | None = None
-    """Not supported: a sequence cannot be split over ranks here."""
 
     def __init__(
         self,
@@ -90,12 +86,10 @@ class LeastSquares(nn.Module):
             TensorSpec("position", (), torch.int64),
         )
 
-    def forward(self, x: Tensor, state: Memory | None = None, cu_seqlens: Bounds = None) -> tuple[Tensor, Memory]:
+    def forward(
+        self, x: Tensor, state: Memory | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Memory]:
         """x `b t hidden` -> the same; the state is P, S, where each row stands, and the convolution's last inputs."""
-        if self.context is not None or isinstance(cu_seqlens, Segment):
-            raise ValueError(
-                "LeastSquares needs whole sequences, got one split over ranks; train it without context parallelism"
-            )
         check_call(self, x, state, cu_seqlens)
         mixed, z, *gates = self.in_proj(x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}

@@ -23,9 +23,6 @@ class Titans(nn.Module):
     gradient; without it a text of repeated keys can make the memory grow without bound.
     """
 
-    context: None = None
-    """Sequences cannot be split over ranks."""
-
     def __init__(
         self,
         hidden_size: int,

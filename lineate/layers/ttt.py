@@ -11,7 +11,6 @@ none; here all three have their own, as in the other mixers.
 """
 
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +31,6 @@ class TTTMixer(nn.Module):
     chunk: tokens that share one gradient point; conv_size 0: no convolution; rope_theta None: no rotary positions;
     recompute_chunks: for the backward, so many chunks at a time keep only their first weights and run again.
     """
-
-    context: ClassVar[None] = None
-    """The step of a chunk is not linear in the memory: no context parallelism."""
 
     def __init__(
         self,
@@ -100,11 +96,6 @@ class TTTMixer(nn.Module):
         self, x: Tensor, state: Memory | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Memory]:
         """x `b t hidden` -> the same; the state is the model, its summed gradients, and the convolution's inputs."""
-        if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
-            raise TypeError(
-                f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}; "
-                f"{type(self).__name__} has no context parallelism: its memory is not linear, keep texts on one rank"
-            )
         check_call(self, x, state, cu_seqlens)
         mixed, z, r = self.in_proj(x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}

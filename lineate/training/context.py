@@ -10,27 +10,18 @@ Outputs and gradients are those of one process with all tokens; a parameter's gr
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lineate.layers import GatedAttention, LatentAttention, LinearMixer
-from lineate.layers.context import Context
-from lineate.models.hybrid import HybridLM
+from lineate.layers.context import Context, check_splits
 
 
 def context_parallel(model: nn.Module, group: ProcessGroup) -> None:
     """From now on every call of the model, or of one of its mixers, has this rank's segment of the tokens."""
-    parts = [x for x in model.modules() if isinstance(x, HybridLM | LinearMixer | GatedAttention | LatentAttention)]
+    parts = [x for x in model.modules() if hasattr(x, "state_spec")]  # the model itself and every mixer
     if not parts:
         raise ValueError(
             f"model must have mixers of lineate.layers, got {type(model).__name__} without any; "
             "context_parallel knows no other layers"
         )
-    others = {type(x).__name__ for x in model.modules() if hasattr(type(x), "context")} - {
-        type(x).__name__ for x in parts
-    }
-    if others:
-        raise ValueError(
-            f"model must have rules that are linear in their memory, or attention, got {', '.join(sorted(others))}; "
-            "use data parallelism for it"
-        )
+    check_splits(*parts)
     context = Context(group)
     for part in parts:
         part.context = context

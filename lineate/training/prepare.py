@@ -10,8 +10,12 @@ from typing import Any
 import torch
 
 from lineate import checks
+from lineate.layers.context import check_splits
 from lineate.models import HybridLM
+from lineate.models.checkpoint import Checkpoint
 from lineate.models.config import HybridConfig
+from lineate.models.families import read_config
+from lineate.models.hybrid import make_mixer
 from lineate.models.presets import PRESETS, preset
 from lineate.training import checkpoint
 from lineate.training.config import FIXED, TrainConfig
@@ -41,6 +45,7 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     check_folder(Path(config.out), resume)
     if not resume:
         _check_model(config)
+    _check_context(config)
     if config.tensorboard:
         need_tensorboard()
     device = config.device
@@ -214,6 +219,20 @@ def _check_model(config: TrainConfig) -> None:
         raise ValueError(
             f"pattern is for presets, got {config.pattern!r} with the model of {config.model}; leave it out"
         )
+
+
+def _check_context(config: TrainConfig) -> None:
+    """Its layers can share a row among ranks, if they are to."""
+    if config.context == 1:
+        return
+    if config.model in PRESETS:
+        sizes = preset(config.model, config.pattern, vocab_size=1)
+    elif Path(config.model).is_dir():  # a resumed run no longer needs it
+        sizes = read_config(Checkpoint.open(Path(config.model)))
+    else:
+        return
+    with torch.device("meta"):
+        check_splits(*(make_mixer(sizes, letter) for letter in sorted(set(sizes.letters))))
 
 
 def _saved_model(path: Path) -> HybridLM:
