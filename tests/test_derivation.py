@@ -1,9 +1,12 @@
-"""Statements of docs/derivation.md that no other test needs, in float64."""
+"""Statements of docs/derivation.md and docs/memory.md that no other test needs, in float64."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lineate import gated_delta_rule, kimi_delta_attention
+from lineate.memory import RULES, run_head
 
 
 def one_point(S, k, target, rate, penalty):
@@ -45,7 +48,7 @@ def test_gated_delta_net_is_sgd_with_weight_decay_at_another_rate_and_target():
 def test_decay_per_channel_is_no_such_step():
     """What KDA erases is beta k (a k)^T, whose antisymmetric part no step on the key k can have."""
     log_decay = -2 * torch.rand(1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    k, _, beta, start, _ = walk(kimi_delta_attention, log_decay)
+    k, _, beta, _, _ = walk(kimi_delta_attention, log_decay)
     nothing = torch.zeros(1, 1, 1, 6, dtype=torch.float64)
     F = kimi_delta_attention(
         *(x[None, :, None] for x in (k, k)), nothing, log_decay[None, :, None], beta[None, :, None],
@@ -60,12 +63,22 @@ def test_decay_per_channel_is_no_such_step():
 @pytest.mark.parametrize("a", [0.5, 0.9])
 def test_a_full_overwrite_leaves_no_ghost(a):
     """With beta = 1 and a unit key ours stores v; the step at one point with the same names leaves -(1 - a) v_old."""
-    k, v, _, start, after = walk(gated_delta_rule, torch.full((1,), a, dtype=torch.float64).log())
-    k, v, S = k[0], v[0], start
+    decay = torch.full((1, 1, 1), a, dtype=torch.float64)
+    keys, values, _, S, _ = walk(gated_delta_rule, decay[0, 0].log())
+    k, v = keys[0], values[0]
     ours = gated_delta_rule(
-        *(x[None, None, None] for x in (k, k, v)), torch.full((1, 1, 1), a, dtype=torch.float64).log(),
-        torch.ones(1, 1, 1, dtype=torch.float64), state=S[None, None],
-    ).state[0, 0]  # fmt: skip
+        *(x[None, None, None] for x in (k, k, v)), decay.log(), torch.ones_like(decay), state=S[None, None]
+    ).state[0, 0]
     torch.testing.assert_close(ours.T @ k, v, rtol=1e-12, atol=1e-12)
     ghost = one_point(S, k, v, 1.0, torch.full((6,), 1 - a, dtype=torch.float64)).T @ k
     torch.testing.assert_close(ghost, v - (1 - a) * S.T @ k, rtol=1e-12, atol=1e-12)
+
+
+def test_titans_without_momentum_is_gated_delta_net_under_other_names():
+    """docs/memory.md, section 5: theta = (1 - alpha) beta and v / (1 - alpha) for v, at chunk 1."""
+    log_decay = -torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    k, v, beta, start, after = walk(gated_delta_rule, log_decay)
+    kept = log_decay.exp()
+    gates = {"rate": kept * beta, "log_decay": log_decay, "momentum": torch.zeros_like(beta)}
+    _, state = run_head(replace(RULES["Titans"], chunk=1), k, k, v / kept[:, None], gates, {"S": start})
+    torch.testing.assert_close(state.weights["S"], after[-1], rtol=1e-10, atol=1e-10)

@@ -4,6 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from lineate import layers
+from lineate.models import HybridLM, preset
+from lineate.tasks.model import ModelOptions, make_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
@@ -28,3 +33,34 @@ def test_links(page):
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if not link.startswith("http"):
             assert (page.parent / link).exists(), link
+
+
+def _gate(mixer):
+    return getattr(getattr(mixer, "norm", None), "activation", None)
+
+
+def test_output_gates_are_as_models_md_says():
+    made = {kind.__name__: kind(32, 2) for kind in (
+        layers.LinearAttention, layers.GatedLinearAttention, layers.DeltaNet, layers.GatedDeltaNet,
+        layers.KimiDeltaAttention, layers.Titans, layers.LeastSquares,
+    )}  # fmt: skip
+    assert {name: _gate(mixer) for name, mixer in made.items()} == {
+        name: "sigmoid" if name == "KimiDeltaAttention" else "silu" for name in made
+    }
+    for pattern, expected in (("GGGA", "silu"), ("LRD", "silu"), ("KKKM", "sigmoid"), ("GK", "sigmoid")):
+        model = HybridLM(preset("tiny", pattern=pattern))
+        gates = {_gate(block.mixer) for block in model.layers} - {None}
+        assert gates == {expected}, pattern
+    assert {_gate(block.mixer) for block in HybridLM(make_config("kda", 20, ModelOptions())).layers} == {"silu"}
+
+
+@pytest.mark.parametrize("kind", ["GatedDeltaNet", "KimiDeltaAttention", "GatedLinearAttention", "TTTLinear"])
+@torch.no_grad()
+def test_output_gates_gate(kind):
+    """At z = 0 silu and gelu are shut; a sigmoid is half open."""
+    mixer, x = getattr(layers, kind)(32, 2, conv_size=0), torch.randn(1, 5, 32)
+    mixer.out_proj.weight.copy_(torch.eye(32))
+    z = {"GatedDeltaNet": slice(96, 128), "GatedLinearAttention": slice(112, 144), "TTTLinear": slice(96, 128)}
+    weight = mixer.gate_proj.weight if kind == "KimiDeltaAttention" else mixer.in_proj.weight[z[kind]]
+    weight.zero_()
+    assert bool(mixer(x)[0].any()) == (kind == "KimiDeltaAttention")

@@ -23,10 +23,11 @@ _BLOCK = 512  # queries that share one mask
 class LaCT(nn.Module):
     """y = out_proj(window attention(q, k, v) + RMSNorm(f(q')) silu(s)), f learned from k', v' chunk by chunk.
 
-    q', k' = silu(scale * (q, k) + offset) of norm 1 per head, v' = silu(v); f(x) = W1 (silu(W0 x) * W2 x) has
-    expansion * head_dim channels. What f reads was written by whole chunks before: the tokens of its own chunk are seen
-    by the attention alone, so the window is by default the chunk, which leaves no gap; 0: no attention. rates =
-    softplus(a + inverse of base_rate). The weights that a text begins with are learned.
+    in_proj is q | k | v | rates of W0, W1, W2 | momentum | s, the last five per head. q', k' = silu(scale * (q, k) +
+    offset) of norm 1 per head, v' = silu(v); f(x) = W1 (silu(W0 x) * W2 x) has expansion * head_dim channels. What f
+    reads was written by whole chunks before: the tokens of its own chunk are seen by the attention alone, so the window
+    is by default the chunk, which leaves no gap; 0: no attention. rates = softplus(a + inverse of base_rate). The
+    weights that a text begins with are learned.
     """
 
     def __init__(

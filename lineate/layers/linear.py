@@ -39,7 +39,8 @@ class LinearMixer(nn.Module):
     """What the five have in common; each names its `gates`, the rows of in_proj behind q | k | v, and has its rule.
 
     Each of `heads` key heads of key_dim channels serves value_heads / heads value heads of value_dim channels.
-    conv_size 0: no convolution.
+    conv_size 0: no convolution. gate_activation: of the output gate, "silu" or "sigmoid"; KimiDeltaAttention has
+    sigmoid by default, as Kimi Linear does, the others silu, as Qwen3-Next does.
     """
 
     gates: ClassVar[tuple[str, ...]]
@@ -141,7 +142,7 @@ class LinearMixer(nn.Module):
 
 
 class LinearAttention(LinearMixer):
-    """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k)."""
+    """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k); in_proj is q | k | v | z."""
 
     gates = ("values",)
 
@@ -180,7 +181,10 @@ class LinearAttention(LinearMixer):
 
 
 class GatedLinearAttention(LinearMixer):
-    """S = Diag(e^log_decay) S + k v^T with log_decay = logsigmoid(decay_proj(f)) / 16, f of low rank (GLA)."""
+    """S = Diag(e^log_decay) S + k v^T with log_decay = logsigmoid(decay_proj(f)) / 16, f of low rank (GLA).
+
+    in_proj is q | k | v | f | z.
+    """
 
     gates = ("decay_rank", "values")
 
@@ -215,7 +219,7 @@ class GatedLinearAttention(LinearMixer):
 
 
 class DeltaNet(LinearMixer):
-    """S = S + beta k (v - S^T k)^T with beta = beta_scale sigmoid(b)."""
+    """S = S + beta k (v - S^T k)^T with beta = beta_scale sigmoid(b); in_proj is q | k | v | z | b."""
 
     gates: ClassVar[tuple[str, ...]] = ("values", "heads")
 
@@ -248,7 +252,10 @@ class DeltaNet(LinearMixer):
 
 
 class GatedDeltaNet(DeltaNet):
-    """S' = e^log_decay S, S = S' + beta k (v - S'^T k)^T; log_decay = -exp(A_log) softplus(a + dt_bias) per head."""
+    """S' = e^log_decay S, S = S' + beta k (v - S'^T k)^T; log_decay = -exp(A_log) softplus(a + dt_bias) per head.
+
+    in_proj is q | k | v | z | b | a. The output gate is silu(z) unless gate_activation says otherwise.
+    """
 
     gates = ("values", "heads", "heads")
 
@@ -272,7 +279,11 @@ class GatedDeltaNet(DeltaNet):
 
 
 class KimiDeltaAttention(LinearMixer):
-    """As GatedDeltaNet with one decay per key channel; the decay and the output gate come from low-rank projections."""
+    """As GatedDeltaNet with one decay per key channel; the decay and the output gate come from low-rank projections.
+
+    in_proj is q | k | v | f | z | b: decay_proj(f) is the a of GatedDeltaNet, per channel, and the output gate is
+    sigmoid(gate_proj(z)), where GatedDeltaNet has silu(z), unless gate_activation says otherwise.
+    """
 
     gates = ("decay_rank", "gate_rank", "heads")
 

@@ -17,10 +17,11 @@ from lineate.rule import compute_dtype, normalize
 class Titans(nn.Module):
     """S = eta S - theta grad, M = (1 - alpha) M + S, y = M(q); grad of 1/2 |M(k) - v|^2 at the chunk's start.
 
-    q | k | v = silu(conv(in_proj(x))), q and k of norm 1; theta = max_rate sigmoid, eta and alpha sigmoids, per head
-    and token; y = out_proj(norm(y) * act(z)). memory "linear": M is a matrix; "mlp": two, with expansion * head_dim
-    channels and silu between them. The weights that a text begins with are learned. clip: largest norm of a token's
-    gradient; without it a text of repeated keys can make the memory grow without bound.
+    in_proj is q | k | v | z | theta | eta | alpha. q | k | v = silu(conv(q | k | v)), q and k of norm 1; theta =
+    max_rate sigmoid, eta and alpha sigmoids, per head and token; y = out_proj(norm(y) * act(z)). memory "linear": M is
+    a matrix; "mlp": two, with expansion * head_dim channels and silu between them. The weights that a text begins with
+    are learned. clip: largest norm of a token's gradient; without it a text of repeated keys can make the memory grow
+    without bound.
     """
 
     def __init__(

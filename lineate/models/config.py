@@ -37,7 +37,7 @@ class LinearConfig:
     """beta lies in (0, beta_scale): 2 allows negative eigenvalues."""
     norm_eps: float = 1e-6
     gate_activation: str = "silu"
-    """Of the output gate: "silu" or "sigmoid"."""
+    """Of the output gate of all these mixers: "silu" or "sigmoid", which is what KDA (K) has where it is published."""
     feature_map: str = "elu+1"
     """Of linear attention (L): "identity" or "elu+1"."""
 
