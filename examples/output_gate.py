@@ -1,7 +1,7 @@
 """Multi-head softmax attention with an output gate: o = attention(q, k, v) * sigmoid(gate), then the projection.
 
-Softmax weights sum to 1, so a head must always write something. The gate, made from the token itself, lets it write
-nothing; without it models learn to park their attention on the first token.
+Softmax weights sum to 1, so a head always reads something. The gate, made from the token itself, lets it write nothing.
+What that spares the head is measured in attention_sink.py.
 """
 
 import torch

@@ -10,6 +10,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DIFFERENCES = {  # how many an example prints, and how large they may be
+    "attention_sink": (0, 0.0),
     "build_a_hybrid": (0, 0.0),
     "compare_logits": (1, 1e-5),
     "gated_delta_net": (2, 1e-5),
@@ -50,6 +51,17 @@ def test_differences_are_rounding(name, capsys, monkeypatch):
         from lineate.integrations.transformers import is_enabled
 
         assert not is_enabled()
+
+
+def test_a_head_without_a_gate_needs_a_sink(capsys, monkeypatch):
+    """The figures in the example's docstring, as far as they are its point."""
+    out = run("attention_sink", capsys, monkeypatch)
+    rows = re.findall(r"^(yes|no) +(yes|no) +([\d.]+) +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
+    error, first, gate = ({row[:2]: float(row[i]) for row in rows} for i in (2, 3, 4))  # by (gated, empty first token)
+    assert error["no", "yes"] < 0.02 and first["no", "yes"] > 0.95
+    assert error["no", "no"] > 0.3
+    assert error["yes", "no"] < 0.05 and first["yes", "no"] < 0.2 and gate["yes", "no"] < 0.2
+    assert error["yes", "yes"] < 0.02 and first["yes", "yes"] > 0.9
 
 
 @pytest.mark.slow
