@@ -1,6 +1,9 @@
 """The programs in the documentation run, and its links lead somewhere."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +21,37 @@ def programs(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("page", "count"), [("README.md", 1), ("docs/serving.md", None)])
-def test_programs_run(page, count):
-    """The first `count`, or all, one after another: a later one may use what an earlier one made."""
-    names: dict[str, object] = {}
+def _mixer_inputs():
+    x = torch.randn(1, 12, 1024)
+    ids = torch.randint(256, (2, 6))
+    return {
+        "x": x, "next_x": x[:, :1], "packed": x, "bounds": torch.tensor([0, 5, 12]), "input_ids": ids,
+        "next_ids": ids[:, :1], "packed_ids": ids.view(1, 12), "padded_ids": ids,
+        "mask": torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]),
+    }  # fmt: skip
+
+
+def _pairs():
+    q, k, v = torch.randn(3, 1, 4, 2, 8)
+    return {"q": q, "k": k, "v": v, "beta": torch.rand(1, 4, 2), "zeros": torch.zeros(2, 8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("page", "count", "given"),
+    [
+        ("README.md", 1, dict),  # the second reads a checkpoint from the hub
+        ("docs/serving.md", None, dict),
+        ("docs/models.md", 2, _mixer_inputs),  # the third changes transformers
+        ("docs/memory.md", None, _pairs),
+        ("docs/planning.md", None, dict),
+    ],
+)
+def test_programs_run(page, count, given):
+    """The first `count`, or all, one after another: a later one may use what an earlier one made.
+
+    given: what a program names without making it.
+    """
+    names: dict[str, object] = given()
     found = programs(ROOT / page)[:count]
     assert found
     for text in found:
@@ -64,3 +94,16 @@ def test_output_gates_gate(kind):
     weight = mixer.gate_proj.weight if kind == "KimiDeltaAttention" else mixer.in_proj.weight[z[kind]]
     weight.zero_()
     assert bool(mixer(x)[0].any()) == (kind == "KimiDeltaAttention")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "shown"), re.findall(
+    r"^    \$ lineate (.*)\n((?:    .*\n|\n(?=    ))*)", (ROOT / "docs/planning.md").read_text(), re.MULTILINE
+))  # fmt: skip
+def test_plans_print_what_is_shown(command, shown):
+    run = subprocess.run(
+        [sys.executable, "-m", "lineate.cli", *command.split()], capture_output=True, text=True, check=True, cwd=ROOT,
+        env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+    printed = {line.rstrip() for line in run.stdout.splitlines()}
+    assert [line for line in shown.splitlines() if line.strip() and line[4:].rstrip() not in printed] == []
