@@ -12,6 +12,8 @@ import torch
 from lineate import layers
 from lineate.models import HybridLM, preset
 from lineate.tasks.model import ModelOptions, make_config
+from lineate.training.command import run_generate
+from lineate.training.tokenizer import Bytes
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
@@ -107,3 +109,15 @@ def test_plans_print_what_is_shown(command, shown):
     )  # fmt: skip
     printed = {line.rstrip() for line in run.stdout.splitlines()}
     assert [line for line in shown.splitlines() if line.strip() and line[4:].rstrip() not in printed] == []
+
+
+def test_generating_needs_the_tokenizer_that_serving_md_names(tmp_path):
+    """A folder without one, as a published checkpoint is, is refused; a run and its model/ have it."""
+    HybridLM(preset("tiny", vocab_size=257)).save_pretrained(tmp_path / "model")
+    arguments = ("def ", 2, 0.0, 0, 1.0, 0, "cpu")
+    assert "`tokenizer_kind.json`" in (ROOT / "docs/serving.md").read_text()
+    with pytest.raises(FileNotFoundError, match=r"holds no tokenizer \(tokenizer_kind\.json is missing\)"):
+        run_generate(tmp_path / "model", *arguments)
+    Bytes().save(tmp_path / "model")
+    for folder in (tmp_path, tmp_path / "model"):
+        run_generate(folder, *arguments)
