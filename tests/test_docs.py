@@ -116,7 +116,7 @@ def test_generating_needs_the_tokenizer_that_serving_md_names(tmp_path):
     HybridLM(preset("tiny", vocab_size=257)).save_pretrained(tmp_path / "model")
     arguments = ("def ", 2, 0.0, 0, 1.0, 0, "cpu")
     assert "`tokenizer_kind.json`" in (ROOT / "docs/serving.md").read_text()
-    with pytest.raises(FileNotFoundError, match=r"holds no tokenizer \(tokenizer_kind\.json is missing\)"):
+    with pytest.raises((ValueError, OSError), match=r"tokenizer_kind\.json is missing"):
         run_generate(tmp_path / "model", *arguments)
     Bytes().save(tmp_path / "model")
     for folder in (tmp_path, tmp_path / "model"):

@@ -24,4 +24,4 @@ def context_parallel(model: nn.Module, group: ProcessGroup) -> None:
     check_splits(*parts)
     context = Context(group)
     for part in parts:
-        part.context = context
+        part.context = context  # type: ignore[assignment]
