@@ -25,6 +25,12 @@ class KeyValueCache(NamedTuple):
         """Bytes held by keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
+    def __repr__(self) -> str:
+        """Shapes alone: the values of a long text would fill the screen, and on a GPU have to be waited for."""
+        keys, values = (f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (self.keys, self.values))
+        packed = "" if self.cu_seqlens is None else f", {self.cu_seqlens.shape[0] - 1} packed texts"
+        return f"KeyValueCache(keys {keys}, values {values} on {self.keys.device}{packed}, nbytes={self.nbytes})"
+
 
 def softmax(
     q: Tensor,

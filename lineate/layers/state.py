@@ -41,6 +41,9 @@ class Memory:
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def __repr__(self) -> str:
+        return f"Memory({_shown(self.tensors)}, nbytes={self.nbytes}{', owned' if self.owned else ''})"
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.tensors)
@@ -116,6 +119,14 @@ class TokenCache:
         cache.lengths, cache.rows, cache.n = cu_seqlens.diff(), cu_seqlens.shape[0] - 1, -1
         cache._filled, cache._packed = None, (new, cu_seqlens)
         return cache
+
+    def __repr__(self) -> str:
+        lengths = self.lengths if isinstance(self.lengths, int) else "of each row"
+        if self._packed is not None:
+            tensors, kept = self._packed[0], "packed "
+        else:  # of the buffers, the part that is read
+            tensors, kept = {name: self[name] for name in self.names}, ""
+        return f"TokenCache({kept}{_shown(tensors)}, rows={self.rows}, lengths={lengths}, nbytes={self.nbytes})"
 
     @property
     def _buffer(self) -> _Buffer:
@@ -235,6 +246,13 @@ class TokenCache:
         cache._filled, cache._packed, cache.n, cache.lengths = buffer, None, n, lengths
         cache.rows = next(iter(buffer.tensors.values())).shape[0]
         return cache
+
+
+def _shown(tensors: Mapping[str, Tensor]) -> str:
+    """Names, shapes and dtypes, without a look at any value, which on a GPU would have to be waited for."""
+    each = [f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()]
+    devices = dict.fromkeys(str(x.device) for x in tensors.values())
+    return f"{', '.join(each)} on {' and '.join(devices)}"
 
 
 def _check_alike(states: Sequence["Memory"] | Sequence["TokenCache"]) -> None:

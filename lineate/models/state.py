@@ -21,6 +21,15 @@ class ModelState:
     lengths: int | Tensor
     """Tokens seen; (rows,) int64 if the rows differ."""
 
+    def __repr__(self) -> str:
+        """Layers that look the same are counted; no value is looked at."""
+        counts: dict[str, int] = {}
+        for layer in map(repr, self.layers):
+            counts[layer] = counts.get(layer, 0) + 1
+        layers = "; ".join(f"{count} x {layer}" for layer, count in counts.items())
+        lengths = self.lengths if isinstance(self.lengths, int) else "of each row"
+        return f"ModelState(rows={self.rows}, lengths={lengths}, nbytes={self.nbytes}, layers: {layers})"
+
     @property
     def rows(self) -> int:
         return self.layers[0].rows
