@@ -359,18 +359,16 @@ def test_the_validation_loss_is_that_of_every_text_alone(tmp_path: Path) -> None
 
 def poisoned(trainer: Trainer, steps: range, row: int = 2) -> Trainer:
     """A model whose embedding of a row's tokens is NaN in these steps."""
-    forward = trainer.model.embed.forward
     length = trainer.config.length
 
-    def poison(ids: torch.Tensor) -> torch.Tensor:
-        x = forward(ids)
-        if trainer.step in steps:
-            mask = torch.ones(ids.shape[1], 1)
-            mask[row * length + 5] = math.nan
-            x = x * mask
-        return x
+    def poison(module: torch.nn.Module, ids: tuple[torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
+        if trainer.step not in steps:
+            return None
+        mask = torch.ones(x.shape[1], 1)
+        mask[row * length + 5] = math.nan
+        return x * mask
 
-    trainer.model.embed.forward = poison  # type: ignore[method-assign]
+    trainer.model.embed.register_forward_hook(poison)
     return trainer
 
 

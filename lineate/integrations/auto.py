@@ -10,6 +10,7 @@ The parameters have HybridLM's names, and config.json its keys: each reads the f
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
+from os import PathLike
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -21,7 +22,9 @@ from lineate import layers
 from lineate.layers.linear import init_decay
 from lineate.models.checks import check_ids, check_mask, check_state
 from lineate.models.config import HybridConfig
+from lineate.models.families import empty_model
 from lineate.models.hybrid import HybridLM, next_token_loss
+from lineate.models.saving import check_described
 from lineate.models.state import ModelState
 from lineate.texts import locate
 
@@ -215,6 +218,11 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         for name in PARTS:
             setattr(model, name, getattr(self, name))
         return model.train(self.training)
+
+    def save_pretrained(self, save_directory: str | PathLike[str], *given: Any, **named: Any) -> None:
+        """As transformers does, if the configuration describes the model (HybridLM.save_pretrained)."""
+        check_described(self.to_hybrid(), empty_model(self.config.hybrid), around=self)
+        super().save_pretrained(save_directory, *given, **named)
 
     def get_output_embeddings(self) -> nn.Linear | None:
         return self.head

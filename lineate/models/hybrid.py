@@ -346,7 +346,11 @@ class HybridLM(nn.Module):
         return load_pretrained(name, dtype=dtype, device=device, progress=progress)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """config.json and model.safetensors, which from_pretrained reads back to the same bits."""
+        """config.json and model.safetensors, which from_pretrained reads back to the same bits.
+
+        The configuration must describe the model: a mixer of another class, or a setting changed after construction,
+        is refused.
+        """
         from lineate.models.families import save_pretrained
 
         save_pretrained(self, folder)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lineate.generation import generate
 from lineate.models import HybridLM
+from lineate.models.families import check_saveable
 from lineate.models.safetensors import write_tensors
 from lineate.training import checkpoint
 from lineate.training.batches import NO_TARGET, Batch
@@ -90,6 +91,7 @@ class Trainer:
     def run(self) -> None:
         """Train from `step` to config.steps, then save the model and draw the loss."""
         config = self.config
+        check_saveable(self.model)  # now, not when the first checkpoint is due
         with self._finish_on_signal():
             if self.step == 0 and config.sample_every:
                 self._sample()
@@ -192,6 +194,7 @@ class Trainer:
 
     def save(self) -> bool:
         """A checkpoint of this step; False if the disk refused."""
+        check_saveable(self.model)
         folder = Path(self.config.out) / "checkpoints"
         return checkpoint.save(folder, self.step, self._write, self.world, self.config.keep, self.report.warn)
 
@@ -277,6 +280,7 @@ class Trainer:
             from lineate.models.checkpoint import save
             from lineate.training.sharded import full_state
 
+            check_saveable(self.model)
             tensors = full_state(self.model)
             if self.world.is_main:
                 save(folder, tensors, _model_config(self.model))

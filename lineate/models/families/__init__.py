@@ -16,6 +16,7 @@ from lineate.models.families import kimi_linear, olmo_hybrid, qwen3_5, qwen3_nex
 from lineate.models.hybrid import HybridLM
 from lineate.models.loading import Piece, Plan, load, stored_dtype
 from lineate.models.safetensors import CheckpointError
+from lineate.models.saving import check_described, check_whole
 
 Shape = tuple[int, ...]
 OWN = "lineate"
@@ -86,9 +87,20 @@ def check_target(device: torch.device | str) -> None:
 
 
 def save_pretrained(model: HybridLM, folder: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
-    """config.json and safetensors under our own names; nothing is left behind if it fails."""
+    """config.json and safetensors under our own names; nothing is left behind if it fails.
+
+    A model with parts or settings that its configuration does not describe is refused.
+    """
+    check_saveable(model)
+    tensors = model.state_dict()
+    check_whole(tensors)
     config = {"model_type": OWN, "dtype": str(model.dtype).removeprefix("torch."), **model.config.to_dict()}
-    save(folder, model.state_dict(), config, max_shard_bytes)
+    save(folder, tensors, config, max_shard_bytes)
+
+
+def check_saveable(model: HybridLM) -> None:
+    """Raise if a model made of its configuration and its tensors would not be this one."""
+    check_described(model, empty_model(model.config))
 
 
 def read_config(checkpoint: Checkpoint) -> HybridConfig:

@@ -1,0 +1,136 @@
+"""Whether a model is what its configuration describes: all that save_pretrained writes beside the tensors.
+
+from_pretrained makes a model of the configuration alone and fills it with the tensors. A part of another class with
+tensors of the same names, or a setting that was changed after construction, would be lost without a word; so the model
+is compared, part by part, with an empty one of its configuration before anything is written.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import isfunction
+from typing import Any
+
+from torch import Tensor, nn
+
+HOW_IT_RUNS = {"training", "recompute", "recompute_chunks", "context", "_compiled_call_impl"}
+"""Attributes that change how a module runs, or where, but not what it computes."""
+PLAIN = (bool, int, float, str, tuple, type(None))
+REMEDIES = {
+    "peft": "merge the adapters into the weights first",
+    "torch._dynamo": "save the model that was compiled, or compile in place with module.compile()",
+}
+"""By the package of the class that stands where another was expected."""
+REMEDY = (
+    "undo the change, or keep the weights with torch.save(model.state_dict(), file) and make the change again before "
+    "load_state_dict"
+)
+
+
+def check_described(model: nn.Module, reference: nn.Module, around: nn.Module | None = None) -> None:
+    """Raise if the model differs from `reference`, an empty model of its configuration, in more than its numbers.
+
+    around: a module that runs the model's parts, whose own methods must be those of its class. Hooks are not looked at:
+    as in torch's own state_dict they are the caller's, not the model's.
+    """
+    found = list(_differences("model", model, reference))
+    if around is not None:
+        methods = [key for key in vars(around) if isfunction(getattr(type(around), key, None))]
+        found += [(f"model{text}", REMEDY) for text in _shadowed(around, methods)]
+    if not found:
+        return
+    (first, remedy), more = found[0], "" if len(found) == 1 else f" (and {len(found) - 1} more differences)"
+    raise ValueError(
+        f"cannot save a model that its configuration does not describe, as from_pretrained would make another: "
+        f"{first}{more}; {remedy}"
+    )
+
+
+def check_whole(tensors: Mapping[str, Tensor]) -> None:
+    """Raise if a tensor has no numbers here to be written."""
+    for name, x in tensors.items():
+        if x.is_meta:
+            raise ValueError(f"cannot save {name}, which is on the meta device (offloaded, or never filled); load it")
+        if type(x) not in (Tensor, nn.Parameter):
+            kind = type(x).__name__
+            remedy = "use lineate.training.sharded.save_distributed" if kind == "DTensor" else "convert it first"
+            raise ValueError(f"cannot save {name}: it must be a plain tensor, got a {kind}; {remedy}")
+
+
+def _differences(name: str, module: nn.Module | None, reference: nn.Module | None) -> Iterator[tuple[str, str]]:
+    """What differs, in words, and what to do about it; the parts of a part of another class are not looked at."""
+    kind, expected = _class_of(module), _class_of(reference)
+    if kind is not expected:
+        package = next((key for key in REMEDIES if kind.__module__.startswith(key)), "")
+        yield f"{name} must be {_shown(expected, kind)}, got {_shown(kind, expected)}", REMEDIES.get(package, REMEDY)
+        return
+    if module is None or reference is None:
+        return
+    shadowed = _shadowed(module, (key for key in vars(module) if key not in vars(reference)))
+    for text in (*_changed_settings(module, reference), *shadowed, *_changed_tensors(module, reference)):
+        yield f"{name}{text}", REMEDY
+    for key in dict.fromkeys((*reference._modules, *module._modules)):
+        child, wanted = module._modules.get(key), reference._modules.get(key)
+        yield from _differences(key if name == "model" else f"{name}.{key}", child, wanted)
+
+
+def _changed_settings(module: nn.Module, reference: nn.Module) -> Iterator[str]:
+    for key, wanted in vars(reference).items():
+        if key.startswith("_") or key in HOW_IT_RUNS or not isinstance(wanted, PLAIN):
+            continue
+        value = vars(module).get(key, None if key in module._modules else "nothing")  # parts are compared as such
+        if not isinstance(value, PLAIN) or value != wanted:
+            yield f".{key} must be {wanted!r}, got {_text(value)}"
+
+
+def _shadowed(module: nn.Module, keys: Iterable[str]) -> Iterator[str]:
+    """Of these attributes, those that stand before another thing of that name in the class."""
+    for key in keys:
+        value = vars(module)[key]
+        if key not in HOW_IT_RUNS and hasattr(type(module), key) and not _is_wrapped(module, key, value):
+            yield f".{key} must be that of {_class_of(module).__name__}, got {_text(value)}"
+
+
+def _changed_tensors(module: nn.Module, reference: nn.Module) -> Iterator[str]:
+    for kind in ("_parameters", "_buffers"):
+        have, want = (
+            {key: None if x is None else tuple(x.shape) for key, x in getattr(owner, kind).items()}
+            for owner in (module, reference)
+        )
+        for key in dict.fromkeys((*want, *have)):
+            if key not in have or key not in want or have[key] != want[key]:
+                texts = ("nothing" if key not in x or x[key] is None else f"shape {x[key]}" for x in (want, have))
+                yield ".{} must have {}, got {}".format(key, *texts)
+
+
+def _class_of(module: nn.Module | None) -> type:
+    """Its class; that of a module sharded by FSDP2, which makes a subclass, is the one it had before."""
+    kind = type(module)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+        return next(base for base in kind.__mro__ if not issubclass(base, fsdp.FSDPModule))
+    return kind
+
+
+def _is_wrapped(module: nn.Module, key: str, value: Any) -> bool:
+    """Whether this is the method of the class, run by torch.compile, FSDP2, or accelerate's offloading or autocast."""
+    marked = {"_hf_hook", "_original_forward"} & vars(module).keys() or _class_of(module) is not type(module)
+    for _ in range(8):
+        if hasattr(value, "_torchdynamo_orig_callable"):
+            value = value._torchdynamo_orig_callable
+        elif marked and hasattr(value, "__wrapped__"):
+            value = value.__wrapped__
+        else:
+            break
+    return getattr(value, "__func__", value) is getattr(type(module), key)
+
+
+def _text(value: Any) -> str:
+    """A plain value, or the class of another: a tensor's numbers would fill the screen."""
+    return f"{value!r:.80}" if isinstance(value, PLAIN) else f"a {type(value).__name__}"
+
+
+def _shown(kind: type, other: type) -> str:
+    """A class by its name, and by its module where that alone tells two apart."""
+    if kind is type(None):
+        return "nothing"
+    return kind.__qualname__ if kind.__qualname__ != other.__qualname__ else f"{kind.__module__}.{kind.__qualname__}"
