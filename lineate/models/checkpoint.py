@@ -10,11 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.models.safetensors import NAMES, CheckpointError, Entry, Reader, read_header, write_bytes, write_tensors
+from lineate.models.safetensors import (
+    LONGEST_HEADER,
+    NAMES,
+    CheckpointError,
+    Entry,
+    Reader,
+    parse_json,
+    read_header,
+    write_bytes,
+    write_tensors,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+LONGEST_CONFIG = 2**24
+"""Bytes of a config.json; a published one has a few thousand."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -65,15 +77,20 @@ class Checkpoint:
         return self.entries[name]
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, most: int = LONGEST_CONFIG) -> dict[str, Any]:
+    """The object that a JSON file of at most so many bytes has."""
     if not file.is_file():
         raise CheckpointError(f"{file.parent}: expected a file {file.name}, got none; a checkpoint is a folder with it")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as handle:
+            text = handle.read(most + 1)
+        value = parse_json(text) if len(text) <= most else None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: expected JSON, got a file that is not JSON or cannot be read ({error})"
         ) from None
+    if len(text) > most:
+        raise CheckpointError(f"{file}: expected at most {most:,} bytes of JSON, got more; this is no {file.name}")
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(value).__name__}")
     return value
@@ -97,18 +114,19 @@ def _find_entries(folder: Path) -> dict[str, Entry]:
 
 
 def _read_shards(folder: Path) -> dict[str, Entry]:
-    index = read_json(folder / INDEX)
+    index = read_json(folder / INDEX, LONGEST_HEADER)
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(f"{folder / INDEX}: expected a weight_map of tensor names to files, got {places!r:.80}")
     files = sorted(set(places.values()))
     outside = [file for file in files if Path(file).name != file]
     if outside:
-        raise CheckpointError(f"{folder / INDEX}: expected names of files beside it, got {outside[0]!r}")
+        raise CheckpointError(f"{folder / INDEX}: expected names of files beside it, got {outside[0]!r:.80}")
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder}: expected the {len(files)} shards of {INDEX}, got no {', '.join(missing)}; fetch what is missing"
+            f"{folder}: expected the {len(files)} shards of {INDEX}, got no {', '.join(missing[:4])}"
+            f"{', ...' * (len(missing) > 4)}; fetch what is missing"
         )
     entries: dict[str, Entry] = {}
     for file in files:

@@ -12,6 +12,8 @@ A pattern is tiled over the layers, one letter a layer:
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
+from lineate.models.fields import MOST_CHANNELS, MOST_PIECES, check_fields, check_product, show
+
 LINEAR_LETTERS = "LRDGK"
 MEMORY_LETTERS = "TPNCE"
 LETTERS = LINEAR_LETTERS + MEMORY_LETTERS + "AM"
@@ -158,27 +160,32 @@ class HybridConfig:
     """The pattern, tiled: n_layers letters."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "n_layers"):
-            _positive(name, getattr(self, name))
-        for name in ("norm_eps", "initializer_range"):
-            _number(name, getattr(self, name))
-        if not isinstance(self.pattern, str) or not self.pattern or set(self.pattern) - set(LETTERS):
-            raise ValueError(f"pattern must be made of the letters {', '.join(LETTERS)}, got {self.pattern!r}")
-        object.__setattr__(self, "letters", (self.pattern * self.n_layers)[: self.n_layers])
+        check_fields(self)
+        if not self.pattern or set(self.pattern) - set(LETTERS):
+            raise ValueError(f"pattern must be made of the letters {', '.join(LETTERS)}, got {show(self.pattern)}")
+        repeats = -(-self.n_layers // len(self.pattern))
+        object.__setattr__(self, "letters", (self.pattern * repeats)[: self.n_layers])
         parts = (("linear", LINEAR_LETTERS), ("memory", MEMORY_LETTERS), ("attention", "A"), ("latent", "M"))
         for name, letters in parts:
             used = [letter for letter in letters if letter in self.letters]
             if used and getattr(self, name) is None:
-                raise ValueError(f"{name} must be given for the letter {used[0]!r} of pattern {self.pattern!r}")
+                raise ValueError(
+                    f"{name} must be given for the letter {used[0]!r} of pattern {show(self.pattern)}, got None"
+                )
         if set(self.norm_after) - set(LETTERS):
-            raise ValueError(f"norm_after must be made of the letters {', '.join(LETTERS)}, got {self.norm_after!r}")
-        if any(not 0 <= i < self.n_layers for i in self.dense_layers):
-            raise ValueError(f"dense_layers must lie in 0 .. {self.n_layers - 1}, got {self.dense_layers}")
+            raise ValueError(
+                f"norm_after must be made of the letters {', '.join(LETTERS)}, got {show(self.norm_after)}"
+            )
+        inside = all(0 <= i < self.n_layers for i in self.dense_layers)
+        if not inside or len(self.dense_layers) > self.n_layers:
+            raise ValueError(f"dense_layers must lie in 0 .. {self.n_layers - 1}, got {show(self.dense_layers)}")
         if self.feed is None and (self.experts is None or self.dense_layers):
             raise ValueError("feed must be given, the size of the dense feed-forward, got None")
-        for part in (self.linear, self.memory, self.attention, self.latent, self.feed, self.experts):
-            if part is not None:
+        for name in _PARTS:
+            if (part := getattr(self, name)) is not None:
                 _check_part(part)
+                pieces = "count" if name == "experts" else "heads"
+                check_product(f"n_layers x {name}.{pieces}", self.n_layers * getattr(part, pieces, 1), MOST_PIECES)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
@@ -196,7 +203,7 @@ class HybridConfig:
             if isinstance(given := values.get(name), dict):
                 values[name] = part(**_known(part, given, f"config.{name}"))
         for name in ("dense_layers", "eos_token_ids"):
-            if name in values:
+            if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
         return cls(**values)
 
@@ -209,60 +216,28 @@ _PARTS: dict[str, type[Any]] = {
     "feed": FeedConfig,
     "experts": ExpertsConfig,
 }
-_CHOICES = {
-    "gate_activation": ("silu", "sigmoid"),
-    "feature_map": ("identity", "elu+1"),
-    "qk_norm": ("head", "full", None),
-    "titans": ("linear", "mlp"),
-    "scores": ("softmax", "sigmoid"),
-}
-_MAY_BE_ZERO = {"conv_size", "window", "rotary_dim", "shared_size", "rope_dim", "nope_dim"}
 
 
 def _known(part: type[Any], values: dict[str, Any], where: str) -> dict[str, Any]:
     """A copy of the values, if all of them are fields."""
     allowed = [f.name for f in fields(part) if f.init]
     if unknown := sorted(set(values) - set(allowed)):
-        raise ValueError(f"{where} has unknown keys {', '.join(map(repr, unknown))}; known are {', '.join(allowed)}")
+        found = ", ".join(map(show, unknown[:8])) + ", ..." * (len(unknown) > 8)
+        raise ValueError(f"{where} has unknown keys {found}; known are {', '.join(allowed)}")
     needed = [f.name for f in fields(part) if f.init and f.default is MISSING]
     if missing := [name for name in needed if name not in values]:
         raise ValueError(f"{where} must have {', '.join(needed)}, got none of the name {missing[0]!r}")
     return dict(values)
 
 
-def _positive(name: str, value: Any, smallest: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < smallest:
-        raise ValueError(f"{name} must be at least {smallest}, got {value}")
-
-
-def _number(name: str, value: Any) -> None:
-    """Finite and above 0; the deviation of the first weights may be 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    zero = name == "initializer_range"
-    if not 0 <= value < float("inf") or (value == 0 and not zero):
-        raise ValueError(f"{name} must be finite and {'at least' if zero else 'above'} 0, got {value}")
-
-
 def _check_part(part: Any) -> None:
-    """Sizes are positive, words are known, heads divide each other."""
+    """Fields are as declared, heads divide each other, and what is multiplied stays possible."""
     name = type(part).__name__
-    if type(part) not in _PARTS.values():
-        raise TypeError(
-            f"a part of a config must be one of {', '.join(x.__name__ for x in _PARTS.values())}, got {name}"
-        )
+    check_fields(part, f"{name}.")
+    heads = max(getattr(part, "heads", 0), getattr(part, "value_heads", 0))
     for f in fields(part):
-        value = getattr(part, f.name)
-        if f.name in _CHOICES:
-            if value not in _CHOICES[f.name]:
-                words = ", ".join(map(repr, _CHOICES[f.name]))
-                raise ValueError(f"{name}.{f.name} must be one of {words}, got {value!r}")
-        elif f.type in ("int", int) or (f.type == (int | None) and value is not None):
-            _positive(f"{name}.{f.name}", value, 0 if f.name in _MAY_BE_ZERO else 1)
-        elif f.type in ("float", float) or (f.type == (float | None) and value is not None):
-            _number(f"{name}.{f.name}", value)
+        if f.name.endswith("_dim"):
+            check_product(f"{name}: heads x {f.name}", heads * getattr(part, f.name))
     if isinstance(part, LinearConfig) and part.value_heads % part.heads:
         raise ValueError(f"LinearConfig.value_heads must be a multiple of heads = {part.heads}, got {part.value_heads}")
     if isinstance(part, AttentionConfig):
@@ -277,6 +252,7 @@ def _check_part(part: Any) -> None:
     if isinstance(part, LatentConfig) and part.rope_theta is not None and part.rope_dim % 2:
         raise ValueError(f"LatentConfig.rope_dim must be even to be rotated, got {part.rope_dim}")
     if isinstance(part, ExpertsConfig):
+        check_product(f"{name}: count x size", part.count * part.size, MOST_CHANNELS * 128)
         if part.active > part.count:
             raise ValueError(f"ExpertsConfig.active must be at most count = {part.count}, got {part.active}")
         within = part.count // part.groups  # experts of a group

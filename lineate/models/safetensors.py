@@ -42,6 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
+MOST_DIGITS, MOST_DIMS = 40, 64
 BUFFER_BYTES = 16 * 2**20
 """What a tensor passes through when it changes dtype, layout or device on its way."""
 
@@ -89,7 +90,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        header = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected a header in JSON, got text that is not ({error})") from None
     if not isinstance(header, dict):
@@ -99,11 +100,22 @@ def read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
+def parse_json(text: bytes) -> Any:
+    """JSON of anyone's making: no key twice, and no number so long that computing with it would take all day."""
+    return json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_int=_whole_number)
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"{twice!r} stands there twice")
+        raise ValueError(f"{twice!r:.80} stands there twice")
     return found
 
 
@@ -112,13 +124,18 @@ def _entry(file: Path, name: str, value: Any, base: int) -> Entry:
         return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
 
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        raise CheckpointError(f"{file}: {name} must have dtype, shape and data_offsets, got {value!r}")
+        raise CheckpointError(f"{file}: {name} must have dtype, shape and data_offsets, got {value!r:.80}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{file}: {name} must have a dtype of {', '.join(DTYPES)}, got {dtype!r}")
+        raise CheckpointError(f"{file}: {name} must have a dtype of {', '.join(DTYPES)}, got {dtype!r:.80}")
     if not whole(shape) or not whole(offsets) or len(offsets) != 2:
         raise CheckpointError(
-            f"{file}: {name} must have a shape and two data_offsets in whole numbers, got {shape!r} and {offsets!r}"
+            f"{file}: {name} must have a shape and two data_offsets in whole numbers, got {shape!r:.80} and "
+            f"{offsets!r:.80}"
+        )
+    if len(shape) > MOST_DIMS or math.prod(max(1, n) for n in shape) >= 2**60:  # torch counts bytes in 63 bits
+        raise CheckpointError(
+            f"{file}: {name} must have at most {MOST_DIMS} dimensions and 2^60 elements, got shape {shape!r:.80}"
         )
     entry = Entry(file, DTYPES[dtype], tuple(shape), base + offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lineate.planning.report import Request
 
 CONTEXTS = "4k,16k,64k,256k,1M"
-MOST_LAYERS, MOST_CHANNELS = 4096, 2**24
 ARGUMENTS = (
     "emb_dim", "n_heads", "kv_heads", "head_dim", "dtype", "state_dtype", "conv_dtype", "cache_dtype", "pattern",
     "hardware", "optimizer",
@@ -145,8 +144,8 @@ def _model(source: str | None, numbers: dict[str, int | None], pattern: str | No
         try:
             place = Path(source).expanduser()
             if source in PRESETS or (found := model_folder(place)) == place:
-                return _check_sizes(read_model(source, dtype, pattern))
-            return replace(_check_sizes(read_model(found, dtype, pattern)), name=place.resolve().name)
+                return read_model(source, dtype, pattern)
+            return replace(read_model(found, dtype, pattern), name=place.resolve().name)
         except (ArithmeticError, MemoryError) as error:
             raise ValueError(f"{source} has sizes that no model can have ({type(error).__name__})") from None
     if not given:
@@ -163,16 +162,9 @@ def _model(source: str | None, numbers: dict[str, int | None], pattern: str | No
     )  # fmt: skip
 
 
-def _check_sizes(model: "Model") -> "Model":
-    """Sizes that nobody has would take forever to add up, or overflow."""
-    for part in (model.config.to_dict(), *(x for x in model.config.to_dict().values() if isinstance(x, dict))):
-        for name, value in part.items():
-            if isinstance(value, int) and not name.endswith("_id") and name != "max_position":
-                _check_size(name, value, least=0)
-    return model
-
-
 def _check_size(name: str, value: int, least: int = 1) -> None:
+    from lineate.models.fields import MOST_CHANNELS, MOST_LAYERS
+
     most = MOST_LAYERS if name in ("--n-layers", "n_layers") else MOST_CHANNELS
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -238,19 +238,18 @@ def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
     for key in ("kv_lora_rank", "ssm_state_size", "state_size", "text_config", "encoder_layers"):
         if v.get(key) is not None:
             raise v.error(f"must not have {key}, got {v.get(key)!s:.40}; {why}")
-    if other := sorted(set(v.get("layer_types") or ()) - {"full_attention"}):
+    if other := sorted(set(v.words("layer_types") or ()) - {"full_attention"}):
         raise v.error(f"must have layer_types of full_attention alone, got {other[0]!r}; {why}")
-    hidden, n_layers, heads = (v.number(x) for x in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    check_size("num_attention_heads", heads)
+    hidden, n_layers, heads = v.number("hidden_size"), v.layers(), v.number("num_attention_heads")
     head_dim = v.number("head_dim", default=hidden // heads)
-    longest, window = (v.number(x, default=None) for x in ("max_position_embeddings", "sliding_window"))
-    if window is not None and v.get("use_sliding_window", default=True) and (longest is None or window < longest):
+    longest, window = v.longest("max_position_embeddings"), v.longest("sliding_window")
+    if window is not None and v.flag("use_sliding_window", default=True) and (longest is None or window < longest):
         raise v.error(f"must have no sliding_window, got {window}; {why}")
-    count = v.number("num_experts", "num_local_experts", default=0)
+    count = v.number("num_experts", "num_local_experts", default=0, least=0)
     experts = None
     if count:
         size = v.number("moe_intermediate_size", "intermediate_size")
-        shared = v.number("shared_expert_intermediate_size", default=0)
+        shared = v.number("shared_expert_intermediate_size", default=0, least=0)
         experts = ExpertsConfig(
             count, v.number("num_experts_per_tok"), size, shared_size=shared, shared_gate=shared > 0
         )
@@ -258,9 +257,9 @@ def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
         vocab_size=v.number("vocab_size"), hidden_size=hidden, n_layers=n_layers, pattern="A", family=kind,
         attention=AttentionConfig(
             heads, v.number("num_key_value_heads", default=heads), head_dim, rotary_dim=head_dim // 2 * 2, gated=False,
-            qk_norm=PLAIN[kind], bias=bool(v.get("attention_bias", default=False)),
+            qk_norm=PLAIN[kind], bias=v.flag("attention_bias", default=False),
         ),
         feed=None if experts else FeedConfig(v.number("intermediate_size")), experts=experts,
-        tie_embeddings=bool(v.get("tie_word_embeddings", default=False)),
+        tie_embeddings=v.flag("tie_word_embeddings", default=False),
         max_position=longest,
     )  # fmt: skip

@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from lineate.models.checkpoint import Checkpoint, save
 from lineate.models.config import HybridConfig
 from lineate.models.families import kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
+from lineate.models.families.values import token_ids
+from lineate.models.fields import show
 from lineate.models.hybrid import HybridLM
 from lineate.models.loading import Piece, Plan, load, stored_dtype
 from lineate.models.safetensors import CheckpointError
@@ -23,6 +25,10 @@ OWN = "lineate"
 OWN_SIGNATURE = r"^layers\.\d+\.mixer\.in_proj\.weight$"
 OF_TRANSFORMERS = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 """Keys that may stand in our config.json beside those of HybridConfig."""
+
+
+FEW_LAYERS = 256
+"""So many are made without asking whether the files have tensors for them: a list of what is missing says more."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +115,20 @@ def read_config(checkpoint: Checkpoint) -> HybridConfig:
     try:
         if kind == OWN:
             own = {key: value for key, value in checkpoint.config.items() if key not in OF_TRANSFORMERS}
-            return HybridConfig.from_dict(own)
-        config = FAMILIES[kind].config_from(checkpoint.config)
-        return replace(config, eos_token_ids=_all_eos(checkpoint, config))
+            config = HybridConfig.from_dict(own)
+        else:
+            config = FAMILIES[kind].config_from(checkpoint.config)
+            config = replace(config, eos_token_ids=_all_eos(checkpoint, config))
     except (TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
         why = str(error) or type(error).__name__
         raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {why}") from None
+    most = max(FEW_LAYERS, len(checkpoint.entries))
+    if checkpoint.entries and config.n_layers > most:
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'}: the number of layers must be at most {most}, as the files have "
+            f"{len(checkpoint.entries)} tensors and every layer needs some, got {config.n_layers}"
+        )
+    return config
 
 
 def make_plan(checkpoint: Checkpoint, config: HybridConfig, model: nn.Module) -> Plan:
@@ -176,12 +190,14 @@ def _model_type(checkpoint: Checkpoint) -> str:
     kind = checkpoint.config.get("model_type")
     if not isinstance(kind, str) or (kind != OWN and kind not in FAMILIES):
         known = ", ".join([*FAMILIES, OWN])
-        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: model_type must be one of {known}, got {kind!r}")
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'}: model_type must be one of {known}, got {show(kind)}"
+        )
     return str(kind)
 
 
 def _all_eos(checkpoint: Checkpoint, config: HybridConfig) -> tuple[int, ...]:
     """Tokens that end a text: those of config.json, then what generation_config.json adds."""
     more = checkpoint.extra("generation_config.json").get("eos_token_id")
-    tokens = [*config.eos_token_ids, *(more if isinstance(more, list) else [] if more is None else [more])]
-    return tuple(dict.fromkeys(tokens))
+    more = token_ids("eos_token_id of generation_config.json", more)
+    return tuple(dict.fromkeys((*config.eos_token_ids, *more)))

@@ -6,6 +6,7 @@ from typing import Any
 from lineate.models.config import ExpertsConfig, HybridConfig, LatentConfig, LinearConfig
 from lineate.models.families.layout import Layout, Part, Shape
 from lineate.models.families.values import Values, shortest
+from lineate.models.fields import show
 from lineate.models.loading import Plan
 
 SIGNATURE = r"\.self_attn\.(forget_gate\.)?f_a_proj\.weight$"
@@ -21,7 +22,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
     v.must_be("mla_use_nope", True, "its latent attention has no positions")
     v.must_be("moe_router_activation_func", "sigmoid", "no other scores are supported")
     v.must_be("moe_layer_freq", 1, "experts in some layers only are given by first_k_dense_replace")
-    heads, n_layers = v.number("num_attention_heads"), v.number("num_hidden_layers")
+    heads, n_layers = v.number("num_attention_heads"), v.layers()
     if v.number("num_key_value_heads", default=heads) != heads:
         raise v.error(f"must have num_key_value_heads = num_attention_heads = {heads}, got fewer")
     eps = v.number("rms_norm_eps", default=1e-5, kind=float)
@@ -33,9 +34,9 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
             count=v.number("num_experts", "num_local_experts"),
             active=v.number("num_experts_per_token", "num_experts_per_tok"),
             size=size,
-            shared_size=size * v.number("num_shared_experts", "n_shared_experts", default=1),
+            shared_size=size * v.number("num_shared_experts", "n_shared_experts", default=1, least=0),
             scores="sigmoid",
-            renormalize=bool(v.get("moe_renormalize", "norm_topk_prob", default=True)),
+            renormalize=v.flag("moe_renormalize", "norm_topk_prob", default=True),
             scale=v.number("routed_scaling_factor", default=1.0, kind=float),
             groups=v.number("num_expert_group", "n_group", default=1),
             active_groups=v.number("topk_group", default=1),
@@ -45,8 +46,8 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
         latent = LatentConfig(
             heads=heads,
             rank=v.number("kv_lora_rank"),
-            nope_dim=v.number("qk_nope_head_dim"),
-            rope_dim=v.number("qk_rope_head_dim"),
+            nope_dim=v.number("qk_nope_head_dim", least=0),
+            rope_dim=v.number("qk_rope_head_dim", least=0),
             value_dim=v.number("v_head_dim"),
             norm_eps=1e-6,  # of kv_a_layernorm, whatever rms_norm_eps is
         )
@@ -61,8 +62,8 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
         experts=experts,
         dense_layers=() if experts is None else dense,
         norm_eps=eps,
-        tie_embeddings=bool(v.get("tie_word_embeddings", default=False)),
-        max_position=v.number("model_max_length", "max_position_embeddings", default=None),
+        tie_embeddings=v.flag("tie_word_embeddings", default=False),
+        max_position=v.longest("model_max_length", "max_position_embeddings"),
         bos_token_id=v.token("bos_token_id"),
         eos_token_ids=v.eos(),
         pad_token_id=v.token("pad_token_id"),
@@ -71,7 +72,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
 
 
 def _linear(v: Values, eps: float) -> LinearConfig:
-    part = v.get("linear_attn_config") or {}
+    part = v.mapping("linear_attn_config")
     nested = Values("kimi_linear", {**v.values, **{f"linear_attn_config.{key}": value for key, value in part.items()}})
     heads = nested.number("linear_attn_config.num_heads", "linear_num_heads")
     dim = nested.number("linear_attn_config.head_dim", "linear_head_dim")
@@ -80,7 +81,9 @@ def _linear(v: Values, eps: float) -> LinearConfig:
         value_heads=heads,
         key_dim=dim,
         value_dim=dim,
-        conv_size=nested.number("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim", default=4),
+        conv_size=nested.number(
+            "linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim", default=4, least=0
+        ),
         decay_rank=dim,
         gate_rank=dim,
         norm_eps=eps,
@@ -92,26 +95,28 @@ def _letters(v: Values, n_layers: int) -> str:
     """One letter a layer; full_attn_layers counts from 1."""
     if v.get("layer_types") is not None:
         return v.layer_letters("K", "M")
-    part = v.get("linear_attn_config") or {}
-    full, linear = part.get("full_attn_layers"), part.get("kda_layers")
-    if full is None:
+    part = Values("kimi_linear", v.mapping("linear_attn_config"))
+    if part.get("full_attn_layers") is None:
         raise v.error("must have layer_types, or full_attn_layers in linear_attn_config, got neither")
-    if linear is None:
+    full = set(part.numbers("full_attn_layers"))
+    linear = part.numbers("kda_layers")
+    if part.get("kda_layers") is None:
         linear = [i for i in range(1, n_layers + 1) if i not in full]
-    if sorted([*full, *linear]) != list(range(1, n_layers + 1)):
+    if sorted([*part.numbers("full_attn_layers"), *linear]) != list(range(1, n_layers + 1)):
         raise v.error(
-            f"must have every layer 1 .. {n_layers} once in full_attn_layers and kda_layers, got {full} and {linear}"
+            f"must have every layer 1 .. {n_layers} once in full_attn_layers and kda_layers, got "
+            f"{show(part.get('full_attn_layers'))} and {show(linear)}"
         )
     return "".join("M" if i + 1 in full else "K" for i in range(n_layers))
 
 
 def _dense_layers(v: Values, n_layers: int) -> tuple[int, ...]:
-    kinds = v.get("mlp_layer_types")
-    if not v.number("num_experts", "num_local_experts", default=0):
+    kinds = v.words("mlp_layer_types")
+    if not v.number("num_experts", "num_local_experts", default=0, least=0):
         return tuple(range(n_layers))
     if kinds is not None:
         return tuple(i for i, kind in enumerate(kinds) if kind == "dense")
-    return tuple(range(min(n_layers, v.number("first_k_dense_replace", default=1))))
+    return tuple(range(min(n_layers, v.number("first_k_dense_replace", default=1, least=0))))
 
 
 def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> Plan:

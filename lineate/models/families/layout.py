@@ -12,6 +12,7 @@ from lineate.models.safetensors import CheckpointError
 Shape = tuple[int, ...]
 IGNORED = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.", r"rotary_emb\.inv_freq$")
 """Multi-token prediction, vision, and rotary tables that are computed."""
+FEW_EXPERTS = 1024
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 
 
@@ -150,6 +151,10 @@ class Layout:
         if any(name in self.shapes for name in fused):
             self._fused_experts(target, *fused)
             return
+        if experts.count > max(FEW_EXPERTS, len(self.shapes)):  # fewer are told by name
+            raise CheckpointError(
+                f"the config's experts one by one need at least {experts.count} tensors, got {len(self.shapes)}"
+            )
         known = [each for each in names if f"{source}.experts.0.{each[0]}.weight" in self.shapes]
         gate, up, down = (known or list(names))[0]
         sizes, into, back = experts.size, [], []

@@ -20,7 +20,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
         outer = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
         values = text | {key: values[key] for key in outer if values.get(key) is not None}
     v = Values(family, values)
-    dense = () if family.endswith("_moe") else tuple(range(v.number("num_hidden_layers")))
+    dense = () if family.endswith("_moe") else tuple(range(v.layers()))
     return qwen_config(v, dense, renormalize=True)
 
 

@@ -20,19 +20,19 @@ EXPERT_NAMES = [("gate_proj", "up_proj", "down_proj")]
 def config_from(values: dict[str, Any]) -> HybridConfig:
     """Read config.json."""
     v = Values("qwen3_next", values)
-    n_layers = v.number("num_hidden_layers")
-    step, only = v.number("decoder_sparse_step", default=1), v.get("mlp_only_layers") or []
+    n_layers = v.layers()
+    step, only = v.number("decoder_sparse_step", default=1), set(v.numbers("mlp_only_layers"))
     dense = tuple(i for i in range(n_layers) if i in only or (i + 1) % step)
-    if not v.number("num_experts", default=0):
+    if not v.number("num_experts", default=0, least=0):
         dense = tuple(range(n_layers))
-    return qwen_config(v, dense, bool(v.get("norm_topk_prob", default=True)))
+    return qwen_config(v, dense, v.flag("norm_topk_prob", default=True))
 
 
 def qwen_config(v: Values, dense: tuple[int, ...], renormalize: bool) -> HybridConfig:
     """What Qwen3-Next and Qwen3.5 share; dense: the layers without experts."""
     v.must_be("hidden_act", "silu", "no other activation is supported")
     v.must_be("attn_output_gate", True, "attention without its output gate is not supported")
-    n_layers = v.number("num_hidden_layers")
+    n_layers = v.layers()
     eps = v.number("rms_norm_eps", default=1e-6, kind=float)
     experts = None
     if len(dense) < n_layers:
@@ -40,7 +40,7 @@ def qwen_config(v: Values, dense: tuple[int, ...], renormalize: bool) -> HybridC
             count=v.number("num_experts"),
             active=v.number("num_experts_per_tok"),
             size=v.number("moe_intermediate_size"),
-            shared_size=v.number("shared_expert_intermediate_size"),
+            shared_size=v.number("shared_expert_intermediate_size", least=0),
             shared_gate=True,
             renormalize=renormalize,
         )
@@ -57,8 +57,8 @@ def qwen_config(v: Values, dense: tuple[int, ...], renormalize: bool) -> HybridC
         dense_layers=() if experts is None else dense,
         norm_eps=eps,
         zero_centred_norm=True,
-        tie_embeddings=bool(v.get("tie_word_embeddings", default=False)),
-        max_position=v.number("max_position_embeddings", default=None),
+        tie_embeddings=v.flag("tie_word_embeddings", default=False),
+        max_position=v.longest("max_position_embeddings"),
         bos_token_id=v.token("bos_token_id"),
         eos_token_ids=v.eos(),
         pad_token_id=v.token("pad_token_id"),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lineate.models.config import AttentionConfig, FeedConfig, LinearConfig
+from lineate.models.fields import MOST_CHANNELS, MOST_LAYERS, MOST_NUMBER, check_whole_numbers, show
 from lineate.models.safetensors import CheckpointError
 
 _NONE = object()
@@ -14,9 +15,9 @@ class Values:
     def __init__(self, family: str, values: dict[str, Any]) -> None:
         self.family = family
         self.values = values
-        if values.get("quantization_config") is not None:
-            method = dict(values["quantization_config"]).get("quant_method", "an unknown method")
-            raise self.error(f"must not be quantised, got {method}; use the unquantised checkpoint")
+        if self.get("quantization_config") is not None:
+            method = self.mapping("quantization_config").get("quant_method", "an unknown method")
+            raise self.error(f"must not be quantised, got {method!s:.80}; use the unquantised checkpoint")
 
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"config.json of family {self.family} {text}")
@@ -28,62 +29,105 @@ class Values:
                 return self.values[name]
         return default
 
-    def number(self, *names: str, default: Any = _NONE, kind: type = int) -> Any:
-        """A number under the first of these keys that is there and not null."""
+    def mapping(self, name: str) -> dict[str, Any]:
+        """What an object under this key has; nothing if it is null or not there."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(f"must have an object in {name}, got {show(value)}")
+        return value or {}
+
+    def words(self, name: str) -> list[str] | None:
+        """A list of words, if it is there: one for every layer."""
+        value = self.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(word, str) for word in value)):
+            raise self.error(f"must have a list of words in {name}, got {show(value)}")
+        if value is not None and len(value) != self.layers():
+            raise self.error(f"must have {self.layers()} {name} (num_hidden_layers), got {len(value)}")
+        return value
+
+    def numbers(self, name: str) -> list[int]:
+        """A list of whole numbers; empty if it is null or not there."""
+        value = self.get(name)
+        if value is None:
+            return []
+        try:
+            check_whole_numbers(name, value)
+        except (TypeError, ValueError) as error:
+            raise self.error(f"is not understood: {error}") from None
+        return list(value)
+
+    def flag(self, *names: str, default: bool) -> bool:
+        """true or false under the first of these keys that is there and not null."""
+        value = next((self.values[name] for name in names if self.values.get(name) is not None), default)
+        if not isinstance(value, bool):
+            raise self.error(f"must have true or false in {names[0]}, got {show(value)}")
+        return value
+
+    def number(
+        self, *names: str, default: Any = _NONE, kind: type = int, least: int = 1, most: int = MOST_CHANNELS
+    ) -> Any:
+        """A number under the first of these keys that is there and not null; least and most: of whole ones."""
         found = [(name, self.values[name]) for name in names if self.values.get(name) is not None]
         if not found and default is not _NONE:
             return default
         if not found:
-            raise self.error(f"must have {' or '.join(names)}, got none; its keys are {', '.join(sorted(self.values))}")
+            keys = sorted(self.values)
+            shown = ", ".join(keys[:100]) + ", ..." * (len(keys) > 100)
+            raise self.error(f"must have {' or '.join(names)}, got none; its keys are {shown}")
         name, value = found[0]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or (kind is int and value != int(value)):
-            raise self.error(f"must have a number in {name}, got {value!r}")
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST_NUMBER
+        if not good or (kind is int and value != int(value)):
+            raise self.error(f"must have a number in {name}, got {show(value)}")
+        if kind is int and not least <= value <= most:
+            bound = f"a whole number of at least {least}" if value < least else f"at most {most:,}"
+            raise self.error(f"is not possible: {name} must be {bound}, got {show(int(value))}")
         return kind(value)
+
+    def layers(self) -> int:
+        """How many there are."""
+        return int(self.number("num_hidden_layers", most=MOST_LAYERS))
 
     def must_be(self, name: str, allowed: Any, why: str, default: Any = _NONE) -> None:
         """A key that, if it is there, may have one value."""
         value = self.values.get(name, allowed if default is _NONE else default)
-        if value != allowed:
-            raise self.error(f"must have {name} = {allowed!r}, got {value!r}; {why}")
+        if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
+            raise self.error(f"must have {name} = {allowed!r}, got {show(value)}; {why}")
 
     def eos(self) -> tuple[int, ...]:
         """Tokens that end a text."""
-        value = self.get("eos_token_id")
-        if value is None:
-            return ()
-        return tuple(int(token) for token in (value if isinstance(value, list) else [value]))
+        return token_ids("eos_token_id", self.get("eos_token_id"))
 
     def token(self, name: str) -> int | None:
         """A token's number, if it has one."""
-        return self.number(name, default=None)
+        return self.number(name, default=None, least=-MOST_NUMBER, most=MOST_NUMBER)
+
+    def longest(self, *names: str) -> int | None:
+        """The longest text it was trained on, if that is said."""
+        return self.number(*names, default=None, most=MOST_NUMBER)
 
     def layer_letters(self, linear: str, full: str) -> str:
         """One letter a layer, from layer_types or from full_attention_interval."""
-        n_layers = self.number("num_hidden_layers")
-        types = self.get("layer_types")
+        types = self.words("layer_types")
         if types is None:
             interval = self.number("full_attention_interval", default=4)
-            return "".join(linear if (i + 1) % interval else full for i in range(n_layers))
+            return "".join(linear if (i + 1) % interval else full for i in range(self.layers()))
         letters = {"linear_attention": linear, "full_attention": full}
-        unknown = sorted({str(kind) for kind in types} - letters.keys())
-        if unknown:
-            raise self.error(f"must have layer_types of {', '.join(letters)}, got {unknown[0]!r}")
-        if len(types) != n_layers:
-            raise self.error(f"must have {n_layers} layer_types (num_hidden_layers), got {len(types)}")
+        if unknown := sorted(set(types) - letters.keys()):
+            raise self.error(f"must have layer_types of {', '.join(letters)}, got {show(unknown[0])}")
         return "".join(letters[kind] for kind in types)
 
     def rope(self, head_dim: int, factor: float) -> tuple[int, float]:
         """How many channels of a head are rotated, and the base; (0, ...) if the base is null: no positions."""
-        parameters = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        parameters = parameters.get("full_attention", parameters)
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        part = self.mapping("rope_parameters") or self.mapping("rope_scaling")
+        part = Values(self.family, part).mapping("full_attention") or part
+        kind = part.get("rope_type", part.get("type", "default"))
         if kind != "default":
-            raise self.error(f"must have rope_type 'default', got {kind!r}; scaled positions are not supported")
-        theta = parameters.get("rope_theta", self.get("rope_theta", default=10000.0))
-        share = parameters.get("partial_rotary_factor", self.get("partial_rotary_factor", default=factor))
-        if theta is None:
+            raise self.error(f"must have rope_type 'default', got {show(kind)}; scaled positions are not supported")
+        both = Values(self.family, {"rope_theta": 10000.0, **self.values, **part})
+        if both.get("rope_theta") is None:
             return 0, 10000.0
-        return int(head_dim * (factor if share is None else share)), float(theta)
+        share = both.number("partial_rotary_factor", default=factor, kind=float)
+        return int(head_dim * share), float(both.number("rope_theta", kind=float))
 
     def grouped_linear(self, norm_eps: float, beta_scale: float = 1.0) -> LinearConfig:
         """Gated DeltaNet's sizes as Qwen and OLMo name them."""
@@ -92,7 +136,7 @@ class Values:
             value_heads=self.number("linear_num_value_heads"),
             key_dim=self.number("linear_key_head_dim"),
             value_dim=self.number("linear_value_head_dim"),
-            conv_size=self.number("linear_conv_kernel_dim", default=4),
+            conv_size=self.number("linear_conv_kernel_dim", default=4, least=0),
             beta_scale=beta_scale,
             norm_eps=norm_eps,
         )
@@ -110,7 +154,7 @@ class Values:
             rope_theta=theta,
             gated=gated,
             qk_norm=qk_norm,
-            bias=bool(self.get("attention_bias", default=False)),
+            bias=self.flag("attention_bias", default=False),
         )
 
     def feed(self, needed: bool) -> FeedConfig | None:
@@ -118,9 +162,16 @@ class Values:
         return FeedConfig(self.number("intermediate_size")) if needed else None
 
 
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """One token, a list of them, or none."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    check_whole_numbers(name, values)
+    return tuple(values)
+
+
 def shortest(letters: str) -> str:
     """The shortest pattern that, tiled, gives these letters."""
     for length in range(1, len(letters)):
-        if (letters[:length] * len(letters))[: len(letters)] == letters:
+        if letters[length:] == letters[:-length]:
             return letters[:length]
     return letters
