@@ -108,6 +108,7 @@ REFUSED = {
     "configuration": ("GGA", lambda m: setattr(m, "config", replace(m.config, norm_eps=0.1)), "eps must be 0.1"),
     # methods of one object
     "forward": ("GGA", assign("layers.1.mixer.forward", lambda: torch.relu), r"mixer\.forward must be that of GatedD"),
+    "another's": ("GGA", lambda m: setattr(m.layers[0].feed, "forward", m.layers[1].feed.forward), "that of SwiGLU"),
     "attend": ("GGA", assign("layers.1.mixer.attend", lambda: torch.relu), r"mixer\.attend must be that of GatedDelta"),
     "inside a block": ("GGA", assign("layers.1._forward", lambda: torch.relu), r"_forward must be that of Block"),
     "logits": ("GGA", assign("logits", lambda: torch.relu), "model.logits must be that of HybridLM"),

@@ -53,7 +53,7 @@ def check_fields(part: Any, prefix: str = "") -> None:
                 check_whole(name, value, int(field.name not in MAY_BE_ZERO), MOST.get(field.name, MOST_CHANNELS))
         elif float in kinds:
             _check_number(name, value)
-        elif not isinstance(value, kinds):  # type: ignore[arg-type]
+        elif not isinstance(value, kinds):
             raise TypeError(f"{name} must be {_kind(kinds)}, got {show(value)}")
 
 

@@ -121,7 +121,8 @@ def _is_wrapped(module: nn.Module, key: str, value: Any) -> bool:
             value = value.__wrapped__
         else:
             break
-    return getattr(value, "__func__", value) is getattr(type(module), key)
+    own = getattr(value, "__self__", module) is module  # not the method of another module
+    return own and getattr(value, "__func__", value) is getattr(type(module), key)
 
 
 def _text(value: Any) -> str:
