@@ -299,7 +299,17 @@ CASES = {
     "offsets backwards": (weights(safetensors({"x": tensor([1], 8, 4)}, bytes(4))), "must take 4 bytes, got offsets"),
     "header, deep": (weights(safetensors(b'{"x":' * 10**5)), "expected a header in JSON"),
     "long text for an entry": (weights(safetensors({"x": "y" * 10**6})), "x must have dtype, shape and data_offsets"),
+    "long name": (
+        weights(safetensors({"x" * 10**6: tensor([1])}, bytes(4))),
+        "at most 1000 characters, got one of 1000000",
+    ),
+    "name that is no text": (weights(safetensors({"x\ud800": tensor([1])}, bytes(4))), r"must be text .*'x\\ud800'"),
     # shards
+    "shard's long name": (
+        index(json.dumps({"weight_map": {"x": "y" * 10**4}})),
+        "at most 200 characters, got one of 10000",
+    ),
+    "shard's name": (index('{"weight_map": {"x": "\\ud800"}}'), "index.json: names must be text"),
     "many shards": (
         index(json.dumps({"weight_map": {f"x{i}": f"{i}.safetensors" for i in range(5000)}})),
         r"\.safetensors, \.\.\.; f",

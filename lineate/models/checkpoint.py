@@ -16,6 +16,7 @@ from lineate.models.safetensors import (
     CheckpointError,
     Entry,
     Reader,
+    check_name,
     parse_json,
     read_header,
     write_bytes,
@@ -27,6 +28,7 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 LONGEST_CONFIG = 2**24
 """Bytes of a config.json; a published one has a few thousand."""
+LONGEST_FILE = 200
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -119,6 +121,8 @@ def _read_shards(folder: Path) -> dict[str, Entry]:
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(f"{folder / INDEX}: expected a weight_map of tensor names to files, got {places!r:.80}")
     files = sorted(set(places.values()))
+    for file in files:
+        check_name(folder / INDEX, file, LONGEST_FILE)
     outside = [file for file in files if Path(file).name != file]
     if outside:
         raise CheckpointError(f"{folder / INDEX}: expected names of files beside it, got {outside[0]!r:.80}")

@@ -12,6 +12,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -42,7 +43,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
-MOST_DIGITS, MOST_DIMS = 40, 64
+MOST_DIGITS, MOST_DIMS, LONGEST_NAME = 40, 64, 1000
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Halves of characters, which JSON can escape and no file or terminal takes."""
 BUFFER_BYTES = 16 * 2**20
 """What a tensor passes through when it changes dtype, layout or device on its way."""
 
@@ -119,7 +122,17 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def check_name(file: Path, name: str, most: int = LONGEST_NAME) -> None:
+    """A name of anyone's making that can be printed in a message, and asked a file system for."""
+    if len(name) > most or not (name.isascii() or SURROGATES.search(name) is None):
+        raise CheckpointError(
+            f"{file}: names must be text of at most {most} characters, got one of {len(name)}: {ascii(name)[:80]}"
+        )
+
+
 def _entry(file: Path, name: str, value: Any, base: int) -> Entry:
+    check_name(file, name)
+
     def whole(numbers: Any) -> bool:
         return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
 
