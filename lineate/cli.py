@@ -71,13 +71,14 @@ def build_app() -> "typer.Typer":
     ) -> None:
         """Say what a checkpoint is: layers, rules, heads, parameters, state bytes. No weight is read."""
         from lineate.models.inspect import print_description
+        from lineate.names import user_path
+        from lineate.terminal import fail
         from lineate.training.command import model_folder
 
         try:
             print_description(model_folder(Path(name).expanduser()))
         except (ValueError, OSError) as error:
-            typer.echo(f"lineate: {error}", err=True)
-            raise typer.Exit(2) from None
+            fail(error, 2)
 
     from lineate.explore.command import add_commands as add_pictures
     from lineate.planning.command import add_commands as add_planning
@@ -96,10 +97,12 @@ def _make_folder(out: Path) -> None:
     import typer
 
     from lineate.checks import why_not_writable
+    from lineate.terminal import printable
 
     if (why := why_not_writable(out)) is not None:
         raise typer.BadParameter(
-            f"expected a folder that can be written, got '{out}' ({why}); choose another folder", param_hint="--out"
+            f"expected a folder that can be written, got '{printable(str(out))}' ({why}); choose another folder",
+            param_hint="--out",
         )
 
 

@@ -50,6 +50,9 @@ def add_commands(app: "typer.Typer") -> None:
 
         from lineate.checks import check_out
         from lineate.explore.pictures import MODULES, find
+        from lineate.models.presets import PRESETS
+        from lineate.names import spelled
+        from lineate.terminal import fail, printable
 
         given = {
             "model": model, "pattern": pattern, "text": text, "layer": layer, "head": head, "tokens": tokens,
@@ -72,10 +75,9 @@ def add_commands(app: "typer.Typer") -> None:
             check_out(out)
             for one, option in zip(chosen, options, strict=True):
                 for path in make(one, option, out, kinds, source):
-                    typer.echo(path)
+                    typer.echo(printable(str(path)))
         except (ValueError, OSError) as error:
-            typer.echo(f"lineate: {_one_line(error)}", err=True)
-            raise typer.Exit(2) from None
+            fail(_one_line(error), 2)
 
 
 def make(

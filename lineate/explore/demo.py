@@ -15,6 +15,7 @@ from lineate.explore import findings, recall, tables
 from lineate.explore.cost import CostSetting, measure_cost, one_thread
 from lineate.explore.memories import Report, Setting
 from lineate.explore.report import Section, save_report
+from lineate.terminal import printable
 
 PARTS = {
     "filling the memories": 1.5,
@@ -128,9 +129,9 @@ def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console 
     _save_page(out, stage.sections, results, quick)
     console.print(f"\nDone in {time.perf_counter() - started:.0f} seconds. Pictures and numbers:")
     for path in paths:
-        console.print(Text(f"  {path}"), soft_wrap=True)
+        console.print(Text(printable(f"  {path}")), soft_wrap=True)
     console.print("All of it on one page, for a browser:")
-    console.print(Text(f"  {out / 'report.html'}"), soft_wrap=True)
+    console.print(Text(printable(f"  {out / 'report.html'}")), soft_wrap=True)
     return results
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lineate.models.checkpoint import Checkpoint
 from lineate.models.safetensors import CheckpointError
+from lineate.terminal import console, printable
 
 KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
 """Gate and router parameters whose rounding would be exponentiated or would change a choice."""
@@ -279,11 +280,11 @@ def _bar(checkpoint: Checkpoint, jobs: Sequence[tuple[Piece, str]], progress: bo
     bar = None
     if progress and sys.stderr.isatty():
         try:
-            from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            name = TextColumn("{task.description}", markup=False)
+            columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            bar = Progress(*columns, console=console(stderr=True), transient=True)
         except ImportError:
             pass
     if bar is None:
@@ -291,5 +292,5 @@ def _bar(checkpoint: Checkpoint, jobs: Sequence[tuple[Piece, str]], progress: bo
         return
     total = sum(checkpoint.entries[name].nbytes for name in {piece.source for piece, _ in jobs})
     with bar:
-        task = bar.add_task(f"loading {checkpoint.folder.name}", total=total)
+        task = bar.add_task(printable(f"loading {checkpoint.folder.name}"), total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

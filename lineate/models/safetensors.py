@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineate.terminal import printable
+
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -52,6 +54,9 @@ BUFFER_BYTES = 16 * 2**20
 
 class CheckpointError(ValueError):
     """A folder that cannot be read as a checkpoint; the message names the file, the tensor, expected and got."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))  # names of tensors are the file's words, and tracebacks show them
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ def add_commands(app: "typer.Typer") -> None:
         from lineate.tasks.report import print_table, save, save_numbers
         from lineate.tasks.runner import TrainOptions, default_pairs, plan_cells, run_cells
         from lineate.tasks.task import find
+        from lineate.terminal import fail
 
         try:
             chosen = find(task, TASKS)
@@ -103,8 +104,7 @@ def add_commands(app: "typer.Typer") -> None:
                 raise ValueError(f"--out must have no results of {task}, got '{there}'; choose another, or --overwrite")
             check_out(out)
         except ValueError as error:
-            typer.echo(f"lineate: {error}", err=True)
-            raise typer.Exit(2) from None
+            fail(error, 2)
         command = shlex.join(["lineate", *sys.argv[1:]])
         results = run_cells(cells, jobs, typer.echo, lambda done: save_numbers(cells[0], done, out, command))
         print_table(cells[0], results)

@@ -6,8 +6,10 @@ import os
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
+from lineate.names import spelled, user_path
+from lineate.terminal import fail, printable
 from lineate.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -43,10 +45,13 @@ def add_commands(app: "typer.Typer") -> None:
         top_p: Annotated[float, typer.Option(help="Only among the likeliest with so much probability.")] = 0.95,
         seed: Annotated[int, typer.Option(help="Of the draws.", min=0, max=2**63 - 1)] = 0,
         device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+        raw: Annotated[
+            bool, typer.Option("--raw", help="Write control characters as they are, not as dots: for a file.")
+        ] = False,
     ) -> None:
         """Continue a prompt with a trained model; the text appears as it is made."""
         try:
-            run_generate(folder, prompt, tokens, temperature, top_k, top_p, seed, device)
+            run_generate(folder, prompt, tokens, temperature, top_k, top_p, seed, device, raw)
         except (ValueError, OSError, RuntimeError) as error:
             fail(error, 1 if isinstance(error, RuntimeError) else 2)
 
@@ -81,9 +86,17 @@ def run_train(given: dict[str, Any]) -> None:
 
 
 def run_generate(
-    folder: Path, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float, seed: int, device: str
+    folder: str,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    device: str,
+    raw: bool = False,
 ) -> None:
-    """Print the prompt and what follows."""
+    """Print the prompt and what follows; what a terminal would obey as dots, unless raw."""
     import torch
 
     from lineate.generation import generate, stream_text
@@ -100,9 +113,9 @@ def run_generate(
         model, start, tokens,
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=(tokenizer.end,),
     )  # fmt: skip
-    sys.stdout.write(prompt)
+    sys.stdout.write(prompt if raw else printable(prompt))
     for text in stream_text(tokenizer, (int(token) for token in drawn)):
-        sys.stdout.write(text)
+        sys.stdout.write(text if raw else printable(text))
         sys.stdout.flush()
     sys.stdout.write("\n")
 
@@ -113,7 +126,7 @@ def find_model(folder: Path) -> Path:
 
     if (folder / "model" / "config.json").is_file():
         return folder / "model"
-    found = newest(folder / "checkpoints", lambda text: print(f"warning: {text}", file=sys.stderr))
+    found = newest(folder / "checkpoints", lambda text: print(f"warning: {printable(text)}", file=sys.stderr))
     if found is not None:
         if not (found / "model.safetensors").is_file():
             raise ValueError(
@@ -141,14 +154,6 @@ def _print_anything() -> None:
     """What the terminal's encoding lacks becomes a question mark; a model's text can have any character."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-
-
-def fail(error: Exception, code: int) -> NoReturn:
-    """One line; exit code 2 for what was asked for, 1 for what went wrong on the way."""
-    rank = os.environ.get("RANK", "0")
-    name = "lineate" if rank == "0" else f"lineate, rank {rank}"
-    print(f"{name}: {error}", file=sys.stderr)
-    sys.exit(code)
 
 
 def _sign(command: Any) -> None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lineate.terminal import console, printable
 from lineate.training.config import TrainConfig
 
 METRICS = "metrics.jsonl"
@@ -28,24 +29,23 @@ class Report:
         self._warned: set[str] = set()
         if main:
             try:
-                from rich.console import Console
+                self._console = console()
             except ModuleNotFoundError:
                 return
-            self._console = Console(highlight=False)
 
     def say(self, text: str) -> None:
         if self.main:
             if self._console is None:
-                print(text, flush=True)
+                print(printable(text), flush=True)
             else:
-                self._console.print(text, markup=False, soft_wrap=True)
+                self._console.print(text, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         if self.main:
             if self._console is not None and self._console.is_terminal:
-                self._console.print(f"warning: {text}", style="yellow", markup=False, soft_wrap=True)
+                self._console.print(f"warning: {text}", style="yellow", soft_wrap=True)
             else:
-                print(f"warning: {text}", file=sys.stderr, flush=True)
+                print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
 
     def lock(self) -> None:
         """Open metrics.jsonl for this process alone: two runs in one folder would spoil each other."""
@@ -131,8 +131,7 @@ class Report:
 
     def sample(self, step: int, text: str) -> None:
         """A piece of the model's own text; what cannot be printed is shown as dots."""
-        shown = "".join(c if c.isprintable() or c == "\n" else "\u00b7" for c in text)
-        lines = "\n".join(f"    | {line}" for line in shown.split("\n"))
+        lines = "\n".join(f"    | {line}" for line in printable(text).split("\n"))
         self.say(f"sample at step {step}:\n{lines}")
         if self._board is not None:
             self._board.add_text("sample", lines, step)

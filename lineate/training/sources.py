@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lineate.names import user_path
+from lineate.terminal import printable
+
 Report = Callable[[str], None]
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")  # that are read in a folder; a file that is named may have any
 _REMEDY = "give 'stdlib', a file, a folder or 'hf:NAME[:SPLIT[:CONFIG]]'"
@@ -200,4 +203,4 @@ def _dataset_parts(name: str) -> tuple[str, str, str | None]:
 
 
 def warn(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
+    warnings.warn(printable(message), stacklevel=2)

@@ -1,0 +1,47 @@
+"""What goes to a terminal is shown, never obeyed: names in files, text of models and messages are others' words.
+
+A tensor's name or a generated text may hold an escape sequence, which moves the cursor, hides what stands there or
+types a command, and square brackets that rich would read as markup. Everything of that kind passes through here.
+"""
+
+import os
+import sys
+import unicodedata
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DOT = "\u00b7"
+KEPT = "\n\t\u200c\u200d"
+"""Newline and tab, and the two joiners that scripts and emoji are written with."""
+
+
+def printable(text: str) -> str:
+    """Return the text with a dot for every character that a terminal would obey or that cannot be seen.
+
+    These are the control characters (ESC, carriage return, bell, and their 8-bit forms), those that turn the direction
+    of a line, lone surrogates, and code points without a meaning. Newlines, tabs and spaces of every width stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in KEPT or unicodedata.category(c) == "Zs" else DOT for c in text)
+
+
+def console(stderr: bool = False, width: int | None = None) -> "Console":
+    """Return a console of rich that shows strings as they are: no markup, no emoji codes, no control characters."""
+    from rich.console import Console
+
+    class Literal(Console):
+        def render_str(self, text: str, *args: Any, **options: Any) -> Any:  # every string and cell passes through it
+            return super().render_str(printable(text), *args, **options)
+
+    return Literal(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+
+
+def fail(error: Exception | str, code: int) -> NoReturn:
+    """End the program with a message: exit code 2 for what was asked for, 1 for what went wrong on the way."""
+    rank = os.environ.get("RANK", "0")
+    name = "lineate" if rank == "0" else f"lineate, rank {rank}"
+    print(f"{name}: {printable(str(error))}", file=sys.stderr)
+    sys.exit(code)
