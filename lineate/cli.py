@@ -27,11 +27,14 @@ def build_app() -> "typer.Typer":
     """The commands; typer is imported here so that its absence can be explained."""
     import typer
 
+    from lineate.names import hyphenated
+
     app = typer.Typer(
         help="Attention with a fixed-size memory: what each rule remembers, and what a checkpoint is made of.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        context_settings={"token_normalize_func": hyphenated},  # --emb_dim is --emb-dim, of every command
     )
 
     def show_version(wanted: bool) -> None:

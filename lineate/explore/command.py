@@ -5,6 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from lineate.names import user_path
+
 if TYPE_CHECKING:
     import typer
 
@@ -54,6 +56,7 @@ def add_commands(app: "typer.Typer") -> None:
         from lineate.names import spelled
         from lineate.terminal import fail, printable
 
+        model = model if model is None else spelled(model, PRESETS)
         given = {
             "model": model, "pattern": pattern, "text": text, "layer": layer, "head": head, "tokens": tokens,
             "seed": seed, "quick": quick or None,
@@ -136,7 +139,7 @@ def read_text(given: str) -> str:
     wanted = "--text must be a text or a file of text"
     if not given.strip():
         raise ValueError(f"{wanted}, got an empty one")
-    path = Path(given).expanduser()
+    path = user_path(given)
     one_word = not any(letter.isspace() for letter in given)
     try:
         there = path.exists()

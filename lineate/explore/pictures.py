@@ -64,7 +64,7 @@ class Picture:
 def find(name: str) -> Picture:
     """A picture by its name."""
     if name not in MODULES:
-        from lineate.tasks.task import nearest
+        from lineate.names import nearest
 
         hint = nearest(name, (*MODULES, "all", "list"))
         raise ValueError(f"picture must be {', '.join(MODULES)}, all or list, got {name!r}{hint}")

@@ -24,6 +24,7 @@ from lineate.layers.linear import (
 from lineate.models import HybridLM
 from lineate.models.config import LINEAR_LETTERS, HybridConfig
 from lineate.models.presets import PRESETS, preset
+from lineate.names import nearest, user_path
 from lineate.rule import activate, compute_dtype, normalize
 
 SMALL_PRESETS = ("tiny", "small", "compact", "base")
@@ -160,8 +161,6 @@ def _from_folder(given: str) -> Subject:
 
     folder = Path(given).expanduser()
     if not folder.is_dir():
-        from lineate.tasks.task import nearest
-
         raise ValueError(
             f"--model must be a preset ({', '.join(SMALL_PRESETS)}) or the folder of a checkpoint or run, got "
             f"{given!r}, which is {'not a folder' if folder.exists() else 'neither'}{nearest(given, SMALL_PRESETS)}"

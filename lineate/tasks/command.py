@@ -51,7 +51,7 @@ def add_commands(app: "typer.Typer") -> None:
         seeds: Annotated[int, typer.Option(help="Train with the seeds 0 .. this - 1.", min=1)] = 3,
         steps: Annotated[int, typer.Option(help="Steps at most.", min=1)] = 2000,
         rows: Annotated[int, typer.Option(help="Rows a step.", min=1)] = 64,
-        lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 2e-3,
+        lr: Annotated[float, typer.Option("--lr", "--learning-rate", help="The highest learning rate.")] = 2e-3,
         weight_decay: Annotated[float, typer.Option(help="Of matrices.", min=0)] = 0.01,
         curriculum: Annotated[
             int,
@@ -77,6 +77,7 @@ def add_commands(app: "typer.Typer") -> None:
         import matplotlib  # noqa: F401  # say now, not after training, that it is missing
 
         from lineate.checks import check_out
+        from lineate.names import hyphenated, spelled
         from lineate.tasks.model import ModelOptions
         from lineate.tasks.registry import TASKS
         from lineate.tasks.report import print_table, save, save_numbers
@@ -84,6 +85,7 @@ def add_commands(app: "typer.Typer") -> None:
         from lineate.tasks.task import find
         from lineate.terminal import fail
 
+        task, rules = spelled(task, TASKS), hyphenated(rules)
         try:
             chosen = find(task, TASKS)
             given = {"pairs": pairs, "vocab": vocab, "writes": writes, "modulus": modulus, "noise": noise or None}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LinearConfig, MemoryConfig
-from lineate.tasks.task import nearest
+from lineate.names import nearest
 
 RULES = {
     "linear": "L", "gla": "R", "deltanet": "D", "gdn": "G", "kda": "K", "softmax": "A",

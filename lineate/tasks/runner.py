@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.models import HybridLM
+from lineate.names import nearest
 from lineate.tasks.model import ModelOptions, make_config
 from lineate.tasks.registry import TASKS
-from lineate.tasks.task import NOTHING, Sizes, Task, nearest
+from lineate.tasks.task import NOTHING, Sizes, Task
 
 Report = Callable[[str], None]
 DTYPES = ("float32", "tf32", "bfloat16")

@@ -1,11 +1,12 @@
 """What a task is: a batch made on the device from (seed, step), and what its sizes must be."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
+
+from lineate.names import nearest
 
 NOTHING = -100
 """The target where nothing is asked."""
@@ -120,9 +121,3 @@ def find(name: str, tasks: dict[str, Task]) -> Task:
     if name not in tasks:
         raise ValueError(f"task must be one of {', '.join(tasks)}, got {name!r}{nearest(name, tasks)}")
     return tasks[name]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error: what may have been meant, if anything is close."""
-    close = get_close_matches(name, list(known), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -174,7 +174,8 @@ def _sign(command: Any) -> None:
         elif type(None) not in get_args(kind):
             kind = kind | None
         default = "" if shown is None else f" [default: {shown}]"
-        option = typer.Option(help=f.metadata["help"].replace("[", r"\[") + default.replace("[", r"\["))
+        flags = () if f.metadata["also"] is None else (f"--{f.name}", f.metadata["also"])
+        option = typer.Option(*flags, help=f.metadata["help"].replace("[", r"\[") + default.replace("[", r"\["))
         hints[f.name] = Annotated[kind, option]
     command.__annotations__ = hints | {"return": None}
     command.__signature__ = inspect.Signature(

@@ -19,9 +19,9 @@ FIXED = ("model", "pattern", "tokenizer", "length", "rows", "seed", "optimizer",
 contents count, not the names (prepare.py)."""
 
 
-def option(default: Any, help: str) -> Any:
-    """A field and its line of documentation, which is also the help of its flag."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, also: str | None = None) -> Any:
+    """A field and its line of documentation, which is also the help of its flag; `also` is another name of the flag."""
+    return field(default=default, metadata={"help": help, "also": also})
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class TrainConfig:
     tokenizer: str = option("bytes", "bytes, or bpe:SIZE, trained on the data; a model's folder brings its own.")
     cache: str | None = option(None, "Folder of the token files; the user's cache folder if not given.")
     length: int = option(256, "Tokens in a row; no text sees beyond its row.")
-    rows: int = option(8, "Rows in a step, over all ranks and micro-batches.")
+    rows: int = option(8, "Rows in a step, over all ranks and micro-batches.", also="--batch-size")
     accumulate: int = option(1, "Micro-batches in which a rank computes its rows of a step.")
     steps: int = option(300, "Steps of the optimiser.")
     optimizer: str = option("muon", "muon (hidden matrices; adamw for the rest) or adamw.")
-    lr: float = option(4e-3, "Highest learning rate.")
+    lr: float = option(4e-3, "Highest learning rate.", also="--learning-rate")
     weight_decay: float = option(0.1, "Of matrices, decoupled: each step multiplies them by 1 - lr * weight_decay.")
     betas: tuple[float, float] = option((0.9, 0.95), "Averaging of adamw's two moments.")
     warmup: int | None = option(
@@ -112,8 +112,9 @@ class TrainConfig:
         known = {f.name: f for f in fields(cls)}
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+                also = {f.metadata["also"].strip("-"): f.name for f in known.values() if f.metadata["also"]}
+                near = difflib.get_close_matches(name, [*known, *also], 1)
+                hint = f"; did you mean {also.get(near[0], near[0])!r}?" if near else f"; known are {', '.join(known)}"
                 raise ValueError(f"the config has an unknown key {name!r}{hint}")
         plain: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
         config = cls(**plain)

@@ -17,6 +17,7 @@ from lineate.models.config import HybridConfig
 from lineate.models.families import read_config
 from lineate.models.hybrid import make_mixer
 from lineate.models.presets import PRESETS, preset
+from lineate.names import nearest
 from lineate.training import checkpoint
 from lineate.training.config import FIXED, TrainConfig
 from lineate.training.distributed import World
@@ -214,6 +215,7 @@ def _check_model(config: TrainConfig) -> None:
     elif not Path(config.model).is_dir():
         raise ValueError(
             f"model must be one of {', '.join(PRESETS)}, or the folder of a checkpoint, got {config.model!r}"
+            f"{nearest(config.model, PRESETS)}"
         )
     elif config.pattern is not None:
         raise ValueError(

@@ -62,7 +62,7 @@ def _files(name: str) -> list[Path]:
     if name.startswith("hf:"):
         _dataset_parts(name)
         return []
-    path = Path(name).expanduser().absolute()
+    path = user_path(name).absolute()
     if path.is_dir():
         return _folder(path)
     if not path.exists():
