@@ -69,17 +69,18 @@ def build_app() -> "typer.Typer":
     @app.command()
     def inspect(
         name: Annotated[
-            str, typer.Argument(metavar="FOLDER", help="A checkpoint's folder (config.json, safetensors), or a run's.")
+            str, typer.Argument(metavar="MODEL", help="Folder of a checkpoint or run, or a name on the hub.")
         ],
     ) -> None:
         """Say what a checkpoint is: layers, rules, heads, parameters, state bytes. No weight is read."""
+        from lineate.models.hub import is_hub_name
         from lineate.models.inspect import print_description
         from lineate.names import user_path
         from lineate.terminal import fail
         from lineate.training.command import model_folder
 
         try:
-            print_description(model_folder(Path(name).expanduser()))
+            print_description(name if is_hub_name(name) else model_folder(user_path(name)))
         except (ValueError, OSError) as error:
             fail(error, 2)
 

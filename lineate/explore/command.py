@@ -32,7 +32,7 @@ def add_commands(app: "typer.Typer") -> None:
         ],
         model: Annotated[
             str | None,
-            typer.Option(help="Folder of a checkpoint or run, or a preset (untrained); else a built-in small one."),
+            typer.Option(help="Folder or hub name of a checkpoint, a run, a preset (untrained); else a built-in one."),
         ] = None,
         pattern: Annotated[str | None, typer.Option(help="Mixers of a preset's layers, such as GGGA.")] = None,
         text: Annotated[str | None, typer.Option(help="What the model reads: a text, or a file.")] = None,

@@ -157,18 +157,20 @@ def _untrained(config: HybridConfig, seed: int) -> HybridLM:
 def _from_folder(given: str) -> Subject:
     from lineate.models.checkpoint import Checkpoint
     from lineate.models.families import read_config
+    from lineate.models.hub import find_folder, is_hub_name
     from lineate.training.command import find_model
 
-    folder = Path(given).expanduser()
+    folder = find_folder(given) if is_hub_name(given) else user_path(given)
     if not folder.is_dir():
         raise ValueError(
-            f"--model must be a preset ({', '.join(SMALL_PRESETS)}) or the folder of a checkpoint or run, got "
+            f"--model must be a preset ({', '.join(SMALL_PRESETS)}) or the folder or hub name of a checkpoint, got "
             f"{given!r}, which is {'not a folder' if folder.exists() else 'neither'}{nearest(given, SMALL_PRESETS)}"
         )
     place = find_model(folder)
     config = read_config(Checkpoint.open(place))
     make = partial(HybridLM.from_pretrained, place, dtype=torch.float32, progress=False)
-    return Subject(config, make, shown(folder.resolve().name, 32), True, *_tokenizer(place))
+    name = given if is_hub_name(given) else folder.resolve().name
+    return Subject(config, make, shown(name, 32), True, *_tokenizer(place))
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callable[[int], str] | None]:

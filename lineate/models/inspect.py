@@ -6,12 +6,12 @@ from pathlib import Path
 from torch import nn
 
 from lineate.layers import MixtureOfExperts
-from lineate.models.checkpoint import Checkpoint
 from lineate.models.config import LINEAR_LETTERS, MEMORY_LETTERS, HybridConfig
 from lineate.models.families import empty_model, make_plan, other_family, read_config
+from lineate.models.hub import open_headers
 from lineate.models.hybrid import HybridLM
 from lineate.models.loading import MismatchError, check_tensors, stored_dtype
-from lineate.models.safetensors import CheckpointError
+from lineate.terminal import console
 
 RULES = {
     "L": "linear attention",
@@ -65,10 +65,8 @@ class Description:
 
 
 def describe(folder: str | Path) -> Description:
-    """Read config.json and the headers; no weights."""
-    if not Path(folder).expanduser().is_dir():  # a name on the hub would fetch all weights
-        raise CheckpointError(f"expected a folder with a checkpoint, got {folder}")
-    checkpoint = Checkpoint.open(Path(folder).expanduser())
+    """Read config.json and the headers of a folder or of a hub name; no weights."""
+    checkpoint = open_headers(folder)
     config = read_config(checkpoint)
     model = empty_model(config)
     plan = make_plan(checkpoint, config, model)
@@ -105,20 +103,18 @@ def describe(folder: str | Path) -> Description:
 def print_description(folder: str | Path) -> None:
     """As a table in the terminal."""
     from rich import box
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     found = describe(folder)
-    table = Table(box=box.SIMPLE, show_header=False, title=escape(str(found.folder)), title_justify="left")
+    table = Table(box=box.SIMPLE, show_header=False, title=str(folder), title_justify="left")
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in rows(found):
         table.add_row(name, value)
-    console = Console()
-    console.print(table)
+    screen = console()
+    screen.print(table)
     if found.problem is not None:
-        console.print(f"This checkpoint would not load.\n{found.problem}", style="red", markup=False, highlight=False)
+        screen.print(f"This checkpoint would not load.\n{found.problem}", style="red")
 
 
 def rows(found: Description) -> list[tuple[str, str]]:

@@ -37,7 +37,9 @@ def add_commands(app: "typer.Typer") -> None:
 
     @app.command()
     def generate(
-        folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of a model and tokenizer.")],
+        folder: Annotated[
+            str, typer.Argument(metavar="RUN", help="Folder of a run, or of a model and tokenizer, or a hub name.")
+        ],
         prompt: Annotated[str, typer.Option(help="What the text starts with.")] = "",
         tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1)] = 400,
         temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.8,
@@ -58,6 +60,8 @@ def add_commands(app: "typer.Typer") -> None:
 
 def run_train(given: dict[str, Any]) -> None:
     """Train with the flags that were given (not None), over a config file or a run's own config."""
+    from lineate.models.hub import is_hub_name
+    from lineate.models.presets import PRESETS
     from lineate.training.loop import CONFIG, TrainingStopped
     from lineate.training.prepare import check_folder, prepare, restarted
 
@@ -65,6 +69,10 @@ def run_train(given: dict[str, Any]) -> None:
     given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if x not in (None, [])}
     resume, file = given.pop("resume", None), given.pop("config", None)
     try:
+        if "model" in given:
+            given["model"] = spelled(given["model"], PRESETS)
+            if is_hub_name(given["model"]):
+                given["model"] = str(fetch_model(given["model"]))
         if resume is not None and ("out" in given or file is not None):
             raise ValueError("--resume says already where the run and its config are; leave out --out and --config")
         if resume is not None:
@@ -86,7 +94,7 @@ def run_train(given: dict[str, Any]) -> None:
 
 
 def run_generate(
-    folder: str,
+    folder: str | Path,
     prompt: str,
     tokens: int,
     temperature: float,
@@ -101,11 +109,12 @@ def run_generate(
 
     from lineate.generation import generate, stream_text
     from lineate.models import HybridLM
+    from lineate.models.hub import is_hub_name
     from lineate.training.distributed import World
     from lineate.training.tokenizer import load_tokenizer
 
     _print_anything()
-    place = find_model(folder)
+    place = fetch_model(str(folder)) if is_hub_name(folder) else find_model(user_path(folder))
     tokenizer = load_tokenizer(place)
     model = HybridLM.from_pretrained(place, device=World.start(device).device, progress=False)
     start = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]])
@@ -118,6 +127,15 @@ def run_generate(
         sys.stdout.write(text if raw else printable(text))
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def fetch_model(name: str) -> Path:
+    """Return the folder of a hub name; its weights are fetched only if its tokenizer can be read."""
+    from lineate.models.hub import ALL, TEXTS, fetch
+    from lineate.training.tokenizer import load_tokenizer
+
+    load_tokenizer(fetch(name, TEXTS))
+    return fetch(name, ALL)
 
 
 def find_model(folder: Path) -> Path:

@@ -30,7 +30,7 @@ class TrainConfig:
 
     out: str = option("out/train", "Folder of the run: config, metrics, checkpoints, plot, model.")
     model: str = option(
-        "tiny", "Preset (tiny, small, base, medium, large, ...) or folder of a checkpoint to go on from."
+        "tiny", "Preset (tiny, small, base, medium, large, ...) or folder or hub name of a checkpoint to go on from."
     )
     pattern: str | None = option(None, "Mixers of a preset's layers, one letter a layer, tiled; GGGA if not given.")
     data: tuple[str, ...] = option(

@@ -15,6 +15,7 @@ from lineate.models.config import HybridConfig
 from lineate.models.families import kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
 from lineate.models.families.values import token_ids
 from lineate.models.fields import show
+from lineate.models.hub import find_folder
 from lineate.models.hybrid import HybridLM
 from lineate.models.loading import Piece, Plan, load, stored_dtype
 from lineate.models.safetensors import CheckpointError
@@ -164,26 +165,6 @@ def other_family(checkpoint: Checkpoint) -> str:
         if signature != signatures[kind] and any(re.search(signature, tensor) for tensor in checkpoint.entries):
             return f": config.json says model_type {kind!r}, the tensors are those of {name!r}"
     return ""
-
-
-def find_folder(name: str | Path) -> Path:
-    """A folder as it is, or that of a hub name, fetched if need be."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if isinstance(name, Path) or path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise CheckpointError(f"expected a folder with a checkpoint, or a hub name such as Qwen/Qwen3.5-4B, got {name}")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise CheckpointError(
-            f"{name} is not a folder; fetching it from the hub needs huggingface_hub: pip install huggingface_hub"
-        ) from None
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{name} is not a folder, and could not be fetched from the hub: {reason}") from None
 
 
 def _model_type(checkpoint: Checkpoint) -> str:
