@@ -1,6 +1,7 @@
 """lineate.planning: bytes equal to those allocated, operations equal to torch's count, bounds below measured times."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from lineate.planning import (
     teaching_of,
     variants,
 )
-from lineate.planning.models import PLAIN
+from lineate.planning.models import PLAIN, mixed_ratio
+from lineate.planning.teaching import taught_variants
 
 
 def odd(pattern: str, **changes: object) -> HybridConfig:
@@ -265,8 +267,8 @@ def test_weights_of_plain_softmax_models_are_those_of_transformers(kind: str, tm
 
 
 def test_bad_sources(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must be a preset .tiny.*qwen3-next-80b.*got 'nowhere/model', which is no"):
-        read_model("nowhere/model")
+    with pytest.raises(ValueError, match=r"must be a preset .tiny.*qwen3-next-80b.*got 'no/where/model', which is no"):
+        read_model("no/where/model")
     with pytest.raises(ValueError, match=r"expected a file config.json, got none"):
         read_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -274,10 +276,8 @@ def test_bad_sources(tmp_path: Path) -> None:
         read_model(tmp_path)
     with pytest.raises(ValueError, match=r"dtype must be one of fp32, .* got 'fp64'"):
         read_model("tiny", dtype="fp64")
-    with pytest.raises(ValueError, match="pattern must be left out"):
-        read_model(tmp_path, pattern="GA")
-    with pytest.raises(ValueError, match="cannot be changed for 'qwen3-next-80b'"):
-        read_model("qwen3-next-80b", pattern="GA")
+    with pytest.raises(ValueError, match="pattern must be made of the letters"):
+        read_model("qwen3-next-80b", pattern="GX")
     with pytest.raises(ValueError, match="emb_dim must be a multiple of n_heads = 3, got 64"):
         from_numbers(64, 3, 2)
     with pytest.raises(ValueError, match="kv_heads must divide n_heads = 4, got 3"):
@@ -302,6 +302,49 @@ def test_variants_are_of_the_same_sizes() -> None:
     own = odd("K", attention=None, latent=None)
     derived = variants(Model("x", own, torch.bfloat16, "config"))["softmax only"].config.attention
     assert derived == AttentionConfig(6, 6, 11)
+
+
+def test_other_mixers_at_the_sizes_of_a_model(tmp_path: Path) -> None:
+    """Every letter fits every model: parts that it has keep their sizes, the others get its heads."""
+    for name in ("qwen3-next-80b", "kimi-linear-48b", "olmo-hybrid-7b"):
+        published = read_model(name)
+        for pattern in ("GGGGGGGA", "KKKM", "TPNCE", "L"):
+            model = read_model(name, pattern=pattern)
+            n = published.config.n_layers
+            assert model.config.letters == (pattern * n)[:n] and model.name == f"{name}, {pattern}"
+            assert model.dtype == published.dtype
+            for part in ("linear", "attention", "latent", "feed", "experts"):
+                if (kept := getattr(published.config, part)) is not None:
+                    assert getattr(model.config, part) == kept
+    seven = plan_memory(read_model("qwen3-next-80b", pattern="GGGGGGGA"))
+    assert seven.cache_per_token == 6 * 2 * 2 * 256 * 2 and seven.memory == 42 * 32 * 128 * 128 * 4
+    HybridLM(odd("GA")).save_pretrained(tmp_path / "mine")
+    for source in (tmp_path / "mine", tmp_path / "mine" / "config.json"):
+        assert read_model(source, pattern="AG").config == replace(read_model(source).config, pattern="AG")
+
+
+@pytest.mark.parametrize(
+    "pattern, n_layers, ratio",
+    [
+        ("GGGA", 48, (3, 1)), ("GGGGGGGA", 48, (7, 1)), ("GGGGGGGA", 8, (7, 1)), ("GGGGGGGA", 4, (7, 1)),
+        ("GGAA", 48, (1, 1)), ("GGGAA", 48, (3, 2)), ("GGGAG", 5, (3, 1)), ("KKKM" * 6 + "KKM", 27, (3, 1)),
+        ("G", 4, (3, 1)), ("A", 4, (3, 1)), ("AGGGGG", 12, (5, 1)),
+    ],
+)  # fmt: skip
+def test_the_ratio_that_is_taught_is_that_of_the_pattern(pattern: str, n_layers: int, ratio: tuple[int, int]) -> None:
+    model = from_numbers(2048, 16, n_layers, pattern=pattern)
+    assert mixed_ratio(model.config) == ratio
+    a, b = ratio
+    full, delta, mixed = teaching_of(model, 4096).items()
+    assert (full[0], delta[0], mixed[0]) == ("full attention", "DeltaNet", f"{a}:{b}")
+    assert mixed[1] == (b * full[1] + a * delta[1]) / (a + b)
+    names = list(taught_variants(model))
+    assert names == ["softmax only", "linear only", f"{a}:{b} hybrid"]
+    if ratio != (3, 1):
+        assert taught_variants(model)[names[2]] is model
+        assert f"tokens, {a}:{b} hybrid: " in " ".join(differences(model))
+    whole = n_layers * b % (a + b) == 0
+    assert whole == ("Layers are whole" not in " ".join(differences(model)))
 
 
 # ---- what fits

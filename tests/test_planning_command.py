@@ -167,6 +167,82 @@ def test_teaching_gives_the_numbers_people_know():
     assert got["linear only"]["exact_bytes"] == [2 * 48 * (16 * 128 * 128 * 4 + 3 * 2048 * 3 * 2)] * 2
 
 
+def test_as_readers_type_it():
+    """The options of the script that the formulas are taught with, spelled as there."""
+    words = ["--emb_dim", 2048, "--n_heads", 16, "--n_layers", 48, "--dtype", "bf16", "--batch", 1]
+    words += ["--min_ctx", 128, "--max_ctx", 131072]
+    for form in (words, [*words, "--teaching"]):
+        got = numbers(*form)
+        assert got["contexts_tokens"] == [2**n for n in range(7, 18)]
+        assert (got["model"]["hidden_size"], got["model"]["n_layers"], got["model"]["dtype"]) == (2048, 48, "bfloat16")
+    assert got["teaching"]["3:1 hybrid"]["formula_bytes"][-1] == 12_903_776_256
+
+
+@pytest.mark.parametrize("short, long", [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+def test_dtypes_have_two_names(short, long):
+    for flag in ("--dtype", "--state-dtype", "--conv-dtype", "--cache_dtype", "--precision"):
+        if (flag, short) != ("--precision", "fp16"):
+            got = [numbers("tiny", "--context", "1k", flag, name) for name in (short, long)]
+            assert got[0] | {"command": ""} == got[1] | {"command": ""}
+
+
+@pytest.mark.parametrize(
+    "words, lengths",
+    [
+        (["--min_ctx", "100", "--max_ctx", "1000"], [100, 128, 256, 512, 1000]),
+        (["--min-ctx", "64k"], [65536, 131072]),
+        (["--max_ctx", "512"], [128, 256, 512]),
+        (["--min_ctx", "5", "--max_ctx", "5"], [5]),
+        ([], [4096, 16384, 65536, 262144, 1048576]),
+    ],
+)
+def test_a_range_of_lengths(words, lengths):
+    assert numbers("tiny", "--no-train", *words)["contexts_tokens"] == lengths
+
+
+@pytest.mark.parametrize(
+    "words, assumed",
+    [
+        ([], {"--emb-dim": 2048, "--n-heads": 16, "--n-layers": 48, "--dtype": "bf16", "--pattern": "GGGA"}),
+        (["--emb_dim", "1024", "--pattern", "GGA"], {"--n-heads": 16, "--n-layers": 48, "--dtype": "bf16"}),
+        (["--dtype", "fp32", "--n-layers", "8"], {"--emb-dim": 2048, "--n-heads": 16, "--pattern": "GGGA"}),
+    ],
+)
+def test_teaching_alone_has_defaults_and_says_them(words, assumed):
+    assert numbers("--teaching", *words)["assumed"] == assumed
+    said = " ".join(plan("--teaching", *words).stdout.split())
+    assert f"Not given, so taken: {' '.join(f'{name} {value}' for name, value in assumed.items())}." in said
+    if not words:
+        assert numbers("--teaching")["teaching"] == numbers(*TEACHING)["teaching"]
+    assert "Not given" not in plan(*TEACHING, "--pattern", "GGGA").stdout
+    assert numbers("tiny", "--teaching")["assumed"] == {}
+
+
+@pytest.mark.parametrize("model", [TEACHING[:-1], ("qwen3-next-80b",)])
+def test_teaching_has_the_ratio_of_the_pattern(model):
+    got = numbers(*model, "--pattern", "GGGGGGGA", "--teaching", "--context", "65536")["teaching"]
+    assert list(got) == ["softmax only", "linear only", "7:1 hybrid"]
+    assert got["7:1 hybrid"]["formula"] == "7:1"
+    assert got["7:1 hybrid"]["formula_bytes"] == [(25_769_803_776 + 7 * 25_165_824) // 8]
+    exact = (got[name]["exact_bytes"][0] for name in ("softmax only", "linear only", "7:1 hybrid"))
+    softmax, linear, mixed = exact
+    assert 8 * mixed == softmax + 7 * linear
+    lines = [line.split() for line in plan(*model, "--pattern", "GGGGGGGA", "--teaching").stdout.splitlines()]
+    assert ["tokens", "full", "attention", "exact", "DeltaNet", "exact", "7:1", "exact"] in lines
+
+
+def test_other_mixers_in_a_published_shape():
+    got = numbers("qwen3-next-80b", "--pattern", "GGGGGGGA", "--no-train")
+    assert got["model"]["rules"] == {"Gated DeltaNet": 42, "softmax attention": 6}
+    assert got["model"]["name"] == "qwen3-next-80b, GGGGGGGA" and got["own"] == "this model"
+    told = plan("qwen3-next-80b", "--pattern", "GGGGGGGA", "--no-train").stdout
+    assert told.startswith("qwen3-next-80b, GGGGGGGA: 48 layers (42 x Gated DeltaNet, 6 x softmax attention)")
+
+
+def test_other_mixers_in_a_folder(folder):
+    assert numbers(folder, "--pattern", "KKKM", "--no-train")["model"]["name"] == "tiny-model, KKKM"
+
+
 def test_teaching_says_why_exact_bytes_differ():
     done = plan(*TEACHING)
     text = " ".join(done.stdout.split())
@@ -209,7 +285,15 @@ BAD = {
     "layers": (["--emb-dim", "64", "--n-heads", "4", "--n-layers", "0"], "--n-layers must be at least 1"),
     "letters": (["tiny", "--pattern", "XY"], "--pattern must be made of"),
     "dtype": (["tiny", "--dtype", "bf17"], "--dtype must be one of fp32"),
-    "pattern of a model": (["qwen3-next-80b", "--pattern", "GA"], "cannot be changed"),
+    "pattern of a model": (["qwen3-next-80b", "--pattern", "GX"], "--pattern must be made of"),
+    "two kinds of lengths": (["tiny", "--context", "1k", "--min-ctx", "128"], "leave it out, or leave out --min-ctx"),
+    "a range upside down": (["tiny", "--min_ctx", "9k", "--max_ctx", "8k"], "at most --max-ctx = 8,192, got 9,216"),
+    "a range beyond its end": (["tiny", "--min_ctx", "256k"], "--min-ctx must be at most --max-ctx = 131,072"),
+    "several ends": (["tiny", "--max-ctx", "1k,2k"], "--max-ctx must be one number, got '1k,2k'"),
+    "no end": (["tiny", "--max-ctx", "x"], "--max-ctx must be whole numbers"),
+    "axes": (["tiny", "--axes", "logarithmic", "--plot", "{tmp}/x.png"], "--axes must be log or linear"),
+    "axes of nothing": (["tiny", "--axes", "linear"], "--plot FILE"),
+    "taught heads": (["--teaching", "--emb-dim", "1000"], "--emb-dim must be a multiple of n_heads = 16, got 1000"),
     "optimizer": (["tiny", "--optimizer", "sgd"], "--optimizer must be adamw or muon"),
     "precision": (["tiny", "--precision", "fp4"], "--precision must be"),
     "tokens": (["tiny", "--tokens-per-step", "0"], "--tokens-per-step must be at least 1"),
@@ -308,6 +392,44 @@ class TestFigures:
         with styled():
             figure = draw_report(report, ("memory", "batch", "flops", "decode", "prefill"))
             check_texts(figure)
+
+    @pytest.mark.parametrize("name, last", [("qwen3-next-80b", 131072), ("kimi-linear-48b", 2**20), ("small", 300)])
+    def test_linear_axes(self, name, last):
+        pytest.importorskip("matplotlib")
+        from lineate.explore.style import styled
+        from lineate.planning.plots import draw_report
+
+        contexts = tuple(sorted({1 + (last - 1) * i // 64 for i in range(65)}))
+        request = Request(read_model(name), contexts, machines=(HARDWARE["rtx4090"],), tokens_per_step=None)
+        with styled():
+            figure = draw_report(make_report(request), ("memory", "batch", "flops", "decode", "prefill"), linear=True)
+            shown = [axes for axes in figure.axes if axes.get_visible()]
+            assert all((axes.get_xscale(), axes.get_yscale()) == ("linear", "linear") for axes in shown)
+            assert all(axes.get_xlim()[0] == axes.get_ylim()[0] == 0 for axes in shown)
+            check_texts(figure)
+
+    @pytest.mark.parametrize(
+        "words, scale, points",
+        [
+            (["--min_ctx", "128", "--max_ctx", "4096"], "linear", 65),
+            (["--min_ctx", "128", "--max_ctx", "4096", "--axes", "log"], "log", 6),
+            (["--context", "128,4096"], "log", 6),
+            (["--context", "128,4096", "--axes", "linear"], "linear", 65),
+        ],
+    )
+    @pytest.mark.parametrize("teaching", [True, False])
+    def test_a_range_has_linear_axes(self, words, scale, points, teaching, tmp_path, monkeypatch):
+        pytest.importorskip("matplotlib")
+        from lineate.planning import plots
+
+        drawn = []
+        monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
+        done = plan("tiny", "--no-train", *words, *["--teaching"] * teaching, "--plot", tmp_path / "x.png")
+        assert done.exit_code == 0, done.output
+        axes = drawn[0].axes[0]
+        assert axes.get_xscale() == axes.get_yscale() == scale
+        x = axes.lines[0].get_xdata()
+        assert (len(x), x[0], x[-1]) == (points, 128, 4096)
 
     def test_teaching(self):
         pytest.importorskip("matplotlib")

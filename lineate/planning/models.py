@@ -1,5 +1,6 @@
 """What is planned: sizes of a model and the dtype it is kept in, from a preset, a folder, a config.json or numbers."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from lineate.models.config import (
 )
 from lineate.models.families import FAMILIES, OWN, read_config
 from lineate.models.families.values import Values
+from lineate.models.hub import fetch, is_hub_name
 from lineate.models.loading import stored_dtype
 from lineate.models.presets import PRESETS, preset
 from lineate.models.safetensors import CheckpointError
+from lineate.names import nearest, user_path
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -54,7 +57,7 @@ class Model:
     dtype: torch.dtype
     """Of weights, cache and convolution state."""
     origin: str
-    """"preset", "folder", "config.json", "numbers" or "config"."""
+    """"preset", "folder", "config.json", "hub", "numbers" or "config"."""
 
     @property
     def dtype_name(self) -> str:
@@ -79,29 +82,40 @@ def check_size(name: str, value: int, smallest: int = 1) -> None:
 
 def read_model(source: str | Path | HybridConfig, dtype: str | None = None, pattern: str | None = None) -> Model:
     """A preset's name, a checkpoint's folder (only headers are read), a folder with config.json alone, a config.json
-    of ours, of a family of lineate.models.families or of a model with plain softmax attention, or a HybridConfig.
+    of ours, of a family of lineate.models.families or of a model with plain softmax attention, a name on the hub (its
+    config alone is fetched), or a HybridConfig.
 
     dtype None: as stored, else as config.json says; bfloat16 for published presets, float32 for sizes to train.
     A quantised model needs one; it is planned as if all its weights were in it.
-    pattern: of the sizes to train, or of a HybridConfig that has the parts it needs.
+    pattern: other mixers for its layers, at its sizes; a part that they need and it has not is derived (variants).
 
     >>> read_model("qwen3-next-80b"), read_model("small", pattern="KKKM"), read_model("config.json", dtype="fp8")
     """
     chosen = None if dtype is None else dtype_of(dtype)
     if isinstance(source, HybridConfig):
-        config = source if pattern is None else replace(source, pattern=pattern)
-        return Model(config.family, config, chosen or _usual(config), "config")
+        return _with_pattern(Model(source.family, source, chosen or _usual(source), "config"), pattern)
     if str(source) in PRESETS:
-        config = preset(str(source), pattern)
-        return Model(str(source), config, chosen or _usual(config), "preset")
-    path = Path(source).expanduser()
+        config = preset(str(source))
+        if config.family == OWN:
+            config, pattern = preset(str(source), pattern), None
+        return _with_pattern(Model(str(source), config, chosen or _usual(config), "preset"), pattern)
+    return _with_pattern(_read_file(source, chosen), pattern)
+
+
+def _read_file(source: str | Path, chosen: torch.dtype | None) -> Model:
+    """Read a checkpoint's folder, a config.json, or that of a hub name."""
+    if is_hub_name(source):
+        folder = fetch(str(source), [CONFIG, "generation_config.json"])
+        values = read_json(folder / CONFIG)
+        config = _read(Checkpoint(folder, values, {}), chosen)
+        return Model(str(source), config, chosen or _written(values, config), "hub")
+    path = user_path(source)
     if not path.exists():
+        name = str(source)
         raise ValueError(
-            f"model must be a preset ({', '.join(PRESETS)}), a folder with {CONFIG}, or a {CONFIG}, "
-            f"got {str(source)!r}, which is no preset and does not exist"
+            f"model must be a preset ({', '.join(PRESETS)}), a folder with {CONFIG}, a {CONFIG}, or a hub name such as "
+            f"Qwen/Qwen3.5-4B, got {name!r}, which is no preset and does not exist{nearest(name, PRESETS)}"
         )
-    if pattern is not None:
-        raise ValueError(f"pattern must be left out for {source}, whose {CONFIG} has one, got {pattern!r}")
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and any((path / name).is_file() for name in (SINGLE, INDEX)):
         checkpoint = Checkpoint.open(path)
@@ -165,17 +179,47 @@ def variants(model: Model) -> dict[str, Model]:
     config = model.config
     full = next((letter for letter in config.letters if letter in SOFTMAX), "A")
     linear = next((letter for letter in config.letters if letter not in SOFTMAX), "G")
-    heads, dim = _heads(config)
-    config = replace(
-        config,
-        linear=config.linear or LinearConfig(heads, heads, dim, dim),
-        attention=config.attention or AttentionConfig(heads, heads, dim),
-    )
+    config = _complete(config)
     patterns = {"softmax only": full, "linear only": linear, "3:1 hybrid": 3 * linear + full}
     return {
         name: replace(model, name=f"{model.name}, {name}", config=replace(config, pattern=pattern))
         for name, pattern in patterns.items()
     }
+
+
+def mixed_ratio(config: HybridConfig) -> tuple[int, int]:
+    """Return how many linear layers come to how many of softmax attention as the pattern repeats, in lowest terms.
+
+    (3, 1) if there is but one kind, or if a pattern that names every layer (Kimi Linear's) has no ratio to one.
+    """
+    pattern = config.pattern
+    length = next(n for n in range(1, len(pattern) + 1) if (pattern[:n] * len(pattern)).startswith(pattern))
+    full = sum(letter in SOFTMAX for letter in pattern[:length])
+    linear = length - full
+    common = math.gcd(full, linear)
+    if not full or not linear or (full > common and length >= config.n_layers):
+        return 3, 1
+    return linear // common, full // common
+
+
+def _with_pattern(model: Model, pattern: str | None) -> Model:
+    """Return the model with other mixers, which its name then says."""
+    if pattern is None:
+        return model
+    config = replace(_complete(model.config), pattern=pattern)
+    return replace(model, name=f"{model.name}, {pattern}", config=config)
+
+
+def _complete(config: HybridConfig) -> HybridConfig:
+    """Return the config with a part for every letter; what it has not gets the heads that it has."""
+    heads, dim = _heads(config)
+    return replace(
+        config,
+        linear=config.linear or LinearConfig(heads, heads, dim, dim),
+        memory=config.memory or MemoryConfig(heads, dim),
+        attention=config.attention or AttentionConfig(heads, heads, dim),
+        latent=config.latent or LatentConfig(heads, max(64, config.hidden_size // 4), dim, dim // 2, dim),
+    )
 
 
 def _heads(config: HybridConfig) -> tuple[int, int]:

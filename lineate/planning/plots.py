@@ -32,7 +32,7 @@ def save(figure: "Figure", path: Path) -> None:
     plt.close(figure)
 
 
-def draw_report(report: Report, panels: Sequence[str]) -> "Figure":
+def draw_report(report: Report, panels: Sequence[str], linear: bool = False) -> "Figure":
     """Panels, two in a row, one legend for all; call it inside style.styled()."""
     from matplotlib import pyplot as plt
 
@@ -43,6 +43,8 @@ def draw_report(report: Report, panels: Sequence[str]) -> "Figure":
         with plt.rc_context({"axes.titlesize": 9.5}):
             _DRAW[name](axes, report)
         _lengths(axes, report["contexts_tokens"])
+        if linear:
+            _even(axes, report["contexts_tokens"], *_UNITS[name])
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(report["variants"]))
@@ -50,7 +52,7 @@ def draw_report(report: Report, panels: Sequence[str]) -> "Figure":
     return figure
 
 
-def draw_teaching(report: Report) -> "Figure":
+def draw_teaching(report: Report, linear: bool = False) -> "Figure":
     """The simplified formulas, and dashed the exact bytes of the same three models."""
     from matplotlib import pyplot as plt
 
@@ -70,6 +72,8 @@ def draw_teaching(report: Report) -> "Figure":
     axes.set(yscale="log", ylabel="state, GB (10^9 bytes)")
     axes.yaxis.set_major_formatter("{x:g}")
     _lengths(axes, tokens)
+    if linear:
+        _even(axes, tokens, lambda tick: f"{tick:g}", 1000)
     axes.legend()
     figure.suptitle(_subject(report), fontsize=10, color="0.35")
     return figure
@@ -137,6 +141,13 @@ _DRAW: dict[str, Callable[["Axes", Report], None]] = {
 }  # fmt: skip
 
 
+_UNITS: dict[str, tuple[Callable[[float], str], int]] = {
+    "memory": (show_bytes, 1024), "batch": (lambda count: f"{count:,.0f}", 1000), "flops": (show_flops, 1000),
+    "decode": (show_seconds, 1000), "prefill": (show_seconds, 1000),
+}  # fmt: skip
+"""How a panel's numbers are written, and the factor between their units."""
+
+
 def _times(axes: "Axes", report: Report, what: str, title: str) -> None:
     """Least times on the first machine."""
     machine = report["times"][0]["hardware"]
@@ -157,7 +168,7 @@ def _look(name: str, letters: str) -> dict[str, Any]:
     """Colour, marker and line of a mix of layers: of its rule, if it has but one."""
     if name == "this model":
         return OWN
-    if name.startswith(MIXED):
+    if "hybrid" in name:
         return HYBRID
     rule = LETTER_RULES[letters[0]]
     return {"color": COLORS[rule], "marker": MARKERS[rule], "linestyle": ":" if name.startswith(SOFTMAX) else "-."}
@@ -211,6 +222,30 @@ def _lengths(axes: "Axes", contexts: Sequence[int]) -> None:
     axes.set_xticks(ticks, [_tokens(n) for n in ticks])
     axes.minorticks_off()
     axes.set_xlabel("tokens of text")
+
+
+def _even(axes: "Axes", contexts: Sequence[int], show: Callable[[float], str], factor: int) -> None:
+    """Make both axes linear, from 0, with ticks at whole numbers of the units they are written in."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from numpy import asarray
+
+    axes.set(xscale="linear", yscale="linear")
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]  # not the mark of a crossover
+    values = (y for line in lines for y in asarray(line.get_ydata(), dtype=float).tolist())
+    highest: float = max((y for y in values if not math.isnan(y)), default=1.0)
+    unit = float(factor) ** math.floor(math.log(highest, factor))
+    axes.set_ylim(0, 1.05 * highest)
+    ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(0, highest / unit)
+    axes.set_yticks([unit * tick for tick in ticks if unit * tick <= highest])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: "0" if tick == 0 else show(tick)))
+    last = contexts[-1]
+    step = max(1, 2 ** math.ceil(math.log2(last / 5)))
+    lengths = range(0, last + 1, step)
+    axes.set_xlim(0, 1.02 * last)
+    axes.set_xticks(lengths, [_tokens(n) for n in lengths])
+    axes.minorticks_off()
+    for line in lines:
+        line.set_markevery(max(1, len(contexts) // 8))
 
 
 def _tokens(n: int) -> str:

@@ -15,7 +15,7 @@ from lineate.planning.fit import first_smaller, largest_batch, longest_context
 from lineate.planning.hardware import HARDWARE, Hardware, time_bounds, training_bound
 from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory, plan_training
 from lineate.planning.models import Model, variants
-from lineate.planning.teaching import NAMES, differences, taught_heads, teaching_of
+from lineate.planning.teaching import differences, taught_heads, taught_variants, teaching_of
 
 Report = dict[str, Any]
 CACHE_KINDS = {"keys and values": "keys_and_values_bytes", "latent": "latent_bytes"}
@@ -84,8 +84,7 @@ def make_report(request: Request) -> Report:
 
 def make_teaching_report(request: Request) -> Report:
     """The simplified formulas beside the exact bytes of the same three models."""
-    plans = {name: request.plan(model) for name, model in variants(request.model).items()}
-    names = dict(zip(plans, NAMES, strict=True))
+    plans = {name: request.plan(model) for name, model in taught_variants(request.model).items()}
     taught = [teaching_of(request.model, tokens, request.batch) for tokens in request.contexts]
     return {
         "model": _model(request.plan(request.model)) | {"taught_heads": taught_heads(request.model)},
@@ -98,7 +97,7 @@ def make_teaching_report(request: Request) -> Report:
                 "formula_bytes": [numbers[formula] for numbers in taught],
                 "exact_bytes": [plan.state(request.batch, tokens) for tokens in request.contexts],
             }
-            for (name, formula), plan in zip(names.items(), plans.values(), strict=True)
+            for (name, plan), formula in zip(plans.items(), taught[0], strict=True)
         },
         "differences": differences(
             request.model,

@@ -67,6 +67,9 @@ def print_teaching(report: Report, console: "Console") -> None:
         f"Simplified formulas: emb_dim {m['hidden_size']}, {heads} heads of {m['hidden_size'] // heads}, "
         f"{m['n_layers']} layers, {m['dtype']}; GB = 10^9 bytes.",
     )
+    if report.get("assumed"):
+        taken = " ".join(f"{name} {value}" for name, value in report["assumed"].items())
+        say(console, f"Not given, so taken: {taken}.")
     head = ["tokens"]
     for x in report["teaching"].values():
         head += [x["formula"], "exact"]
@@ -94,11 +97,11 @@ def table(console: "Console", title: str, head: list[str], rows: Rows) -> None:
         made.add_row(*row)
     console.print()
     say(console, title, style="bold")
-    console.print(made, highlight=False, markup=False)
+    console.print(made)
 
 
 def say(console: "Console", text: str, style: str | None = None) -> None:
-    console.print(text, style=style, highlight=False, markup=False)
+    console.print(text, style=style)
 
 
 def headline(m: Report) -> str:

@@ -2,7 +2,7 @@
 
     full attention    batch * tokens * n_heads * d_head * 2 * bytes * n_layers
     DeltaNet          batch * n_heads * d_head * d_head * bytes * n_layers          no convolution
-    3:1               n_layers / 4 layers of the first and the rest of the second
+    3:1               n_layers / 4 layers of the first and the rest of the second; a:b of a pattern in the same way
 
 d_head is emb_dim // n_heads, and a GB is 10^9 bytes. The number of layers of each kind need not be whole.
 """
@@ -12,30 +12,47 @@ from fractions import Fraction
 import torch
 
 from lineate.planning.memory import LayerMemory, plan_memory
-from lineate.planning.models import Model, check_size, dtype_of, variants
-
-NAMES = ("full attention", "DeltaNet", "3:1")
+from lineate.planning.models import Model, check_size, dtype_of, mixed_ratio, variants
 
 
 def teaching(
-    emb_dim: int, n_heads: int, n_layers: int, tokens: int, batch: int = 1, dtype: str = "bf16"
+    emb_dim: int,
+    n_heads: int,
+    n_layers: int,
+    tokens: int,
+    batch: int = 1,
+    dtype: str = "bf16",
+    ratio: tuple[int, int] = (3, 1),
 ) -> dict[str, float]:
-    """Bytes by the three formulas: "full attention", "DeltaNet", "3:1". Whole numbers are ints."""
+    """Bytes by the three formulas: "full attention", "DeltaNet", "3:1" (or another ratio). Whole numbers are ints."""
     sizes = {"emb_dim": emb_dim, "n_heads": n_heads, "n_layers": n_layers, "batch": batch}
+    sizes |= {"ratio[0]": ratio[0], "ratio[1]": ratio[1]}
     for name, value in sizes.items():
         check_size(name, value)
     check_size("tokens", tokens, 0)
     d_head, itemsize = emb_dim // n_heads, dtype_of(dtype).itemsize
     full = batch * tokens * n_heads * d_head * 2 * itemsize
     delta = batch * n_heads * d_head * d_head * itemsize
-    mixed = Fraction(n_layers * full + 3 * n_layers * delta, 4)
-    return dict(zip(NAMES, (n_layers * full, n_layers * delta, _number(mixed)), strict=True))
+    mixed = Fraction(n_layers * (ratio[1] * full + ratio[0] * delta), sum(ratio))
+    return {
+        "full attention": n_layers * full, "DeltaNet": n_layers * delta, f"{ratio[0]}:{ratio[1]}": _number(mixed)
+    }  # fmt: skip
 
 
 def teaching_of(model: Model, tokens: int, batch: int = 1) -> dict[str, float]:
-    """The same for a model: its hidden size, the heads of its attention (else of its linear layers), its dtype."""
+    """The same for a model: its hidden size, the heads of its attention (else of its linear layers), its dtype, and
+    the ratio of its pattern."""
     c = model.config
-    return teaching(c.hidden_size, taught_heads(model), c.n_layers, tokens, batch, model.dtype_name)
+    return teaching(c.hidden_size, taught_heads(model), c.n_layers, tokens, batch, model.dtype_name, mixed_ratio(c))
+
+
+def taught_variants(model: Model) -> dict[str, Model]:
+    """Return the models whose bytes the three formulas are for: softmax only, linear only, and the mixture."""
+    softmax, linear, mixed = variants(model).items()
+    ratio = mixed_ratio(model.config)
+    if ratio == (3, 1):
+        return dict((softmax, linear, mixed))
+    return dict((softmax, linear, (f"{ratio[0]}:{ratio[1]} hybrid", model)))
 
 
 def taught_heads(model: Model) -> int:
@@ -53,7 +70,7 @@ def differences(
 ) -> list[str]:  # fmt: skip
     """How exact bytes differ from the formulas, and why: one sentence each, with the numbers of this model."""
     dtypes = state_dtype, conv_dtype, cache_dtype
-    made = {name: plan_memory(variant, *dtypes) for name, variant in variants(model).items()}
+    made = {name: plan_memory(variant, *dtypes) for name, variant in taught_variants(model).items()}
     linear, full = made["linear only"].layers[0], made["softmax only"].layers[0]
     taught = teaching_of(model, tokens)
     c, heads, itemsize = model.config, taught_heads(model), model.dtype.itemsize
@@ -61,18 +78,20 @@ def differences(
     kept, cached = made["linear only"].state_dtype, made["softmax only"].cache_dtype
     said = _state_differences(model, linear, kept, heads, d_head)
     said += _cache_differences(model, full, cached, heads, d_head)
-    if c.n_layers % 4:
-        layers = made["3:1 hybrid"].layers
-        whole = sum(bool(layer.cache) for layer in layers)
+    a, b = mixed_ratio(c)
+    attending = Fraction(c.n_layers * b, a + b)
+    whole = sum(bool(layer.cache) for layer in made[f"{a}:{b} hybrid"].layers)
+    if whole != attending:
         said.append(
-            f"Layers are whole: of {c.n_layers}, {whole} attend in a 3:1 pattern; the formula has {c.n_layers / 4:g}."
+            f"Layers are whole: of {c.n_layers}, {whole} attend in a {a}:{b} pattern; the formula has "
+            f"{float(attending):g}."
         )
     if len(said) > 1:
         said.append(
             f"Altogether a linear layer keeps {linear.memory + linear.conv:,} bytes of a sequence, where the formula "
             f"has {heads * d_head * d_head * itemsize:,}."
         )
-    for name, key in zip(("softmax only", "linear only", "3:1 hybrid"), NAMES, strict=True):
+    for name, key in zip(made, taught, strict=True):
         exact = made[name].state(1, tokens)
         said.append(
             f"One sequence of {tokens:,} tokens, {name}: {exact / 1e9:.4g} GB exactly, {taught[key] / 1e9:.4g} GB by "

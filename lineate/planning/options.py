@@ -1,0 +1,116 @@
+"""The options of `lineate plan`, read and checked before anything is computed."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lineate.names import user_path
+
+if TYPE_CHECKING:
+    from lineate.planning.hardware import Hardware
+
+CONTEXTS = "4k,16k,64k,256k,1M"
+RANGE = ("128", "128k")
+"""--min-ctx and --max-ctx if only the other is given."""
+AXES = ("log", "linear")
+PANELS = ("memory", "batch", "flops", "decode", "prefill")
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def read_contexts(context: str | None, first: str | None, last: str | None) -> tuple[int, ...]:
+    """The lengths given, or a range: its ends and all powers of two between them."""
+    from lineate.planning.units import read_counts
+
+    if first is None and last is None:
+        return read_counts(CONTEXTS if context is None else context, "--context")
+    if context is not None:
+        raise ValueError("--context names all lengths; leave it out, or leave out --min-ctx and --max-ctx")
+    ends = []
+    for flag, text, default in (("--min-ctx", first, RANGE[0]), ("--max-ctx", last, RANGE[1])):
+        counts = read_counts(default if text is None else text, flag)
+        if len(counts) > 1:
+            raise ValueError(f"{flag} must be one number, got {text!r}; --context takes several")
+        ends.append(counts[0])
+    if ends[0] > ends[1]:
+        raise ValueError(f"--min-ctx must be at most --max-ctx = {ends[1]:,}, got {ends[0]:,}")
+    return doubling(*ends)
+
+
+def doubling(first: int, last: int) -> tuple[int, ...]:
+    """Return both ends and the powers of two between them."""
+    return tuple(sorted({first, last, *(2**n for n in range(first.bit_length(), last.bit_length()))}))
+
+
+def has_linear_axes(axes: str | None, plot: Path | None, in_range: bool) -> bool:
+    """Whether the figure's axes are linear."""
+    if axes is not None and axes not in AXES:
+        raise ValueError(f"--axes must be {' or '.join(AXES)}, got {axes!r}")
+    if axes is not None and plot is None:
+        raise ValueError("--axes are those of a figure; give --plot FILE too")
+    return in_range if axes is None else axes == "linear"
+
+
+def choose_panels(panels: str | None, plot: Path | None, machines: bool) -> tuple[str, ...]:
+    """The panels of the figure."""
+    if panels is None:
+        return ("memory", "decode") if machines else ("memory", "batch")
+    if plot is None:
+        raise ValueError("--panels are those of a figure; give --plot FILE too")
+    chosen = tuple(dict.fromkeys(word.strip() for word in panels.split(",")))
+    for word in chosen:
+        if word not in PANELS:
+            raise ValueError(f"--panels must be of {', '.join(PANELS)}, with commas between, got {panels!r}")
+        if word in ("decode", "prefill") and not machines:
+            raise ValueError(f"--panels {word} needs --hardware, or --bandwidth and --flops")
+    return chosen
+
+
+def choose_machines(
+    hardware: str | None, bandwidth: str | None, flops: str | None, memory: str | None
+) -> tuple[tuple["Hardware", ...], int | None]:
+    """One machine (by name, some of its numbers changed, or by numbers alone), none (only memory), or all we know."""
+    from lineate.planning.hardware import HARDWARE, find_hardware, make_hardware
+    from lineate.planning.units import read_bandwidth, read_bytes, read_flops
+
+    room = None if memory is None else read_bytes(memory, "--memory")
+    moved = None if bandwidth is None else read_bandwidth(bandwidth, "--bandwidth")
+    rate = None if flops is None else read_flops(flops, "--flops")
+    if hardware is not None:
+        machine = find_hardware(hardware)
+        if moved is not None or rate is not None:
+            rates = machine.matrix_rate if rate is None else {"float32": rate}
+            machine = replace(machine, bandwidth=moved or machine.bandwidth, matrix_rate=rates)
+        return (machine,), room
+    if moved is not None and rate is not None and room is not None:
+        return (make_hardware(room, moved, rate),), room
+    if moved is not None or rate is not None:
+        raise ValueError("--bandwidth, --flops and --memory must be given together, or with --hardware")
+    return ((), room) if room is not None else (tuple(HARDWARE.values()), None)
+
+
+def check_files(json_file: str | None, csv_file: str | None, plot: Path | None) -> None:
+    """Prove that the files can be written, before anything is computed."""
+    from lineate.checks import why_not_writable
+
+    if json_file == csv_file == "-":
+        raise ValueError("--json - and --csv - cannot both be printed; write one of them to a file")
+    for flag, name in (("--json", json_file), ("--csv", csv_file), ("--plot", plot)):
+        if name is None or (str(name) == "-" and flag != "--plot"):
+            continue
+        path = user_path(name)
+        if flag == "--plot" and path.suffix.lower() not in SUFFIXES:
+            raise ValueError(f"--plot must be a file that ends in {', '.join(SUFFIXES)}, got '{name}'")
+        if path.parent.exists() and not path.parent.is_dir():
+            why: str | None = f"'{path.parent}' is no folder"
+        else:
+            why = "it is a folder" if path.is_dir() else why_not_writable(path.parent)
+        if path.is_file() and not os.access(path, os.W_OK):
+            why = "it may not be changed"
+        if why is not None:
+            raise ValueError(f"{flag} must be a file that can be written, got '{name}' ({why}); choose another")
+    files = [user_path(name).resolve() for name in (json_file, csv_file, plot) if name is not None and str(name) != "-"]
+    if len(set(files)) < len(files):
+        raise ValueError("--json, --csv and --plot must be different files, got the same twice")
+    if plot is not None:
+        import matplotlib  # noqa: F401  # say now, not after all tables, that it is missing
