@@ -11,6 +11,7 @@ from lineate.explore.memories import LABELS, RULES
 from lineate.explore.pictures import Numbers, Options, Picture
 from lineate.explore.style import rounded, signed_map
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
+from lineate.explore.words import label_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +26,8 @@ WRITES = ("A", "B", "C", "A'", "D")
 READS = ("?A", "?B", "?C", "?D")
 TOKENS, MOST = 32, 256
 """That the model reads, and at most."""
+PANEL = 215.0
+"""Points that the sides of a model's panel have at least, if its tokens have labels."""
 NOTES = {
     "linear_attention": "reads all that matches",
     "gated_linear_attention": "fades with distance",
@@ -93,7 +96,8 @@ def read_model(options: Options) -> Numbers:
         "letter": found.letter,
         "rule": found.rule,
         "head": head,
-        "words": [shown(word, 8) for word in words],
+        "words": words,
+        "words_are_text": subject.encode is not None,
         "text": shown("".join(words), 60),
         "same": same,
         "matrices": {rule: rounded(matrix) for rule, matrix in matrices.items()},
@@ -158,15 +162,21 @@ def draw(numbers: Numbers) -> "Figure":
     from matplotlib import pyplot as plt
 
     parts = [part for part in ("rules", "model") if part in numbers]
-    figure = plt.figure(figsize=(8, 6.4 * len(parts)))
-    places = figure.subfigures(len(parts), 1, squeeze=False)[:, 0]
+    heights = {"rules": 6.4, "model": 12.6 if _labelled(numbers.get("model", {})) else 6.4}
+    figure = plt.figure(figsize=(8, sum(heights[part] for part in parts)))
+    places = figure.subfigures(len(parts), 1, height_ratios=[heights[part] for part in parts], squeeze=False)[:, 0]
     for part, place in zip(parts, places, strict=True):
         (_draw_rules if part == "rules" else _draw_model)(place, numbers[part])
     return figure
 
 
-def _panels(figure: "SubFigure") -> dict[str, "Axes"]:
-    return dict(zip(RULES, figure.subplots(2, 3).flat, strict=True))
+def _labelled(found: Numbers) -> bool:
+    """Whether the texts of the tokens are known; numbers of earlier versions do not say."""
+    return bool(found.get("words_are_text"))
+
+
+def _panels(figure: "SubFigure", rows: int = 2) -> dict[str, "Axes"]:
+    return dict(zip(RULES, figure.subplots(rows, 6 // rows).flat, strict=True))
 
 
 def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
@@ -203,8 +213,8 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
 
 
 def _draw_model(figure: "SubFigure", found: Numbers) -> None:
-    count = len(found["words"])
-    for rule, axes in _panels(figure).items():
+    count, labelled = len(found["words"]), _labelled(found)
+    for rule, axes in _panels(figure, 3 if labelled else 2).items():
         matrix: Any = torch.tensor(found["matrices"][rule])
         most = max(float(matrix.abs().flatten().quantile(0.995)), 1e-6)
         axes.imshow(matrix.tolist(), cmap=signed_map(), vmin=-most, vmax=most, interpolation="nearest", aspect="equal",
@@ -212,9 +222,12 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
         at, value = (matrix < -0.2 * most).nonzero().T + 1
         axes.scatter(value.tolist(), at.tolist(), s=(70 / count) ** 2, marker=".", color="black", linewidths=0)
         axes.grid(False)
-        ticks = [1, *range(max(8, count // 4 // 8 * 8), count + 1, max(8, count // 4 // 8 * 8))]
-        axes.set_xticks(ticks)
-        axes.set_yticks(ticks)
+        if labelled:
+            label_tokens(axes, found["words"], PANEL, both=True)
+        else:
+            ticks = [1, *range(max(8, count // 4 // 8 * 8), count + 1, max(8, count // 4 // 8 * 8))]
+            axes.set_xticks(ticks)
+            axes.set_yticks(ticks)
         axes.set_title(LABELS[rule], fontsize=12, fontweight="bold", pad=20)
         who = "its own rule; " if rule == found["rule"] else ""
         if rule == "gated_delta_rule" and found["letter"] in "KR":

@@ -10,6 +10,7 @@ from lineate.explore.memories import FIXED_SIZE, LABELS, write
 from lineate.explore.pictures import Numbers, Options, Picture
 from lineate.explore.style import rounded, signed_map
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
+from lineate.explore.words import label_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,8 @@ FADE = 0.5
 """What gated linear attention keeps of everything to make room for A's new value: it cannot replace one pair."""
 TOKENS, MOST = 192, 2048
 """That the model reads, and at most."""
+LABELLED, LINE = 64, 460.0
+"""Tokens that have room for their texts below the norms, and the points that all of them have."""
 STEADY = 1.15
 """A norm that changes by less than this factor has levelled off."""
 
@@ -103,6 +106,7 @@ def watch_model(options: Options) -> Numbers:
         "rule": found.rule,
         "head": head,
         "tokens": count,
+        "words": words if subject.encode is not None else None,
         "channel_order": order,
         "frames": [
             {"after_tokens": n, "text": shown("".join(words[:n])), "state": rounded(states[n - 1][order])}
@@ -225,6 +229,8 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
                       marker="o" if len(places) == 1 else None)  # fmt: skip
     axes.set_yscale("log")
     axes.set(xlabel="tokens read", ylabel="Frobenius norm", xlim=(1, max(2, found["tokens"])))
+    if 1 < found["tokens"] <= LABELLED and found.get("words"):
+        label_tokens(axes, found["words"], LINE)
     axes.set_ylim(max(found["norm"]) / 1000 or 1e-3, None)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(ncols=2, loc="lower right")

@@ -192,7 +192,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callabl
     def encode(text: str) -> list[int]:
         return list(engine.encode(text, add_special_tokens=False).ids)
 
-    return encode, lambda number: str(engine.decode([number]))
+    return encode, lambda number: str(engine.decode([number], skip_special_tokens=False))
 
 
 def shown(text: str, longest: int = 12) -> str:
