@@ -3,12 +3,17 @@
 import math
 import shlex
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 if TYPE_CHECKING:
     import typer
+
+    from lineate.tasks.progress import Cost
+    from lineate.tasks.runner import Cell
 
 DEFAULT_RULES = "linear,gla,deltanet,gdn,kda,softmax"
 
@@ -19,6 +24,7 @@ def add_commands(app: "typer.Typer") -> None:
 
     @app.command()
     def tasks(
+        context: typer.Context,
         task: Annotated[
             str,
             typer.Argument(
@@ -29,9 +35,8 @@ def add_commands(app: "typer.Typer") -> None:
         rules: Annotated[
             str,
             typer.Option(
-                help="Rules with commas between: linear, gla, deltanet, gdn, kda, softmax, ttt, ttt-mlp, titans, lact, "
-                "least-squares, or "
-                "patterns such as GGGA; with -2, as in deltanet-2, beta lies in (0, 2)."
+                help="Rules with commas between: linear, gla, deltanet, gdn, kda, softmax, mla, ttt, ttt-mlp, titans, "
+                "lact, least-squares, or patterns such as GGGA or KM; with -2, as in deltanet-2, beta lies in (0, 2)."
             ),
         ] = DEFAULT_RULES,
         length: Annotated[int | None, typer.Option(help="Tokens a row.")] = None,
@@ -69,49 +74,148 @@ def add_commands(app: "typer.Typer") -> None:
         test_lengths: Annotated[str | None, typer.Option(help="Lengths to test, with commas; 1, 2, 4 times.")] = None,
         dtype: Annotated[str, typer.Option(help="float32, tf32, or bfloat16 (autocast).")] = "float32",
         device: Annotated[str, typer.Option(help="cpu, cuda; auto: cuda if there is one.")] = "auto",
+        quick: Annotated[
+            bool,
+            typer.Option("--quick", help="Small sizes and one seed: a minute or two; other options still count."),
+        ] = False,
         jobs: Annotated[int, typer.Option(help="Runs at a time, in processes that share the device.", min=1)] = 1,
         out: Annotated[Path, typer.Option(help="Folder for the figure and the numbers.")] = Path("out/tasks"),
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the task's files in --out.")] = False,
     ) -> None:
         """Train small models on a task that tells the rules apart; print the table and draw the figure."""
         import matplotlib  # noqa: F401  # say now, not after training, that it is missing
+        from rich.console import Console
 
         from lineate.checks import check_out
         from lineate.names import hyphenated, spelled
-        from lineate.tasks.model import ModelOptions
+        from lineate.tasks.progress import Progress, estimate, lanes
+        from lineate.tasks.quick import QUICK
         from lineate.tasks.registry import TASKS
         from lineate.tasks.report import print_table, save, save_numbers
-        from lineate.tasks.runner import TrainOptions, default_pairs, plan_cells, run_cells
-        from lineate.tasks.task import find
+        from lineate.tasks.runner import run_cells
         from lineate.terminal import fail
 
-        task, rules = spelled(task, TASKS), hyphenated(rules)
+        task = spelled(task, TASKS)
         try:
-            chosen = find(task, TASKS)
-            given = {"pairs": pairs, "vocab": vocab, "writes": writes, "modulus": modulus, "noise": noise or None}
-            for name, value in given.items():
-                if value is not None and name not in chosen.uses:
-                    raise ValueError(f"--{name} has no meaning for {task}; leave it out")
-            changed: dict[str, Any] = {"length": length} | given
-            sizes = replace(chosen.default, **{name: x for name, x in changed.items() if x is not None})
-            train = TrainOptions(
-                steps=steps, rows=rows, lr=lr, weight_decay=weight_decay, curriculum=curriculum, eval_every=eval_every,
-                test_rows=test_rows, stop_at=stop_at, minutes=minutes, dtype=dtype, device=_device(device),
-                test_pairs=_numbers("--test-pairs", test_pairs, default_pairs(chosen, sizes)),
-                test_lengths=_numbers("--test-lengths", test_lengths, tuple(n * sizes.length for n in (1, 2, 4))),
-            )  # fmt: skip
-            model = ModelOptions(width, layers, heads, conv, beta_scale, init)
-            cells = plan_cells(chosen, rules.split(","), sizes, model, train, seeds)
-            if (there := out / f"{task}.json").exists() and not overwrite:
-                raise ValueError(f"--out must have no results of {task}, got '{there}'; choose another, or --overwrite")
+            flags = {name: context.params[name] for name in FLAGS}
+            flags["rules"] = hyphenated(flags["rules"])
+            given = {name for name in FLAGS if _is_given(context, name)}
+            cells = _plan(task, _quickened(task, flags, given) if quick else flags, quick)
+            if (there := out / f"{cells[0].stem}.json").exists() and not overwrite:
+                what = f"{task} --quick" if quick else task
+                raise ValueError(f"--out must have no results of {what}, got '{there}'; choose another, or --overwrite")
             check_out(out)
         except ValueError as error:
             fail(error, 2)
         command = shlex.join(["lineate", *sys.argv[1:]])
-        results = run_cells(cells, jobs, typer.echo, lambda done: save_numbers(cells[0], done, out, command))
+        side_by_side = lanes(cells, jobs)
+        with _threads(1 if jobs > 1 else None):
+            costs = estimate(cells)
+            for line in _outlook(costs, side_by_side, None if quick else lambda: _quick_costs(task, flags, given)):
+                typer.echo(line)
+        with Progress(costs, side_by_side, Console()) as progress:
+            results = run_cells(cells, jobs, progress, lambda done: save_numbers(cells[0], done, out, command))
         print_table(cells[0], results)
+        if quick:
+            typer.echo(QUICK[task].look)
         for path in save(cells[0], results, out, command):
             typer.echo(path)
+
+
+SIZE_FLAGS = ("length", "pairs", "vocab", "writes", "modulus", "noise")
+MODEL_FLAGS = ("width", "layers", "heads", "conv", "beta_scale", "init")
+TRAIN_FLAGS = (
+    "steps", "rows", "lr", "weight_decay", "curriculum", "eval_every", "test_rows", "stop_at", "minutes", "dtype",
+)  # fmt: skip
+FLAGS = (*SIZE_FLAGS, *MODEL_FLAGS, *TRAIN_FLAGS, "rules", "seeds", "test_pairs", "test_lengths", "device")
+"""The options that say what is trained and tested, and how."""
+
+
+def _is_given(context: "typer.Context", name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _quickened(task: str, flags: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """Return the flags with those of --quick in place of all that were not given; patterns get the layers they need."""
+    from lineate.tasks.model import parse_rule
+    from lineate.tasks.quick import QUICK
+    from lineate.tasks.registry import TASKS
+    from lineate.tasks.task import find
+
+    small = {name: value for name, value in QUICK[find(task, TASKS).name].flags.items() if name not in given}
+    flags = flags | small
+    if "layers" in small:
+        flags["layers"] = max(small["layers"], *(len(parse_rule(rule)[0]) for rule in flags["rules"].split(",")))
+    return flags
+
+
+def _plan(task: str, flags: dict[str, Any], quick: bool) -> "list[Cell]":
+    """Return the runs that the flags ask for, after all checks."""
+    from lineate.tasks.model import ModelOptions
+    from lineate.tasks.registry import TASKS
+    from lineate.tasks.runner import TrainOptions, default_pairs, plan_cells
+    from lineate.tasks.task import find
+
+    chosen = find(task, TASKS)
+    sizes = chosen.default
+    for name in SIZE_FLAGS:
+        value = flags[name]
+        if value is None or value is False:
+            continue
+        if name != "length" and name not in chosen.uses:
+            raise ValueError(f"--{name} has no meaning for {task}; leave it out")
+        sizes = replace(sizes, **{name: value})
+    train = TrainOptions(
+        **{name: flags[name] for name in TRAIN_FLAGS}, device=_device(flags["device"]),
+        test_pairs=_numbers("--test-pairs", flags["test_pairs"], default_pairs(chosen, sizes)),
+        test_lengths=_numbers("--test-lengths", flags["test_lengths"], tuple(n * sizes.length for n in (1, 2, 4))),
+    )  # fmt: skip
+    model = ModelOptions(**{name: flags[name] for name in MODEL_FLAGS})
+    return plan_cells(chosen, flags["rules"].split(","), sizes, model, train, flags["seeds"], quick)
+
+
+def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[Cell, Cost]":
+    """Return what the same command costs with --quick; nothing if its flags do not go together with that."""
+    from lineate.tasks.progress import estimate
+
+    try:
+        return estimate(_plan(task, _quickened(task, flags, given), True))
+    except ValueError:
+        return {}
+
+
+def _outlook(
+    costs: "Mapping[Cell, Cost]", side_by_side: int, quick: "Callable[[], Mapping[Cell, Cost]] | None"
+) -> Iterator[str]:
+    """Yield what to say before the start: how long it takes, and how it could be shorter if that is long."""
+    from lineate.tasks.progress import LONG, duration, whole
+
+    train = next(iter(costs)).train
+    seconds = whole(costs, side_by_side)
+    runs = f"{len(costs)} run{'s' * (len(costs) > 1)} of at most {train.steps} steps"
+    less = "; less if rules learn the task early" if train.stop_at <= 1 else ""
+    if seconds < LONG or quick is None:
+        yield f"{runs}: about {duration(seconds)} on this machine{less}"
+        return
+    small = quick()
+    shorter = whole(small, side_by_side) if small else seconds
+    hint = f"; --quick takes about {duration(shorter)}" if shorter < seconds / 2 else ""
+    yield f"{runs}: about {duration(seconds)} on this machine{hint}"
+    yield "runs that learn the task early end sooner; --seeds, --steps and --minutes (of a run) shorten the others"
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Let torch use so many threads inside; None: as many as it does."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _numbers(flag: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:

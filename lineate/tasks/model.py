@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 
-from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LinearConfig, MemoryConfig
+from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LatentConfig, LinearConfig, MemoryConfig
+from lineate.models.config import LETTERS
 from lineate.names import nearest
 
 RULES = {
-    "linear": "L", "gla": "R", "deltanet": "D", "gdn": "G", "kda": "K", "softmax": "A",
+    "linear": "L", "gla": "R", "deltanet": "D", "gdn": "G", "kda": "K", "softmax": "A", "mla": "M",
     "ttt": "T", "ttt-mlp": "P", "titans": "N", "lact": "C", "least-squares": "E",
 }  # fmt: skip
 LABELS = {
     "linear": "linear attention", "gla": "gated linear", "deltanet": "DeltaNet", "gdn": "Gated DeltaNet",
-    "kda": "Kimi Delta", "softmax": "softmax", "ttt": "TTT-Linear", "ttt-mlp": "TTT-MLP", "titans": "Titans",
-    "lact": "LaCT", "least-squares": "least squares",
+    "kda": "Kimi Delta", "softmax": "softmax", "mla": "latent attention", "ttt": "TTT-Linear", "ttt-mlp": "TTT-MLP",
+    "titans": "Titans", "lact": "LaCT", "least-squares": "least squares",
 }  # fmt: skip
-LETTERS = "".join(RULES.values())
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,11 @@ def label(name: str) -> str:
 
 
 def make_config(rule: str, tokens: int, options: ModelOptions) -> HybridConfig:
-    """Of one rule. Softmax attention has rotary positions on half of its channels and no convolution."""
+    """Return the model of one rule.
+
+    Softmax and latent attention have rotary positions on half of a head's channels and no convolution. The latent
+    vector has half of the width.
+    """
     pattern, beta_scale = parse_rule(rule, options.beta_scale)
     if options.width < 1 or options.heads < 1 or options.layers < 1:
         raise ValueError(f"width, heads and layers must be at least 1, got {options}")
@@ -74,5 +78,8 @@ def make_config(rule: str, tokens: int, options: ModelOptions) -> HybridConfig:
         ),
         memory=MemoryConfig(options.heads, dim, conv_size=options.conv),
         attention=AttentionConfig(options.heads, options.heads, dim, rotary_dim=dim // 2),
+        latent=LatentConfig(
+            options.heads, options.width // 2, dim - dim // 2, dim // 2, dim, rope_theta=10000.0
+        ),
         feed=FeedConfig(2 * options.width),
     )  # fmt: skip

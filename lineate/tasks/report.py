@@ -87,24 +87,24 @@ def title(cell: Cell) -> str:
     parts = [f"length {cell.sizes.length}"]
     parts += [f"{name} {getattr(cell.sizes, name)}" for name in TASKS[cell.task].uses if name != "noise"]
     parts += ["noise"] * cell.sizes.noise
-    return f"{cell.task} ({', '.join(parts)})"
+    return f"{cell.task}{' --quick' if cell.quick else ''} ({', '.join(parts)})"
 
 
 def save_numbers(cell: Cell, results: Sequence[Result], out: Path, command: str) -> Path:
-    """Write TASK.json: the settings, which all cells share, and every result."""
+    """Write STEM.json: the settings, which all cells share, and every result."""
     content = {
-        "command": command, "task": cell.task, "sizes": asdict(cell.sizes), "model": asdict(cell.model),
-        "train": asdict(cell.train), "cells": [asdict(result) for result in results],
+        "command": command, "task": cell.task, "quick": cell.quick, "sizes": asdict(cell.sizes),
+        "model": asdict(cell.model), "train": asdict(cell.train), "cells": [asdict(result) for result in results],
     }  # fmt: skip
-    path = out / f"{cell.task}.json"
+    path = out / f"{cell.stem}.json"
     strict = json.loads(json.dumps(content), parse_constant=lambda number: None)  # JSON has no infinity and no NaN
     path.write_text(json.dumps(strict, indent=1) + "\n", encoding="utf-8")
     return path
 
 
 def save(cell: Cell, results: Sequence[Result], out: Path, command: str) -> list[Path]:
-    """Write TASK.json, TASK.md and TASK.png into the folder; returns their paths."""
-    table, figure = out / f"{cell.task}.md", out / f"{cell.task}.png"
+    """Write STEM.json, STEM.md and STEM.png into the folder, STEM as the cell has it; return their paths."""
+    table, figure = out / f"{cell.stem}.md", out / f"{cell.stem}.png"
     text = f"{title(cell)}: held-out accuracy, %\n\n    {command}\n\n{markdown(results)}"
     table.write_text(text + "".join(f"\n{note}\n" for note in notes(results)), encoding="utf-8")
     draw(cell, results, figure)

@@ -1,11 +1,15 @@
 """Train one rule on one task with one seed (a cell), and many cells in parallel processes."""
 
 import math
+import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
+from threading import Event, Thread
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +61,13 @@ class Cell:
     sizes: Sizes
     model: ModelOptions
     train: TrainOptions
+    quick: bool = False
+    """Of a --quick comparison, whose files have names of their own."""
+
+    @property
+    def stem(self) -> str:
+        """What the names of its files begin with."""
+        return f"{self.task}-quick" if self.quick else self.task
 
     def __str__(self) -> str:
         return f"{self.task} {self.rule} seed {self.seed}"
@@ -90,7 +101,13 @@ def default_pairs(task: Task, sizes: Sizes) -> tuple[int, ...]:
 
 
 def plan_cells(
-    task: Task, rules: Sequence[str], sizes: Sizes, model: ModelOptions, train: TrainOptions, seeds: int
+    task: Task,
+    rules: Sequence[str],
+    sizes: Sizes,
+    model: ModelOptions,
+    train: TrainOptions,
+    seeds: int,
+    quick: bool = False,
 ) -> list[Cell]:
     """Every rule with every seed, after all checks."""
     task.check(sizes)
@@ -115,7 +132,7 @@ def plan_cells(
         raise ValueError(f"rules must differ, got {','.join(rules)}")
     for rule in rules:
         make_config(rule, task.tokens(sizes), model)
-    return [Cell(task.name, rule, seed, sizes, model, train) for rule in rules for seed in range(seeds)]
+    return [Cell(task.name, rule, seed, sizes, model, train, quick) for rule in rules for seed in range(seeds)]
 
 
 def sizes_at(task: Task, sizes: Sizes, step: int, train: TrainOptions) -> Sizes:
@@ -167,49 +184,73 @@ def measure(model: HybridLM, task: Task, sizes: Sizes, seed: int, train: TrainOp
     return int(right) / count
 
 
-def train_cell(cell: Cell, report: Report = print) -> Result:
-    """Train, testing now and then, until it is learnt or steps or minutes are over; then test all sizes."""
+@contextmanager
+def precision(train: TrainOptions) -> Iterator[None]:
+    """Let float32 products be tf32 ones if the options say so."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if cell.train.dtype == "tf32" else "highest")
+    torch.set_float32_matmul_precision("high" if train.dtype == "tf32" else "highest")
     try:
-        return _train_cell(cell, report)
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _train_cell(cell: Cell, report: Report) -> Result:
-    task, sizes, train = TASKS[cell.task], cell.sizes, cell.train
-    device = torch.device(train.device)
+def start(cell: Cell) -> tuple[HybridLM, torch.optim.Optimizer]:
+    """Return the model of a cell with its first weights, and its optimizer."""
+    train, device = cell.train, torch.device(cell.train.device)
     torch.manual_seed(cell.seed)
     with device:
-        model = HybridLM(make_config(cell.rule, task.tokens(sizes), cell.model))
+        model = HybridLM(make_config(cell.rule, TASKS[cell.task].tokens(cell.sizes), cell.model))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=train.lr, betas=(0.9, 0.98), fused=device.type == "cuda",
     )  # fmt: skip
+    return model, optimizer
+
+
+def train_step(cell: Cell, model: HybridLM, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    """Take one step; return its loss."""
+    task, sizes, train = TASKS[cell.task], cell.sizes, cell.train
+    now = sizes_at(task, sizes, step, train)
+    rows = max(1, train.rows * sizes.length // now.length)
+    ids, targets = task.batch(rows, now, seed=cell.seed, step=step, device=train.device)
+    with _autocast(train):
+        logits, asked = logits_asked(model, ids, targets, task.asked(now))
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), asked.flatten())
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, train)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def train_cell(cell: Cell, report: Report = print, tick: Callable[[int], None] = lambda steps: None) -> Result:
+    """Train, testing now and then, until it is learnt or steps or minutes are over; then test all sizes.
+
+    tick is called with the number of steps taken, after each.
+    """
+    with precision(cell.train):
+        return _train_cell(cell, report, tick)
+
+
+def _train_cell(cell: Cell, report: Report, tick: Callable[[int], None]) -> Result:
+    task, sizes, train = TASKS[cell.task], cell.sizes, cell.train
+    model, optimizer = start(cell)
     result = Result(cell.rule, cell.seed, parameters=sum(p.numel() for p in model.parameters()))
     began = time.monotonic()
     learnt = 0  # tests in a row that were good enough
     for step in range(train.steps):
-        now = sizes_at(task, sizes, step, train)
-        rows = max(1, train.rows * sizes.length // now.length)
-        ids, targets = task.batch(rows, now, seed=cell.seed, step=step, device=device)
-        with _autocast(train):
-            logits, asked = logits_asked(model, ids, targets, task.asked(now))
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), asked.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, train)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        loss = train_step(cell, model, optimizer, step)
         result.steps = step + 1
+        tick(result.steps)
         if result.steps % train.eval_every and result.steps < train.steps:
             continue
         result.accuracy = measure(model, task, sizes, cell.seed, train)
-        loss_now = float(loss.detach())
+        loss_now = float(loss)
         result.history.append((result.steps, loss_now, result.accuracy))
         report(f"[{cell}] step {result.steps}: loss {loss_now:.4f}, accuracy {result.accuracy:.2%}")
         learnt = learnt + 1 if result.accuracy >= train.stop_at else 0
@@ -230,7 +271,22 @@ def _train_cell(cell: Cell, report: Report) -> Result:
     return result
 
 
-def run_cells(cells: Sequence[Cell], jobs: int, report: Report, keep: Callable[[list[Result]], object]) -> list[Result]:
+class Watcher(Protocol):
+    """What is told how the runs go on."""
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+
+    def step(self, cell: Cell, steps: int) -> None:
+        """Note that a cell has taken so many steps."""
+
+    def finish(self, cell: Cell) -> None:
+        """Note that a cell is trained and tested."""
+
+
+def run_cells(
+    cells: Sequence[Cell], jobs: int, watcher: Watcher, keep: Callable[[list[Result]], object]
+) -> list[Result]:
     """All cells, in their order; with jobs > 1 in so many processes, which share the device.
 
     keep is called with the results so far whenever there is a new one. A cell that fails does not stop the others.
@@ -239,29 +295,68 @@ def run_cells(cells: Sequence[Cell], jobs: int, report: Report, keep: Callable[[
 
     def add(cell: Cell, result: Result) -> None:
         results[cell] = result
+        watcher.finish(cell)
         keep([results[cell] for cell in cells if cell in results])
 
     if jobs == 1 or len(cells) == 1:
         for cell in cells:
-            add(cell, train_cell(cell, report))
+            add(cell, train_cell(cell, watcher.say, lambda steps, cell=cell: watcher.step(cell, steps)))  # type: ignore[misc]
         return list(results.values())
     failures: list[BaseException] = []
-    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("spawn"), _one_thread) as pool:
-        futures = {pool.submit(train_cell, cell, _say): cell for cell in cells}
+    processes = get_context("spawn")
+    messages = processes.Queue()
+    with (
+        _listening(messages, watcher),
+        ProcessPoolExecutor(min(jobs, len(cells)), processes, _start_process, (messages,)) as pool,
+    ):
+        futures = {pool.submit(_train_in_process, cell): cell for cell in cells}
         for future in as_completed(futures):
             if (failure := future.exception()) is None:
                 add(futures[future], future.result())
             else:
-                report(f"[{futures[future]}] failed: {failure}")
+                watcher.say(f"[{futures[future]}] failed: {failure}")
                 failures.append(failure)
     if failures:
         raise failures[0]
     return list(map(results.__getitem__, cells))
 
 
-def _one_thread() -> None:
+@contextmanager
+def _listening(messages: Any, watcher: Watcher) -> Iterator[None]:
+    """Pass on what the processes say, from a thread; a process that dies cannot block it, because it only reads."""
+    over = Event()
+
+    def listen() -> None:
+        while True:
+            try:
+                cell, said = messages.get(timeout=0.1)
+            except queue.Empty:
+                if over.is_set():
+                    return
+                continue
+            if isinstance(said, str):
+                watcher.say(said)
+            else:
+                watcher.step(cell, said)
+
+    thread = Thread(target=listen, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+_messages: Any = None
+"""Of a process of run_cells: where its lines and steps go."""
+
+
+def _start_process(messages: Any) -> None:
+    global _messages
+    _messages = messages
     torch.set_num_threads(1)
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+def _train_in_process(cell: Cell) -> Result:
+    return train_cell(cell, lambda line: _messages.put((cell, line)), lambda steps: _messages.put((cell, steps)))
