@@ -1,7 +1,7 @@
 """Tokens as labels of an axis: every character to be seen, none read as a formula, long ones cut."""
 
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ def label_tokens(axes: "Axes", words: Sequence[str], points: float, both: bool =
     glyphs = _glyphs()
     labels = [cut(visible(words[place - 1], glyphs)) for place in places]
     narrow = max(map(len, labels)) == 1  # these fit beside each other
-    look = {"fontsize": size, "family": FAMILY, "parse_math": False}
+    look: dict[str, Any] = {"fontsize": size, "family": FAMILY, "parse_math": False}
     axes.set_xticks(places, labels, rotation=0 if narrow else 90, **look)
     if both:
         axes.set_yticks(places, labels, **look)
