@@ -56,7 +56,7 @@ def test_times_for_people(seconds, said):
 
 
 def test_the_estimate_counts_steps_tests_and_minutes(monkeypatch):
-    """Every step takes 2 s and a row of a test 0.25 s, of which one in eight is timed."""
+    """Every step takes 2 s and a row of a test 0.25 s, of which two are timed."""
     from lineate.tasks import progress
 
     now = [0.0]
@@ -76,7 +76,7 @@ def test_the_estimate_counts_steps_tests_and_minutes(monkeypatch):
     first, second = estimate(cells).values()
     assert first.seconds == pytest.approx(100 * 2 + 4 * 2 + 2 * 2 + (1 + 4) * 2)
     assert second.steps == int(60 / 2.08 + 1) and second.last == first.last
-    assert now[0] == 2 * (2 * 0.25 + 0.25)  # two steps and a test of a few rows each: the steps are slow
+    assert now[0] == 2 * (2 * 0.25 + 2 * 0.25)  # two steps and a test of a few rows each: the steps are slow
     assert whole({cells[0]: first, cells[1]: second}, 2) == first.seconds
 
 

@@ -109,6 +109,7 @@ def add_commands(app: "typer.Typer") -> None:
             fail(error, 2)
         command = shlex.join(["lineate", *sys.argv[1:]])
         side_by_side = lanes(cells, jobs)
+        typer.echo("timing a few steps of every model ...")
         with _threads(1 if jobs > 1 else None):
             costs = estimate(cells)
             for line in _outlook(costs, side_by_side, None if quick else lambda: _quick_costs(task, flags, given)):

@@ -51,8 +51,7 @@ def estimate(cells: Sequence[Cell]) -> dict[Cell, Cost]:
 
 def _time(cell: Cell) -> Cost:
     train, sizes = cell.train, cell.sizes
-    fewer = replace(train, rows=max(1, train.rows // PART), test_rows=max(1, train.test_rows // PART))
-    few = replace(cell, train=fewer)
+    few = replace(cell, train=replace(train, rows=max(1, train.rows // PART)))
     with precision(train):
         model, optimizer = start(cell)
 
@@ -65,11 +64,13 @@ def _time(cell: Cell) -> Cost:
 
         last = train.steps - 1  # past the curriculum: its stages have other rows, and as many tokens
         seconds(lambda: train_step(few, model, optimizer, last))  # compiles, allocates
-        step = seconds(lambda: train_step(few, model, optimizer, last)) * train.rows / fewer.rows
+        step = seconds(lambda: train_step(few, model, optimizer, last)) * train.rows / few.train.rows
+        tested = min(train.test_rows, few.train.rows)
         if step < SLOW:
+            tested = max(1, train.test_rows // PART)
             step = median(seconds(lambda: train_step(cell, model, optimizer, last)) for _ in range(3))
-        test = seconds(lambda: measure(model, TASKS[cell.task], sizes, cell.seed, fewer))
-    test *= train.test_rows / fewer.test_rows
+        part = replace(train, test_rows=tested)
+        test = seconds(lambda: measure(model, TASKS[cell.task], sizes, cell.seed, part)) * train.test_rows / tested
     step += test * -(-train.steps // train.eval_every) / train.steps
     ends = test * (len(train.test_pairs) + sum(n / sizes.length for n in train.test_lengths))
     return Cost(step, ends, int(min(train.steps, 60 * train.minutes / step + 1)))
