@@ -10,6 +10,7 @@ from torch import Tensor
 from lineate import checks
 from lineate.chunk_op import needs_grad, transformed
 from lineate.native.build import why_not
+from lineate.processor import why_wide
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
 
 Signature = tuple[object, ...]
@@ -61,11 +62,13 @@ def resolve(
     form: str,
     backend: str,
     chunk_size: int | None,
+    wide: str | None = None,
 ) -> Plan:
     """`auto` becomes a choice; an explicit request that cannot be served raises, never falls back.
 
     width is the larger of k and v. transformed: in a torch.func transform or forward mode, which only torch's own
     functions know. no_native and no_triton say why that backend cannot run on this machine, or are None if it can.
+    wide: what there is to say of a dtype that this processor does not multiply.
     """
     if beta_per_channel and form not in ("auto", "recurrent"):
         raise ValueError(
@@ -100,7 +103,7 @@ def resolve(
         why_backend = f"backend {backend!r} as asked"
     chunk_size = CHUNK_SIZES[backend] if chunk_size is None else chunk_size
     size = {"recurrent": 1, "chunkwise": min(chunk_size, t), "parallel": t}[form]
-    return Plan(rule.name, form, backend, size, f"{why_form}; {why_backend}")
+    return Plan(rule.name, form, backend, size, "; ".join(x for x in (why_form, why_backend, wide) if x))
 
 
 def _native_obstacle(
@@ -260,6 +263,7 @@ def check_and_resolve(
         form=form,
         backend=backend,
         chunk_size=chunk_size,
+        wide=why_wide(q.dtype) if q.device.type == "cpu" else None,
     )
     if signature is not None and len(_KNOWN) < KNOWN_AT_MOST:
         _KNOWN[signature] = plan

@@ -4,9 +4,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.half import attention
 from lineate.rule import compute_dtype, normalize
 
 
@@ -77,6 +77,4 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if 1 < t < total:
         mask = torch.ones(t, total, dtype=torch.bool, device=q.device).tril(total - t)
     causal = 1 < t == total
-    return F.scaled_dot_product_attention(
-        q, k, v.transpose(1, 2), attn_mask=mask, is_causal=causal, scale=scale
-    ).transpose(1, 2)
+    return attention(q, k, v.transpose(1, 2), mask, causal=causal, scale=scale).transpose(1, 2)

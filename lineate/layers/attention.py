@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineate import checks
+from lineate.half import attention
 from lineate.layers.carry import enter_attention
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
+from lineate.layers.projection import project
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.opaque import opaque
@@ -174,11 +176,9 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None,
         if mask is not None:
             mask = mask.expand(-1, 1, heads // kv, -1)
         with _kernels_without_plans(q):
-            return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).flatten(1, 2)[:, None]
+            return attention(grouped, k, v, mask, scale=scale).flatten(1, 2)[:, None]
     with _kernels_without_plans(q):
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=kv < heads
-        )
+        out = attention(q.transpose(1, 2), k, v, mask, causal=causal, scale=scale, shared_keys=kv < heads)
     return out.transpose(1, 2)
 
 
@@ -241,7 +241,7 @@ class GatedAttention(nn.Module):
         check_call(self, x, state, cu_seqlens)
         past = 0 if state is None else state.lengths
         segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
-        q, gate, k, v = self.in_proj(x).split(self.splits, -1)
+        q, gate, k, v = project(self.in_proj, x).split(self.splits, -1)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
@@ -264,4 +264,4 @@ class GatedAttention(nn.Module):
             state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
             output = attend(q, state, "keys", "values", scale, cu_seqlens)
         output = output.flatten(2)
-        return self.out_proj(output * gate.sigmoid() if self.gated else output), state
+        return project(self.out_proj, output * gate.sigmoid() if self.gated else output), state

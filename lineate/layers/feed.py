@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.half import linear, matmul
 from lineate.layers.gpu import kernels_for
+from lineate.layers.projection import project
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
 
@@ -26,7 +28,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(glu(self.gate_up_proj(x)))
+        return project(self.down_proj, glu(project(self.gate_up_proj, x)))
 
 
 def glu(x: Tensor) -> Tensor:
@@ -87,17 +89,17 @@ class MixtureOfExperts(nn.Module):
         y = self._mix(tokens, weights.to(x.dtype), chosen)
         if self.shared is not None:
             shared = self.shared(tokens)
-            y = y + (shared if self.shared_gate is None else self.shared_gate(tokens).sigmoid() * shared)
+            y = y + (shared if self.shared_gate is None else project(self.shared_gate, tokens).sigmoid() * shared)
         return y.view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Weights (float32) and experts of each token, `n active`."""
         dtype = compute_dtype(tokens.dtype)
         if self.scores == "softmax":
-            weights, chosen = F.softmax(self.router(tokens), -1, dtype=dtype).topk(self.active, -1)
+            weights, chosen = F.softmax(project(self.router, tokens), -1, dtype=dtype).topk(self.active, -1)
         else:
             assert self.router_bias is not None
-            scores = F.linear(tokens.to(dtype), self.router.weight.to(dtype)).sigmoid()
+            scores = linear(tokens.to(dtype), self.router.weight.to(dtype)).sigmoid()
             wanted = scores + self.router_bias
             if self.groups > 1:
                 grouped = wanted.unflatten(-1, (self.groups, -1))
@@ -115,7 +117,7 @@ class MixtureOfExperts(nn.Module):
         if tokens.is_cuda:
             parts = self._parts_on_gpu(tokens, chosen)
         elif tokens.shape[0] == 1:  # a token at a time: no sorting
-            return weights @ torch.cat([self._expert(tokens, e) for e in chosen[0].tolist()])
+            return matmul(weights, torch.cat([self._expert(tokens, e) for e in chosen[0].tolist()]))
         else:
             parts = self._sorted(tokens, chosen, self._one_by_one)
         return (parts * weights[..., None]).sum(1)  # in one order, not by atomic additions
@@ -164,4 +166,4 @@ class MixtureOfExperts(nn.Module):
         return F.grouped_mm(glu(made), self.experts_down.transpose(1, 2), offs=ends)
 
     def _expert(self, tokens: Tensor, e: int) -> Tensor:
-        return F.linear(glu(F.linear(tokens, self.experts_gate_up[e])), self.experts_down[e])
+        return linear(glu(linear(tokens, self.experts_gate_up[e])), self.experts_down[e])

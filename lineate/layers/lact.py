@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate.half import attention
 from lineate.layers.attention import attend_new, takes_packed
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.gpu import kernels_for
 from lineate.layers.norm import RMSNorm
+from lineate.layers.projection import project
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.lact import fresh_state, lact
@@ -102,7 +104,7 @@ class LaCT(nn.Module):
     ) -> tuple[Tensor, Memory]:
         """x `b t hidden` -> the same; the state is f's weights and sums, and the window's keys and values."""
         check_call(self, x, state, cu_seqlens)
-        mixed, gates = self.in_proj(x).split(self.splits, -1)
+        mixed, gates = project(self.in_proj, x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}
         if self.conv is not None:
             mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
@@ -125,7 +127,7 @@ class LaCT(nn.Module):
         )  # fmt: skip
         y = self.norm(y) * F.silu(shown.transpose(2, 3)).to(y.dtype)
         y = y.flatten(2)
-        return self.out_proj(y + attended if self.window else y), Memory(tensors | after)
+        return project(self.out_proj, y + attended if self.window else y), Memory(tensors | after)
 
     def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q', k', v' `b t heads d` of q | k | v."""
@@ -217,7 +219,7 @@ def window_attention(
             mask = mask & (column >= first)  # b 1 t n
         own = (q[:, start:stop], k[:, low:high], v[:, low:high])
         own_q, own_k, own_v = (x.transpose(1, 2) for x in own)
-        y = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=mask)
+        y = attention(own_q, own_k, own_v, mask)
         outputs.append(y.transpose(1, 2))
     keys, values = (last_of_rows(x, window - 1) for x in (k, v))
     return torch.cat(outputs, 1) if outputs else torch.empty_like(q), keys, values

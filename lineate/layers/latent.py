@@ -9,11 +9,13 @@ cache itself is the only key and value, which is what decoding uses.
 import torch
 from torch import Tensor, nn
 
+from lineate.half import multiply_heads
 from lineate.layers.attention import attend, attend_new
 from lineate.layers.carry import enter_attention
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
+from lineate.layers.projection import project
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
@@ -62,7 +64,7 @@ class LatentAttention(nn.Module):
         check_call(self, x, state, cu_seqlens)
         t, past = x.shape[1], 0 if state is None else state.lengths
         segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
-        q, latent, shared = self.in_proj(x).split(self.splits, -1)
+        q, latent, shared = project(self.in_proj, x).split(self.splits, -1)
         q = q.unflatten(-1, (self.heads, -1))  # b t heads nope+rope
         latent, shared = self.latent_norm(latent), shared[..., None, :]
         if self.rope_theta is not None:
@@ -76,15 +78,15 @@ class LatentAttention(nn.Module):
             if segment is not None:
                 new, bounds = enter_attention(segment, new, state)
             output = attend_new(q, *self._expand(new["latent"]), self.scale, cu_seqlens, bounds)
-            return self.out_proj(output.flatten(2)), TokenCache.of(new, bounds)
+            return project(self.out_proj, output.flatten(2)), TokenCache.of(new, bounds)
         state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
         # Reading the cache itself costs rank + rank a pair instead of nope + value, but expands nothing.
         read = self._absorbed if t == 1 or 4 * t < state.n else self._expanded
-        return self.out_proj(read(q, state, cu_seqlens).flatten(2)), state
+        return project(self.out_proj, read(q, state, cu_seqlens).flatten(2)), state
 
     def _expand(self, cached: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all heads, from `rows n 1 rank+rope`."""
-        made = self.up_proj(cached[:, :, 0, : self.rank]).unflatten(-1, (self.heads, -1))
+        made = project(self.up_proj, cached[:, :, 0, : self.rank]).unflatten(-1, (self.heads, -1))
         keys, values = made.split((self.nope_dim, self.value_dim), -1)
         return torch.cat((keys, cached[..., self.rank :].expand(-1, -1, self.heads, -1)), -1), values
 
@@ -96,7 +98,7 @@ class LatentAttention(nn.Module):
     def _absorbed(self, q: Tensor, state: TokenCache, cu_seqlens: Tensor | None) -> Tensor:
         up = self.up_proj.weight.unflatten(0, (self.heads, -1))  # heads nope+value rank
         to_keys, to_values = up.split((self.nope_dim, self.value_dim), 1)
-        inside = torch.einsum("bthd,hdr->bthr", q[..., : self.nope_dim], to_keys)
+        inside = multiply_heads(q[..., : self.nope_dim], to_keys)
         q = torch.cat((inside, q[..., self.nope_dim :]), -1)  # b t heads rank+rope
         read = attend(q, state, "latent", "latent", self.scale, cu_seqlens)[..., : self.rank]
-        return torch.einsum("bthr,hdr->bthd", read, to_values)
+        return multiply_heads(read, to_values.mT)

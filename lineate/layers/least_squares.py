@@ -16,6 +16,7 @@ from lineate import checks
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
+from lineate.layers.projection import project
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.least_squares import least_squares
 from lineate.rule import compute_dtype, normalize
@@ -91,7 +92,7 @@ class LeastSquares(nn.Module):
     ) -> tuple[Tensor, Memory]:
         """x `b t hidden` -> the same; the state is P, S, where each row stands, and the convolution's last inputs."""
         check_call(self, x, state, cu_seqlens)
-        mixed, z, *gates = self.in_proj(x).split(self.splits, -1)
+        mixed, z, *gates = project(self.in_proj, x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}
         if self.conv is not None:
             mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
@@ -112,4 +113,4 @@ class LeastSquares(nn.Module):
         )  # fmt: skip
         tensors.update(memory)
         y = self.norm(output.to(v.dtype), z.unflatten(-1, (self.heads, self.value_dim)))
-        return self.out_proj(y.flatten(2)), Memory(tensors)
+        return project(self.out_proj, y.flatten(2)), Memory(tensors)

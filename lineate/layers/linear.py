@@ -21,6 +21,7 @@ from lineate.layers.context import Bounds, Context, Segment, segment_of
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
+from lineate.layers.projection import project
 from lineate.layers.state import Memory, TensorSpec
 from lineate.ops import (
     Attended,
@@ -115,7 +116,7 @@ class LinearMixer(nn.Module):
         bounds = packed if segment is None else segment
         (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, bounds, owned)
         y = self.norm(output, z.unflatten(-1, (self.value_heads, self.value_dim)))
-        return self.out_proj(y.flatten(2)), Memory(tensors)
+        return project(self.out_proj, y.flatten(2)), Memory(tensors)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """in_proj(x), cut into q | k | v and the gates.
@@ -126,7 +127,7 @@ class LinearMixer(nn.Module):
         heads = sum(gate == "heads" for gate in self.gates)
         aligned = sum(self.splits) % 8 == 0 or not heads or not x.is_cuda
         if aligned or x.shape[1] == 1 or type(self.in_proj) is not nn.Linear:
-            return self.in_proj(x).split(self.splits, -1)
+            return project(self.in_proj, x).split(self.splits, -1)
         weight: Tensor = self.in_proj.weight
         wide, narrow = weight.split((sum(self.splits[:-heads]), sum(self.splits[-heads:])))
         return (
@@ -213,7 +214,7 @@ class GatedLinearAttention(LinearMixer):
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
         f, z = gates
-        decay = self.decay_proj(f).unflatten(-1, (self.value_heads, self.key_dim))
+        decay = project(self.decay_proj, f).unflatten(-1, (self.value_heads, self.key_dim))
         log_decay = F.logsigmoid(decay.to(compute_dtype(decay.dtype))) / 16
         return run_rule(gated_linear_attention, (q, k, v, log_decay), memory, bounds, corrects=False), z
 
@@ -323,12 +324,12 @@ class KimiDeltaAttention(LinearMixer):
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
         f, z, b = gates
-        decay = self.decay_proj(f).unflatten(-1, (self.value_heads, self.key_dim))
+        decay = project(self.decay_proj, f).unflatten(-1, (self.value_heads, self.key_dim))
         op = partial(
             delta_from_raw_gates,
             A_log=self.A_log, dt_bias=self.dt_bias, beta_scale=self.beta_scale, in_place=owned,
         )  # fmt: skip
-        return run_rule(op, (q, k, v, decay, b), memory, bounds, corrects=True), self.gate_proj(z)
+        return run_rule(op, (q, k, v, decay, b), memory, bounds, corrects=True), project(self.gate_proj, z)
 
 
 def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:

@@ -9,6 +9,7 @@ from lineate import checks
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
+from lineate.layers.projection import project
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.titans import titans, titans_state
 from lineate.rule import compute_dtype, normalize
@@ -87,7 +88,7 @@ class Titans(nn.Module):
         """x `b t hidden` -> the same; the state is the memory, its momentum, where its chunk began, and the
         convolution's last inputs."""
         check_call(self, x, state, cu_seqlens)
-        mixed, z, gates = self.in_proj(x).split(self.splits, -1)
+        mixed, z, gates = project(self.in_proj, x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}
         if self.conv is not None:
             mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
@@ -109,7 +110,7 @@ class Titans(nn.Module):
             chunk=self.chunk, clip=self.clip, residual=self.residual, norm=self.memory_norm, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         y = self.norm(y, z.unflatten(-1, (self.heads, self.head_dim)))
-        return self.out_proj(y.flatten(2)), Memory(tensors | after)
+        return project(self.out_proj, y.flatten(2)), Memory(tensors | after)
 
     def extra_repr(self) -> str:
         return f"memory={self.memory!r}, chunk={self.chunk}, clip={self.clip}"

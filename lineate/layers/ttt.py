@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
+from lineate.layers.projection import project
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.ttt import ttt
@@ -97,7 +98,7 @@ class TTTMixer(nn.Module):
     ) -> tuple[Tensor, Memory]:
         """x `b t hidden` -> the same; the state is the model, its summed gradients, and the convolution's inputs."""
         check_call(self, x, state, cu_seqlens)
-        mixed, z, r = self.in_proj(x).split(self.splits, -1)
+        mixed, z, r = project(self.in_proj, x).split(self.splits, -1)
         tensors: dict[str, Tensor] = {}
         if self.conv is not None:
             mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
@@ -120,7 +121,7 @@ class TTTMixer(nn.Module):
             recompute_chunks=self.recompute_chunks,
         )  # fmt: skip
         y = self.post_norm(output.flatten(2)) * F.gelu(z, approximate="tanh")
-        return self.out_proj(y), Memory(tensors | memory)
+        return project(self.out_proj, y), Memory(tensors | memory)
 
 
 class TTTLinear(TTTMixer):

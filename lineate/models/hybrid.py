@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lineate import checks
+from lineate.half import linear
 from lineate.layers import (
     TTTMLP,
     DeltaNet,
@@ -33,6 +34,7 @@ from lineate.layers import (
     TTTLinear,
 )
 from lineate.layers.context import Bounds, Context, Segment
+from lineate.layers.projection import project
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
 from lineate.models.config import MEMORY_LETTERS, HybridConfig
 from lineate.models.loss import head_loss, loss_sum
@@ -299,10 +301,10 @@ class HybridLM(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """The head."""
         if self.head is not None:
-            return self.head(x)
+            return project(self.head, x)
         if self.embed.weight.is_meta and not x.is_meta:  # torch would return a tensor without numbers
             raise RuntimeError("embed, which is the head too, must not be offloaded; keep it on a device")
-        return F.linear(x, self.embed.weight)
+        return linear(x, self.embed.weight)
 
     def _padded(
         self,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from lineate.layers import MixtureOfExperts
@@ -11,6 +12,7 @@ from lineate.models.families import empty_model, make_plan, other_family, read_c
 from lineate.models.hub import open_headers
 from lineate.models.hybrid import HybridLM
 from lineate.models.loading import MismatchError, check_tensors, stored_dtype
+from lineate.processor import why_wide
 from lineate.terminal import console
 
 RULES = {
@@ -154,6 +156,8 @@ def rows(found: Description) -> list[tuple[str, str]]:
     by_dtype = ", ".join(f"{name} {_bytes(n)}" for name, n in found.bytes_by_dtype.items())
     unused = f"; {_bytes(found.ignored_bytes)} not needed" if found.ignored_bytes else ""
     lines.append(("on disk", f"{_bytes(found.bytes_on_disk)} ({by_dtype}){unused}"))
+    if (wide := why_wide(getattr(torch, found.state_dtype))) is not None:
+        lines.append(("on this CPU", wide))
     fixed = found.memory_bytes + found.conv_bytes
     lines.append(
         (

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.half import half_dtype, linear, times, wide_linear
 from lineate.rule import compute_dtype, full_precision
 
 AT_ONCE = 2**26
@@ -31,7 +32,7 @@ def loss_sum(logits: Tensor, targets: Tensor, name: str = "targets") -> tuple[Te
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The first of loss_sum(x weight^T, targets); x `b t hidden`, weight `vocab hidden`."""
     if targets.numel() * weight.shape[0] <= AT_ONCE:
-        return loss_sum(F.linear(x, weight), targets)[0]
+        return loss_sum(linear(x, weight), targets)[0]
     check_targets(targets, x, weight.shape[0])
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -62,16 +63,18 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, dtype):  # type: ignore[no-untyped-def]
         """x `n hidden`, targets `n`; products in dtype, the rest in float32. The gradients are of the sum."""
         exact, size = compute_dtype(dtype), max(1, AT_ONCE // len(weight))
+        wide = half_dtype(x) is not None  # then products are of float32, and the weight is widened in blocks
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dweight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=exact, device=x.device)
         with full_precision(x):
-            w = weight.to(dtype)
+            rounded, dtype = dtype, exact if wide else dtype
+            w = weight if wide else weight.to(dtype)
             for start in range(0, len(x), size):
                 part, wanted = x[start : start + size].to(dtype), targets[start : start + size]
                 there = wanted != -100
                 wanted = wanted.where(there, 0)[:, None]
-                z = F.linear(part, w).to(exact)
+                z = (wide_linear(part, w, None, rounded) if wide else F.linear(part, w)).to(exact)
                 logs = z.logsumexp(1, keepdim=True)
                 total += (logs - z.gather(1, wanted)).mul(there[:, None]).sum()
                 if dx is None and dweight is None:
@@ -80,7 +83,7 @@ class _HeadLoss(torch.autograd.Function):
                 dz.scatter_add_(1, wanted, torch.full_like(logs, -1.0))
                 dz = dz.mul_(there[:, None]).to(dtype)
                 if dx is not None:
-                    dx[start : start + size] = dz @ w
+                    dx[start : start + size] = times(dz, w) if wide else dz @ w
                 if dweight is not None:
                     dweight += dz.T @ part
         ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))

@@ -3,6 +3,7 @@
 //   short convolution   y_tc = sum_i w_ci x_{t-past+i,c}, past = size - 1;  silu(y)
 //   RMSNorm             x / sqrt(mean x^2 + eps) * (offset + weight) * act(gate)
 //   glu                 silu(gate) * up
+//   product, combine    x weight^T and x weight of few rows, the weight of 16 bit
 //
 // A unit of work is a slab of channels or a block of rows. What a unit computes depends on nothing but its own inputs,
 // and sums over tokens go block by block in one order: the bits are the same in any batch and number of threads.
@@ -577,5 +578,142 @@ int lineate_glu(const Glu *a) {
 
 int lineate_glu_backward(const Glu *a) {
     spread(glu_backward, a, blocks(a->rows, glu_rows(a)), a->rows * a->size, a->threads);
+    return 0;
+}
+
+// ---- products of few rows with weights of 16 bit -------------------------------------------------------------------
+
+typedef struct {
+    i64 rows, out, size, threads, half;  // half: 0 weights in bfloat16, 1 in float16
+    const float *x;                      // rows size, dense
+    const uint16_t *weight;              // out rows of size, dense, weight_row apart
+    i64 weight_row;
+    float *y;  // rows out, dense: x weight^T
+} Product;  // of lineate_combine, x is rows out, and y rows size: x weight
+
+// A tile is so many rows of the weight by so many of x: its sums stay in registers.
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+enum { TILE_WEIGHTS = 4, TILE_ROWS = 4 };
+#else
+enum { TILE_WEIGHTS = 4, TILE_ROWS = 2 };
+#endif
+typedef uint16_t half_vec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+enum { WIDENS_FLOAT16 = 1 };
+INLINE vec widen_float16(half_vec x) { return (vec)_mm512_cvtph_ps((__m256i)x); }
+#elif defined(__AVX2__) && defined(__F16C__)
+#include <immintrin.h>
+enum { WIDENS_FLOAT16 = 1 };
+INLINE vec widen_float16(half_vec x) { return (vec)_mm256_cvtph_ps((__m128i)x); }
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+enum { WIDENS_FLOAT16 = 1 };
+INLINE vec widen_float16(half_vec x) { return (vec)vcvt_f32_f16((float16x4_t)x); }
+#else
+enum { WIDENS_FLOAT16 = 0 };
+INLINE vec widen_float16(half_vec x) { return (vec){0}; }
+#endif
+
+INLINE vec widen(const uint16_t *x, i64 n, int half) {
+    half_vec y = {0};
+    memcpy(&y, x, n * sizeof(uint16_t));
+    return half ? widen_float16(y) : (vec)(__builtin_convertvector(y, uvec) << 16);
+}
+
+#define EACH_ROW _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)
+#define EACH_WEIGHT _Pragma("GCC unroll 4") for (int j = 0; j < weights; j++)
+INLINE void product_tile(const Product *a, i64 row, i64 first, int rows, int weights, int half) {
+    const float *x = a->x + row * a->size;
+    const uint16_t *weight = a->weight + first * a->weight_row;
+    const i64 whole = a->size / LANES * LANES, rest = a->size - whole;
+    vec sum[TILE_ROWS][TILE_WEIGHTS] = {0}, w[TILE_WEIGHTS];
+    for (i64 c = 0; c < whole; c += LANES) {
+        EACH_WEIGHT w[j] = widen(weight + j * a->weight_row + c, LANES, half);
+        EACH_ROW {
+            vec z = load(x + i * a->size + c, LANES);
+            EACH_WEIGHT sum[i][j] += z * w[j];
+        }
+    }
+    if (rest) {
+        EACH_WEIGHT w[j] = widen(weight + j * a->weight_row + whole, rest, half);
+        EACH_ROW {
+            vec z = load(x + i * a->size + whole, rest);
+            EACH_WEIGHT sum[i][j] += z * w[j];
+        }
+    }
+    EACH_ROW
+        EACH_WEIGHT a->y[(row + i) * a->out + first + j] = total(sum[i][j]);
+}
+
+INLINE i64 product_weights(const Product *a) {  // rows of the weight of a unit: whole tiles
+    return TILE_WEIGHTS * (1 + 65536 / (TILE_WEIGHTS * most(a->size, 1)));
+}
+
+INLINE void product_unit(const Product *a, i64 unit, int half) {
+    const i64 size = product_weights(a), end = least((unit + 1) * size, a->out);
+    for (i64 first = unit * size; first < end; first += TILE_WEIGHTS) {
+        i64 row = 0;
+        if (end - first >= TILE_WEIGHTS) {
+            for (; row + TILE_ROWS <= a->rows; row += TILE_ROWS)
+                product_tile(a, row, first, TILE_ROWS, TILE_WEIGHTS, half);
+            for (; row + 2 <= a->rows; row += 2) product_tile(a, row, first, 2, TILE_WEIGHTS, half);
+            for (; row < a->rows; row++) product_tile(a, row, first, 1, TILE_WEIGHTS, half);
+        } else {
+            for (; row < a->rows; row++)
+                for (i64 j = first; j < end; j++) product_tile(a, row, j, 1, 1, half);
+        }
+    }
+}
+
+static void product_bfloat16(const void *call, i64 unit) { product_unit(call, unit, 0); }
+static void product_float16(const void *call, i64 unit) { product_unit(call, unit, 1); }
+
+int lineate_product(const Product *a) {
+    if (a->half && !WIDENS_FLOAT16) return 1;
+    spread(a->half ? product_float16 : product_bfloat16, a, blocks(a->out, product_weights(a)), a->out * a->size,
+           a->threads);
+    return 0;
+}
+
+enum { TILE_COLUMNS = 4 * LANES };
+
+// Columns at `first` of so many rows of x weight; n of them are there: TILE_COLUMNS, or LANES, or less.
+INLINE void combine_tile(const Product *a, i64 row, i64 first, int rows, i64 n, int half) {
+    const int weights = n == TILE_COLUMNS ? 4 : 1;
+    const i64 width = n == TILE_COLUMNS ? LANES : n;
+    const float *x = a->x + row * a->out;
+    const uint16_t *weight = a->weight + first;
+    vec sum[TILE_ROWS][4] = {0}, w[4];
+    for (i64 c = 0; c < a->out; c++, weight += a->weight_row) {
+        EACH_WEIGHT w[j] = widen(weight + j * LANES, width, half);
+        EACH_ROW EACH_WEIGHT sum[i][j] += x[i * a->out + c] * w[j];
+    }
+    EACH_ROW EACH_WEIGHT store(a->y + (row + i) * a->size + first + j * LANES, sum[i][j], width);
+}
+
+INLINE void combine_columns(const Product *a, i64 first, i64 n, int half) {
+    i64 row = 0;
+    for (; row + TILE_ROWS <= a->rows; row += TILE_ROWS) combine_tile(a, row, first, TILE_ROWS, n, half);
+    for (; row < a->rows; row++) combine_tile(a, row, first, 1, n, half);
+}
+
+INLINE void combine_unit(const Product *a, i64 unit, int half) {
+    i64 first = unit * TILE_COLUMNS;
+    if (a->size - first >= TILE_COLUMNS) {
+        combine_columns(a, first, TILE_COLUMNS, half);
+        return;
+    }
+    for (; first + LANES <= a->size; first += LANES) combine_columns(a, first, LANES, half);
+    if (first < a->size) combine_columns(a, first, a->size - first, half);
+}
+
+static void combine_bfloat16(const void *call, i64 unit) { combine_unit(call, unit, 0); }
+static void combine_float16(const void *call, i64 unit) { combine_unit(call, unit, 1); }
+
+int lineate_combine(const Product *a) {
+    if (a->half && !WIDENS_FLOAT16) return 1;
+    spread(a->half ? combine_float16 : combine_bfloat16, a, blocks(a->size, TILE_COLUMNS), a->out * a->size,
+           a->threads);
     return 0;
 }

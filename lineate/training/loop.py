@@ -20,6 +20,7 @@ from lineate.generation import generate
 from lineate.models import HybridLM
 from lineate.models.families import check_saveable
 from lineate.models.safetensors import write_tensors
+from lineate.processor import why_wide
 from lineate.training import checkpoint
 from lineate.training.batches import NO_TARGET, Batch
 from lineate.training.compiling import weigh
@@ -78,12 +79,14 @@ class Trainer:
             checkpoint.write_json(out / CONFIG, config.to_dict())
         size = sum(x.numel() for x in self.model.parameters())
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
+        wide = why_wide(getattr(torch, config.dtype)) if self.world.device.type == "cpu" else None
         self.report.say(
             f"{config.model}: {sizes.n_layers} layers {sizes.letters}, {size / 1e6:.2f}M parameters, "
             f"{self.tokenizer.name}, {self.world.device.type}{ranks}, {config.dtype}, {config.optimizer}\n"
             f"{view.n_tokens:,} tokens of {view.n_documents:,} documents to learn from, "
             f"{self.validation.view.n_tokens:,} to validate with; unigram entropy {self.entropy:.3f} nats per token\n"
             f"steps {self.step} to {config.steps} of {config.rows} x {config.length} tokens, in {out}"
+            + ("" if wide is None else f"\n{wide}, which is no faster than --dtype float32")
         )
         if config.compile:
             self.report.say(weigh(self))

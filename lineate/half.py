@@ -1,0 +1,205 @@
+"""Products of 16-bit matrices on a CPU that has none: the same numbers through float32.
+
+    y = round(wide(x) wide(W)^T + wide(bias))       summed in float32, rounded once
+
+torch's own products in bfloat16 take up to hundreds of times as long there. Weights stay as they are: blocks of their
+rows that fit a cache are widened one after another, so that a model's memory does not double. Under autocast the
+operands are not rounded first; the result has autocast's dtype.
+
+Where a compiler, a transform or a kind of tensor looks at the call, it is plain torch without blocks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lineate.chunk_op import is_eager, needs_grad
+from lineate.native import product as native
+from lineate.processor import multiplies
+
+BLOCK = 2**20
+"""Elements that are widened at a time: 4 MB, which also keeps the allocator from mapping new pages for every block."""
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def half_dtype(x: Tensor) -> torch.dtype | None:
+    """The 16-bit dtype of products with x, if they must go through float32; None: torch multiplies."""
+    dtype = x.dtype
+    if torch.is_autocast_enabled("cpu") and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype("cpu")
+    return dtype if dtype in _HALVES and x.is_cpu and not multiplies(dtype) else None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias; x `... k`, weight `m k`, bias `m`."""
+    dtype = half_dtype(x)
+    if dtype is None or not _multiply(x, weight, bias):
+        return F.linear(x, weight, bias)
+    with _without_autocast():
+        if needs_grad(x, weight, bias) and is_eager(x, weight, bias):
+            result: Tensor = _Linear.apply(x, weight, bias, dtype)
+            return result
+        return wide_linear(x, weight, bias, dtype)
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """x y."""
+    dtype = half_dtype(x)
+    if dtype is None or not _multiply(x, y, None):
+        return x @ y
+    with _without_autocast():
+        return (x.float() @ y.float()).to(dtype)
+
+
+def multiply_heads(x: Tensor, y: Tensor) -> Tensor:
+    """x_h y_h of every head h; x `b t h n`, y `h n m` -> `b t h m`."""
+    dtype = half_dtype(x)
+    if dtype is None or not _multiply(x, y, None):
+        return torch.einsum("bthn,hnm->bthm", x, y)
+    with _without_autocast():
+        if not is_eager(x, y) or needs_grad(x, y):
+            return torch.einsum("bthn,hnm->bthm", x.float(), y.float()).to(dtype)
+        heads = [times(own, of_head) for own, of_head in zip(x.flatten(0, 1).unbind(1), y, strict=True)]
+        return torch.stack(heads, 1).to(dtype).unflatten(0, x.shape[:2])
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    shared_keys: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention; q `b heads t k`, k and v `b kv n k|v`, kv < heads only with shared_keys."""
+    dtype = half_dtype(q)
+    if dtype is None or not (_multiply(q, k, None) and _multiply(q, v, None)):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared_keys
+        )
+    softmax: Callable[[Tensor, Tensor, Tensor], Tensor] = partial(
+        F.scaled_dot_product_attention, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shared_keys
+    )
+    with _without_autocast():
+        if k.numel() <= BLOCK or not is_eager(q, k, v) or needs_grad(q, k, v):
+            return softmax(q.float(), k.float(), v.float()).to(dtype)
+        large = k[0, 0].numel() >= BLOCK // 16  # else looking at each head by itself costs more than widening
+        if q.shape[2] <= 128 and large and not causal and not shared_keys:
+            return _attend_few(q, k, v, mask, q.shape[3] ** -0.5 if scale is None else scale, dtype)
+        heads = zip(*(x.chunk(k.shape[1], 1) for x in (q, k, v)), strict=True)  # those of the keys
+        return torch.cat([softmax(*(x.float() for x in own)).to(dtype) for own in heads], 1)
+
+
+def _attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """attention of few queries over many keys, which are not stored wide; q `b heads t k`, k and v `b heads n k|v`."""
+    output = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
+    for row, head in product(range(q.shape[0]), range(q.shape[1])):
+        scores = scale * wide_linear(q[row, head], k[row, head])
+        if mask is not None:
+            shown = mask.expand(*q.shape[:3], k.shape[2])[row, head]
+            scores = scores.masked_fill(~shown, -torch.inf)
+        output[row, head] = times(scores.softmax(-1), v[row, head])
+    return output
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """linear of operands of any dtype through float32, in blocks; not under autocast."""
+    if not is_eager(x, weight, bias):
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    wide = native.product(rows, weight)
+    if wide is None and (weight.numel() <= BLOCK or weight.dtype == torch.float32):
+        wide = F.linear(rows.float(), weight.float())
+    if wide is not None:
+        y = (wide if bias is None else wide + bias).to(dtype)
+    else:
+        y, rows = torch.empty(len(rows), len(weight), dtype=dtype, device=x.device), rows.float()
+        for at, block in _blocks(weight):
+            y[:, at] = F.linear(rows, block, None if bias is None else bias[at].float())
+    return y.view(*x.shape[:-1], len(weight))
+
+
+def times(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight in float32; x `n m`, weight `m k` of any dtype; not under autocast."""
+    if needs_grad(x, weight) or weight.dtype == torch.float32 or not is_eager(x, weight):
+        return x.float() @ weight.float()
+    found = native.combine(x, weight) if weight.stride(1) == 1 else native.product(x, weight.mT)
+    if found is not None:
+        return found
+    if weight.numel() <= BLOCK:
+        return x.float() @ weight.float()
+    out = torch.zeros(len(x), weight.shape[1], dtype=torch.float32, device=x.device)
+    for rows, block in _blocks(weight):
+        out.addmm_(x[:, rows].float(), block)
+    return out
+
+
+def _outer(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x^T y in dtype; x `n m`, y `n k`."""
+    x, y = x.T, y.float()
+    if needs_grad(x, y) or x.shape[0] * y.shape[1] <= BLOCK:
+        return (x.float() @ y).to(dtype)
+    out, size = torch.empty(x.shape[0], y.shape[1], dtype=dtype, device=x.device), max(64, BLOCK // y.shape[1])
+    for start in range(0, len(x), size):
+        out[start : start + size] = x[start : start + size].float() @ y
+    return out
+
+
+class LinearThroughFloat32(TorchFunctionMode):
+    """Within it, F.linear is `linear`: for modules that wrap a linear layer, or have hooks."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def _without_autocast() -> AbstractContextManager[object]:
+    """Float32 stays float32; entering autocast takes longer than asking for it."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+
+
+def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> bool:
+    """Whether torch would multiply these: of one dtype, or of any under autocast; else it says what is wrong."""
+    if torch.is_autocast_enabled("cpu"):
+        return y.is_floating_point() and y.dtype is not torch.float64 and y.is_cpu
+    return y.dtype is x.dtype and y.is_cpu and (bias is None or bias.dtype is x.dtype)
+
+
+def _blocks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of the weight, and these in float32; what was yielded before is overwritten."""
+    size = max(64, BLOCK // weight.shape[1])
+    buffer = torch.empty(min(size, len(weight)), weight.shape[1], dtype=torch.float32, device=weight.device)
+    for start in range(0, len(weight), size):
+        block = weight[start : start + size]
+        yield slice(start, start + size), buffer[: len(block)].copy_(block)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, dtype):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        ctx.bias = None if bias is None else bias.dtype
+        return wide_linear(x, weight, bias, dtype)
+
+    @staticmethod
+    def backward(ctx, d):  # type: ignore[no-untyped-def]
+        x, weight = ctx.saved_tensors
+        rows, dx, dweight, dbias = d.reshape(-1, d.shape[-1]), None, None, None
+        with _without_autocast():
+            if ctx.needs_input_grad[0]:
+                dx = times(rows, weight).to(x.dtype).view_as(x)
+            if ctx.needs_input_grad[1]:
+                dweight = _outer(rows, x.reshape(-1, x.shape[-1]), weight.dtype)
+            if ctx.needs_input_grad[2]:
+                dbias = rows.float().sum(0).to(ctx.bias)
+        return dx, dweight, dbias, None

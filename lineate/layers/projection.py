@@ -1,0 +1,31 @@
+"""How layers call their linear projections: through float32 on a CPU that has no products in their dtype."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from lineate.half import LinearThroughFloat32, half_dtype, linear
+
+
+def project(module: nn.Module, x: Tensor) -> Tensor:
+    """module(x), an nn.Linear or what stands for one: wrapped, quantised, with hooks, or fetched when it runs."""
+    if half_dtype(x) is None:
+        result: Tensor = module(x)
+        return result
+    if type(module) is nn.Linear and _is_bare(module):
+        return linear(x, module.weight, module.bias)
+    if torch.compiler.is_compiling():
+        result = module(x)
+        return result
+    with LinearThroughFloat32():
+        result = module(x)
+        return result
+
+
+def _is_bare(module: nn.Linear) -> bool:
+    """Whether calling it does no more than to multiply."""
+    hooks = (
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+        or _has_any_global_hook()
+    )  # fmt: skip
+    return not hooks and "forward" not in vars(module)

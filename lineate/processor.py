@@ -1,0 +1,68 @@
+"""What this CPU multiplies in hardware: whether products of 16-bit matrices go through float32 (lineate.half)."""
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+
+_SWITCHES = {torch.bfloat16: "LINEATE_CPU_BF16", torch.float16: "LINEATE_CPU_FP16"}
+_FEATURES = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
+"""As /proc/cpuinfo names them. An ARM that adds in float16 is not among them: sums of that range and precision are what
+float32 avoids."""
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has products in dtype, and torch uses them; the environment may say otherwise.
+
+    LINEATE_CPU_BF16 and LINEATE_CPU_FP16 are 1 (use torch's products) or 0 (go through float32).
+    """
+    return _multiplies(dtype)
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
+multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _multiplies(dtype: torch.dtype) -> bool:
+    if dtype not in _SWITCHES:
+        return True
+    chosen = os.environ.get(_SWITCHES[dtype], "")
+    if chosen not in ("", "0", "1"):
+        raise ValueError(f"{_SWITCHES[dtype]} must be 0 or 1, got {chosen!r}; leave it unset to let lineate look")
+    return chosen == "1" if chosen else _torch_multiplies(dtype) and bool(_FEATURES[dtype] & _features())
+
+
+def _torch_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has a library for such products; on x86 it may emulate them."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    kind = "bf16" if dtype is torch.bfloat16 else "fp16"
+    known = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
+    return known is not None and bool(known())
+
+
+def _features() -> set[str]:
+    """The instruction sets of the first core, as Linux names them; elsewhere what torch knows of an x86."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        known = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+        return {"avx512_bf16"} if known is not None and known() else set()
+    for line in lines:
+        name, _, words = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(words.split())
+    return set()
+
+
+def why_wide(dtype: torch.dtype) -> str | None:
+    """Say that products in dtype go through float32 on this CPU, or None if they do not."""
+    if multiplies(dtype):
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"{name}: this processor has no {name} products; computed through float32"
+
+
+why_wide._dynamo_marked_constant = True  # type: ignore[attr-defined]
