@@ -436,9 +436,25 @@ def test_layers_that_are_missing_are_counted(own, tmp_path):
     )
 
 
-def test_dtype_must_be_floating(own):
-    with pytest.raises(ValueError, match=r"dtype must be a floating dtype or None, got torch.int8"):
-        HybridLM.from_pretrained(own, dtype=torch.int8)
+@pytest.mark.parametrize("dtype", [torch.int8, "int8", "half", 16])
+def test_dtype_must_be_floating(own, dtype):
+    message = f"dtype must be one of auto, fp32, float32, bf16, .* got '{str(dtype).removeprefix('torch.')}'"
+    with pytest.raises(ValueError, match=message):
+        HybridLM.from_pretrained(own, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("bfloat16", torch.bfloat16), ("bf16", torch.bfloat16), ("torch.bfloat16", torch.bfloat16),
+        ("float16", torch.float16), ("fp16", torch.float16), ("fp32", torch.float32), ("float32", torch.float32),
+        ("float64", torch.float64), (torch.bfloat16, torch.bfloat16), ("auto", torch.float32), (None, torch.float32),
+    ],
+)  # fmt: skip
+def test_dtype_by_name(own, given, expected):
+    model = HybridLM.from_pretrained(own, dtype=given)
+    assert model.dtype == expected
+    assert model.layers[0].mixer.A_log.dtype == torch.float32
 
 
 def test_saving_into_the_folder_it_came_from(own, tmp_path):

@@ -335,11 +335,12 @@ class HybridLM(nn.Module):
         cls,
         name: str | Path,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         progress: bool = True,
     ) -> "HybridLM":
-        """From a folder with config.json and safetensors, or a name on the Hugging Face hub; dtype None: as stored.
+        """From a folder with config.json and safetensors, or a name on the Hugging Face hub; dtype None or "auto": as
+        stored, else a torch.dtype or its name, such as "bfloat16" or "bf16".
 
         Decays (A_log, dt_bias) and router_bias are float32 whatever the dtype is; model.to(dtype) would round them too.
         """

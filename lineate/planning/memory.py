@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from lineate.dtypes import full_name
 from lineate.layers import MixtureOfExperts, TensorSpec
 from lineate.models.families import empty_model
 from lineate.models.hybrid import HybridLM
@@ -215,6 +216,7 @@ def plan_training(
     Activations are counted in planning/activations.py: the tensors that autograd saves, each storage once.
     """
     check_size("tokens_per_step", tokens_per_step)
+    dtype = full_name(dtype)
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be 'float32' or 'bfloat16' (autocast), got {dtype!r}")
     if optimizer not in ("adamw", "muon"):

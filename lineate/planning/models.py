@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lineate.dtypes import HALF_AND_SINGLE, parse_dtype
 from lineate.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
 from lineate.models.config import (
     AttentionConfig,
@@ -25,13 +26,7 @@ from lineate.models.presets import PRESETS, preset
 from lineate.models.safetensors import CheckpointError
 from lineate.names import nearest, user_path
 
-DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
+DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {
     "fp8": torch.float8_e4m3fn,
     "float8_e4m3fn": torch.float8_e4m3fn,
     "int8": torch.int8,
@@ -66,12 +61,8 @@ class Model:
 
 
 def dtype_of(name: str | torch.dtype, argument: str = "dtype") -> torch.dtype:
-    """A dtype by its name."""
-    if isinstance(name, torch.dtype) and name in DTYPES.values():
-        return name
-    if name not in DTYPES:
-        raise ValueError(f"{argument} must be one of {', '.join(DTYPES)}, got {str(name).removeprefix('torch.')!r}")
-    return DTYPES[str(name)]
+    """Return the dtype of a name."""
+    return parse_dtype(name, argument, DTYPES)
 
 
 def check_size(name: str, value: int, smallest: int = 1) -> None:

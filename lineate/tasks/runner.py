@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.dtypes import full_name
 from lineate.models import HybridLM
 from lineate.names import nearest
 from lineate.tasks.model import ModelOptions, make_config
@@ -49,6 +50,9 @@ class TrainOptions:
     device: str = "cpu"
     test_pairs: tuple[int, ...] = ()
     test_lengths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", full_name(self.dtype))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from lineate.dtypes import full_name
+
 CHOICES = {
     "optimizer": ("adamw", "muon"),
     "schedule": ("cosine", "wsd"),
@@ -71,6 +73,9 @@ class TrainConfig:
     shard: str = option("none", "Over ranks: none (every rank has all weights), or full (FSDP2).")
     context: int = option(1, "Ranks that share each row (context parallelism).")
     tensorboard: bool = option(False, "Write events for TensorBoard.")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", full_name(self.dtype))
 
     def check(self) -> None:
         """Everything that can be wrong without looking at data or device."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lineate.dtypes import parse_dtype
 from lineate.models.checkpoint import Checkpoint, save
 from lineate.models.config import HybridConfig
 from lineate.models.families import kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
@@ -60,13 +61,12 @@ FAMILIES = {
 
 def load_pretrained(
     name: str | Path,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     progress: bool = True,
 ) -> HybridLM:
-    """A model in eval mode from a folder or a hub name; dtype None: that of most of the stored bytes."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating dtype or None, got {dtype}")
+    """A model in eval mode from a folder or a hub name; dtype None or "auto": that of most of the stored bytes."""
+    chosen = None if dtype is None or dtype == "auto" else parse_dtype(dtype, also=("auto",))
     check_target(device)
     checkpoint = Checkpoint.open(find_folder(name))
     config = read_config(checkpoint)
@@ -75,7 +75,7 @@ def load_pretrained(
         model,
         make_plan(checkpoint, config, model),
         checkpoint,
-        dtype=dtype or stored_dtype(checkpoint),
+        dtype=chosen or stored_dtype(checkpoint),
         device=device,
         progress=progress,
         hint=other_family(checkpoint),
