@@ -249,14 +249,20 @@ def test_tokenizer_errors(bpe, tmp_path, monkeypatch):
         ("words", "must be 'bytes' or 'bpe:SIZE'.*got 'words'"),
         ("bpe:", "'bpe:SIZE'"),
         ("bpe:-5", "'bpe:SIZE'"),
-        ("bpe:257", "'bpe:257' is too small.*at least 'bpe:258'"),
+        ("bpe:1e9", "'bpe:SIZE' such as 'bpe:4096', got 'bpe:1e9'"),
+        ("bpe:0", "at least 'bpe:257'"),
+        ("bpe:1048577", "at most 'bpe:1048576', got 'bpe:1048577'"),
+        ("bpe:99999999999", "at most 'bpe:1048576', got 'bpe:99999999999'"),
+        ("bpe:" + "9" * 5000, "at most 'bpe:1048576', got 'bpe:9+$"),  # more digits than int() takes
+        ("bpe:256", r"at least 'bpe:257' \(256 bytes and end-of-text\), got 'bpe:256'"),
     ]:
         with pytest.raises(ValueError, match=message):
             make_tokenizer(name, ["text"])
-    with pytest.raises(
-        ValueError, match=r"'bpe:4096' needs more text: it gave 25\d tokens; use 'bpe:25\d' or more data"
-    ):
-        make_tokenizer("bpe:4096", ["ab ab"])
+    for text in ("x", "ab ab", "the cat sat on the mat"):
+        with pytest.raises(ValueError, match=r"'bpe:4096' needs more text: it gave 2\d\d tokens; use 'bpe:") as refused:
+            make_tokenizer("bpe:4096", [text])
+        made = make_tokenizer(re.search(r"use '(bpe:2\d\d)' or more data", str(refused.value))[1], [text])
+        assert made.decode(made.encode(text)) == text
     for made in (make_tokenizer("bytes", ()), bpe):
         with pytest.raises(ValueError, match="surrogate pair at character 1"):
             made.encode("a\ud800")

@@ -15,6 +15,8 @@ import numpy as np
 KIND_FILE = "tokenizer_kind.json"
 BPE_FILE = "tokenizer.json"
 END_TEXT = "<|endoftext|>"
+LEAST, MOST = 257, 2**20
+"""Sizes of a BPE vocabulary: 256 bytes and end-of-text; four times the largest in use, and a table that fits anywhere."""
 TRAIN_CHARACTERS = 50_000_000  # of text that BPE learns from, the first ones; more changes little
 _PIECE = 1_000_000  # characters of one long document that are encoded at a time
 # A cut here leaves the pieces of the pre-tokenizer as they are: one newline, alone between visible characters.
@@ -74,10 +76,21 @@ class BPE(Tokenizer):
         self.name = name
         self.identity = _identity(name, text)
         self._text = text  # of tokenizer.json
-        self._engine = _tokenizers().Tokenizer.from_str(text)
+        library = _tokenizers()
+        try:
+            self._engine = library.Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers has no narrower type
+            raise ValueError(f"{BPE_FILE} must be what tokenizers wrote, got a text that is not ({error})") from None
         self._engine.encode_special_tokens = True  # end-of-text written out in a text is text like any other
-        self.vocab_size = self._engine.get_vocab_size()
-        self.end = self._engine.token_to_id(END_TEXT)
+        ids = self._engine.get_vocab()
+        lacks = {END_TEXT, *library.pre_tokenizers.ByteLevel.alphabet()} - ids.keys()
+        if lacks or set(ids.values()) != set(range(len(ids))):
+            got = f"no {min(lacks)!r}" if lacks else f"ids up to {max(ids.values())} for {len(ids)} tokens"
+            raise ValueError(f"{BPE_FILE} must number end-of-text, 256 bytes and their merges from 0, got {got}")
+        self.vocab_size, self.end = len(ids), ids[END_TEXT]
+
+    def __reduce__(self) -> Any:
+        return BPE, (self.name, self._text)  # the engine's own state would lack encode_special_tokens
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
@@ -98,15 +111,22 @@ class BPE(Tokenizer):
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
     """ "bytes", or "bpe:4096": 4096 ids learnt from the texts (which "bytes" does not read)."""
+    size = check_name(name)
+    return Bytes() if size is None else _train(name, size, texts)
+
+
+def check_name(name: str) -> int | None:
+    """Return the vocabulary's size in "bpe:SIZE", None for "bytes"; any other name is an error."""
     if name == "bytes":
-        return Bytes()
-    found = re.fullmatch(r"bpe:([0-9]+)", name)
+        return None
+    found = re.fullmatch(r"bpe:0*([0-9]+)", name)
     if not found:
-        raise ValueError(f"tokenizer must be 'bytes' or 'bpe:SIZE' such as 'bpe:4096', got {name!r}")
-    size = int(found[1])
-    if size < 258:
-        raise ValueError(f"tokenizer '{name}' is too small: 256 bytes and end-of-text need at least 'bpe:258'")
-    return _train(name, size, texts)
+        raise ValueError(f"tokenizer must be 'bytes' or 'bpe:SIZE' such as 'bpe:4096', got {name!r:.80}")
+    if len(found[1]) > len(str(MOST)) or (size := int(found[1])) > MOST:
+        raise ValueError(f"tokenizer must be at most 'bpe:{MOST}', got {name!r:.80}")
+    if size < LEAST:
+        raise ValueError(f"tokenizer must be at least 'bpe:{LEAST}' (256 bytes and end-of-text), got {name!r}")
+    return size
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -117,9 +137,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         kind = json.loads(file.read_text("utf-8"))
         name, identity = kind["name"], kind["identity"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged: {error!r}") from error
-    if name == "bytes":
+        size = check_name(name)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}") from None
+    if size is None:
         return Bytes()
     file = Path(folder) / BPE_FILE
     if not file.is_file():
@@ -127,7 +148,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     text = file.read_bytes().decode("utf-8", "replace")
     if _identity(name, text) != identity:
         raise ValueError(f"{file} is damaged: not the tokenizer that {KIND_FILE} names; both must come from one save")
-    return BPE(name, text)
+    try:
+        return BPE(name, text)
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from None
 
 
 def _identity(name: str, text: str) -> str:
