@@ -101,6 +101,7 @@ def test_what_is_not_utf8_is_counted(tmp_path):
         ('{"text": 5}\n', r"line 1 must have a field 'text' that is a string, got a 'text' of type int"),
         ('{"text": "a"}\n["b"]\n', r"line 2 .*got list"),
         ('{"text": "a"}\n{"text": \n', r"line 2 is not JSON"),
+        ('{"text": "a"}\n{"text": ' + "[" * 99999 + "\n", r"line 2 is not JSON: maximum recursion depth"),
         ('{"text": ""}\n', r"holds no text"),
     ],
 )
@@ -127,6 +128,8 @@ def test_wrong_sources_are_errors_at_once(tmp_path):
         ([], ValueError, "at least one source"),
         ("stdlib", TypeError, r"sequence of names.*\('stdlib',\)"),
         (["hf:"], ValueError, "names no dataset"),
+        (["stdlib", ""], ValueError, "data must be named, got ''; give 'stdlib', a file"),  # not the current folder
+        (["~nosuchuser/x"], FileNotFoundError, "names a user who does not exist"),
     ]:
         for call in (documents, fingerprint):
             with pytest.raises(kind, match=message):

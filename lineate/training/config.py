@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -98,8 +99,12 @@ class TrainConfig:
             raise ValueError(f"lr must be above 0, got {self.lr}")
         if not 0 < self.validation_fraction <= 0.5:
             raise ValueError(f"validation_fraction must be above 0 and at most 0.5, got {self.validation_fraction}")
-        if not self.data:
-            raise ValueError("data must name at least one source, got none; use stdlib, a file or a folder")
+        if not self.data or "" in self.data:
+            got = "''" if self.data else "none"
+            raise ValueError(f"data must name at least one source, got {got}; use stdlib, a file or a folder")
+        for name in ("out", "model", "cache"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} must be a name, got ''; leave it out, or write . for the current folder")
         if self.warmup and not 0 < self.warmup < self.steps:
             raise ValueError(
                 f"warmup must be at least 0 and less than steps = {self.steps}, got {self.warmup}; or leave it out"
@@ -133,7 +138,7 @@ class TrainConfig:
             values = json.loads(file.read_text())
         except OSError as error:
             raise ValueError(f"expected a config in JSON, got {file} ({error.strerror})") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"expected a config in JSON, got {file}, which is not ({error})") from None
         if not isinstance(values, dict):
             raise ValueError(f"{file} must map names to values, got a {type(values).__name__}")
@@ -166,7 +171,7 @@ def _check_type(name: str, value: Any, wanted: Any) -> None:
         inner = get_args(wanted)
         if not isinstance(value, tuple) or (inner[-1] is not ... and len(value) != len(inner)):
             many = "several values" if inner[-1] is ... else f"{len(inner)} values"
-            raise ValueError(f"{name} must be {many}, got {value!r}")
+            raise ValueError(f"{name} must be {many}, got {value!r:.80}")
         for x in value:
             _check_type(name, x, inner[0])
         return
@@ -174,6 +179,6 @@ def _check_type(name: str, value: Any, wanted: Any) -> None:
     fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
     if not fits or (isinstance(value, bool) and bool not in kinds):
         names = " or ".join("none" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ValueError(f"{name} must be of type {names}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+        raise ValueError(f"{name} must be of type {names}, got {value!r:.80}")
+    if float in kinds and not abs(value) <= sys.float_info.max:  # an int may be too large for one
+        raise ValueError(f"{name} must be finite, got {value!r:.80}")

@@ -62,6 +62,8 @@ def _files(name: str) -> list[Path]:
     if name.startswith("hf:"):
         _dataset_parts(name)
         return []
+    if not name:
+        raise ValueError(f"data must be named, got ''; {_REMEDY}")
     path = user_path(name).absolute()
     if path.is_dir():
         return _folder(path)
@@ -156,8 +158,8 @@ def _json_lines(file: Path, skipped: list[str]) -> Iterator[str]:
             except UnicodeDecodeError:
                 skipped.append(f"{file}:{number}")
                 continue
-            except ValueError as error:
-                raise ValueError(f"data: {file}, line {number} is not JSON: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"data: {file}, line {number} is not JSON: {error}") from None
             text = record.get("text") if isinstance(record, dict) else None
             if not isinstance(text, str):
                 got = f"the fields {sorted(record)}" if isinstance(record, dict) else type(record).__name__
