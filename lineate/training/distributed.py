@@ -161,6 +161,14 @@ class World:
         """on_main(), for work that may take as long as barrier() waits."""
         return on_main(work, what, self.patient)
 
+    def share(self, value: Result | None) -> Result:
+        """Return rank 0's value on every rank; it is pickled, which only this job's own processes read."""
+        box = [value]
+        if self.mesh is not None:
+            dist.broadcast_object_list(box, src=0, group=self.patient)
+        assert box[0] is not None
+        return box[0]
+
     def close(self) -> None:
         """Leave the process group; nothing above works afterwards.
 

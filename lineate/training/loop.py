@@ -75,8 +75,8 @@ class Trainer:
         out = Path(config.out)
         self.report.open(self.step, self.position, config.tensorboard)  # before all that another process would notice
         if self.world.is_main:
+            checkpoint.write_json(out / CONFIG, config.to_dict())  # from here on the folder has a run
             self.tokenizer.save(out / "tokenizer")
-            checkpoint.write_json(out / CONFIG, config.to_dict())
         size = sum(x.numel() for x in self.model.parameters())
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
         wide = why_wide(getattr(torch, config.dtype)) if self.world.device.type == "cpu" else None

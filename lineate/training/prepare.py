@@ -24,9 +24,9 @@ from lineate.training.distributed import World
 from lineate.training.loop import CONFIG, Trainer
 from lineate.training.optim import make_optimizer
 from lineate.training.order import ShuffledBatches
-from lineate.training.report import Report, need_tensorboard
+from lineate.training.report import METRICS, PLOT, Report, need_tensorboard
 from lineate.training.sources import documents
-from lineate.training.tokenizer import KIND_FILE, Tokenizer, load_tokenizer, make_tokenizer
+from lineate.training.tokenizer import KIND_FILE, Tokenizer, check_name, load_tokenizer, make_tokenizer
 from lineate.training.tokens import TokenStore
 
 
@@ -41,9 +41,14 @@ def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
 
 
 def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
-    """A run that is ready to train; ValueError or OSError, in plain words, if it cannot be."""
+    """A run that is ready to train; ValueError or OSError, in plain words, if it cannot be.
+
+    Its folder is this process's from the first look that counts; a run that cannot be prepared changes nothing in it.
+    """
     config.check()
-    check_folder(Path(config.out), resume)
+    check_name(config.tokenizer)
+    out = Path(config.out)
+    check_folder(out, resume)
     if not resume:
         _check_model(config)
     _check_context(config)
@@ -54,13 +59,19 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     world = World.start(device, config.shard, config.context)
     report = Report(config, world.is_main)
+
+    def take() -> None:
+        report.lock()
+        check_folder(out, resume)  # once more: another process may have begun, or ended, a run there since
+        if (why := checks.why_not_writable(out)) is not None:
+            raise ValueError(f"out must be a folder that can be written, got {out} ({why})")
+
     try:
-        if resume:
-            report.lock()  # before its checkpoints are read: their owner may remove them
+        world.on_main(take, "use the run's folder")
         trainer = _prepare(config, resume, world, report)
         trainer.begin()
     except BaseException:
-        report.close()
+        report.release()
         raise
     return trainer
 
@@ -125,15 +136,21 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """The run's folder can be written; it has a run if one is resumed, and none if not."""
-    if resume and not (out / CONFIG).is_file():
-        raise ValueError(f"resume must be the folder of a run, got {out}, which has no {CONFIG}")
-    if not resume and (out / CONFIG).exists():
+    """The folder has a run if one is resumed, and nothing that a run would overwrite if not."""
+    if resume:
+        if not (out / CONFIG).is_file():
+            raise ValueError(f"resume must be the folder of a run, got {out}, which has no {CONFIG}")
+        return
+    if (out / CONFIG).exists():
         raise ValueError(
             f"out must be a new folder, got {out}, which has a run; go on with --resume {out}, or choose another --out"
         )
-    if (why := checks.why_not_writable(out)) is not None:
-        raise ValueError(f"out must be a folder that can be written, got {out} ({why})")
+    for name in (METRICS, PLOT, "tokenizer", "checkpoints", "model"):
+        path = out / name
+        if any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size:
+            raise ValueError(
+                f"out must be a new folder, got {out} with {name} that the run would overwrite; choose another --out"
+            )
 
 
 def restarted(config: TrainConfig) -> bool:
@@ -190,14 +207,8 @@ def _tokenizer(config: TrainConfig, saved: Path | None, world: World) -> Tokeniz
                 "it out"
             )
         return tokenizer
-
-    def learn() -> Tokenizer:
-        made = make_tokenizer(config.tokenizer, documents(config.data, lambda skipped: None))  # the store says it
-        made.save(own)
-        return made
-
-    learnt = world.on_main(learn, "make the tokenizer")
-    return load_tokenizer(own) if learnt is None else learnt
+    texts = documents(config.data, lambda skipped: None)  # the store says it
+    return world.share(world.on_main(lambda: make_tokenizer(config.tokenizer, texts), "make the tokenizer"))
 
 
 def _check_prompt(prompt: str, tokenizer: Tokenizer) -> None:

@@ -21,6 +21,8 @@ class Report:
         self.folder, self.steps, self.main = Path(config.out), config.steps, main
         self.every = max(1, config.steps // 20)  # steps between lines where there is no terminal
         self._file: Any = None
+        self._made: list[Path] = []
+        """What lock() made: metrics.jsonl, the run's folder, its parents."""
         self._board: Any = None
         self._console: Any = None
         self._bar: Any = None
@@ -48,10 +50,37 @@ class Report:
                 print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
 
     def lock(self) -> None:
-        """Open metrics.jsonl for this process alone: two runs in one folder would spoil each other."""
-        if self.main and self._file is None:
-            self._file = (self.folder / METRICS).open("ab", buffering=0)
-            _lock(self._file, self.folder)
+        """Make the run's folder this process's own until close(): two runs in one would spoil each other."""
+        file = self.folder / METRICS
+        if not self.main or self._file is not None:
+            return
+        try:
+            while self._file is None:
+                self._made = [path for path in (file, self.folder, *self.folder.parents) if not path.exists()]
+                self.folder.mkdir(parents=True, exist_ok=True)
+                handle = file.open("ab", buffering=0)
+                try:
+                    _lock(handle, self.folder)
+                    if _is_still(handle, file):  # another process may have removed it in release()
+                        self._file = handle
+                finally:
+                    if self._file is None:
+                        handle.close()
+        except OSError as error:
+            why = "it is a file" if isinstance(error, FileExistsError) else f"{error.filename}: {error.strerror}"
+            raise ValueError(f"out must be a folder that can be written, got {self.folder} ({why})") from None
+
+    def release(self) -> None:
+        """Close a run that never began; what only lock() made is removed, if nothing was put there."""
+        for path in self._made if self._file is not None else ():
+            try:
+                if path.name != METRICS:
+                    path.rmdir()
+                elif path.stat().st_size == 0:
+                    path.unlink()
+            except OSError:  # it is not empty, or another process was faster
+                pass
+        self.close()
 
     def open(self, step: int, position: int, tensorboard: bool) -> None:
         """Continue metrics.jsonl at a position, what a killed run wrote after it forgotten, and show progress."""
@@ -59,8 +88,11 @@ class Report:
         if not self.main:
             return
         self.lock()
-        if position < self._file.tell():
+        size = os.fstat(self._file.fileno()).st_size
+        if position < size:
             self._file.truncate(position)
+        elif position > size:
+            self.warn(f"{self.folder / METRICS} lacks lines up to step {step}: {position} bytes were saved, got {size}")
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -155,6 +187,14 @@ def _lock(file: Any, folder: Path) -> None:
         raise ValueError(f"{folder} is being trained by another process; wait for it, or stop it first") from None
     except OSError:  # a filesystem without locks
         pass
+
+
+def _is_still(handle: Any, file: Path) -> bool:
+    """Whether the name is that of the open file."""
+    try:
+        return os.path.samestat(os.fstat(handle.fileno()), file.stat())
+    except FileNotFoundError:
+        return False
 
 
 def need_tensorboard() -> None:

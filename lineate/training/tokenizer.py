@@ -16,7 +16,7 @@ KIND_FILE = "tokenizer_kind.json"
 BPE_FILE = "tokenizer.json"
 END_TEXT = "<|endoftext|>"
 LEAST, MOST = 257, 2**20
-"""Sizes of a BPE vocabulary: 256 bytes and end-of-text; four times the largest in use, and a table that fits anywhere."""
+"""Sizes of a BPE vocabulary: 256 bytes and end-of-text; four times the largest in use, whose table fits anywhere."""
 TRAIN_CHARACTERS = 50_000_000  # of text that BPE learns from, the first ones; more changes little
 _PIECE = 1_000_000  # characters of one long document that are encoded at a time
 # A cut here leaves the pieces of the pre-tokenizer as they are: one newline, alone between visible characters.
