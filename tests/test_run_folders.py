@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
 from runs import make_config
 
+from lineate.models import HybridLM
+from lineate.models.presets import tiny
 from lineate.training.checkpoint import write_json
 from lineate.training.config import TrainConfig
 from lineate.training.prepare import prepare, train
@@ -180,3 +183,46 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, changes: dict[
     with pytest.raises((ValueError, OSError)):
         prepare(config)
     assert (tmp_path / "new").exists() and not os.listdir(tmp_path / "new")
+
+
+# models to go on from
+
+
+def test_a_published_checkpoint_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    """Its ids are those of a tokenizer that is not read; a vocabulary of another size is a sign of the same."""
+    pytest.importorskip("transformers")
+    from families import build
+
+    config, folder = make_config(tmp_path), tmp_path / "published"
+    build("qwen3_5", vocab_size=300, num_hidden_layers=2).save_pretrained(folder)
+    arguments = ["train", "--model", str(folder), "--data", config.data[0], "--out", config.out]
+    arguments += ["--cache", str(tmp_path / "cache"), "--steps", "1", "--length", "32", "--rows", "1"]
+    for files, flags, message in [
+        ((), (), "tokenizer 'bytes' has a vocabulary of 257, the model of PUBLISHED one of 300: its ids would"),
+        ((), ("--tokenizer", "bpe:280"), "tokenizer 'bpe:280' has a vocabulary of 280, the model of PUBLISHED one of"),
+        (("tokenizer.json",), (), "model must bring a tokenizer of lineate train (tokenizer_kind.json), got PUBLISHED"),
+        (("tokenizer.json",), ("--tokenizer", "bpe:300"), "with tokenizer.json, which is not read yet; 'bpe:300'"),
+        (("tokenizer.model", "vocab.json"), (), "tokenizer.json, tokenizer.model, vocab.json, which is not read yet"),
+    ]:  # fmt: skip
+        for name in files:
+            (folder / name).write_text("{}")
+        before = contents(tmp_path)
+        code, text = command(*arguments, *flags)
+        assert code == 2 and text.startswith("lineate: ") and "train a preset, or train this model in Python" in text
+        assert message.replace("PUBLISHED", str(folder)) in text
+        assert contents(tmp_path) == before
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run/config.json", TrainConfig(out=config.out, model=str(folder)).to_dict())
+    code, text = command("train", "--resume", config.out)  # a run that was stopped before its first checkpoint
+    assert code == 2 and text.strip().split("\n")[-1].startswith(
+        "lineate: model must bring a tokenizer of lineate train"
+    )
+
+
+def test_a_vocabulary_with_room_to_spare_can_be_sampled(tmp_path: Path) -> None:
+    """The folder brings our tokenizer, so its model may have more rows, none of which a text has."""
+    torch.manual_seed(0)
+    HybridLM(tiny("G", vocab_size=2000)).save_pretrained(tmp_path / "wide")
+    make_tokenizer("bytes", ()).save(tmp_path / "wide")
+    config = make_config(tmp_path, model=str(tmp_path / "wide"), steps=1, warmup=0, sample_every=1)
+    assert train(config).model.config.vocab_size == 2000

@@ -129,7 +129,7 @@ def test_wrong_sources_are_errors_at_once(tmp_path):
         ("stdlib", TypeError, r"sequence of names.*\('stdlib',\)"),
         (["hf:"], ValueError, "names no dataset"),
         (["stdlib", ""], ValueError, "data must be named, got ''; give 'stdlib', a file"),  # not the current folder
-        (["~nosuchuser/x"], FileNotFoundError, "names a user who does not exist"),
+        (["~nosuchuser/x"], FileNotFoundError, "data: ~nosuchuser/x does not exist"),
     ]:
         for call in (documents, fingerprint):
             with pytest.raises(kind, match=message):

@@ -193,7 +193,8 @@ class Trainer:
             ids = [int(token) for token in drawn]
         if self.tokenizer.end in ids:
             ids = ids[: ids.index(self.tokenizer.end)]
-        return self.config.prompt + self.tokenizer.decode(ids)
+        known = [i for i in ids if i < self.tokenizer.vocab_size]  # a model's vocabulary may be larger
+        return self.config.prompt + self.tokenizer.decode(known)
 
     def save(self) -> bool:
         """A checkpoint of this step; False if the disk refused."""

@@ -26,8 +26,11 @@ from lineate.training.optim import make_optimizer
 from lineate.training.order import ShuffledBatches
 from lineate.training.report import METRICS, PLOT, Report, need_tensorboard
 from lineate.training.sources import documents
-from lineate.training.tokenizer import KIND_FILE, Tokenizer, check_name, load_tokenizer, make_tokenizer
+from lineate.training.tokenizer import KIND_FILE, Bytes, Tokenizer, check_name, load_tokenizer, make_tokenizer
 from lineate.training.tokens import TokenStore
+
+OTHER_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken", "tiktoken.model")
+"""Files of published tokenizers, which are not read."""
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
@@ -85,6 +88,8 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
     saved = _newest(Path(config.out) / "checkpoints", world, report) if resume else None
     if resume:
         report.say(f"going on from {saved}" if saved else "no checkpoint yet: starting from step 0")
+        if saved is None:
+            _check_model(config)
     state = None if saved is None else _read_state(saved, config)
     tokenizer = _tokenizer(config, saved, world)
     _check_prompt(config.prompt, tokenizer)
@@ -200,13 +205,7 @@ def _tokenizer(config: TrainConfig, saved: Path | None, world: World) -> Tokeniz
             )
         return tokenizer
     if config.model not in PRESETS and (start / KIND_FILE).is_file():
-        tokenizer = load_tokenizer(start)
-        if config.tokenizer not in ("bytes", tokenizer.name):
-            raise ValueError(
-                f"tokenizer must be that of the model in {start}, {tokenizer.name!r}, got {config.tokenizer!r}; leave "
-                "it out"
-            )
-        return tokenizer
+        return load_tokenizer(start)
     texts = documents(config.data, lambda skipped: None)  # the store says it
     return world.share(world.on_main(lambda: make_tokenizer(config.tokenizer, texts), "make the tokenizer"))
 
@@ -220,17 +219,43 @@ def _check_prompt(prompt: str, tokenizer: Tokenizer) -> None:
 
 
 def _check_model(config: TrainConfig) -> None:
-    """What can be wrong with it before its vocabulary is known."""
+    """Everything that can be wrong with the model and its vocabulary before data or weights are read."""
+    start = Path(config.model)
     if config.model in PRESETS:
         preset(config.model, config.pattern, vocab_size=1)
-    elif not Path(config.model).is_dir():
+        return
+    if not start.is_dir():
         raise ValueError(
             f"model must be one of {', '.join(PRESETS)}, or the folder of a checkpoint, got {config.model!r}"
             f"{nearest(config.model, PRESETS)}"
         )
-    elif config.pattern is not None:
+    if config.pattern is not None:
         raise ValueError(
             f"pattern is for presets, got {config.pattern!r} with the model of {config.model}; leave it out"
+        )
+    vocabulary = read_config(Checkpoint.open(start)).vocab_size
+    if (start / KIND_FILE).is_file():
+        tokenizer = load_tokenizer(start)
+        name, size = tokenizer.name, tokenizer.vocab_size
+        if config.tokenizer not in ("bytes", name):
+            raise ValueError(
+                f"tokenizer must be that of the model in {start}, {name!r}, got {config.tokenizer!r}; leave it out"
+            )
+        fits = size <= vocabulary
+    else:
+        name, size = config.tokenizer, check_name(config.tokenizer) or Bytes.vocab_size
+        others = sorted(file.name for pattern in OTHER_TOKENIZERS for file in start.glob(pattern))
+        if others:
+            raise ValueError(
+                f"model must bring a tokenizer of lineate train ({KIND_FILE}), got {start} with "
+                f"{', '.join(others[:3])}, which is not read yet; {name!r} would give ids that mean other tokens: "
+                "train a preset, or train this model in Python on ids of its own tokenizer"
+            )
+        fits = size == vocabulary  # the only sign that they belong together
+    if not fits:
+        raise ValueError(
+            f"tokenizer {name!r} has a vocabulary of {size}, the model of {start} one of {vocabulary}: its ids would "
+            "mean other tokens; train a preset, or train this model in Python on ids of its own tokenizer"
         )
 
 
@@ -259,10 +284,4 @@ def _model(config: TrainConfig, tokenizer: Tokenizer) -> HybridLM:
     if config.model in PRESETS:
         sizes = preset(config.model, config.pattern, tokenizer.vocab_size)
         return HybridLM(replace(sizes, bos_token_id=tokenizer.end, eos_token_ids=(tokenizer.end,)))
-    model = HybridLM.from_pretrained(Path(config.model), dtype=torch.float32, progress=False).train()
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"tokenizer {tokenizer.name!r} has a vocabulary of {tokenizer.vocab_size}, the model of {config.model} one "
-            f"of {model.config.vocab_size}; choose a tokenizer with at most so many"
-        )
-    return model
+    return HybridLM.from_pretrained(Path(config.model), dtype=torch.float32, progress=False).train()
