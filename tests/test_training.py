@@ -270,7 +270,7 @@ def test_gradients_do_not_depend_on_how_they_are_computed(tmp_path: Path, change
     found = []
     for out, change in (("a", {}), ("b", changes)):
         trainer = closed(prepare(make_config(tmp_path, out=str(tmp_path / out), **change)))
-        loss, count, _ = trainer.gradients()
+        loss, count = trainer.gradients()
         found.append(({"loss": loss, "count": count}, {n: x.grad for n, x in trainer.model.named_parameters()}))
     assert found[0][0]["count"] == found[1][0]["count"]
     torch.testing.assert_close(found[0][0]["loss"], found[1][0]["loss"])
@@ -397,9 +397,9 @@ def test_a_bad_loss_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture
     before = {}
     step = trainer.train_step
 
-    def remember() -> bool:
+    def remember() -> None:
         before[trainer.step] = trainer.model.embed.weight.detach().clone()
-        return step()
+        step()
 
     trainer.train_step = remember  # type: ignore[method-assign]
     for _ in range(7):

@@ -80,7 +80,9 @@ def save(
     failed = failed or _try(lambda: _finish(partial, final), world, world.is_main)
     if failed and world.is_main:
         shutil.rmtree(partial, ignore_errors=True)
-        warn(f"step {step} was not saved ({failed}); training goes on, the checkpoints before it are kept")
+        older = next((path.name for path in checkpoints(folder) if problem(path, contents=False) is None), None)
+        kept = "there is no checkpoint yet" if older is None else f"the newest checkpoint is still {older}"
+        warn(f"step {step} was not saved ({failed}); {kept}")
     elif world.is_main:
         prune(folder, keep)
     world.barrier()

@@ -36,7 +36,7 @@ def verdict(compiled: float, eager: float, first: float) -> str:
 
 def _seconds(trainer: "Trainer") -> float:
     begin = time.monotonic()
-    loss, _, _ = trainer.gradients()
+    loss, _ = trainer.gradients()
     float(loss)  # waits for a GPU
     if trainer.world.device.type == "cuda":
         torch.cuda.synchronize(trainer.world.device)

@@ -5,11 +5,11 @@ A run's folder:  config.json  metrics.jsonl  loss.png  tokenizer/  checkpoints/s
 
 import math
 import shlex
-import signal
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from lineate.training.diagnosis import diagnose
 from lineate.training.distributed import World
 from lineate.training.order import ShuffledBatches
 from lineate.training.report import Report, plot_loss
+from lineate.training.stopping import Interrupted, Signals
 from lineate.training.tokenizer import Tokenizer
 
 CONFIG = "config.json"
@@ -59,13 +60,17 @@ class Trainer:
     """Of single tokens, in nats: what a model without context reaches."""
     step: int = 0
     """How many are done."""
+    looked: int = 0
+    """The last step after which the model was evaluated and sampled, where that was due."""
+    saved: int = 0
+    """Where a resumed run would go on: the step of the newest checkpoint."""
     position: int = 0
     """Of metrics.jsonl at that step."""
     best: float | None = None
     """Lowest validation loss."""
     skipped: int = 0
     """Bad steps in a row, up to this one."""
-    _interrupted: bool = False
+    signals: Signals = field(default_factory=Signals)
     _ahead: tuple[int, list[Batch]] = (-1, [])
     """A step and its micro-batches, made while a GPU computed the step before."""
 
@@ -92,39 +97,49 @@ class Trainer:
             self.report.say(weigh(self))
 
     def run(self) -> None:
-        """Train from `step` to config.steps, then save the model and draw the loss."""
-        config = self.config
+        """Train from `step` to config.steps, then save the model and draw the loss.
+
+        SIGINT and SIGTERM end it between two steps, with a save; among several ranks, at once.
+        """
         check_saveable(self.model)  # now, not when the first checkpoint is due
-        with self._finish_on_signal():
-            if self.step == 0 and config.sample_every:
-                self._sample()
-            while self.step < config.steps:
-                stop = self.train_step()
-                last = self.step == config.steps
-                if last or _due(self.step, config.eval_every):
-                    self._evaluate()
-                if config.sample_every and (last or _due(self.step, config.sample_every)):
-                    self._sample()
-                if last or stop or _due(self.step, config.save_every):
+        with self.signals.listen(self._give_up) if self.world.size == 1 else nullcontext():
+            try:
+                self._train()
+            except Interrupted:
+                self.signals.busy = True  # until the end, which is near
+                if self.saved != self.step:
                     self.save()
-                if stop and not last:
-                    raise TrainingStopped(
-                        f"stopped at step {self.step}; go on with lineate train --resume {config.out}"
-                    )
+                raise TrainingStopped(f"stopped at step {self.step}; {self._how_to_go_on()}") from None
         self._finish()
+
+    def _train(self) -> None:
+        config = self.config
+        if self.step == 0 and config.sample_every:
+            self._look(False, True)
+        while self.step < config.steps or self.looked < self.step:
+            if self.looked == self.step:
+                self.train_step()
+            last = self.step == config.steps
+            self._look(
+                last or _due(self.step, config.eval_every),
+                config.sample_every > 0 and (last or _due(self.step, config.sample_every)),
+            )
+            if (last or _due(self.step, config.save_every)) and self.saved != self.step:
+                self.save()
 
     def close(self) -> None:
         self.report.close()
         self.world.close()
 
-    def train_step(self) -> bool:
-        """One step of the optimiser; whether some rank was told to stop."""
+    def train_step(self) -> None:
+        """One step of the optimiser."""
         started, config = time.monotonic(), self.config
         lr = config.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        mean, count, stop = self.gradients()
-        loss, norm = float(mean), float(self.world.clip(self.model, config.clip or math.inf))
+        with self.signals.stoppable():
+            mean, count = self.gradients()
+            loss, norm = float(mean), float(self.world.clip(self.model, config.clip or math.inf))
         good = math.isfinite(loss) and math.isfinite(norm)
         if good:
             self.optimizer.step()
@@ -138,12 +153,11 @@ class Trainer:
         )
         self.report.write(values | {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)})
         self.report.step(self.step, loss, lr, tokens, seconds)
-        return bool(stop)
 
-    def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self) -> tuple[Tensor, Tensor]:
         """Of the mean loss of this step's tokens, in the parameters' .grad.
 
-        Returns the loss, how many tokens, and how many ranks were told to stop: the same on every rank.
+        Returns the loss and how many tokens, the same on every rank.
         """
         world = self.world
         self.optimizer.zero_grad(set_to_none=True)
@@ -157,9 +171,9 @@ class Trainer:
             (part / count).backward()
             total += part.detach()
         world.finish_gradients(self.model)
-        stats = world.sum(torch.stack((total, total.new_tensor(float(self._interrupted)))))
+        total = world.sum(total)
         self._ahead = self.step + 1, list(self.pieces(self.batches, self.step + 1))
-        return stats[0] / count, count, stats[1]
+        return total / count, count
 
     def pieces(self, batches: ShuffledBatches, step: int) -> Iterator[Batch]:
         """This rank's micro-batches of a step."""
@@ -200,7 +214,12 @@ class Trainer:
         """A checkpoint of this step; False if the disk refused."""
         check_saveable(self.model)
         folder = Path(self.config.out) / "checkpoints"
-        return checkpoint.save(folder, self.step, self._write, self.world, self.config.keep, self.report.warn)
+        busy, self.signals.busy = self.signals.busy, True
+        done = checkpoint.save(folder, self.step, self._write, self.world, self.config.keep, self.report.warn)
+        self.signals.busy = busy
+        if done:
+            self.saved = self.step
+        return done
 
     def _write(self, folder: Path) -> None:
         """All files of a checkpoint; it is also a model's folder, unless several ranks wrote it."""
@@ -210,7 +229,8 @@ class Trainer:
         tensors, python = checkpoint.random_state(self.world.device)
         write_tensors(folder / "random.safetensors", tensors)
         state = {
-            "step": self.step, "config": self.config.to_dict(), "data": self.data, "metrics": self.report.position,
+            "step": self.step, "looked": self.looked, "config": self.config.to_dict(), "data": self.data,
+            "metrics": self.report.position,
             "best": self.best, "skipped": self.skipped, "random": python,
         }  # fmt: skip
         checkpoint.write_json(folder / checkpoint.STATE, state)
@@ -220,7 +240,8 @@ class Trainer:
     def _bad_step(self, loss: float, norm: float) -> None:
         """Say what was not finite; then stop, or leave this step out."""
         what = f"the loss ({loss})" if not math.isfinite(loss) else f"the norm of the gradients ({norm})"
-        where, values = diagnose(self)
+        with self.signals.stoppable():
+            where, values = diagnose(self)
         message = f"{what} is not finite at step {self.step + 1}; {where}"
         self.skipped += 1
         if self.config.on_bad_loss == "skip" and not values and self.skipped < MOST_SKIPS:
@@ -237,17 +258,32 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
-    def _evaluate(self) -> None:
-        loss = self.evaluate()
-        if math.isfinite(loss):
-            self.best = loss if self.best is None else min(self.best, loss)
-            self.report.write({"step": self.step, "validation_loss": loss})
-        self.report.say(f"step {self.step}: validation loss {loss:.4f} nats per token")
+    def _look(self, evaluate: bool, sample: bool) -> None:
+        """Validation loss and a sample, where they are due; written down together, so that neither is there twice."""
+        # A row split over ranks cannot be continued token by token; else only sharded weights need every rank.
+        sample = sample and self.world.context_size == 1 and (self.world.is_main or self.world.shard == "full")
+        loss, text = None, None
+        if evaluate or sample:
+            with self.signals.stoppable():
+                loss = self.evaluate() if evaluate else None
+                text = self.sample() if sample else None
+        self.looked = self.step
+        if loss is not None:
+            if math.isfinite(loss):
+                self.best = loss if self.best is None else min(self.best, loss)
+                self.report.write({"step": self.step, "validation_loss": loss})
+            self.report.say(f"step {self.step}: validation loss {loss:.4f} nats per token")
+        if text is not None:
+            self.report.sample(self.step, text)
 
-    def _sample(self) -> None:
-        """By the ranks that are needed for it; a row split over ranks cannot be continued token by token."""
-        if self.world.context_size == 1 and (self.world.is_main or self.world.shard == "full"):
-            self.report.sample(self.step, self.sample())
+    def _how_to_go_on(self) -> str:
+        back = "" if self.saved == self.step else f", from step {self.saved}: later ones were not saved"
+        return f"go on with lineate train --resume {self.config.out}{back}"
+
+    def _give_up(self) -> None:
+        """Say the last words of a process that is ended while it computes."""
+        self.report.hide()
+        print(f"lineate: stopped at once after step {self.step}; {self._how_to_go_on()}", file=sys.stderr, flush=True)
 
     def _finish(self) -> None:
         """The model, and the plot of its loss."""
@@ -256,9 +292,10 @@ class Trainer:
         try:
             self._save_model(out / "model")
         except OSError as error:
+            rest = f"the checkpoint of step {self.saved} is whole" if self.saved else "nor was any checkpoint"
             raise TrainingStopped(
-                f"the model was not saved ({error.strerror or error}); its checkpoints are whole: make room, then "
-                f"lineate train --resume {out}"
+                f"the model was not saved ({error.strerror or error}), {rest}; make room, then lineate train --resume "
+                f"{out} goes on from step {self.saved}"
             ) from None
         if not world.is_main:
             return
@@ -288,26 +325,6 @@ class Trainer:
             tensors = full_state(self.model)
             if self.world.is_main:
                 save(folder, tensors, _model_config(self.model))
-
-    @contextmanager
-    def _finish_on_signal(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the run after a step and a save; the second time, and among several ranks, at once."""
-
-        def note(number: int, frame: Any) -> None:
-            self._interrupted = True
-            signal.signal(number, old[number])
-
-        old: dict[int, Any] = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM) if self.world.size == 1 else ():
-                old[number] = signal.signal(number, note)
-        except ValueError:  # not in the main thread: signals are someone else's
-            pass
-        try:
-            yield
-        finally:
-            for known, handler in old.items():
-                signal.signal(known, handler)
 
 
 def _model_config(model: HybridLM) -> dict[str, Any]:

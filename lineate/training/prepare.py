@@ -129,7 +129,8 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
             load_distributed(saved / checkpoint.RANKS, model, optimizer, options=False)  # the config's count
         else:
             checkpoint.load_optimizer(saved, model, optimizer)
-        trainer.step, trainer.position = state["step"], state["metrics"]
+        trainer.step, trainer.looked, trainer.saved = state["step"], state.get("looked", state["step"]), state["step"]
+        trainer.position = state["metrics"]
         trainer.best, trainer.skipped = state["best"], state["skipped"]
         checkpoint.set_random_state(
             checkpoint.read_tensors(saved / "random.safetensors"), state["random"], world.device

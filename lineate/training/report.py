@@ -168,6 +168,11 @@ class Report:
         if self._board is not None:
             self._board.add_text("sample", lines, step)
 
+    def hide(self) -> None:
+        """Take the progress bar away, and give the terminal its cursor back."""
+        if self._bar is not None:
+            self._bar.stop()
+
     def close(self) -> None:
         for part in (self._bar and self._bar.stop, self._board and self._board.close, self._file and self._file.close):
             if part:

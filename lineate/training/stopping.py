@@ -1,0 +1,96 @@
+"""SIGINT and SIGTERM end a run within a moment and between two steps, however long the step in progress would take."""
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+GRACE = 5.0
+"""Seconds after SIGTERM in which Python must get its turn: one call into C, a product of matrices say, has none."""
+
+
+class Interrupted(BaseException):
+    """A signal came in stoppable(); as KeyboardInterrupt, it is no Exception that a library might handle."""
+
+
+class Signals:
+    """What SIGINT and SIGTERM do while a run listens.
+
+    The first one raises Interrupted inside stoppable(), and is noted elsewhere, for the next stoppable() to raise. The
+    second one does what it did before listen(). If SIGTERM finds the main thread inside a call that does not return
+    within GRACE, or comes twice meanwhile, a thread says why and ends the process. SIGINT waits for such a call, as it
+    does in all of Python: it may be a notebook's, whose process must live.
+    """
+
+    def __init__(self) -> None:
+        self.busy = False
+        """Whether a checkpoint is being written, which may take longer than GRACE."""
+        self._came = self._may_raise = False
+
+    @contextmanager
+    def listen(self, give_up: Callable[[], None]) -> Iterator[None]:
+        """Handle both signals inside; give_up() speaks before the process is ended, in another thread."""
+        old: dict[int, Any] = {}
+
+        def note(number: int, frame: Any) -> None:
+            self._came = True
+            signal.signal(number, old[number])
+            if self._may_raise:
+                self._may_raise = False
+                raise Interrupted
+
+        if threading.current_thread() is not threading.main_thread():  # signals are someone else's
+            yield
+            return
+        self._came = self.busy = False
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        watch = threading.Thread(target=self._watch, args=(reader, give_up), daemon=True)
+        watch.start()
+        # Python's own handler in C writes the number of each signal there, even while the main thread is in a call.
+        wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                old[number] = signal.getsignal(number)
+                signal.signal(number, note)
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
+            writer.close()  # which the thread takes for the end
+            watch.join()
+            reader.close()
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """For work that may be left anywhere: it changes neither the weights nor what a checkpoint has."""
+        self._may_raise = True
+        try:
+            if self._came:
+                raise Interrupted
+            yield
+        finally:
+            self._may_raise = False
+
+    def _watch(self, reader: socket.socket, give_up: Callable[[], None]) -> None:
+        deadline: float | None = None
+        while True:
+            wait = None if deadline is None else max(0.1, deadline - time.monotonic())
+            if select.select([reader], [], [], wait)[0]:
+                if not (number := reader.recv(1)):
+                    return
+                if number[0] != signal.SIGTERM:
+                    continue
+                if deadline is not None and not self._came:  # twice, and Python had no turn to see the first
+                    break
+                deadline = deadline or time.monotonic() + GRACE
+            elif not self.busy:
+                break
+        give_up()
+        os._exit(1)

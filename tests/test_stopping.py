@@ -1,0 +1,183 @@
+"""Signals end a run within a moment, wherever they meet it, and a resumed run ends as one that was left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import assert_same_bits, everything, make_config
+
+from lineate.training import checkpoint, stopping
+from lineate.training.config import TrainConfig
+from lineate.training.loop import Trainer, TrainingStopped
+from lineate.training.prepare import prepare, train
+from lineate.training.report import read_metrics
+
+# A run whose fifth step is one call that does not return: the main thread sleeps and no signal wakes it.
+STUCK = """
+import os, signal, sys, threading, time
+from lineate.cli import main
+from lineate.training import stopping
+from lineate.training.loop import Trainer
+
+signals, stopping.GRACE = [int(x) for x in sys.argv[2].split()], float(sys.argv[3])
+real = Trainer.gradients
+
+def send():
+    for number in signals:
+        time.sleep(0.3)
+        os.kill(os.getpid(), number)
+
+def gradients(self):
+    if self.step == 4:
+        threading.Thread(target=send).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+        time.sleep(600)
+    return real(self)
+
+Trainer.gradients = gradients
+sys.argv[1:] = ["train", "--config", sys.argv[1]]
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder with data, a model, and a run that was left alone; what that run ended with."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, everything(train(make_config(folder, sample_every=4)))
+
+
+def lines(run: Path) -> list[tuple[int, float | None, float | None]]:
+    return [(x["step"], x.get("loss"), x.get("validation_loss")) for x in read_metrics(run)]
+
+
+def resume_and_compare(config: TrainConfig, finished: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    trainer = train(config, resume=True)
+    assert_same_bits(finished[1], everything(trainer))
+    assert lines(Path(config.out)) == lines(finished[0] / "run")
+    assert trainer.best == min(loss for _, _, loss in lines(Path(config.out)) if loss is not None)
+
+
+@pytest.mark.parametrize(
+    ("method", "step", "number"),
+    [
+        ("gradients", 0, signal.SIGTERM),  # nothing was learnt: nothing is saved
+        ("gradients", 3, signal.SIGTERM),  # of which there is a checkpoint already
+        ("gradients", 4, signal.SIGTERM),
+        ("gradients", 5, signal.SIGINT),
+        ("evaluate", 5, signal.SIGTERM),  # the resumed run evaluates first
+        ("sample", 8, signal.SIGINT),
+        ("evaluate", 12, signal.SIGTERM),  # all steps are done
+    ],
+)
+def test_work_without_end_is_left(
+    finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, method: str, step: int, number: int
+) -> None:
+    config = make_config(finished[0], out=str(tmp_path / "run"), sample_every=4)
+    real = getattr(Trainer, method)
+
+    def endless(self: Trainer) -> Any:
+        if self.step == step:
+            os.kill(os.getpid(), number)
+            for _ in range(500):
+                time.sleep(0.01)
+            pytest.fail("the signal had to wait")
+        return real(self)
+
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, method, endless)
+        with pytest.raises(TrainingStopped, match=rf"^stopped at step {step}; go on with lineate train --resume \S+$"):
+            train(config)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    saved = checkpoint.checkpoints(tmp_path / "run/checkpoints")
+    assert [int(path.name[5:]) for path in saved[:1]] == [step][: step > 0]
+    assert all(checkpoint.problem(path) is None for path in saved)
+    resume_and_compare(config, finished)
+
+
+def test_a_signal_in_a_save_waits_for_it(
+    finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes: the process is not ended meanwhile."""
+    config = make_config(finished[0], out=str(tmp_path / "run"), sample_every=4)
+    monkeypatch.setattr(stopping, "GRACE", 0.01)
+    real = checkpoint.write_state
+
+    def slow(path: Path, *args: Any) -> None:
+        if path.name == ".step-000006.part":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        real(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_state", slow)
+        with pytest.raises(TrainingStopped, match="stopped at step 6; go on with"):
+            train(config)
+    assert checkpoint.problem(tmp_path / "run/checkpoints/step-000006") is None
+    resume_and_compare(config, finished)
+
+
+def test_a_stop_that_cannot_be_saved_says_so(
+    finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(finished[0], out=str(tmp_path / "run"), sample_every=4)
+    real, write = Trainer.gradients, checkpoint.write_state
+
+    def signalled(self: Trainer) -> Any:
+        if self.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self)
+
+    def full(path: Path, *args: Any) -> None:
+        if path.name == ".step-000005.part":
+            raise OSError(28, "No space left on device")
+        write(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "gradients", signalled)
+        patch.setattr(checkpoint, "write_state", full)
+        with pytest.raises(TrainingStopped, match=r"stopped at step 5; .*, from step 3: later ones were not saved"):
+            train(config)
+    resume_and_compare(config, finished)
+
+
+@pytest.mark.parametrize(
+    ("signals", "grace"),
+    [
+        ("15", 0.5),
+        pytest.param("15 15", 1e6, marks=pytest.mark.slow),
+        pytest.param("2 15", 0.5, marks=pytest.mark.slow),
+    ],
+    ids=["once", "twice", "SIGINT first"],
+)
+def test_a_call_without_end_is_cut(
+    finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, signals: str, grace: float
+) -> None:
+    """Nothing can be saved then, and nothing that was saved is harmed."""
+    config = make_config(finished[0], out=str(tmp_path / "run"), sample_every=4)
+    checkpoint.write_json(tmp_path / "c.json", config.to_dict())
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, str(tmp_path / "c.json"), signals, str(grace)], capture_output=True, text=True
+    )
+    message = f"lineate: stopped at once after step 4; go on with lineate train --resume {config.out}, from step 3"
+    assert done.returncode == 1 and done.stderr == f"{message}: later ones were not saved\n", done.stderr
+    resume_and_compare(config, finished)
+
+
+def test_other_threads_leave_signals_alone(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train, make_config(tmp_path, steps=1, warmup=0)).result().step == 1
+    assert signal.getsignal(signal.SIGTERM) is handler
+    trainer = prepare(make_config(tmp_path, steps=2, warmup=0), resume=True)
+    trainer.close()
+    assert trainer.step == 1
