@@ -1,9 +1,13 @@
 """A run's folder belongs to one run: two processes in one, folders that are hostile, and what a refused call leaves."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,8 @@ from runs import make_config
 
 from lineate.models import HybridLM
 from lineate.models.presets import tiny
-from lineate.training.checkpoint import write_json
+from lineate.models.safetensors import write_tensors
+from lineate.training.checkpoint import read_tensors, write_json
 from lineate.training.config import TrainConfig
 from lineate.training.prepare import prepare, train
 from lineate.training.report import Report
@@ -24,6 +29,8 @@ from lineate.training.tokenizer import make_tokenizer
 # `lineate train --config FILE` that stops at a named function, says so by a file, and waits for another.
 SLOW = """
 import sys, time
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from lineate.cli import main
 from lineate.training.distributed import World
@@ -226,3 +233,153 @@ def test_a_vocabulary_with_room_to_spare_can_be_sampled(tmp_path: Path) -> None:
     make_tokenizer("bytes", ()).save(tmp_path / "wide")
     config = make_config(tmp_path, model=str(tmp_path / "wide"), steps=1, warmup=0, sample_every=1)
     assert train(config).model.config.vocab_size == 2000
+
+
+# hostile folders
+
+
+DEEP = '{"a": ' + "[" * 99999
+NEWEST = "checkpoints/step-000003"
+
+
+def reseal(folder: Path) -> None:
+    """Make a manifest that vouches for what a checkpoint has now."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.json"]
+    entries = {str(x.relative_to(folder)): [x.stat().st_size, sha256(x.read_bytes()).hexdigest()] for x in files}
+    (folder / "manifest.json").write_text(json.dumps(entries))
+
+
+def changed(folder: Path, **values: Any) -> str:
+    """state.json with other values; what is ... is left out."""
+    state = json.loads((folder / "state.json").read_text()) | values
+    return json.dumps({name: x for name, x in state.items() if x is not ...})
+
+
+def bpe_with(text: str) -> Callable[[Path], None]:
+    """A tokenizer.json that tokenizer_kind.json vouches for."""
+
+    def write(folder: Path) -> None:
+        identity = f"bpe:300-{sha256(text.encode()).hexdigest()}"
+        (folder / "tokenizer_kind.json").write_text(json.dumps({"name": "bpe:300", "identity": identity}))
+        (folder / "tokenizer.json").write_text(text)
+
+    return write
+
+
+def short_moments(folder: Path) -> None:
+    file = folder / "optimizer.safetensors"
+    write_tensors(file, {name: x[..., :1].contiguous() if x.dim() else x for name, x in read_tensors(file).items()})
+
+
+HOSTILE: list[tuple[str, str | bytes | Callable[[Path], str | None], str]] = [
+    ("config.json", "", "expected a config in JSON, got"),
+    ("config.json", b"\xff\xfe\x00", "expected a config in JSON, got"),
+    ("config.json", DEEP, "maximum recursion depth"),
+    ("config.json", "[]", "must map names to values, got a list"),
+    ("config.json", '{"stepz": 1}', "unknown key 'stepz'; did you mean 'steps'?"),
+    ("config.json", '{"data": [[[]]]}', "data must be of type str, got"),
+    ("config.json", '{"tokenizer": "bpe:99999999999"}', "tokenizer must be at most 'bpe:1048576'"),
+    (f"{NEWEST}/state.json", "", "expected JSON, got a file that is not"),
+    (f"{NEWEST}/state.json", b"\xff\xfe\x00", "expected JSON, got a file that is not"),
+    (f"{NEWEST}/state.json", DEEP, "maximum recursion depth"),
+    (f"{NEWEST}/state.json", "[]", "expected a JSON object, got list"),
+    (f"{NEWEST}/state.json", "{}", "expected step of type int, got none; remove"),
+    *((f"{NEWEST}/state.json", lambda f, n=name: changed(f, **{n: ...}), f"expected {name} of type")
+      for name in ("config", "data", "metrics", "skipped", "best", "random")),
+    (f"{NEWEST}/state.json", lambda f: changed(f, step="3"), "expected step of type int, got '3'"),
+    (f"{NEWEST}/state.json", lambda f: changed(f, step=True), "expected step of type int, got True"),
+    (f"{NEWEST}/state.json", lambda f: changed(f, step=2, looked=2), "expected step 3, as its folder says"),
+    (f"{NEWEST}/state.json", lambda f: changed(f, looked=4), "looked at most so much, got 3 and 4"),
+    (f"{NEWEST}/state.json", lambda f: changed(f, metrics=-1), "expected metrics of type int, got -1"),
+    (f"{NEWEST}/state.json", lambda f: changed(f, data={}), "data must be what the run began with"),
+    (f"{NEWEST}/state.json", lambda f: changed(f, config={}), "model cannot change in a resumed run"),
+    (f"{NEWEST}/state.json", lambda f: changed(f, random=[3, [1, 2], None]), "expected random states, got"),
+    (f"{NEWEST}/state.json", lambda f: changed(f, random=[]), "expected random states, got"),
+    (f"{NEWEST}/config.json", DEEP, "maximum recursion depth"),
+    (f"{NEWEST}/config.json", "{}", "model_type must be one of"),
+    (f"{NEWEST}/config.json", '{"model_type": "lineate"}', "config must have"),
+    (f"{NEWEST}/model.safetensors", b"", "model.safetensors"),
+    (f"{NEWEST}/model.safetensors", b"\xff" * 99, "model.safetensors"),
+    (f"{NEWEST}/optimizer.safetensors", b"\xff" * 99, "optimizer.safetensors"),
+    (f"{NEWEST}/optimizer.safetensors", short_moments, "must have shape"),
+    (f"{NEWEST}/random.safetensors", b"{}", "random.safetensors"),
+    (f"{NEWEST}/tokenizer_kind.json", "{}", "tokenizer_kind.json is damaged"),
+    (f"{NEWEST}/tokenizer_kind.json", DEEP, "tokenizer_kind.json is damaged"),
+    (f"{NEWEST}/tokenizer_kind.json", '{"name": [], "identity": ""}', "tokenizer_kind.json is damaged"),
+    (f"{NEWEST}/tokenizer_kind.json", '{"name": "bpe:300", "identity": ""}', "tokenizer.json is missing"),
+    (f"{NEWEST}/tokenizer_kind.json", bpe_with(DEEP), "tokenizer.json is damaged"),
+    (f"{NEWEST}/tokenizer_kind.json", bpe_with("{}"), "tokenizer.json is damaged"),
+    (f"{NEWEST}/tokenizer_kind.json", bpe_with('{"model": {"type": "BPE", "vocab": {}, "merges": []}}'), "got no '!'"),
+    ("tokenizer/tokenizer_kind.json", "{}", "tokenizer_kind.json is damaged"),
+]  # fmt: skip
+MANIFESTS = ["", "[]", "{}", "5", DEEP, '{"state.json": 5}', '{"state.json": [1, 2, 3]}', '{"../x": [0, ""]}']
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps with one checkpoint, without its finished model."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(make_config(folder, steps=3, warmup=0, keep=1))
+    shutil.rmtree(folder / "run/model")
+    return folder / "run"
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """The one line with which a call ends that changes nothing."""
+    before = contents(folder)
+    code, text = command(*arguments)
+    last = text.strip().split("\n")[-1]
+    assert code == 2 and last.startswith("lineate: "), text
+    assert contents(folder) == before
+    return last
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"), HOSTILE, ids=[f"{n}-{x[2][:40]}" for n, x in enumerate(HOSTILE)]
+)
+def test_a_hostile_run_is_one_line_and_changes_nothing(
+    run: Path, tmp_path: Path, name: str, damage: Any, message: str
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    content = damage((folder / name).parent) if callable(damage) else damage
+    if content is not None:
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    if name.startswith(NEWEST):
+        reseal(folder / NEWEST)
+    assert message in refused(tmp_path, "train", "--resume", str(folder), "--steps", "5")
+    for other in (("inspect", str(folder)), ("plan", str(folder)), ("generate", str(folder), "--tokens", "1")):
+        code, text = command(*other)  # which need not read what is damaged
+        assert code == 0 or (code == 2 and text.strip().split("\n")[-1].startswith("lineate: ")), text
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=[x[:20] for x in MANIFESTS])
+def test_a_hostile_manifest_vouches_for_nothing(run: Path, tmp_path: Path, manifest: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    (folder / NEWEST / "manifest.json").write_text(manifest)
+    assert "needs a whole checkpoint, got 1 in" in refused(tmp_path, "train", "--resume", str(folder), "--steps", "5")
+
+
+def test_other_things_where_a_run_keeps_its_own(run: Path, tmp_path: Path) -> None:
+    for name, message in (("checkpoints", "no checkpoint yet"), ("metrics.jsonl", "Is a directory")):
+        folder = tmp_path / name / "run"
+        shutil.copytree(run, folder)
+        if name == "checkpoints":
+            shutil.rmtree(folder / name)
+            (folder / name).write_text("a file")
+        else:
+            (folder / name).unlink()
+            (folder / name).mkdir()
+        code, text = command("train", "--resume", str(folder), "--steps", "4", "--save-every", "0")
+        assert message in text and "Traceback" not in text, text
+        assert code == 2 or "was not saved" in text
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    for name in ("step-7", "step-99999999999999999999", "step-\u0663\u0663\u0663\u0663\u0663\u0663"):
+        (folder / "checkpoints" / name).mkdir()  # not ours
+    with (folder / "metrics.jsonl").open("r+") as file:
+        file.write("nonsense")
+    code, text = command("train", "--resume", str(folder), "--steps", "4")
+    assert code == 0 and "going on from" in text and "no plot of the loss" in text, text
+    assert (folder / "checkpoints/step-7").is_dir()

@@ -36,7 +36,9 @@ RANKS = "ranks"
 def checkpoints(folder: Path) -> list[Path]:
     """All step folders, the newest first, good or not."""
     found = folder.glob("step-*") if folder.is_dir() else ()
-    named = [(int(path.name[5:]), path) for path in found if re.fullmatch(r"step-\d+", path.name)]
+    named = [
+        (int(path.name[5:]), path) for path in found if re.fullmatch(r"step-([0-9]{6}|[1-9][0-9]{6,17})", path.name)
+    ]
     return [path for _, path in sorted(named, reverse=True)]
 
 
@@ -44,6 +46,8 @@ def problem(path: Path, contents: bool = True) -> str | None:
     """Why a checkpoint cannot be used, or None; contents=False: only names and sizes are compared."""
     try:
         manifest: dict[str, tuple[int, str]] = json.loads((path / MANIFEST).read_text())
+        if not manifest:
+            return f"{MANIFEST} names no files"
         for name, (size, digest) in manifest.items():
             file = path / name
             if not file.is_file():
@@ -54,7 +58,7 @@ def problem(path: Path, contents: bool = True) -> str | None:
                 return f"the contents of {name} have changed"
     except FileNotFoundError:
         return f"it has no {MANIFEST}: the save was not finished"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} or a file cannot be read ({error})"
     return None
 
@@ -175,11 +179,17 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
     return tensors, [version, list(words), gauss]
 
 
-def set_random_state(tensors: dict[str, Tensor], python: list[Any], device: torch.device) -> None:
-    torch.set_rng_state(tensors["cpu"])
-    if device.type == "cuda" and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"], device)
-    random.setstate((python[0], tuple(python[1]), python[2]))
+def load_random_state(path: Path, python: list[Any], device: torch.device) -> None:
+    """Set what random_state gave, of a checkpoint."""
+    file = path / "random.safetensors"
+    tensors = read_tensors(file)
+    try:
+        torch.set_rng_state(tensors["cpu"])
+        if device.type == "cuda" and "cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["cuda"], device)
+        random.setstate((python[0], tuple(python[1]), python[2]))
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{file} and {STATE}: expected random states, got {error!r:.200}") from None
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -231,6 +241,12 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     index = 0
     for group in optimizer.param_groups:
         for x in group["params"]:
+            for key, value in values.get(names[x], {}).items():
+                if value.dim() and value.shape != x.shape:
+                    raise CheckpointError(
+                        f"{path}: the optimiser's {key} of {names[x]} must have shape {tuple(x.shape)}, got "
+                        f"{tuple(value.shape)}"
+                    )
             if names[x] in values:
                 packed["state"][index] = {key: _split(value, x) for key, value in values.pop(names[x]).items()}
             index += 1

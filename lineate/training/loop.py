@@ -302,7 +302,7 @@ class Trainer:
         best = "" if self.best is None else f"best validation loss {self.best:.4f} nats per token\n"
         try:
             plot = f"the loss: {plot_loss(out, self.entropy)}\n"
-        except (ModuleNotFoundError, OSError) as error:
+        except (ModuleNotFoundError, OSError, ValueError) as error:
             plot = ""
             self.report.warn(f"no plot of the loss ({error})")
         if world.device.type == "cuda":

@@ -1,6 +1,5 @@
 """From a config to a Trainer: everything that can be wrong is found here, before any training."""
 
-import json
 import os
 import zlib
 from dataclasses import replace
@@ -12,11 +11,11 @@ import torch
 from lineate import checks
 from lineate.layers.context import check_splits
 from lineate.models import HybridLM
-from lineate.models.checkpoint import Checkpoint
-from lineate.models.config import HybridConfig
+from lineate.models.checkpoint import Checkpoint, read_json
 from lineate.models.families import read_config
 from lineate.models.hybrid import make_mixer
 from lineate.models.presets import PRESETS, preset
+from lineate.models.safetensors import CheckpointError
 from lineate.names import nearest
 from lineate.training import checkpoint
 from lineate.training.config import FIXED, TrainConfig
@@ -29,6 +28,11 @@ from lineate.training.sources import documents
 from lineate.training.tokenizer import KIND_FILE, Bytes, Tokenizer, check_name, load_tokenizer, make_tokenizer
 from lineate.training.tokens import TokenStore
 
+STATE_TYPES: dict[str, tuple[type, ...]] = {
+    "step": (int,), "looked": (int,), "config": (dict,), "data": (dict,), "metrics": (int,), "skipped": (int,),
+    "best": (float, int, type(None)), "random": (list,),
+}  # fmt: skip
+"""What state.json of a checkpoint has; ints are at least 0."""
 OTHER_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken", "tiktoken.model")
 """Files of published tokenizers, which are not read."""
 
@@ -106,8 +110,9 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
     }
     if state is not None and state["data"] != data:
         raise ValueError(
-            f"data must be what the run began with, {state['data']['tokens']} tokens of {state['data']['documents']} "
-            f"documents, got {data['tokens']} of {data['documents']}: its text has changed; start a new run"
+            f"data must be what the run began with, {state['data'].get('tokens')} tokens of "
+            f"{state['data'].get('documents')} documents, got {data['tokens']} of {data['documents']}: its text has "
+            "changed; start a new run"
         )
     learn, check = store.split(config.validation_fraction, config.seed)
     batches, validation = (ShuffledBatches(view, config.length, config.rows, config.seed) for view in (learn, check))
@@ -129,12 +134,10 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
             load_distributed(saved / checkpoint.RANKS, model, optimizer, options=False)  # the config's count
         else:
             checkpoint.load_optimizer(saved, model, optimizer)
-        trainer.step, trainer.looked, trainer.saved = state["step"], state.get("looked", state["step"]), state["step"]
+        trainer.step, trainer.looked, trainer.saved = state["step"], state["looked"], state["step"]
         trainer.position = state["metrics"]
         trainer.best, trainer.skipped = state["best"], state["skipped"]
-        checkpoint.set_random_state(
-            checkpoint.read_tensors(saved / "random.safetensors"), state["random"], world.device
-        )
+        checkpoint.load_random_state(saved, state["random"], world.device)
     if config.compile:
         for block in model.layers:
             block.compile()
@@ -180,7 +183,21 @@ def _newest(folder: Path, world: World, report: Report) -> Path | None:
 
 def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
     """state.json of a checkpoint, if this config may go on from it."""
-    state: dict[str, Any] = json.loads((path / checkpoint.STATE).read_text())
+    file = path / checkpoint.STATE
+    state = read_json(file)
+    state.setdefault("looked", state.get("step"))  # which earlier versions did not write, and always had
+    older = f"remove {path} to go on from an older checkpoint"
+    for name, kinds in STATE_TYPES.items():
+        value = state.get(name, ...)
+        if not isinstance(value, kinds) or isinstance(value, bool) or (kinds == (int,) and value < 0):
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            got = "none" if value is ... else f"{value!r:.80}"
+            raise CheckpointError(f"{file}: expected {name} of type {names}, got {got}; {older}")
+    if not state["looked"] <= state["step"] == int(path.name[5:]):
+        raise CheckpointError(
+            f"{file}: expected step {int(path.name[5:])}, as its folder says, and looked at most so much, got "
+            f"{state['step']} and {state['looked']}; {older}"
+        )
     for name in FIXED:
         was, now = state["config"].get(name), config.to_dict()[name]
         if was != now:
@@ -276,8 +293,7 @@ def _check_context(config: TrainConfig) -> None:
 
 def _saved_model(path: Path) -> HybridLM:
     """As a checkpoint describes it, for its weights to be read into."""
-    values = json.loads((path / CONFIG).read_text())
-    return HybridLM(HybridConfig.from_dict({k: x for k, x in values.items() if k not in ("model_type", "dtype")}))
+    return HybridLM(read_config(Checkpoint(path, read_json(path / CONFIG), {})))
 
 
 def _model(config: TrainConfig, tokenizer: Tokenizer) -> HybridLM:

@@ -210,8 +210,17 @@ def need_tensorboard() -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    """The lines of metrics.jsonl; ValueError if one is not what a run writes."""
+    found = []
+    for number, line in enumerate((folder / METRICS).read_text().splitlines(), start=1):
+        try:
+            found.append(values := json.loads(line))
+            good = isinstance(values["step"], int) and all(isinstance(x, int | float) for x in values.values())
+        except (ValueError, TypeError, KeyError, RecursionError):
+            good = False
+        if not good:
+            raise ValueError(f"{folder / METRICS}, line {number} must have a step and its numbers, got {line!r:.80}")
+    return found
 
 
 def plot_loss(folder: Path, entropy: float | None = None) -> Path:

@@ -212,7 +212,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         dict(state["scalars"])
         if any(set(group) != {"names", "options"} for group in groups):
             raise ValueError("groups without names and options")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected files, groups and scalars in JSON, got {error!r}") from None
     sizes = {part.name: part.stat().st_size for part in path.glob("*.safetensors")}
     for name, size in files.items():

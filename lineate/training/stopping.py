@@ -60,8 +60,8 @@ class Signals:
                 signal.signal(number, note)
             yield
         finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+            for known, handler in old.items():
+                signal.signal(known, handler)
             signal.set_wakeup_fd(wakeup)
             writer.close()  # which the thread takes for the end
             watch.join()
