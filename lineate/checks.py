@@ -426,3 +426,12 @@ def why_not_writable(folder: Path) -> str | None:
         return "it is a file"
     except OSError as error:
         return error.strerror
+
+
+def named_path(name: str | Path) -> Path:
+    """Return a path of the command line; an empty one, which pathlib takes for the current folder, is refused."""
+    if str(name):
+        return Path(name)
+    from typer import BadParameter
+
+    raise BadParameter("expected a name, got ''; write . for the current folder")

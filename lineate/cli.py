@@ -27,6 +27,7 @@ def build_app() -> "typer.Typer":
     """The commands; typer is imported here so that its absence can be explained."""
     import typer
 
+    from lineate.checks import named_path
     from lineate.names import hyphenated
 
     app = typer.Typer(
@@ -54,7 +55,9 @@ def build_app() -> "typer.Typer":
 
     @app.command()
     def demo(
-        out: Annotated[Path, typer.Option(help="Folder for the plots and the numbers.")] = Path("out/demo"),
+        out: Annotated[
+            Path, typer.Option(parser=named_path, metavar="FOLDER", help="Folder for the plots and the numbers.")
+        ] = Path("out/demo"),
         seed: Annotated[int, typer.Option(help="Seed of all keys and values.", min=0, max=2**63 - 1)] = 0,
         quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes: seconds, and rougher numbers.")] = False,
     ) -> None:
@@ -80,7 +83,7 @@ def build_app() -> "typer.Typer":
         from lineate.training.command import model_folder
 
         try:
-            print_description(name if is_hub_name(name) else model_folder(user_path(name)))
+            print_description(name if is_hub_name(name) else model_folder(user_path(named_path(name))))
         except (ValueError, OSError) as error:
             fail(error, 2)
 

@@ -383,3 +383,22 @@ def test_other_things_where_a_run_keeps_its_own(run: Path, tmp_path: Path) -> No
     code, text = command("train", "--resume", str(folder), "--steps", "4")
     assert code == 0 and "going on from" in text and "no plot of the loss" in text, text
     assert (folder / "checkpoints/step-7").is_dir()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--out", ""], ["picture", "state", "--out", ""], ["picture", "state", "--from", ""], ["inspect", ""],
+        ["tasks", "recall", "--out", ""], ["generate", ""], ["plan", ""], ["plan", "small", "--json", ""],
+        ["train", "--resume", ""], ["train", "--config", ""], ["train", "--out", ""],
+        ["train", "--data", ""], ["train", "--cache", ""], ["train", "--model", ""],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_an_empty_name_is_not_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, text = command(*arguments)
+    assert code == 2 and ("''" in text or "say what to plan" in text), text
+    assert not os.listdir(tmp_path)

@@ -5,6 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from lineate.checks import named_path
 from lineate.names import user_path
 
 if TYPE_CHECKING:
@@ -42,9 +43,14 @@ def add_commands(app: "typer.Typer") -> None:
         seed: Annotated[int | None, typer.Option(help="Of all random numbers; 0 if not given.")] = None,
         quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes: seconds, and rougher numbers.")] = False,
         source: Annotated[
-            Path | None, typer.Option("--from", metavar="FILE", help="Draw these numbers again: a picture's JSON.")
+            Path | None,
+            typer.Option(
+                "--from", parser=named_path, metavar="FILE", help="Draw these numbers again: a picture's JSON."
+            ),
         ] = None,
-        out: Annotated[Path, typer.Option(help="Folder for the figures and the numbers.")] = Path("out/pictures"),
+        out: Annotated[
+            Path, typer.Option(parser=named_path, metavar="FOLDER", help="Folder for the figures and the numbers.")
+        ] = Path("out/pictures"),
         formats: Annotated[str, typer.Option("--format", help="png, svg, or both with a comma.")] = "png,svg",
     ) -> None:
         """Draw what a memory does: its state, what it reads, how it grows, forgets, recalls and what it costs."""

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from lineate.checks import named_path
+
 if TYPE_CHECKING:
     import typer
 
@@ -79,7 +81,9 @@ def add_commands(app: "typer.Typer") -> None:
             typer.Option("--quick", help="Small sizes and one seed: a minute or two; other options still count."),
         ] = False,
         jobs: Annotated[int, typer.Option(help="Runs at a time, in processes that share the device.", min=1)] = 1,
-        out: Annotated[Path, typer.Option(help="Folder for the figure and the numbers.")] = Path("out/tasks"),
+        out: Annotated[
+            Path, typer.Option(parser=named_path, metavar="FOLDER", help="Folder for the figure and the numbers.")
+        ] = Path("out/tasks"),
         overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the task's files in --out.")] = False,
     ) -> None:
         """Train small models on a task that tells the rules apart; print the table and draw the figure."""

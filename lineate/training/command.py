@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
+from lineate.checks import named_path
 from lineate.names import spelled, user_path
 from lineate.terminal import fail, printable
 from lineate.training.config import TrainConfig
@@ -114,7 +115,7 @@ def run_generate(
     from lineate.training.tokenizer import load_tokenizer
 
     _print_anything()
-    place = fetch_model(str(folder)) if is_hub_name(folder) else find_model(user_path(folder))
+    place = fetch_model(str(folder)) if is_hub_name(folder) else find_model(user_path(named_path(folder)))
     tokenizer = load_tokenizer(place)
     model = HybridLM.from_pretrained(place, device=World.start(device).device, progress=False)
     start = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]])
@@ -179,8 +180,12 @@ def _sign(command: Any) -> None:
     import typer
 
     hints: dict[str, Any] = {
-        "resume": Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")],
-        "config": Annotated[Path | None, typer.Option(metavar="FILE", help="A config in JSON; flags win over it.")],
+        "resume": Annotated[
+            Path | None, typer.Option(parser=named_path, metavar="RUN", help="Go on with the run in this folder.")
+        ],
+        "config": Annotated[
+            Path | None, typer.Option(parser=named_path, metavar="FILE", help="A config in JSON; flags win over it.")
+        ],
     }
     for f in fields(TrainConfig):
         kind: Any = f.type
