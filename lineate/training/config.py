@@ -39,7 +39,9 @@ class TrainConfig:
     data: tuple[str, ...] = option(
         ("stdlib",), "stdlib, a file or folder (.txt .md .rst .py .jsonl), or hf:NAME[:SPLIT[:CONFIG]]; repeat it."
     )
-    tokenizer: str = option("bytes", "bytes, or bpe:SIZE, trained on the data; a model's folder brings its own.")
+    tokenizer: str = option(
+        "bytes", "bytes, or bpe:SIZE, trained on the data; a model that lineate train wrote brings its own."
+    )
     cache: str | None = option(None, "Folder of the token files; the user's cache folder if not given.")
     length: int = option(256, "Tokens in a row; no text sees beyond its row.")
     rows: int = option(8, "Rows in a step, over all ranks and micro-batches.", also="--batch-size")

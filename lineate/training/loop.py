@@ -230,8 +230,7 @@ class Trainer:
         write_tensors(folder / "random.safetensors", tensors)
         state = {
             "step": self.step, "looked": self.looked, "config": self.config.to_dict(), "data": self.data,
-            "metrics": self.report.position,
-            "best": self.best, "skipped": self.skipped, "random": python,
+            "metrics": self.report.position, "best": self.best, "skipped": self.skipped, "random": python,
         }  # fmt: skip
         checkpoint.write_json(folder / checkpoint.STATE, state)
         checkpoint.write_json(folder / CONFIG, _model_config(self.model))

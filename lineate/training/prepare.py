@@ -189,7 +189,7 @@ def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
     older = f"remove {path} to go on from an older checkpoint"
     for name, kinds in STATE_TYPES.items():
         value = state.get(name, ...)
-        if not isinstance(value, kinds) or isinstance(value, bool) or (kinds == (int,) and value < 0):
+        if not isinstance(value, kinds) or value is True or value is False or (isinstance(value, int) and value < 0):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             got = "none" if value is ... else f"{value!r:.80}"
             raise CheckpointError(f"{file}: expected {name} of type {names}, got {got}; {older}")
