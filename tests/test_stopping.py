@@ -181,3 +181,10 @@ def test_other_threads_leave_signals_alone(tmp_path: Path) -> None:
     trainer = prepare(make_config(tmp_path, steps=2, warmup=0), resume=True)
     trainer.close()
     assert trainer.step == 1
+
+
+def test_long_steps_get_more_time_but_not_for_ever() -> None:
+    signals = stopping.Signals()
+    for seconds, grace in ((0.1, 5.0), (6.0, 12.0), (600.0, 30.0), (1.0, 5.0)):
+        signals.took(seconds)
+        assert signals.grace == grace

@@ -148,6 +148,7 @@ class Trainer:
             self._bad_step(loss, norm)
         self.step += 1
         seconds, tokens = time.monotonic() - started, int(count)
+        self.signals.took(seconds)
         values = (
             {"step": self.step, "loss": loss, "lr": lr, "norm": norm} if good else {"step": self.step, "skipped": True}
         )

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-GRACE = 5.0
-"""Seconds after SIGTERM in which Python must get its turn: one call into C, a product of matrices say, has none."""
+GRACE, MOST_GRACE = 5.0, 30.0
+"""Seconds after SIGTERM in which Python must get its turn: one call into C has none, such as a product of matrices, or
+waiting for a GPU, which takes most of a step. Where steps take long it is more, but not more than schedulers allow."""
 
 
 class Interrupted(BaseException):
@@ -23,13 +24,14 @@ class Signals:
 
     The first one raises Interrupted inside stoppable(), and is noted elsewhere, for the next stoppable() to raise. The
     second one does what it did before listen(). If SIGTERM finds the main thread inside a call that does not return
-    within GRACE, or comes twice meanwhile, a thread says why and ends the process. SIGINT waits for such a call, as it
-    does in all of Python: it may be a notebook's, whose process must live.
+    within `grace`, or comes twice meanwhile, a thread says why and ends the process. SIGINT waits for such a call, as
+    everywhere in Python: it may be a notebook's, whose process must live.
     """
 
     def __init__(self) -> None:
         self.busy = False
-        """Whether a checkpoint is being written, which may take longer than GRACE."""
+        """Whether a checkpoint is being written, which may take longer than `grace`."""
+        self.grace = GRACE
         self._came = self._may_raise = False
 
     @contextmanager
@@ -47,7 +49,7 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():  # signals are someone else's
             yield
             return
-        self._came = self.busy = False
+        self._came, self.busy, self.grace = False, False, GRACE
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         watch = threading.Thread(target=self._watch, args=(reader, give_up), daemon=True)
@@ -66,6 +68,10 @@ class Signals:
             writer.close()  # which the thread takes for the end
             watch.join()
             reader.close()
+
+    def took(self, seconds: float) -> None:
+        """A step took so long, and the next one may."""
+        self.grace = min(max(GRACE, 2 * seconds), MOST_GRACE)
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
@@ -89,7 +95,7 @@ class Signals:
                     continue
                 if deadline is not None and not self._came:  # twice, and Python had no turn to see the first
                     break
-                deadline = deadline or time.monotonic() + GRACE
+                deadline = deadline or time.monotonic() + self.grace
             elif not self.busy:
                 break
         give_up()
