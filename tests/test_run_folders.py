@@ -383,6 +383,9 @@ def test_other_things_where_a_run_keeps_its_own(run: Path, tmp_path: Path) -> No
     code, text = command("train", "--resume", str(folder), "--steps", "4")
     assert code == 0 and "going on from" in text and "no plot of the loss" in text, text
     assert (folder / "checkpoints/step-7").is_dir()
+    (folder / "metrics.jsonl").write_text("")
+    code, text = command("train", "--resume", str(folder), "--steps", "5")
+    assert code == 0 and "metrics.jsonl lacks lines up to step 4" in text, text
 
 
 @pytest.mark.parametrize(
