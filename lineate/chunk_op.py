@@ -4,7 +4,7 @@ torch.compile and autograd both see `lineate::<name>` and `lineate::<name>_backw
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from lineate.rule import full_precision
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Maybe = TypeVar("Maybe", Tensor, Tensor | None)
 Outputs = tuple[Tensor, Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -186,11 +187,12 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
         normalize_qk: bool,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
-        tensors = q, k, v, log_decay, beta, state
+        tensors = [q, k, v, log_decay, beta, state]
         keep = needs_grad(*tensors)
         run: Callable[..., Any] = forward_op
         if is_eager(*tensors, cu_seqlens):  # an op's first call would import torch._dynamo, which takes seconds
             run = direct if keep else forward
+            *tensors, cu_seqlens = in_memory((*tensors, cu_seqlens))
         output, final, _ = run(*tensors, cu_seqlens, corrects, scale, normalize_qk, chunk_size, keep)
         return output, final
 
@@ -208,7 +210,8 @@ def make_direct(
     """An op with its autograd, without torch.library between, which costs more than a small call's arithmetic.
 
     save(ctx, inputs, output) keeps what differentiate(backward, ctx, *gradients) needs; hidden: the output that has no
-    gradient, if there is one. backward_op learns to refuse second derivatives.
+    gradient, if there is one. The inputs must be in_memory; gradients need not. backward_op learns to refuse second
+    derivatives.
     """
     backward_op.register_autograd(partial(_refuse_second_derivative, backward_op._qualname.removesuffix("_backward")))
 
@@ -225,7 +228,9 @@ def make_direct(
         def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
             # With gradients enabled a second derivative may be wanted, which the op refuses; and vmap can map an op.
             as_op = torch.is_grad_enabled() or any(_is_batched(x) for x in gradients if x is not None)
-            return differentiate(backward_op if as_op else backward, ctx, *gradients)
+            if as_op:
+                return differentiate(backward_op, ctx, *gradients)
+            return differentiate(backward, ctx, *in_memory(gradients))
 
     return Direct.apply
 
@@ -258,6 +263,23 @@ transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def recorded() -> bool:
     """Whether a compiler or another mode looks at calls, and must see ops."""
     return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
+
+
+def is_virtual(x: Tensor) -> bool:
+    """Whether the memory of x does not hold its values: a view with a negative bit, or a zero tensor.
+
+    (A conjugate bit needs complex numbers, which nothing here takes.)
+    """
+    return x.is_neg() or x._is_zerotensor()
+
+
+def in_memory(tensors: Iterable[Maybe]) -> list[Maybe]:
+    """Return the tensors with copies of those that are virtual, for C and kernels, which read memory.
+
+    torch's dispatcher does this for an op; calls that go around it must. Gradients go through the copies.
+    """
+    # is_virtual(x), written out: decoding asks it of every tensor.
+    return [x.clone() if x is not None and (x.is_neg() or x._is_zerotensor()) else x for x in tensors]
 
 
 def is_eager(*tensors: Tensor | None) -> bool:

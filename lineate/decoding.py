@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import needs_grad, transformed
+from lineate.chunk_op import in_memory, needs_grad, transformed
 from lineate.dispatch import (
     KNOWN_AT_MOST,
     TRANSFORMED,
@@ -110,6 +110,8 @@ def _decode(
     """Check what only values tell, then run; compiled calls get here with the values known."""
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
     checks.check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
+    if state._is_zerotensor():
+        raise ValueError("state must have memory to write into, got a zero tensor; start from torch.zeros")
     if not raw_gates:
         checks.check_decay(log_decay)
     if backend == "torch":
@@ -123,13 +125,16 @@ def _decode(
             )
     from lineate.kernels import decode as kernel  # triton, at its first use
 
+    q, k, v, memory = in_memory((q, k, v, state))
+    log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
+    slots, start_slots, cu_seqlens = in_memory((slots, start_slots, cu_seqlens))
     output = kernel.decode(
         q,
         k,
         v,
         log_decay,
         beta,
-        state,
+        memory,
         slots,
         start_slots,
         cu_seqlens,
@@ -140,7 +145,9 @@ def _decode(
         normalize_qk=normalize_qk,
         raw_gates=raw_gates,
     )
-    if not state.is_inference():
+    if memory is not state:  # a view of negated numbers
+        state.copy_(memory)
+    elif not state.is_inference():
         torch.autograd.graph.increment_version(state)  # as any torch function that writes in place does
     return output
 

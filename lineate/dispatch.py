@@ -195,14 +195,17 @@ def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
 # for every token, and looking at it again would take a fifth of the step.
 _KNOWN: dict[Signature, Plan] = {}
 KNOWN_AT_MOST = 1024
+_PLAIN = frozenset((float, int, str, bool, type(None)))
 
 
 def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> Signature | None:
     """All of a call but the values of its tensors, or None where checks must look again: odd types, and compiling."""
-    plain = all(x is None or type(x) in (float, int, str, bool) for x in options)
-    if not plain or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return None
-    parts: list[object] = [torch.is_grad_enabled(), transformed(), *options, *map(type, options)]
+    types = tuple(map(type, options))
+    if not _PLAIN.issuperset(types):
+        return None
+    parts: list[object] = [torch.is_grad_enabled(), transformed(), *options, *types]
     for x in tensors:
         if x is None:
             parts.append(None)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import is_eager, make_direct, needs_grad
+from lineate.chunk_op import in_memory, is_eager, make_direct, needs_grad
 from lineate.kernels import layers as kernels
 from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.rotary import turn
@@ -45,7 +45,7 @@ def register_op(
     def run(tensors: tuple[Tensor | None, ...], *options: object) -> Any:
         if not is_eager(*tensors):
             return forward_op(*tensors, *options)
-        return (direct if needs_grad(*tensors) else forward)(*tensors, *options)
+        return (direct if needs_grad(*tensors) else forward)(*in_memory(tensors), *options)
 
     return run
 

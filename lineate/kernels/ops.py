@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import arrived, expect_gradients, is_eager, make_direct, needs_grad
+from lineate.chunk_op import arrived, expect_gradients, in_memory, is_eager, make_direct, needs_grad
 from lineate.kernels import chunkwise as kernels
 from lineate.kernels import decode as decoding
 from lineate.kernels.call import Gates, count_slots, make_call
@@ -171,11 +171,12 @@ def chunkwise(
     beta_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Output and final state. With A_log, log_decay is the raw gate and beta the raw logit."""
-    tensors = q, k, v, log_decay, beta, A_log, dt_bias, state
+    tensors = [q, k, v, log_decay, beta, A_log, dt_bias, state]
     keep = needs_grad(*tensors)
     run = _forward_op
     if is_eager(*tensors, cu_seqlens):
         run = _direct if keep else _forward
+        *tensors, cu_seqlens = in_memory((*tensors, cu_seqlens))
     output, final, _ = run(*tensors, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep)
     return output, final
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lineate.chunk_op import needs_grad, uncompiled
+from lineate.chunk_op import in_memory, needs_grad, uncompiled
 from lineate.memory import lact_steps
 from lineate.memory.gpu import on_gpu
 from lineate.memory.lact_steps import (
@@ -97,7 +97,7 @@ def scan(
     tokens: q, k, v `b t h d`, rates `b t h 3`, momentum `b t h`; norms: of the rows of W0 and W2 `r 2e 1`, and of the
     columns of W1^T `r 1 d`.
     """
-    tensors = (*tokens, *state, *norms)
+    tensors = in_memory((*tokens, *state, *norms))
     y, *end = _Scan.apply(position, chunk, muon, needs_grad(*tensors), *tensors)
     return y, end
 
@@ -176,10 +176,11 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+        dy, *by_end = in_memory((dy, *dstate))
         q, k, v, rates, momentum, total, *saved = ctx.saved_tensors
         blocks, chunk, muon = ctx.options
         norms, slots = saved[:2], list(zip(blocks, saved[2::2], saved[3::2], strict=True))
-        back = _Backward([q, k, v, rates, momentum], total, norms, chunk, muon, *dstate)
+        back = _Backward([q, k, v, rates, momentum], total, norms, chunk, muon, *by_end)
         with full_precision(q):
             for block, held, changes in reversed(slots):
                 starts = held[: block.m]

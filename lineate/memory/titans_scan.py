@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lineate.chunk_op import uncompiled
+from lineate.chunk_op import in_memory, uncompiled
 from lineate.kernels.titans import Walk, fill_adjoints, fill_states
 from lineate.memory.gpu import kept
 from lineate.memory.products import product
@@ -47,7 +47,8 @@ def scan(
     """
     depth, (walk, chunks) = len(weights), _walk(tuple(counts), qkv[0].device)
     ended = tuple(complete[n - 1][row] for row, n in enumerate(chunks))
-    y, *after = _Scan.apply(walk, options, all(ended), *qkv, *factors, *weights, *momentum)
+    tensors = in_memory((*qkv, *factors, *weights, *momentum))
+    y, *after = _Scan.apply(walk, options, all(ended), *tensors)
     weights, momentum, start = after[:depth], after[depth : 2 * depth], after[2 * depth :]
     if not start:
         start = weights
@@ -112,8 +113,9 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *after: Tensor) -> tuple[Tensor | None, ...]:
+        dy, *by_end = in_memory((dy, *after))
         with full_precision(dy):
-            return None, None, None, *_backward(ctx.saved_tensors, ctx.walk, ctx.options, dy, after)
+            return None, None, None, *_backward(ctx.saved_tensors, ctx.walk, ctx.options, dy, by_end)
 
 
 def _room(like: Tensor, walk: Walk) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lineate.chunk_op import uncompiled
+from lineate.chunk_op import in_memory, uncompiled
 from lineate.kernels import ttt as kernels
 from lineate.memory.ttt import Weights, gradients, read
 from lineate.rule import full_precision
@@ -31,7 +31,7 @@ def scan(
     square `h 1 d`; base: the first cell of each chunk; counts: each row's chunks, at least 1, most first.
     """
     flat = [x for pair in weights for x in pair]
-    y, *flat = _Scan.apply(base, counts, eps, *parts, square, *flat)
+    y, *flat = _Scan.apply(base, counts, eps, *in_memory((*parts, square, *flat)))
     return y, _pairs(flat)
 
 
@@ -58,6 +58,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dfinal: Tensor) -> tuple[Tensor | None, ...]:
+        dy, *finals = in_memory((dy, *dfinal))
         base, counts, *saved = ctx.saved_tensors
         q, k, target, mask, scores, write, square = (x.detach().requires_grad_() for x in saved[:7])
         cells = [x[: k.shape[0]].requires_grad_() for x in saved[7:]]
@@ -75,7 +76,7 @@ class _Scan(torch.autograd.Function):
         with full_precision(k):
             values = [*made.before, *made.back, *cells[2:3]]
             initial, ends = kernels.adjoints(
-                k, target, write, square, values, asked, by_cells, list(dfinal), base, counts, ctx.eps
+                k, target, write, square, values, asked, by_cells, finals, base, counts, ctx.eps
             )
             del by_cells
             # <L, W'> = <L, W> - sum_s write_s <x_s L_W + L_b, G_s>

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineate.chunk_op import is_virtual
 from lineate.terminal import printable
 
 DTYPES: dict[str, torch.dtype] = {
@@ -218,7 +219,7 @@ class Reader:
         per_buffer = BUFFER_BYTES // entry.dtype.itemsize
         if target.is_contiguous():
             flat = target.view(-1)
-            if target.dtype == entry.dtype and target.device.type == "cpu":
+            if target.dtype == entry.dtype and target.device.type == "cpu" and not is_virtual(target):
                 _read_exactly(handle, name, entry, flat)
                 return
             for first in range(0, flat.numel(), per_buffer):
@@ -284,10 +285,10 @@ def _after(first: bytes, rest: Iterable[memoryview]) -> Iterable[bytes | memoryv
 
 
 def _bytes_of(tensor: Tensor) -> Iterable[memoryview]:
-    """Row-major bytes; what is not contiguous CPU memory is copied some rows at a time."""
+    """Row-major bytes; what is not contiguous CPU memory, or not what it holds, is copied some rows at a time."""
     if tensor.numel() == 0:
         return
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_virtual(tensor):
         yield _memory(tensor)
         return
     if tensor.dim() == 0:
@@ -296,6 +297,7 @@ def _bytes_of(tensor: Tensor) -> Iterable[memoryview]:
     step = max(1, BUFFER_BYTES // row)
     for first in range(0, len(tensor), step):
         part = tensor[first : first + step].cpu().contiguous()
+        part = part.clone() if is_virtual(part) else part
         yield _memory(part)
 
 

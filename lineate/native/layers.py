@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import make_direct, recorded, transformed
+from lineate.chunk_op import in_memory, make_direct, recorded, transformed
 from lineate.native.build import library, why_not
 
 MOST_TAPS = 4
@@ -78,12 +78,15 @@ def _differentiable(
     def run(*inputs: Any) -> Any:
         if recorded():
             return forward_op(*inputs)
-        wanted = False
+        wanted = virtual = False
         for x in inputs[:tensors]:
             if x is not None:
                 if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
                     return forward_op(*inputs)
                 wanted = wanted or x.requires_grad
+                virtual = virtual or x.is_neg() or x._is_zerotensor()
+        if virtual:
+            inputs = (*in_memory(inputs[:tensors]), *inputs[tensors:])
         return direct(*inputs) if wanted and torch.is_grad_enabled() else forward(*inputs)
 
     return run

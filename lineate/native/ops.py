@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import Grads, Outputs, recorded, register
+from lineate.chunk_op import Grads, Outputs, in_memory, recorded, register
 from lineate.forms.packing import check_bounds
 from lineate.native.call import States, Tensors, dense, run
 
@@ -110,6 +110,8 @@ def _recurrent(
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens is not None:
         check_bounds(cu_seqlens, q.shape[1])
+    q, k, v, state = in_memory((q, k, v, state))
+    log_decay, beta = in_memory((log_decay, beta))
     output, final = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (v, state))
     _forward(
         q,
