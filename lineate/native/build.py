@@ -6,8 +6,11 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
+import time
+import warnings
 from pathlib import Path
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("chunkwise.c", "layers.c")]
@@ -45,13 +48,90 @@ def library() -> ctypes.CDLL:
     if compiler is None:
         raise NativeUnavailable("no C compiler was found; install gcc or clang, or set CC")
     command = [*compiler.split(), *_FLAGS, _machine_flag(), *_LINK]
-    built = _cache_folder() / f"native-{_fingerprint(command)}.so"
-    if not built.exists():
-        _compile(command, built)
+    return load_or_build(command, _cache_folder())
+
+
+def load_or_build(command: list[str], folder: Path) -> ctypes.CDLL:
+    """Return the library that this command makes, from the folder if a whole one is there, else compiled into it.
+
+    What is kept is named native-<what it is made of>-<sha256 of the file>.so, so that a file cut short is known by its
+    name, and the file and its checksum are put in place by one rename.
+    """
+    start = f"native-{_fingerprint(command)}-"
+    _clean(folder)
+    unfit = []
+    for file in sorted(folder.glob(start + "*.so")):
+        try:
+            return _load(file)
+        except _Unfit as reason:
+            warnings.warn(f"{file} is not loaded: {reason}; it is compiled anew", RuntimeWarning, stacklevel=2)
+            unfit.append(file)
     try:
-        return ctypes.CDLL(str(built))
+        built = _compile(command, folder, start)
+        for file in unfit:
+            if file != built:
+                _remove(file)
+        return _load(built)
+    except _Unfit as reason:  # another program changes what is in the folder
+        raise NativeUnavailable(f"the compiled code in {folder} is not loaded: {reason}") from None
+
+
+class _Unfit(Exception):
+    """A file of the cache that must not be loaded; the message says why."""
+
+
+def _load(file: Path) -> ctypes.CDLL:
+    """Load a library whose content has the checksum of its name, and which nobody but us and root can write.
+
+    What was looked at is what is loaded: both go through one descriptor, which stays open, because the loader knows a
+    library by this name.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
+        raise _Unfit("it is a link" if file.is_symlink() else f"it cannot be read ({error.strerror})") from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _Unfit("it is not a file")
+        others = _writers(found)
+        if others:
+            raise _Unfit(others)
+        with open(descriptor, "rb", closefd=False) as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        if digest != file.stem.rpartition("-")[2]:
+            raise _Unfit(f"it is damaged ({found.st_size} bytes, whose checksum is not that of its name)")
+        same = Path(f"/proc/self/fd/{descriptor}")
+        return ctypes.CDLL(str(same if same.exists() else file))
+    except OSError as error:
+        os.close(descriptor)
         raise NativeUnavailable(f"the compiled code does not load: {error}") from error
+    except _Unfit:
+        os.close(descriptor)
+        raise
+
+
+def _writers(found: os.stat_result) -> str:
+    """Say who else than us and root can write a file or folder, or nothing."""
+    if found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {found.st_uid}, who can put any code there"
+    if found.st_mode & stat.S_IWOTH:
+        return f"every user can write it (mode {stat.S_IMODE(found.st_mode):o})"
+    if found.st_mode & stat.S_IWGRP and not _alone_in(found.st_gid):
+        return f"its group can write it (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def _alone_in(group: int) -> bool:
+    """Whether this is the private group that many systems give each user, so that it may write what the user may."""
+    import grp
+    import pwd
+
+    try:
+        own, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return found.gr_name == own and set(found.gr_mem) <= {own}
 
 
 def _machine_flag() -> str:
@@ -83,30 +163,88 @@ def _cache_folder() -> Path:
     folder = default_cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        others = _writers(folder.stat())
     except OSError as error:
         raise NativeUnavailable(
             f"the cache folder cannot be made: {error}; set LINEATE_CACHE to one that can"
         ) from error
+    if others:
+        message = (
+            f"code is not loaded from the cache folder {folder}: {others}; set LINEATE_CACHE to a folder that only you "
+            "can write (chmod go-w)"
+        )
+        warnings.warn(f"{message}; until then plain torch runs, which is slower", RuntimeWarning, stacklevel=2)
+        raise NativeUnavailable(message)
     return folder
 
 
-def _compile(command: list[str], built: Path) -> None:
-    """Build beside the target and rename, so that no other process ever sees half a file."""
+_LONGEST = 300
+"""Seconds that a compiler gets."""
+_BUILDING = "building-"
+"""What folders are called in which one works."""
+
+
+def _clean(folder: Path) -> None:
+    """Remove what compilers left that were killed, known by its age; those at work are younger."""
+    for left in (*folder.glob(_BUILDING + "*"), *folder.glob("tmp*.so")):
+        try:
+            if time.time() - left.lstat().st_mtime > 2 * _LONGEST:
+                _remove(left)
+        except OSError:  # another process was quicker
+            continue
+
+
+def _remove(path: Path) -> None:
+    """As far as we may."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
     try:
-        handle, partial = tempfile.mkstemp(suffix=".so", dir=built.parent)
+        path.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+def _compile(command: list[str], folder: Path, start: str) -> Path:
+    """Build in a folder of its own, write the result to the disk and rename it: nobody ever sees half a file.
+
+    Several processes may do so at a time; each has a folder of its own, and the last one's file stays.
+    """
+    try:
+        work = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=folder))
     except OSError as error:
         raise NativeUnavailable(
             f"the cache folder is not writable: {error}; set LINEATE_CACHE to one that is"
         ) from error
-    os.close(handle)
+    built = work / "native.so"
     try:
         done = subprocess.run(
-            [*command, *map(str, _SOURCES), "-o", partial, "-lm"], capture_output=True, text=True, timeout=300
+            [*command, *map(str, _SOURCES), "-o", str(built), "-lm"],
+            capture_output=True,
+            text=True,
+            timeout=_LONGEST,
+            env={**os.environ, "TMPDIR": str(work)},
         )
         if done.returncode:
             raise NativeUnavailable(f"{command[0]} failed: {(done.stderr or done.stdout).strip()[-600:]}")
-        os.replace(partial, built)
+        with built.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+            os.fchmod(content.fileno(), stat.S_IMODE(os.fstat(content.fileno()).st_mode) & 0o755)
+            os.fsync(content.fileno())
+        file = folder / f"{start}{digest}.so"
+        os.replace(built, file)
+        _sync(folder)
+        return file
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{command[0]} could not run: {error}") from error
     finally:
-        Path(partial).unlink(missing_ok=True)
+        _remove(work)
+
+
+def _sync(folder: Path) -> None:
+    """Write a folder's names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
