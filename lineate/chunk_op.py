@@ -347,6 +347,22 @@ def _empty_grads(
     return dq, dk, dv, dlog_decay, dbeta, dstate
 
 
+def cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
+    """run with the CPU as torch's default device: what runs for itself, such as training, is not moved by another one.
+
+    (torch's optimisers make tensors without naming a device; what is called inside a user's model names its own.)
+    """
+
+    @wraps(run)
+    def here(*args: P.args, **named: P.kwargs) -> R:
+        if torch.get_default_device().type == "cpu":  # a mode would slow down every call
+            return run(*args, **named)
+        with torch.device("cpu"):
+            return run(*args, **named)
+
+    return here
+
+
 def uncompiled(run: Callable[P, R]) -> Callable[P, R]:
     """run outside the graphs of torch.compile."""
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
+from lineate.chunk_op import cpu_by_default
 from lineate.explore.memories import LABELS, RULES
 from lineate.explore.pictures import Numbers, Options, Picture
 from lineate.explore.style import rounded, signed_map
@@ -38,6 +39,7 @@ NOTES = {
 }
 
 
+@cpu_by_default
 def compute(options: Options) -> Numbers:
     """The hand-made tokens (without --model) and a layer of a model on a text (unless --quick alone)."""
     numbers: Numbers = {}

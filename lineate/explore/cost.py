@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
+from lineate.chunk_op import cpu_by_default
 from lineate.explore.memories import FIXED_SIZE, RULES, Report, silent
 
 
@@ -73,6 +74,7 @@ class _Tokens:
         return _Tokens(*(getattr(self, name)[:, part] for name in self.__dataclass_fields__))
 
 
+@cpu_by_default
 def measure_cost(setting: CostSetting, report: Report = silent) -> Cost:
     """Run every rule over longer and longer texts; measure the state it leaves and the time it takes."""
     work = [length * (1 + length / 4096) for length in setting.lengths]

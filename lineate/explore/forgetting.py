@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lineate.chunk_op import cpu_by_default
 from lineate.explore.memories import LABELS
 from lineate.explore.pictures import Numbers, Options, Picture
 from lineate.explore.style import rounded
@@ -24,6 +25,7 @@ LONGEST = 1e9
 """A half-life is cut off here: a decay of 1 never forgets, and JSON has no infinity."""
 
 
+@cpu_by_default
 def compute(options: Options) -> Numbers:
     """Quartiles over the tokens of a text, for every layer that forgets."""
     if options.tokens is not None and options.tokens < 2:

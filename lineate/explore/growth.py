@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.chunk_op import cpu_by_default
 from lineate.explore.cost import one_thread
 from lineate.explore.memories import FIXED_SIZE, LABELS, SHORT, Setting
 from lineate.explore.pictures import Numbers, Options, Picture
@@ -37,6 +38,7 @@ FLAT = 0.1
 """A state whose norm grows slower than t to this power, over the last decade, has levelled off."""
 
 
+@cpu_by_default
 def compute(options: Options) -> Numbers:
     """Without a model: random pairs under every rule. With one: its linear layers along a text."""
     if options.model is None:

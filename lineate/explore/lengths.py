@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lineate.chunk_op import cpu_by_default
 from lineate.explore.cost import CostSetting, measure_cost, one_thread
 from lineate.explore.findings import size
 from lineate.explore.forgetting import number
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 SHORTEST, LONGEST = 256, 2**20
 
 
+@cpu_by_default
 def compute(options: Options) -> Numbers:
     """The demo's last scene, up to `tokens` tokens: lengths that would take too long are left out."""
     setting = CostSetting(seed=options.seed, seconds=10.0)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
+from lineate.chunk_op import cpu_by_default
 from lineate.explore.cost import one_thread
 from lineate.explore.findings import size
 from lineate.explore.memories import LABELS, Setting, pairs
@@ -69,6 +70,7 @@ class Memory:
         return low
 
 
+@cpu_by_default
 def compute(options: Options) -> Numbers:
     """Errors and shares of right answers of every memory, for every load."""
     channels, trials = (32, 2) if options.quick else (128, 4)

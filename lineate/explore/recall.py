@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 
+from lineate.chunk_op import cpu_by_default
 from lineate.explore.memories import (
     FIXED_SIZE,
     FORGETTING,
@@ -135,6 +136,7 @@ class ScratchPad:
     """Length of the answer to unseen scratch keys, for every gate."""
 
 
+@cpu_by_default
 def interference(setting: Setting, report: Report = silent) -> Interference:
     """Write more and more pairs; then write one set of pairs again and again."""
     dim, generator = setting.key_dim, setting.generator()
@@ -160,6 +162,7 @@ def interference(setting: Setting, report: Report = silent) -> Interference:
     return Interference(dim, counts, _frozen(error), repeated, told, _frozen(error_by_told))
 
 
+@cpu_by_default
 def overwrite(setting: Setting, report: Report = silent, watch: Callable[[Frame], None] | None = None) -> Overwrite:
     """Write old pairs, then kept ones and ones to be overwritten, then overwrite these; read all back each time."""
     group, generator = setting.group, setting.generator()
@@ -216,6 +219,7 @@ def overwrite(setting: Setting, report: Report = silent, watch: Callable[[Frame]
     )
 
 
+@cpu_by_default
 def topics(setting: Setting, report: Report = silent) -> Topics:
     """Write TOPICS topics of key_dim pairs each, then a small one; rules that can forget do so at every switch."""
     dim, generator = setting.key_dim, setting.generator()
@@ -255,6 +259,7 @@ def topics(setting: Setting, report: Report = silent) -> Topics:
     )
 
 
+@cpu_by_default
 def scratch_pad(setting: Setting, report: Report = silent) -> ScratchPad:
     """Write facts in half of the channels, fill a scratch pad in the other half, clear the pad, write on it again."""
     dim, generator = setting.key_dim, setting.generator()

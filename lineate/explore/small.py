@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.chunk_op import cpu_by_default
 from lineate.explore.cost import one_thread
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.native.build import default_cache_folder
@@ -29,6 +30,7 @@ VERSION = 1
 """Changes when the training does."""
 
 
+@cpu_by_default
 def small_model() -> HybridLM:
     """From the user's cache folder, else trained now (about 7 s) and put there if that can be done."""
     folder = default_cache_folder() / f"small-{_fingerprint()}"
@@ -40,6 +42,7 @@ def small_model() -> HybridLM:
     return model
 
 
+@cpu_by_default
 def train_small(steps: int) -> HybridLM:
     """The same weights for the same text, torch and machine; the caller's random numbers stay as they were."""
     from lineate.training.optim import make_optimizer

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lineate.chunk_op import cpu_by_default
 from lineate.explore.memories import FIXED_SIZE, LABELS, write
 from lineate.explore.pictures import Numbers, Options, Picture
 from lineate.explore.style import rounded, signed_map
@@ -39,6 +40,7 @@ STEADY = 1.15
 """A norm that changes by less than this factor has levelled off."""
 
 
+@cpu_by_default
 def compute(options: Options) -> Numbers:
     """The hand-made memories (without --model) and a layer of a model along a text (unless --quick alone)."""
     numbers: Numbers = {}

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.chunk_op import cpu_by_default
 from lineate.explore.pictures import Options
 from lineate.explore.style import LETTER_RULES
 from lineate.layers.linear import (
@@ -123,6 +124,7 @@ def wants_model(options: Options) -> bool:
     return not options.quick or any(x is not None for x in asked)
 
 
+@cpu_by_default
 def open_subject(options: Options) -> Subject:
     """The model of the options: a folder's, a preset with random weights, or the built-in small one."""
     from lineate.training.tokenizer import Bytes
@@ -237,6 +239,7 @@ def choose_head(subject: Subject, layer: int, options: Options) -> int:
 
 
 @torch.no_grad()
+@cpu_by_default
 def trace(model: HybridLM, ids: Tensor, layers: Sequence[int] | None = None) -> list[Trace]:
     """What each linear layer (or those named) gives its rule on ids `1 t`."""
     letters = model.config.letters

@@ -159,7 +159,7 @@ class LineateCache(Cache):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
-            self.state = self.state.select(torch.arange(self.state.rows).repeat_interleave(repeats))
+            self.state = self.state.select(torch.arange(self.state.rows, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:

@@ -69,7 +69,7 @@ class Titans(nn.Module):
         """
         for x in self.initial:
             nn.init.normal_(x, std=0.0 if self.memory == "linear" else x.shape[1] ** -0.5)
-        bias = torch.tensor([-3.5, 0.0, -5.0 if self.memory == "linear" else -8.0])
+        bias = torch.tensor([-3.5, 0.0, -5.0 if self.memory == "linear" else -8.0], device=self.gate_bias.device)
         with torch.no_grad():
             self.gate_bias.copy_(bias[:, None].expand_as(self.gate_bias))
 

@@ -45,22 +45,23 @@ class Grid:
 @kept
 def lay_out(positions: tuple[int, ...], lengths: tuple[int, ...], chunk: int, device: torch.device) -> Grid:
     """Rows that stand at these positions of their chunks, with so many more tokens each, one row behind the other."""
-    p, length = torch.tensor(positions), torch.tensor(lengths)
+    p, length = (torch.tensor(x, device="cpu") for x in (positions, lengths))
     first = length.cumsum(0) - length  # each row's first token
     last = p + length
     chunks = torch.where(length > 0, -(-last // chunk), 0)  # rows
     order = chunks.argsort(descending=True, stable=True)
-    index = torch.arange(int(chunks.max()))
+    index = torch.arange(int(chunks.max()), device="cpu")
     at_work = torch.searchsorted(-chunks[order], -index)  # rows with more chunks than that
     counts: list[int] = at_work.tolist()
     base = at_work.cumsum(0) - at_work
     index = index.repeat_interleave(at_work)  # of each cell, its chunk
-    row = order[torch.arange(index.shape[0]) - base[index]]
+    row = order[torch.arange(index.shape[0], device="cpu") - base[index]]
     start = index * chunk
-    step = start[:, None] + torch.arange(chunk) - p[row, None]  # cells chunk: the token's number in its row
+    place = torch.arange(chunk, device="cpu")
+    step = start[:, None] + place - p[row, None]  # cells chunk: the token's number in its row
     filled = (step >= 0) & (step < length[row, None])
     tokens = first[row, None] + step.clamp_min(0).minimum(length[row, None] - 1)
-    slots = torch.empty(int(length.sum()), dtype=torch.int64)
+    slots = torch.empty(int(length.sum()), dtype=torch.int64, device="cpu")
     slots[tokens[filled]] = filled.flatten().nonzero()[:, 0]
     ends: list[bool] = (start + chunk <= last[row]).tolist()
     complete = [ends[i : i + n] for i, n in zip(base.tolist(), counts, strict=True)]

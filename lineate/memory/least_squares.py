@@ -223,7 +223,7 @@ def _by_length(
     starts = [0, *accumulate(lengths)]
     outputs, states, tokens, order = [], [], [], []
     for rows in groups.values():
-        at = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows]).to(inputs[0].device)
+        at = torch.cat([torch.arange(starts[row], starts[row + 1], device="cpu") for row in rows]).to(inputs[0].device)
         own = [None if x is None else x[:, at] for x in inputs]
         bounds = torch.tensor([0, *accumulate(lengths[row] for row in rows)], device=at.device)
         which = torch.tensor(rows, device=at.device)

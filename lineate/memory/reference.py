@@ -337,5 +337,5 @@ def _gather(states: list[MemoryState], rows: int, heads: int) -> MemoryState:
         all_of([state.sums for state in states]),
         all_of([state.momentum for state in states]),
         stack(hessians) if hessians else None,
-        torch.tensor([int(state.position) for state in states[::heads]]),
+        torch.tensor([int(state.position) for state in states[::heads]], device="cpu"),
     )

@@ -60,8 +60,8 @@ def scan(
 @kept
 def _walk(counts: tuple[int, ...], device: torch.device) -> tuple[Walk, list[int]]:
     """Of chunks that so many rows have; and how many chunks each row has."""
-    chunks = (torch.tensor(counts)[:, None] > torch.arange(counts[0])).sum(0)  # rows
-    base = torch.tensor([0, *accumulate(counts)][:-1])
+    chunks = (torch.tensor(counts, device="cpu")[:, None] > torch.arange(counts[0], device="cpu")).sum(0)  # rows
+    base = torch.tensor([0, *accumulate(counts)][:-1], device="cpu")
     return Walk(base.int().to(device), chunks.int().to(device), sum(counts)), chunks.tolist()
 
 

@@ -62,13 +62,13 @@ def _lay_out(
     rows, tokens = len(lengths), sum(lengths)
     # Where a row stands in its chunk is not looked at, which would wait for a GPU: room for any place.
     spare = 0 if position is None else chunk - 1
-    counts = torch.tensor([-(-(length + spare) // chunk) if length else 0 for length in lengths])
+    counts = torch.tensor([-(-(length + spare) // chunk) if length else 0 for length in lengths], device="cpu")
     n = int(counts.max()) if rows else 0
     row_order = counts.argsort(descending=True, stable=True)
-    sizes = (counts[:, None] > torch.arange(n)).sum(0)  # of chunks
+    sizes = (counts[:, None] > torch.arange(n, device="cpu")).sum(0)  # of chunks
     base = F.pad(sizes.cumsum(0), (1, 0))[:-1]
-    index = torch.repeat_interleave(torch.arange(n), sizes)  # of every chunk, its place in the row
-    of_rank = torch.arange(index.shape[0]) - base[index]
+    index = torch.repeat_interleave(torch.arange(n, device="cpu"), sizes)  # of every chunk, its place in the row
+    of_rank = torch.arange(index.shape[0], device="cpu") - base[index]
     counts, row_order, base, index, of_rank = (x.to(device) for x in (counts, row_order, base, index, of_rank))
     length = torch.tensor(lengths, device=device)
     rank = row_order.argsort()

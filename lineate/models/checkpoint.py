@@ -65,7 +65,7 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, in its own dtype."""
         entry = self._find(name)
-        target = torch.empty(entry.shape, dtype=entry.dtype)
+        target = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self.read_into(name, target)
         return target
 

@@ -249,7 +249,7 @@ def _fill(checkpoint: Checkpoint, piece: Piece, made: Tensor) -> int:
         checkpoint.read_into(piece.source, part, piece.rows)
         return part.numel() * itemsize
     first, last = piece.rows or (0, piece.shape[0])
-    block = torch.empty(last - first, *piece.shape[1:], dtype=checkpoint.entries[piece.source].dtype)
+    block = torch.empty(last - first, *piece.shape[1:], dtype=checkpoint.entries[piece.source].dtype, device="cpu")
     checkpoint.read_into(piece.source, block, (first, last))
     part.copy_(piece.take(block))
     return part.numel() * itemsize
@@ -263,7 +263,7 @@ def _check_equal(checkpoint: Checkpoint, first: str, second: str) -> None:
         if not same:
             break
         rows = (row, min(row + step, one.shape[0]))
-        parts = [torch.empty(rows[1] - row, *one.shape[1:], dtype=one.dtype) for _ in range(2)]
+        parts = [torch.empty(rows[1] - row, *one.shape[1:], dtype=one.dtype, device="cpu") for _ in range(2)]
         checkpoint.read_into(first, parts[0], rows)
         checkpoint.read_into(second, parts[1], rows)
         same = torch.equal(parts[0], parts[1])

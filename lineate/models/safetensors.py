@@ -240,7 +240,7 @@ class Reader:
         """The next elements of the file, in the buffer."""
         nbytes = count * entry.dtype.itemsize
         if self._buffer is None or self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(min(max(nbytes, 2**16), BUFFER_BYTES), dtype=torch.uint8)
+            self._buffer = torch.empty(min(max(nbytes, 2**16), BUFFER_BYTES), dtype=torch.uint8, device="cpu")
         part = self._buffer[:nbytes].view(entry.dtype)
         _read_exactly(handle, name, entry, part)
         return part

@@ -127,8 +127,7 @@ def _convolution(
     x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """silu(y) `b t channels` and the new state `rows channels size-1`, whose channels are dense."""
-    b, _, channels = x.shape
-    y, final = _like(x), _state(b, channels, weight.shape[1] - 1, cu_seqlens)
+    y, final = _like(x), _state(x, weight.shape[1] - 1, cu_seqlens)
     _convolve("convolution", x, weight, state, cu_seqlens, (y, final), (None, None), (None, None, None))
     return y, final
 
@@ -155,9 +154,11 @@ def _convolution_grads(x: Tensor, weight: Tensor, state: Tensor | None) -> tuple
     return _like(x), _like(weight), dstate
 
 
-def _state(b: int, channels: int, past: int, cu_seqlens: Tensor | None) -> Tensor:
+def _state(x: Tensor, past: int, cu_seqlens: Tensor | None) -> Tensor:
+    """Room for the last inputs of each text."""
+    b, _, channels = x.shape
     rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return torch.empty_strided((rows, channels, past), _strides(channels, past), dtype=torch.float32)
+    return x.new_empty_strided((rows, channels, past), _strides(channels, past))
 
 
 def _strides(channels: int, past: int) -> tuple[int, int, int]:
@@ -205,9 +206,7 @@ def _convolve(
 
 
 def _fake_convolution(x, weight, state, cu_seqlens):  # type: ignore[no-untyped-def]
-    channels, past = x.shape[2], weight.shape[1] - 1
-    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return _like(x), x.new_empty_strided((rows, channels, past), _strides(channels, past))
+    return _like(x), _state(x, weight.shape[1] - 1, cu_seqlens)
 
 
 _run_convolution = _differentiable(

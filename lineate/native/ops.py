@@ -7,7 +7,7 @@ from lineate.chunk_op import Grads, Outputs, in_memory, recorded, register
 from lineate.forms.packing import check_bounds
 from lineate.native.call import States, Tensors, dense, run
 
-_NO_STATES = torch.empty(0)
+_NO_STATES = torch.empty(0, device="cpu")
 
 
 def _forward(

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lineate.chunk_op import cpu_by_default
 from lineate.dispatch import CHUNK_SIZES
 from lineate.models.config import LINEAR_LETTERS, FeedConfig, HybridConfig, LinearConfig, MemoryConfig
 from lineate.models.hybrid import make_memory
@@ -119,6 +120,7 @@ def _feed(config: HybridConfig, layer: int, e: int) -> int:
 
 
 @lru_cache
+@cpu_by_default
 def learning_bytes(letter: str, memory: MemoryConfig) -> float:
     """Bytes a token that a memory with one head saves: measured, not modelled, from one chunk to the next."""
     hidden = 8

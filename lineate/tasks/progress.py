@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lineate.chunk_op import cpu_by_default
 from lineate.tasks.registry import TASKS
 from lineate.tasks.runner import Cell, measure, precision, start, train_step
 
@@ -43,6 +44,7 @@ class Cost:
         return self.steps * self.step + self.last
 
 
+@cpu_by_default
 def estimate(cells: Sequence[Cell]) -> dict[Cell, Cost]:
     """Return what each cell costs, from a few real steps of one cell a rule."""
     of_rule = {cell.rule: _time(cell) for cell in reversed(cells)}

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.chunk_op import cpu_by_default
 from lineate.dtypes import full_name
 from lineate.models import HybridLM
 from lineate.names import nearest
@@ -171,6 +172,7 @@ def _autocast(train: TrainOptions) -> torch.autocast:
 
 
 @torch.no_grad()
+@cpu_by_default
 def measure(model: HybridLM, task: Task, sizes: Sizes, seed: int, train: TrainOptions) -> float:
     """Accuracy on held-out rows; where every token is asked, on the second half of each row."""
     model.eval()
@@ -232,6 +234,7 @@ def train_step(cell: Cell, model: HybridLM, optimizer: torch.optim.Optimizer, st
     return loss.detach()
 
 
+@cpu_by_default
 def train_cell(cell: Cell, report: Report = print, tick: Callable[[int], None] = lambda steps: None) -> Result:
     """Train, testing now and then, until it is learnt or steps or minutes are over; then test all sizes.
 

@@ -40,12 +40,12 @@ PERMUTATIONS = tuple(permutations(range(5)))
 @cache
 def products(device: torch.device) -> Tensor:
     """`120 120`: [i, j] is the element that does j first, then i: x -> i(j(x))."""
-    elements = torch.tensor(PERMUTATIONS)
+    elements = torch.tensor(PERMUTATIONS, device=device)
     both = elements[:, None, :].expand(120, 120, 5).gather(2, elements[None].expand(120, 120, 5))  # i(j(x))
-    digits = 5 ** torch.arange(5)
-    code = torch.empty(5**5, dtype=torch.int64)
-    code[(elements * digits).sum(1)] = torch.arange(120)
-    return code[(both * digits).sum(2)].to(device)
+    digits = 5 ** torch.arange(5, device=device)
+    code = torch.empty(5**5, dtype=torch.int64, device=device)
+    code[(elements * digits).sum(1)] = torch.arange(120, device=device)
+    return code[(both * digits).sum(2)]
 
 
 def make_s5(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:

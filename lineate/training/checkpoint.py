@@ -196,7 +196,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     """All of a safetensors file, on the CPU."""
     reader, found = Reader(), {}
     for name, entry in read_header(file).items():
-        found[name] = torch.empty(entry.shape, dtype=entry.dtype)
+        found[name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         reader.read_into(name, entry, found[name])
     return found
 

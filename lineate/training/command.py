@@ -118,7 +118,7 @@ def run_generate(
     place = fetch_model(str(folder)) if is_hub_name(folder) else find_model(user_path(named_path(folder)))
     tokenizer = load_tokenizer(place)
     model = HybridLM.from_pretrained(place, device=World.start(device).device, progress=False)
-    start = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]])
+    start = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]], device="cpu")
     drawn = generate(
         model, start, tokens,
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=(tokenizer.end,),

@@ -189,7 +189,7 @@ def on_main(work: Callable[[], Result], what: str, group: dist.ProcessGroup | No
             result = work()
         except (OSError, ValueError, ImportError) as problem:
             error = problem
-    failed = torch.tensor(int(error is not None))
+    failed = torch.tensor(int(error is not None), device="cpu")
     dist.all_reduce(failed, group=group)
     if error is not None:
         raise error

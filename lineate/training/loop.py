@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineate.chunk_op import cpu_by_default
 from lineate.generation import generate
 from lineate.models import HybridLM
 from lineate.models.families import check_saveable
@@ -96,6 +97,7 @@ class Trainer:
         if config.compile:
             self.report.say(weigh(self))
 
+    @cpu_by_default
     def run(self) -> None:
         """Train from `step` to config.steps, then save the model and draw the loss.
 
@@ -192,7 +194,7 @@ class Trainer:
         """Mean loss over the first eval_batches batches of the validation data, or all of it."""
         some = min(self.config.eval_batches, -(-self.validation.epoch_rows // self.config.rows))
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        count = torch.zeros((), dtype=torch.int64)
+        count = torch.zeros((), dtype=torch.int64, device="cpu")
         for n in range(some):
             for piece in self.pieces(self.validation, n):
                 with torch.no_grad():
@@ -202,7 +204,7 @@ class Trainer:
 
     def sample(self, tokens: int = SAMPLE_TOKENS) -> str:
         """The model's own text after config.prompt; the same for the same weights."""
-        start = torch.tensor([[self.tokenizer.end, *self.tokenizer.encode(self.config.prompt)]])
+        start = torch.tensor([[self.tokenizer.end, *self.tokenizer.encode(self.config.prompt)]], device="cpu")
         with self._autocast(), torch.compiler.set_stance("force_eager"):
             drawn = generate(self.model, start, tokens, temperature=0.8, top_p=0.95, seed=self.config.seed)
             ids = [int(token) for token in drawn]

@@ -33,7 +33,7 @@ class ShuffledBatches:
         return Batch(
             torch.cat([x.ids for x in found], 1),
             torch.cat([x.targets for x in found], 1),
-            torch.cat([*bounds, torch.tensor([some * self.length])]),
+            torch.cat([*bounds, torch.tensor([some * self.length], device="cpu")]),
         )
 
     def row(self, step: int, row: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lineate import checks
+from lineate.chunk_op import cpu_by_default
 from lineate.layers.context import check_splits
 from lineate.models import HybridLM
 from lineate.models.checkpoint import Checkpoint, read_json
@@ -37,6 +38,7 @@ OTHER_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "*.ti
 """Files of published tokenizers, which are not read."""
 
 
+@cpu_by_default
 def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
     """Train as configured, to the end; resume: go on from the newest checkpoint in config.out."""
     trainer = prepare(config, resume=resume)
@@ -47,6 +49,7 @@ def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
     return trainer
 
 
+@cpu_by_default
 def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     """A run that is ready to train; ValueError or OSError, in plain words, if it cannot be.
 
@@ -172,7 +175,7 @@ def restarted(config: TrainConfig) -> bool:
 def _newest(folder: Path, world: World, report: Report) -> Path | None:
     """Rank 0 reads and compares the files; all take the one it found."""
     found = world.on_main(lambda: checkpoint.newest(folder, report.warn), "read the checkpoints")
-    step = int(world.sum(torch.tensor(0 if found is None else int(found.name[5:]) + 1)))
+    step = int(world.sum(torch.tensor(0 if found is None else int(found.name[5:]) + 1, device="cpu")))
     if not step and (damaged := checkpoint.checkpoints(folder)):
         raise ValueError(
             f"resume needs a whole checkpoint, got {len(damaged)} in {folder}, all damaged; remove them to start again "

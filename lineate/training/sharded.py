@@ -166,7 +166,7 @@ def _to_json(key: str, value: Any) -> Any:
 
 def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
+        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]), device="cpu")
     return tuple(_from_json(x) for x in value) if isinstance(value, list) else value
 
 

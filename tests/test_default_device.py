@@ -1,0 +1,186 @@
+"""Calls on CPU tensors while torch's default device is another one: only what makes new weights takes it.
+
+The default is meta, whose tensors have no memory: a buffer made there by mistake has no numbers, or ends the process.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import FORWARD_PATHS, GATED_DELTA, KIMI_DELTA, Row, Shape, bounds, convert, draw, interpreted, same_bits
+from runs import assert_same_bits, everything, make_config
+from torch import Tensor
+
+import lineate
+from lineate.explore.pictures import MODULES, Options, find
+from lineate.generation import generate
+from lineate.layers.convolution import short_convolution
+from lineate.models import ExpertsConfig, HybridLM
+from lineate.models.config import LETTERS
+from lineate.models.presets import tiny
+from lineate.planning.activations import learning_bytes
+from lineate.tasks.registry import TASKS
+from lineate.training.prepare import train
+
+
+@contextmanager
+def by_setting() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+ELSEWHERE = {"set_default_device": by_setting, "with torch.device": lambda: torch.device("meta")}
+
+
+@pytest.fixture(params=ELSEWHERE)
+def elsewhere(request) -> Callable[[], object]:
+    return ELSEWHERE[request.param]
+
+
+def assert_unmoved(run: Callable[[], list[Tensor]], elsewhere: Callable[[], object]) -> None:
+    """run() gives the same bits, on the CPU, with the default device elsewhere."""
+    wanted = run()
+    with elsewhere():
+        found = run()
+    assert [x.device.type for x in found] == ["cpu"] * len(wanted)
+    assert [same_bits(x, y) for x, y in zip(found, wanted, strict=True)] == [True] * len(wanted)
+
+
+def differentiate(outputs: list[Tensor], by: list[Tensor]) -> list[Tensor]:
+    return [*outputs, *torch.autograd.grad(sum((x * x.detach().cos()).sum() for x in outputs), by)]
+
+
+TEXTS = (3, 0, 17, 1)
+
+
+TRITON = pytest.param({"form": "chunkwise", "backend": "triton"}, id="triton", marks=[interpreted, pytest.mark.slow])
+
+
+@pytest.mark.parametrize("path", [*FORWARD_PATHS, TRITON])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("row", (GATED_DELTA, KIMI_DELTA), ids=str)
+def test_ops(row: Row, packed: bool, path: dict[str, str], elsewhere):
+    texts = len(TEXTS) if packed else None
+    given = convert(draw(row, Shape(1 if packed else 2, sum(TEXTS), 2, 4, 6, 5), texts=texts), torch.float32)
+    bound = {"cu_seqlens": bounds(TEXTS)} if packed else {}
+    trains = (path["form"], path["backend"]) != ("recurrent", "native")
+
+    def run() -> list[Tensor]:
+        leaves = {name: x.detach().clone().requires_grad_(trains) for name, x in given.items()}
+        found = list(row.op(**leaves, **bound, **path))
+        del leaves["state"]
+        empty = list(row.op(**leaves, **bound, **path))
+        return differentiate([*found, *empty], list(leaves.values())) if trains else [*found, *empty]
+
+    assert_unmoved(run, elsewhere)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
+def test_decode(backend, elsewhere):
+    given = convert(draw(GATED_DELTA, Shape(2, 2, 2, 4, 6, 5)), torch.float32)
+
+    def run() -> list[Tensor]:
+        state = given["state"].clone()
+        return [lineate.decode(**(given | {"state": state}), backend=backend), state]
+
+    assert_unmoved(run, elsewhere)
+
+
+def test_convolution(elsewhere):
+    x, weight = torch.randn(1, sum(TEXTS), 8), torch.randn(8, 4)
+    for cu in (None, bounds(TEXTS)):
+        assert_unmoved(lambda cu=cu: list(short_convolution(x, weight, None, cu)), elsewhere)
+
+
+def make_model(pattern: str) -> HybridLM:
+    """One layer of each letter."""
+    config = tiny(pattern, 64)
+    torch.manual_seed(0)
+    return HybridLM(replace(config, n_layers=len(pattern)))
+
+
+@pytest.mark.parametrize("letter", LETTERS)
+def test_models_of_every_mixer(letter, elsewhere):
+    """Forward, backward and two tokens more, rows and packed texts."""
+    model = make_model(letter)
+    ids, packed = torch.randint(0, 64, (2, 21)), torch.randint(0, 64, (1, sum(TEXTS)))
+
+    def run() -> list[Tensor]:
+        first = model(ids)
+        second = model(packed, cu_seqlens=bounds_of)
+        with torch.no_grad():
+            third = model(ids[:, :1], state=first.state)
+            fourth = model(ids[:, 1:2], state=third.state)
+        return [*differentiate([first.logits, second.logits], list(model.parameters())), third.logits, fourth.logits]
+
+    bounds_of = bounds(TEXTS)
+    assert_unmoved(run, elsewhere)
+
+
+def test_experts(elsewhere):
+    torch.manual_seed(0)
+    model = HybridLM(replace(tiny("G", 64), n_layers=2, experts=ExpertsConfig(4, 2, 16, shared_size=16)))
+    ids = torch.randint(0, 64, (2, 9))
+    assert_unmoved(lambda: differentiate([model(ids).logits], list(model.parameters())), elsewhere)
+
+
+def test_generate(elsewhere):
+    model = make_model("GKA")
+    ids = torch.randint(0, 64, (1, 5))
+    assert_unmoved(lambda: [torch.stack(list(generate(model, ids, 6, temperature=1.0, top_p=0.9, seed=3)))], elsewhere)
+
+
+def test_save_and_load(elsewhere, tmp_path):
+    model = make_model("GA")
+
+    def run() -> list[Tensor]:
+        model.save_pretrained(tmp_path / "model")
+        found = [HybridLM.from_pretrained(tmp_path / "model", dtype=dtype) for dtype in (None, torch.bfloat16)]
+        return [x.detach() for again in found for x in again.state_dict().values()]
+
+    assert_unmoved(run, elsewhere)
+
+
+def test_training(elsewhere, tmp_path):
+    """A run, and one that goes on from its checkpoint."""
+    changes = {"steps": 2, "warmup": 1, "save_every": 1, "sample_every": 2, "eval_every": 2}
+    make_config(tmp_path)
+
+    def run(name: str) -> dict[str, Tensor]:
+        config = make_config(tmp_path, out=str(tmp_path / name), **changes)
+        train(config)
+        return everything(train(replace(config, steps=3), resume=True))
+
+    wanted = run("here")
+    with elsewhere():
+        found = run("elsewhere")
+    assert_same_bits(found, wanted)
+
+
+def test_tasks_and_plans(elsewhere):
+    def run() -> list[Tensor]:
+        made = [x for task in TASKS.values() for x in task.batch(2, task.default, seed=0, step=0)]
+        learning_bytes.cache_clear()
+        return [*made, torch.tensor(learning_bytes("T", tiny("T").memory), device="cpu")]
+
+    assert_unmoved(run, elsewhere)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_pictures(name, elsewhere):
+    """Their numbers, but for times; of a model for those that have one."""
+    with elsewhere():
+        assert find(name).compute(Options(quick=True))
+
+
+def test_new_models_are_made_where_asked(elsewhere):
+    """Meta weights of every mixer."""
+    with elsewhere():
+        for letter in LETTERS:
+            assert {x.device.type for x in make_model(letter).state_dict().values()} == {"meta"}
