@@ -396,8 +396,10 @@ def _check_number(name: str, x: Any) -> None:
 
 
 def _concrete(x: Tensor) -> bool:
-    """Whether values may be looked at: not while compiling, of what vmap maps, or where that would wait for a GPU."""
+    """Whether values may be looked at: not while recording, of what vmap maps, or where that would wait for a GPU."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+        return False
+    if torch._C._get_tracing_state() is not None:
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
 

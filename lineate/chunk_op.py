@@ -227,7 +227,7 @@ def make_direct(
         @staticmethod
         def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
             # With gradients enabled a second derivative may be wanted, which the op refuses; and vmap can map an op.
-            as_op = torch.is_grad_enabled() or any(_is_batched(x) for x in gradients if x is not None)
+            as_op = torch.is_grad_enabled() or recorded() or any(_is_batched(x) for x in gradients if x is not None)
             if as_op:
                 return differentiate(backward_op, ctx, *gradients)
             return differentiate(backward, ctx, *in_memory(gradients))
@@ -261,8 +261,12 @@ transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def recorded() -> bool:
-    """Whether a compiler or another mode looks at calls, and must see ops."""
-    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
+    """Whether a compiler, another mode or torch.jit.trace looks at calls, and must see ops."""
+    return (
+        torch.compiler.is_compiling()
+        or bool(torch._C._len_torch_dispatch_stack())
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def is_virtual(x: Tensor) -> bool:
@@ -310,6 +314,15 @@ def arrived(ctx, like, *gradients):  # type: ignore[no-untyped-def]
     ]
 
 
+def check_kept(states: Tensor) -> None:
+    """The states between chunks are there: a call recorded without gradients does not keep them."""
+    if states.shape[0] == 0:
+        raise RuntimeError(
+            "the states for the backward were not kept, because this call was recorded (torch.jit.trace, make_fx) "
+            "where nothing required grad; record it with an input that requires grad"
+        )
+
+
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     expect_gradients(ctx, output)
     q, k, v, log_decay, beta, _, cu_seqlens, *ctx.options, _ = inputs
@@ -318,6 +331,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate(backward, ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
     q, k, v, log_decay, beta, states, cu_seqlens = ctx.saved_tensors
+    check_kept(states)
     doutput, dfinal = arrived(ctx, v, doutput, dfinal)
     dq, dk, dv, dlog_decay, dbeta, dstate = backward(
         doutput, dfinal, q, k, v, log_decay, beta, states, cu_seqlens, *ctx.options

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import needs_grad, transformed
+from lineate.chunk_op import needs_grad, recorded, transformed
 from lineate.native.build import why_not
 from lineate.processor import why_wide
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
@@ -199,8 +199,8 @@ _PLAIN = frozenset((float, int, str, bool, type(None)))
 
 
 def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> Signature | None:
-    """All of a call but the values of its tensors, or None where checks must look again: odd types, and compiling."""
-    if torch.compiler.is_compiling():
+    """All of a call but the values of its tensors, or None where checks must look again: odd types, and recording."""
+    if recorded():
         return None
     types = tuple(map(type, options))
     if not _PLAIN.issuperset(types):

@@ -81,6 +81,8 @@ def attention(
     shared_keys: bool = False,
 ) -> Tensor:
     """F.scaled_dot_product_attention; q `b heads t k`, k and v `b kv n k|v`, kv < heads only with shared_keys."""
+    # torch wants bools, which comparisons of sizes are not in a graph for any length, nor inside torch.jit.trace.
+    causal, shared_keys = True if causal else False, True if shared_keys else False  # noqa: SIM210
     dtype = half_dtype(q)
     if dtype is None or not (_multiply(q, k, None) and _multiply(q, v, None)):
         return F.scaled_dot_product_attention(

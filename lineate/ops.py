@@ -18,6 +18,7 @@ Everything differentiates backwards. Inside of torch.func (vmap, grad, jvp, ...)
 functions run, of any form, and differentiate any number of times; elsewhere form="recurrent" and "parallel" alone
 differentiate twice. On a GPU, where looking would wait, the kernels check neither cu_seqlens nor log_decay <= 0; nor is
 log_decay checked where torch.func maps or differentiates it, and in compiled "recurrent" and "parallel" torch forms.
+torch.jit.trace records the ops; as any trace, it keeps the form that was chosen, and whether gradients were wanted.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import arrived, expect_gradients, in_memory, is_eager, make_direct, needs_grad
+from lineate.chunk_op import arrived, check_kept, expect_gradients, in_memory, is_eager, make_direct, needs_grad
 from lineate.kernels import chunkwise as kernels
 from lineate.kernels import decode as decoding
 from lineate.kernels.call import Gates, count_slots, make_call
@@ -110,6 +110,7 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _differentiate(backward, ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
     saved = ctx.saved_tensors
+    check_kept(saved[7])
     doutput, dfinal = arrived(ctx, saved[2], doutput, dfinal)
     *grads, dstate = backward(doutput, dfinal, *saved, *ctx.options)
     grads = [None if x is None else dx for x, dx in zip(saved[:7], grads, strict=True)]

@@ -78,7 +78,7 @@ def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, c
             mask = None
             if 1 < t < cache.n:
                 mask = torch.ones(t, cache.n, dtype=torch.bool, device=q.device).tril(cache.n - t)
-            return _softmax(q, k, v, scale, mask, causal=_is_whole(t, cache.n))
+            return _softmax(q, k, v, scale, mask, causal=1 < t == cache.n)
         first = cache.lengths[:, None] - t + torch.arange(t, device=q.device)  # rows t: the last key that is seen
         mask = torch.arange(cache.n, device=q.device) <= first[..., None]  # rows t n
         return _softmax(q, k, v, scale, mask[:, None], causal=False)
@@ -96,7 +96,7 @@ def _row_by_row(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Te
         if 1 < end - start < length:
             mask = torch.ones(end - start, length, dtype=torch.bool, device=q.device).tril(length - (end - start))
         own_k, own_v = k[row : row + 1, :length], v[row : row + 1, :length]
-        outputs.append(_softmax(q[:, start:end], own_k, own_v, scale, mask, causal=_is_whole(end - start, length)))
+        outputs.append(_softmax(q[:, start:end], own_k, own_v, scale, mask, causal=1 < end - start == length))
     return torch.cat(outputs, 1) if outputs else q.new_empty(1, 0, q.shape[2], v.shape[3])
 
 
@@ -112,15 +112,7 @@ def _softmax_last(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """The tokens of q `b t heads k` are the last of those of k and v `b n kv k|v`."""
     t, n = q.shape[1], k.shape[1]
     mask = torch.ones(t, n, dtype=torch.bool, device=q.device).tril(n - t) if 1 < t < n else None
-    return _softmax(q, k, v, scale, mask, causal=_is_whole(t, n))
-
-
-def _is_whole(t: int, n: int) -> bool:
-    """Whether the t queries have n = t keys, more than one."""
-    # In a graph for any length the comparison itself is no bool, which torch wants.
-    if 1 < t == n:  # noqa: SIM103
-        return True
-    return False
+    return _softmax(q, k, v, scale, mask, causal=1 < t == n)
 
 
 def takes_packed(q: Tensor) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.chunk_op import recorded
 from lineate.layers.context import Segment, check_splits
 from lineate.layers.state import Memory, TensorSpec, TokenCache
 
@@ -49,7 +50,7 @@ def check_call(mixer: Mixer, x: Any, state: Any, cu_seqlens: Any) -> None:
 
 def _form(x: Any, state: Any) -> Any:
     """All that is looked at; None where it cannot be compared."""
-    if not isinstance(x, Tensor) or not isinstance(state, Memory | TokenCache) or torch.compiler.is_compiling():
+    if not isinstance(x, Tensor) or not isinstance(state, Memory | TokenCache) or recorded():
         return None
     tensors = [(name, y.shape, y.dtype, y.device) for name, y in state.tensors.items()]
     return x.shape, x.dtype, x.device, type(state), state.rows, tensors
