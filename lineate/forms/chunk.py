@@ -141,12 +141,12 @@ class Chunk:
         return S if self.decay.last is None else S.mul_(self.decay.last.flatten(0, 1))
 
     def _unscaled(self, R: Tensor, E: Tensor, M: Tensor) -> Tensor:
-        """E - M R, which is R / beta wherever beta is not 0."""
+        """E - M R, which is R / beta wherever R = beta (...) is not too small for its dtype."""
         assert self.beta is not None
-        zero = self.beta == 0
-        if not zero.any():
+        tiny = self.beta.abs() < torch.finfo(R.dtype).tiny ** 0.5
+        if not tiny.any():
             return R / self.beta
-        return torch.where(zero, E - torch.bmm(M.tril(-1), R), R / self.beta)
+        return torch.where(tiny, E - torch.bmm(M.tril(-1), R), R / self.beta)
 
     def _sum_from_each(self, dG: Tensor) -> Tensor:
         """log_decay_t is part of every G_i with i >= t; nothing flows through a decay of exactly 0."""

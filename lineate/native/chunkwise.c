@@ -461,6 +461,8 @@ static void solve_transposed(Scratch *s) {
     }
 }
 
+static const float TINY = 1e-19f;  // the square root of the smallest normal number
+
 // Scores per head: intra = dq, dk as reader, dk as writer; the gradient of G goes into the first channel of dG.
 static void head_scores_backward(Scratch *s, const Call *a) {
     const i64 c = s->c, K = s->K, ldk = s->ldk, ldc = s->ldc, rows = s->rows;
@@ -549,8 +551,8 @@ static void backward_chunk(Scratch *s, const Call *a, i64 row, i64 start, i64 he
         solve_transposed(s);  // dR is X from here on
         for (i64 i = 0; i < c; i++) {
             float *X = s->dR + i * ldv, *E = s->E + i * ldv, beta = s->beta[i], dbeta;
-            if (beta != 0) dbeta = dot(X, s->R + i * ldv, V) / beta;
-            else {  // E - M R, which is R / beta elsewhere
+            if (fabsf(beta) > TINY) dbeta = dot(X, s->R + i * ldv, V) / beta;
+            else {  // E - M R, which is R / beta elsewhere; R itself may be too small for float32
                 for (i64 j = 0; j < i; j++) add_scaled(E, s->R + j * ldv, -s->SC[(rows + i) * ldc + j], V);
                 dbeta = dot(X, E, V);
             }
