@@ -1,5 +1,6 @@
 """Every shape, dtype, device and range message: argument, what was expected, what came, and the remedy."""
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
@@ -25,20 +26,22 @@ def check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor 
         plain = "delta_rule" if rule.corrects else "linear_attention"
         _check_tensor("log_decay", log_decay, q, missing=f"without decay use {plain}")
         assert log_decay is not None
-        shapes = {"head": (b, t, hv), "channel": (b, t, hv, key_dim)}
-        allowed = [shapes[decay] for decay in rule.decays if decay != "none"]
+        shapes: dict[str, tuple[int, ...]] = {"head": (b, t, hv), "channel": (b, t, hv, key_dim)}
+        allowed: list[tuple[int, ...]] = [shapes[decay] for decay in rule.decays if decay != "none"]
         if tuple(log_decay.shape) not in allowed:
             letters = {"head": "(b, t, hv)", "channel": "(b, t, hv, k)"}
             wanted = " or ".join(f"{letters[d]} = {shapes[d]}" for d in rule.decays if d != "none")
-            remedy = _decay_remedy(rule, log_decay, shapes)
+            remedy = _decay_remedy(rule, log_decay, shapes) or _gate_hint("log_decay", log_decay, allowed)
             raise ValueError(f"log_decay must have shape {wanted}, got {tuple(log_decay.shape)}{remedy}")
     if beta is not None or rule.corrects:
         _check_tensor("beta", beta, q, missing=f"to write at full rate pass torch.ones{(b, t, hv)}")
         assert beta is not None
-        if tuple(beta.shape) not in ((b, t, hv), (b, t, hv, value_dim)):
+        allowed = [(b, t, hv), (b, t, hv, value_dim)]
+        if tuple(beta.shape) not in allowed:
             raise ValueError(
                 f"beta must have shape (b, t, hv) = {(b, t, hv)} "
                 f"or (b, t, hv, v) = {(b, t, hv, value_dim)}, got {tuple(beta.shape)}"
+                + _gate_hint("beta", beta, allowed)
             )
 
 
@@ -52,10 +55,16 @@ def check_one_rate(beta: Tensor | None) -> None:
 
 
 def check_decay(log_decay: Tensor | None) -> None:
-    """No number above 0; the native backend looks while it computes and calls this only to complain."""
-    if log_decay is None or not _concrete(log_decay):
-        return
+    """No number above 0, whatever else is NaN."""
+    if log_decay is not None and _concrete(log_decay):
+        check_decay_values(log_decay)
+
+
+def check_decay_values(log_decay: Tensor) -> None:
+    """The same of values that are there; the native backend looks while it computes and calls this to complain."""
     largest = log_decay.amax().item()
+    if largest != largest:  # a NaN hides the others
+        largest = log_decay.masked_fill(log_decay.isnan(), -torch.inf).amax().item()
     if largest > 0:
         raise ValueError(
             f"log_decay must be <= 0 (natural log of a decay in [0, 1]), got a maximum of {largest:.6g}; "
@@ -103,10 +112,17 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
             )
     if k.shape != q.shape:
-        raise ValueError(f"k must have the shape of q, (b, t, h, k) = {tuple(q.shape)}, got {tuple(k.shape)}")
+        name = "k" if v.shape[1] == q.shape[1] else "q"
+        hint = _head_first(name) if _swapped(k.shape) == tuple(q.shape) else ""
+        raise ValueError(f"k must have the shape of q, (b, t, h, k) = {tuple(q.shape)}, got {tuple(k.shape)}{hint}")
     b, t, h, _ = q.shape
     if v.shape[:2] != (b, t):
-        raise ValueError(f"v must have shape (b, t, hv, v) with (b, t) = {(b, t)}, got {tuple(v.shape)}")
+        hint = ""
+        if v.shape[0] == b and v.shape[2] == t and v.shape[1] % max(h, 1) == 0:
+            hint = _head_first("v")
+        elif v.shape[0] == b and v.shape[2] == h and v.shape[1] % max(t, 1) == 0:  # t is the heads of q
+            hint = _head_first("q", "k", "v")
+        raise ValueError(f"v must have shape (b, t, hv, v) with (b, t) = {(b, t)}, got {tuple(v.shape)}{hint}")
     if 0 in q.shape or 0 in v.shape:
         raise ValueError(f"every dimension must be at least 1, got q {tuple(q.shape)} and v {tuple(v.shape)}")
     if v.shape[2] % h:
@@ -131,7 +147,10 @@ def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int) ->
     expected = (n_states, v.shape[2], key_dim, v.shape[3])
     if tuple(state.shape) != expected:
         first = "b" if n_states == v.shape[0] else "n_seqs"
-        raise ValueError(f"state must have shape ({first}, hv, k, v) = {expected}, got {tuple(state.shape)}")
+        hint = ""
+        if expected[1] != v.shape[1] and tuple(state.shape) == (n_states, v.shape[1], key_dim, v.shape[3]):
+            hint = _head_first("q", "k", "v")
+        raise ValueError(f"state must have shape ({first}, hv, k, v) = {expected}, got {tuple(state.shape)}{hint}")
     dtype = compute_dtype(v.dtype)
     if state.dtype != dtype:
         raise ValueError(
@@ -189,10 +208,11 @@ def check_raw_gates(
         x = named[name]
         if x is not None and tuple(x.shape) not in allowed.values():
             wanted = " or ".join(f"{symbols} = {sizes}" for symbols, sizes in allowed.items())
-            raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
+            hint = _gate_hint(name, x, list(allowed.values())) if name in ("gate", "write") else ""
+            raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}{hint}")
     _check_number("beta_scale", beta_scale)
-    if not 0 < beta_scale < float("inf"):
-        raise ValueError(f"beta_scale must be finite and above 0, got {beta_scale}; 1 and 2 are usual")
+    if not 0 < beta_scale <= sys.float_info.max:
+        raise ValueError(f"beta_scale must be finite and above 0, got {_shown(beta_scale)}; 1 and 2 are usual")
 
 
 def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: Tensor, *, packed: bool) -> None:
@@ -274,6 +294,8 @@ def check_decode_gates(
 ) -> None:
     """What raw gates need and others must not have; either gate may be None."""
     _check_number("beta_scale", beta_scale)
+    if not abs(beta_scale) <= sys.float_info.max:
+        raise ValueError(f"beta_scale must be finite, got {_shown(beta_scale)}; 1 and 2 are usual")
     if not raw_gates:
         for name, given in (("A_log", A_log is not None), ("dt_bias", dt_bias is not None)):
             if given:
@@ -340,8 +362,8 @@ def check_scale(scale: float | None) -> None:
         return
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale must be a number or None (1/sqrt(k)), got {type(scale).__name__}")
-    if not abs(scale) < float("inf"):
-        raise ValueError(f"scale must be finite, got {scale}")
+    if not abs(scale) <= sys.float_info.max:  # an int may be larger
+        raise ValueError(f"scale must be finite, got {_shown(scale)}")
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
@@ -374,6 +396,26 @@ def _decay_remedy(rule: Rule, log_decay: Tensor, shapes: dict[str, tuple[int, ..
     return ""
 
 
+def _swapped(shape: torch.Size) -> tuple[int, ...]:
+    """The shape after transpose(1, 2)."""
+    return (shape[0], shape[2], shape[1], *shape[3:])
+
+
+def _head_first(*names: str) -> str:
+    """The hint for tensors whose heads come before their tokens, as torch's scaled_dot_product_attention has them."""
+    if len(names) == 1:
+        return f"; {names[0]} looks like (b, heads, t, ...): pass {names[0]}.transpose(1, 2)"
+    listed = f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"; {listed} look like (b, heads, t, ...): pass {names[0]}.transpose(1, 2) and so on"
+
+
+def _gate_hint(name: str, x: Tensor, allowed: list[tuple[int, ...]]) -> str:
+    """If a gate fits after transpose(1, 2): it has its heads first, or q, k and v have (tokens outnumber heads)."""
+    if x.dim() < 3 or _swapped(x.shape) not in allowed:
+        return ""
+    return _head_first(name) if x.shape[1] < x.shape[2] else _head_first("q", "k", "v")
+
+
 def _check_tensor(name: str, x: Any, q: Tensor, missing: str) -> None:
     """missing: the remedy for None."""
     if not isinstance(x, Tensor):
@@ -397,11 +439,18 @@ def _check_number(name: str, x: Any) -> None:
 
 def _concrete(x: Tensor) -> bool:
     """Whether values may be looked at: not while recording, of what vmap maps, or where that would wait for a GPU."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    if torch._C._get_tracing_state() is not None:
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it may only pretend to have values
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
+
+
+def _shown(x: float) -> str:
+    """A number for a message; of a long int its first digits, which Python refuses to write out in full."""
+    if isinstance(x, int) and x.bit_length() > 64:
+        return f"an int of {x.bit_length()} bits"
+    return str(x)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lineate.checks import check_decay
+from lineate.checks import check_decay_values
 from lineate.native.build import library
 
 _LAYOUT = struct.Struct("12q" + "5q" * 12 + "7q" + "d")  # Call in chunkwise.c
@@ -78,7 +78,8 @@ def run(
     if status == _NO_MEMORY:
         raise MemoryError(f"no memory for the scratch space of {threads} threads at chunk_size = {chunk_size}")
     if status == _POSITIVE_DECAY:
-        check_decay(tensors.log_decay)
+        assert tensors.log_decay is not None
+        check_decay_values(tensors.log_decay)
 
 
 def dense(x: Tensor | None) -> Tensor | None:
