@@ -18,7 +18,8 @@ Everything differentiates backwards. Inside of torch.func (vmap, grad, jvp, ...)
 functions run, of any form, and differentiate any number of times; elsewhere form="recurrent" and "parallel" alone
 differentiate twice. On a GPU, where looking would wait, the kernels check neither cu_seqlens nor log_decay <= 0; nor is
 log_decay checked where torch.func maps or differentiates it, and in compiled "recurrent" and "parallel" torch forms.
-torch.jit.trace records the ops; as any trace, it keeps the form that was chosen, and whether gradients were wanted.
+Autocast changes no result and no first derivative of these ops, wherever the backward runs; compiled "recurrent" and
+"parallel" torch forms alone take autocast's dtype in their backward. torch.jit.trace records the ops; as any trace, it keeps the form that was chosen, and whether gradients were wanted.
 """
 
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from lineate.forms.parallel import parallel
 from lineate.forms.recurrent import recurrent
 from lineate.forms.softmax import KeyValueCache, softmax
 from lineate.native import ops as native_ops
+from lineate.precision import full_precision_backward
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype, full_precision
 from lineate.rule import normalize as unit
 
@@ -210,6 +212,7 @@ def softmax_attention(
     return Attended(*softmax(q, k, v, state, cu_seqlens, scale=scale, normalize_qk=normalize_qk))
 
 
+@full_precision_backward
 def attention_matrix(
     q: Tensor,
     k: Tensor,
@@ -234,7 +237,8 @@ def attention_matrix(
     checks.check_flag("normalize_qk", normalize_qk)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     corrects = beta is not None
-    return _attention_matrix(q, k, log_decay, beta, corrects=corrects, scale=scale, normalize_qk=normalize_qk)
+    with full_precision(q):
+        return _attention_matrix(q, k, log_decay, beta, corrects=corrects, scale=scale, normalize_qk=normalize_qk)
 
 
 def _attend(
@@ -307,12 +311,26 @@ def _attend(
     )
     if plan.form == "chunkwise":  # transformed
         run = partial(run_chunked, run, plan.chunk_size)
+    return Attended(*_attend_torch(run, q, k, v, log_decay, beta, state, cu_seqlens))
+
+
+@full_precision_backward
+def _attend_torch(
+    run: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     with full_precision(q):
         if cu_seqlens is None:
             output, final = run(q, k, v, log_decay, beta, state)
         else:
             output, final = run_packed(run, q, k, v, log_decay, beta, state, cu_seqlens)
-    return Attended(output.to(v.dtype), final)
+        return output.to(v.dtype), final
 
 
 def _attend_triton(

@@ -26,6 +26,7 @@ from lineate.memory.lact_scan import scan
 from lineate.memory.lact_steps import halves
 from lineate.memory.parts import orthogonalise, renormalise, row_norms
 from lineate.memory.products import product
+from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
 from lineate.texts import text_lengths
 
@@ -58,6 +59,7 @@ def _filled(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return filled
 
 
+@full_precision_backward
 def lact(
     q: Tensor,
     k: Tensor,

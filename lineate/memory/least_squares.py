@@ -37,6 +37,7 @@ from torch import Tensor
 
 from lineate import checks
 from lineate.memory.products import product
+from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
 from lineate.texts import locate, text_lengths
 
@@ -49,6 +50,7 @@ TOGETHER = 64
 State = dict[str, Tensor]
 
 
+@full_precision_backward
 def least_squares(
     q: Tensor,
     k: Tensor,

@@ -26,6 +26,7 @@ from lineate import checks
 from lineate.memory.gpu import MOST, on_gpu
 from lineate.memory.grid import lay_out
 from lineate.memory.products import product
+from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
 from lineate.texts import text_lengths
 
@@ -47,6 +48,7 @@ def titans_state(weights: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
     return state
 
 
+@full_precision_backward
 def titans(
     q: Tensor,
     k: Tensor,

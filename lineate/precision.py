@@ -1,0 +1,91 @@
+"""Backward without autocast of what runs without it: autograd's own products would take bfloat16 inside of autocast."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from lineate.chunk_op import transformed
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def full_precision_backward(run: Callable[P, R]) -> Callable[P, R]:
+    """A function over tensors whose first derivative is as precise inside of torch.autocast as outside.
+
+    run itself switches autocast off (`full_precision`). Autograd works later, in whatever autocast there is then, so
+    the nodes that run made switch it off around themselves. Unless a backward begins inside of autocast, this costs one
+    hook for each result.
+    """
+
+    @wraps(run)
+    def wrapped(*args: P.args, **named: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transformed():
+            return run(*args, **named)
+        first = torch._C._autograd._get_sequence_nr()  # of the nodes that run makes
+        result = run(*args, **named)
+        _protect_results(result, first)
+        return result
+
+    return wrapped
+
+
+def _protect_results(result: Any, first: int) -> None:
+    """Let the last nodes protect those before them when a backward arrives inside of autocast."""
+    found = {x.grad_fn: x.device.type for x in _tensors(result) if x.grad_fn is not None}
+    for node, device in found.items():
+        if node._sequence_nr() >= first and torch.amp.is_autocast_available(device):
+            _protect(node, device, _Once([x for x, _ in node.next_functions], device, first))
+
+
+class _Once:
+    """Protects all nodes from some on down to the first, when it is called first."""
+
+    def __init__(self, nodes: list[Node | None], device: str, first: int) -> None:
+        self.nodes, self.device, self.first = nodes, device, first
+
+    def __call__(self) -> None:
+        waiting, seen = self.nodes, set()
+        self.nodes = []
+        while waiting:
+            node = waiting.pop()
+            # A node without any before it is a leaf's, which outlives the graph and adds up in any precision.
+            if node is None or node in seen or not node.next_functions or node._sequence_nr() < self.first:
+                continue
+            seen.add(node)
+            _protect(node, self.device)
+            waiting += [x for x, _ in node.next_functions]
+
+
+def _protect(node: Node, device: str, at_first: Callable[[], None] | None = None) -> None:
+    """Switch autocast off while this node runs; at_first is called if it was on."""
+    was_on = False
+
+    def before(*_: Any) -> None:
+        nonlocal was_on
+        was_on = torch.is_autocast_enabled(device)
+        if was_on:
+            torch.set_autocast_enabled(device, False)
+            if at_first is not None:
+                at_first()
+
+    def after(*_: Any) -> None:
+        if was_on:
+            torch.set_autocast_enabled(device, True)
+
+    node.register_prehook(before)
+    node.register_hook(after)
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    """All tensors in tuples and dictionaries."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, dict | tuple | list):
+        parts: Iterable[Any] = result.values() if isinstance(result, dict) else result
+        for part in parts:
+            yield from _tensors(part)
