@@ -1,7 +1,7 @@
 """lineate: attention with a fixed-size memory, from linear attention to Kimi Delta Attention.
 
-out, state = lineate.gated_delta_rule(q, k, v, log_decay, beta)
-out, state = lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=state)   # continue where it stopped
+out, state = lineate.gated_delta_rule(q, k, v, log_decay, beta, normalize_qk=True)
+out, state = lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=state, normalize_qk=True)   # continue
 """
 
 from lineate.decoding import decode
@@ -18,6 +18,7 @@ from lineate.ops import (
     linear_attention,
     softmax_attention,
 )
+from lineate.stability import UnstableMemoryWarning
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "Attended",
     "KeyValueCache",
     "Plan",
+    "UnstableMemoryWarning",
     "attention_matrix",
     "decode",
     "delta_rule",

@@ -56,7 +56,7 @@ def check_one_rate(beta: Tensor | None) -> None:
 
 def check_decay(log_decay: Tensor | None) -> None:
     """No number above 0, whatever else is NaN."""
-    if log_decay is not None and _concrete(log_decay):
+    if log_decay is not None and is_concrete(log_decay):
         check_decay_values(log_decay)
 
 
@@ -78,7 +78,7 @@ LEAST_LEFT = -25.0
 
 def check_forgetting(total: Tensor, chunk: int) -> None:
     """total: the sums of log_decay over chunks, for least squares."""
-    if _concrete(total) and total.numel() and total.amin().item() < LEAST_LEFT:
+    if is_concrete(total) and total.numel() and total.amin().item() < LEAST_LEFT:
         raise ValueError(
             f"log_decay must sum to at least {LEAST_LEFT:g} over chunk = {chunk} tokens for least squares, whose ridge "
             f"is restored only then, got {total.amin().item():.4g}; use a smaller chunk, or form='recurrent'"
@@ -92,7 +92,7 @@ def check_position(position: Tensor, rows: int, chunk: int) -> None:
             f"state['position'] must be int64 of shape (rows,) = ({rows},), "
             f"got {position.dtype} of {tuple(position.shape)}"
         )
-    if _concrete(position) and rows and not 0 <= int(position.min()) <= int(position.max()) < chunk:
+    if is_concrete(position) and rows and not 0 <= int(position.min()) <= int(position.max()) < chunk:
         raise ValueError(
             f"state['position'] must be at least 0 and below chunk = {chunk}, got {position.tolist()}; "
             "continue with the chunk that the state was made with"
@@ -347,7 +347,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
         raise ValueError(
             f"cu_seqlens needs the texts packed into one row, b = 1, got b = {b}; reshape to (1, b * t, ...)"
         )
-    if not _concrete(cu_seqlens):
+    if not is_concrete(cu_seqlens):
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != t:
@@ -437,7 +437,7 @@ def _check_number(name: str, x: Any) -> None:
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
 
 
-def _concrete(x: Tensor) -> bool:
+def is_concrete(x: Tensor) -> bool:
     """Whether values may be looked at: not while recording, of what vmap maps, or where that would wait for a GPU."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False

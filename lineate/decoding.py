@@ -23,6 +23,7 @@ from lineate.dispatch import (
     select_rule,
 )
 from lineate.rule import activate, compute_dtype, full_precision, normalize, step
+from lineate.stability import watch_writes
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -120,11 +121,15 @@ def _decode(
             if raw_gates:
                 log_decay, beta = activate(log_decay, beta, A_log, dt_bias, beta_scale, dtype)
             log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
+            watch_writes(k, beta, normalize_qk)  # before the state is written
             return _decode_torch(
                 q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, scale=scale, normalize_qk=normalize_qk
             )
     from lineate.kernels import decode as kernel  # triton, at its first use
 
+    if q.device.type == "cpu":  # the interpreter
+        rate = activate(None, beta, None, None, beta_scale)[1] if raw_gates else beta
+        watch_writes(k, rate, normalize_qk)
     q, k, v, memory = in_memory((q, k, v, state))
     log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
     slots, start_slots, cu_seqlens = in_memory((slots, start_slots, cu_seqlens))

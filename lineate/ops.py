@@ -19,7 +19,8 @@ functions run, of any form, and differentiate any number of times; elsewhere for
 differentiate twice. On a GPU, where looking would wait, the kernels check neither cu_seqlens nor log_decay <= 0; nor is
 log_decay checked where torch.func maps or differentiates it, and in compiled "recurrent" and "parallel" torch forms.
 Autocast changes no result and no first derivative of these ops, wherever the backward runs; compiled "recurrent" and
-"parallel" torch forms alone take autocast's dtype in their backward. torch.jit.trace records the ops; as any trace, it keeps the form that was chosen, and whether gradients were wanted.
+"parallel" torch forms alone take autocast's dtype in their backward. torch.jit.trace records the ops; as any trace, it
+keeps the form that was chosen, and whether gradients were wanted.
 """
 
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from lineate.native import ops as native_ops
 from lineate.precision import full_precision_backward
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype, full_precision
 from lineate.rule import normalize as unit
+from lineate.stability import watch_writes
 
 State = TypeVar("State")
 
@@ -133,7 +135,8 @@ def delta_rule(
 ) -> Attended[Tensor]:
     """Correct instead of adding: S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T (DeltaNet).
 
-    Keys should have unit length (normalize_qk=True): the memory is stable for beta |k|^2 in [0, 2].
+    Keys should have unit length (normalize_qk=True). Outside of 0 <= beta |k|^2 <= 2 the memory grows with every token
+    and overflows (keys of N(0, 1): 1e12 within 20 tokens); on a CPU UnstableMemoryWarning says so, once.
     beta may be `b t hv v`, one rate per value channel, in the recurrent form.
     """
     return _attend(
@@ -158,7 +161,7 @@ def gated_delta_rule(
 ) -> Attended[Tensor]:
     """Forget per head, then correct: S' = exp(log_decay_t) S_{t-1}, S_t = S' + beta_t k_t (v_t - S'^T k_t)^T.
 
-    log_decay is `b t hv`. Keys should have unit length (normalize_qk=True).
+    log_decay is `b t hv`. Keys should have unit length (normalize_qk=True), or the memory may overflow: see delta_rule.
     """
     return _attend(
         GATED_DELTA, q, k, v, log_decay, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
@@ -182,7 +185,8 @@ def kimi_delta_attention(
 ) -> Attended[Tensor]:
     """Forget per key channel, then correct: S' = Diag(exp(log_decay_t)) S_{t-1}, then as gated_delta_rule.
 
-    log_decay is `b t hv k`. Decay comes before the comparison. Keys should have unit length (normalize_qk=True).
+    log_decay is `b t hv k`. Decay comes before the comparison. Keys should have unit length (normalize_qk=True), or the
+    memory may overflow: see delta_rule.
     """
     return _attend(
         KIMI_DELTA, q, k, v, log_decay, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
@@ -235,6 +239,7 @@ def attention_matrix(
     checks.check_decay(log_decay)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
+    watch_writes(k, beta, normalize_qk)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     corrects = beta is not None
     with full_precision(q):
@@ -277,6 +282,7 @@ def _attend(
         state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype))
     if plan.backend == "triton":
         checks.check_decay(log_decay)
+        watch_writes(k, beta, normalize_qk)
         return Attended(
             *_attend_triton(plan.form, rule, q, k, v, log_decay, beta, scale, state, cu_seqlens, normalize_qk)
         )
@@ -303,6 +309,7 @@ def _attend(
         )
         return Attended(output, final)
     checks.check_decay(log_decay)
+    watch_writes(k, beta, normalize_qk)
     run: Form = partial(
         recurrent if plan.form == "recurrent" else parallel,
         corrects=rule.corrects,

@@ -28,6 +28,7 @@ from lineate.checks import check_decay
 from lineate.chunk_op import Grads, Outputs, register
 from lineate.forms.chunk import Chunk
 from lineate.rule import compute_dtype
+from lineate.stability import watch_writes
 
 
 def _forward(
@@ -47,6 +48,7 @@ def _forward(
 ) -> None:
     """q, k `b t h k`; v `b t hv v`; log_decay `b t hv` or `b t hv k`; beta `b t hv`; state `b hv k v`."""
     check_decay(log_decay)
+    watch_writes(k, beta, normalize_qk)
     output, final, states = outputs
     for heads in _head_blocks(q, v):
         for text, chunks in _texts(q, chunk_size, cu_seqlens):

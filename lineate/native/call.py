@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lineate.checks import check_decay_values
 from lineate.native.build import library
+from lineate.stability import warn_unstable
 
 _LAYOUT = struct.Struct("12q" + "5q" * 12 + "7q" + "d")  # Call in chunkwise.c
 _NO_TENSOR = (0, 0, 0, 0, 0)
-_NO_MEMORY, _POSITIVE_DECAY = 1, 2
+_NO_MEMORY, _POSITIVE_DECAY, _UNSTABLE = 1, 2, 4  # bits of what an entry returns
 
 
 class Tensors(NamedTuple):
@@ -75,11 +76,14 @@ def run(
     words += [0 if x is None else x.data_ptr() for x in states]
     words += [0 if x is None else ctypes.addressof(x) for x in (starts, first_chunk)]
     status = _entry(entry)(_LAYOUT.pack(*words, scale))
-    if status == _NO_MEMORY:
+    if status & _NO_MEMORY:
         raise MemoryError(f"no memory for the scratch space of {threads} threads at chunk_size = {chunk_size}")
-    if status == _POSITIVE_DECAY:
+    if status & _POSITIVE_DECAY:
         assert tensors.log_decay is not None
         check_decay_values(tensors.log_decay)
+    if status & _UNSTABLE and entry != "backward":
+        assert tensors.beta is not None
+        warn_unstable(tensors.k, tensors.beta)
 
 
 def dense(x: Tensor | None) -> Tensor | None:

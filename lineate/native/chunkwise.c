@@ -201,11 +201,13 @@ typedef struct {
     float *T;                               // K, rows or V, max(K, rows): a right operand, transposed
     float *raw, *SC, *A;                    // 2 rows, rows: plain products; P above M; rows, rows: -beta M
     float *RD, *E, *R, *beta, *norm;        // 2 rows, V: reads of S; rows, V: error, writes; rows; 2 rows
+    float *square;                          // rows: |k|^2, where it is looked at
     float *S;                               // group, K, V
     float *dR, *dSC, *dX, *dKW, *dk, *dG;   // backward: rows, V; 2 rows, rows; 2 rows, K; rows, K; rows, K; rows, K
     float *intra, *dW, *sums, *dS;          // backward: 3 rows, K; rows, K; 2 rows, K: over the group; group, K, V
     double *G;                              // rows
     ivec positive;                          // whether any log_decay was above 0
+    int unstable;                           // whether any beta |k|^2 was outside [0, 2]
     void *memory;
 } Scratch;
 
@@ -213,6 +215,7 @@ enum { RECURRENT, FORWARD, BACKWARD };
 
 static int allocate(Scratch *s, const Call *a, int mode) {
     s->positive = (ivec){0};
+    s->unstable = 0;
     s->rows = mode == RECURRENT ? 1 : up(least(a->chunk, a->t), PAD_ROWS);
     s->K = up(a->key_dim, PAD_COLS), s->V = up(a->value_dim, PAD_COLS);
     s->ldk = s->K + SKEW, s->ldv = s->V + SKEW, s->ldc = up(s->rows, PAD_COLS) + SKEW;
@@ -228,7 +231,7 @@ static int allocate(Scratch *s, const Call *a, int mode) {
         {&s->reach, 2 * BLOCK * s->ldk},        {&s->span, BLOCK * s->ldk},
         {&s->T, T * (s->K > s->V ? s->K : s->V) * s->ldw},                 {&s->raw, 2 * rr},      {&s->SC, 2 * rr},
         {&s->A, rr},         {&s->RD, 2 * rv},  {&s->E, rv},           {&s->R, rv},            {&s->beta, s->ldc},
-        {&s->norm, 2 * s->ldc},                 {&s->S, state},        {(float **)&s->G, 2 * s->rows},
+        {&s->norm, 2 * s->ldc},                 {&s->S, state},        {(float **)&s->G, 2 * s->rows}, {&s->square, s->ldc},
         {&s->dR, B * rv},    {&s->dSC, B * 2 * rr},                    {&s->dX, B * 2 * rk},   {&s->dKW, B * rk},
         {&s->dk, B * rk},    {&s->dG, B * rk},  {&s->intra, B * 3 * rk},                       {&s->dW, B * rk},
         {&s->sums, B * 2 * rk},                 {&s->dS, B * state},
@@ -245,6 +248,10 @@ static int allocate(Scratch *s, const Call *a, int mode) {
 
 // ---- what a chunk needs besides the state --------------------------------------------------------------------------
 
+// Whether beta |k|^2 is looked at: of rules that correct, unless keys are normalised here. Rounding may take 1 %.
+INLINE int looks(const Call *a) { return a->corrects && !a->normalize; }
+INLINE int is_unstable(float beta, float square) { return fabsf(beta * square - 1.f) > 1.02f; }
+
 // q and k of one key head: normalised if asked, q scaled; rows past c are zero.
 static void load_keys(Scratch *s, const Call *a, i64 row, i64 start, i64 c, i64 head) {
     const Tensor *from[2] = {&a->q, &a->k};
@@ -257,6 +264,7 @@ static void load_keys(Scratch *s, const Call *a, i64 row, i64 start, i64 c, i64 
                 continue;
             }
             get(x, from[which], row, start + i, head, a->key_dim, s->K);
+            if (which && looks(a)) s->square[i] = dot(x, x, s->K);
             float norm = a->normalize ? 1.f / sqrtf(dot(x, x, s->K) + 1e-6f) : 1.f;
             s->norm[which * s->rows + i] = norm;
             scale_to(x, x, which ? norm : norm * (float)a->scale, s->K);
@@ -388,6 +396,7 @@ static void prepare(Scratch *s, const Call *a, i64 row, i64 start, i64 head) {
         times(s->KW + i * ldk, s->X + (rows + i) * ldk, s->EW + i * ldk, K);
         if (a->corrects) {
             get(s->beta + i, &a->beta, row, start + i, head, 1, 1);
+            if (looks(a)) s->unstable |= is_unstable(s->beta[i], s->square[i]);
             for (i64 j = 0; j < i; j++) s->A[i * s->ldc + j] = -s->beta[i] * s->SC[(rows + i) * s->ldc + j];
         }
     }
@@ -720,6 +729,7 @@ static void recurrent_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
             load_decay(s, a, row, i, head);
             get(s->RD, &a->v, row, i, head, a->value_dim, s->V);
             if (a->corrects) get(&beta, &a->beta, row, i, head, 1, 1);
+            if (looks(a)) s->unstable |= is_unstable(beta, s->square[0]);
             recurrent_token(a, from, S, q, k, s->last, s->RD, s->E, s->R, beta);
             put(&a->output, row, i, head, s->RD, a->value_dim);
         }
@@ -728,7 +738,7 @@ static void recurrent_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
 
 // ---- threads -------------------------------------------------------------------------------------------------------
 
-enum { NO_MEMORY = 1, POSITIVE_DECAY = 2 };
+enum { NO_MEMORY = 1, POSITIVE_DECAY = 2, UNSTABLE = 4 };  // bits of what is returned
 enum { WORTH_A_THREAD = 1 << 17 };  // elements of state updated: what a thread should get to be worth starting
 
 typedef void (*Work)(Scratch *, const Call *, i64 text, i64 key_head);
@@ -738,7 +748,7 @@ typedef struct {
     Work work;
     int mode;
     atomic_llong next;
-    atomic_int failed;  // NO_MEMORY, POSITIVE_DECAY
+    atomic_int failed;
 } Job;
 
 static void *run(void *argument) {
@@ -748,13 +758,14 @@ static void *run(void *argument) {
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8040);  // denormals are 0: beside anything else they are, and they are slow
 #endif
-    if (allocate(&scratch, job->call, job->mode)) atomic_store(&job->failed, NO_MEMORY);
+    if (allocate(&scratch, job->call, job->mode)) atomic_fetch_or(&job->failed, NO_MEMORY);
     else {
         const i64 units = job->call->texts * job->call->h;
         for (i64 i; (i = atomic_fetch_add(&job->next, 1)) < units;)
             job->work(&scratch, job->call, i / job->call->h, i % job->call->h);
         for (int i = 0; i < LANES; i++)
-            if (scratch.positive[i]) atomic_store(&job->failed, POSITIVE_DECAY);
+            if (scratch.positive[i]) atomic_fetch_or(&job->failed, POSITIVE_DECAY);
+        if (scratch.unstable) atomic_fetch_or(&job->failed, UNSTABLE);
         free(scratch.memory);
     }
 #if defined(__SSE2__)
