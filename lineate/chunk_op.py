@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lineate.flops import announce
 from lineate.forms.packing import check_bounds
 from lineate.rule import full_precision
 
@@ -262,11 +263,12 @@ transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def recorded() -> bool:
     """Whether a compiler, another mode or torch.jit.trace looks at calls, and must see ops."""
-    return (
-        torch.compiler.is_compiling()
-        or bool(torch._C._len_torch_dispatch_stack())
-        or torch._C._get_tracing_state() is not None
-    )
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._len_torch_dispatch_stack():
+        announce()  # it may count operations
+        return True
+    return torch._C._get_tracing_state() is not None
 
 
 def is_virtual(x: Tensor) -> bool:

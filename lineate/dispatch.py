@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lineate import checks
+from lineate import checks, flops
 from lineate.chunk_op import needs_grad, recorded, transformed
 from lineate.native.build import why_not
 from lineate.processor import why_wide
@@ -18,7 +18,7 @@ Signature = tuple[object, ...]
 FORMS = ("auto", "recurrent", "chunkwise", "parallel")
 BACKENDS = ("auto", "torch", "native", "triton")
 # The chunk length that is fastest on each backend (bench/cpu.py, table "chunk size"); the triton kernels know no other.
-CHUNK_SIZES = {"torch": 64, "native": 32, "triton": 64}
+CHUNK_SIZES = {"torch": flops.CHUNK, "native": 32, "triton": 64}
 # The widest key and value heads that the triton kernels hold in registers.
 TRITON_WIDTH = 256
 TRANSFORMED = "torch.func transforms and forward mode know torch's functions alone"

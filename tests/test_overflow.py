@@ -15,7 +15,7 @@ import lineate
 from lineate import stability
 
 CORRECTING = [row for row in ROWS if row.corrects]
-TRITON = pytest.param({"form": "auto", "backend": "triton"}, id="triton", marks=[interpreted])
+TRITON = pytest.param({"form": "auto", "backend": "triton"}, id="triton", marks=[interpreted, pytest.mark.slow])
 
 
 @pytest.fixture(autouse=True)

@@ -2,17 +2,17 @@
 
 A multiply-add counts as 2. Two conventions:
 
-    executed   the matrix products that plain torch runs here, as torch.utils.flop_counter counts them: attention over
-               all pairs, causal or not, chunks of 64 with their square scores. Not counted, as there: triangular
-               solves, convolutions of 4 taps, the recurrent write, norms and other elementwise work. Counted,
-               though the counter overlooks them: products that are added in place (baddbmm_).
+    executed   the matrix products that plain torch runs here, as torch.utils.flop_counter counts them (lineate.flops
+               tells it of our ops): attention over all pairs, causal or not, chunks of 64 with their square scores. Not
+               counted, as there: triangular solves, convolutions of 4 taps, the recurrent write, norms and other
+               elementwise work.
     least      what no implementation avoids: causal pairs alone, the recurrence itself, no padding. For time bounds.
 """
 
 from dataclasses import dataclass
-from math import ceil
 
-from lineate.dispatch import CHUNK_SIZES, RECURRENT_UP_TO
+from lineate.dispatch import RECURRENT_UP_TO
+from lineate.flops import Heads
 from lineate.models.config import LINEAR_LETTERS, ExpertsConfig, HybridConfig, LinearConfig
 from lineate.planning.learning import learned, learned_one
 from lineate.planning.memory import MemoryPlan
@@ -20,7 +20,6 @@ from lineate.planning.models import Model, check_size
 
 CONVENTIONS = ("executed", "least")
 _CORRECTS, _PER_CHANNEL = "DGK", "RK"
-_BLOCK = 16  # rows of a chunk that share a reference point of the decay per channel
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,7 @@ class LayerFlops:
                 return tokens * rule_flops(self.letter, c.linear) - _spared(self.letter, c.linear, tokens)
             if tokens <= (1 if self.letter in "GK" else RECURRENT_UP_TO):  # the recurrent form
                 return tokens * self.mixing_one(0, convention)
-            size = CHUNK_SIZES["torch"]
-            whole, rest = divmod(tokens, size)
-            last = _chunk_flops(self.letter, c.linear, rest) if rest else 0
-            return whole * _chunk_flops(self.letter, c.linear, size) + last
+            return _heads(self.letter, c.linear).chunkwise(tokens)
         return learned(c, self.letter, tokens, convention)
 
     def mixing_one(self, context: int, convention: str = "executed") -> int:
@@ -94,8 +90,7 @@ class LayerFlops:
             assert c.linear is not None
             if convention == "least":
                 return rule_flops(self.letter, c.linear)
-            reads = 2 if self.letter in _CORRECTS else 1  # the write is no matrix product
-            return 2 * reads * c.linear.value_heads * c.linear.key_dim * _columns(self.letter, c.linear)
+            return _heads(self.letter, c.linear).recurrent(1)
         return learned_one(c, self.letter, context, convention)
 
 
@@ -204,16 +199,9 @@ def _spared(letter: str, linear: LinearConfig, tokens: int) -> int:
     return 2 * reads * linear.value_heads * _columns(letter, linear) * (near * linear.key_dim - pairs)
 
 
-def _chunk_flops(letter: str, linear: LinearConfig, c: int) -> int:
-    """Matrix products of one chunk of c tokens (forms/chunk.py): scores, reads, output, write."""
-    s = 2 if letter in _CORRECTS else 1
-    k, v = linear.key_dim, _columns(letter, linear)
-    if letter in _PER_CHANNEL:
-        m = ceil(c / _BLOCK)
-        scores = linear.value_heads * s * _BLOCK * _BLOCK * k * m * (m + 1)
-    else:
-        scores = linear.heads * 2 * s * c * c * k
-    return scores + linear.value_heads * 2 * (s * c * k * v + c * c * v + c * k * v)
+def _heads(letter: str, linear: LinearConfig) -> Heads:
+    columns, corrects, per_channel = _columns(letter, linear), letter in _CORRECTS, letter in _PER_CHANNEL
+    return Heads(linear.heads, linear.value_heads, linear.key_dim, columns, corrects, per_channel)
 
 
 def _projections(c: HybridConfig, letter: str) -> int:

@@ -1,0 +1,124 @@
+"""Operations of the rules, for lineate.planning and for torch.utils.flop_counter, which looks up a formula for each op.
+
+A multiply-add counts as 2. What counts are the matrix products of plain torch, whichever backend runs: those of a chunk
+(forms/chunk.py: scores, reads, output, write), or of a token (its reads; the write is no product). The native and the
+triton backend count as torch in its chunks of 64; a backward counts as two forwards, without what it computes again.
+"""
+
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+CHUNK = 64
+"""Tokens a chunk of plain torch, where a call does not say."""
+_BLOCK = 16  # rows of a chunk that share a reference point of the decay per channel
+
+
+class Heads(NamedTuple):
+    """What the operations of a token or a chunk depend on."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+    corrects: bool
+    per_channel: bool
+
+    def chunk(self, c: int) -> int:
+        """Return the operations of one chunk of c tokens."""
+        s, k, v = 2 if self.corrects else 1, self.key_dim, self.value_dim
+        if self.per_channel:
+            m = ceil(c / _BLOCK)
+            scores = self.values * s * _BLOCK * _BLOCK * k * m * (m + 1)
+        else:
+            scores = self.keys * 2 * s * c * c * k
+        return scores + self.values * 2 * (s * c * k * v + c * c * v + c * k * v)
+
+    def chunkwise(self, tokens: int, size: int = CHUNK) -> int:
+        """Return the operations of a text in chunks of `size`."""
+        whole, rest = divmod(tokens, size)
+        return whole * self.chunk(size) + (self.chunk(rest) if rest else 0)
+
+    def recurrent(self, tokens: int) -> int:
+        """Return the operations of a text token by token."""
+        return tokens * 2 * (2 if self.corrects else 1) * self.values * self.key_dim * self.value_dim
+
+
+def announce() -> None:
+    """Tell torch's counter of operations our formulas: those at work, and those to come.
+
+    Importing it would take longer than importing lineate, so this waits until a mode is there that may be one.
+    """
+    counters = sys.modules.get("torch.utils.flop_counter")
+    if counters is None:
+        return
+    at_work = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, counters._FlopCounterMode)]
+    registries = [counters.flop_registry, *(mode.counter.flop_registry for mode in at_work)]
+    for name, count in _COUNTS.items():
+        packet = getattr(torch.ops.lineate, name, None)  # kernels may not be imported
+        if packet is not None and any(packet not in registry for registry in registries):
+            formula = _formula(packet, count)
+            for registry in registries:
+                registry.setdefault(packet, formula)
+
+
+def _formula(packet: Any, count: Callable[[dict[str, Any]], int]) -> Callable[..., int]:
+    names = [argument.name for argument in packet.default._schema.arguments]
+
+    def formula(*args: Any, out_val: Any = None, **named: Any) -> int:
+        return count(dict(zip(names, args, strict=False)) | named)
+
+    return formula
+
+
+def _heads(given: dict[str, Any]) -> Heads:
+    q, v, log_decay, beta = (given[name] for name in ("q", "v", "log_decay", "beta"))
+    corrects = given.get("corrects", beta is not None)
+    per_channel = log_decay is not None and log_decay.dim() == 4
+    return Heads(q.shape[2], v.shape[2], q.shape[3], v.shape[3], corrects, per_channel)
+
+
+def _lengths(given: dict[str, Any]) -> list[int]:
+    """Return the tokens of each text; of bounds that only pretend to have values, all tokens as one text."""
+    (b, t), bounds = given["q"].shape[:2], given["cu_seqlens"]
+    if bounds is None:
+        return [t] * b
+    if bounds.is_meta or type(bounds).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return [t]
+    return [end - start for start, end in pairwise(bounds.tolist())]
+
+
+def _chunkwise(given: dict[str, Any]) -> int:
+    return sum(_heads(given).chunkwise(n, given.get("chunk_size", CHUNK)) for n in _lengths(given))
+
+
+def _in_torch_chunks(given: dict[str, Any]) -> int:
+    return _chunkwise({**given, "chunk_size": CHUNK})
+
+
+def _recurrent(given: dict[str, Any]) -> int:
+    return _heads(given).recurrent(sum(_lengths(given)))
+
+
+def _twice(count: Callable[[dict[str, Any]], int]) -> Callable[[dict[str, Any]], int]:
+    return lambda given: 2 * count(given)
+
+
+_COUNTS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "chunkwise": _chunkwise,
+    "chunkwise_backward": _twice(_chunkwise),
+    "chunkwise_native": _in_torch_chunks,
+    "chunkwise_native_backward": _twice(_in_torch_chunks),
+    "chunkwise_triton": _in_torch_chunks,
+    "chunkwise_triton_backward": _twice(_in_torch_chunks),
+    "recurrent_native": _recurrent,
+    "recurrent_triton": _recurrent,
+    "decode": _recurrent,
+}
+"""By the names of the ops."""

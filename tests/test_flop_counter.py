@@ -1,0 +1,134 @@
+"""torch's FlopCounterMode around ops, layers and models finds what lineate.planning counts."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from cases import BACKENDS, KIMI_DELTA, ROWS, SMALL, Row, bounds, convert, draw, interpreted
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import lineate
+from lineate.flops import Heads
+from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LatentConfig, LinearConfig
+from lineate.planning import Model, plan_flops
+
+B, T, H, HV, K, V = SMALL
+
+
+def heads(row: Row) -> Heads:
+    return Heads(H, HV, K, V, row.corrects, row.decay == "channel")
+
+
+def count(call: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def call(row: Row, **options: Any) -> Any:
+    return row.op(**convert(draw(row, SMALL), torch.float32), **options)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, pytest.param("triton", marks=[interpreted, pytest.mark.slow])])
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_an_op_forward_and_backward(row: Row, backend: str) -> None:
+    options = {"form": "chunkwise", "backend": backend}
+    expected = B * heads(row).chunkwise(T)
+    assert count(lambda: call(row, **options)) == expected
+    inputs = {name: x.requires_grad_() for name, x in convert(draw(row, SMALL), torch.float32).items()}
+    assert count(lambda: row.op(**inputs, **options).output.sum().backward()) == 3 * expected
+    out = row.op(**inputs, **options).output.sum()
+    assert count(out.backward) == 2 * expected  # of a forward outside
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_token_by_token(row: Row, backend: str) -> None:
+    expected = B * heads(row).recurrent(T)
+    assert count(lambda: call(row, form="recurrent", backend=backend)) == expected
+    inputs = convert(draw(row, SMALL), torch.float32)
+    assert count(lambda: lineate.decode(**inputs)) == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_and_texts(backend: str) -> None:
+    """Each text has its own chunks; torch counts the chunks it is asked for."""
+    inputs = {name: x[:1] for name, x in convert(draw(KIMI_DELTA, SMALL), torch.float32).items() if name != "state"}
+    lengths = [20, 0, 33]
+    packed = {"cu_seqlens": bounds(lengths), "form": "chunkwise", "backend": backend}
+    own = heads(KIMI_DELTA)
+    assert count(lambda: KIMI_DELTA.op(**inputs, **packed)) == sum(map(own.chunkwise, lengths))
+    if backend == "torch":
+        found = count(lambda: KIMI_DELTA.op(**inputs, form="chunkwise", backend=backend, chunk_size=16))
+        assert found == own.chunkwise(T, 16)
+
+
+def test_tensors_without_values() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+        inputs = {name: torch.empty_like(x) for name, x in convert(draw(KIMI_DELTA, SMALL), torch.float32).items()}
+        KIMI_DELTA.op(**inputs, form="chunkwise")
+    assert counter.get_total_flops() == B * heads(KIMI_DELTA).chunkwise(T)
+    inputs = {name: x.to("meta") for name, x in convert(draw(KIMI_DELTA, SMALL), torch.float32).items()}
+    assert count(lambda: KIMI_DELTA.op(**inputs, form="chunkwise")) == B * heads(KIMI_DELTA).chunkwise(T)
+
+
+def test_a_user_may_count_otherwise() -> None:
+    mapping = {torch.ops.lineate.chunkwise: lambda *shapes, **_: 7}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        call(KIMI_DELTA, form="chunkwise", backend="torch")
+    assert counter.get_total_flops() == 7
+
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=50, hidden_size=96, linear=LinearConfig(2, 4, 48, 64), feed=FeedConfig(200),
+    attention=AttentionConfig(6, 2, 40, rotary_dim=16),
+    latent=LatentConfig(4, rank=64, nope_dim=32, rope_dim=16, value_dim=24),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", [*"LRDGK", "GGA", "KM"])
+def test_a_model(pattern: str) -> None:
+    """In float32, as it runs: a prefill, a token after it, and a training step."""
+    config = HybridConfig(**SIZES, n_layers=len(pattern), pattern=pattern)
+    model, plan = HybridLM(config), plan_flops(Model(pattern, config, torch.float32, "config"))
+    with sdpa_kernel(SDPBackend.MATH):
+        for tokens in (1, 3, 150):
+            ids = torch.randint(50, (1, tokens))
+            with torch.no_grad():
+                assert count(lambda ids=ids: model(ids)) == plan.forward(tokens, tokens)
+                state = model(ids).state
+                assert count(lambda ids=ids, state=state: model(ids[:, :1], state=state)) == plan.decode(tokens)
+        ids = torch.randint(50, (2, 100))
+        found = count(lambda: model(ids, labels=ids).loss.backward())
+        assert found == pytest.approx(200 * plan.training(100), rel=1e-12)
+
+
+def test_a_layer() -> None:
+    config = HybridConfig(**SIZES, n_layers=1, pattern="G")
+    mixer = HybridLM(config).layers[0].mixer
+    plan = plan_flops(Model("G", config, torch.float32, "config")).layers[0]
+    with torch.no_grad():
+        assert count(lambda: mixer(torch.randn(1, 150, 96))) == 150 * plan.projections + plan.mixing(150)
+
+
+LATE = """
+import sys, torch, lineate
+q = torch.randn(1, 70, 2, 4)
+lineate.linear_attention(q, q, q)
+assert "torch.utils.flop_counter" not in sys.modules  # its import takes longer than lineate's
+from torch.utils.flop_counter import FlopCounterMode
+for _ in range(2):
+    with FlopCounterMode(display=False) as counter:
+        lineate.linear_attention(q, q, q)
+    print(counter.get_total_flops())
+"""
+
+
+def test_a_counter_imported_after_lineate() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(Heads(2, 2, 4, 4, False, False).chunkwise(70))] * 2
