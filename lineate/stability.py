@@ -31,16 +31,18 @@ def watch_writes(k: Tensor, beta: Tensor | None, normalize_qk: bool) -> None:
 
     Nothing is looked at on a GPU, while compiling or recording, and after the warning. The native backend looks in C.
     """
-    if beta is None or normalize_qk or not is_concrete(k) or _warned:
-        return
     global _unseen
+    if beta is None or normalize_qk or torch.compiler.is_compiling() or _warned:
+        return
     _unseen += k.shape[1]
-    if _unseen < TOKENS_A_LOOK:
+    if _unseen < TOKENS_A_LOOK or not is_concrete(k):
         return
     _unseen = 0
-    with torch.no_grad():
-        unstable = bool(((_sizes(k, beta) - 1).abs_() > 1 + ROUNDING).any())  # NaN is not
-    if unstable:
+    k, beta = k.detach(), beta.detach()
+    least, most = torch.aminmax(beta)
+    if least >= 0 and most * _squares(k).max() <= 2:
+        return  # so is every product, without making them
+    if bool(((_sizes(k, beta) - 1).abs_() > 1 + ROUNDING).any()):  # NaN is not
         warn_unstable(k, beta)
 
 
@@ -64,9 +66,12 @@ def warn_unstable(k: Tensor, beta: Tensor) -> None:
 
 def _sizes(k: Tensor, beta: Tensor) -> Tensor:
     """beta |k|^2, in the shape of beta."""
-    squares = torch.linalg.vector_norm(k, dim=-1, dtype=torch.promote_types(k.dtype, torch.float32)).square_()
-    squares = squares.repeat_interleave(beta.shape[2] // k.shape[2], dim=2)  # b t hv
+    squares = _squares(k).repeat_interleave(beta.shape[2] // k.shape[2], dim=2)  # b t hv
     return beta * (squares if beta.dim() == 3 else squares.unsqueeze(-1))
+
+
+def _squares(k: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(k, dim=-1, dtype=torch.promote_types(k.dtype, torch.float32)).square_()
 
 
 def _callers_level() -> int:

@@ -22,7 +22,7 @@ import torch, lineate
 q = torch.randn(1, 20, 2, 4, requires_grad=True)
 log_decay, beta = -torch.rand(1, 20, 2), torch.rand(1, 20, 2)
 for form in ("recurrent", "chunkwise", "parallel"):
-    out, state = lineate.gated_delta_rule(q, q, q, log_decay, beta, form=form)
+    out, state = lineate.gated_delta_rule(q, q, q, log_decay, beta, form=form, normalize_qk=True)
     out.sum().backward()
 print(lineate.explain(q, q, q, log_decay, beta).rule)
 """
