@@ -102,6 +102,7 @@ def past(row: Row, inputs: Inputs, path: dict[str, str], position: int) -> tuple
     return output.detach(), dict(zip(leaves, grads, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::lineate.UnstableMemoryWarning")  # futures of any size
 @pytest.mark.parametrize("position", [1, 5, 16, 17, 31, 32, 47])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
