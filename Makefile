@@ -4,7 +4,7 @@ PYTHON     ?= python3
 GPU_PYTHON ?= python3
 # pytest-xdist workers; each runs torch on one thread.
 WORKERS    ?= -n auto --maxprocesses 2
-GPU_TESTS  := kernels kernel_layers decode compile_models loading gpu_models graphed context_parallel distributed checkpoints tasks \
+GPU_TESTS  := kernels kernel_layers decode views compile_models loading gpu_models graphed context_parallel distributed checkpoints tasks \
               memory_least_squares memory_ttt memory_lact kernel_tiles kernel_ttt kernel_titans kernel_lact
 # More arguments for pytest: make test ARGS="-k gated -x"
 ARGS       ?=

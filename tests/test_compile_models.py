@@ -70,7 +70,7 @@ def test_nothing_breaks_the_graph(pattern):
     assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
 
 
-@hybrids
+@pytest.mark.parametrize("pattern", ["GA", pytest.param("KM", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_one_graph_serves_every_length(pattern):
     """After the first length nothing is compiled again."""

@@ -153,7 +153,7 @@ def test_own_mixers_without_a_context_cannot_be_split():
     ({"model": "FOLDER"}, "LeastSquares"),
 ])  # fmt: skip
 def test_training_says_it_before_anything_is_computed(tmp_path, monkeypatch, options, name):
-    HybridLM(preset("tiny", pattern="GE", vocab_size=300)).save_pretrained(tmp_path / "model")
+    HybridLM(preset("tiny", pattern="GE", vocab_size=257)).save_pretrained(tmp_path / "model")
     options = {key: str(tmp_path / "model") if x == "FOLDER" else x for key, x in options.items()}
     monkeypatch.setattr(World, "start", None)
     config = TrainConfig(**options, context=2, out=str(tmp_path / "out"))

@@ -229,7 +229,7 @@ def results(function: Callable[..., object], leaves: list[Tensor], view: Callabl
     leaves = [x.detach().requires_grad_() for x in leaves]
     found = function(*leaves)
     outputs = list(found) if isinstance(found, tuple) else [found]
-    along = [view(weights(x, i).to(x.dtype)) for i, x in enumerate(outputs)]
+    along = [view(weights(x, i).to(x)) for i, x in enumerate(outputs)]
     return [x.detach().as_subclass(Tensor) for x in (*outputs, *torch.autograd.grad(outputs, leaves, along))]
 
 
@@ -350,3 +350,59 @@ def test_loading_writes_through_negative_views(tmp_path):
     target = negative(torch.zeros(3, 4))
     Checkpoint.open(tmp_path).read_into("x", target)
     assert target.is_neg() and target.equal(x)
+
+
+# On a GPU, where the kernels really read memory.
+
+
+def zero(x: Tensor) -> Tensor:
+    return torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device)
+
+
+virtual = pytest.mark.parametrize("view", [negative, zero], ids=["negative", "zero tensor"])
+
+
+@pytest.mark.gpu
+@virtual
+@pytest.mark.parametrize("row", (GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_of_the_rules_on_a_gpu(dtype, row, view):
+    """Forward, backward with gradients that are views, and the recurrent form: the bits of a contiguous copy."""
+    given = {name: x.cuda() for name, x in convert(draw(row, Shape(2, 150, 2, 4, 64, 64)), dtype).items()}
+    names, tensors = list(given), list(given.values())
+    assert_like_a_copy(lambda *x: tuple(row.op(**dict(zip(names, x, strict=True)), backend="triton")), tensors, view)
+    views = {name: view(x) for name, x in given.items()}
+    copies = {name: x.clone() for name, x in views.items()}
+    with torch.no_grad():
+        found, wanted = (row.op(**x, form="recurrent", backend="triton") for x in (views, copies))
+    assert all(same_bits(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("raw", [False, True])
+def test_decode_on_a_gpu_takes_negative_views(raw):
+    given = convert(draw(GATED_DELTA, Shape(2, 3, 2, 4, 64, 64)), torch.float32)
+    given = {name: x.cuda() for name, x in given.items()}
+    if raw:
+        given |= {name: torch.rand(4, device="cuda") for name in ("A_log", "dt_bias")}
+    slots = torch.tensor([1, 0], device="cuda")
+    views = {name: negative(x) for name, x in given.items()}
+    wanted = lineate.decode(**given, slots=slots, raw_gates=raw, backend="triton")
+    got = lineate.decode(**views, slots=negative(slots), raw_gates=raw, backend="triton")
+    assert same_bits(got, wanted)
+    assert same_bits(views["state"].clone(), given["state"])
+
+
+@pytest.mark.gpu
+@virtual
+def test_parts_of_layers_on_a_gpu(view):
+    ops = importlib.import_module("lineate.kernels.layer_ops")
+    shapes = {"x": (2, 70, 64), "weight": (64, 4), "state": (2, 64, 3), "gate": (2, 70, 64)}
+    x, weight, state, gate = (y.cuda() for y in drawn(shapes))
+    for function, tensors in (
+        (ops.short_convolution, [x, weight, state]),
+        (ops.rms_norm, [x, weight[:, 0]]),
+        (ops.gated_rms_norm, [x, gate, weight[:, 0]]),
+        (ops.glu, [x]),
+    ):
+        assert_like_a_copy(function, tensors, view)
