@@ -6,7 +6,8 @@ torch's own products in bfloat16 take up to hundreds of times as long there. Wei
 rows that fit a cache are widened one after another, so that a model's memory does not double. Under autocast the
 operands are not rounded first; the result has autocast's dtype.
 
-Where a compiler, a transform or a kind of tensor looks at the call, it is plain torch without blocks.
+Where a compiler or a transform looks at the call, it is plain torch without blocks. Tensors that have products of their
+own, such as quantised weights, are left to these.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ def half_dtype(x: Tensor) -> torch.dtype | None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias; x `... k`, weight `m k`, bias `m`."""
     dtype = half_dtype(x)
-    if dtype is None or not _multiply(x, weight, bias):
+    if dtype is None or not _multiply(x, weight, bias) or weight.dim() != 2:
         return F.linear(x, weight, bias)
     with _without_autocast():
         if needs_grad(x, weight, bias) and is_eager(x, weight, bias):
@@ -124,10 +125,10 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: to
     if wide is not None:
         y = (wide if bias is None else wide + bias).to(dtype)
     else:
-        y, rows = torch.empty(len(rows), len(weight), dtype=dtype, device=x.device), rows.float()
+        y, rows = torch.empty(rows.shape[0], weight.shape[0], dtype=dtype, device=x.device), rows.float()
         for at, block in _blocks(weight):
             y[:, at] = F.linear(rows, block, None if bias is None else bias[at].float())
-    return y.view(*x.shape[:-1], len(weight))
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def times(x: Tensor, weight: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ def times(x: Tensor, weight: Tensor) -> Tensor:
         return found
     if weight.numel() <= BLOCK:
         return x.float() @ weight.float()
-    out = torch.zeros(len(x), weight.shape[1], dtype=torch.float32, device=x.device)
+    out = torch.zeros(x.shape[0], weight.shape[1], dtype=torch.float32, device=x.device)
     for rows, block in _blocks(weight):
         out.addmm_(x[:, rows].float(), block)
     return out
@@ -162,7 +163,12 @@ class LinearThroughFloat32(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
+        return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear with the names that F.linear has."""
+    return linear(input, weight, bias)
 
 
 def _without_autocast() -> AbstractContextManager[object]:
@@ -172,9 +178,21 @@ def _without_autocast() -> AbstractContextManager[object]:
 
 def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> bool:
     """Whether torch would multiply these: of one dtype, or of any under autocast; else it says what is wrong."""
+    if not (_is_plain(x) and _is_plain(y)):
+        return False
     if torch.is_autocast_enabled("cpu"):
         return y.is_floating_point() and y.dtype is not torch.float64 and y.is_cpu
     return y.dtype is x.dtype and y.is_cpu and (bias is None or bias.dtype is x.dtype)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether x has no products of its own; a subclass that changes nothing has none."""
+    kind = type(x)
+    if kind in (Tensor, torch.nn.Parameter):
+        return True
+    function = getattr(kind.__torch_function__, "__func__", None)
+    own = function is not Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    return not own and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _blocks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:

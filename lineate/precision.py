@@ -28,28 +28,31 @@ def full_precision_backward(run: Callable[P, R]) -> Callable[P, R]:
             return run(*args, **named)
         first = torch._C._autograd._get_sequence_nr()  # of the nodes that run makes
         result = run(*args, **named)
-        _protect_results(result, first)
+        _protect_results(result, first, {x.grad_fn for x in _tensors((args, named))})
         return result
 
     return wrapped
 
 
-def _protect_results(result: Any, first: int) -> None:
-    """Let the last nodes protect those before them when a backward arrives inside of autocast."""
+def _protect_results(result: Any, first: int, given: set[Node | None]) -> None:
+    """Let the last nodes protect those before them when a backward arrives inside of autocast.
+
+    Those made before `first`, or `given` with the inputs (threads count their nodes apart), are not run's.
+    """
     found = {x.grad_fn: x.device.type for x in _tensors(result) if x.grad_fn is not None}
     for node, device in found.items():
-        if node._sequence_nr() >= first and torch.amp.is_autocast_available(device):
-            _protect(node, device, _Once([x for x, _ in node.next_functions], device, first))
+        if node not in given and node._sequence_nr() >= first and torch.amp.is_autocast_available(device):
+            _protect(node, device, _Once([x for x, _ in node.next_functions], device, first, given))
 
 
 class _Once:
     """Protects all nodes from some on down to the first, when it is called first."""
 
-    def __init__(self, nodes: list[Node | None], device: str, first: int) -> None:
-        self.nodes, self.device, self.first = nodes, device, first
+    def __init__(self, nodes: list[Node | None], device: str, first: int, given: set[Node | None]) -> None:
+        self.nodes, self.device, self.first, self.given = nodes, device, first, given
 
     def __call__(self) -> None:
-        waiting, seen = self.nodes, set()
+        waiting, seen = self.nodes, set(self.given)
         self.nodes = []
         while waiting:
             node = waiting.pop()

@@ -35,7 +35,7 @@ def watch_writes(k: Tensor, beta: Tensor | None, normalize_qk: bool) -> None:
     if beta is None or normalize_qk or torch.compiler.is_compiling() or _warned:
         return
     _unseen += k.shape[1]
-    if _unseen < TOKENS_A_LOOK or not is_concrete(k):
+    if _unseen < TOKENS_A_LOOK or not (is_concrete(k) and is_concrete(beta)):
         return
     _unseen = 0
     k, beta = k.detach(), beta.detach()

@@ -1,6 +1,7 @@
 """Gradients of everything that runs in full precision, taken inside of autocast: the same as outside of it."""
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -120,3 +121,33 @@ def test_a_graph_that_is_kept_goes_back_again() -> None:
         for _ in range(2):
             assert torch.equal(torch.autograd.grad(out, q, retain_graph=True)[0], expected)
     assert torch.equal(torch.autograd.grad(out, q)[0], expected)
+
+
+@pytest.mark.parametrize("form", ["recurrent", "parallel"])
+def test_nodes_of_another_thread_keep_their_autocast(form: str) -> None:
+    """Threads number their nodes apart, so what came in is known by itself."""
+    seen: list[bool] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, d: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return d
+
+    x = normal(1, 6, 2, 4, seed=1).requires_grad_()
+    for _ in range(50):
+        x.square()
+    y = Watched.apply(x)
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            lineate.linear_attention(y, y, y, form=form, backend="torch").output.sum().backward()
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [True]

@@ -135,6 +135,9 @@ def test_states_of_packed_texts_continue(pattern):
             wanted, expected = read(model, ids, ends, expected)
             assert relative_error(got, wanted) <= 1e-6
             assert torch.equal(torch.as_tensor(state.lengths), torch.as_tensor(expected.lengths))
+        _, state = read(model, draw(1, 10), more, state)  # which takes back the room of the bounds
+        _, expected = read(model, draw(1, 10), more, expected)
+        assert state.nbytes == expected.nbytes
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import lineate
 from lineate import half, processor
 from lineate.layers import GatedDeltaNet, SwiGLU
+from lineate.layers.projection import project
 from lineate.models import (
     AttentionConfig,
     ExpertsConfig,
@@ -349,6 +350,32 @@ class Wrapped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + 1
+
+
+class ByName(nn.Linear):
+    """Calls torch with the names of its arguments."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input=input, weight=self.weight, bias=self.bias)
+
+
+class Quantised(Tensor):
+    """A weight that has a product of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            return torch.full((*args[0].shape[:-1], args[1].shape[0]), 7.0, dtype=args[0].dtype)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_products_that_are_not_ours(without):
+    """Names of torch's arguments, weights of one dimension, and tensors with products of their own."""
+    x, module = torch.randn(3, 16, dtype=BF16), ByName(16, 4, dtype=BF16)
+    torch.testing.assert_close(project(module, x), half.linear(x, module.weight, module.bias))
+    torch.testing.assert_close(half.linear(x, module.weight[0]), F.linear(x, module.weight[0]))
+    weight = torch.randn(4, 16, dtype=BF16).as_subclass(Quantised)
+    assert half.linear(x, weight).eq(7).all()
 
 
 def test_wrapped_and_hooked_projections(without):

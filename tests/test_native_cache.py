@@ -279,3 +279,16 @@ def test_a_damaged_read_only_cache_says_so(compiler, folder):
     library.write_bytes(b"")
     done = begin_without_writing(compiler, library.parent)
     assert "the cache folder is not writable" in done.stdout and "it is damaged" in done.stderr
+
+
+def test_a_user_without_a_home_is_told(monkeypatch):
+    """As in a container whose user has no name; then torch runs."""
+
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("LINEATE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    with pytest.raises(build.NativeUnavailable, match="no home folder is known for a cache; set LINEATE_CACHE"):
+        build._cache_folder()

@@ -139,6 +139,7 @@ def test_it_names_the_line_that_called() -> None:
 def test_vmap_and_compiled_forms_do_not_look() -> None:
     q, ones = tokens(), torch.ones(1, 20, 2)
     quiet(lambda: torch.func.vmap(lambda x: lineate.delta_rule(x[None], x[None], x[None], ones).output)(q))
+    quiet(lambda: torch.func.vmap(lambda beta: lineate.delta_rule(q, q, q, beta).output)(ones[None]))
 
 
 SCRIPT = """

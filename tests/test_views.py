@@ -30,6 +30,7 @@ from cases import (
 )
 from memories import floats
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lineate
 from lineate.layers.convolution import short_convolution
@@ -350,6 +351,16 @@ def test_loading_writes_through_negative_views(tmp_path):
     target = negative(torch.zeros(3, 4))
     Checkpoint.open(tmp_path).read_into("x", target)
     assert target.is_neg() and target.equal(x)
+
+
+@needs_native
+def test_tensors_of_other_kinds_do_not_reach_c():
+    """One token of tensors that only pretend, as decoding has it, is the op's to refuse or to record."""
+    mode = FakeTensorMode()
+    given = {name: mode.from_tensor(x[:, :1] if name != "state" else x) for name, x in inputs_of(GATED_DELTA).items()}
+    with torch.no_grad():
+        output, state = lineate.gated_delta_rule(**given, form="recurrent", backend="native")
+    assert (output.shape, state.shape) == ((2, 1, 4, 5), (2, 4, 6, 5))
 
 
 # On a GPU, where the kernels really read memory.

@@ -219,7 +219,11 @@ class TokenCache:
         return self._over(buffer, n + t, self.lengths + t)
 
     def append_packed(self, new: dict[str, Tensor], cu_seqlens: Tensor) -> "TokenCache":
-        """With the tokens of packed texts, one text a row: new `1 t ...`. Always a copy."""
+        """With the tokens of packed texts, one text a row: new `1 t ...`. Always a copy.
+
+        A compiled call makes room for all new tokens in every row, since no graph knows the longest text; the next call
+        that is not compiled takes the room back.
+        """
         t = next(iter(new.values())).shape[1]
         rows, offsets = locate(cu_seqlens, t)
         more = cu_seqlens.diff()
@@ -227,9 +231,9 @@ class TokenCache:
         base = self.lengths if isinstance(self.lengths, Tensor) else torch.full_like(more, self.lengths)
         where = rows, base[rows] + offsets
         old = self[self.names[0]].shape[1]
-        n = old + t if torch.compiler.is_compiling() else max(old, int(lengths.max()))  # a bound, as in _buffer
-        grown = self._grown(n, 0)
-        return TokenCache({name: grown.tensors[name].index_put(where, x[0]) for name, x in new.items()}, lengths)
+        n = old + t if torch.compiler.is_compiling() else int(lengths.max())  # a bound, as in _buffer
+        grown = self._grown(max(old, n), 0).tensors
+        return TokenCache({name: grown[name].index_put(where, x[0])[:, :n] for name, x in new.items()}, lengths)
 
     def _grown(self, taken: int, room: int) -> _Buffer:
         """A copy for `taken` tokens and room for more; 0 where there are none yet."""

@@ -154,14 +154,18 @@ def _fingerprint(command: list[str]) -> str:
 
 
 def default_cache_folder() -> Path:
-    """Of all that is made once and kept; it may not be there yet."""
-    chosen = os.environ.get("LINEATE_CACHE")
-    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineate"
+    """Return the folder of all that is made once and kept; it may not be there yet."""
+    if chosen := os.environ.get("LINEATE_CACHE"):
+        return Path(chosen)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineate"
+    except RuntimeError:  # a user without a name, as in some containers
+        raise FileNotFoundError("no home folder is known for a cache; set LINEATE_CACHE to a folder") from None
 
 
 def _cache_folder() -> Path:
-    folder = default_cache_folder()
     try:
+        folder = default_cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         others = _writers(folder.stat())
     except OSError as error:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import Grads, Outputs, in_memory, recorded, register
+from lineate.chunk_op import Grads, Outputs, in_memory, is_eager, register
 from lineate.forms.packing import check_bounds
 from lineate.native.call import States, Tensors, dense, run
 
@@ -152,6 +152,9 @@ def recurrent(
     scale: float,
     normalize_qk: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Token by token, without gradients: decoding. Only what records calls needs an op, which costs microseconds."""
-    run_tokens = _recurrent_op if recorded() else _recurrent
+    """Token by token, without gradients: decoding.
+
+    Only what records calls, and tensors of other kinds, need an op, which costs microseconds.
+    """
+    run_tokens = _recurrent if is_eager(q, k, v, log_decay, beta, state, cu_seqlens) else _recurrent_op
     return run_tokens(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk)

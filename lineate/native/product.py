@@ -28,14 +28,14 @@ def combine(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _run(entry: str, x: Tensor, weight: Tensor, width: int) -> Tensor | None:
-    if not (len(x) <= MOST_ROWS and weight.dtype in _HALVES and weight.stride(1) == 1) or why_not() is not None:
+    if not (x.shape[0] <= MOST_ROWS and weight.dtype in _HALVES and weight.stride(1) == 1) or why_not() is not None:
         return None
     if weight.is_neg() or weight._is_zerotensor() or x._is_zerotensor():  # their memory is not what it says
         return None
     x = x.float().contiguous().resolve_neg()
-    y = torch.empty(len(x), width, dtype=torch.float32, device="cpu")
+    y = torch.empty(x.shape[0], width, dtype=torch.float32, device="cpu")
     words = _PRODUCT.pack(
-        len(x), *weight.shape, torch.get_num_threads(), _HALVES.index(weight.dtype),
+        x.shape[0], *weight.shape, torch.get_num_threads(), _HALVES.index(weight.dtype),
         x.data_ptr(), weight.data_ptr(), weight.stride(0), y.data_ptr(),
     )  # fmt: skip
     return None if _entry(entry)(words) else y
