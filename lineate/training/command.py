@@ -74,6 +74,8 @@ def run_train(given: dict[str, Any]) -> None:
             given["model"] = spelled(given["model"], PRESETS)
             if is_hub_name(given["model"]):
                 given["model"] = str(fetch_model(given["model"]))
+            elif given["model"] not in PRESETS:
+                given["model"] = str(model_folder(user_path(named_path(given["model"]))))
         if resume is not None and ("out" in given or file is not None):
             raise ValueError("--resume says already where the run and its config are; leave out --out and --config")
         if resume is not None:

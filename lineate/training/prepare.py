@@ -254,7 +254,8 @@ def _check_model(config: TrainConfig) -> None:
         raise ValueError(
             f"pattern is for presets, got {config.pattern!r} with the model of {config.model}; leave it out"
         )
-    vocabulary = read_config(Checkpoint.open(start)).vocab_size
+    found = read_config(Checkpoint.open(start))
+    vocabulary = found.vocab_size
     if (start / KIND_FILE).is_file():
         tokenizer = load_tokenizer(start)
         name, size = tokenizer.name, tokenizer.vocab_size
@@ -272,7 +273,8 @@ def _check_model(config: TrainConfig) -> None:
                 f"{', '.join(others[:3])}, which is not read yet; {name!r} would give ids that mean other tokens: "
                 "train a preset, or train this model in Python on ids of its own tokenizer"
             )
-        fits = size == vocabulary  # the only sign that they belong together
+        # Of a published model this is the only sign that they belong together; ours may have room to spare.
+        fits = size <= vocabulary if found.family == "lineate" else size == vocabulary
     if not fits:
         raise ValueError(
             f"tokenizer {name!r} has a vocabulary of {size}, the model of {start} one of {vocabulary}: its ids would "

@@ -14,6 +14,9 @@ GRACE, MOST_GRACE = 5.0, 30.0
 """Seconds after SIGTERM in which Python must get its turn: one call into C has none, such as a product of matrices, or
 waiting for a GPU, which takes most of a step. Where steps take long it is more, but not more than schedulers allow."""
 
+TOGETHER = 1.0
+"""Seconds within which the same signal again is no second request: timeout(1) sends it to a process and its group."""
+
 
 class Interrupted(BaseException):
     """A signal came in stoppable(); as KeyboardInterrupt, it is no Exception that a library might handle."""
@@ -23,9 +26,9 @@ class Signals:
     """What SIGINT and SIGTERM do while a run listens.
 
     The first one raises Interrupted inside stoppable(), and is noted elsewhere, for the next stoppable() to raise. The
-    second one does what it did before listen(). If SIGTERM finds the main thread inside a call that does not return
-    within `grace`, or comes twice meanwhile, a thread says why and ends the process. SIGINT waits for such a call, as
-    everywhere in Python: it may be a notebook's, whose process must live.
+    second one, if it is not TOGETHER with the first, does what it did before listen(). If SIGTERM finds the main thread
+    inside a call that does not return within `grace`, or comes twice meanwhile, a thread says why and ends the process.
+    SIGINT waits for such a call, as everywhere in Python: it may be a notebook's, whose process must live.
     """
 
     def __init__(self) -> None:
@@ -38,10 +41,13 @@ class Signals:
     def listen(self, give_up: Callable[[], None]) -> Iterator[None]:
         """Handle both signals inside; give_up() speaks before the process is ended, in another thread."""
         old: dict[int, Any] = {}
+        first: dict[int, float] = {}
 
         def note(number: int, frame: Any) -> None:
             self._came = True
-            signal.signal(number, old[number])
+            if time.monotonic() - first.setdefault(number, time.monotonic()) >= TOGETHER:
+                signal.signal(number, old[number])
+                signal.raise_signal(number)
             if self._may_raise:
                 self._may_raise = False
                 raise Interrupted
@@ -85,7 +91,7 @@ class Signals:
             self._may_raise = False
 
     def _watch(self, reader: socket.socket, give_up: Callable[[], None]) -> None:
-        deadline: float | None = None
+        first, deadline = 0.0, None
         while True:
             wait = None if deadline is None else max(0.1, deadline - time.monotonic())
             if select.select([reader], [], [], wait)[0]:
@@ -93,9 +99,11 @@ class Signals:
                     return
                 if number[0] != signal.SIGTERM:
                     continue
-                if deadline is not None and not self._came:  # twice, and Python had no turn to see the first
+                now = time.monotonic()
+                if deadline is None:
+                    first, deadline = now, now + self.grace
+                elif not self._came and now - first >= TOGETHER:  # twice, and Python had no turn to see the first
                     break
-                deadline = deadline or time.monotonic() + self.grace
             elif not self.busy:
                 break
         give_up()
