@@ -20,7 +20,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error: what may have been meant, if a name is close or starts with this one."""
     plain = {hyphenated(x).lower(): x for x in known}
     word = hyphenated(name).lower()
-    close = get_close_matches(word, plain, 1) or [x for x in plain if word and x.startswith(word)]
+    close = [x for x in plain if word and x.startswith(word)] or get_close_matches(word, plain, 1)
     return f"; did you mean {' or '.join(repr(plain[x]) for x in close)}?" if close else ""
 
 

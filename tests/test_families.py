@@ -14,6 +14,7 @@ from torch import Tensor
 from lineate.models import HybridLM
 from lineate.models.checkpoint import Checkpoint
 from lineate.models.families import empty_model, kimi_linear, make_plan, read_config, save_pretrained
+from lineate.models.families.values import Values
 from lineate.models.inspect import describe, print_description, rows
 from lineate.models.loading import check_plan, check_tensors
 from lineate.models.safetensors import CheckpointError, Entry
@@ -372,6 +373,14 @@ def test_configs_that_are_not_understood_are_refused(folders, tmp_path, name, ch
     with pytest.raises(CheckpointError, match=message) as error:
         HybridLM.from_pretrained(tmp_path, progress=False)
     assert "config.json" in str(error.value)
+
+
+def test_null_is_not_taken_for_true():
+    null = Values("qwen3_next", {"norm_topk_prob": None, "tie_word_embeddings": None})
+    with pytest.raises(CheckpointError, match="must have true or false in norm_topk_prob, got None"):
+        null.flag("norm_topk_prob", default=True)
+    assert null.flag("tie_word_embeddings", default=False) is False
+    assert null.flag("not there", default=True) is True
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def _from_folder(given: str) -> Subject:
     from lineate.training.command import find_model
 
     folder = find_folder(given) if is_hub_name(given) else user_path(given)
-    if not folder.is_dir():
+    if not given or not folder.is_dir():  # '' would be the current folder
         raise ValueError(
             f"--model must be a preset ({', '.join(SMALL_PRESETS)}) or the folder or hub name of a checkpoint, got "
             f"{given!r}, which is {'not a folder' if folder.exists() else 'neither'}{nearest(given, SMALL_PRESETS)}"

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from lineate.models.checkpoint import INDEX, SINGLE, Checkpoint, read_json
-from lineate.models.safetensors import CheckpointError, Entry, _entry
+from lineate.models.safetensors import LONGEST_HEADER, CheckpointError, Entry, _entry
 from lineate.names import user_path
 
 ALL = ["*.json", "*.safetensors"]
@@ -55,7 +55,7 @@ def open_headers(name: str | Path) -> Checkpoint:
 def has_weights(folder: Path) -> bool:
     """Whether all weights lie in a folder of the hub's cache, which may have but the index of them."""
     if (folder / INDEX).is_file():
-        places = read_json(folder / INDEX).get("weight_map")
+        places = read_json(folder / INDEX, LONGEST_HEADER).get("weight_map")
         return isinstance(places, dict) and all((folder / str(file)).is_file() for file in places.values())
     return (folder / SINGLE).is_file()
 

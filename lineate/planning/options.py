@@ -26,12 +26,14 @@ def read_contexts(context: str | None, first: str | None, last: str | None) -> t
         return read_counts(CONTEXTS if context is None else context, "--context")
     if context is not None:
         raise ValueError("--context names all lengths; leave it out, or leave out --min-ctx and --max-ctx")
-    ends = []
+    ends: list[int] = []
     for flag, text, default in (("--min-ctx", first, RANGE[0]), ("--max-ctx", last, RANGE[1])):
         counts = read_counts(default if text is None else text, flag)
         if len(counts) > 1:
             raise ValueError(f"{flag} must be one number, got {text!r}; --context takes several")
         ends.append(counts[0])
+    if ends[0] > ends[1] and None in (first, last):  # a default gives way
+        return (ends[1 if first is None else 0],)
     if ends[0] > ends[1]:
         raise ValueError(f"--min-ctx must be at most --max-ctx = {ends[1]:,}, got {ends[0]:,}")
     return doubling(*ends)

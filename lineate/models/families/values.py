@@ -57,8 +57,9 @@ class Values:
         return list(value)
 
     def flag(self, *names: str, default: bool) -> bool:
-        """true or false under the first of these keys that is there and not null."""
-        value = next((self.values[name] for name in names if self.values.get(name) is not None), default)
+        """true or false under the first of these keys that is there and not null; null alone does not mean true."""
+        given = [self.values[name] for name in names if name in self.values]
+        value = next((x for x in given if x is not None), None if given and default else default)
         if not isinstance(value, bool):
             raise self.error(f"must have true or false in {names[0]}, got {show(value)}")
         return value
