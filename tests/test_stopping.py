@@ -70,10 +70,10 @@ def resume_and_compare(config: TrainConfig, finished: tuple[Path, dict[str, torc
         ("gradients", 0, signal.SIGTERM),  # nothing was learnt: nothing is saved
         ("gradients", 3, signal.SIGTERM),  # of which there is a checkpoint already
         ("gradients", 4, signal.SIGTERM),
-        ("gradients", 5, signal.SIGINT),
+        pytest.param("gradients", 5, signal.SIGINT, marks=pytest.mark.slow),
         ("evaluate", 5, signal.SIGTERM),  # the resumed run evaluates first
         ("sample", 8, signal.SIGINT),
-        ("evaluate", 12, signal.SIGTERM),  # all steps are done
+        pytest.param("evaluate", 12, signal.SIGTERM, marks=pytest.mark.slow),  # all steps are done
     ],
 )
 def test_work_without_end_is_left(

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import Grads, Outputs, in_memory, is_eager, register
+from lineate.chunk_op import Grads, Outputs, recorded, register
 from lineate.forms.packing import check_bounds
 from lineate.native.call import States, Tensors, dense, run
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _NO_STATES = torch.empty(0, device="cpu")
 
 
@@ -110,8 +111,6 @@ def _recurrent(
 ) -> tuple[Tensor, Tensor]:
     if cu_seqlens is not None:
         check_bounds(cu_seqlens, q.shape[1])
-    q, k, v, state = in_memory((q, k, v, state))
-    log_decay, beta = in_memory((log_decay, beta))
     output, final = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (v, state))
     _forward(
         q,
@@ -154,7 +153,13 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:
     """Token by token, without gradients: decoding.
 
-    Only what records calls, and tensors of other kinds, need an op, which costs microseconds.
+    Only what records calls, tensors of other kinds and virtual ones need an op, which costs microseconds.
     """
-    run_tokens = _recurrent if is_eager(q, k, v, log_decay, beta, state, cu_seqlens) else _recurrent_op
+    run_tokens = _recurrent
+    if recorded():
+        run_tokens = _recurrent_op
+    else:
+        for x in (q, k, v, log_decay, beta, state):  # one loop, since every token of decoding goes through it
+            if x is not None and (type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor()):
+                run_tokens = _recurrent_op
     return run_tokens(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk)
