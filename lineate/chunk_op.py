@@ -19,6 +19,8 @@ from lineate.rule import full_precision
 P = ParamSpec("P")
 R = TypeVar("R")
 Maybe = TypeVar("Maybe", Tensor, Tensor | None)
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types whose memory holds what they say, unless `is_virtual`; a subclass may be anything."""
 Outputs = tuple[Tensor, Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -290,11 +292,7 @@ def in_memory(tensors: Iterable[Maybe]) -> list[Maybe]:
 
 def is_eager(*tensors: Tensor | None) -> bool:
     """Whether nobody but autograd wants to see the op: no compiler, mode, transform or kind of tensor."""
-    return (
-        not recorded()
-        and all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
-        and not transformed()
-    )
+    return not recorded() and all(x is None or type(x) in PLAIN for x in tensors) and not transformed()
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

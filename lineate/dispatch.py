@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks, flops
-from lineate.chunk_op import needs_grad, recorded, transformed
+from lineate.chunk_op import PLAIN, needs_grad, recorded, transformed
 from lineate.native.build import why_not
 from lineate.processor import why_wide
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
@@ -209,7 +209,7 @@ def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ..
     for x in tensors:
         if x is None:
             parts.append(None)
-        elif type(x) in (Tensor, torch.nn.Parameter):
+        elif type(x) in PLAIN:
             parts += (x.shape, x.dtype, x.device, x.requires_grad)
         else:
             return None

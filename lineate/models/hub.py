@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from lineate.models.checkpoint import INDEX, SINGLE, Checkpoint, read_json
-from lineate.models.safetensors import LONGEST_HEADER, CheckpointError, Entry, _entry
+from lineate.models.safetensors import LONGEST_HEADER, CheckpointError, Entry, make_entry
 from lineate.names import user_path
 
 ALL = ["*.json", "*.safetensors"]
@@ -73,7 +73,7 @@ def _fetch_entries(name: str, folder: Path) -> dict[str, Entry]:
     for file, found in files.items():
         for tensor, x in found.tensors.items():
             value = {"dtype": x.dtype, "shape": list(x.shape), "data_offsets": list(x.data_offsets)}
-            entries[tensor] = _entry(folder / file, tensor, value, 0)
+            entries[tensor] = make_entry(folder / file, tensor, value, 0)
     return entries
 
 

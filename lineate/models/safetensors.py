@@ -104,7 +104,9 @@ def read_header(file: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{file}: expected a header in JSON, got text that is not ({error})") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: expected a header that maps names to tensors, got {type(header).__name__}")
-    entries = {name: _entry(file, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"}
+    entries = {
+        name: make_entry(file, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"
+    }
     _check_offsets(file, entries, 8 + length, size)
     return entries
 
@@ -136,7 +138,7 @@ def check_name(file: Path, name: str, most: int = LONGEST_NAME) -> None:
         )
 
 
-def _entry(file: Path, name: str, value: Any, base: int) -> Entry:
+def make_entry(file: Path, name: str, value: Any, base: int) -> Entry:
     check_name(file, name)
 
     def whole(numbers: Any) -> bool:

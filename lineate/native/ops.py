@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import Grads, Outputs, recorded, register
+from lineate.chunk_op import PLAIN, Grads, Outputs, recorded, register
 from lineate.forms.packing import check_bounds
 from lineate.native.call import States, Tensors, dense, run
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _NO_STATES = torch.empty(0, device="cpu")
 
 
@@ -160,6 +159,6 @@ def recurrent(
         run_tokens = _recurrent_op
     else:
         for x in (q, k, v, log_decay, beta, state):  # one loop, since every token of decoding goes through it
-            if x is not None and (type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor()):
+            if x is not None and (type(x) not in PLAIN or x.is_neg() or x._is_zerotensor()):
                 run_tokens = _recurrent_op
     return run_tokens(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk)
