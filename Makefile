@@ -4,8 +4,7 @@ PYTHON     ?= python3
 GPU_PYTHON ?= python3
 # pytest-xdist workers; each runs torch on one thread.
 WORKERS    ?= -n auto --maxprocesses 2
-GPU_TESTS  := kernels kernel_layers decode views compile_models loading gpu_models graphed context_parallel distributed checkpoints tasks \
-              memory_least_squares memory_ttt memory_lact kernel_tiles kernel_ttt kernel_titans kernel_lact
+GPU_TESTS   = $(shell grep -rlE 'mark\.gpu|GPU' tests --include='test_*.py')
 # More arguments for pytest: make test ARGS="-k gated -x"
 ARGS       ?=
 
@@ -38,7 +37,7 @@ test-all: $(STAMP) ## run the fast and the slow tests on the CPU
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) -m "not gpu" $(ARGS)
 
 test-gpu: ## run the GPU tests with GPU_PYTHON, which must have torch and pytest
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(addprefix tests/test_,$(addsuffix .py,$(GPU_TESTS))) $(ARGS)
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(ARGS)
 
 check: $(STAMP) ## lint, check the format, check the types
 	$(VENV)/bin/ruff check .
@@ -46,7 +45,7 @@ check: $(STAMP) ## lint, check the format, check the types
 	$(VENV)/bin/mypy
 
 bench: $(STAMP) ## measure the ops on the CPU
-	$(VENV)/bin/python bench/cpu.py
+	$(VENV)/bin/python -m bench.rules.cpu
 
 clean: ## remove caches, builds and outputs; keep .venv
 	rm -rf build dist out bench/out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -125,7 +125,7 @@ def _decode(
             return _decode_torch(
                 q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, scale=scale, normalize_qk=normalize_qk
             )
-    from lineate.kernels import decode as kernel  # triton, at its first use
+    from lineate.kernels.portable import decode as kernel  # triton, at its first use
 
     if q.device.type == "cpu":  # the interpreter
         rate = activate(None, beta, None, None, beta_scale)[1] if raw_gates else beta

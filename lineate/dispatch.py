@@ -17,13 +17,14 @@ Signature = tuple[object, ...]
 
 FORMS = ("auto", "recurrent", "chunkwise", "parallel")
 BACKENDS = ("auto", "torch", "native", "triton")
-# The chunk length that is fastest on each backend (bench/cpu.py, table "chunk size"); the triton kernels know no other.
+# The chunk length that is fastest on each backend (bench/rules/cpu.py, table "chunk size"). The triton kernels take no
+# other.
 CHUNK_SIZES = {"torch": flops.CHUNK, "native": 32, "triton": 64}
 # The widest key and value heads that the triton kernels hold in registers.
 TRITON_WIDTH = 256
 TRANSFORMED = "torch.func transforms and forward mode know torch's functions alone"
 """Why another backend than torch cannot run inside of them."""
-# Up to this many tokens the token loop beats setting up a chunk (bench/cpu.py, table "short").
+# Up to this many tokens the token loop beats setting up a chunk (bench/rules/cpu.py, table "short").
 RECURRENT_UP_TO = 8
 
 

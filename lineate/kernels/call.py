@@ -6,9 +6,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lineate.kernels import hopper, hopper_channel
+from lineate.kernels.hopper import channel as hopper_channel
+from lineate.kernels.hopper import walk as hopper
 from lineate.kernels.launching import ceil_div, next_power, start
-from lineate.kernels.layout import find_slots
+from lineate.kernels.portable.layout import find_slots
 
 CHUNK = 64
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lineate.chunk_op import arrived, check_kept, expect_gradients, in_memory, is_eager, make_direct, needs_grad
-from lineate.kernels import chunkwise as kernels
-from lineate.kernels import decode as decoding
+from lineate.kernels import pipeline as kernels
 from lineate.kernels.call import Gates, count_slots, make_call
-from lineate.kernels.chunkwise import Gradients
+from lineate.kernels.pipeline import Gradients
+from lineate.kernels.portable import decode as decoding
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

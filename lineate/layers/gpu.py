@@ -9,12 +9,12 @@ from lineate.dispatch import kernels_run
 
 
 def kernels_for(*tensors: Tensor | None) -> ModuleType | None:
-    """lineate.kernels.layer_ops if all tensors are on a GPU in a dtype of its kernels, outside of vmap and the like."""
+    """Return lineate.kernels.layers.ops if its kernels take these tensors: on a GPU, outside of vmap and the like."""
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16, torch.float32)):
             return None
     if not kernels_run():
         return None
-    from lineate.kernels import layer_ops  # triton, at its first use
+    from lineate.kernels.layers import ops as layer_ops  # triton, at its first use
 
     return layer_ops

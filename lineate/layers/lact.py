@@ -132,7 +132,7 @@ class LaCT(nn.Module):
     def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q', k', v' `b t heads d` of q | k | v."""
         if kernels_for(mixed, self.scale, self.offset) is not None:
-            from lineate.kernels.lact_features import features
+            from lineate.kernels.memories.lact_features import features
 
             return features(mixed, self.scale, self.offset, self.heads)
         q, k, v = mixed.chunk(3, -1)

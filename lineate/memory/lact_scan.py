@@ -106,7 +106,7 @@ def _steps(x: Tensor) -> ModuleType:
     """Where the steps are that have kernels on a GPU."""
     if not on_gpu(x):
         return lact_steps
-    from lineate.kernels import lact  # triton, at its first use
+    from lineate.kernels.memories import lact  # triton, at its first use
 
     return lact
 

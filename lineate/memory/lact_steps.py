@@ -1,6 +1,6 @@
 """The steps of LaCT's scan and their gradients, by hand: products, Newton-Schulz; what tokens read and write; C and M.
 
-The last two in the forms of torch; lineate.kernels.lact has them in one launch each, by the same names.
+The last two in the forms of torch; lineate.kernels.memories.lact has them in one launch each, by the same names.
 
 All tensors are batches of matrices, float32 or float64, and no graph is made. M = [W0; W2; W1^T] `r 3e d`, e hidden
 channels; `a | u` and `s` are `r c 2e`; z and hidden `r c e`; rates `r c 3`.

@@ -135,7 +135,7 @@ def _scan_for(weights: list[Tensor], chunk: int) -> Scan | None:
     """What takes many chunks at once, if the kernels serve them."""
     if not on_gpu(weights[0]):
         return None
-    from lineate.kernels.titans import fits  # triton, at its first use
+    from lineate.kernels.memories.titans import fits  # triton, at its first use
     from lineate.memory.titans_scan import scan
 
     return scan if fits(chunk, [weights[0].shape[2], *(x.shape[3] for x in weights)]) else None

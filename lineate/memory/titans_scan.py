@@ -1,4 +1,5 @@
-"""Titans over many chunks at once: only M and S go from chunk to chunk, in two kernels (lineate/kernels/titans.py).
+"""Titans over many chunks at once: only M and S go from chunk to chunk, in two kernels
+(lineate/kernels/memories/titans.py).
 
 Everything else is parallel over cells, a chunk of a row each. Forward: a walk makes M and S at the start of every cell;
 then all cells are read. Backward, with A and B the gradients by M and S at every cell's end:
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lineate.chunk_op import in_memory, uncompiled
-from lineate.kernels.titans import Walk, fill_adjoints, fill_states
+from lineate.kernels.memories.titans import Walk, fill_adjoints, fill_states
 from lineate.memory.gpu import kept
 from lineate.memory.products import product
 from lineate.memory.titans import EPS, Factors, Options, clipped, gradients, read, where

@@ -157,7 +157,7 @@ def _kernels_serve(weights: Weights, k: Tensor) -> bool:
     """Whether the weights can go from chunk to chunk in a kernel; k `n c d`."""
     if not on_gpu(k):
         return False
-    from lineate.kernels import ttt as kernels
+    from lineate.kernels.memories import ttt as kernels
 
     return kernels.serves(k.shape[1], [w.shape[1] for w, _ in weights])
 

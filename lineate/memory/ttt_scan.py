@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lineate.chunk_op import in_memory, uncompiled
-from lineate.kernels import ttt as kernels
+from lineate.kernels.memories import ttt as kernels
 from lineate.memory.ttt import Weights, gradients, read
 from lineate.rule import full_precision
 

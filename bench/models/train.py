@@ -1,0 +1,193 @@
+"""A training step of every rule and of the hybrids, beside the same model with fla's layers, on a GPU.
+
+    python -m bench.models.train [--peers DIR] [--json FILE] [--patterns G,K,A] [--tokens 65536]
+                                 [--length 4096] [--compile]
+
+One model a pattern (preset compact, about 50M parameters), packed rows, bfloat16 autocast over float32 weights, AdamW.
+A step is forward, backward and update. fla's side has its mixers, norms and feed-forwards in our blocks; softmax
+attention is torch's on both. DIR holds the package flash-linear-attention and what it needs. --compile: also our blocks
+under torch.compile, as `lineate train --compile` has them.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.models.tuning import tune_side_by_side
+from bench.timing import show
+from lineate.models import HybridConfig, HybridLM, preset
+
+PATTERNS = ("L", "R", "D", "G", "K", "A", "GGGA", "KKKM")
+
+
+class Peer(nn.Module):
+    """A mixer of fla as one of ours."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, x: Tensor, state: None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, None]:
+        out = self.mixer(x, cu_seqlens=cu_seqlens)
+        return (out[0] if isinstance(out, tuple) else out), None
+
+
+def make_peer(letter: str, config: HybridConfig) -> nn.Module | None:
+    """fla's layer of the same rule and sizes, or None."""
+    from fla import layers
+
+    assert config.linear is not None
+    hidden, heads, dim = config.hidden_size, config.linear.heads, config.linear.key_dim
+    if letter == "G":
+        return layers.GatedDeltaNet(hidden, expand_v=1, head_dim=dim, num_heads=heads)
+    if letter == "K":
+        return layers.KimiDeltaAttention(hidden, expand_v=1, head_dim=dim, num_heads=heads)
+    if letter == "D":
+        return layers.DeltaNet(hidden_size=hidden, num_heads=heads, use_gate=True)
+    if letter == "R":
+        return layers.GatedLinearAttention(
+            hidden_size=hidden, expand_k=1.0, num_heads=heads, use_short_conv=True, gate_low_rank_dim=dim
+        )
+    return None  # its linear attention has neither convolution nor gate
+
+
+def with_fla(config: HybridConfig) -> HybridLM:
+    """Our model with fla's mixers, norms and feed-forwards."""
+    from fla.modules import GatedMLP, RMSNorm
+
+    model = HybridLM(config)
+    assert config.feed is not None
+    for letter, block in zip(config.letters, model.layers, strict=True):
+        if (peer := make_peer(letter, config)) is not None:
+            block.mixer = Peer(peer)
+        block.mixer_norm, block.feed_norm = RMSNorm(config.hidden_size), RMSNorm(config.hidden_size)
+        block.feed = GatedMLP(config.hidden_size, intermediate_size=config.feed.size)
+    model.norm = RMSNorm(config.hidden_size)
+    return model
+
+
+def make_step(model: HybridLM, ids: Tensor, bounds: Tensor) -> Callable[[], Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    targets = ids.roll(-1, 1).flatten()
+
+    def step() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            x = model.embed(ids)
+            for block in model.layers:
+                x, _ = block(x, None, bounds)
+            logits = model.logits(model.norm(x))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def measure(pattern: str, sides: list[str], tokens: int, length: int, rounds: int) -> list[dict[str, Any]]:
+    config = preset("compact", pattern=pattern)
+    ids = torch.randint(config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0)).cuda()
+    bounds = torch.arange(0, tokens + 1, length, device="cuda")
+    rows = []
+    for side in sides:
+        torch.manual_seed(0)
+        model = (with_fla(config) if side == "fla" else HybridLM(config)).cuda()
+        if side == "compiled":  # as lineate train --compile does
+            for block in model.layers:
+                block.compile()
+        step = make_step(model, ids, bounds)
+        begin = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        first = time.perf_counter() - begin
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(rounds):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            loss = step()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        rows.append({
+            "pattern": pattern, "side": side, "ms": statistics.median(times), "all_ms": times, "first_s": first,
+            "parameters": sum(x.numel() for x in model.parameters()), "loss": loss.item(),
+            "tokens_per_s": tokens / statistics.median(times) * 1e3,
+            "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
+        })  # fmt: skip
+        print({key: value for key, value in rows[-1].items() if key != "all_ms"}, flush=True)
+        del model, step, loss
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("bench/out/train.json"))
+    parser.add_argument("--peers", type=Path, help="a folder with flash-linear-attention, put on the path")
+    parser.add_argument("--patterns", default=",".join(PATTERNS))
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--compile", action="store_true", help="measure our blocks under torch.compile too")
+    parser.add_argument("--share", help="3/8: only fill Triton's cache, with this share of what fla tries (tuning.py)")
+    args = parser.parse_args()
+    if args.peers is not None:
+        sys.path.insert(0, str(args.peers))
+    sides = ["lineate"]
+    try:
+        import fla  # noqa: F401
+
+        sides = ["fla"] if args.share else ["lineate", "fla"]
+        tune_side_by_side(args.share)
+    except ImportError as missing:
+        print(f"fla is not importable ({missing}): lineate alone")
+    sides += ["compiled"] if args.compile else []
+    versions = {}
+    for package in ("torch", "triton", "flash-linear-attention", "fla-core"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    head = {
+        "date": datetime.now(UTC).date().isoformat(), "gpu": torch.cuda.get_device_name(), "versions": versions,
+        "tokens": args.tokens, "length": args.length,
+    }  # fmt: skip
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    results = []
+    for pattern in args.patterns.split(","):
+        results += measure(
+            pattern, [x for x in sides if x != "fla" or set(pattern) != {"A"}], args.tokens, args.length, args.rounds
+        )
+        args.json.write_text(json.dumps({"header": head, "results": results}, indent=1) + "\n")
+    table = []
+    for r in results:
+        against = {"lineate": "fla", "compiled": "lineate"}.get(r["side"])
+        peer = next((x for x in results if x["pattern"] == r["pattern"] and x["side"] == against), None)
+        ratio = f"{peer['ms'] / r['ms']:.2f}x of {against}" if peer is not None else ""
+        table.append([
+            r["pattern"], r["side"], f"{r['parameters'] / 1e6:.1f}", f"{r['ms']:.1f}", f"{r['tokens_per_s'] / 1e3:.0f}",
+            f"{r['peak_mib']:.0f}", ratio,
+        ])  # fmt: skip
+    columns = ["pattern", "layers of", "M parameters", "ms a step", "k tokens/s", "peak MiB", "faster"]
+    show(f"{args.tokens} tokens a step in texts of {args.length}, medians", columns, table)
+    print(f"wrote {args.json}")
+
+
+if __name__ == "__main__":
+    main()

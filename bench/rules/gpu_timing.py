@@ -1,0 +1,113 @@
+"""Times and memory on a CUDA device: events between calls, graph replays, the allocator's peak, the two ceilings."""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from bench.timing import Call
+
+WARM_UP = 3
+AT_MOST = 64  # calls in one graph
+
+
+def first_call(call: Call) -> float:
+    """Seconds until the first result is there: compiling and tuning included."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def extra_bytes(call: Call) -> int:
+    """What one call adds to the allocator's peak, its results included."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def between_events(calls: Sequence[Call], seconds: float) -> list[float]:
+    """Milliseconds a call, one after the other without waiting: the slower of the host and the device."""
+    for i in range(WARM_UP):
+        calls[i % len(calls)]()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for i in range(WARM_UP):
+        calls[i % len(calls)]()
+    torch.cuda.synchronize()
+    once = (time.perf_counter() - start) / WARM_UP
+    count = min(500, max(10, math.ceil(seconds / once)))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for i, mark in enumerate(marks[1:]):
+        calls[i % len(calls)]()
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+def graph_replays(calls: Sequence[Call], expected_ms: float, seconds: float) -> list[float]:
+    """Milliseconds a call inside a graph of several, whose replays cost the host next to nothing."""
+    rounds = max(1, math.ceil(min(AT_MOST, 2 / expected_ms) / len(calls)))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    samples = between_events([graph.replay], seconds)
+    graph.reset()
+    return [sample / (rounds * len(calls)) for sample in samples]
+
+
+def ceilings() -> dict[str, float]:
+    """Bytes read and written a second by a large copy; operations a second of a large bfloat16 product."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    copy = statistics.median(between_events([lambda: target.copy_(source)], 0.1))
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = statistics.median(between_events([lambda: torch.mm(a, b)], 0.1))
+    return {
+        "copy_bytes_per_second": 2 * source.nbytes / (1e-3 * copy),
+        "matrix_flop_per_second": 2 * size**3 / (1e-3 * product),
+    }
+
+
+def measure(calls: Sequence[Call], *, seconds: float, graph: bool) -> dict[str, Any]:
+    """All of the above; a graph that cannot be captured is noted, not raised."""
+    result: dict[str, Any] = {"first_call_s": first_call(calls[0])}
+    for call in calls[1:3]:
+        call()
+    result["extra_bytes"] = extra_bytes(calls[0])
+    events = between_events(calls, seconds)
+    result |= {"event_ms": statistics.median(events), "event_samples": _few(events)}
+    result |= {"graph_ms": None, "graph_samples": []}
+    if graph:
+        try:
+            replays = graph_replays(calls, result["event_ms"], seconds)
+            result |= {"graph_ms": statistics.median(replays), "graph_samples": _few(replays)}
+        except Exception as error:  # whatever a peer raises while captured: its event time stands
+            result["graph_error"] = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+    return result
+
+
+def _few(samples: list[float], at_most: int = 50) -> list[float]:
+    return [round(x, 6) for x in samples[:: math.ceil(len(samples) / at_most)]]

@@ -1,0 +1,508 @@
+"""channel_scores of channel.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
+
+Blocks of 16 rows, of the decay d (log2) of one channel: W_i its sum over (a, i] with a the block's first row, E_i over
+(i, end of block], B the whole block's. A thread holds 16 rows of a block, so that W is a sum of its own registers, and
+every factor of channel.py is a product of few, none above 1 but 1 / F:
+
+    F = 2^W                               the pairs inside a block: q F, k F against k / F
+    R = F 2^{d_a}                         from the block's start: readers
+    2^E = 2^{W of the last row} / F       to the block's end: writers
+    level 4 (blocks 1-0, 3-2)             R, 2^E
+    level 5 (blocks 2, 3 - 0, 1)          R, R 2^{B_2} against 2^E 2^{B_1}, 2^E
+    Qr, Kr, Kw                            R 2^{B before}, 2^E 2^{B behind}
+
+Rules that only accumulate have no M, T and Kr: their keys are writers alone.
+
+A row whose 1 / F is not a good number (channel.py: good) is wild, as one is that solve.py calls so: nothing is made of
+the rows from the first wild one on. The second launch, of channel_scores, does that, by the levels.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lineate.kernels.hopper.walk import _chunk_bounds, _exp2, barrier, describe_rows, describe_squares
+from lineate.kernels.launching import start
+from lineate.kernels.portable.channel import BF16_LIMIT
+from lineate.kernels.portable.gates import FLOOR, LOG2E
+from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
+from lineate.kernels.portable.split import PROGRAMS
+
+
+@gluon.jit
+def _reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _opaque(x):
+    """x, such that what follows from it is not computed before the loop and spilled."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + gl.exp(-x))
+
+
+@gluon.jit
+def _softplus(x):
+    """softplus of gates.py."""
+    y = _exp2(gl.abs(x) * -LOG2E)
+    p = 0.00512610212 * y - 0.0290740646
+    p = p * y + 0.0775160866
+    p = p * y - 0.136022476
+    p = p * y + 0.190768807
+    p = p * y - 0.24835399
+    p = p * y + 0.333181217
+    p = p * y - 0.49999445
+    p = p * y + 0.999999966
+    return gl.maximum(x, 0.0) + p * y
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _bounds(u, bounds, first_slots, slot_texts, t, HV: gl.constexpr, PACKED: gl.constexpr):
+    """First token, number of rows and head of a unit."""
+    start, rows = _chunk_bounds(u // HV, bounds, first_slots, slot_texts, t, PACKED)
+    return start, rows, u % HV
+
+
+@gluon.jit
+def _zero_below(tile, rows, layout: gl.constexpr):
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    tile.store(gl.where(i < rows, tile.load(layout), 0.0))
+
+
+@gluon.jit
+def _ask(sources, places, tiles, ready, there):
+    """One chunk's tiles of q, k (and gates), each of 64 x 64, with a barrier of its own."""
+    for x in gl.static_range(len(sources)):
+        mbarrier.expect(ready[x], sources[x].block_type.nbytes, pred=there)
+    for x in gl.static_range(len(sources)):
+        tma.async_copy_global_to_shared(sources[x], places[x], ready[x], tiles[x], pred=there)
+
+
+@gluon.jit
+def _diagonal(x, layout: gl.constexpr):
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    return gl.sum(gl.where(i == j, x, 0.0), 1)
+
+
+@gluon.jit
+def _gram(a0, a1, b0, b1, none):
+    """A B^T of two tiles of 64 channels each, in flight."""
+    r = warpgroup_mma(a0, b0.permute([1, 0]), none, use_acc=False, is_async=True)
+    return warpgroup_mma(a1, b1.permute([1, 0]), r, is_async=True)
+
+
+@gluon.jit
+def _cube(x, layout: gl.constexpr):
+    return gl.convert_layout(gl.reshape(x, [4, 16, 64]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _flat(x, layout: gl.constexpr):
+    return gl.convert_layout(gl.reshape(x, [64, 64]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _by_block(x, flat: gl.constexpr, cube: gl.constexpr):
+    """[64] to [4, 16, 1]."""
+    x = gl.reshape(gl.convert_layout(x, gl.SliceLayout(1, flat)), [4, 16])
+    return gl.convert_layout(x, gl.SliceLayout(2, cube), assert_trivial=True)[:, :, None]
+
+
+@gluon.jit
+def _small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
+    """_merge of solve.py for the batch of 16 x 16 blocks, X and its transpose both held.
+
+    Bt, Ba: A^T and A as right operands; apart: i ^ j. The transpose of an accumulator lies as a right operand does: no
+    data moves.
+    """
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    none = gl.zeros([4, 16, 16], gl.float32, mma)
+    half = X.to(gl.float16)
+    half_t = Xt.to(gl.float16)
+    right_X = gl.convert_layout(gl.permute(half_t, [0, 2, 1]), right)
+    right_Xt = gl.convert_layout(gl.permute(half, [0, 2, 1]), right)
+    XA = mma_v2(gl.convert_layout(half, left), Ba, none)
+    Y = mma_v2(gl.convert_layout(XA.to(gl.float16), left), right_X, none)
+    XtAt = mma_v2(gl.convert_layout(half_t, left), Bt, none)
+    Yt = mma_v2(gl.convert_layout(XtAt.to(gl.float16), left), right_Xt, none)
+    merged = (apart >> LEVEL) == 1  # above (below) the diagonal Y is 0 as X is
+    return gl.where(merged, -Y, X), gl.where(merged, -Yt, Xt)
+
+
+@gluon.jit
+def _half_chunk(
+    tile_q, tile_k, tile_g, tile_Y, tile_Yk, tile_Z, tile_Y4, tile_Z4, bias, speed, Qr, Kr, Kw, ends, rows,
+    norm_q, norm_k, scale, row_stride: gl.constexpr, flat: gl.constexpr, cube: gl.constexpr,
+    CORRECTS: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr,
+):  # fmt: skip
+    """64 channels: Qr, Kr, Kw, e^{G_c} to memory, the operands (seven; six without tile_Yk) to shared memory.
+
+    Returns how many rows of each block come before the first whose 1 / F is not good, [4, 64].
+    """
+    line: gl.constexpr = gl.SliceLayout(1, cube)  # [block, channel]
+    r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None]
+    b = gl.arange(0, 4, gl.SliceLayout(1, line))[:, None]
+    xs = gl.arange(0, 64, gl.SliceLayout(0, line))[None, :]
+    there = r < (rows - b * 16)[:, None, :]
+    at = (b * (16 * row_stride) + xs)[:, None, :]  # of a block's first row: the others lie at constants
+    d = _cube(tile_g.load(flat).to(gl.float32), cube)
+    if RAW:
+        if BIAS:
+            d += gl.load(bias + xs).to(gl.float32)[:, None, :]
+        d = gl.where(there, -speed * _softplus(d), 0.0)
+    else:
+        d = d * LOG2E
+    d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # `allowed` of gates.py
+    first = gl.sum(gl.where(r == 0, d, -0.0), 1)  # (adding -0.0 is no instruction)
+    W = gl.associative_scan(gl.where(r == 0, 0.0, d), 1, _add)
+    inside = gl.sum(gl.where(r == 15, W, -0.0), 1)
+    # What the other blocks decay by.
+    board = tile_Z4._reinterpret(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    board.store(first + inside)
+    F = _exp2(W)
+    B0 = board.slice(0, 1, 0).load(line)
+    B1 = board.slice(1, 1, 0).load(line)
+    B2 = board.slice(2, 1, 0).load(line)
+    B3 = board.slice(3, 1, 0).load(line)
+    ea = _exp2(first)
+    el = _exp2(inside)  # k 2^E is Z el
+    before = gl.where(b > 0, B0, 0.0) + gl.where(b > 1, B1, 0.0) + gl.where(b > 2, B2, 0.0)
+    behind = gl.where(b < 3, B3, 0.0) + gl.where(b < 2, B2, 0.0) + gl.where(b < 1, B1, 0.0)
+    up = ea * _exp2(before)
+    down = el * _exp2(behind)
+    middle = _exp2(gl.where(b == 0, B1, gl.where(b == 3, B2, 0.0)))
+    gl.store(ends + xs, _exp2(B0 + B1 + B2 + B3))
+    even = ((b & 1) == 0)[:, None, :]
+    early = (b < 2)[:, None, :]
+    f4 = gl.where((b & 1) == 0, el, ea)[:, None, :]
+    f5 = (gl.where(b < 2, el, ea) * middle)[:, None, :]
+    k = _cube(tile_k.load(flat).to(gl.float32), cube)
+    Z = k * _reciprocal(F)
+    tile_Z.store(_flat(Z.to(gl.bfloat16), flat))
+    Yk = Z  # where keys are writers alone: nobody looks at those among the readers
+    if CORRECTS:
+        Yk = k * F
+        tile_Yk.store(_flat(Yk.to(gl.bfloat16), flat))
+        kr = Yk * up[:, None, :]
+    kw = Z * down[:, None, :]
+    if NORMALIZE:
+        nk = _by_block(norm_k, flat, cube)
+        if CORRECTS:
+            kr = kr * nk
+        kw = kw * nk
+    if CORRECTS:
+        gl.store(Kr + at + r * row_stride, kr.to(gl.bfloat16), mask=there)
+    gl.store(Kw + at + r * row_stride, kw.to(gl.bfloat16), mask=there)
+    tile_Z4.store(_flat((gl.where(even, Z, Yk) * f4).to(gl.bfloat16), flat))
+    tile_k.store(_flat((gl.where(early, Z, Yk) * f5).to(gl.bfloat16), flat))
+    Y = _cube(tile_q.load(flat).to(gl.float32), cube) * F
+    tile_Y.store(_flat(Y.to(gl.bfloat16), flat))
+    if NORMALIZE:
+        nq = _by_block(norm_q, flat, cube)
+        qr = Y * up[:, None, :] * nq
+    else:
+        qr = Y * (up * scale)[:, None, :]
+    gl.store(Qr + at + r * row_stride, qr.to(gl.bfloat16), mask=there)
+    tile_Y4.store(_flat((Y * f4).to(gl.bfloat16), flat))
+    tile_q.store(_flat((Y * f5).to(gl.bfloat16), flat))
+    return gl.sum(gl.where(W >= -BF16_LIMIT, 1, 0), 1)  # W falls from row to row
+
+
+@gluon.jit(do_not_specialize=["t", "units"])
+def channel_scores(
+    q, k, g, P, M, T, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild, norms,
+    bounds, first_slots, slot_texts, t, units, head_q, head_k, scale, beta_scale,
+    HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
+    BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """K = 128, bfloat16, PRODUCTS = "fp16". q, k, g, P, M, T: descriptors of tiles of 64 x 64.
+
+    g: the gates, of 16 or 32 bits. units: slots HV. M, T, beta and Kr are not used unless CORRECTS. KEEP: M, norms.
+    """
+    gl.static_assert(CORRECTS or not RAW)
+    K: gl.constexpr = 128
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    flat: gl.constexpr = gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0])
+    cube: gl.constexpr = gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    row: gl.constexpr = gl.SliceLayout(1, acc)
+    tile: gl.constexpr = q.layout
+    half: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+
+    all_q0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_q1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_k0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_k1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_Y0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_Y1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_Yk0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_Yk1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_Z0 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_Z1 = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], tile)
+    all_U0 = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)  # Y and Z of level 4; before that, the gates
+    all_U1 = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], tile)
+    BITS: gl.constexpr = g.dtype.primitive_bitwidth
+    all_g0 = all_U0._reinterpret(g.dtype, [32 // BITS, 64, 64], g.layout)
+    all_g1 = all_U1._reinterpret(g.dtype, [32 // BITS, 64, 64], g.layout)
+    ready_q0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready_q1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready_k0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready_k1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready_q0, count=1)
+    mbarrier.init(ready_q1, count=1)
+    mbarrier.init(ready_k0, count=1)
+    mbarrier.init(ready_k1, count=1)
+    ready_g0 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ready_g1 = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready_g0, count=1)
+    mbarrier.init(ready_g1, count=1)
+    sources = (k, k, q, q, g, g)
+    tiles = (
+        all_k0.index(0), all_k1.index(0), all_q0.index(0), all_q1.index(0), all_g0.index(0), all_g1.index(0)
+    )  # fmt: skip
+    ready = (ready_k0, ready_k1, ready_q0, ready_q1, ready_g0, ready_g1)
+    fence_async_shared()
+    barrier()
+
+    u = gl.program_id(0)
+    start, rows, head = _bounds(u, bounds, first_slots, slot_texts, t, HV, PACKED)
+    cq = head // R * head_q
+    ck = head // R * head_k
+    cg = head * K
+    places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
+    _ask(sources, places, tiles, ready, u < units)
+
+    j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
+    none = gl.zeros([64, 64], gl.float32, acc)
+    phase = 0
+    for u in range(gl.program_id(0), units, gl.num_programs(0)):
+        # 0, but not before the loop: the addresses of all operands would be made there and spilled.
+        zero = start >> 30
+        q0 = all_q0.index(zero)
+        q1 = all_q1.index(zero)
+        k0 = all_k0.index(zero)
+        k1 = all_k1.index(zero)
+        g0 = all_g0.index(zero)
+        g1 = all_g1.index(zero)
+        Y0 = all_Y0.index(zero)
+        Y1 = all_Y1.index(zero)
+        Yk0 = all_Yk0.index(zero)
+        Yk1 = all_Yk1.index(zero)
+        Z0 = all_Z0.index(zero)
+        Z1 = all_Z1.index(zero)
+        U0 = all_U0.index(zero)
+        U1 = all_U1.index(zero)
+        V0 = all_U0.index(zero + 1)
+        V1 = all_U1.index(zero + 1)
+        tiles = (k0, k1, q0, q1, g0, g1)
+        i1 = _opaque(gl.arange(0, 64, row))
+        i = i1[:, None]
+        gl.store(wild + u, 64)
+        token = start.to(gl.int64)
+        rate = gl.where(i1 < rows, 1.0, 0.0)
+        if CORRECTS:
+            rate = gl.load(beta + (token + i1) * HV + head, mask=i1 < rows, other=0.0).to(gl.float32)
+        speed = scale
+        if RAW:
+            speed = gl.exp(gl.load(A_log + head).to(gl.float32)) * LOG2E
+            rate = gl.where(i1 < rows, beta_scale * _sigmoid(rate), 0.0)
+        for x in gl.static_range(len(ready)):
+            mbarrier.wait(ready[x], phase)
+        phase ^= 1
+        if rows < 64:  # what follows is another text's
+            for x in gl.static_range(len(tiles)):
+                _zero_below(tiles[x], rows, flat)
+            fence_async_shared()
+            barrier()
+        norm_q = gl.full([64], 0.0, gl.float32, row) + scale
+        norm_k = gl.full([64], 1.0, gl.float32, row)
+        if NORMALIZE:
+            qq = _gram(q0, q1, q0, q1, none)
+            kk = _gram(k0, k1, k0, k1, none)
+            qq, kk = warpgroup_mma_wait(0, deps=(qq, kk))
+            norm_q = scale * gl.rsqrt(_diagonal(qq, acc) + 1e-6)
+            norm_k = gl.rsqrt(_diagonal(kk, acc) + 1e-6)
+            if KEEP:
+                at_norm = norms + u.to(gl.int64) * 128 + i1
+                gl.store(at_norm, norm_q)
+                gl.store(at_norm + 64, norm_k)
+        tma.store_wait(0)
+        barrier()  # the tiles that left are free; with NORMALIZE, all warps' products have read q and k
+        to = (token * HV + head) * K
+        ends = factors + u.to(gl.int64) * (K + 64)
+        good0 = _half_chunk(
+            q0, k0, g0, Y0, Yk0, Z0, U0, V0, dt_bias + head * K, speed, Qr + to, Kr + to, Kw + to, ends, rows,
+            norm_q, norm_k, scale, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE,
+        )  # fmt: skip
+        good1 = _half_chunk(
+            q1, k1, g1, Y1, Yk1, Z1, U1, V1, dt_bias + head * K + 64, speed, Qr + to + 64, Kr + to + 64, Kw + to + 64,
+            ends + 64, rows, norm_q, norm_k, scale, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE,
+        )  # fmt: skip
+        gl.store(ends + K + i1, rate)
+        fence_async_shared()
+        barrier()
+        if CORRECTS:
+            Ad = _gram(Yk0, Yk1, Z0, Z1, none)
+            A4 = _gram(V0, V1, V0, V1, none)
+            A5 = _gram(k0, k1, k0, k1, none)
+        good = gl.minimum(good0, good1)
+        block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, cube)))[:, None]
+        gl.atomic_min(wild + u + good * 0, block * 16 + good, mask=good < 16, sem="relaxed")
+        cols_k = j
+        if NORMALIZE:
+            cols_k = gl.convert_layout(norm_k, gl.SliceLayout(0, acc))[None, :]
+        if CORRECTS:
+            Ad, A4, A5 = warpgroup_mma_wait(0, deps=(Ad, A4, A5))
+        blocks = (i >> 4) ^ (j >> 4)
+        own = blocks == 0
+        far = blocks > 1
+        if CORRECTS:
+            squares = _diagonal(Ad, acc)
+            A = gl.where(i > j, gl.where(own, Ad, gl.where(far, A5, A4)), 0.0)
+            A, squares = warpgroup_mma_wait(0, deps=(A, squares))  # (fewer registers than with all six in flight)
+        Pd = _gram(Y0, Y1, Z0, Z1, none)
+        P4 = _gram(U0, U1, V0, V1, none)
+        P5 = _gram(q0, q1, k0, k1, none)
+        if CORRECTS:
+            if NORMALIZE:
+                squares = squares * norm_k * norm_k
+                A = A * norm_k[:, None] * cols_k
+            tame = (rate >= 0.0) & (rate <= MOST_BETA) & (squares <= MOST_SQUARE) & (rate * squares <= MOST_STEP)
+            gl.atomic_min(wild + u + i1 * 0, i1, mask=tame == 0, sem="relaxed")
+            A, Pd, P4, P5 = warpgroup_mma_wait(0, deps=(A, Pd, P4, P5))
+        else:
+            Pd, P4, P5 = warpgroup_mma_wait(0, deps=(Pd, P4, P5))
+        scores = gl.where(i >= j, gl.where(own, Pd, gl.where(far, P5, P4)), 0.0)
+        if NORMALIZE:
+            scores = scores * norm_q[:, None] * cols_k
+        else:
+            scores = scores * scale
+        barrier()  # all warps' products have read the operands, and what is wild is known
+        if CORRECTS:
+            first_wild = gl.load(wild + u, cache_modifier=".cg")
+        upcoming = u + gl.num_programs(0)
+        more = upcoming < units
+        start, rows, next_head = _bounds(
+            gl.where(more, upcoming, u), bounds, first_slots, slot_texts, t, HV, PACKED
+        )  # fmt: skip
+        head = next_head
+        cq = head // R * head_q
+        ck = head // R * head_k
+        cg = head * K
+        places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
+        _ask(sources, places, tiles, ready, more)
+        Y0.store(scores.to(gl.bfloat16))
+        if CORRECTS:
+            if KEEP:
+                Y1.store(A.to(gl.bfloat16))
+            A = gl.where(i < first_wild, A * rate[:, None], 0.0)
+            half_A = A.to(gl.float16)
+            shared_A = Yk0._reinterpret(gl.float16, [64, 64], half)
+            shared_X = Yk1._reinterpret(gl.float16, [64, 64], half)
+            shared_A.store(half_A)
+
+            # The inverse: diagonal blocks of 16, a warp each, in registers.
+            quads = gl.reshape(gl.where(own, A, 0.0), [4, 16, 4, 16])
+            diagonal = gl.convert_layout(gl.sum(quads, 2), small)
+            diagonal_t = _turn(diagonal, small)
+            right: gl.constexpr = gl.DotOperandLayout(1, small, 2)
+            Ba = gl.convert_layout(gl.permute(diagonal_t.to(gl.float16), [0, 2, 1]), right)
+            Bt = gl.convert_layout(gl.permute(diagonal.to(gl.float16), [0, 2, 1]), right)
+            bi = _opaque(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small))))[None, :, None]
+            apart = bi ^ gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small)))[None, None, :]
+            X = gl.where(apart == 0, 1.0, gl.where(apart == 1, -diagonal, 0.0))
+            Xt = gl.where(apart == 0, 1.0, gl.where(apart == 1, -diagonal_t, 0.0))
+            X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 1, small)
+            X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 2, small)
+            X, Xt = _small_merge(X, Xt, Bt, Ba, apart, 3, small)
+            parts: gl.constexpr = quads.type.layout
+            wide = gl.convert_layout(X, gl.SliceLayout(2, parts))[:, :, None, :] + gl.zeros(
+                [4, 16, 4, 16], gl.float32, parts
+            )
+            X = gl.where(own, gl.convert_layout(gl.reshape(wide, [64, 64]), acc, assert_trivial=True), 0.0)
+            # Two merges of 64 x 64.
+            half_X = X.to(gl.float16)
+            shared_X.store(half_X)
+            fence_async_shared()
+            barrier()
+            tma.async_copy_shared_to_global(P, [u * 64, 0], Y0)
+            if KEEP:
+                tma.async_copy_shared_to_global(M, [u * 64, 0], Y1)
+            XA = warpgroup_mma(gl.convert_layout(half_X, left), shared_A, none, use_acc=False, is_async=True)
+            XA = warpgroup_mma_wait(0, deps=(XA,))
+            Y = warpgroup_mma(gl.convert_layout(XA.to(gl.float16), left), shared_X, none, use_acc=False, is_async=True)
+            Y = warpgroup_mma_wait(0, deps=(Y,))
+            X = gl.where(blocks == 1, -Y, X)
+            half_X = X.to(gl.float16)
+            barrier()
+            shared_X.store(half_X)
+            fence_async_shared()
+            barrier()
+            XA = warpgroup_mma(gl.convert_layout(half_X, left), shared_A, none, use_acc=False, is_async=True)
+            XA = warpgroup_mma_wait(0, deps=(XA,))
+            Y = warpgroup_mma(gl.convert_layout(XA.to(gl.float16), left), shared_X, none, use_acc=False, is_async=True)
+            Y = warpgroup_mma_wait(0, deps=(Y,))
+            X = gl.where(blocks > 1, -Y, X)
+            Z0.store(X.to(gl.bfloat16))
+            fence_async_shared()
+            barrier()
+            tma.async_copy_shared_to_global(T, [u * 64, 0], Z0)
+        else:
+            fence_async_shared()
+            barrier()
+            tma.async_copy_shared_to_global(P, [u * 64, 0], Y0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _turn(x, small: gl.constexpr):
+    return gl.convert_layout(gl.permute(x, [0, 2, 1]), small)
+
+
+def fits(q: Tensor, log_decay: Tensor) -> bool:
+    """Whether channel_scores_hopper can take these, if hopper.fits; log_decay `b t hv k` is contiguous."""
+    return q.dtype == torch.bfloat16 and q.shape[3] == 128 and log_decay.element_size() <= 4
+
+
+def channel_scores_hopper(
+    q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None,
+    Qr: Tensor, Kr: Tensor, Kw: Tensor, P: Tensor, M: Tensor | None, T: Tensor | None, factors: Tensor,
+    wild: Tensor, norms: Tensor | None, bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None,
+    scale: float, beta_scale: float, *, normalize: bool,
+) -> None:  # fmt: skip
+    """The launch; the second one, of channel_scores with AGAIN, must follow.
+
+    For the backward it keeps M and, if normalize, norms `slot hv 2 c`: scale / |q_i| and 1 / |k_i|. beta, M and T are
+    None if the rule only accumulates, and Kr is not written.
+    """
+    t, h, hv = q.shape[1], q.shape[2], log_decay.shape[2]
+    units = P.shape[0] * hv
+    start(channel_scores, (min(2 * PROGRAMS, units),))(
+        describe_rows(q, 64), describe_rows(k, 64), describe_rows(log_decay, 64),
+        describe_squares(P), describe_squares(P if M is None else M), describe_squares(P if T is None else T),
+        beta, A_log, log_decay if dt_bias is None else dt_bias, Qr, Kr, Kw, factors, wild, norms,
+        bounds, first_slots, slot_texts, t, units, q.stride(2), k.stride(2), scale, beta_scale,
+        HV=hv, R=hv // h, CORRECTS=T is not None, NORMALIZE=normalize, RAW=A_log is not None,
+        BIAS=dt_bias is not None, KEEP=M is not None or norms is not None, PACKED=bounds is not None, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,465 @@
+"""head_scores of scores.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
+
+A warp has 16 rows of the chunk (the accumulator's layout), a thread 2 x 16 entries. From q k^T, k k^T and the factors
+of the decay it makes P and N = -beta M as packed pairs of 16 bits, cut by bitwise masks to the lower triangle, to the
+rows of the text and (N) to those before the first wild one: nothing not finite passes, and the future changes no bit.
+
+The inverse T = (I - N)^-1 by doubling, X <- X + X N_l X where N_l is N inside the blocks (2, 1) of level l alone:
+
+    levels 0..3   a warp's own 16 x 16 block, all in 4 registers a thread: float16 mma.sync with X as its accumulator;
+                  right operands by movmatrix
+    level 4       the same with the block left of the diagonal and the X of the warp before (by shared memory)
+    level 5       two wgmma of 64 x 32 x 32: rows 32.. from columns ..32
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lineate.kernels.hopper.walk import _exp2, barrier, describe, describe_rows, describe_squares
+from lineate.kernels.launching import start
+from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LOG2E, READ_K, READ_Q, WRITE
+from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
+from lineate.kernels.portable.split import PROGRAMS
+
+
+@gluon.jit
+def _pack_bf16(x, a, b):
+    """x in bfloat16 where both masks (int16) are -1, else 0."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 y; cvt.rn.bf16x2.f32 y, $2, $1; lop3.b32 $0, y, $3, $4, 0x80;}", "=r,f,f,r,r", [x, a, b],
+        dtype=gl.bfloat16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _pack_fp16(x, a, b):
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 y; cvt.rn.f16x2.f32 y, $2, $1; lop3.b32 $0, y, $3, $4, 0x80;}", "=r,f,f,r,r", [x, a, b],
+        dtype=gl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _and(x, a):
+    """x (float16) where the mask is -1, else 0."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, a], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _and_or(x, a, y):
+    """The bits x & a | y; y float16 or int16."""
+    return gl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [x, a, y], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _pick(a, b, c, d, w):
+    """Of four tiles that of this warp; w int16, the warp's number."""
+    return gl.inline_asm_elementwise(
+        "{.reg .pred m, n; .reg .b32 y, z; setp.lt.u32 m, $5, 131072; setp.lt.u32 n, $5, 65536;"
+        " selp.b32 y, $1, $2, n; setp.lt.u32 n, $5, 196608; selp.b32 z, $3, $4, n; selp.b32 $0, y, z, m;}",
+        "=r,r,r,r,r,r", [a, b, c, d, w], dtype=gl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _pick2(a, b, m):
+    """a where the mask (int16) is -1, else b."""
+    return gl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xE2;", "=r,r,r,r", [a, m, b], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _turn_tiles(x):
+    """Every 8 x 8 tile transposed, where it is."""
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _as_right(x, mma: gl.constexpr):
+    """x [4, 16, 16], an accumulator, as a right operand."""
+    x = gl.permute(gl.reshape(_turn_tiles(x), [4, 2, 8, 2, 8]), [0, 1, 4, 3, 2])
+    return gl.convert_layout(gl.reshape(x, [4, 16, 16]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _halves(x, n: gl.constexpr):
+    """[64, 2 n] in columns."""
+    return gl.split(gl.permute(gl.reshape(x, [64, 2, n]), [0, 2, 1]))
+
+
+@gluon.jit
+def _block(x, mma: gl.constexpr):
+    """[64, 16] as one 16 x 16 tile a warp."""
+    return gl.convert_layout(gl.reshape(x, [4, 16, 16]), mma, assert_trivial=True)
+
+
+@gluon.jit
+def _beside(a, b, layout: gl.constexpr):
+    """Two tiles a warp as [64, 32]."""
+    x = gl.permute(gl.join(gl.reshape(a, [64, 16]), gl.reshape(b, [64, 16])), [0, 2, 1])
+    return gl.convert_layout(gl.reshape(x, [64, 32]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _diagonal(x, mma: gl.constexpr):
+    """x_ii of an accumulator, [64]."""
+    low, high = _halves(x, 32)
+    a, b = _halves(low, 16)
+    c, d = _halves(high, 16)
+    w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
+    own = gl.where(
+        w < 2, gl.where(w < 1, _block(a, mma), _block(b, mma)), gl.where(w < 3, _block(c, mma), _block(d, mma))
+    )
+    i = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
+    j = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
+    return gl.reshape(gl.sum(gl.where(i == j, own, -0.0), 2), [64])
+
+
+@gluon.jit
+def _text(slot, slot_texts, PACKED: gl.constexpr):
+    text = slot
+    if PACKED:
+        text = gl.load(slot_texts + slot).to(gl.int32)
+    return text
+
+
+@gluon.jit
+def _begin_end(text, bounds, first_slots, PACKED: gl.constexpr):
+    begin = text
+    end = text
+    first = text
+    if PACKED:
+        begin = gl.load(bounds + text).to(gl.int32)
+        end = gl.load(bounds + text + 1).to(gl.int32)
+        first = gl.load(first_slots + text).to(gl.int32)
+    return begin, end, first
+
+
+@gluon.jit
+def _place(slot, begin, end, first, t, PACKED: gl.constexpr):
+    """chunk_bounds of layout.py in 32 bits."""
+    if PACKED:
+        start = begin + (slot - first) * 64
+        rows = gl.minimum(gl.maximum(end - start, 0), 64)
+    else:
+        chunks = (t + 63) // 64
+        text = slot // chunks
+        before = (slot % chunks) * 64
+        start = text * t + before
+        rows = gl.minimum(t - before, 64)
+    return start, rows
+
+
+@gluon.jit
+def _mask(x):
+    """-1 where x, else 0, in 16 bits."""
+    return gl.where(x, -1, 0).to(gl.int16)
+
+
+@gluon.jit
+def _row(vectors, ROW: gl.constexpr, layout: gl.constexpr):
+    """One vector of 64 of the unit's factors (from BETA on)."""
+    return vectors.slice((ROW - BETA) * 64, 64, 0).load(layout)
+
+
+@gluon.jit(do_not_specialize=["t", "items"])
+def head_scores(
+    q, k, P, T, vectors, factors, wild, bounds, first_slots, slot_texts, t, items, head_q, head_k, scale,
+    H: gl.constexpr, R: gl.constexpr, K: gl.constexpr,
+    GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]. items: slots H.
+
+    Without SCORES, T alone is made (the walk makes P), and q is not read.
+    wild `slot hv`: the first row that is not tame, or 64; T's rows from there on are those of the identity.
+    """
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    low: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, low, 2)
+    small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    small_left: gl.constexpr = gl.DotOperandLayout(0, small, 2)
+    small_right: gl.constexpr = gl.DotOperandLayout(1, small, 2)
+    # A right operand of the even warp for both warps of a pair: pair, parity, k, n.
+    pairs: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1, 0], [0, 0, 8, 0], [0, 0, 0, 8]],
+        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]],
+        [[0, 1, 0, 0], [1, 0, 0, 0]], [], [2, 2, 16, 16],
+    )  # fmt: skip
+    row: gl.constexpr = gl.SliceLayout(1, acc)
+    column: gl.constexpr = gl.SliceLayout(0, acc)
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # every warp has all 64
+    thin: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tiles: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
+    VECTORS: gl.constexpr = GATED or CORRECTS
+    gl.static_assert(SCORES or (CORRECTS and not NORMALIZE))
+
+    all_k = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], k.layout)
+    ready_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready_k, count=1)
+    if SCORES:
+        all_q = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], q.layout)
+        all_P = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], P.layout)
+        ready_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready_q, count=1)
+    if VECTORS:
+        kept = gl.allocate_shared_memory(gl.float32, [1, 4, 64], vectors.layout)
+        ready_v = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready_v, count=1)
+    if CORRECTS:
+        all_T = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], T.layout)
+        # X of rows ..32, N of the others.
+        all_both = gl.allocate_shared_memory(gl.float16, [1, 64, 32], gl.NVMMASharedLayout(64, 16, 2))
+        swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], tiles)  # the even warps' X, then the odd ones'
+    if CORRECTS and not NORMALIZE:
+        squares = gl.allocate_shared_memory(gl.float32, [64], plain)
+    if NORMALIZE:
+        norms_q = gl.allocate_shared_memory(gl.float32, [64], plain)
+        norms_k = gl.allocate_shared_memory(gl.float32, [64], plain)
+        logs_k = gl.allocate_shared_memory(gl.float32, [64], plain)
+    fence_async_shared()
+    barrier()
+
+    item = items - 1 - gl.program_id(0)  # from the last on: the walk finds the first chunks' in the cache
+    text = _text(item // H, slot_texts, PACKED)
+    begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
+    start, rows = _place(item // H, begin, end, first, t, PACKED)
+    mbarrier.expect(ready_k, 128 * K)
+    tma.async_copy_global_to_shared(k, [start, item % H * head_k], ready_k, all_k.index(0))
+    if SCORES:
+        mbarrier.expect(ready_q, 128 * K)
+        tma.async_copy_global_to_shared(q, [start, item % H * head_q], ready_q, all_q.index(0))
+    if VECTORS:
+        mbarrier.expect(ready_v, 1024)
+        tma.async_copy_global_to_shared(vectors, [item * R * FACTORS + BETA, 0], ready_v, kept.index(0))
+    barrier()
+
+    i1 = gl.arange(0, 64, row)
+    i = i1[:, None]
+    j = gl.arange(0, 64, column)[None, :]
+    below = _mask(i >= j)
+    none = gl.zeros([64, 64], gl.float32, acc)
+    phase = 0
+    phase_v = 0
+    count = (item // gl.num_programs(0) + 1) * R
+    for n in range(0, count):
+        r = n % R
+        last = r == R - 1
+        u = item * R + r
+        zero = u >> 28
+        tile_k = all_k.index(zero)
+        if SCORES:
+            tile_q = all_q.index(zero)
+            tile_P = all_P.index(zero)
+        # What comes next, step by step.
+        upcoming = item - gl.where(last, gl.num_programs(0), 0)
+        more = upcoming >= 0
+        next_item = gl.where(more, upcoming, item)
+        text = _text(next_item // H, slot_texts, PACKED)
+        mbarrier.wait(ready_k, phase)
+        if SCORES:
+            mbarrier.wait(ready_q, phase)
+        if NORMALIZE:
+            vector = factors + u.to(gl.int64) * (FACTORS * 64) + gl.arange(0, 64, thin)
+            read_q = gl.load(vector + READ_Q * 64)
+            read_k = gl.load(vector + READ_K * 64)
+            write = gl.load(vector + WRITE * 64)
+            if r == zero:
+                qq = warpgroup_mma(tile_q, tile_q.permute([1, 0]), none, use_acc=False, is_async=True)
+                kk = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+                qq, kk = warpgroup_mma_wait(0, deps=(qq, kk))
+                sq = _diagonal(qq, small)
+                sk = _diagonal(kk, small)
+                there = gl.arange(0, 64, sq.type.layout) < rows
+                nk = gl.rsqrt(gl.where(there, sk, 0.0) + 1e-6)
+                norms_q.store(gl.rsqrt(gl.where(there, sq, 0.0) + 1e-6))
+                norms_k.store(nk)
+                logs_k.store(gl.log2(nk))
+                barrier()
+        if SCORES:
+            QK = warpgroup_mma(tile_q, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+        else:
+            KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+        begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
+        if VECTORS:
+            mbarrier.wait(ready_v, phase_v)
+            given = kept.index(zero)._reinterpret(gl.float32, [256], plain)
+        if SCORES:
+            to_q = gl.full([64], 1.0, gl.float32, row) * scale
+            if NORMALIZE:
+                to_q = to_q * norms_q.load(row)
+        if GATED:
+            fine_j = _row(given, FINE, column) * -LOG2E
+            if NORMALIZE:
+                fine_j = fine_j + logs_k.load(column)
+            fine = (_row(given, FINE, row) * LOG2E)[:, None] + fine_j[None, :]
+            coarse = _row(given, COARSE, row)[:, None] - _row(given, COARSE, column)[None, :]
+            D = _exp2(coarse * LOG2E + fine)  # (j > i: anything)
+        elif NORMALIZE:
+            D = norms_k.load(column)[None, :] + gl.zeros([64, 64], gl.float32, acc)
+        if SCORES:
+            QK = warpgroup_mma_wait(0, deps=(QK,))
+            if CORRECTS:
+                KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+            else:
+                tma.store_wait(0)
+                barrier()  # P has left; all warps' products have read q and k
+            if GATED or NORMALIZE:
+                QK = QK * D
+            tile_P.store(_pack_bf16(QK * to_q[:, None], below, _mask(i < rows)))
+        if CORRECTS:
+            KK = warpgroup_mma_wait(0, deps=(KK,))
+            if not NORMALIZE:
+                squares.store(_diagonal(KK, small))
+        if NORMALIZE:
+            nq = norms_q.load(thin)
+            nk = norms_k.load(thin)
+            gl.store(vector + READ_Q * 64, read_q * nq)
+            gl.store(vector + READ_K * 64, read_k * nk)
+            gl.store(vector + WRITE * 64, write * nk)
+        next_start, next_rows = _place(next_item // H, begin, end, first, t, PACKED)
+        next_head = next_item % H
+        ask = last & more
+        ahead = more | (last == 0)
+        mbarrier.expect(ready_k, 128 * K, pred=ask)
+        if SCORES:
+            mbarrier.expect(ready_q, 128 * K, pred=ask)
+        if VECTORS and not CORRECTS:
+            mbarrier.expect(ready_v, 1024, pred=ahead)
+        fence_async_shared()
+        barrier()  # P and squares are there; all warps' products have read q and k
+        tma.async_copy_global_to_shared(k, [next_start, next_head * head_k], ready_k, tile_k, pred=ask)
+        if SCORES:
+            tma.async_copy_shared_to_global(P, [u * 64, 0], tile_P)
+            tma.async_copy_global_to_shared(q, [next_start, next_head * head_q], ready_q, tile_q, pred=ask)
+        next_u = next_item * R + gl.where(last, 0, r + 1)
+        if CORRECTS:
+            # solve.first_wild_row; a row whose decay is NaN is wild too.
+            each = gl.arange(0, 64, line)
+            rate = _row(given, BETA, line)
+            if NORMALIZE:
+                norm = norms_k.load(line)
+                square = 1.0 - 1e-6 * norm * norm  # of unit keys, and of those that are 0
+                tame = (norm > 0.0) & (rate * square <= MOST_STEP)
+            else:
+                square = squares.load(line)
+                tame = (rate * square <= MOST_STEP) & (square <= MOST_SQUARE)
+            tame = tame & (rate >= 0.0) & (rate <= MOST_BETA)
+            if GATED:
+                tame = tame & (_row(given, COARSE, line) <= 0.0)
+            till = gl.min(gl.where((tame == 0) & (each < rows), each, 64), 0)
+            gl.store(wild + u, till)
+
+            to_k = _row(given, BETA, row) * -1.0
+            if NORMALIZE:
+                to_k = to_k * norms_k.load(row)
+            if GATED or NORMALIZE:
+                KK = KK * D
+            N = _pack_fp16(KK * to_k[:, None], below, _mask(i < gl.minimum(till, rows)))
+            N_low, N_high = _halves(N, 32)
+            N0, N1 = _halves(N_low, 16)
+            N2, N3 = _halves(N_high, 16)
+            N0, N1, N2, N3 = _block(N0, small), _block(N1, small), _block(N2, small), _block(N3, small)
+            w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, small)))[:, None, None]
+            own = _pick(N0, N1, N2, N3, w.to(gl.int16))
+            odd = _mask((w & 1) == 1)
+            beside = _and(_pick2(N0, N2, _mask(w < 2)), odd)
+            # A warp's own block.
+            bi = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small)))[None, :, None]
+            bj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small)))[None, None, :]
+            ri = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small_right)))[None, :, None]
+            rj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small_right)))[None, None, :]
+            apart = ri ^ rj
+            nothing = gl.zeros([4, 16, 16], gl.float16, small)
+            X = _and_or(own, _mask((bi ^ bj) == 1), gl.where(bi == bj, 0x3C00, 0).to(gl.int16))
+            right = _as_right(own, small)
+            for level in gl.static_range(1, 4):
+                XN = mma_v2(gl.convert_layout(X, small_left), _and(right, _mask((apart >> level) == 1)), nothing)
+                X = mma_v2(gl.convert_layout(XN, small_left), _as_right(X, small), X)
+            XN = mma_v2(gl.convert_layout(X, small_left), _as_right(beside, small), nothing)
+            turned = gl.permute(gl.reshape(_as_right(X, small), [2, 2, 16, 16]), [1, 0, 2, 3])
+            swap.store(gl.reshape(turned, [4, 16, 16]))
+            mbarrier.expect(ready_v, 1024, pred=ahead)
+            fence_async_shared()
+            tma.store_wait(1 if SCORES else 0)
+            barrier()  # X is there; all have read the factors; T has left
+            tma.async_copy_global_to_shared(
+                vectors, [next_u * FACTORS + BETA, 0], ready_v, kept.index(zero), pred=ahead
+            )
+            even = swap.slice(0, 2, 0).load(gl.SliceLayout(1, pairs))[:, None, :, :]
+            even, _ = gl.broadcast(even, gl.zeros([2, 2, 16, 16], gl.float16, pairs))
+            even = gl.convert_layout(gl.reshape(even, [4, 16, 16]), small_right, assert_trivial=True)
+            Xs = mma_v2(gl.convert_layout(XN, small_left), even, nothing)
+            # 32 x 32 blocks: (X, 0) of an even warp, (Xs, X) of an odd one; the upper in the first 32 columns.
+            pair = _beside(_pick2(Xs, X, odd), _and(X, odd), low)
+            upper = _mask(gl.arange(0, 64, gl.SliceLayout(1, low)) < 32)[:, None]
+            lower = _mask(gl.arange(0, 64, gl.SliceLayout(1, low)) >= 32)[:, None]
+            X_low = _and(pair, upper)
+            X_high = _and(pair, lower)
+            both = all_both.index(zero)
+            both.store(_and_or(gl.convert_layout(N_low, low, assert_trivial=True), lower, X_low))
+            fence_async_shared()
+            barrier()
+            XN = warpgroup_mma(
+                gl.convert_layout(X_high, left), both.slice(32, 32, 0), gl.zeros([64, 32], gl.float32, low),
+                use_acc=False, is_async=True,
+            )  # fmt: skip
+            XN = warpgroup_mma_wait(0, deps=(XN,))
+            T_low = warpgroup_mma(
+                gl.convert_layout(XN.to(gl.float16), left), both.slice(0, 32, 0), X_low.to(gl.float32), is_async=True
+            )
+            T_low = warpgroup_mma_wait(0, deps=(T_low,))
+            whole = gl.permute(gl.join(T_low, X_high.to(gl.float32)), [0, 2, 1])
+            whole = gl.convert_layout(gl.reshape(whole, [64, 64]), acc, assert_trivial=True)
+            tile_T = all_T.index(zero)
+            tile_T.store(whole.to(gl.bfloat16))
+        if CORRECTS:
+            fence_async_shared()
+            if SCORES:
+                tma.store_wait(0)  # P
+            barrier()
+            tma.async_copy_shared_to_global(T, [u * 64, 0], tile_T)
+        elif VECTORS:
+            tma.async_copy_global_to_shared(
+                vectors, [next_u * FACTORS + BETA, 0], ready_v, kept.index(zero), pred=ahead
+            )
+        phase_v ^= 1
+        phase ^= gl.where(last, 1, 0)
+        start = next_start
+        rows = next_rows
+        item = next_item
+    tma.store_wait(0)
+
+
+def head_scores_hopper(
+    q: Tensor, k: Tensor, P: Tensor | None, T: Tensor | None, factors: Tensor, wild: Tensor | None,
+    bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None, scale: float,
+    *, gated: bool, corrects: bool, normalize: bool,
+) -> None:  # fmt: skip
+    """The launch, for bfloat16 and if hopper.fits; if the rule corrects, invert_wild must follow. P None: just T."""
+    _, t, h, K = q.shape
+    slots, hv = factors.shape[:2]
+    items = slots * h
+    side_by_side = 4 if h < hv or P is None else 3 if normalize else 2  # on a multiprocessor; measured
+    squares = [describe_squares(x) for x in (P, T) if x is not None]
+    start(head_scores, (min(side_by_side * PROGRAMS, items),))(
+        describe_rows(q, K), describe_rows(k, K), squares[0], squares[-1],
+        describe(factors, slots * hv * FACTORS.value, 64, 64, [4, 64]), factors, wild, bounds, first_slots, slot_texts,
+        t, items, q.stride(2), k.stride(2), scale,
+        H=h, R=hv // h, K=K, GATED=gated, CORRECTS=corrects, NORMALIZE=normalize, PACKED=bounds is not None,
+        SCORES=P is not None, num_warps=4, maxnreg=128,
+    )  # fmt: skip

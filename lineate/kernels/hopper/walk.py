@@ -1,0 +1,638 @@
+"""The state's walk of state.py for Hopper (sm_90), in Gluon: TMA, mbarriers, wgmma in flight.
+
+    E = V - Kr S      R = T (beta E)      (rule only accumulates: R = V)
+    O = Qr S + P R    S <- e^{G_c} S + Kw^T R
+
+Held transposed as in state.py, S [BV, K], and in halves of 64 key channels, S0 and S1, each a wgmma accumulator. Every
+product is [BV, 64] x [64, 64], its left operand in registers. They are issued in an order that leaves the tensor cores
+always one more product to do while the registers of the one before are converted (in brackets, what is waited for):
+
+    Qr0 S0  [E]  T E  Qr1 S1  [R]  Kw0 R  P R  Kw1 R  [S0]  next Kr0 S0  [S1]  Kr1 S1  [all]
+
+P is read or (SCORES) made here, a chunk ahead: the next q k^T goes in before [R], its P is made while P R and Kw1 R
+run, and stored into one of two tiles between barriers that are there anyway.
+
+Tiles come in through a ring of STAGES buffers. What is written leaves, and a chunk's buffers are filled again, while
+the next Kr S is computed. ptxas allows no product in flight around the loop's end: it ends where the next product needs
+no register of the last.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lineate.kernels.launching import start
+from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LAST, LOG2E, READ_K, READ_Q, WRITE
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7, triton 3.6
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _half(ring, stage, FIRST: gl.constexpr):
+    """64 columns of a tile."""
+    return ring.index(stage).slice(FIRST, 64, 1)
+
+
+@gluon.jit
+def _segment(text, segment, bounds, first_slots, t, segments, PACKED: gl.constexpr):
+    """First token, length and first slot of a text, and the chunks that are this segment's: from begin to end."""
+    if PACKED:
+        start = gl.load(bounds + text).to(gl.int32)
+        length = gl.load(bounds + text + 1).to(gl.int32) - start
+        slot = gl.load(first_slots + text).to(gl.int32)
+    else:
+        start = text * t
+        length = t
+        slot = text * ((t + 63) // 64)
+    chunks = (length + 63) // 64
+    per_segment = (chunks + segments - 1) // segments
+    begin = segment * per_segment
+    return start, length, slot, begin, gl.minimum(begin + per_segment, chunks)
+
+
+@gluon.jit
+def _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED: gl.constexpr):
+    """chunk_bounds of layout.py, in 32 bits."""
+    if PACKED:
+        text = gl.load(slot_texts + slot).to(gl.int32)
+        start = gl.load(bounds + text).to(gl.int32)
+        end = gl.load(bounds + text + 1).to(gl.int32)
+        start += (slot - gl.load(first_slots + text).to(gl.int32)) * 64
+        rows = gl.minimum(gl.maximum(end - start, 0), 64)
+    else:
+        chunks = (t + 63) // 64
+        text = slot // chunks
+        begin = (slot % chunks) * 64
+        start = text * t + begin
+        rows = gl.minimum(t - begin, 64)
+    return start, rows
+
+
+@gluon.jit
+def _expect(sources, ready, stage, there):
+    """Before _fetch."""
+    for x in gl.static_range(len(sources)):
+        mbarrier.expect(ready[x].index(stage), sources[x].block_type.nbytes, pred=there)
+
+
+@gluon.jit
+def _fetch(sources, kept, ready, places, stage, there):
+    """Ask for one chunk's tiles; each has its own barrier (with one for all, the threads would meet before each)."""
+    for x in gl.static_range(len(sources)):
+        tma.async_copy_global_to_shared(sources[x], places[x], ready[x].index(stage), kept[x].index(stage), pred=there)
+
+
+@gluon.jit
+def _places(
+    token, at, column_q, column_k, column_v,
+    ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Where a chunk's tiles lie: of k, v, factors, q, P, T, w."""
+    places = ((token, column_k), (token, column_v), (at * ROWS, 0))
+    if not MAP:
+        places += ((token, column_q),)
+        if not SCORES:
+            places += ((at * 64, 0),)
+    if CORRECTS:
+        places += ((at * 64, 0),)
+    if CHANNEL and CORRECTS:
+        places += ((token, column_k),)
+    return places
+
+
+@gluon.jit
+def _ring(source, STAGES: gl.constexpr):
+    """Buffers for STAGES tiles, and their barriers."""
+    shape: gl.constexpr = source.block_type.shape
+    kept = gl.allocate_shared_memory(source.dtype, [STAGES, shape[0], shape[1]], source.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    return kept, ready
+
+
+@gluon.jit
+def _trim(ring, ready, stage, phase, rows):
+    """Once a tile is there: 0 in what lies below a text's last row."""
+    mbarrier.wait(ready.index(stage), phase)
+    tile = ring.index(stage)
+    across: gl.constexpr = tile.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
+    i = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    for x in gl.static_range(4):  # few registers at a time
+        part = tile.slice(x * 16, 16, 0)
+        part.store(gl.where(i < rows - x * 16, part.load(layout), 0.0))
+
+
+@gluon.jit
+def _factor(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
+    """One vector of 64, as a row: [1, 64]."""
+    return kept_factors.index(stage).slice(ROW, 1, 0).load(layout)
+
+
+@gluon.jit
+def _keep(entering, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
+    """The state as it entered a chunk, to be stored."""
+    _half(entering, stage, 0).store(gl.convert_layout(held0, layout))
+    if H == 2:
+        _half(entering, stage, 64).store(gl.convert_layout(held1, layout))
+
+
+@gluon.jit
+def _compare(
+    kept_v, ready_v, kept_factors, ready_factors, stage, phase, there, valued,
+    layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr, WAIT: gl.constexpr,
+):  # fmt: skip
+    """beta V [BV, 64], 0 unless valued, and what beta E takes Kr S times, [1, 64]. WAIT: for the factors, too."""
+    if WAIT:
+        mbarrier.wait(ready_factors.index(stage), phase, pred=there)
+    beta = _factor(kept_factors, stage, H if CHANNEL else BETA, layout)
+    rate = beta
+    if not CHANNEL:
+        rate = beta * _factor(kept_factors, stage, READ_K, layout)
+    mbarrier.wait(ready_v.index(stage), phase, pred=there)
+    return _values(kept_v, stage, valued, layout) * beta, rate
+
+
+@gluon.jit
+def _values(kept_v, stage, valued, layout: gl.constexpr):
+    """V [BV, 64]; 0 unless valued (None: yes)."""
+    values = kept_v.index(stage).permute([1, 0]).load(layout).to(gl.float32)
+    if valued is not None:
+        values = gl.where(valued, values, 0.0)
+    return values
+
+
+@gluon.jit
+def _ask(kept_q, kept_k, stage, layout: gl.constexpr):
+    """q k^T of a chunk, in flight."""
+    none = gl.zeros([64, 64], gl.float32, layout)
+    return warpgroup_mma(
+        kept_q.index(stage), kept_k.index(stage).permute([1, 0]), none, use_acc=False, is_async=True
+    )  # fmt: skip
+
+
+@gluon.jit
+def _rate(kept_factors, stage, ROW: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr):
+    """One vector of 64, as a column: [64, 1]. (Triton 3.6 overlooks permute on tiles without a swizzle.)"""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = kept_factors._reinterpret(gl.float32, [STAGES, FACTORS * 64], flat).index(stage)
+    return numbers.slice(ROW * 64, 64, 0).load(gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def _round(x):
+    """x in bfloat16, two at a time. (By `to`, the cut to the triangle would come after it, one at a time.)"""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr):
+    """P, to the bit as hopper_scores.py makes it. zero: 0, which the compiler does not know, or it keeps the mask."""
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + zero
+    j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    if GATED:
+        fine_j = _factor(kept_factors, stage, FINE, layout) * -LOG2E
+        fine = _rate(kept_factors, stage, FINE, STAGES, layout) * LOG2E + fine_j
+        coarse = _rate(kept_factors, stage, COARSE, STAGES, layout) - _factor(kept_factors, stage, COARSE, layout)
+        QK = QK * _exp2(coarse * LOG2E + fine)  # (j > i: anything)
+    return _round(gl.where(i >= j, QK * scale, 0.0))
+
+
+@gluon.jit(do_not_specialize=["t"], do_not_specialize_on_alignment=["segments"])
+def forward_state(
+    q, k, w, v, P, T, factors, output, states, starts, final, out,
+    bounds, first_slots, t, segments, head_q, head_k, head_v, scale,
+    HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
+    PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """What state.py's forward_state computes. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
+
+    factors are rows of 64: those of gates.py or, CHANNEL, e^{G_c} in halves and beta. CHANNEL: k, q, w are Kr, Qr, Kw;
+    without CORRECTS nothing reads with k, and k is Kw. MAP, as of state.py, reads neither q nor P.
+    SCORES: P is not read (its descriptor gives the layout) but made from q, k and, GATED, the factors.
+    """
+    gl.static_assert(not (SCORES and (CHANNEL or MAP)))
+    gl.static_assert(K == 128 or K == 64)
+    H: gl.constexpr = K // 64
+    ROWS: gl.constexpr = H + 1 if CHANNEL else FACTORS
+    dtype: gl.constexpr = k.dtype
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 256 // num_warps, 16])  # q k^T
+
+    pair = gl.program_id(1)
+    head = pair % HV
+    segment = gl.program_id(2)
+    start, length, slot, begin, end = _segment(pair // HV, segment, bounds, first_slots, t, segments, PACKED)
+    count = end - begin
+    first = gl.program_id(0) * BV
+    key_head = head if CHANNEL else head // R
+    column_q = key_head * head_q
+    column_k = key_head * head_k
+    column_v = head * head_v + first
+    valued = None
+    if MAP:  # behind the V columns of an empty state stand those of the identity, to which no values are written
+        valued = first < V
+        column_v = gl.where(valued, column_v, 0)
+    column_o = head * V + first
+    token = start + begin * 64  # of the chunk in hand
+    at = (slot + begin) * HV + head
+
+    kept_k, ready_k = _ring(k, STAGES)
+    kept_v, ready_v = _ring(v, STAGES)
+    kept_factors, ready_factors = _ring(factors, STAGES)
+    sources = (k, v, factors)
+    kept = (kept_k, kept_v, kept_factors)
+    ready = (ready_k, ready_v, ready_factors)
+    kept_T, ready_T, kept_w, ready_w = kept_k, ready_k, kept_k, ready_k
+    if not MAP:
+        kept_q, ready_q = _ring(q, STAGES)
+        sources += (q,)
+        kept += (kept_q,)
+        ready += (ready_q,)
+        if SCORES:
+            kept_P = gl.allocate_shared_memory(dtype, [2, 64, 64], P.layout)
+            # Waiting for its last turn ends at once, but without a wait before O ptxas does one product after another.
+            apart = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+            mbarrier.init(apart, count=1)
+        else:
+            kept_P, ready_P = _ring(P, STAGES)
+            sources += (P,)
+            kept += (kept_P,)
+            ready += (ready_P,)
+    if CORRECTS:
+        kept_T, ready_T = _ring(T, STAGES)
+        sources += (T,)
+        kept += (kept_T,)
+        ready += (ready_T,)
+    if CHANNEL and CORRECTS:
+        kept_w, ready_w = _ring(w, STAGES)
+        sources += (w,)
+        kept += (kept_w,)
+        ready += (ready_w,)
+    if not MAP:
+        written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], output.layout)
+    if KEEP:
+        entering = gl.allocate_shared_memory(dtype, [OUTS, BV, K], states.layout)
+    fence_async_shared()
+    for s in gl.static_range(STAGES):
+        places = _places(
+            token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
+        )  # fmt: skip
+        _expect(sources, ready, s, s < count)
+        _fetch(sources, kept, ready, places, s, s < count)
+
+    i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
+    none = gl.zeros([BV, 64], gl.float32, acc)
+    entry = pair.to(gl.int64) * segments + segment
+    if MAP:
+        S0 = gl.where(i + (first - V) == j, 1.0, none)
+        S1 = gl.where(i + (first - V) == j + 64, 1.0, none)
+    else:
+        base = starts + entry * K * V + first
+        S0 = gl.load(base + i + j * V)
+        S1 = S0
+        if H == 2:
+            S1 = gl.load(base + i + (j + 64) * V)
+    O = none.to(dtype)
+    held0 = gl.convert_layout(S0.to(dtype), left)
+    held1 = gl.convert_layout(S1.to(dtype), left)
+    KS = none
+    rows = length - (begin + count - 1) * 64  # of the last chunk; it may end early, and what follows is another text's
+    if (count == 1) & (rows < 64):
+        _trim(kept_k, ready_k, 0, 0, rows)
+        _trim(kept_v, ready_v, 0, 0, rows)
+        if CHANNEL and CORRECTS:
+            _trim(kept_w, ready_w, 0, 0, rows)
+        fence_async_shared()
+        barrier()
+    if CORRECTS:
+        mbarrier.wait(ready_k.index(0), 0, pred=count > 0)
+        KS = warpgroup_mma(held0, _half(kept_k, 0, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+        if H == 2:
+            KS = warpgroup_mma(held1, _half(kept_k, 0, 64).permute([1, 0]), KS, is_async=True)
+        if MAP:  # (else ptxas, which here knows S, waits after every product)
+            KS = warpgroup_mma_wait(0, deps=(KS,))
+        goal, rate = _compare(
+            kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL, True
+        )  # fmt: skip
+        mbarrier.wait(ready_T.index(0), 0, pred=count > 0)
+        KS = warpgroup_mma_wait(0, deps=(KS,))
+    if not MAP:
+        mbarrier.wait(ready_q.index(0), 0, pred=count > 0)
+    if SCORES:
+        mbarrier.wait(ready_k.index(0), 0, pred=count > 0)
+        QK = _ask(kept_q, kept_k, 0, square)
+        mbarrier.wait(ready_factors.index(0), 0, pred=count > 0)
+        QK = warpgroup_mma_wait(0, deps=(QK,))
+        kept_P.index(0).store(_score(QK, kept_factors, 0, scale, 0, square, STAGES, GATED))
+        fence_async_shared()
+    stage = 0
+    phase = 0
+    barrier()
+    for n in range(count):
+        out_stage = n % OUTS
+        upcoming = gl.where(stage == STAGES - 1, 0, stage + 1)
+        turn = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        if (n + 2 == count) & (rows < 64):
+            _trim(kept_k, ready_k, upcoming, turn, rows)
+            _trim(kept_v, ready_v, upcoming, turn, rows)
+            if CHANNEL and CORRECTS:
+                _trim(kept_w, ready_w, upcoming, turn, rows)
+            fence_async_shared()
+            barrier()
+        # Nothing is in flight here (ptxas would wait for it anyway); S, its halves in 16 bits and Kr S are at hand.
+        if not MAP:
+            QS = warpgroup_mma(held0, _half(kept_q, stage, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+        if CORRECTS:
+            E = gl.convert_layout((goal - KS * rate).to(dtype), left)
+            Rt = warpgroup_mma(E, kept_T.index(stage).permute([1, 0]), none, use_acc=False, is_async=True)
+        else:
+            mbarrier.wait(ready_factors.index(stage), phase)
+            mbarrier.wait(ready_v.index(stage), phase)
+            Rt = _values(kept_v, stage, valued, acc)
+        if H == 2 and not MAP:
+            QS = warpgroup_mma(held1, _half(kept_q, stage, 64).permute([1, 0]), QS, is_async=True)
+        more = n + 1 < count
+        if SCORES:
+            mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
+            mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
+            QK = _ask(kept_q, kept_k, upcoming, square)
+        if KEEP and OUTS == 2:  # else one must wait for the last to have left
+            _keep(entering, out_stage, held0, held1, acc, H)
+        if CHANNEL:
+            S0 = S0 * _factor(kept_factors, stage, 0, acc)
+            if H == 2:
+                S1 = S1 * _factor(kept_factors, stage, 1, acc)
+        else:
+            last = _factor(kept_factors, stage, LAST, acc)
+            S0 = S0 * last
+            S1 = S1 * last
+        if not CHANNEL:
+            write = _factor(kept_factors, stage, WRITE, acc)
+        if CORRECTS:
+            if MAP:
+                Rt = warpgroup_mma_wait(0, deps=(Rt,))
+            else:
+                Rt, QS = warpgroup_mma_wait(H - 1 + SCORES, deps=(Rt, QS))
+        added = gl.convert_layout(Rt.to(dtype), left)
+        wrote = added
+        if not CHANNEL:
+            wrote = gl.convert_layout((Rt * write).to(dtype), left)
+        if CHANNEL or not CORRECTS:
+            mbarrier.wait(ready_w.index(stage), phase)
+        S0 = warpgroup_mma(wrote, _half(kept_w, stage, 0), S0, is_async=True)
+        if not MAP:
+            if not CHANNEL:
+                read = _factor(kept_factors, stage, READ_Q, acc)
+            if SCORES:
+                QS, QK, S0 = warpgroup_mma_wait(1, deps=(QS, QK, S0))
+            else:
+                mbarrier.wait(ready_P.index(stage), phase)
+                QS, S0 = warpgroup_mma_wait(1, deps=(QS, S0))
+            if not CHANNEL:
+                QS = QS * read
+            QS = warpgroup_mma(added, kept_P.index(n % 2 if SCORES else stage).permute([1, 0]), QS, is_async=True)
+        if H == 2:
+            S1 = warpgroup_mma(wrote, _half(kept_w, stage, 64), S1, is_async=True)
+        if SCORES:  # the next chunk's, while these products run
+            mbarrier.wait(ready_factors.index(upcoming), turn, pred=more)
+            made = _score(QK, kept_factors, upcoming, scale, n >> 28, square, STAGES, GATED)
+        if CORRECTS:
+            goal, rate = _compare(
+                kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, valued, acc, H, CHANNEL, not SCORES
+            )  # fmt: skip
+        if OUTS == 1 and not MAP:
+            tma.store_wait(0)
+        _expect(sources, ready, stage, n + STAGES < count)
+        if SCORES:  # (the expectations came after a barrier, and another follows with the output)
+            kept_P.index((n + 1) % 2).store(made)
+        if MAP:
+            S0, S1 = warpgroup_mma_wait(H - 1, deps=(S0, S1))
+        elif H == 2:
+            S0, QS, S1 = warpgroup_mma_wait(1, deps=(S0, QS, S1))
+        else:
+            S0, QS = warpgroup_mma_wait(0, deps=(S0, QS))
+        if KEEP and OUTS == 1:
+            _keep(entering, out_stage, held0, held1, acc, H)
+        held0 = gl.convert_layout(S0.to(dtype), left)
+        if SCORES:
+            mbarrier.wait(apart, 1)
+        elif CORRECTS:
+            mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
+        if CORRECTS:
+            KS = warpgroup_mma(held0, _half(kept_k, upcoming, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+        if not MAP:
+            O = QS.to(dtype)
+        if CORRECTS:
+            if H == 2:
+                S1, KS = warpgroup_mma_wait(1, deps=(S1, KS))
+        elif H == 2:
+            S1 = warpgroup_mma_wait(0, deps=(S1,))
+        if H == 2:
+            held1 = gl.convert_layout(S1.to(dtype), left)
+            if CORRECTS:
+                KS = warpgroup_mma(held1, _half(kept_k, upcoming, 64).permute([1, 0]), KS, is_async=True)
+
+        # All of this chunk has been read. Its output leaves, and its buffers are filled again.
+        if MAP:
+            barrier()
+        else:
+            written.index(out_stage).permute([1, 0]).store(O)
+            fence_async_shared()
+            # (The last chunk may end early, and is stored below: here, outside of the output.)
+            tma.async_copy_shared_to_global(
+                output, [gl.where(more, token, output.shape[0]), column_o], written.index(out_stage)
+            )
+        if KEEP:
+            tma.async_copy_shared_to_global(states, [at * V + first, 0], entering.index(out_stage))
+        places = _places(
+            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
+        )  # fmt: skip
+        _fetch(sources, kept, ready, places, stage, n + STAGES < count)
+        if not MAP:
+            if OUTS == 2:
+                tma.store_wait(1 + KEEP)
+            if not SCORES:
+                mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
+        if CORRECTS:
+            mbarrier.wait(ready_T.index(upcoming), turn, pred=more)
+            KS = warpgroup_mma_wait(0, deps=(KS,))
+        token += 64
+        at += HV
+        stage = upcoming
+        phase = turn
+
+    if MAP:
+        base = final + entry * K * (V + K) + first
+        gl.store(base + i + j * (V + K), S0)
+        if H == 2:
+            gl.store(base + i + (j + 64) * (V + K), S1)
+    else:
+        if count > 0:  # the last chunk's output: it may end early
+            at_o = out + (token - 64).to(gl.int64) * (HV * V) + column_o
+            gl.store(at_o + i + j * (HV * V), O, mask=j < rows)
+        if segment == segments - 1:
+            base = final + pair.to(gl.int64) * K * V + first
+            gl.store(base + i + j * V, S0)
+            if H == 2:
+                gl.store(base + i + (j + 64) * V, S1)
+        tma.store_wait(0)
+
+
+SHARED = 232448  # bytes of shared memory a program may have on sm_90
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, slots: int, texts: int) -> bool:
+    """Whether forward_state_hopper can take these (as call.in_rows returns them)."""
+    K, hv, V = q.shape[3], v.shape[2], v.shape[3]
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and K in (64, 128)
+        and V % 64 == 0
+        and all(x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (q, k, v))
+        and max(slots * hv * max(64, V), v.shape[0] * v.shape[1]) < 2**30
+        and all(x.shape[2] * x.stride(2) < 2**31 for x in (q, k, v))
+        and texts * hv < 2**16
+        and _is_hopper(q.device)
+    )
+
+
+@lru_cache
+def layout(columns: int, bits: int) -> gl.NVMMASharedLayout:
+    """Swizzled for the tensor cores; float32 (factors) row by row."""
+    return gl.NVMMASharedLayout(min(128, columns * 2) if bits == 16 else 0, bits, 2)
+
+
+def describe(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) -> TensorDescriptor:
+    """x as [rows, columns], rows `stride` apart, cut into boxes. What TensorDescriptor would check, fits() has."""
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = x, [rows, columns], [stride, 1], box
+    made.layout, made.padding = layout(box[1], x.element_size() * 8), "zero"
+    if _FIELDS > 6:  # triton 3.7
+        made.round_f32_to_tf32 = False
+    return made
+
+
+def describe_rows(x: Tensor, columns: int) -> TensorDescriptor:
+    """x `b t heads k` as call.in_rows makes it: chunks of 64 tokens, so many columns of a head."""
+    width = (x.shape[2] - 1) * x.stride(2) + x.shape[3]
+    return describe(x, x.shape[0] * x.shape[1], width, x.stride(1), [64, columns])
+
+
+def describe_squares(x: Tensor) -> TensorDescriptor:
+    """P or T, `slot hv 64 64`."""
+    return describe(x, x.shape[0] * x.shape[1] * 64, 64, 64, [64, 64])
+
+
+_FIELDS = len(TensorDescriptor.__dataclass_fields__)
+
+
+def shared_bytes(
+    K: int, BV: int, stages: int, outs: int, *, channel: bool, corrects: bool, keep: bool, scores: bool
+) -> int:
+    tiles = K * (3 if channel and corrects else 2) + BV + 64 * (corrects + (not scores))
+    rows = _box_rows(K, channel)
+    made = 2 * 64 * 128 if scores else 0
+    return stages * (128 * tiles + 256 * rows) + made + outs * 2 * BV * (64 + (K if keep else 0)) + 1024
+
+
+def _box_rows(K: int, channel: bool) -> int:
+    """Rows of 64 factors that a box holds: the least power of two."""
+    return 8 if not channel else 4 if K == 128 else 2
+
+
+def configuration(K: int, block: int, **choices: bool) -> tuple[int, int]:
+    """Stages and buffers for what is written: the most that shared memory holds."""
+    for stages, outs in ((3, 2), (3, 1), (2, 2), (2, 1)):
+        if shared_bytes(K, block, stages, outs, **choices) <= SHARED:
+            return stages, outs
+    raise ValueError(f"lineate: a state of {K} x {block} does not fit into shared memory")
+
+
+def forward_state_hopper(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    v: Tensor,
+    P: Tensor | None,
+    T: Tensor | None,
+    factors: Tensor,
+    starts: Tensor | None,
+    output: Tensor | None,
+    final: Tensor,
+    states: Tensor | None,
+    bounds: Tensor | None,
+    first_slots: Tensor | None,
+    count: int,
+    packed: bool,
+    *,
+    scale: float,
+    gated: bool,
+    channel: bool,
+    corrects: bool,
+    segments: int = 1,
+    block: int = 64,
+    map_only: bool = False,
+) -> None:
+    """The launch; arguments as of state.py's forward_state. map_only: final gets the maps; no starts, no output.
+
+    P None: it is made in the walk (bfloat16, without channel). scale, gated: for that.
+    count: of texts. q, k, w, v: as call.in_rows makes them; w is k without channel. block: 64 or 128 columns.
+    """
+    b, t, h, K = q.shape
+    hv, V = v.shape[2:]
+    slots = factors.shape[0]
+    scores = P is None and not map_only
+    stages, outs = configuration(
+        K, block, channel=channel, corrects=corrects, keep=states is not None, scores=scores
+    )  # fmt: skip
+    rows = _box_rows(K, channel)
+    numbers = factors.numel() // 64
+
+    P_tiles = describe_rows(q, 64) if P is None else describe_squares(P)  # (q's give the layout alone)
+    k_tiles = describe_rows(k if corrects or not channel else w, K)
+    output_tiles = P_tiles if output is None else describe(output, b * t, hv * V, hv * V, [64, block])
+    columns = V + K if map_only else V
+    start(forward_state, (columns // block, count * hv, segments))(
+        describe_rows(q, K),
+        k_tiles,
+        describe_rows(w, K) if channel and corrects else k_tiles,
+        describe_rows(v, block),
+        P_tiles,
+        P_tiles if T is None else describe_squares(T),
+        describe(factors, numbers, 64, 64, [rows, 64]),
+        output_tiles,
+        output_tiles if states is None else describe(states, slots * hv * V, K, K, [block, K]),
+        starts, final, output, bounds, first_slots, t, segments, q.stride(2), k.stride(2), v.stride(2), scale,
+        HV=hv, R=hv // h, K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
+        CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=map_only, PACKED=packed,
+        SCORES=scores, GATED=gated, num_warps=block // 16,
+    )  # fmt: skip

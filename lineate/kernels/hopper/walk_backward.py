@@ -1,0 +1,486 @@
+"""The walk back of state.py for Hopper (sm_90), in Gluon; hopper.py is the way there.
+
+    dR = P^T dO + Kw dS      X = T^T dR      dE = beta X      (rule only accumulates: dV = dR)
+    dS <- e^{G_c} dS + Qr^T dO - Kr^T dE
+
+Held transposed as in state.py, dS [BV, K], and in halves of 64 key channels, dS0 and dS1, each a wgmma accumulator.
+Every product is [BV, 64] x [64, 64], its left operand in registers. They are issued in an order that leaves the tensor
+cores always one more product to do while the registers of the one before are converted (in brackets, what is waited
+for):
+
+    dO Qr0  [dR]  dR T  dO Qr1  [X]  dE Kr0  dE Kr1  next dO P  [dS0]  next dS0 Kw0  [dS1]  dS1 Kw1  [all]
+
+Tiles come in through rings of buffers: STAGES for k, q and T; OTHERS for the factors and w; EARLY for dO and P, which
+are used up one chunk ahead and so are filled again one chunk sooner. What is written leaves, and buffers are filled
+again, while the next Kw dS is computed. As in hopper.py no product is in flight around the loop's end.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lineate.kernels.hopper.walk import (
+    SHARED,
+    _box_rows,
+    _expect,
+    _factor,
+    _fetch,
+    _half,
+    _ring,
+    _segment,
+    _trim,
+    barrier,
+    describe,
+    describe_rows,
+    describe_squares,
+)
+from lineate.kernels.launching import start
+from lineate.kernels.portable.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
+from lineate.kernels.portable.split import PROGRAMS
+
+
+@gluon.jit
+def _places(token, at, column_k, column_q, CORRECTS: gl.constexpr):
+    """Where a chunk's tiles lie: of k, q, T."""
+    places = ((token, column_k), (token, column_q))
+    if CORRECTS:
+        places += ((at * 64, 0),)
+    return places
+
+
+@gluon.jit
+def _other_places(token, at, column_k, ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr):
+    """Of factors, w."""
+    places = ((at * ROWS, 0),)
+    if CHANNEL and CORRECTS:
+        places += ((token, column_k),)
+    return places
+
+
+@gluon.jit
+def _load_last(at_last, there, CHANNEL: gl.constexpr):
+    """e^{G_c} of decay per head, one number; 1 if there is no such chunk."""
+    last = 1.0
+    if not CHANNEL:
+        last = gl.load(at_last, mask=there, other=1.0)
+    return last
+
+
+@gluon.jit
+def _decay(
+    dS0, dS1, last, kept_factors, stage, layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr
+):  # fmt: skip
+    """e^{G_c} dS."""
+    if CHANNEL:
+        dS0 = dS0 * _factor(kept_factors, stage, 0, layout)
+        if H == 2:
+            dS1 = dS1 * _factor(kept_factors, stage, 1, layout)
+    else:
+        dS0 = dS0 * last
+        if H == 2:
+            dS1 = dS1 * last
+    return dS0, dS1
+
+
+@gluon.jit
+def _read(dO, kept_factors, stage, layout: gl.constexpr, left: gl.constexpr, CHANNEL: gl.constexpr):
+    """dO^T with the factors of q, for its product with q. CHANNEL: q has them."""
+    if not CHANNEL:
+        read = _factor(kept_factors, stage, READ_Q, layout)
+        dO = gl.convert_layout((gl.convert_layout(dO, layout).to(gl.float32) * read).to(dO.dtype), left)
+    return dO
+
+
+@gluon.jit
+def _leave(leaving0, leaving1, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
+    """dS as it left a chunk, to be stored."""
+    leaving0.index(stage).store(gl.convert_layout(held0, layout))
+    if H == 2:
+        leaving1.index(stage).store(gl.convert_layout(held1, layout))
+
+
+@gluon.jit
+def _store_rows(tile, at, stride, rows):
+    """The first rows of a tile, which another text's follow."""
+    across: gl.constexpr = tile.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
+    i = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    j = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
+    for x in gl.static_range(4):  # few registers at a time
+        part = tile.slice(x * 16, 16, 0).load(layout)
+        gl.store(at + (i + x * 16) * stride + j, part, mask=i < rows - x * 16)
+
+
+@gluon.jit(do_not_specialize=["t"], do_not_specialize_on_alignment=["segments"])
+def backward_state(
+    q, k, w, P, T, factors, doutput, dvalues, dstates, numbers, ends, dstart, dv,
+    bounds, first_slots, t, segments, head_q, head_k,
+    HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    OTHERS: gl.constexpr, EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
+    PACKED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """What state.py's backward_state computes. q ... dstates: descriptors; numbers: the factors; dv: the dvalues.
+
+    factors are rows of 64: those of gates.py or, CHANNEL, e^{G_c} in halves and beta. CHANNEL: k, q, w are Kr, Qr, Kw;
+    without CORRECTS nothing reads with k, and k is Kw.
+    """
+    gl.static_assert(K == 128 or K == 64)
+    H: gl.constexpr = K // 64
+    ROWS: gl.constexpr = H + 1 if CHANNEL else FACTORS
+    dtype: gl.constexpr = k.dtype
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+
+    pair = gl.program_id(1)
+    head = pair % HV
+    segment = gl.program_id(2)
+    start, length, slot, begin, end = _segment(pair // HV, segment, bounds, first_slots, t, segments, PACKED)
+    count = end - begin
+    first = gl.program_id(0) * BV
+    key_head = head if CHANNEL else head // R
+    column_q = key_head * head_q
+    column_k = key_head * head_k
+    column_o = head * V + first
+    token = start + (end - 1) * 64  # of the chunk in hand
+    at = (slot + end - 1) * HV + head
+
+    kept_k, ready_k = _ring(k, STAGES)
+    kept_q, ready_q = _ring(q, STAGES)
+    sources = (k, q)
+    kept = (kept_k, kept_q)
+    ready = (ready_k, ready_q)
+    if CORRECTS:
+        kept_T, ready_T = _ring(T, STAGES)
+        sources += (T,)
+        kept += (kept_T,)
+        ready += (ready_T,)
+    kept_factors, ready_factors = _ring(factors, OTHERS + CHANNEL)
+    others = (factors,)
+    kept_others = (kept_factors,)
+    ready_others = (ready_factors,)
+    kept_w, ready_w = kept_k, ready_k
+    if CHANNEL and CORRECTS:
+        kept_w, ready_w = _ring(w, OTHERS)
+        others += (w,)
+        kept_others += (kept_w,)
+        ready_others += (ready_w,)
+    kept_dO, ready_dO = _ring(doutput, EARLY)
+    kept_P, ready_P = _ring(P, EARLY)
+    early_sources = (doutput, P)
+    early_kept = (kept_dO, kept_P)
+    early_ready = (ready_dO, ready_P)
+    written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], dvalues.layout)
+    leaving0 = gl.allocate_shared_memory(dtype, [OUTS, BV, 64], dstates.layout)
+    leaving1 = leaving0
+    if H == 2:
+        leaving1 = gl.allocate_shared_memory(dtype, [OUTS, BV, 64], dstates.layout)
+    if CHANNEL:  # e^{G_c} of a chunk that is not there
+        shape: gl.constexpr = factors.block_type.shape
+        flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
+        kept_factors.index(OTHERS).store(gl.full(shape, 1.0, gl.float32, flat))
+    fence_async_shared()
+    for s in gl.static_range(EARLY):
+        _expect(early_sources, early_ready, s, s < count)
+        _fetch(
+            early_sources, early_kept, early_ready,
+            ((token - s * 64, column_o), ((at - s * HV) * 64, 0)), s, s < count,
+        )  # fmt: skip
+    for s in gl.static_range(OTHERS):
+        _expect(others, ready_others, s, s < count)
+        places = _other_places(token - s * 64, at - s * HV, column_k, ROWS, CHANNEL, CORRECTS)
+        _fetch(others, kept_others, ready_others, places, s, s < count)
+    for s in gl.static_range(STAGES):
+        _expect(sources, ready, s, s < count)
+        places = _places(token - s * 64, at - s * HV, column_k, column_q, CORRECTS)
+        _fetch(sources, kept, ready, places, s, s < count)
+
+    i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
+    base = ends + (pair.to(gl.int64) * segments + segment) * K * V + first
+    dS0 = gl.load(base + i + j * V)
+    dS1 = dS0
+    if H == 2:
+        dS1 = gl.load(base + i + (j + 64) * V)
+    none = gl.zeros([BV, 64], gl.float32, acc)
+    held0 = gl.convert_layout(dS0.to(dtype), left)
+    held1 = gl.convert_layout(dS1.to(dtype), left)
+    rows = length - (end - 1) * 64  # of the last chunk; it may end early, and what follows is another text's
+    partial = (count > 0) & (rows < 64)
+    if partial:
+        _trim(kept_dO, ready_dO, 0, 0, rows)
+        _trim(kept_k, ready_k, 0, 0, rows)
+        _trim(kept_q, ready_q, 0, 0, rows)
+        if CHANNEL and CORRECTS:
+            _trim(kept_w, ready_w, 0, 0, rows)
+        fence_async_shared()
+        barrier()
+    some = count > 0
+    mbarrier.wait(ready_dO.index(0), 0, pred=some)
+    mbarrier.wait(ready_P.index(0), 0, pred=some)
+    mbarrier.wait(ready_w.index(0), 0, pred=some)
+    mbarrier.wait(ready_factors.index(0), 0, pred=some)
+    dO = kept_dO.index(0).permute([1, 0]).load(left)
+    PO = warpgroup_mma(dO, kept_P.index(0), none, use_acc=False, is_async=True)
+    if CHANNEL:
+        KS = warpgroup_mma(held0, _half(kept_w, 0, 0).permute([1, 0]), PO, is_async=True)
+    else:
+        KS = warpgroup_mma(held0, _half(kept_w, 0, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+    if H == 2:
+        KS = warpgroup_mma(held1, _half(kept_w, 0, 64).permute([1, 0]), KS, is_async=True)
+    if CHANNEL:
+        KS = warpgroup_mma_wait(0, deps=(KS,))
+        PO = none
+    else:
+        PO, KS = warpgroup_mma_wait(0, deps=(PO, KS))
+    read = _read(dO, kept_factors, 0, acc, left, CHANNEL)
+    barrier()
+    _expect(early_sources, early_ready, 0, count > EARLY)
+    barrier()
+    _fetch(
+        early_sources, early_kept, early_ready,
+        ((token - EARLY * 64, column_o), ((at - EARLY * HV) * 64, 0)), 0, count > EARLY,
+    )  # fmt: skip
+    at_last = numbers + (at.to(gl.int64) * FACTORS + LAST) * 64
+    last = _load_last(at_last, some, CHANNEL)
+    dS0, dS1 = _decay(dS0, dS1, last, kept_factors, gl.where(some, 0, OTHERS), acc, H, CHANNEL)
+    mbarrier.wait(ready_q.index(0), 0, pred=some)
+    if CORRECTS:
+        mbarrier.wait(ready_T.index(0), 0, pred=some)
+    if OUTS == 1:
+        _leave(leaving0, leaving1, 0, held0, held1, acc, H)
+        fence_async_shared()
+        barrier()
+        row = gl.where(some, at * V + first, dstates.shape[0])
+        tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(0))
+        if H == 2:
+            tma.async_copy_shared_to_global(dstates, [row, 64], leaving1.index(0))
+    stage = 0
+    phase = 0
+    other = 0
+    other_phase = 0
+    barrier()
+    for n in range(count):
+        out_stage = n % OUTS
+        upcoming = gl.where(stage == STAGES - 1, 0, stage + 1)
+        turn = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        other_upcoming = gl.where(other == OTHERS - 1, 0, other + 1)
+        other_turn = gl.where(other == OTHERS - 1, other_phase ^ 1, other_phase)
+        early = (n + 1) % EARLY
+        early_turn = ((n + 1) // EARLY) & 1
+        more = n + 1 < count
+        if (n == 1) & partial:
+            at_dv = dv + (token + 64).to(gl.int64) * (HV * V) + column_o
+            _store_rows(written.index((n - 1) % OUTS), at_dv, HV * V, rows)
+            barrier()
+        at_last -= HV * FACTORS * 64
+        last = _load_last(at_last, more, CHANNEL)
+        # Nothing is in flight here. At hand: e^{G_c} dS, dS in 16 bits, Kw dS, P^T dO (CHANNEL: their sum), dO read.
+        dS0 = warpgroup_mma(read, _half(kept_q, stage, 0), dS0, is_async=True)
+        if CHANNEL:
+            dR = KS
+        else:
+            dR = KS * _factor(kept_factors, other, WRITE, acc) + PO
+        X = dR
+        if CORRECTS:
+            X = warpgroup_mma(
+                gl.convert_layout(dR.to(dtype), left), kept_T.index(stage), none, use_acc=False, is_async=True
+            )
+        if H == 2:
+            dS1 = warpgroup_mma(read, _half(kept_q, stage, 64), dS1, is_async=True)
+        if OUTS == 2:  # else dS has left
+            _leave(leaving0, leaving1, out_stage, held0, held1, acc, H)
+        mbarrier.wait(ready_dO.index(early), early_turn, pred=more)
+        dO = kept_dO.index(early).permute([1, 0]).load(left)
+        if CORRECTS:
+            rate = _factor(kept_factors, other, H if CHANNEL else BETA, acc) * -1.0
+            if not CHANNEL:
+                rate = rate * _factor(kept_factors, other, READ_K, acc)
+            if H == 2:
+                X, dS0, dS1 = warpgroup_mma_wait(1, deps=(X, dS0, dS1))
+            else:
+                X, dS0 = warpgroup_mma_wait(0, deps=(X, dS0))
+            if CHANNEL:
+                mbarrier.wait(ready_k.index(stage), phase)
+            dE = gl.convert_layout((X * rate).to(dtype), left)
+            dS0 = warpgroup_mma(dE, _half(kept_k, stage, 0), dS0, is_async=True)
+            if H == 2:
+                dS1 = warpgroup_mma(dE, _half(kept_k, stage, 64), dS1, is_async=True)
+        elif H == 2:  # (waits for nothing; dR is to be at hand before P^T dO takes its place)
+            X, dS0, dS1 = warpgroup_mma_wait(2, deps=(X, dS0, dS1))
+        else:
+            X, dS0 = warpgroup_mma_wait(1, deps=(X, dS0))
+        mbarrier.wait(ready_P.index(early), early_turn, pred=more)
+        PO = warpgroup_mma(dO, kept_P.index(early), none, use_acc=False, is_async=True)
+        dV = X.to(dtype)
+        mbarrier.wait(ready_factors.index(other_upcoming), other_turn, pred=more)
+        read = _read(dO, kept_factors, other_upcoming, acc, left, CHANNEL)
+        if CHANNEL and CORRECTS:
+            mbarrier.wait(ready_w.index(other_upcoming), other_turn, pred=more)
+        else:
+            mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
+        if OUTS == 1:
+            mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
+            if CORRECTS:
+                mbarrier.wait(ready_T.index(upcoming), turn, pred=more)
+            tma.store_wait(0)
+            written.index(out_stage).permute([1, 0]).store(dV)
+        else:
+            written.index(out_stage).permute([1, 0]).store(dV)
+            barrier()
+        _expect(others, ready_others, other, n + OTHERS < count)
+        _expect(sources, ready, stage, n + STAGES < count)
+        _expect(early_sources, early_ready, early, n + 1 + EARLY < count)
+        if H == 2:
+            dS0, dS1, PO = warpgroup_mma_wait(2, deps=(dS0, dS1, PO))
+        else:
+            dS0, PO = warpgroup_mma_wait(1, deps=(dS0, PO))
+        held0 = gl.convert_layout(dS0.to(dtype), left)
+        next_w = other_upcoming if CHANNEL and CORRECTS else upcoming
+        if CHANNEL:
+            KS = warpgroup_mma(held0, _half(kept_w, next_w, 0).permute([1, 0]), PO, is_async=True)
+        else:
+            KS = warpgroup_mma(held0, _half(kept_w, next_w, 0).permute([1, 0]), none, use_acc=False, is_async=True)
+        if H == 2:
+            if CHANNEL:
+                dS1, KS = warpgroup_mma_wait(2, deps=(dS1, KS))
+            else:
+                dS1, PO, KS = warpgroup_mma_wait(2, deps=(dS1, PO, KS))
+            held1 = gl.convert_layout(dS1.to(dtype), left)
+            KS = warpgroup_mma(held1, _half(kept_w, next_w, 64).permute([1, 0]), KS, is_async=True)
+        # dS passes through what waits so that its products are made here: not sooner, not later.
+        if CHANNEL:
+            KS, dS0, dS1 = warpgroup_mma_wait(H, deps=(KS, dS0, dS1))
+        else:
+            PO, KS, dS0, dS1 = warpgroup_mma_wait(H, deps=(PO, KS, dS0, dS1))
+        dS0, dS1 = _decay(dS0, dS1, last, kept_factors, gl.where(more, other_upcoming, OTHERS), acc, H, CHANNEL)
+        if OUTS == 1:
+            _leave(leaving0, leaving1, 0, held0, held1, acc, H)
+
+        # All of this chunk, and dO and P of the next, have been read. What was made leaves; buffers are filled again.
+        fence_async_shared()
+        barrier()
+        # (The last chunk may end early, and is stored later: here, outside of dvalues.)
+        tma.async_copy_shared_to_global(
+            dvalues, [gl.where((n == 0) & partial, dvalues.shape[0], token), column_o], written.index(out_stage)
+        )
+        row = at * V + first
+        if OUTS == 1:  # it is the next one's (of the first chunk: nobody's)
+            row = gl.where(more, row - HV * V, dstates.shape[0])
+        tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(out_stage))
+        if H == 2:
+            tma.async_copy_shared_to_global(dstates, [row, 64], leaving1.index(out_stage))
+        places = _other_places(token - OTHERS * 64, at - OTHERS * HV, column_k, ROWS, CHANNEL, CORRECTS)
+        _fetch(others, kept_others, ready_others, places, other, n + OTHERS < count)
+        places = _places(token - STAGES * 64, at - STAGES * HV, column_k, column_q, CORRECTS)
+        _fetch(sources, kept, ready, places, stage, n + STAGES < count)
+        _fetch(
+            early_sources, early_kept, early_ready,
+            ((token - (1 + EARLY) * 64, column_o), ((at - (1 + EARLY) * HV) * 64, 0)), early, n + 1 + EARLY < count,
+        )  # fmt: skip
+        if OUTS == 2:
+            tma.store_wait(1 + H)
+            mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
+            if CORRECTS:
+                mbarrier.wait(ready_T.index(upcoming), turn, pred=more)
+        if CHANNEL:
+            KS, dS0, dS1 = warpgroup_mma_wait(0, deps=(KS, dS0, dS1))
+            PO = none
+        else:
+            PO, KS, dS0, dS1, read = warpgroup_mma_wait(0, deps=(PO, KS, dS0, dS1, read))
+        token -= 64
+        at -= HV
+        stage = upcoming
+        phase = turn
+        other = other_upcoming
+        other_phase = other_turn
+
+    if (count == 1) & partial:
+        _store_rows(written.index(0), dv + (token + 64).to(gl.int64) * (HV * V) + column_o, HV * V, rows)
+    if segment == 0:
+        base = dstart + pair.to(gl.int64) * K * V + first
+        gl.store(base + i + j * V, dS0)
+        if H == 2:
+            gl.store(base + i + (j + 64) * V, dS1)
+    tma.store_wait(0)
+
+
+def shared_bytes(
+    K: int, BV: int, stages: int, others: int, early: int, outs: int, channel: bool, corrects: bool
+) -> int:  # fmt: skip
+    ring = stages * 128 * (2 * K + (64 if corrects else 0)) + early * 128 * (64 + BV)
+    ring += (others + channel) * 256 * _box_rows(K, channel) + (others * 128 * K if channel and corrects else 0)
+    return ring + outs * 2 * BV * (64 + K) + 512
+
+
+def configuration(K: int, channel: bool, corrects: bool, block: int) -> tuple[int, int, int, int]:
+    """STAGES, OTHERS, EARLY and OUTS: the most that shared memory holds."""
+    for each in ((3, 3, 2, 2), (3, 3, 2, 1), (2, 3, 2, 2), (2, 3, 2, 1), (2, 2, 2, 1)):
+        if shared_bytes(K, block, *each, channel, corrects) <= SHARED:
+            return each
+    raise ValueError(f"lineate: a state of {K} x {block} does not fit into shared memory")
+
+
+def block_of(V: int, walks: int) -> int:
+    """Value columns that a program has: 64, or 128 if those would not fit onto the device at once."""
+    return 128 if V % 128 == 0 and V // 64 * walks > PROGRAMS else 64
+
+
+def backward_state_hopper(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    P: Tensor,
+    T: Tensor,
+    factors: Tensor,
+    ends: Tensor,
+    doutput: Tensor,
+    dvalues: Tensor,
+    dstart: Tensor,
+    dstates: Tensor,
+    bounds: Tensor | None,
+    first_slots: Tensor | None,
+    count: int,
+    packed: bool,
+    *,
+    hv: int,
+    channel: bool,
+    corrects: bool,
+    segments: int = 1,
+) -> None:
+    """The launch; arguments as of state.py's backward_state, if hopper.fits.
+
+    count: of texts. q, k, w: as call.in_rows makes them; w is k without channel. doutput, dvalues, dstates:
+    contiguous.
+    """
+    b, t, h, K = q.shape
+    V = doutput.shape[-1]
+    slots = P.shape[0]
+    block = block_of(V, count * hv * segments)
+    stages, others, early, outs = configuration(K, channel, corrects, block)
+    rows = _box_rows(K, channel)
+    tokens = b * t
+
+    P_tiles = describe_squares(P)
+    k = k if corrects or not channel else w
+    k_tiles = describe_rows(k, K)
+    start(backward_state, (V // block, count * hv, segments))(
+        describe_rows(q, K),
+        k_tiles,
+        describe_rows(w, K) if channel and corrects else k_tiles,
+        P_tiles,
+        describe_squares(T) if corrects else P_tiles,
+        describe(factors, factors.numel() // 64, 64, 64, [rows, 64]),
+        describe(doutput, tokens, hv * V, hv * V, [64, block]),
+        describe(dvalues, tokens, hv * V, hv * V, [64, block]),
+        describe(dstates, slots * hv * V, K, K, [block, 64]),
+        factors, ends, dstart, dvalues, bounds, first_slots, t, segments, q.stride(2), k.stride(2),
+        HV=hv, R=hv // h, K=K, V=V, BV=block, STAGES=stages, OTHERS=others, EARLY=early, OUTS=outs,
+        CHANNEL=channel, CORRECTS=corrects, PACKED=packed, num_warps=block // 16,
+    )  # fmt: skip

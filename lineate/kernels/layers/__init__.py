@@ -1,0 +1,1 @@
+"""Parts of layers on a GPU: convolution, norms, gated units, rotary positions."""

@@ -1,0 +1,1 @@
+"""The walks of the memories that learn, on a GPU."""

@@ -1,0 +1,433 @@
+"""Titans from chunk to chunk: one program a row and head walks its chunks, forwards, and backwards for gradients.
+
+    x_1 = k, z_l = x_l M_l, x_2 = silu(z_1)                                    one matrix or two
+    G_last = z - target, or through the layer norm                             dloss/dz of the last matrix
+    G_1 = (G_2 M_2^T) silu'(z_1)                                               then both, clipped by token
+    M' = b M + f S - (last x)^T G     S' = carried S - (moving x)^T G          for each matrix
+
+A cell is one chunk of one row; matrices at its start are in slot (base[chunk] + row) * heads + head. What a chunk
+makes goes to the slot of the row's next chunk, behind the last one to slot (cells + row) * heads + head, and is read
+from there: nothing stays in registers. All arithmetic is float32. Where a cell has no token, last = moving = 0.
+
+The last matrix is walked in tiles of BN of its rows, which for two matrices are columns of the first. Two matrices are
+shared by as many programs as the GPU runs at one time, each with a slice of these rows (kernels/tiles.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lineate.kernels.launching import start
+from lineate.kernels.memories.tiles import (
+    add_parts,
+    divided,
+    dot,
+    load_tile,
+    meet,
+    own_room,
+    put_part,
+    share,
+    store_tile,
+    tile_size,
+)
+
+WIDEST = 128
+"""Keys and values of a memory of two matrices, values of one."""
+LONGEST = 64
+"""Tokens of a chunk."""
+TILE = 4096
+"""Elements of a tile of a matrix; of chunks of more than 16 tokens, or wide heads, half as many fit into registers."""
+
+
+@triton.jit
+def _tokens(x, slot, c, CHUNK: tl.constexpr):
+    """`C 1`: one number a token."""
+    return tl.load(x + slot * CHUNK + c, mask=c < CHUNK, other=0.0)[:, None]
+
+
+@triton.jit
+def _silu_slope(z, s):
+    """silu'(z); s = sigmoid(z)."""
+    return s * (1.0 + z * (1.0 - s))
+
+
+@triton.jit
+def _centre(x, has, WIDTH: tl.constexpr):
+    """x - mean x over the columns that there are."""
+    return tl.where(has, x - tl.sum(x, 1)[:, None] / WIDTH, 0.0)
+
+
+@triton.jit
+def _mean(x, y, WIDTH: tl.constexpr):
+    return tl.sum(x * y, 1)[:, None] / WIDTH
+
+
+@triton.jit
+def _error(z, target, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
+    """dloss/dz = r P(g), P(u) = u - mean u - x mean(u x): r = 1 / sigma, x = (z - mean z) r, g = x - target.
+
+    Returns it, c = z - mean z, r, and g. EPS None: there is no norm.
+    """
+    centred = z
+    r = z
+    g = z - target
+    G = g
+    if EPS is not None:
+        centred = _centre(z, has, WIDTH)
+        r = tl.rsqrt(_mean(centred, centred, WIDTH) + EPS)
+        x = centred * r
+        g = x - target
+        G = (_centre(g, has, WIDTH) - x * _mean(g, x, WIDTH)) * r
+    return G, centred, r, g
+
+
+@triton.jit
+def _error_backward(dG, G, centred, r, g, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
+    """dz of _error."""
+    dz = dG
+    if EPS is not None:
+        x = centred * r
+        along = _mean(dG, x, WIDTH)
+        dg = (_centre(dG, has, WIDTH) - x * along) * r
+        dx = dg - r * (dG * _mean(g, x, WIDTH) + g * along)
+        dr = _mean(dG, G, WIDTH) / r + _mean(dx, centred, WIDTH)  # over WIDTH
+        dz = _centre(dx * r - r * r * r * centred * dr, has, WIDTH)
+    return dz
+
+
+@triton.jit
+def _advance(
+    M, S, old, new, i, j, x, G, last, moving, b, f, carried, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """A tile of M' and S'."""
+    weights = load_tile(M + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
+    momentum = load_tile(S + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
+    weights = b * weights + f * momentum - dot(tl.trans(x * last), G)
+    store_tile(M + new * (ROWS * COLUMNS), weights, i, j, ROWS, COLUMNS)
+    momentum = carried * momentum - dot(tl.trans(x * moving), G)
+    store_tile(S + new * (ROWS * COLUMNS), momentum, i, j, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["cells", "heads"])
+def walk_states(
+    k, target, last, moving, ends, base, chunks, M1, S1, M2, S2, hidden, cells, heads, clip, shared, arrived,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """M and S at the start of every cell and after the last one; those of chunk 0 are there.
+
+    k `cells h c KEYS`, target `cells h c VALUES`, last and moving `cells h c`, ends `cells h 3`: b, f, carried.
+    M2, S2 `slots ROWS VALUES` are the last matrix; M1, S1 `slots KEYS ROWS` the one before it, or None (ROWS = KEYS).
+    hidden `programs c ROWS` is room for z_1 of a chunk. clip: None, or the largest norm of a token's gradient.
+    PARTS programs share a head, SLICE of the ROWS each: shared `programs 2*PARTS*C*(BV + 1)`, arrived `programs`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * SLICE
+    shared, arrived = own_room(shared, arrived, C * (BV + 1), PARTS)
+    shared_lines = shared + 2 * PARTS * C * BV
+    turn = 0
+    one = tl.arange(0, 1)
+    row = program // heads
+    head = program % heads
+    c = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    v = tl.arange(0, BV)
+    has = v[None, :] < VALUES
+    count = tl.load(chunks + row)
+    slot = row * heads + head
+    for j in range(count):
+        new = (tl.load(base + j + 1, mask=j + 1 < count, other=cells) + row) * heads + head
+        # First what comes from far away, to wait for it once.
+        goal = load_tile(target + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
+        own_last = _tokens(last, slot, c, CHUNK)
+        own_moving = _tokens(moving, slot, c, CHUNK)
+        b = tl.load(ends + slot * 3)
+        f = tl.load(ends + slot * 3 + 1)
+        carried = tl.load(ends + slot * 3 + 2)
+        keys = k + slot * (CHUNK * KEYS)
+        z = tl.zeros((C, BV), tl.float32)
+        squares = tl.zeros((C,), tl.float32)
+        if M1 is not None:
+            x1 = load_tile(keys, c, d, CHUNK, KEYS)
+            hidden_own = hidden + program * (CHUNK * ROWS)
+        for first in range(begin, begin + SLICE, BN):
+            n = first + tl.arange(0, BN)
+            if M1 is not None:
+                z1 = dot(x1, load_tile(M1 + slot * (KEYS * ROWS), d, n, KEYS, ROWS))
+                store_tile(hidden_own, z1, c, n, CHUNK, ROWS)
+                x = z1 * tl.sigmoid(z1)
+            else:
+                x = load_tile(keys, c, n, CHUNK, ROWS)
+            z += dot(x, load_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES))
+            squares += tl.sum(x * x, 1)
+        put_part(z, shared, turn, c, v, PARTS, C, BV)
+        put_part(squares[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+        meet(arrived, turn, PARTS)
+        z = add_parts(z, shared, turn, c, v, PARTS, C, BV)
+        squares = add_parts(squares[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+        turn += 1
+        G, _, _, _ = _error(z, goal, has, EPS, VALUES)
+        if M1 is not None:
+            tl.debug_barrier()
+        if clip is not None:
+            squares *= tl.sum(G * G, 1)[:, None]
+            if M1 is not None:
+                back = tl.zeros((C,), tl.float32)
+                for first in range(begin, begin + SLICE, BN):
+                    n = first + tl.arange(0, BN)
+                    z1 = load_tile(hidden_own, c, n, CHUNK, ROWS)
+                    G1 = dot(G, tl.trans(load_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
+                    G1 *= _silu_slope(z1, tl.sigmoid(z1))
+                    back += tl.sum(G1 * G1, 1)
+                put_part(back[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+                meet(arrived, turn, PARTS)
+                back = add_parts(back[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+                turn += 1
+                squares += tl.sum(x1 * x1, 1)[:, None] * back
+            size = tl.sqrt(tl.maximum(squares, 1e-30))
+            G *= tl.minimum(clip / (size + 1e-6), 1.0)  # and G_1 with it
+        for first in range(begin, begin + SLICE, BN):
+            n = first + tl.arange(0, BN)
+            if M1 is not None:
+                z1 = load_tile(hidden_own, c, n, CHUNK, ROWS)
+                s = tl.sigmoid(z1)
+                x = z1 * s
+                G1 = dot(G, tl.trans(load_tile(M2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
+                G1 *= _silu_slope(z1, s)
+                _advance(M1, S1, slot, new, d, n, x1, G1, own_last, own_moving, b, f, carried, KEYS, ROWS)
+            else:
+                x = load_tile(keys, c, n, CHUNK, ROWS)
+            _advance(M2, S2, slot, new, n, v, x, G, own_last, own_moving, b, f, carried, ROWS, VALUES)
+        tl.debug_barrier()
+        slot = new
+
+
+@triton.jit
+def _retreat(
+    A, B, dM, dS, slot, before, i, j, x, dz, back, G, b, f, carried, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Gradients of a tile of M and S at a cell's start, which are those at the end of the cell before.
+
+    x^T dz is what z = x M gives to M, back^T G, if there is one, what G M^T gives.
+    """
+    size = ROWS * COLUMNS
+    weights = load_tile(A + slot * size, i, j, ROWS, COLUMNS)
+    momentum = load_tile(B + slot * size, i, j, ROWS, COLUMNS)
+    new_weights = load_tile(dM + slot * size, i, j, ROWS, COLUMNS)
+    new_momentum = load_tile(dS + slot * size, i, j, ROWS, COLUMNS)
+    new_weights += b * weights + dot(tl.trans(x), dz)
+    if back is not None:
+        new_weights += dot(tl.trans(back), G)
+    store_tile(A + before * size, new_weights, i, j, ROWS, COLUMNS)
+    store_tile(B + before * size, new_momentum + f * weights + carried * momentum, i, j, ROWS, COLUMNS)
+
+
+@triton.jit
+def _written(A, B, slot, i, j, x, last, moving, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """dG = -(last (x A) + moving (x B)), of a tile of A and B."""
+    size = ROWS * COLUMNS
+    dG = last * dot(x, load_tile(A + slot * size, i, j, ROWS, COLUMNS))
+    return -dG - moving * dot(x, load_tile(B + slot * size, i, j, ROWS, COLUMNS))
+
+
+@triton.jit(do_not_specialize=["cells", "heads"])
+def walk_adjoints(
+    k, target, z, z1, back, terms, last, moving, ends, base, chunks, M2, dM1, dS1, dM2, dS2, A1, B1, A2, B2, room,
+    cells, heads, shared, arrived,
+    CHUNK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    """A and B, the gradients of M and S at every cell's end, from the last chunk to the first.
+
+    Those of each row's last cell are there; those of its start go to slot (cells + row) * heads + head. dM, dS: what
+    reads the matrices at a cell's start. Before the clipping: z `cells h c VALUES`, z1 and back = G_2 M_2^T
+    `cells h c ROWS`. terms (None: no clipping) `4 cells h c`: the scale s, e |x|^2 and e |G|^2 of the last matrix,
+    e |x|^2 of the first, e = (ds/dsize) / size. room `3 programs c ROWS`, for gradients of G_1 (twice) and x_2.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    begin = tl.program_id(1) * SLICE
+    shared, arrived = own_room(shared, arrived, C * (BV + 1), PARTS)
+    shared_lines = shared + 2 * PARTS * C * BV
+    turn = 0
+    one = tl.arange(0, 1)
+    row = program // heads
+    head = program % heads
+    c = tl.arange(0, C)
+    d = tl.arange(0, BK)
+    v = tl.arange(0, BV)
+    has = v[None, :] < VALUES
+    count = tl.load(chunks + row)
+    slot = (tl.load(base + count - 1) + row) * heads + head
+    for step in range(count):
+        j = count - 1 - step
+        before = (tl.load(base + j - 1, mask=j > 0, other=cells) + row) * heads + head
+        keys = k + slot * (CHUNK * KEYS)
+        own_last = _tokens(last, slot, c, CHUNK)
+        own_moving = _tokens(moving, slot, c, CHUNK)
+        b = tl.load(ends + slot * 3)
+        f = tl.load(ends + slot * 3 + 1)
+        carried = tl.load(ends + slot * 3 + 2)
+        answer = load_tile(z + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
+        goal = load_tile(target + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
+        own = M2 + slot * (ROWS * VALUES)
+        if terms is not None:
+            per = cells.to(tl.int64) * heads * CHUNK
+            scale = _tokens(terms, slot, c, CHUNK)
+            to_G = _tokens(terms + per, slot, c, CHUNK)
+            to_x = _tokens(terms + 2 * per, slot, c, CHUNK)
+            to_G1 = _tokens(terms + 3 * per, slot, c, CHUNK)
+        if z1 is not None:
+            x1 = load_tile(keys, c, d, CHUNK, KEYS)
+            own_z1 = z1 + slot * (CHUNK * ROWS)
+            own_back = back + slot * (CHUNK * ROWS)
+            written = room + program * (CHUNK * ROWS)
+            dG1s = room + (programs + program) * (CHUNK * ROWS)
+            dx2s = room + (2 * programs + program) * (CHUNK * ROWS)
+
+        # From what was written to the gradients of G and x,
+        dG = tl.zeros((C, BV), tl.float32)
+        along = tl.zeros((C,), tl.float32)
+        for first in range(begin, begin + SLICE, BN):
+            n = first + tl.arange(0, BN)
+            if z1 is not None:
+                hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
+                s = tl.sigmoid(hidden)
+                x = hidden * s
+                dG1 = _written(A1, B1, slot, d, n, x1, own_last, own_moving, KEYS, ROWS)
+                along += tl.sum(dG1 * load_tile(own_back, c, n, CHUNK, ROWS) * _silu_slope(hidden, s), 1)
+                store_tile(written, dG1, c, n, CHUNK, ROWS)
+            else:
+                x = load_tile(keys, c, n, CHUNK, ROWS)
+            dG += _written(A2, B2, slot, n, v, x, own_last, own_moving, ROWS, VALUES)
+        G, centred, r, g = _error(answer, goal, has, EPS, VALUES)
+        clipped = G
+        rest = tl.zeros((C, BV), tl.float32)
+        if terms is not None:  # dsize / size = e (dG . G)
+            put_part(dG, shared, turn, c, v, PARTS, C, BV)
+            put_part(along[:, None], shared_lines, turn, c, one, PARTS, C, 1)
+            meet(arrived, turn, PARTS)
+            dG = add_parts(dG, shared, turn, c, v, PARTS, C, BV)
+            along = add_parts(along[:, None], shared_lines, turn, c, one, PARTS, C, 1) + tl.sum(dG * G, 1)[:, None]
+            turn += 1
+            clipped = scale * G
+            rest = scale * dG + along * to_G * G
+            dG = tl.zeros((C, BV), tl.float32)
+        if z1 is not None:
+            tl.debug_barrier()
+            for first in range(begin, begin + SLICE, BN):
+                n = first + tl.arange(0, BN)
+                hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
+                s = tl.sigmoid(hidden)
+                slope = _silu_slope(hidden, s)
+                dG1 = load_tile(written, c, n, CHUNK, ROWS)
+                dx2 = -own_last * dot(clipped, tl.trans(load_tile(A2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
+                dx2 -= own_moving * dot(clipped, tl.trans(load_tile(B2 + slot * (ROWS * VALUES), n, v, ROWS, VALUES)))
+                if terms is not None:
+                    dx2 += along * to_x * hidden * s
+                    G1 = load_tile(own_back, c, n, CHUNK, ROWS) * slope
+                    dG1 = scale * dG1 + along * to_G1 * G1
+                store_tile(dx2s, dx2, c, n, CHUNK, ROWS)
+                store_tile(dG1s, dG1, c, n, CHUNK, ROWS)
+                dG += dot(dG1 * slope, load_tile(own, n, v, ROWS, VALUES))
+            put_part(dG, shared, turn, c, v, PARTS, C, BV)
+            meet(arrived, turn, PARTS)
+            dG = add_parts(dG, shared, turn, c, v, PARTS, C, BV)
+            turn += 1
+            tl.debug_barrier()
+        dG += rest
+
+        # and from them to the matrices that they were made with.
+        dz = _error_backward(dG, G, centred, r, g, has, EPS, VALUES)
+        for first in range(begin, begin + SLICE, BN):
+            n = first + tl.arange(0, BN)
+            if z1 is not None:
+                hidden = load_tile(own_z1, c, n, CHUNK, ROWS)
+                s = tl.sigmoid(hidden)
+                slope = _silu_slope(hidden, s)
+                bend = s * (1.0 - s) * (2.0 + hidden * (1.0 - 2.0 * s))  # silu''
+                dx2 = load_tile(dx2s, c, n, CHUNK, ROWS) + dot(dz, tl.trans(load_tile(own, n, v, ROWS, VALUES)))
+                dG1 = load_tile(dG1s, c, n, CHUNK, ROWS)
+                dz1 = dG1 * load_tile(own_back, c, n, CHUNK, ROWS) * bend + dx2 * slope
+                _retreat(A1, B1, dM1, dS1, slot, before, d, n, x1, dz1, None, None, b, f, carried, KEYS, ROWS)
+                x = hidden * s
+                du = dG1 * slope
+            else:
+                x = load_tile(keys, c, n, CHUNK, ROWS)
+                du = None
+            _retreat(A2, B2, dM2, dS2, slot, before, n, v, x, dz, du, G, b, f, carried, ROWS, VALUES)
+        tl.debug_barrier()
+        slot = before
+
+
+class Walk(NamedTuple):
+    """Which cells a row has: cell base[j] + row is its j-th."""
+
+    base: Tensor
+    """For every chunk, int32."""
+    chunks: Tensor
+    """Of every row, int32, at least 1; no row has more than the one before it."""
+    cells: int
+
+
+Matrices = list[Tensor]
+"""One or two, `slots h in out` with a slot for each cell, then one for each row."""
+
+
+def fits(chunk: int, sizes: list[int]) -> bool:
+    """Whether the kernels serve chunks of this length and matrices of these widths, keys first and values last."""
+    return len(sizes) in (2, 3) and chunk <= LONGEST and max([sizes[-1], *sizes[:-2]]) <= WIDEST
+
+
+def _launch(kernel, walk: Walk, k: Tensor, M: Matrices, eps: float | None, tensors: tuple[object, ...]) -> None:
+    heads, chunk, keys = k.shape[1:]
+    rows, values = M[-1].shape[2:]
+    C, BK, BV = (tile_size(n) for n in (chunk, keys, values))
+    widest = BV if len(M) == 1 else max(BK, BV)
+    elements = TILE if C == 16 and widest <= 64 else TILE // 2
+    programs = walk.chunks.shape[0] * heads
+    tile = min(64, elements // widest)
+    sharing = share(programs, rows, tile, k.device) if len(M) == 2 else divided(rows, tile, 1)
+    with torch.cuda.device_of(k):
+        start(kernel, (programs, sharing.parts))(
+            *tensors, *sharing.room(programs, C * (BV + 1), k.device),
+            CHUNK=chunk, KEYS=keys, ROWS=rows, VALUES=values, EPS=eps,
+            C=C, BK=BK, BN=sharing.tile, BV=BV, PARTS=sharing.parts, SLICE=sharing.slice,
+            **sharing.options,
+        )  # fmt: skip
+
+
+def _of_first(matrices: Matrices) -> Tensor | None:
+    return matrices[0] if len(matrices) == 2 else None
+
+
+def fill_states(
+    k: Tensor, target: Tensor, last: Tensor, moving: Tensor, ends: Tensor, walk: Walk, M: Matrices, S: Matrices,
+    clip: float | None, eps: float | None,
+) -> None:  # fmt: skip
+    """walk_states into M and S, whose slots of chunk 0 are filled."""
+    heads, programs = k.shape[1], walk.chunks.shape[0] * k.shape[1]
+    hidden = k.new_empty(programs, k.shape[2], M[-1].shape[2]) if len(M) == 2 else None
+    tensors = (
+        k, target, last, moving, ends, walk.base, walk.chunks, _of_first(M), _of_first(S), M[-1], S[-1], hidden,
+        walk.cells, heads, clip,
+    )  # fmt: skip
+    _launch(walk_states, walk, k, M, eps, tensors)
+
+
+def fill_adjoints(
+    k: Tensor, target: Tensor, last: Tensor, moving: Tensor, ends: Tensor, z: Tensor, z1: Tensor | None,
+    back: Tensor | None, terms: Tensor | None, walk: Walk, M: Matrices, dM: Matrices, dS: Matrices, A: Matrices,
+    B: Matrices, eps: float | None,
+) -> None:  # fmt: skip
+    """walk_adjoints into A and B, whose slots of each row's last cell are filled."""
+    heads, programs = k.shape[1], walk.chunks.shape[0] * k.shape[1]
+    room = k.new_empty(3, programs, k.shape[2], M[-1].shape[2]) if len(M) == 2 else None
+    tensors = (
+        k, target, z, z1, back, terms, last, moving, ends, walk.base, walk.chunks, M[-1], _of_first(dM), _of_first(dS),
+        dM[-1], dS[-1], _of_first(A), _of_first(B), A[-1], B[-1], room, walk.cells, heads,
+    )  # fmt: skip
+    _launch(walk_adjoints, walk, k, M, eps, tensors)

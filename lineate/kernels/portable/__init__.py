@@ -1,0 +1,1 @@
+"""The stages of a call in Triton, for any GPU that Triton compiles for."""

@@ -1,0 +1,51 @@
+"""With how many warps, stages and columns the plain kernels are launched."""
+
+import torch
+
+from lineate.kernels.call import CHUNK, Call, power
+
+# Measured on an H200 with bench/rules/gpu.py. BX, BV: key channels and value columns of a tile. Not all choices work:
+# the gradients go wrong with more stages or 32 channels (docs/kernels.md, compiler traps), so test a change on a GPU.
+LAUNCH: dict[str, dict[str, int]] = {
+    "head_gates": {"num_warps": 4},
+    "head_scores": {"num_warps": 4, "num_stages": 1},
+    "channel_scores": {"BX": 64, "num_warps": 4, "num_stages": 1},
+    "forward_state": {"BV": 64, "num_warps": 4, "num_stages": 2},
+    "backward_state": {"BV": 64, "num_warps": 4, "num_stages": 2},
+    "head_residuals": {"BV": 128, "num_warps": 4, "num_stages": 1},
+    "head_gradients": {"BX": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "channel_residuals": {"BV": 128, "num_warps": 4, "num_stages": 1},
+    "channel_state_gradients": {"BX": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "channel_gradients": {"BX": 64, "num_warps": 4, "num_stages": 1},
+    "chain": {"BV": 16, "num_warps": 4, "num_stages": 1},
+}
+
+
+def launch(kernel: str, **limits: int) -> dict[str, int]:
+    """The configuration of a kernel, none of its numbers larger than `limits`."""
+    chosen = dict(LAUNCH[kernel])
+    for name, limit in limits.items():
+        chosen[name] = min(chosen[name], limit)
+    return chosen
+
+
+GROUP = 16  # chunks of a head that one program of invert_wild looks at; mostly there is nothing to do
+
+# What a walk may hold of chunks that it fetched ahead; the rest of the shared memory is for what it computes.
+AHEAD_BYTES = 190_000
+
+
+def launch_walk(kernel: str, call: Call) -> dict[str, int]:
+    """The configuration of a walk; it fetches a chunk ahead only where two of them fit."""
+    _, _, _, K, V = call.sizes
+    config = launch(kernel, BV=power(V))
+    keys, squares = (3, 2) if call.channel and call.corrects else (2, 1 + call.corrects)
+    numbers = CHUNK * (keys * power(K) + squares * CHUNK + config["BV"])
+    if config["num_stages"] * numbers * call.q.element_size() > AHEAD_BYTES:
+        config["num_stages"] = 1
+    return config
+
+
+def narrow(call: Call) -> int:
+    """The most value columns of a tile that stands beside whole keys: fewer in float32, which takes twice the room."""
+    return min(power(call.v.shape[3]), 64 if call.q.dtype == torch.float32 else 128)

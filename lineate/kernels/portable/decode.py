@@ -1,0 +1,305 @@
+"""Decoding: the token equation in one launch, the state updated in place.
+
+    S' = Diag(exp(log_decay_t)) S_{t-1}                     forget
+    r  = beta_t (v_t - S'^T k_t)   or   v_t                 compare
+    o_t = scale (S'^T q_t + (k_t . q_t) r)                  read: S_t^T q_t without a second look at S_t
+    S_t = S' + k_t r^T                                      write
+
+A program holds BV value columns of one head's state, a tile [BK, BV] in registers: loaded once, carried through all
+tokens of its row, stored once. A step moves the state in and out and hardly anything else: this is its least traffic.
+Rows are batch rows, or packed texts; the state of a row may lie anywhere in a pool of slots.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lineate.kernels.launching import ceil_div, next_power
+from lineate.kernels.portable.gates import softplus
+
+
+@triton.jit
+def _load(pointers, mask, EVEN: tl.constexpr):
+    """float32, with 0 outside; where the tile divides the tensor there is nothing to mask."""
+    if EVEN:
+        found = tl.load(pointers)
+    else:
+        found = tl.load(pointers, mask=mask, other=0.0)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _scalar(pointer, there):
+    return tl.load(pointer, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(pointers, x, mask, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(pointers, x)
+    else:
+        tl.store(pointers, x, mask=mask)
+
+
+@triton.jit
+def _unit(x):
+    """x * rsqrt(sum x^2 + 1e-6), as rule.normalize."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+# One compilation serves every batch size, length and stride: none of these is asked if it is 1 or a multiple of 16.
+_PLAIN = [
+    *("t", "hv", "n_slots", "slots_width"),
+    *(f"{x}_{dim}" for x in ("q", "k", "v", "decay", "beta") for dim in ("row", "token", "head")),
+    *("state_slot", "state_head"),
+]
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def _decode(
+    q, k, v, log_decay, beta, A_log, dt_bias, state, slots, start_slots, cu_seqlens, output,
+    t, hv, n_slots, slots_width, scale, beta_scale,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    decay_row, decay_token, decay_head, beta_row, beta_token, beta_head, state_slot, state_head,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
+    DECAY_PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, BETA_PER_CHANNEL: tl.constexpr,
+    NORMALIZE: tl.constexpr, RAW: tl.constexpr, EACH_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Strides of q, k, v are in units of UNIT elements, those of the state of STATE_UNIT: multiples one can see."""
+    EVEN_K: tl.constexpr = K == BK
+    EVEN_V: tl.constexpr = V == BLOCKS * BV
+    program = tl.program_id(0)
+    block = program % BLOCKS  # neighbours in memory are neighbours in time
+    head = (program // BLOCKS) % hv
+    row = (program // BLOCKS // hv).to(tl.int64)
+    x = tl.arange(0, BK)
+    y = block * BV + tl.arange(0, BV)
+    has_x = x < K
+    has_y = y < V
+    has_xy = has_x[:, None] & has_y[None, :]
+
+    # The tokens of this row: [first, first + n) of batch row `batch`.
+    if cu_seqlens is None:
+        batch = row
+        first = row * 0
+        n = t
+    else:
+        batch = row * 0
+        first = tl.maximum(tl.load(cu_seqlens + row).to(tl.int64), 0)
+        n = (tl.minimum(tl.load(cu_seqlens + row + 1).to(tl.int64), t) - first).to(tl.int32)
+    output += ((batch * t + first) * hv + head) * V
+    output_token = hv * V
+
+    # Where its memory lies: S_0 is read from `start`, S_t written to `end`.
+    start = row
+    end = row
+    if slots is not None:
+        if start_slots is None:
+            start = tl.load(slots + row).to(tl.int64)
+            end = start
+        else:
+            start = tl.load(start_slots + row).to(tl.int64)
+            if not EACH_TOKEN:
+                end = tl.load(slots + row).to(tl.int64)
+        if (start < 0) | (start >= n_slots):
+            # An idle row answers 0; a slot that does not exist answers NaN, where memory would have been overrun.
+            nothing = tl.where(start < 0, 0.0, float("nan"))
+            for _ in range(n):
+                _store(output + y, tl.full([BV], 0.0, tl.float32) + nothing, has_y, EVEN_V)
+                output += output_token
+            return
+    tile = head.to(tl.int64) * (tl.cast(state_head, tl.int64) * STATE_UNIT) + x[:, None] * V + y[None, :]
+    slot_stride = tl.cast(state_slot, tl.int64) * STATE_UNIT
+    S = _load(state + start * slot_stride + tile, has_xy, EVEN_K and EVEN_V)
+
+    key_head = (head // GROUP).to(tl.int64)
+    q += (batch * q_row + first * q_token + key_head * q_head) * UNIT
+    k += (batch * k_row + first * k_token + key_head * k_head) * UNIT
+    v += (batch * v_row + first * v_token + head.to(tl.int64) * v_head) * UNIT
+    q_token = tl.cast(q_token, tl.int64) * UNIT
+    k_token = tl.cast(k_token, tl.int64) * UNIT
+    v_token = tl.cast(v_token, tl.int64) * UNIT
+    if log_decay is not None:
+        log_decay += batch * decay_row + first * decay_token + head.to(tl.int64) * decay_head
+        if not DECAY_PER_CHANNEL:
+            next_log_decay = _scalar(log_decay, n > 0)
+        if RAW:
+            rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
+            bias = 0.0
+            if dt_bias is not None:
+                if BIAS_PER_CHANNEL:
+                    bias = _load(dt_bias + head * K + x, has_x, EVEN_K)
+                else:
+                    bias = tl.load(dt_bias + head).to(tl.float32)
+    if beta is not None:
+        beta += batch * beta_row + first * beta_token + head.to(tl.int64) * beta_head
+        if not BETA_PER_CHANNEL:
+            next_beta = _scalar(beta, n > 0)
+    if EACH_TOKEN:
+        slots += row * slots_width
+
+    # Two stages: the vectors of token i + 1 are on their way while token i is computed, and, which counts when there is
+    # only one, those of a token are all asked for before any is waited for (one latency instead of five). A scalar may
+    # be too small for the compiler's asynchronous copies, so the next one is asked for by hand.
+    for i in tl.range(n, num_stages=2):
+        q_t = _load(q + x, has_x, EVEN_K)
+        k_t = _load(k + x, has_x, EVEN_K)
+        v_t = _load(v + y, has_y, EVEN_V)
+        if NORMALIZE:
+            q_t = _unit(q_t)
+            k_t = _unit(k_t)
+        q_t *= scale
+        # forget
+        if log_decay is not None:
+            if DECAY_PER_CHANNEL:
+                log_decay_t = _load(log_decay + x, has_x, EVEN_K)
+                log_decay += decay_token
+            else:
+                log_decay_t = next_log_decay
+                log_decay += decay_token
+                next_log_decay = _scalar(log_decay, i + 1 < n)
+            if RAW:
+                log_decay_t = rate * softplus(log_decay_t + bias)
+            decay = tl.exp(log_decay_t)
+            if DECAY_PER_CHANNEL:
+                S *= decay[:, None]
+            else:
+                S *= decay
+        # compare
+        r = v_t
+        if beta is not None:
+            if BETA_PER_CHANNEL:
+                beta_t = _load(beta + y, has_y, EVEN_V)
+                beta += beta_token
+            else:
+                beta_t = next_beta
+                beta += beta_token
+                next_beta = _scalar(beta, i + 1 < n)
+            if RAW:
+                beta_t = beta_scale / (1.0 + tl.exp(-beta_t))
+            r = beta_t * (v_t - tl.sum(S * k_t[:, None], 0))
+        # read, write
+        o_t = tl.sum(S * q_t[:, None], 0) + tl.sum(k_t * q_t, 0) * r
+        S += k_t[:, None] * r[None, :]
+        _store(output + y, o_t, has_y, EVEN_V)
+        if EACH_TOKEN:  # noqa: SIM102 (known when compiling; the next is not)
+            if i < slots_width:
+                end = tl.load(slots + i).to(tl.int64)
+                if (end >= 0) & (end < n_slots):
+                    _store(state + end * slot_stride + tile, S, has_xy, EVEN_K and EVEN_V)
+        q += q_token
+        k += k_token
+        v += v_token
+        output += output_token
+    if not EACH_TOKEN:  # noqa: SIM102
+        if (end >= 0) & (end < n_slots):
+            _store(state + end * slot_stride + tile, S, has_xy, EVEN_K and EVEN_V)
+
+
+def tiling(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """(value columns a program, warps): the same for every batch, so that a row's bits do not depend on its company.
+
+    Columns: 32 are 128 bytes of a row in memory. Warps: a thread holds 64 numbers of the state, and two of q and of k,
+    since an asynchronous copy takes no less than 4 bytes.
+    """
+    columns = min(32, next_power(value_dim))
+    return columns, max(1, next_power(key_dim) // 64)
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    slots: Tensor | None,
+    start_slots: Tensor | None,
+    cu_seqlens: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    *,
+    scale: float,
+    beta_scale: float,
+    normalize_qk: bool,
+    raw_gates: bool,
+    columns: int | None = None,
+    warps: int | None = None,
+) -> Tensor:
+    """One launch; returns the output `b t hv v`. The arguments are those of lineate.decode, checked there.
+
+    columns and warps replace the tiling, for measuring.
+    """
+    b, t, h, key_dim = q.shape
+    hv, value_dim = v.shape[2:]
+    q, k, v = (_last_contiguous(x) for x in (q, k, v))
+    per_channel = log_decay is not None and log_decay.dim() == 4
+    if log_decay is not None and per_channel:
+        log_decay = _last_contiguous(log_decay)
+    beta_per_channel = beta is not None and beta.dim() == 4
+    if beta is not None and beta_per_channel:
+        beta = _last_contiguous(beta)
+    each_token = slots is not None and slots.dim() == 2
+    strides = (*_strides(q), *_strides(k), *_strides(v))
+    unit = 8 if all(s % 8 == 0 for s in (key_dim, value_dim, *strides)) else 1
+    state_strides = _strides(state)[:2]
+    state_unit = 4 if all(s % 4 == 0 for s in (key_dim * value_dim, *state_strides)) else 1
+    own_columns, own_warps = tiling(key_dim, value_dim)
+    columns = own_columns if columns is None else columns
+    blocks = ceil_div(value_dim, columns)
+    rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    output = torch.empty(b, t, hv, value_dim, dtype=v.dtype, device=v.device)
+    with torch.cuda.device_of(q):
+        _decode[(rows * hv * blocks,)](
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            A_log.contiguous() if raw_gates and A_log is not None else None,
+            dt_bias.contiguous() if raw_gates and dt_bias is not None else None,
+            state,
+            None if slots is None else slots.contiguous(),
+            None if start_slots is None else start_slots.contiguous(),
+            None if cu_seqlens is None else cu_seqlens.contiguous(),
+            output,
+            t,
+            hv,
+            state.shape[0],
+            slots.shape[1] if each_token else 0,
+            scale,
+            beta_scale,
+            *(s // unit for s in strides),
+            *((0, 0, 0) if log_decay is None else _strides(log_decay)),
+            *((0, 0, 0) if beta is None else _strides(beta)),
+            *(s // state_unit for s in state_strides),
+            K=key_dim,
+            V=value_dim,
+            BK=next_power(key_dim),
+            BV=columns,
+            BLOCKS=blocks,
+            GROUP=hv // h,
+            UNIT=unit,
+            STATE_UNIT=state_unit,
+            DECAY_PER_CHANNEL=per_channel,
+            BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2,
+            BETA_PER_CHANNEL=beta_per_channel,
+            NORMALIZE=normalize_qk,
+            RAW=raw_gates,
+            EACH_TOKEN=each_token,
+            num_warps=own_warps if warps is None else warps,
+            num_stages=1,
+        )
+    return output
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    """x itself if its last dimension is contiguous (a view of one fused projection is), else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """The first three; 0 for a dimension of one element, whose stride says nothing and must not choose a variant."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))

@@ -1,0 +1,130 @@
+"""Gates: from what the caller gives to log_decay and beta, and the factors of decay per head.
+
+    log_decay = -exp(A_log) softplus(gate + dt_bias)      beta = beta_scale sigmoid(write)       if the gates are raw
+
+A small kernel of its own: its sums run along the tokens, which the tiles of the scores would pay for with barriers.
+"""
+
+import triton
+import triton.language as tl
+
+from lineate.kernels.portable.layout import chunk_bounds
+
+# e^-200 is 0 in float32, and so is any product with it: a floor on log_decay that changes nothing but keeps sums small.
+FLOOR = tl.constexpr(-200.0)
+LOG2E = tl.constexpr(1.4426950408889634)
+SMALL_BETA = tl.constexpr(0.00390625)
+# The vectors of one chunk and head with decay per head, in this order: `slot hv FACTORS c`.
+READ_Q = tl.constexpr(0)  # scale |q|^-1 e^{G_i}
+READ_K = tl.constexpr(1)  # |k|^-1 e^{G_i}
+WRITE = tl.constexpr(2)  # |k|^-1 e^{G_c - G_i}; 0 past the end of the text
+BETA = tl.constexpr(3)  # 0 past the end of the text
+LAST = tl.constexpr(4)  # e^{G_c}, the same in all c places
+COARSE = tl.constexpr(5)  # G_i is coarse + fine, whose differences are exact to float32 rounding
+FINE = tl.constexpr(6)
+DECAY = tl.constexpr(7)  # log_decay, at least FLOOR
+FACTORS = tl.constexpr(8)
+
+
+@triton.jit
+def allowed(log_decay):
+    """What is used of log_decay: at least FLOOR, and NaN where it is NaN or positive, an error nobody waits for."""
+    return tl.where(log_decay <= 0.0, tl.maximum(log_decay, FLOOR), float("nan"))
+
+
+@triton.jit
+def is_small(beta, dtype: tl.constexpr):
+    """Where R = beta (E - M R) tells nothing of the bracket: beta is 0, or R or beta M leave float16's range."""
+    return tl.abs(beta) <= (0.0 if dtype == tl.float32 else SMALL_BETA)
+
+
+@triton.jit
+def softplus(x):
+    """max(x, 0) + log(1 + y), y = e^-|x|: log(1 + y) / y by a polynomial, to 2e-7 for all y in [0, 1]."""
+    y = tl.exp(-tl.abs(x))
+    p = 0.00512610212 * y - 0.0290740646
+    p = p * y + 0.0775160866
+    p = p * y - 0.136022476
+    p = p * y + 0.190768807
+    p = p * y - 0.24835399
+    p = p * y + 0.333181217
+    p = p * y - 0.49999445
+    p = p * y + 0.999999966
+    return tl.maximum(x, 0.0) + p * y
+
+
+@triton.jit(do_not_specialize=["t"])
+def head_gates(
+    log_decay, beta, A_log, dt_bias, factors, bounds, first_slots, slot_texts, t, scale, beta_scale,
+    HV: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, CORRECTS: tl.constexpr,
+    RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program a chunk and HEADS value heads: tiles [C, HEADS].
+
+    G is summed in two parts. Coarse is a multiple of 1/512 below 2^14 and adds without rounding; fine is what is left,
+    below 1/1024 a token. So e^{G_i - G_j} is as exact after a reset as before, and causal to the last bit.
+    """
+    slot = tl.program_id(0)
+    start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
+    i = tl.arange(0, C)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    there = (i < rows)[:, None] & (head < HV)[None, :]
+    at = (start + i)[:, None] * HV + head[None, :]
+    decay = tl.zeros((C, HEADS), tl.float32)
+    rate = tl.where(there, 1.0, 0.0)
+    if GATED:
+        decay = tl.load(log_decay + at, mask=there, other=0.0).to(tl.float32)
+        if RAW:
+            if BIAS:
+                decay += tl.load(dt_bias + head, mask=head < HV, other=0.0).to(tl.float32)[None, :]
+            speed = tl.exp(tl.load(A_log + head, mask=head < HV, other=0.0).to(tl.float32))
+            decay = tl.where(there, -speed[None, :] * softplus(decay), 0.0)
+        decay = allowed(decay)
+    if CORRECTS:
+        rate = tl.load(beta + at, mask=there, other=0.0).to(tl.float32)
+        if RAW:
+            rate = tl.where(there, beta_scale * tl.sigmoid(rate), 0.0)
+    steps = tl.floor(decay * 512.0 + 0.5) * (1.0 / 512.0)
+    coarse, fine = tl.cumsum(steps, 0), tl.cumsum(decay - steps, 0)
+    end_coarse, end_fine = tl.sum(steps, 0)[None, :], tl.sum(decay - steps, 0)[None, :]
+    read = tl.exp(coarse + fine)
+    write = tl.where(there, tl.exp((end_coarse - coarse) + (end_fine - fine)), 0.0)
+    last = tl.exp(end_coarse + end_fine) + tl.zeros((C, HEADS), tl.float32)
+    vector = factors + (slot.to(tl.int64) * HV + head)[None, :] * (FACTORS * C) + i[:, None]
+    within = (head < HV)[None, :] & (i < C)[:, None]
+    tl.store(vector + READ_Q * C, scale * read, mask=within)
+    tl.store(vector + READ_K * C, read, mask=within)
+    tl.store(vector + WRITE * C, write, mask=within)
+    tl.store(vector + BETA * C, rate, mask=within)
+    tl.store(vector + LAST * C, last, mask=within)
+    tl.store(vector + COARSE * C, coarse, mask=within)
+    tl.store(vector + FINE * C, fine, mask=within)
+    tl.store(vector + DECAY * C, decay, mask=within)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def head_gates_backward(
+    gate, write, A_log, dt_bias, dlog_decay, dbeta, dgate, dwrite, sums, tokens, beta_scale,
+    HV: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """From the gradients of log_decay and beta to those of raw gates: tiles [BT, HEADS].
+
+    sums `program 2 hv`: this program's part of dA_log and ddt_bias.
+    """
+    row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    there = (row < tokens)[:, None] & (head < HV)[None, :]
+    at = row[:, None] * HV + head[None, :]
+    x = tl.load(gate + at, mask=there, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(dt_bias + head, mask=head < HV, other=0.0).to(tl.float32)[None, :]
+    speed = -tl.exp(tl.load(A_log + head, mask=head < HV, other=0.0).to(tl.float32))[None, :]
+    d = tl.load(dlog_decay + at, mask=there, other=0.0) * speed
+    dx = d * tl.sigmoid(x)
+    tl.store(dgate + at, dx.to(dgate.dtype.element_ty), mask=there)
+    part = sums + tl.program_id(0) * 2 * HV + head
+    tl.store(part, tl.sum(tl.where(there, d * softplus(x), 0.0), 0), mask=head < HV)
+    tl.store(part + HV, tl.sum(tl.where(there, dx, 0.0), 0), mask=head < HV)
+    rate = tl.sigmoid(tl.load(write + at, mask=there, other=0.0).to(tl.float32))
+    dy = tl.load(dbeta + at, mask=there, other=0.0) * beta_scale * rate * (1.0 - rate)
+    tl.store(dwrite + at, dy.to(dwrite.dtype.element_ty), mask=there)

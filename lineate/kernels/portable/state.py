@@ -1,0 +1,214 @@
+"""The state from chunk to chunk, and what is read from it on the way: forward, and the same walk backwards.
+
+    E = V - Kr S      R = T (beta E)      (rule only accumulates: R = V)
+    O = Qr S + P R    S <- e^{G_c} S + Kw^T R
+
+The state is held transposed, S [BV, K], value columns as rows: every product then has its left operand in registers
+(S, E, R) and its right one as it lies in memory (k, P, T), so nothing goes through shared memory but what is loaded.
+A program walks one segment of one text, for one value head and BV of its value columns.
+"""
+
+import triton
+import triton.language as tl
+
+from lineate.kernels.portable.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
+from lineate.kernels.portable.layout import load_tile, store_tile, text_bounds
+
+
+@triton.jit
+def load_state(base, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Columns first.. of a state [K, V], transposed: [BV, BK]."""
+    i = first + tl.arange(0, BV)
+    j = tl.arange(0, BK)
+    return tl.load(base + i[:, None] + j[None, :] * V, mask=(i < V)[:, None] & (j < K)[None, :], other=0.0)
+
+
+@triton.jit
+def store_state(base, S, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """What load_state reads, written."""
+    i = first + tl.arange(0, BV)
+    j = tl.arange(0, BK)
+    tl.store(base + i[:, None] + j[None, :] * V, S, mask=(i < V)[:, None] & (j < K)[None, :])
+
+
+@triton.jit
+def _own_part(HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MAP: tl.constexpr):
+    """Which part is this program's: first value column, text and head together, head, segment."""
+    COLUMNS: tl.constexpr = ((V + K if MAP else V) + BV - 1) // BV
+    pair = tl.program_id(0) // COLUMNS
+    return tl.program_id(0) % COLUMNS * BV, pair, (pair % HV).to(tl.int64), tl.program_id(2)
+
+
+@triton.jit
+def _identity_behind(first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Columns first.. of an empty state with the identity behind its V columns, transposed: [BV, BK]."""
+    x = tl.arange(0, BK)
+    identity = (first - V + tl.arange(0, BV))[:, None] == x[None, :]
+    return tl.where(identity & (x < K)[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def _load_factors(vector, there, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr):
+    """e^{G_c}, [BK] or [1], and the factors of q, [C]."""
+    i = tl.arange(0, C)
+    if CHANNEL:
+        x = tl.arange(0, BK)
+        last = tl.load(vector + x, mask=there & (x < K), other=0.0)
+        read_q = tl.zeros((C,), tl.float32)
+    else:
+        last = tl.load(vector + LAST * C + tl.arange(0, 1), mask=there, other=0.0)
+        read_q = tl.load(vector + READ_Q * C + i, mask=there, other=0.0)
+    return last, read_q
+
+
+@triton.jit(do_not_specialize=["t", "segments"])
+def forward_state(
+    q, k, w, v, P, T, factors, starts, output, final, states,
+    bounds, first_slots, t, segments, stride_q, stride_k, stride_v, head_q, head_k, head_v,
+    HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, CHANNEL: tl.constexpr, CORRECTS: tl.constexpr, KEEP: tl.constexpr, MAP: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q, k: the caller's with factors `slot hv FACTORS c` (decay per head), or Qr, Kr, w = Kw (CHANNEL: e^{G_c}, beta).
+
+    starts `text hv segment k v`: the state entering each segment; final `text hv k v`. KEEP: also the state entering
+    each chunk, `slot hv v k`. MAP: no output; final `text hv segment k (v + k)` is the segment's affine map instead:
+    what it makes of an empty state, then of the identity without values.
+    """
+    first, pair, head, segment = _own_part(HV, K, V, BV, MAP)
+    start, length, slot = text_bounds(pair // HV, bounds, first_slots, t, C, PACKED)
+    per_segment = tl.cdiv(tl.cdiv(length, C), segments)
+    begin = segment * per_segment
+    end = tl.minimum(begin + per_segment, tl.cdiv(length, C))
+    entry = pair.to(tl.int64) * segments + segment
+    columns = V - first  # how many are left from here on
+    if MAP:
+        S = _identity_behind(first, K, V, BK, BV)
+    else:
+        S = load_state(starts + entry * K * V, first, K, V, BK, BV)
+    i = tl.arange(0, C)
+    key_head = head if CHANNEL else head // R
+    dtype = v.dtype.element_ty
+    vectors = BK + C if CHANNEL else FACTORS * C  # numbers of `factors` a chunk and head
+    # What the compiler does not fetch ahead by itself: the factors of the first chunk, then always of the next.
+    last, read_q = _load_factors(factors + ((slot + begin) * HV + head) * vectors, begin < end, C, K, BK, CHANNEL)
+    for n in range(begin, end):
+        rows = length - n * C
+        at = (slot + n) * HV + head
+        token = start + n * C
+        vector = factors + at * vectors
+        keys = load_tile(k + token * stride_k + key_head * head_k, stride_k, rows, K, C, BK, K == BK)
+        values = load_tile(v + token * stride_v + head * head_v + first, stride_v, rows, columns, C, BV, EVEN)
+        if KEEP:
+            store_tile(states + at * K * V + first * K, K, S, columns, K, BV, BK, K == BK and EVEN)
+        held = S.to(dtype)
+        Vt = tl.trans(values).to(tl.float32)
+        if CORRECTS:
+            inverse = load_tile(T + at * C * C, C, C, C, C, C, True)
+            beta = tl.load(vector + (BK if CHANNEL else BETA * C) + i)
+            KS = tl.dot(held, tl.trans(keys), input_precision=PRECISION)
+            if not CHANNEL:
+                KS = KS * tl.load(vector + READ_K * C + i)[None, :]
+            E = ((Vt - KS) * beta[None, :]).to(dtype)
+            Rt = tl.dot(E, tl.trans(inverse), input_precision=PRECISION)
+        else:
+            Rt = Vt
+        if not MAP:
+            queries = load_tile(q + token * stride_q + key_head * head_q, stride_q, rows, K, C, BK, K == BK)
+            scores = load_tile(P + at * C * C, C, C, C, C, C, True)
+            O = tl.dot(held, tl.trans(queries), input_precision=PRECISION)
+            if not CHANNEL:
+                O = O * read_q[None, :]
+            O = tl.dot(Rt.to(dtype), tl.trans(scores), O, input_precision=PRECISION)
+        S = S * last[None, :]
+        if CHANNEL:
+            writers = load_tile(w + token * stride_k + key_head * head_k, stride_k, rows, K, C, BK, K == BK)
+            S = tl.dot(Rt.to(dtype), writers, S, input_precision=PRECISION)
+        else:
+            Rt = Rt * tl.load(vector + WRITE * C + i)[None, :]
+            S = tl.dot(Rt.to(dtype), keys, S, input_precision=PRECISION)
+        last, read_q = _load_factors(vector + HV * vectors, n + 1 < end, C, K, BK, CHANNEL)
+        if not MAP:
+            written = output + (token * HV + head) * V + first
+            store_tile(written, HV * V, tl.trans(O), rows, columns, C, BV, EVEN)
+    if MAP:
+        store_state(final + entry * K * (V + K), S, first, K, V + K, BK, BV)
+    elif segment == segments - 1:
+        store_state(final + pair.to(tl.int64) * K * V, S, first, K, V, BK, BV)
+
+
+@triton.jit(do_not_specialize=["t", "segments"])
+def backward_state(
+    q, k, w, P, T, factors, ends, doutput, dvalues, dstart, dstates,
+    bounds, first_slots, t, segments, stride_q, stride_k, head_q, head_k,
+    HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, CHANNEL: tl.constexpr, CORRECTS: tl.constexpr, MAP: tl.constexpr,
+    PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same walk from the last chunk to the first, for dS [BV, K].
+
+        dR = P^T dO + Kw dS      X = T^T dR      dE = beta X      (rule only accumulates: dV = dR)
+        dS <- e^{G_c} dS + Qr^T dO - Kr^T dE
+
+    ends `text hv segment k v`: dS behind each segment; dstart: dS before the first. dvalues gets X (dV if the rule only
+    accumulates), dstates `slot hv v k` the dS that left each chunk. MAP as in forward_state, into dstart.
+    """
+    first, pair, head, segment = _own_part(HV, K, V, BV, MAP)
+    start, length, slot = text_bounds(pair // HV, bounds, first_slots, t, C, PACKED)
+    per_segment = tl.cdiv(tl.cdiv(length, C), segments)
+    begin = segment * per_segment
+    end = tl.minimum(begin + per_segment, tl.cdiv(length, C))
+    entry = pair.to(tl.int64) * segments + segment
+    columns = V - first
+    if MAP:
+        dS = _identity_behind(first, K, V, BK, BV)
+    else:
+        dS = load_state(ends + entry * K * V, first, K, V, BK, BV)
+    i = tl.arange(0, C)
+    key_head = head if CHANNEL else head // R
+    dtype = doutput.dtype.element_ty
+    vectors = BK + C if CHANNEL else FACTORS * C
+    last, _ = _load_factors(factors + ((slot + end - 1) * HV + head) * vectors, begin < end, C, K, BK, CHANNEL)
+    for step in range(begin, end):
+        n = end - 1 - (step - begin)
+        rows = length - n * C
+        at = (slot + n) * HV + head
+        token = start + n * C
+        vector = factors + at * vectors
+        doutputs = load_tile(doutput + (token * HV + head) * V + first, HV * V, rows, columns, C, BV, EVEN)
+        keys = load_tile(k + token * stride_k + key_head * head_k, stride_k, rows, K, C, BK, K == BK)
+        scores = load_tile(P + at * C * C, C, C, C, C, C, True)
+        if not MAP:
+            store_tile(dstates + at * K * V + first * K, K, dS, columns, K, BV, BK, K == BK and EVEN)
+        dOt = tl.trans(doutputs)
+        if CHANNEL:
+            writers = load_tile(w + token * stride_k + key_head * head_k, stride_k, rows, K, C, BK, K == BK)
+            dR = tl.dot(dS.to(dtype), tl.trans(writers), input_precision=PRECISION)
+        else:
+            dR = tl.dot(dS.to(dtype), tl.trans(keys), input_precision=PRECISION)
+            dR = dR * tl.load(vector + WRITE * C + i)[None, :]
+        dR = tl.dot(dOt, scores, dR, input_precision=PRECISION)
+        queries = load_tile(q + token * stride_q + key_head * head_q, stride_q, rows, K, C, BK, K == BK)
+        dS = dS * last[None, :]
+        if CHANNEL:
+            dS = tl.dot(dOt, queries, dS, input_precision=PRECISION)
+        else:
+            read_q = tl.load(vector + READ_Q * C + i)
+            scaled = (dOt.to(tl.float32) * read_q[None, :]).to(dtype)
+            dS = tl.dot(scaled, queries, dS, input_precision=PRECISION)
+        X = dR
+        if CORRECTS:
+            inverse = load_tile(T + at * C * C, C, C, C, C, C, True)
+            beta = tl.load(vector + (BK if CHANNEL else BETA * C) + i)
+            X = tl.dot(dR.to(dtype), inverse, input_precision=PRECISION)
+            dE = -X * beta[None, :]
+            if not CHANNEL:
+                dE = dE * tl.load(vector + READ_K * C + i)[None, :]
+            dS = tl.dot(dE.to(dtype), keys, dS, input_precision=PRECISION)
+        last, _ = _load_factors(vector - HV * vectors, n > begin, C, K, BK, CHANNEL)
+        if not MAP:
+            store_tile(dvalues + (token * HV + head) * V + first, HV * V, tl.trans(X), rows, columns, C, BV, EVEN)
+    if MAP:
+        store_state(dstart + entry * K * (V + K), dS, first, K, V + K, BK, BV)
+    elif segment == 0:
+        store_state(dstart + pair.to(tl.int64) * K * V, dS, first, K, V, BK, BV)

@@ -1,0 +1,126 @@
+"""The C code under the address and undefined-behaviour sanitizers: a table of calls in a process of its own.
+
+The process runs this file. A report of a sanitizer ends it, and its text is the test's message.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from cases import NATIVE_OBSTACLE, ROWS, Shape, bounds, convert, draw
+from torch import Tensor
+
+from lineate.layers.convolution import short_convolution
+from lineate.layers.feed import glu
+from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.native import build, layers
+
+SANITIZE = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
+"""(At -O3 gcc takes minutes.)"""
+SHAPES = (
+    Shape(1, 1, 1, 1, 1, 1),
+    Shape(2, 5, 1, 3, 3, 7),
+    Shape(1, 16, 2, 2, 16, 16),
+    Shape(2, 33, 2, 4, 17, 31),
+    Shape(1, 70, 1, 2, 33, 66),
+)
+TEXTS = (0, 1, 16, 0, 33, 20, 0)
+
+
+def check_rules() -> None:
+    """Forward and backward of every rule, and tokens one by one: odd sizes, dtypes, packed texts, gaps in memory."""
+    shapes = [(shape, None) for shape in SHAPES] + [(Shape(1, sum(TEXTS), 2, 4, 6, 5), TEXTS)]
+    for row, (shape, texts), dtype, normalize in product(ROWS, shapes, (torch.float32, torch.bfloat16), (False, True)):
+        given = convert(draw(row, shape, texts=None if texts is None else len(texts)), dtype)
+        given = {name: x if name == "state" else with_gaps(x) for name, x in given.items()}
+        options = {"normalize_qk": normalize, "backend": "native"}
+        if texts is not None:
+            options["cu_seqlens"] = bounds(texts)
+        row.op(**given, form="recurrent", **options)
+        for chunk in (1, 16, 40):
+            leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+            output, state = row.op(**leaves, form="chunkwise", chunk_size=chunk, **options)
+            torch.autograd.grad((output.float().sum() + state.sum()), list(leaves.values()))
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    """x as part of a wider projection, to whose end it reaches."""
+    wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + 3)
+    wide[..., 3:] = x
+    return wide[..., 3:]
+
+
+def differentiate(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> None:
+    torch.autograd.grad(sum(x.sum() for x in outputs), leaves)
+
+
+def check_layers() -> None:
+    """Convolution, norms and the gated unit: odd widths, one token, no token, packed texts."""
+    for b, t, channels, size, started in product((1, 2), (1, 2, 3, 37), (1, 7, 16, 33), (2, 3, 4), (False, True)):
+        x, weight = with_gaps(torch.randn(b, t, channels)), torch.randn(channels, size)
+        state = torch.randn(b, channels, size - 1) if started else None
+        leaves = [x.requires_grad_() for x in (x, weight, state) if x is not None]
+        differentiate(short_convolution(x, weight, state), leaves)
+    for channels, size in product((1, 19), (2, 3, 4)):
+        x, weight = torch.randn(1, sum(TEXTS), channels), torch.randn(channels, size)
+        leaves = [y.requires_grad_() for y in (x, weight, torch.randn(len(TEXTS), channels, size - 1))]
+        differentiate(short_convolution(*leaves, bounds(TEXTS)), leaves)
+    for shape, size in product(((1,), (3, 5), (2, 3, 4), (2, 0, 3)), (1, 2, 15, 17, 130)):
+        x, gate = (with_gaps(torch.randn(*shape, size)).requires_grad_() for _ in range(2))
+        differentiate((RMSNorm(size)(x), GatedRMSNorm(size)(x, gate)), [x, gate])
+        pair = with_gaps(torch.randn(*shape, 2 * size)).requires_grad_()
+        differentiate((glu(pair),), [pair])
+
+
+if __name__ == "__main__":
+    assert not NATIVE_OBSTACLE, NATIVE_OBSTACLE
+    torch.manual_seed(0)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        check_rules()
+        check_layers()
+    assert layers.serves(torch.zeros(1))  # not by torch
+    print("no report")
+
+
+def runtime(compiler: list[str], name: str) -> str | None:
+    """A library of the compiler's, by its full path."""
+    found = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+    return found if os.path.isabs(found) else None
+
+
+@pytest.mark.slow
+def test_sanitizers_report_nothing(tmp_path):
+    compiler = shutil.which("gcc")
+    names = ("libasan.so", "libubsan.so", "libstdc++.so.6")  # torch throws exceptions, which the first one watches
+    libraries = [None if compiler is None else runtime([compiler], name) for name in names]
+    if None in libraries:
+        pytest.skip("needs gcc with libasan and libubsan")
+    cc = tmp_path / "cc"
+    cc.write_text(f'#!/bin/sh\nexec {compiler} "$@" {SANITIZE}\n')
+    cc.chmod(0o755)
+    (tmp_path / "empty.c").write_text("int empty;\n")
+    tried = [str(cc), "-shared", "-fPIC", str(tmp_path / "empty.c"), "-o", str(tmp_path / "empty.so")]
+    if subprocess.run(tried, capture_output=True).returncode:
+        pytest.skip("needs gcc with -fsanitize=address,undefined")
+    # Compiled here: in the other process the compiler would be watched, too.
+    command = [str(cc), *build._FLAGS, build._machine_flag(), *build._LINK]
+    build._compile(command, tmp_path, f"native-{build._fingerprint(command)}-")
+    environment = {
+        **os.environ,
+        "CC": str(cc),
+        "LINEATE_CACHE": str(tmp_path),
+        "LD_PRELOAD": " ".join(map(str, libraries)),
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PYTHONPATH": os.pathsep.join(
+            (str(Path(build.__file__).parents[2]), str(Path(__file__).parents[1] / "support"))
+        ),
+    }
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0 and done.stdout.endswith("no report\n"), (done.stdout + done.stderr)[-6000:]

@@ -1,0 +1,123 @@
+"""The programs in the documentation run, and its links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lineate import layers
+from lineate.models import HybridLM, preset
+from lineate.tasks.model import ModelOptions, make_config
+from lineate.training.command import run_generate
+from lineate.training.tokenizer import Bytes
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+
+
+def programs(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _mixer_inputs():
+    x = torch.randn(1, 12, 1024)
+    ids = torch.randint(256, (2, 6))
+    return {
+        "x": x, "next_x": x[:, :1], "packed": x, "bounds": torch.tensor([0, 5, 12]), "input_ids": ids,
+        "next_ids": ids[:, :1], "packed_ids": ids.view(1, 12), "padded_ids": ids,
+        "mask": torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]),
+    }  # fmt: skip
+
+
+def _pairs():
+    q, k, v = torch.randn(3, 1, 4, 2, 8)
+    return {"q": q, "k": k, "v": v, "beta": torch.rand(1, 4, 2), "zeros": torch.zeros(2, 8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("page", "count", "given"),
+    [
+        ("README.md", 1, dict),  # the second reads a checkpoint from the hub
+        ("docs/serving.md", None, dict),
+        ("docs/models.md", 2, _mixer_inputs),  # the third changes transformers
+        ("docs/memory.md", None, _pairs),
+        ("docs/planning.md", None, dict),
+    ],
+)
+def test_programs_run(page, count, given):
+    """The first `count`, or all, one after another: a later one may use what an earlier one made.
+
+    given: what a program names without making it.
+    """
+    names: dict[str, object] = given()
+    found = programs(ROOT / page)[:count]
+    assert found
+    for text in found:
+        exec(compile(text, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page):
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if not link.startswith("http"):
+            assert (page.parent / link).exists(), link
+
+
+def _gate(mixer):
+    return getattr(getattr(mixer, "norm", None), "activation", None)
+
+
+def test_output_gates_are_as_models_md_says():
+    made = {kind.__name__: kind(32, 2) for kind in (
+        layers.LinearAttention, layers.GatedLinearAttention, layers.DeltaNet, layers.GatedDeltaNet,
+        layers.KimiDeltaAttention, layers.Titans, layers.LeastSquares,
+    )}  # fmt: skip
+    assert {name: _gate(mixer) for name, mixer in made.items()} == {
+        name: "sigmoid" if name == "KimiDeltaAttention" else "silu" for name in made
+    }
+    for pattern, expected in (("GGGA", "silu"), ("LRD", "silu"), ("KKKM", "sigmoid"), ("GK", "sigmoid")):
+        model = HybridLM(preset("tiny", pattern=pattern))
+        gates = {_gate(block.mixer) for block in model.layers} - {None}
+        assert gates == {expected}, pattern
+    assert {_gate(block.mixer) for block in HybridLM(make_config("kda", 20, ModelOptions())).layers} == {"silu"}
+
+
+@pytest.mark.parametrize("kind", ["GatedDeltaNet", "KimiDeltaAttention", "GatedLinearAttention", "TTTLinear"])
+@torch.no_grad()
+def test_output_gates_gate(kind):
+    """At z = 0 silu and gelu are shut; a sigmoid is half open."""
+    mixer, x = getattr(layers, kind)(32, 2, conv_size=0), torch.randn(1, 5, 32)
+    mixer.out_proj.weight.copy_(torch.eye(32))
+    z = {"GatedDeltaNet": slice(96, 128), "GatedLinearAttention": slice(112, 144), "TTTLinear": slice(96, 128)}
+    weight = mixer.gate_proj.weight if kind == "KimiDeltaAttention" else mixer.in_proj.weight[z[kind]]
+    weight.zero_()
+    assert bool(mixer(x)[0].any()) == (kind == "KimiDeltaAttention")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "shown"), re.findall(
+    r"^    \$ lineate (.*)\n((?:    .*\n|\n(?=    ))*)", (ROOT / "docs/planning.md").read_text(), re.MULTILINE
+))  # fmt: skip
+def test_plans_print_what_is_shown(command, shown):
+    run = subprocess.run(
+        [sys.executable, "-m", "lineate.cli", *command.split()], capture_output=True, text=True, check=True, cwd=ROOT,
+        env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+    printed = {line.rstrip() for line in run.stdout.splitlines()}
+    assert [line for line in shown.splitlines() if line.strip() and line[4:].rstrip() not in printed] == []
+
+
+def test_generating_needs_the_tokenizer_that_serving_md_names(tmp_path):
+    """A folder without one, as a published checkpoint is, is refused; a run and its model/ have it."""
+    HybridLM(preset("tiny", vocab_size=257)).save_pretrained(tmp_path / "model")
+    arguments = ("def ", 2, 0.0, 0, 1.0, 0, "cpu")
+    assert "`tokenizer_kind.json`" in (ROOT / "docs/serving.md").read_text()
+    with pytest.raises((ValueError, OSError), match=r"tokenizer_kind\.json is missing"):
+        run_generate(tmp_path / "model", *arguments)
+    Bytes().save(tmp_path / "model")
+    for folder in (tmp_path, tmp_path / "model"):
+        run_generate(folder, *arguments)
