@@ -28,7 +28,7 @@ class ModelSizes(Protocol):
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of a mixer; a multiply-add counts as 2. `convention` is "executed" or "least" (planning/compute.py)."""
+    """Operations of a mixer; a multiply-add counts as 2. `convention`: "executed" or "least" (planning/compute.py)."""
 
     projections: Callable[[ModelSizes, Any], int]
     """(model, config) -> products with weights, per token."""
