@@ -3,24 +3,17 @@
 torch.compile and autograd both see `lineate::<name>` and `lineate::<name>_backward`, nothing inside them.
 """
 
-import sys
-from collections.abc import Callable, Iterable
-from functools import partial, wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from lineate.flops import announce
 from lineate.forms.packing import check_bounds
 from lineate.rule import full_precision
+from lineate.tracing import in_memory, is_eager, needs_grad, recorded
 
-P = ParamSpec("P")
-R = TypeVar("R")
-Maybe = TypeVar("Maybe", Tensor, Tensor | None)
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Types whose memory holds what they say, unless `is_virtual`; a subclass may be anything."""
 Outputs = tuple[Tensor, Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -250,56 +243,6 @@ def _refuse_second_derivative(name, ctx, *gradients):  # type: ignore[no-untyped
     )
 
 
-def transformed() -> bool:
-    """Whether tensors may be other than what they seem to an op: in a torch.func transform, or with tangents.
-
-    The ops know of no tangents, and cannot see what autograd wants of the tensors inside of vmap.
-    """
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds; graphs are
-# guarded by the transforms and the level of forward mode that they were made in.
-transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def recorded() -> bool:
-    """Whether a compiler, another mode or torch.jit.trace looks at calls, and must see ops."""
-    if torch.compiler.is_compiling():
-        return True
-    if torch._C._len_torch_dispatch_stack():
-        announce()  # it may count operations
-        return True
-    return torch._C._get_tracing_state() is not None
-
-
-def is_virtual(x: Tensor) -> bool:
-    """Whether the memory of x does not hold its values: a view with a negative bit, or a zero tensor.
-
-    (A conjugate bit needs complex numbers, which nothing here takes.)
-    """
-    return x.is_neg() or x._is_zerotensor()
-
-
-def in_memory(tensors: Iterable[Maybe]) -> list[Maybe]:
-    """Return the tensors with copies of those that are virtual, for C and kernels, which read memory.
-
-    torch's dispatcher does this for an op; calls that go around it must. Gradients go through the copies.
-    """
-    # is_virtual(x), written out: decoding asks it of every tensor.
-    return [x.clone() if x is not None and (x.is_neg() or x._is_zerotensor()) else x for x in tensors]
-
-
-def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether nobody but autograd wants to see the op: no compiler, mode, transform or kind of tensor."""
-    return not recorded() and all(x is None or type(x) in PLAIN for x in tensors) and not transformed()
-
-
-def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd will want a backward of a call with these inputs."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def expect_gradients(ctx, output):  # type: ignore[no-untyped-def]
     """In setup_context: no gradient is made up for what has none (of the kept states it would be as large as they)."""
     ctx.set_materialize_grads(False)
@@ -359,32 +302,3 @@ def _empty_grads(
     dlog_decay, dbeta = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_decay, beta))
     dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, dfinal))
     return dq, dk, dv, dlog_decay, dbeta, dstate
-
-
-def cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
-    """run with the CPU as torch's default device: what runs for itself, such as training, is not moved by another one.
-
-    (torch's optimisers make tensors without naming a device; what is called inside a user's model names its own.)
-    """
-
-    @wraps(run)
-    def here(*args: P.args, **named: P.kwargs) -> R:
-        if torch.get_default_device().type == "cpu":  # a mode would slow down every call
-            return run(*args, **named)
-        with torch.device("cpu"):
-            return run(*args, **named)
-
-    return here
-
-
-def uncompiled(run: Callable[P, R]) -> Callable[P, R]:
-    """run outside the graphs of torch.compile."""
-
-    @wraps(run)
-    def outside(*args: P.args, **named: P.kwargs) -> R:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
-            return torch.compiler.disable(run)(*args, **named)
-        return run(*args, **named)
-
-    outside._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return outside

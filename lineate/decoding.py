@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import in_memory, needs_grad, transformed
 from lineate.dispatch import (
     KNOWN_AT_MOST,
     TRANSFORMED,
@@ -24,6 +23,7 @@ from lineate.dispatch import (
 )
 from lineate.rule import activate, compute_dtype, full_precision, normalize, step
 from lineate.stability import watch_writes
+from lineate.tracing import in_memory, needs_grad, transformed
 
 BACKENDS = ("auto", "torch", "triton")
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lineate import checks, flops
-from lineate.chunk_op import PLAIN, needs_grad, recorded, transformed
 from lineate.native.build import why_not
 from lineate.processor import why_wide
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
+from lineate.tracing import PLAIN, needs_grad, recorded, transformed
 
 Signature = tuple[object, ...]
 

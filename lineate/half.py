@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lineate.chunk_op import is_eager, needs_grad
 from lineate.native import product as native
 from lineate.processor import multiplies
+from lineate.tracing import is_eager, needs_grad
 
 BLOCK = 2**20
 """Elements that are widened at a time: 4 MB, which also keeps the allocator from mapping new pages for every block."""

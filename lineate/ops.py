@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import transformed
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.forms.chunkwise import chunkwise
 from lineate.forms.packing import Form, run_chunked, run_packed
@@ -45,6 +44,7 @@ from lineate.precision import full_precision_backward
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule, compute_dtype, full_precision
 from lineate.rule import normalize as unit
 from lineate.stability import watch_writes
+from lineate.tracing import transformed
 
 State = TypeVar("State")
 

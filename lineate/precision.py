@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lineate.chunk_op import transformed
+from lineate.tracing import transformed
 
 P = ParamSpec("P")
 R = TypeVar("R")

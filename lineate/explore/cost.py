@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
-from lineate.chunk_op import cpu_by_default
 from lineate.explore.memories import FIXED_SIZE, RULES, Report, silent
+from lineate.tracing import cpu_by_default
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import cpu_by_default
 from lineate.explore.memories import LABELS
 from lineate.explore.pictures import Numbers, Options, Picture
 from lineate.explore.style import rounded
 from lineate.explore.subject import Trace, open_subject, trace
+from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

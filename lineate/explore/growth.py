@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.chunk_op import cpu_by_default
 from lineate.explore.cost import one_thread
 from lineate.explore.memories import FIXED_SIZE, LABELS, SHORT, Setting
 from lineate.explore.pictures import Numbers, Options, Picture
 from lineate.explore.style import COLORS, LETTER_RULES, LINES, MARKERS, wrapped
 from lineate.explore.subject import Subject, Trace, choose_layer, open_subject, run_rule
 from lineate.models.config import LINEAR_LETTERS
+from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

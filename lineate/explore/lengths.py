@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lineate.chunk_op import cpu_by_default
 from lineate.explore.cost import CostSetting, measure_cost, one_thread
 from lineate.explore.findings import size
 from lineate.explore.forgetting import number
 from lineate.explore.memories import LABELS
 from lineate.explore.pictures import Numbers, Options, Picture
+from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 
-from lineate.chunk_op import cpu_by_default
 from lineate.explore.memories import (
     FIXED_SIZE,
     FORGETTING,
@@ -30,6 +29,7 @@ from lineate.explore.memories import (
     state_norm,
     write,
 )
+from lineate.tracing import cpu_by_default
 
 T = TypeVar("T")
 

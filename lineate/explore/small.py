@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.chunk_op import cpu_by_default
 from lineate.explore.cost import one_thread
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.native.build import default_cache_folder
+from lineate.tracing import cpu_by_default
 
 CONFIG = HybridConfig(
     vocab_size=257, hidden_size=64, n_layers=6, pattern="KGKGKA", tie_embeddings=True,

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import cpu_by_default
 from lineate.explore.memories import FIXED_SIZE, LABELS, write
 from lineate.explore.pictures import Numbers, Options, Picture
 from lineate.explore.style import rounded, signed_map
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
+from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.chunk_op import cpu_by_default
 from lineate.explore.pictures import Options
 from lineate.explore.style import LETTER_RULES
 from lineate.layers.linear import (
@@ -27,6 +26,7 @@ from lineate.models.config import LINEAR_LETTERS, HybridConfig
 from lineate.models.presets import PRESETS, preset
 from lineate.names import nearest, user_path
 from lineate.rule import activate, compute_dtype, normalize
+from lineate.tracing import cpu_by_default
 
 SMALL_PRESETS = ("tiny", "small", "compact", "base")
 """Presets that are drawn with random weights; larger ones would take minutes and show the same."""

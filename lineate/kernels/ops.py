@@ -5,11 +5,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import arrived, check_kept, expect_gradients, in_memory, is_eager, make_direct, needs_grad
+from lineate.chunk_op import arrived, check_kept, expect_gradients, make_direct
 from lineate.kernels import pipeline as kernels
 from lineate.kernels.call import Gates, count_slots, make_call
 from lineate.kernels.pipeline import Gradients
 from lineate.kernels.portable import decode as decoding
+from lineate.tracing import in_memory, is_eager, needs_grad
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

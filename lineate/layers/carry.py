@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.chunk_op import uncompiled
 from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.state import TokenCache
 from lineate.ops import Attended
 from lineate.rule import compute_dtype, full_precision
+from lineate.tracing import uncompiled
 
 READ_AT_ONCE = 4096
 """Tokens whose gradients are summed into the state's at a time: bounds the copy in float32."""

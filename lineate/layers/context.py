@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import uncompiled
+from lineate.tracing import uncompiled
 
 if TYPE_CHECKING:  # absent from builds of torch without torch.distributed
     from torch.distributed import ProcessGroup

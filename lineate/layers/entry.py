@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.chunk_op import recorded
 from lineate.layers.context import Segment, check_splits
 from lineate.layers.state import Memory, TensorSpec, TokenCache
+from lineate.tracing import recorded
 
 PROJECTED = ("conv", "keys", "values", "latent")
 """Tensors of a state whose dtype is that of in_proj's result, which autocast may lower."""

@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import is_eager
 from lineate.dispatch import kernels_run
+from lineate.tracing import is_eager
 
 R = TypeVar("R")
 

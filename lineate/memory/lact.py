@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import transformed
 from lineate.memory.lact_scan import scan
 from lineate.memory.lact_steps import halves
 from lineate.memory.parts import orthogonalise, renormalise, row_norms
@@ -29,6 +28,7 @@ from lineate.memory.products import product
 from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
 from lineate.texts import text_lengths
+from lineate.tracing import transformed
 
 _MATRICES = range(3)
 

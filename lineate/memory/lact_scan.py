@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lineate.chunk_op import in_memory, needs_grad, uncompiled
 from lineate.memory import lact_steps
 from lineate.memory.gpu import on_gpu
 from lineate.memory.lact_steps import (
@@ -41,6 +40,7 @@ from lineate.memory.lact_steps import (
     unit,
 )
 from lineate.rule import full_precision
+from lineate.tracing import in_memory, needs_grad, uncompiled
 
 _MOST = 2**26  # numbers of one tensor of a block: 256 MiB
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lineate.chunk_op import in_memory, uncompiled
 from lineate.kernels.memories.titans import Walk, fill_adjoints, fill_states
 from lineate.memory.gpu import kept
 from lineate.memory.products import product
 from lineate.memory.titans import EPS, Factors, Options, clipped, gradients, read, where
 from lineate.rule import full_precision
+from lineate.tracing import in_memory, uncompiled
 
 Matrices = list[Tensor]
 

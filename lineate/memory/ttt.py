@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lineate import checks
-from lineate.chunk_op import needs_grad
 from lineate.memory.gpu import MOST, on_gpu
 from lineate.memory.ttt_layout import Layout, lay_out, to_chunks, to_tokens
 from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
+from lineate.tracing import needs_grad
 
 Weights = list[tuple[Tensor, Tensor]]
 """W `n d_in d_out` and b `n 1 d_out` of every layer; n = rows * heads."""

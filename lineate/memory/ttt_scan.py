@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lineate.chunk_op import in_memory, uncompiled
 from lineate.kernels.memories import ttt as kernels
 from lineate.memory.ttt import Weights, gradients, read
 from lineate.rule import full_precision
+from lineate.tracing import in_memory, uncompiled
 
 
 @uncompiled

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import is_virtual
 from lineate.terminal import printable
+from lineate.tracing import is_virtual
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import in_memory, make_direct, recorded, transformed
+from lineate.chunk_op import make_direct
 from lineate.native.build import library, why_not
+from lineate.tracing import in_memory, recorded, transformed
 
 MOST_TAPS = 4
 """Convolutions of more are left to torch."""

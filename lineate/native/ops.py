@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import PLAIN, Grads, Outputs, recorded, register
+from lineate.chunk_op import Grads, Outputs, register
 from lineate.forms.packing import check_bounds
 from lineate.native.call import States, Tensors, dense, run
+from lineate.tracing import PLAIN, recorded
 
 _NO_STATES = torch.empty(0, device="cpu")
 

@@ -12,10 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import cpu_by_default
 from lineate.dispatch import CHUNK_SIZES
 from lineate.models.config import LINEAR_LETTERS, FeedConfig, HybridConfig, LinearConfig, MemoryConfig
 from lineate.models.hybrid import make_memory
+from lineate.tracing import cpu_by_default
 
 
 @dataclass(frozen=True)

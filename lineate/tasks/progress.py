@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lineate.chunk_op import cpu_by_default
 from lineate.tasks.registry import TASKS
 from lineate.tasks.runner import Cell, measure, precision, start, train_step
+from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.chunk_op import cpu_by_default
 from lineate.dtypes import full_name
 from lineate.models import HybridLM
 from lineate.names import nearest
 from lineate.tasks.model import ModelOptions, make_config
 from lineate.tasks.registry import TASKS
 from lineate.tasks.task import NOTHING, Sizes, Task
+from lineate.tracing import cpu_by_default
 
 Report = Callable[[str], None]
 DTYPES = ("float32", "tf32", "bfloat16")

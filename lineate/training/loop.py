@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import cpu_by_default
 from lineate.generation import generate
 from lineate.models import HybridLM
 from lineate.models.families import check_saveable
 from lineate.models.safetensors import write_tensors
 from lineate.processor import why_wide
+from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
 from lineate.training.batches import NO_TARGET, Batch
 from lineate.training.compiling import weigh

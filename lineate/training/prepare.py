@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lineate import checks
-from lineate.chunk_op import cpu_by_default
 from lineate.layers.context import check_splits
 from lineate.models import HybridLM
 from lineate.models.checkpoint import Checkpoint, read_json
@@ -18,6 +17,7 @@ from lineate.models.hybrid import make_mixer
 from lineate.models.presets import PRESETS, preset
 from lineate.models.safetensors import CheckpointError
 from lineate.names import nearest
+from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
 from lineate.training.config import FIXED, TrainConfig
 from lineate.training.distributed import World

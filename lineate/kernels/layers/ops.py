@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import in_memory, is_eager, make_direct, needs_grad
+from lineate.chunk_op import make_direct
 from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.rotary import turn
+from lineate.tracing import in_memory, is_eager, needs_grad
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (2, 3, 4)
