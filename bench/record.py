@@ -205,7 +205,9 @@ def first_difference(was: str | None, now: str | None) -> str:
     old, new = [*was.splitlines(), "(end)"], [*now.splitlines(), "(end)"]
     for a, b in zip(old, new, strict=False):
         if a != b:
-            return f"\n        was {a.strip()}\n        now {b.strip()}"
+            alike = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            start = max(0, alike - 40)  # of long lines, what is near the difference
+            return f"\n        was {a[start:].strip():.160}\n        now {b[start:].strip():.160}"
     return ""
 
 

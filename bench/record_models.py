@@ -290,6 +290,18 @@ PLANS = [
 ]  # fmt: skip
 
 
+def numbers(file: Path) -> str:
+    """Return a JSON file without what is measured, and without versions."""
+
+    def kept(x: Any) -> Any:
+        if isinstance(x, dict):
+            left = [key for key in x if "second" not in key and key not in ("torch", "python", "machine")]
+            return {key: kept(x[key]) for key in left}
+        return [kept(y) for y in x] if isinstance(x, list) else x
+
+    return json.dumps(kept(json.loads(file.read_text())), indent=1)
+
+
 def run_command(draw: Draw, line: str) -> str:
     return command(*line.split())
 
@@ -306,22 +318,18 @@ def run_task(draw: Draw, task: str) -> Any:
     """A few steps of `lineate tasks`; all numbers but times."""
     words = f"tasks {task} {TASKS[task]} --steps 4 --length 32 --width 32 --heads 2 --seeds 1 --rows 8 --test-rows 16"
     command(*words.split(), "--eval-every", "2", "--out", "tasks")
-    found = json.loads(Path(f"tasks/{task}.json").read_text())
-    for cell in found["cells"]:
-        del cell["seconds"]
-    return {"numbers": json.dumps(found, indent=1), "table": Path(f"tasks/{task}.md").read_text()}
+    return {"numbers": numbers(Path(f"tasks/{task}.json")), "table": Path(f"tasks/{task}.md").read_text()}
 
 
 def run_demo(draw: Draw) -> Any:
     command("demo", "--quick", "--out", "demo")
-    found = json.loads(Path("demo/demo.json").read_text())
-    return json.dumps({key: x for key, x in found.items() if key not in ("torch", "python")}, indent=1)
+    return numbers(Path("demo/demo.json"))
 
 
 def run_picture(draw: Draw, name: str) -> Any:
     """The numbers of a picture."""
     said = command("picture", name, "--quick", "--out", "pictures", "--format", "svg")
-    files = {x.name: x.read_text() for x in sorted(Path("pictures").glob("*.json"))}
+    files = {x.name: numbers(x) for x in sorted(Path("pictures").glob("*.json"))}
     return {"said": said, **files}
 
 
