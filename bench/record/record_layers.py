@@ -1,4 +1,4 @@
-"""The calls of bench/record.py on memories that learn, and on layers."""
+"""The calls of bench/record/record.py on memories that learn, and on layers."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The calls of bench/record.py on models, checkpoints, training and the command line."""
+"""The calls of bench/record/record.py on models, checkpoints, training and the command line."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The calls of bench/record.py: ops and decoding; record_layers.py and record_models.py have the others.
+"""The calls of bench/record/record.py on ops and decoding.
 
 A case is a function of a Draw, which makes its random numbers, and returns tensors, texts and numbers in any nesting.
 Names are "kind/what/how". Only public names of lineate are used, so that its modules may move.

@@ -1,7 +1,7 @@
 """Record the bits of some hundred calls of lineate, and tell which of them changed.
 
-    python bench/record.py --out before.json            before a change that must not change results
-    python bench/record.py --compare before.json        after it: names what differs, exit status 1 if anything does
+    python bench/record/record.py --out before.json       before a change that must not change results
+    python bench/record/record.py --compare before.json   after it: names what differs; status 1 if anything does
 
 --only REGEX takes a part of the calls, --list prints their names, --results prints what they return, --device cuda runs
 larger ones on a GPU, --triton adds kernels in Triton's interpreter. The lineate that is recorded is the one that Python
