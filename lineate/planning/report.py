@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lineate.models.inspect import RULES
+from lineate.layers import kind_of
 from lineate.planning.compute import FlopsPlan, plan_flops
 from lineate.planning.fit import first_smaller, largest_batch, longest_context
 from lineate.planning.hardware import HARDWARE, Hardware, time_bounds, training_bound
@@ -123,7 +123,7 @@ def _model(plan: MemoryPlan) -> Report:
         "tied_embeddings": c.tie_embeddings, "parameters": plan.parameters,
         "active_parameters": plan.active_parameters, "experts": c.experts is not None,
         "longest_trained_tokens": c.max_position,
-        "rules": {RULES[letter]: c.letters.count(letter) for letter in dict.fromkeys(c.letters)},
+        "rules": {kind_of(letter).label: c.letters.count(letter) for letter in dict.fromkeys(c.letters)},
     }  # fmt: skip
 
 

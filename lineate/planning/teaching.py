@@ -11,8 +11,9 @@ from fractions import Fraction
 
 import torch
 
+from lineate.layers import kind_of
 from lineate.planning.memory import LayerMemory, plan_memory
-from lineate.planning.models import SOFTMAX, Model, check_size, dtype_of, mixed_ratio, variants
+from lineate.planning.models import Model, check_size, dtype_of, mixed_ratio, variants
 
 
 def teaching(
@@ -79,7 +80,7 @@ def differences(
     said = _state_differences(model, linear, kept, heads, d_head)
     said += _cache_differences(model, full, cached, heads, d_head)
     a, b = mixed_ratio(c)
-    if len({letter in SOFTMAX for letter in c.letters}) == 1:
+    if len({kind_of(letter).grows for letter in c.letters}) == 1:
         said.append(f"The pattern {c.pattern} has one kind of layer; the hybrid beside it is an example of {a}:{b}.")
     attending = Fraction(c.n_layers * b, a + b)
     whole = sum(bool(layer.cache) for layer in made[f"{a}:{b} hybrid"].layers)

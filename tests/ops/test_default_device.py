@@ -17,10 +17,10 @@ import lineate
 from lineate.explore.pictures import MODULES, Options, find
 from lineate.generation import generate
 from lineate.layers.convolution import short_convolution
+from lineate.layers.learning_costs import learning_bytes
 from lineate.models import ExpertsConfig, HybridLM
 from lineate.models.config import LETTERS
 from lineate.models.presets import tiny
-from lineate.planning.activations import learning_bytes
 from lineate.tasks.registry import TASKS
 from lineate.training.prepare import train
 
