@@ -76,7 +76,7 @@ def build_app() -> "typer.Typer":
         ],
     ) -> None:
         """Say what a checkpoint is: layers, rules, heads, parameters, state bytes. No weight is read."""
-        from lineate.models.hub import is_hub_name
+        from lineate.models.files.hub import is_hub_name
         from lineate.models.inspect import print_description
         from lineate.names import user_path
         from lineate.terminal import fail

@@ -157,9 +157,9 @@ def _untrained(config: HybridConfig, seed: int) -> HybridLM:
 
 
 def _from_folder(given: str) -> Subject:
-    from lineate.models.checkpoint import Checkpoint
     from lineate.models.families import read_config
-    from lineate.models.hub import find_folder, is_hub_name
+    from lineate.models.files.checkpoint import Checkpoint
+    from lineate.models.files.hub import find_folder, is_hub_name
     from lineate.training.command import find_model
 
     folder = find_folder(given) if is_hub_name(given) else user_path(given)

@@ -22,9 +22,8 @@ from lineate import layers
 from lineate.layers.linear import init_decay
 from lineate.models.checks import check_ids, check_mask, check_state
 from lineate.models.config import HybridConfig
-from lineate.models.families import empty_model
-from lineate.models.hybrid import HybridLM, next_token_loss
-from lineate.models.saving import check_described
+from lineate.models.files.saving import check_described
+from lineate.models.hybrid import HybridLM, empty_model, next_token_loss
 from lineate.models.state import ModelState
 from lineate.texts import locate
 

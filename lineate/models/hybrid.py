@@ -27,7 +27,9 @@ from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.projection import project
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
 from lineate.models.config import HybridConfig
+from lineate.models.files.saving import check_described
 from lineate.models.loss import head_loss, loss_sum
+from lineate.models.pretrained import SHARD_BYTES, load_pretrained, without_memory, write_pretrained
 from lineate.models.state import ModelState
 
 
@@ -279,9 +281,7 @@ class HybridLM(nn.Module):
 
         Decays (A_log, dt_bias) and router_bias are float32 whatever the dtype is; model.to(dtype) would round them too.
         """
-        from lineate.models.families import load_pretrained
-
-        return load_pretrained(name, dtype=dtype, device=device, progress=progress)
+        return load_pretrained(HybridLM, name, dtype, device, progress)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """config.json and model.safetensors, which from_pretrained reads back to the same bits.
@@ -289,9 +289,23 @@ class HybridLM(nn.Module):
         The configuration must describe the model: a mixer of another class, or a setting changed after construction,
         is refused.
         """
-        from lineate.models.families import save_pretrained
-
         save_pretrained(self, folder)
+
+
+def empty_model(config: HybridConfig) -> HybridLM:
+    """Make a model without memory for its tensors."""
+    return without_memory(HybridLM, config)
+
+
+def save_pretrained(model: HybridLM, folder: str | Path, max_shard_bytes: int = SHARD_BYTES) -> None:
+    """Write config.json and safetensors, unless the model is not what its configuration describes."""
+    check_saveable(model)
+    write_pretrained(model, model.config, model.dtype, folder, max_shard_bytes)
+
+
+def check_saveable(model: HybridLM) -> None:
+    """Raise if a model made of its configuration and its tensors would not be this one."""
+    check_described(model, empty_model(model.config))
 
 
 def _last_of_each(x: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from torch import nn
 
 from lineate.layers import MixtureOfExperts, kind_of
 from lineate.models.config import HybridConfig
-from lineate.models.families import empty_model, make_plan, other_family, read_config
-from lineate.models.hub import open_headers
-from lineate.models.hybrid import HybridLM
-from lineate.models.loading import MismatchError, check_tensors, stored_dtype
+from lineate.models.families import make_plan, other_family, read_config
+from lineate.models.files.hub import open_headers
+from lineate.models.files.loading import MismatchError, check_tensors, stored_dtype
+from lineate.models.hybrid import HybridLM, empty_model
 from lineate.processor import why_wide
 from lineate.terminal import console
 

@@ -172,7 +172,7 @@ def add_commands(app: "typer.Typer") -> None:
 
 def _model(source: str | None, numbers: dict[str, int | None], pattern: str | None, dtype: str | None) -> "Model":
     """From a name or from numbers, not both."""
-    from lineate.models.hub import is_hub_name
+    from lineate.models.files.hub import is_hub_name
     from lineate.models.presets import PRESETS
     from lineate.planning.models import from_numbers, read_model
     from lineate.training.command import model_folder

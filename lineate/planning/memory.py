@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from lineate.dtypes import full_name
 from lineate.layers import MixtureOfExperts, TensorSpec, kind_of
-from lineate.models.families import empty_model
-from lineate.models.hybrid import HybridLM
+from lineate.models.files.loading import KEPT_FLOAT32
+from lineate.models.hybrid import HybridLM, empty_model
 from lineate.models.inspect import idle_parameters
-from lineate.models.loading import KEPT_FLOAT32
 from lineate.models.loss import most_bytes
 from lineate.planning.activations import ends, saved_by
 from lineate.planning.models import Model, check_size, dtype_of

@@ -9,7 +9,6 @@ import torch
 
 from lineate.dtypes import HALF_AND_SINGLE, parse_dtype
 from lineate.layers import kind_of
-from lineate.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
 from lineate.models.config import (
     AttentionConfig,
     ExpertsConfig,
@@ -21,10 +20,11 @@ from lineate.models.config import (
 )
 from lineate.models.families import FAMILIES, OWN, read_config
 from lineate.models.families.values import Values
-from lineate.models.hub import fetch, is_hub_name
-from lineate.models.loading import stored_dtype
+from lineate.models.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from lineate.models.files.hub import fetch, is_hub_name
+from lineate.models.files.loading import stored_dtype
+from lineate.models.files.safetensors import CheckpointError
 from lineate.models.presets import PRESETS, preset
-from lineate.models.safetensors import CheckpointError
 from lineate.names import nearest, user_path
 
 DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {

@@ -61,7 +61,7 @@ def add_commands(app: "typer.Typer") -> None:
 
 def run_train(given: dict[str, Any]) -> None:
     """Train with the flags that were given (not None), over a config file or a run's own config."""
-    from lineate.models.hub import is_hub_name
+    from lineate.models.files.hub import is_hub_name
     from lineate.models.presets import PRESETS
     from lineate.training.loop import CONFIG, TrainingStopped
     from lineate.training.prepare import check_folder, prepare, restarted
@@ -112,7 +112,7 @@ def run_generate(
 
     from lineate.generation import generate, stream_text
     from lineate.models import HybridLM
-    from lineate.models.hub import is_hub_name
+    from lineate.models.files.hub import is_hub_name
     from lineate.training.distributed import World
     from lineate.training.tokenizer import load_tokenizer
 
@@ -134,7 +134,7 @@ def run_generate(
 
 def fetch_model(name: str) -> Path:
     """Return the folder of a hub name; its weights are fetched only if its tokenizer can be read."""
-    from lineate.models.hub import ALL, TEXTS, fetch
+    from lineate.models.files.hub import ALL, TEXTS, fetch
     from lineate.training.tokenizer import load_tokenizer
 
     load_tokenizer(fetch(name, TEXTS))

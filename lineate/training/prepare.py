@@ -11,11 +11,11 @@ import torch
 from lineate import checks
 from lineate.layers.context import check_splits
 from lineate.models import HybridLM
-from lineate.models.checkpoint import Checkpoint, read_json
 from lineate.models.families import read_config
+from lineate.models.files.checkpoint import Checkpoint, read_json
+from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import make_mixer
 from lineate.models.presets import PRESETS, preset
-from lineate.models.safetensors import CheckpointError
 from lineate.names import nearest
 from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint

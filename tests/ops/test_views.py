@@ -40,8 +40,8 @@ from lineate.memory import lact_scan
 from lineate.memory import titans as titans_rule
 from lineate.memory import ttt as ttt_rule
 from lineate.memory.lact import lact
-from lineate.models.checkpoint import Checkpoint
-from lineate.models.safetensors import write_tensors
+from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.safetensors import write_tensors
 
 
 class Marked(Tensor):
