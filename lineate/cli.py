@@ -27,8 +27,7 @@ def build_app() -> "typer.Typer":
     """The commands; typer is imported here so that its absence can be explained."""
     import typer
 
-    from lineate.checks import named_path
-    from lineate.names import hyphenated
+    from lineate.names import hyphenated, named_path
 
     app = typer.Typer(
         help="Attention with a fixed-size memory: what each rule remembers, and what a checkpoint is made of.",
@@ -103,7 +102,7 @@ def _make_folder(out: Path) -> None:
     """Create the folder and prove that a file can be written there, before anything is computed."""
     import typer
 
-    from lineate.checks import why_not_writable
+    from lineate.folders import why_not_writable
     from lineate.terminal import printable
 
     if (why := why_not_writable(out)) is not None:

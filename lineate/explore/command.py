@@ -5,8 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lineate.checks import named_path
-from lineate.names import user_path
+from lineate.names import named_path, user_path
 
 if TYPE_CHECKING:
     import typer
@@ -56,8 +55,8 @@ def add_commands(app: "typer.Typer") -> None:
         """Draw what a memory does: its state, what it reads, how it grows, forgets, recalls and what it costs."""
         import matplotlib  # noqa: F401  # say now, not after computing, that it is missing
 
-        from lineate.checks import check_out
         from lineate.explore.pictures import MODULES, find
+        from lineate.folders import check_out
         from lineate.models.presets import PRESETS
         from lineate.names import spelled
         from lineate.terminal import fail, printable

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.explore.cost import one_thread
+from lineate.folders import cache_folder
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
-from lineate.native.build import default_cache_folder
 from lineate.tracing import cpu_by_default
 
 CONFIG = HybridConfig(
@@ -33,7 +33,7 @@ VERSION = 1
 @cpu_by_default
 def small_model() -> HybridLM:
     """From the user's cache folder, else trained now (about 7 s) and put there if that can be done."""
-    folder = default_cache_folder() / f"small-{_fingerprint()}"
+    folder = cache_folder() / f"small-{_fingerprint()}"
     with suppress(Exception):  # whatever is wrong with the cache costs only time
         return HybridLM.from_pretrained(folder, progress=False)
     model = train_small(STEPS)

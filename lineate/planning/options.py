@@ -1,6 +1,5 @@
 """The options of `lineate plan`, read and checked before anything is computed."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,7 +92,7 @@ def choose_machines(
 
 def check_files(json_file: str | None, csv_file: str | None, plot: Path | None) -> None:
     """Prove that the files can be written, before anything is computed."""
-    from lineate.checks import why_not_writable
+    from lineate.folders import why_not_writable_file
 
     if json_file == csv_file == "-":
         raise ValueError("--json - and --csv - cannot both be printed; write one of them to a file")
@@ -103,13 +102,7 @@ def check_files(json_file: str | None, csv_file: str | None, plot: Path | None) 
         path = user_path(name)
         if flag == "--plot" and path.suffix.lower() not in SUFFIXES:
             raise ValueError(f"--plot must be a file that ends in {', '.join(SUFFIXES)}, got '{name}'")
-        if path.parent.exists() and not path.parent.is_dir():
-            why: str | None = f"'{path.parent}' is no folder"
-        else:
-            why = "it is a folder" if path.is_dir() else why_not_writable(path.parent)
-        if path.is_file() and not os.access(path, os.W_OK):
-            why = "it may not be changed"
-        if why is not None:
+        if (why := why_not_writable_file(path)) is not None:
             raise ValueError(f"{flag} must be a file that can be written, got '{name}' ({why}); choose another")
     files = [user_path(name).resolve() for name in (json_file, csv_file, plot) if name is not None and str(name) != "-"]
     if len(set(files)) < len(files):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from lineate.checks import named_path
+from lineate.names import named_path
 
 if TYPE_CHECKING:
     import typer
@@ -90,7 +90,7 @@ def add_commands(app: "typer.Typer") -> None:
         import matplotlib  # noqa: F401  # say now, not after training, that it is missing
         from rich.console import Console
 
-        from lineate.checks import check_out
+        from lineate.folders import check_out
         from lineate.names import hyphenated, spelled
         from lineate.tasks.progress import Progress, estimate, lanes
         from lineate.tasks.quick import QUICK

@@ -8,8 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
-from lineate.checks import named_path
-from lineate.names import spelled, user_path
+from lineate.names import named_path, spelled, user_path
 from lineate.terminal import fail, printable
 from lineate.training.config import TrainConfig
 

@@ -24,16 +24,16 @@ from lineate.explore.command import _options, make, read_text
 from lineate.explore.memories import FIXED_SIZE
 from lineate.explore.pictures import MODULES, Options, find, load_numbers, save_numbers
 from lineate.explore.subject import open_subject, run_rule, trace
+from lineate.folders import cache_folder
 from lineate.models import HybridLM, preset
 
-cache_folder = small.default_cache_folder
 OURS = ("state", "attention", "growth")
 
 
 @pytest.fixture(autouse=True)
 def quick_small_model(monkeypatch, tmp_path):
     """The built-in model is not trained, and the user's cache is left alone."""
-    monkeypatch.setattr(small, "default_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(small, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(small, "STEPS", 0)
 
 
@@ -242,7 +242,7 @@ def test_a_damaged_cache_costs_only_time(monkeypatch, tmp_path):
 
 def test_a_cache_that_cannot_be_written_costs_only_time(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(small, "default_cache_folder", lambda: tmp_path / "file" / "below")
+    monkeypatch.setattr(small, "cache_folder", lambda: tmp_path / "file" / "below")
     assert small.small_model().config == small.CONFIG
 
 
