@@ -1,10 +1,11 @@
 """The options of `lineate plan`, read and checked before anything is computed."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineate.names import user_path
+from lineate.options import argument, option
 
 if TYPE_CHECKING:
     from lineate.planning.hardware import Hardware
@@ -14,7 +15,75 @@ RANGE = ("128", "128k")
 """--min-ctx and --max-ctx if only the other is given."""
 AXES = ("log", "linear")
 PANELS = ("memory", "batch", "flops", "decode", "prefill")
-SUFFIXES = (".png", ".svg", ".pdf")
+FIGURE_ENDINGS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """What `lineate plan` is asked for: a field is an option of the command line."""
+
+    source: str | None = argument(
+        "A preset, a checkpoint's or a run's folder, a config.json, or a hub name.", "MODEL", None
+    )
+    emb_dim: int | None = option(None, "Numbers instead of a model: channels.", "--emb-dim", "--hidden-size")
+    n_heads: int | None = option(None, "Numbers: heads.")
+    n_layers: int | None = option(None, "Numbers: layers.")
+    kv_heads: int | None = option(None, "Numbers: heads of keys and values; --n-heads.")
+    head_dim: int | None = option(None, "Numbers: channels a head; emb-dim / n-heads.")
+    vocab_size: int | None = option(None, "Numbers: tokens there are; 32768.")
+    feed_size: int | None = option(None, "Numbers: of the feed-forward; 8/3 emb-dim.")
+    pattern: str | None = option(None, "Mixers of the layers, tiled, in place of the model's: GGGGGGGA.")
+    dtype: str | None = option(None, "Of weights, cache and convolutions: fp32, bf16, fp16, fp8, int8.")
+    state_dtype: str = option("float32", "Of the recurrent state.")
+    conv_dtype: str | None = option(None, "Of the convolution state, if another.")
+    cache_dtype: str | None = option(None, "Of the cache, if another.")
+    context: str | None = option(
+        None, f"Tokens of a sequence, with commas; 32k is 32768; {CONTEXTS}.", "--context", "--context-length"
+    )
+    min_ctx: str | None = option(None, f"Or from so many tokens on, every power of two; {RANGE[0]}.")
+    max_ctx: str | None = option(None, f"To so many tokens; {RANGE[1]}.")
+    batch: str = option("1", "Sequences at a time; several with commas.", "--batch", "--batch-size")
+    memory: str | None = option(None, "What must fit into: 80GB, 79.6GiB.")
+    hardware: str | None = option(None, "h100, h200, b200, a100, rtx4090, cpu; all of them if none.")
+    devices: int = option(1, "So many of them, the model spread evenly.")
+    bandwidth: str | None = option(None, "Other hardware: 3.35TB/s.")
+    flops: str | None = option(None, "Other hardware: 989TFLOPS of dense products.")
+    train: bool = option(True, "Training memory too.", "--train/--no-train")
+    tokens_per_step: int = option(8192, "Training: tokens of a step on one device.")
+    optimizer: str = option("adamw", "Training: adamw or muon.")
+    precision: str = option("bfloat16", "Training: bf16 (autocast) or fp32.")
+    recompute: bool = option(False, "Training step: layers are run twice.", "--recompute")
+    teaching: bool = option(False, "The simplified formulas people know, and why they differ.", "--teaching")
+    layers: bool = option(False, "A row for every layer.", "--layers")
+    json_file: str | None = option(None, "All numbers as JSON; - prints them alone.", "--json", metavar="FILE")
+    csv_file: str | None = option(None, "All numbers as CSV; - prints them alone.", "--csv", metavar="FILE")
+    plot: Path | None = option(None, "A figure: .png, .svg or .pdf.", metavar="FILE")  # noqa: RUF009  # it is a field
+    panels: str | None = option(None, "Of the figure, with commas: memory, batch, flops, decode, prefill.")
+    axes: str | None = option(None, "Of the figure: log, or linear, as it is with --min-ctx or --max-ctx.")
+
+    @property
+    def numbers(self) -> dict[str, int | None]:
+        """The numbers of a model without a config, by their flags."""
+        return {
+            "--emb-dim": self.emb_dim, "--n-heads": self.n_heads, "--n-layers": self.n_layers,
+            "--kv-heads": self.kv_heads, "--head-dim": self.head_dim, "--vocab-size": self.vocab_size,
+            "--feed-size": self.feed_size,
+        }  # fmt: skip
+
+    @property
+    def in_range(self) -> bool:
+        """Whether the lengths are given by the ends of a range."""
+        return self.min_ctx is not None or self.max_ctx is not None
+
+    def check_teaching(self) -> None:
+        """Refuse what has no meaning for the teaching formulas."""
+        unused = {
+            "--memory": self.memory, "--hardware": self.hardware, "--bandwidth": self.bandwidth, "--flops": self.flops,
+            "--devices": self.devices if self.devices != 1 else None,
+            "--panels": self.panels, "--layers": self.layers or None, "--recompute": self.recompute or None,
+        }  # fmt: skip
+        if self.teaching and (given := [name for name, value in unused.items() if value is not None]):
+            raise ValueError(f"{given[0]} has no meaning with --teaching; leave it out")
 
 
 def read_contexts(context: str | None, first: str | None, last: str | None) -> tuple[int, ...]:
@@ -100,8 +169,8 @@ def check_files(json_file: str | None, csv_file: str | None, plot: Path | None) 
         if name is None or (str(name) == "-" and flag != "--plot"):
             continue
         path = user_path(name)
-        if flag == "--plot" and path.suffix.lower() not in SUFFIXES:
-            raise ValueError(f"--plot must be a file that ends in {', '.join(SUFFIXES)}, got '{name}'")
+        if flag == "--plot" and path.suffix.lower() not in FIGURE_ENDINGS:
+            raise ValueError(f"--plot must be a file that ends in {', '.join(FIGURE_ENDINGS)}, got '{name}'")
         if (why := why_not_writable_file(path)) is not None:
             raise ValueError(f"{flag} must be a file that can be written, got '{name}' ({why}); choose another")
     files = [user_path(name).resolve() for name in (json_file, csv_file, plot) if name is not None and str(name) != "-"]
