@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 OPTIONAL = ("typer", "rich", "matplotlib")
 """Modules that only the extras cli and plot bring."""
-REMEDY = "pip install 'lineate[cli,plot]'"
+INSTALL_THEM = "pip install 'lineate[cli,plot]'"
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
         module = (error.name or "").partition(".")[0]
         if module not in OPTIONAL:
             raise
-        sys.exit(f"lineate: this command needs {module}, which is not installed; run {REMEDY}")
+        sys.exit(f"lineate: this command needs {module}, which is not installed; run {INSTALL_THEM}")
 
 
 def build_app() -> "typer.Typer":

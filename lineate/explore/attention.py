@@ -7,25 +7,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
-from lineate.explore.memories import LABELS, RULES
-from lineate.explore.pictures import Numbers, Options, Picture
-from lineate.explore.style import rounded, signed_map
+from lineate.explore.memories import HAND_MADE_CHANNELS, LABELS, RULES
+from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
+from lineate.figures import signed_map
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-DIM = 8
-SOFTMAX_SCALE = 8.0
+SHARPNESS = 8.0
 """Sharpness of softmax attention on keys of length 1."""
-FADE = 0.8
+FADE_A_TOKEN = 0.8
 """What gated linear attention keeps a token: its way to prefer the new."""
 WRITES = ("A", "B", "C", "A'", "D")
 READS = ("?A", "?B", "?C", "?D")
-TOKENS, MOST = 32, 256
+TOKENS_READ, MOST_TOKENS_READ = 32, 256
 """That the model reads, and at most."""
 PANEL = 215.0
 """Points that the sides of a model's panel have at least, if its tokens have labels."""
@@ -40,7 +39,7 @@ NOTES = {
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
+def compute(options: PictureOptions) -> Numbers:
     """The hand-made tokens (without --model) and a layer of a model on a text (unless --quick alone)."""
     numbers: Numbers = {}
     if options.model is None:
@@ -52,18 +51,18 @@ def compute(options: Options) -> Numbers:
 
 def read_all() -> Numbers:
     """Five writes and four reads. C's key is like B's (cosine 0.6); A' has A's key; at D the gates close."""
-    axes = torch.eye(DIM)
+    axes = torch.eye(HAND_MADE_CHANNELS)
     keys = {"A": axes[0], "B": axes[4], "C": 0.6 * axes[4] + 0.8 * axes[5], "A'": axes[0], "D": axes[6]}
     keys |= {read: keys[read[1]] for read in READS}
     names = (*WRITES, *READS)
     q = torch.stack([keys[name] for name in names])[:, None]  # t 1 k
     writes = torch.tensor([name in WRITES for name in names])
     at = names.index("D")
-    per_channel = torch.zeros(len(names), 1, DIM)
-    per_channel[at, :, : DIM // 2] = -torch.inf
+    per_channel = torch.zeros(len(names), 1, HAND_MADE_CHANNELS)
+    per_channel[at, :, : HAND_MADE_CHANNELS // 2] = -torch.inf
     per_head = torch.zeros(len(names), 1)
     per_head[at] = -torch.inf
-    fading = torch.full((len(names), 1), FADE).log()
+    fading = torch.full((len(names), 1), FADE_A_TOKEN).log()
     beta = writes.float()[:, None]
     k = q * writes[:, None, None]  # what only reads writes nothing
     gates: dict[str, tuple[Tensor | None, Tensor | None]] = {
@@ -74,7 +73,7 @@ def read_all() -> Numbers:
         "kimi_delta_attention": (per_channel, beta),
     }
     matrices = {rule: _matrix(q, k, *each, scale=1.0) for rule, each in gates.items()}
-    matrices["softmax_attention"] = _softmax(q, q, SOFTMAX_SCALE, writes)
+    matrices["softmax_attention"] = _softmax(q, q, SHARPNESS, writes)
     return {
         "units": {"matrices": "weight of a value in what is read"},
         "tokens": list(names),
@@ -83,12 +82,12 @@ def read_all() -> Numbers:
     }
 
 
-def read_model(options: Options) -> Numbers:
+def read_model(options: PictureOptions) -> Numbers:
     """The matrices of every rule on the q, k and gates of one head; gates that the layer has not are left open."""
     subject = open_subject(options)
     layer = choose_layer(subject, options)
     head = choose_head(subject, layer, options)
-    ids, words = subject.read(options, 24 if options.quick else TOKENS, MOST)
+    ids, words = subject.read(options, 24 if options.quick else TOKENS_READ, MOST_TOKENS_READ)
     found = trace(subject.model, ids, [layer])[0].head(head)
     matrices, same = _all_rules(found)
     return {

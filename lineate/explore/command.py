@@ -11,11 +11,11 @@ from lineate.options import argument, option, parameters, sign
 if TYPE_CHECKING:
     import typer
 
-    from lineate.explore.pictures import Options, Picture
+    from lineate.explore.pictures import Picture, PictureOptions
 
-FILE_SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html")
+TEXT_FILE_ENDINGS = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html")
 """A word of --text that ends so is the name of a file."""
-LONGEST_TEXT = 2**24
+MOST_TEXT_BYTES = 2**24
 """Bytes that are read of a text file."""
 
 
@@ -104,11 +104,11 @@ def run_picture(asked: PictureArguments) -> None:
 
 
 def make(
-    picture: "Picture", options: "Options", out: Path, formats: tuple[str, ...], source: Path | None = None
+    picture: "Picture", options: "PictureOptions", out: Path, formats: tuple[str, ...], source: Path | None = None
 ) -> list[Path]:
     """NAME.png, NAME.svg and NAME.json in the folder `out`, which must exist; their paths."""
     from lineate.explore.pictures import load_numbers, save_numbers
-    from lineate.explore.style import save_figure, styled
+    from lineate.figures import save_figure, styled
 
     numbers_path = out / f"{picture.name}.json"
     if source is None:
@@ -133,11 +133,11 @@ def make(
     return paths if source is not None else [*paths, numbers_path]
 
 
-def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "Options":
+def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "PictureOptions":
     """What the picture uses of what was given; all of it must be of use, unless there are several pictures."""
-    from lineate.explore.pictures import Options
+    from lineate.explore.pictures import PictureOptions
 
-    unknown = set(picture.uses) - {f.name for f in fields(Options)}
+    unknown = set(picture.uses) - {f.name for f in fields(PictureOptions)}
     assert not unknown, f"{picture.name} uses options that do not exist: {unknown}"
     for name in given:
         if name not in picture.uses and not several:
@@ -151,7 +151,7 @@ def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "Optio
             raise ValueError(f"--{name} must be at least {least}, got {chosen[name]}")
     if "text" in chosen:
         chosen["text"] = read_text(chosen["text"])
-    return Options(**chosen)
+    return PictureOptions(**chosen)
 
 
 def read_text(given: str) -> str:
@@ -166,14 +166,14 @@ def read_text(given: str) -> str:
     except (OSError, ValueError):  # too long for a name, or with a NUL
         there = False
     if not there:
-        if one_word and (path.suffix.lower() in FILE_SUFFIXES or "/" in given):
+        if one_word and (path.suffix.lower() in TEXT_FILE_ENDINGS or "/" in given):
             raise ValueError(f"{wanted}, got '{given}', which looks like a file's name and does not exist")
         return given
     if not path.is_file():
         raise ValueError(f"{wanted}, got '{given}', which is a folder or a device")
     try:
         with path.open("rb") as file:
-            text = file.read(LONGEST_TEXT).decode("utf-8")
+            text = file.read(MOST_TEXT_BYTES).decode("utf-8")
     except OSError as error:
         raise ValueError(f"{wanted}, got '{given}' ({error.strerror})") from None
     except UnicodeDecodeError:
@@ -184,7 +184,7 @@ def read_text(given: str) -> str:
 
 
 def _formats(text: str) -> tuple[str, ...]:
-    from lineate.explore.style import FORMATS
+    from lineate.figures import FORMATS
 
     kinds = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for kind in kinds:

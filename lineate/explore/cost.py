@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
-from lineate.explore.memories import FIXED_SIZE, RULES, Report, silent
+from lineate.explore.memories import FIXED_SIZE, RULES, OnProgress, silent
 from lineate.tracing import cpu_by_default
 
 
@@ -42,7 +42,7 @@ class CostSetting:
 
 
 @dataclass(frozen=True)
-class Cost:
+class MeasuredCost:
     """Bytes and median times, one number for every length."""
 
     heads: int
@@ -75,7 +75,7 @@ class _Tokens:
 
 
 @cpu_by_default
-def measure_cost(setting: CostSetting, report: Report = silent) -> Cost:
+def measure_cost(setting: CostSetting, report: OnProgress = silent) -> MeasuredCost:
     """Run every rule over longer and longer texts; measure the state it leaves and the time it takes."""
     work = [length * (1 + length / 4096) for length in setting.lengths]
     lengths: list[int] = []
@@ -95,7 +95,7 @@ def measure_cost(setting: CostSetting, report: Report = silent) -> Cost:
                 decode[rule].append(decode_times[rule] * 1e6)
                 held[rule].append(sizes[rule])
     report(1.0)
-    return Cost(
+    return MeasuredCost(
         heads=setting.heads,
         head_dim=setting.head_dim,
         threads=torch.get_num_threads(),
@@ -107,7 +107,7 @@ def measure_cost(setting: CostSetting, report: Report = silent) -> Cost:
 
 
 def _measure_length(
-    setting: CostSetting, length: int, rounds: int, report: Report
+    setting: CostSetting, length: int, rounds: int, report: OnProgress
 ) -> tuple[dict[str, float], dict[str, float], dict[str, int]]:
     """Median seconds of a prefill and of a decoded token, and bytes of state, per rule."""
     tokens = _make_tokens(setting, length + 1)
@@ -187,7 +187,7 @@ def _burst(run: Callable[[], Tensor]) -> list[float]:
     return [_timed(run)[0] for _ in range(6)][1:]
 
 
-def _part(report: Report, before: float, share: float) -> Report:
+def _part(report: OnProgress, before: float, share: float) -> OnProgress:
     """The report of one part of the work."""
     return lambda done: report(before + done * share)
 

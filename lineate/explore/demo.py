@@ -13,11 +13,11 @@ from rich.text import Text
 
 from lineate.explore import findings, recall, tables
 from lineate.explore.cost import CostSetting, measure_cost, one_thread
-from lineate.explore.memories import Report, Setting
+from lineate.explore.memories import OnProgress, Setting
 from lineate.explore.report import Section, save_report
 from lineate.terminal import printable
 
-PARTS = {
+PART_SECONDS = {
     "filling the memories": 1.5,
     "overwriting": 3.5,
     "changing the topic": 1.5,
@@ -161,7 +161,7 @@ class _Stage:
         self.console = console
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, auto_refresh=False)
-        self._task = self._progress.add_task("", total=sum(PARTS.values()))
+        self._task = self._progress.add_task("", total=sum(PART_SECONDS.values()))
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._board: RenderableType = ""
         self.sections = [Section("Introduction")]
@@ -193,13 +193,13 @@ class _Stage:
         self.console.print(table)
         self.sections[-1].table(table)
 
-    def begin(self, part: str) -> Report:
+    def begin(self, part: str) -> OnProgress:
         """The report of one part, which moves the bar from where the earlier parts end."""
-        names = list(PARTS)
-        offset = sum(PARTS[name] for name in names[: names.index(part)])
+        names = list(PART_SECONDS)
+        offset = sum(PART_SECONDS[name] for name in names[: names.index(part)])
 
         def report(done: float) -> None:
-            self._progress.update(self._task, completed=offset + done * PARTS[part], description=part)
+            self._progress.update(self._task, completed=offset + done * PART_SECONDS[part], description=part)
             self._draw()
 
         report(0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import lineate
-from lineate.explore.cost import Cost
+from lineate.explore.cost import MeasuredCost
 from lineate.explore.memories import LABELS, Setting
 from lineate.explore.recall import Interference, Overwrite, ScratchPad, Topics
 
@@ -16,7 +16,7 @@ UNUSUAL = "This run does not show the usual effect; the memory may be too small 
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """One memory in the summary; all errors are recall errors."""
 
     kept: float
@@ -67,7 +67,7 @@ class Results:
     """Version."""
     setting: Setting
     """Size and seed of the recall experiments."""
-    summary: dict[str, Row]
+    summary: dict[str, SummaryRow]
     """One row per memory."""
     reasons: tuple[Reason, ...]
     """One per rule of fixed size."""
@@ -75,7 +75,7 @@ class Results:
     overwrite: Overwrite
     topics: Topics
     scratch_pad: ScratchPad
-    cost: Cost
+    cost: MeasuredCost
 
 
 def collect(
@@ -84,12 +84,12 @@ def collect(
     overwrite: Overwrite,
     topics: Topics,
     scratch_pad: ScratchPad,
-    cost: Cost,
+    cost: MeasuredCost,
 ) -> Results:
     """The experiments, their summary, and the versions that ran them."""
     many = topics.writes.index(topics.switches[-1])
     summary = {
-        rule: Row(
+        rule: SummaryRow(
             kept=overwrite.kept[rule],
             overwritten=overwrite.overwritten[rule],
             old=overwrite.old[rule],
@@ -128,7 +128,7 @@ def save(results: Results, path: Path) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def _reasons(overwrite: Overwrite, topics: Topics, scratch_pad: ScratchPad, cost: Cost) -> tuple[Reason, ...]:
+def _reasons(overwrite: Overwrite, topics: Topics, scratch_pad: ScratchPad, cost: MeasuredCost) -> tuple[Reason, ...]:
     many = topics.writes.index(topics.switches[-1])
     softmax, linear, gated_linear = "softmax_attention", "linear_attention", "gated_linear_attention"
     delta, gated_delta, kimi = "delta_rule", "gated_delta_rule", "kimi_delta_attention"
@@ -248,7 +248,7 @@ def scratch_pad_findings(result: ScratchPad) -> list[str]:
     ]
 
 
-def cost_findings(result: Cost) -> list[str]:
+def cost_findings(result: MeasuredCost) -> list[str]:
     """Where the fixed memory pays."""
     softmax, linear, kimi = "softmax_attention", "linear_attention", "kimi_delta_attention"
     held, first, last = result.bytes, result.lengths[0], result.lengths[-1]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lineate.explore.memories import LABELS
-from lineate.explore.pictures import Numbers, Options, Picture
-from lineate.explore.style import rounded
+from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, open_subject, trace
 from lineate.tracing import cpu_by_default
 
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TOKENS = 512
-LONGEST = 1e9
+TOKENS_READ = 512
+LONGEST_HALF_LIFE = 1e9
 """A half-life is cut off here: a decay of 1 never forgets, and JSON has no infinity."""
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
+def compute(options: PictureOptions) -> Numbers:
     """Quartiles over the tokens of a text, for every layer that forgets."""
     if options.tokens is not None and options.tokens < 2:
         raise ValueError(f"--tokens must be at least 2 for forgetting, got {options.tokens}")
@@ -37,7 +36,7 @@ def compute(options: Options) -> Numbers:
             f"forgetting needs a layer of R, G or K, and {subject.name} has only {''.join(dict.fromkeys(letters))}; "
             "choose another model or pattern"
         )
-    ids, _ = subject.read(options, TOKENS)
+    ids, _ = subject.read(options, TOKENS_READ)
     layers = [_layer(found) for found in trace(subject.model, ids) if found.log_decay is not None]
     return {
         "units": {"half_life": "tokens", "layer": "counted from 0"},
@@ -61,7 +60,7 @@ def _layer(found: Trace) -> dict[str, Any]:
 
 def half_life(log_decay: Tensor) -> Tensor:
     """Tokens after which half is left; it grows with log_decay, so that quantiles of one are quantiles of the other."""
-    return (math.log(2) / -log_decay).clamp(max=LONGEST).where(log_decay < 0, LONGEST)
+    return (math.log(2) / -log_decay).clamp(max=LONGEST_HALF_LIFE).where(log_decay < 0, LONGEST_HALF_LIFE)
 
 
 def draw(numbers: Numbers) -> "Figure":
@@ -83,7 +82,7 @@ def draw(numbers: Numbers) -> "Figure":
 def _draw_heads(axes: "Axes", numbers: Numbers) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    from lineate.explore.style import COLORS, MARKERS
+    from lineate.figures import COLORS, MARKERS
 
     legend: dict[str, Any] = {}
     medians = {}
@@ -167,7 +166,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 def number(value: float) -> str:
     """Two digits that count."""
-    return "1e9 or more" if value >= LONGEST else f"{float(f'{value:.2g}'):g}"
+    return "1e9 or more" if value >= LONGEST_HALF_LIFE else f"{float(f'{value:.2g}'):g}"
 
 
 PICTURE = Picture(

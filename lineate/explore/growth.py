@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lineate.explore.cost import one_thread
 from lineate.explore.memories import FIXED_SIZE, LABELS, SHORT, Setting
-from lineate.explore.pictures import Numbers, Options, Picture
-from lineate.explore.style import COLORS, LETTER_RULES, LINES, MARKERS, wrapped
+from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.explore.subject import Subject, Trace, choose_layer, open_subject, run_rule
+from lineate.figures import COLORS, LETTER_RULES, LINES, MARKERS, wrapped
 from lineate.models.config import LINEAR_LETTERS
 from lineate.tracing import cpu_by_default
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TOKENS, QUICK_TOKENS = 100_000, 5_000
-MODEL_TOKENS, QUICK_MODEL_TOKENS = 4096, 512
+TOKENS_WRITTEN, QUICK_TOKENS_WRITTEN = 100_000, 5_000
+TOKENS_READ, QUICK_TOKENS_READ = 4096, 512
 HALF_LIFE = 256.0
 """Tokens, of the rules with one gate per head."""
 HALF_LIVES = (16.0, 4096.0)
@@ -39,7 +39,7 @@ FLAT = 0.1
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
+def compute(options: PictureOptions) -> Numbers:
     """Without a model: random pairs under every rule. With one: its linear layers along a text."""
     if options.model is None:
         for name in ("pattern", "text", "layer"):
@@ -50,9 +50,9 @@ def compute(options: Options) -> Numbers:
     return grow_model(options)
 
 
-def grow_rules(options: Options) -> Numbers:
+def grow_rules(options: PictureOptions) -> Numbers:
     """Norms of S, and the recall error of the newest pairs, at places that are even in the logarithm."""
-    count = options.tokens or (QUICK_TOKENS if options.quick else TOKENS)
+    count = options.tokens or (QUICK_TOKENS_WRITTEN if options.quick else TOKENS_WRITTEN)
     if count < 10:
         raise ValueError(f"--tokens must be at least 10 to see growth, got {count}")
     setting = replace(SETTING, seed=options.seed)
@@ -118,7 +118,7 @@ def _tokens(rule: str, k: Tensor, v: Tensor) -> Trace:
 
 
 @torch.no_grad()
-def grow_model(options: Options) -> Numbers:
+def grow_model(options: PictureOptions) -> Numbers:
     """The norm of S, mean over heads, of every linear layer along a text, or of one layer."""
     subject = open_subject(options)
     letters = subject.config.letters
@@ -145,9 +145,9 @@ def grow_model(options: Options) -> Numbers:
     }
 
 
-def _long_text(subject: Subject, options: Options) -> Tensor:
+def _long_text(subject: Subject, options: PictureOptions) -> Tensor:
     """The user's text, or the standard library's, or random tokens."""
-    tokens = options.tokens or (QUICK_MODEL_TOKENS if options.quick else MODEL_TOKENS)
+    tokens = options.tokens or (QUICK_TOKENS_READ if options.quick else TOKENS_READ)
     if options.text is None and subject.encode is not None:
         from lineate.training.sources import documents
 

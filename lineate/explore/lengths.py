@@ -10,28 +10,29 @@ from lineate.explore.cost import CostSetting, measure_cost, one_thread
 from lineate.explore.findings import size
 from lineate.explore.forgetting import number
 from lineate.explore.memories import LABELS
-from lineate.explore.pictures import Numbers, Options, Picture
+from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHORTEST, LONGEST = 256, 2**20
+FEWEST_TOKENS, MOST_TOKENS = 256, 2**20
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
+def compute(options: PictureOptions) -> Numbers:
     """The demo's last scene, up to `tokens` tokens: lengths that would take too long are left out."""
     setting = CostSetting(seed=options.seed, seconds=10.0)
     if options.quick:
-        setting = replace(setting, head_dim=32, lengths=(SHORTEST, 1024, 4096), rounds=3, decode_rounds=2)
+        setting = replace(setting, head_dim=32, lengths=(FEWEST_TOKENS, 1024, 4096), rounds=3, decode_rounds=2)
     if options.tokens is not None:
-        if not 4 * SHORTEST <= options.tokens <= LONGEST:
+        if not 4 * FEWEST_TOKENS <= options.tokens <= MOST_TOKENS:
             raise ValueError(
-                f"--tokens must be {4 * SHORTEST} .. {LONGEST} for cost, the longest text, got {options.tokens}"
+                f"--tokens must be {4 * FEWEST_TOKENS} .. {MOST_TOKENS} for cost, the longest text, "
+                f"got {options.tokens}"
             )
         lengths = [options.tokens]
-        while lengths[0] >= 4 * SHORTEST:
+        while lengths[0] >= 4 * FEWEST_TOKENS:
             lengths.insert(0, lengths[0] // 4)
         setting = replace(setting, lengths=tuple(lengths))
     with one_thread():
@@ -45,7 +46,7 @@ def draw(numbers: Numbers) -> "Figure":
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    from lineate.explore.style import COLORS, LINES, MARKERS
+    from lineate.figures import COLORS, LINES, MARKERS
 
     lengths = numbers["lengths"]
     first, last = lengths[0], lengths[-1]

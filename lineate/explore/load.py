@@ -19,7 +19,7 @@ import lineate
 from lineate.explore.cost import one_thread
 from lineate.explore.findings import size
 from lineate.explore.memories import LABELS, Setting, pairs
-from lineate.explore.pictures import Numbers, Options, Picture
+from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.least_squares import least_squares
 from lineate.memory.titans import titans, titans_state
@@ -40,17 +40,15 @@ NAMES = LABELS | {
 """Memories and their names in the legend."""
 LOADS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 """Pairs for every key channel of a plain matrix."""
-SOFTMAX_SCALE = 32.0
-"""Sharpness of softmax attention for keys of length 1."""
 
-State = dict[str, Tensor]
+LearnedState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUnderLoad:
     """A memory of one head: what it answers to keys k after the pairs k, v were written, `b n d`, with a setting."""
 
-    answer: Callable[..., tuple[Tensor, State]]
+    answer: Callable[..., tuple[Tensor, LearnedState]]
     """k, v, the setting's numbers -> answers, and the state that gave them."""
     settings: tuple[tuple[float, ...], ...] = ((),)
     scaled: bool = True
@@ -71,13 +69,13 @@ class Memory:
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
+def compute(options: PictureOptions) -> Numbers:
     """Errors and shares of right answers of every memory, for every load."""
     channels, trials = (32, 2) if options.quick else (128, 4)
     budget = channels * channels * 4
     setting = Setting(key_dim=channels, trials=trials, seed=options.seed)
     counts = [round(load * channels) for load in LOADS]  # multiples of TTT's chunk
-    memories = {"softmax_attention": Memory(partial(_softmax, kept=budget // (2 * channels * 2)))} | MEMORIES
+    memories = {"softmax_attention": MemoryUnderLoad(partial(_softmax, kept=budget // (2 * channels * 2)))} | MEMORIES
     found: dict[str, Any] = {}
     with torch.inference_mode(), one_thread():
         for name, memory in memories.items():
@@ -98,7 +96,7 @@ def compute(options: Options) -> Numbers:
     }  # fmt: skip
 
 
-def _measure(memory: Memory, setting: Setting, count: int) -> tuple[float, float, list[float]]:
+def _measure(memory: MemoryUnderLoad, setting: Setting, count: int) -> tuple[float, float, list[float]]:
     """Error, share recalled, and the setting that was best on other pairs."""
     chosen = memory.settings[0]
     if len(memory.settings) > 1:
@@ -123,42 +121,42 @@ def _full(k: Tensor, value: float) -> Tensor:
     return torch.full(k.shape[:3], value)
 
 
-def _read(S: Tensor, k: Tensor) -> tuple[Tensor, State]:
+def _read(S: Tensor, k: Tensor) -> tuple[Tensor, LearnedState]:
     return (k[:, :, 0] @ S[:, 0]).unsqueeze(2), {"S": S}
 
 
-def _linear(k: Tensor, v: Tensor) -> tuple[Tensor, State]:
+def _linear(k: Tensor, v: Tensor) -> tuple[Tensor, LearnedState]:
     return _read(lineate.linear_attention(k, k, v).state, k)
 
 
-def _gated_linear(k: Tensor, v: Tensor, keep: float) -> tuple[Tensor, State]:
+def _gated_linear(k: Tensor, v: Tensor, keep: float) -> tuple[Tensor, LearnedState]:
     return _read(lineate.gated_linear_attention(k, k, v, _full(k, math.log(keep))).state, k)
 
 
-def _delta(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, State]:
+def _delta(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, LearnedState]:
     return _read(lineate.delta_rule(k, k, v, _full(k, rate)).state, k)
 
 
-def _gated_delta(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, State]:
+def _gated_delta(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, LearnedState]:
     return _read(lineate.gated_delta_rule(k, k, v, _full(k, math.log(keep)), _full(k, rate)).state, k)
 
 
-def _kimi(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, State]:
+def _kimi(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, LearnedState]:
     """The channels keep between 1 and `keep`, evenly in the logarithm."""
     log_decay = torch.linspace(0, math.log(keep), k.shape[-1]).expand(k.shape)
     return _read(lineate.kimi_delta_attention(k, k, v, log_decay, _full(k, rate)).state, k)
 
 
-def _least_squares(k: Tensor, v: Tensor, ridge: float) -> tuple[Tensor, State]:
+def _least_squares(k: Tensor, v: Tensor, ridge: float) -> tuple[Tensor, LearnedState]:
     state = least_squares(k, k, v, None, ridge=ridge)[1]
     return _read(state["S"], k)[0], state
 
 
-def _softmax(k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, State]:
+def _softmax(k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, LearnedState]:
     """A cache of the last `kept` pairs in bfloat16."""
     cache = {"keys": k[:, -kept:].bfloat16(), "values": v[:, -kept:].bfloat16()}
     q, keys, values = (x.float().transpose(1, 2) for x in (k, *cache.values()))
-    return F.scaled_dot_product_attention(q, keys, values, scale=SOFTMAX_SCALE).transpose(1, 2), cache
+    return F.scaled_dot_product_attention(q, keys, values, scale=Setting.softmax_scale).transpose(1, 2), cache
 
 
 def _first_weights(sizes: Sequence[int]) -> list[Tensor]:
@@ -167,10 +165,10 @@ def _first_weights(sizes: Sequence[int]) -> list[Tensor]:
     return [torch.randn(1, n, m, generator=generator) * n**-0.5 for n, m in pairwise(sizes)]
 
 
-def _ttt(k: Tensor, v: Tensor, rate: float, length: float, expand: int) -> tuple[Tensor, State]:
+def _ttt(k: Tensor, v: Tensor, rate: float, length: float, expand: int) -> tuple[Tensor, LearnedState]:
     """Values as long as what its norm gives, and longer keys, as its bias answers all alike; chunks of 4."""
     d = k.shape[-1]
-    state: State = {}
+    state: LearnedState = {}
     for i, weight in enumerate(_first_weights([d, *([expand * d] if expand else []), d]), 1):
         state |= {f"weight{i}": weight, f"bias{i}": torch.zeros(1, weight.shape[-1])}
     k, norm, size = length * k, (torch.ones(1, d), torch.zeros(1, d)), d**0.5
@@ -178,7 +176,7 @@ def _ttt(k: Tensor, v: Tensor, rate: float, length: float, expand: int) -> tuple
     return ttt(k, k, k, _full(k, 0.0), *norm, state, chunk=4)[0] / size, state
 
 
-def _titans(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, State]:
+def _titans(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, LearnedState]:
     d = k.shape[-1]
     none = _full(k, 0.0)
     state = titans(k, k, v, _full(k, rate), none, none, titans_state([torch.zeros(1, d, d)], len(k)), chunk=4)[1]
@@ -186,7 +184,7 @@ def _titans(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, State]:
     return titans(k, k, k, none, none, none, state, chunk=4)[0], held
 
 
-def _lact(k: Tensor, v: Tensor, rate: float, muon: float) -> tuple[Tensor, State]:
+def _lact(k: Tensor, v: Tensor, rate: float, muon: float) -> tuple[Tensor, LearnedState]:
     d, rates = k.shape[-1], _full(k, rate)[..., None].expand(*k.shape[:3], 3)
     first = lact_state(_first_weights([d] * 4), len(k))
     state = lact(k, k, d**0.5 * v, rates, _full(k, 0.0), first, chunk=min(16, k.shape[1]), muon=muon == 1)[1]
@@ -198,16 +196,16 @@ def _grid(*choices: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
 
 
 MEMORIES = {
-    "linear_attention": Memory(_linear),
-    "gated_linear_attention": Memory(_gated_linear, _grid((0.9999, 0.998, 0.99, 0.95))),
-    "delta_rule": Memory(_delta, _grid((1.0, 0.6, 0.3, 0.1, 0.03))),
-    "gated_delta_rule": Memory(_gated_delta, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.99))),
-    "kimi_delta_attention": Memory(_kimi, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.98))),
-    "least_squares": Memory(_least_squares, ((1e-1,), (1e-4,))),
-    "ttt_linear": Memory(partial(_ttt, expand=0), ((0.3, 6.0), (0.1, 6.0), (0.03, 6.0))),
-    "ttt_mlp": Memory(partial(_ttt, expand=4), ((0.05, 3.0), (0.1, 6.0))),
-    "titans": Memory(_titans, _grid((1.0, 0.5, 0.2, 0.05))),
-    "lact": Memory(_lact, ((1.0, 1), (1.0, 0), (0.3, 0)), scaled=False),
+    "linear_attention": MemoryUnderLoad(_linear),
+    "gated_linear_attention": MemoryUnderLoad(_gated_linear, _grid((0.9999, 0.998, 0.99, 0.95))),
+    "delta_rule": MemoryUnderLoad(_delta, _grid((1.0, 0.6, 0.3, 0.1, 0.03))),
+    "gated_delta_rule": MemoryUnderLoad(_gated_delta, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.99))),
+    "kimi_delta_attention": MemoryUnderLoad(_kimi, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.98))),
+    "least_squares": MemoryUnderLoad(_least_squares, ((1e-1,), (1e-4,))),
+    "ttt_linear": MemoryUnderLoad(partial(_ttt, expand=0), ((0.3, 6.0), (0.1, 6.0), (0.03, 6.0))),
+    "ttt_mlp": MemoryUnderLoad(partial(_ttt, expand=4), ((0.05, 3.0), (0.1, 6.0))),
+    "titans": MemoryUnderLoad(_titans, _grid((1.0, 0.5, 0.2, 0.05))),
+    "lact": MemoryUnderLoad(_lact, ((1.0, 1), (1.0, 0), (0.3, 0)), scaled=False),
 }
 
 
@@ -261,7 +259,7 @@ def _label(name: str, numbers: Numbers) -> str:
 
 
 def _lines(axes: "Axes", load: list[float], lines: dict[str, list[float | None] | None]) -> None:
-    from lineate.explore.style import COLORS, LINES, MARKERS
+    from lineate.figures import COLORS, LINES, MARKERS
 
     for name, values in lines.items():
         shown = [math.nan] * len(load) if values is None else [math.nan if x is None else x for x in values]

@@ -34,12 +34,15 @@ SHORT = {
 }
 """The same, for narrow tables."""
 
+HAND_MADE_CHANNELS = 8
+"""Channels of a key and of a value where a picture writes tokens by hand."""
+
 RULES = tuple(LABELS)
 FIXED_SIZE = tuple(rule for rule in RULES if rule != "softmax_attention")
 FORGETTING = ("gated_linear_attention", "gated_delta_rule", "kimi_delta_attention")
 
-Memory = Tensor | lineate.KeyValueCache
-Report = Callable[[float], None]
+MemoryState = Tensor | lineate.KeyValueCache
+OnProgress = Callable[[float], None]
 """Told how much of an experiment is done, from 0 to 1."""
 
 
@@ -84,12 +87,12 @@ def pairs(
 
 def write(
     rule: str,
-    memory: Memory | None,
+    memory: MemoryState | None,
     keys: Tensor,
     values: Tensor,
     decay: Tensor | None = None,
     channels: slice = slice(None),
-) -> Memory:
+) -> MemoryState:
     """The memory after these pairs, in order; `decay` (one number in [0, 1] a token) is for the rules that can forget.
 
     A rule with one gate per head forgets everywhere; Kimi Delta Attention forgets in `channels` only. beta is 1.
@@ -118,7 +121,7 @@ def write(
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
 
 
-def read(memory: Memory, keys: Tensor, setting: Setting) -> Tensor:
+def read(memory: MemoryState, keys: Tensor, setting: Setting) -> Tensor:
     """What the memory answers to keys `b t h k`, without writing anything."""
     if isinstance(memory, lineate.KeyValueCache):
         queries, cached_keys, cached_values = (x.transpose(1, 2) for x in (keys, memory.keys, memory.values))
@@ -127,17 +130,17 @@ def read(memory: Memory, keys: Tensor, setting: Setting) -> Tensor:
     return equation.read(memory.unsqueeze(1), keys)
 
 
-def recall_error(memory: Memory, keys: Tensor, values: Tensor, setting: Setting) -> float:
+def recall_error(memory: MemoryState, keys: Tensor, values: Tensor, setting: Setting) -> float:
     """Root mean square distance between the answers and the values: 0 is perfect, 1 is no better than no answer."""
     return _root_mean_square(read(memory, keys, setting) - values)
 
 
-def answer_size(memory: Memory, keys: Tensor, setting: Setting) -> float:
+def answer_size(memory: MemoryState, keys: Tensor, setting: Setting) -> float:
     """Root mean square length of the answers; a stored value has length 1."""
     return _root_mean_square(read(memory, keys, setting))
 
 
-def state_norm(memory: Memory) -> float | None:
+def state_norm(memory: MemoryState) -> float | None:
     """Frobenius norm of the state, averaged over trials; a cache has none to compare."""
     if isinstance(memory, lineate.KeyValueCache):
         return None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 Numbers = dict[str, Any]
 """What a picture shows, as JSON can hold it; units in the keys or under "units"."""
@@ -25,7 +26,7 @@ MODULES = {
 
 
 @dataclass(frozen=True)
-class Options:
+class PictureOptions:
     """What the user chose; None: the picture's own default. A picture reads what it names in `uses`."""
 
     model: str | None = None
@@ -53,12 +54,12 @@ class Picture:
     title: str
     help: str
     """One line: what is to be seen."""
-    compute: Callable[[Options], Numbers]
+    compute: Callable[[PictureOptions], Numbers]
     """Raises ValueError or OSError, in plain words, before any work, if the options cannot be served."""
     draw: Callable[[Numbers], "Figure"]
-    """Called inside style.styled()."""
+    """Called inside figures.styled()."""
     uses: tuple[str, ...] = ()
-    """The fields of Options that compute reads; any other that is given is an error."""
+    """The fields of PictureOptions that compute reads; any other that is given is an error."""
 
 
 def find(name: str) -> Picture:
@@ -70,6 +71,11 @@ def find(name: str) -> Picture:
         raise ValueError(f"picture must be {', '.join(MODULES)}, all or list, got {name!r}{hint}")
     found: Picture = import_module(f"lineate.explore.{MODULES[name]}").PICTURE
     return found
+
+
+def rounded(x: "Tensor") -> Any:
+    """Return nested lists of numbers with 4 digits, so that JSON files stay small."""
+    return [rounded(row) for row in x] if x.dim() > 1 else [float(f"{number:.4g}") for number in x.tolist()]
 
 
 def save_numbers(name: str, numbers: Numbers, path: Path) -> None:

@@ -17,12 +17,12 @@ from numpy.typing import ArrayLike
 
 from lineate.explore import lengths
 from lineate.explore.findings import Results
-from lineate.explore.memories import LABELS, Report, silent
+from lineate.explore.memories import LABELS, OnProgress, silent
 from lineate.explore.recall import Interference, Overwrite, ScratchPad, Topics
-from lineate.explore.style import COLORS, MARKERS, STYLE
+from lineate.figures import COLORS, FIGURE_STYLE, MARKERS
 
 
-def save_plots(results: Results, out: Path, report: Report = silent) -> list[Path]:
+def save_plots(results: Results, out: Path, report: OnProgress = silent) -> list[Path]:
     """Draw all figures into the folder `out`; returns their paths."""
     figures = {
         "1_interference.png": lambda: plot_interference(results.interference),
@@ -32,7 +32,7 @@ def save_plots(results: Results, out: Path, report: Report = silent) -> list[Pat
         "5_cost.png": lambda: lengths.draw(asdict(results.cost) | {"machine": platform.machine()}),
     }
     paths: list[Path] = []
-    with plt.rc_context(STYLE):
+    with plt.rc_context(FIGURE_STYLE):
         for name, draw in figures.items():
             figure = draw()
             figure.savefig(out / name)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """A browser that knows it loads nothing from anywhere."""
-STYLE = """
+PAGE_STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1d2127; --soft: #5b6470; --line: #d5dae1; --best: #00694d; }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #14171b; --ink: #e4e7eb; --soft: #a2abb6; --line: #3a414a; --best: #5fd0a8; }
@@ -115,7 +115,7 @@ def save_report(path: Path, title: str, introduction: Section, sections: Sequenc
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>",
+        f"<title>{escape(title)}</title>\n<style>{PAGE_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>",
         *introduction.parts,
         f"<nav>\n{links}\n</nav>",
     ]

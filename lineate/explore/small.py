@@ -16,7 +16,7 @@ from lineate.folders import cache_folder
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.tracing import cpu_by_default
 
-CONFIG = HybridConfig(
+SMALL_CONFIG = HybridConfig(
     vocab_size=257, hidden_size=64, n_layers=6, pattern="KGKGKA", tie_embeddings=True,
     linear=LinearConfig(2, 2, 32, 32),
     attention=AttentionConfig(2, 2, 32, rotary_dim=16),
@@ -49,7 +49,7 @@ def train_small(steps: int) -> HybridLM:
 
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), one_thread():
         torch.manual_seed(0)
-        model = HybridLM(CONFIG)
+        model = HybridLM(SMALL_CONFIG)
         optimizer = make_optimizer(model, "muon", RATE, 0.1, (0.9, 0.95))
         text = _text()
         for step in range(steps):
@@ -85,7 +85,7 @@ def _windows(text: Tensor) -> Tensor:
 
 
 def _fingerprint() -> str:
-    what = [CONFIG.to_dict(), STEPS, ROWS, LENGTH, RATE, CHARACTERS, VERSION]
+    what = [SMALL_CONFIG.to_dict(), STEPS, ROWS, LENGTH, RATE, CHARACTERS, VERSION]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 

@@ -6,19 +6,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lineate.explore.memories import FIXED_SIZE, LABELS, write
-from lineate.explore.pictures import Numbers, Options, Picture
-from lineate.explore.style import rounded, signed_map
+from lineate.explore.memories import FIXED_SIZE, HAND_MADE_CHANNELS, LABELS, write
+from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
+from lineate.figures import signed_map
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-DIM = 8
-"""Channels of a key and of a value of the hand-made memories."""
 FORMULAS = {
     "linear_attention": r"$S + k v^\top$",
     "gated_linear_attention": r"$a\,S + k v^\top$",
@@ -30,9 +28,9 @@ FORMULAS = {
 EVENTS = ("write A", "write B", "A again,\nnew value", "forget A,\nwrite C")
 CHANNEL = {"A": 1, "B": 5, "C": 3}
 """The key channel of each key; the first half is what Kimi Delta Attention forgets."""
-FADE = 0.5
+FADE_TO_REPLACE = 0.5
 """What gated linear attention keeps of everything to make room for A's new value: it cannot replace one pair."""
-TOKENS, MOST = 192, 2048
+TOKENS_READ, MOST_TOKENS_READ = 192, 2048
 """That the model reads, and at most."""
 LABELLED, LINE = 64, 460.0
 """Tokens that have room for their texts below the norms, and the points that all of them have."""
@@ -41,7 +39,7 @@ STEADY = 1.15
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
+def compute(options: PictureOptions) -> Numbers:
     """The hand-made memories (without --model) and a layer of a model along a text (unless --quick alone)."""
     numbers: Numbers = {}
     if options.model is None:
@@ -53,11 +51,11 @@ def compute(options: Options) -> Numbers:
 
 def write_four() -> Numbers:
     """S after each of the four events, for every rule and as it should be."""
-    values = {name: torch.zeros(DIM) for name in ("A", "A new", "B", "C")}
+    values = {name: torch.zeros(HAND_MADE_CHANNELS) for name in ("A", "A new", "B", "C")}
     for name, channels in {"A": (0, 1, 2), "A new": (4, 5), "B": (2, 3, 6), "C": (1, 7)}.items():
         values[name][list(channels)] = 1.0
     tokens = [("A", "A"), ("B", "B"), ("A", "A new"), ("C", "C")]
-    wanted, frames = torch.zeros(DIM, DIM), []
+    wanted, frames = torch.zeros(HAND_MADE_CHANNELS, HAND_MADE_CHANNELS), []
     for index, (key, value) in enumerate(tokens):
         wanted = wanted.clone()
         wanted[CHANNEL[key]] = values[value]
@@ -69,9 +67,16 @@ def write_four() -> Numbers:
         memory: Any = None
         states[rule] = []
         for index, (key, value) in enumerate(tokens):
-            decay = 0.0 if index == 3 else FADE if index == 2 and rule == "gated_linear_attention" else 1.0
-            k = torch.eye(DIM)[CHANNEL[key]].view(1, 1, 1, DIM)
-            memory = write(rule, memory, k, values[value].view(1, 1, 1, DIM), torch.tensor([decay]), slice(0, DIM // 2))
+            decay = 0.0 if index == 3 else FADE_TO_REPLACE if index == 2 and rule == "gated_linear_attention" else 1.0
+            k = torch.eye(HAND_MADE_CHANNELS)[CHANNEL[key]].view(1, 1, 1, HAND_MADE_CHANNELS)
+            memory = write(
+                rule,
+                memory,
+                k,
+                values[value].view(1, 1, 1, HAND_MADE_CHANNELS),
+                torch.tensor([decay]),
+                slice(0, HAND_MADE_CHANNELS // 2),
+            )
             states[rule].append(memory[0, 0])
     return {
         "units": {"off": "Frobenius norm of S - wanted"},
@@ -86,12 +91,12 @@ def write_four() -> Numbers:
     }
 
 
-def watch_model(options: Options) -> Numbers:
+def watch_model(options: PictureOptions) -> Numbers:
     """S of one head along a text, and what every token writes, corrects and forgets."""
     subject = open_subject(options)
     layer = choose_layer(subject, options)
     head = choose_head(subject, layer, options)
-    ids, words = subject.read(options, 96 if options.quick else TOKENS, MOST)
+    ids, words = subject.read(options, 96 if options.quick else TOKENS_READ, MOST_TOKENS_READ)
     found = trace(subject.model, ids, [layer])[0].head(head)
     states, written, corrected, forgotten = steps(found)
     count = len(words)

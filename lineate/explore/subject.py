@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.explore.pictures import Options
-from lineate.explore.style import LETTER_RULES
+from lineate.explore.pictures import PictureOptions
+from lineate.figures import LETTER_RULES
 from lineate.layers.linear import (
     DeltaNet,
     GatedDeltaNet,
@@ -67,7 +67,7 @@ class Subject:
     def model(self) -> HybridLM:
         return self.make()
 
-    def read(self, options: Options, tokens: int, most: int | None = None) -> tuple[Tensor, list[str]]:
+    def read(self, options: PictureOptions, tokens: int, most: int | None = None) -> tuple[Tensor, list[str]]:
         """The first so many ids `1 t` of the text (options.tokens, up to `most`, wins), and each as a word.
 
         Without a text it is TEXT, or random tokens if there is no tokenizer.
@@ -118,14 +118,14 @@ class Trace:
         )
 
 
-def wants_model(options: Options) -> bool:
+def wants_model(options: PictureOptions) -> bool:
     """Whether a picture that also has a hand-made part shows a model: not if it is quick and nobody asks for one."""
     asked = (options.model, options.pattern, options.text, options.layer, options.head, options.tokens)
     return not options.quick or any(x is not None for x in asked)
 
 
 @cpu_by_default
-def open_subject(options: Options) -> Subject:
+def open_subject(options: PictureOptions) -> Subject:
     """The model of the options: a folder's, a preset with random weights, or the built-in small one."""
     from lineate.training.tokenizer import Bytes
 
@@ -133,9 +133,9 @@ def open_subject(options: Options) -> Subject:
     if options.model is None:
         if options.pattern is not None:
             raise ValueError("--pattern is for presets; add --model tiny, or leave it out")
-        from lineate.explore.small import CONFIG, small_model
+        from lineate.explore.small import SMALL_CONFIG, small_model
 
-        return Subject(CONFIG, small_model, "built-in small model", True, plain.encode, _decoder(plain))
+        return Subject(SMALL_CONFIG, small_model, "built-in small model", True, plain.encode, _decoder(plain))
     if options.model in PRESETS and not Path(options.model).exists():
         if options.model not in SMALL_PRESETS:
             raise ValueError(
@@ -208,7 +208,7 @@ def _decoder(tokenizer: Any) -> Callable[[int], str]:
     return lambda number: tokenizer.decode([number])
 
 
-def choose_layer(subject: Subject, options: Options, preferred: str = "KGDRL") -> int:
+def choose_layer(subject: Subject, options: PictureOptions, preferred: str = "KGDRL") -> int:
     """options.layer if it is linear; else the middle one of the first letter of `preferred` that the model has."""
     letters = subject.config.letters
     linear = [n for n, letter in enumerate(letters) if letter in LINEAR_LETTERS]
@@ -229,7 +229,7 @@ def choose_layer(subject: Subject, options: Options, preferred: str = "KGDRL") -
     return linear[0]
 
 
-def choose_head(subject: Subject, layer: int, options: Options) -> int:
+def choose_head(subject: Subject, layer: int, options: PictureOptions) -> int:
     """options.head, or 0."""
     linear = subject.config.linear
     assert linear is not None

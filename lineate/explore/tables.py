@@ -8,14 +8,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lineate.explore.cost import Cost
+from lineate.explore.cost import MeasuredCost
 from lineate.explore.findings import Results, size
 from lineate.explore.memories import FIXED_SIZE, LABELS, SHORT
 from lineate.explore.recall import Frame, Interference, Overwrite, ScratchPad, Topics
 
 SHADES = ((0.25, "█", "#", "green"), (0.5, "▓", "+", "green"), (0.75, "▒", "-", "yellow"), (1.0, "░", ".", "yellow"))
 """Below this error: the block, the same in ASCII, its colour."""
-WRONG = ("x", "red")
+WORTHLESS = ("x", "red")
 """An error of 1 or more: worse than no answer."""
 
 
@@ -85,7 +85,7 @@ def scratch_pad_table(result: ScratchPad) -> Table:
     )
 
 
-def cost_table(result: Cost) -> Table:
+def cost_table(result: MeasuredCost) -> Table:
     """Bytes and times at the shortest and the longest text."""
     columns: list[Column] = []
     measures = (
@@ -144,7 +144,7 @@ def board(frame: Frame, group: int, ascii_only: bool) -> Group:
     for rule, label in LABELS.items():
         cells = [_cell(error, ascii_only) for error in frame.error[rule]]
         table.add_row(label, *(Text.assemble(*cells[start : start + group]) for start in range(0, 3 * group, group)))
-    legend = Text.assemble("error below  ", *_legend(ascii_only), "1 or more ", WRONG)
+    legend = Text.assemble("error below  ", *_legend(ascii_only), "1 or more ", WORTHLESS)
     return Group(table, legend)
 
 
@@ -162,7 +162,7 @@ def _cell(error: float | None, ascii_only: bool) -> tuple[str, str]:
     for below, block, letter, color in SHADES:
         if error < below:
             return (letter if ascii_only else block), color
-    return WRONG
+    return WORTHLESS
 
 
 def _table(corner: str, columns: Sequence[Column]) -> Table:

@@ -86,12 +86,12 @@ def _read(asked: PlanArguments, assumed: Mapping[str, int | str]) -> tuple["Requ
     from lineate.planning.hardware import several
     from lineate.planning.models import DTYPES
     from lineate.planning.report import Request
-    from lineate.planning.units import MOST, read_counts
+    from lineate.planning.units import MOST_COUNTED, read_counts
 
     contexts = read_contexts(asked.context, asked.min_ctx, asked.max_ctx)
     batches = read_counts(asked.batch, "--batch")
     linear = has_linear_axes(asked.axes, asked.plot, asked.in_range)
-    if not 1 <= asked.tokens_per_step <= MOST:
+    if not 1 <= asked.tokens_per_step <= MOST_COUNTED:
         raise ValueError(f"--tokens-per-step must be at least 1 and at most 2^40, got {asked.tokens_per_step}")
     precision = str(DTYPES.get(asked.precision, asked.precision)).removeprefix("torch.")
     for name, word, words in (("--optimizer", asked.optimizer, OPTIMIZERS), ("--precision", precision, PRECISIONS)):
@@ -203,7 +203,7 @@ def _draw(
 
     Points: every power of two, or so many evenly spaced ones if the axes are linear.
     """
-    from lineate.explore.style import styled
+    from lineate.figures import styled
     from lineate.planning.hardware import find_hardware
     from lineate.planning.plots import draw_report, draw_teaching, save
     from lineate.planning.report import make_report, make_teaching_report

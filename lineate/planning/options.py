@@ -10,11 +10,11 @@ from lineate.options import argument, option
 if TYPE_CHECKING:
     from lineate.planning.hardware import Hardware
 
-CONTEXTS = "4k,16k,64k,256k,1M"
-RANGE = ("128", "128k")
+DEFAULT_CONTEXTS = "4k,16k,64k,256k,1M"
+DEFAULT_RANGE = ("128", "128k")
 """--min-ctx and --max-ctx if only the other is given."""
 AXES = ("log", "linear")
-PANELS = ("memory", "batch", "flops", "decode", "prefill")
+PANEL_NAMES = ("memory", "batch", "flops", "decode", "prefill")
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
 
 
@@ -38,10 +38,10 @@ class PlanArguments:
     conv_dtype: str | None = option(None, "Of the convolution state, if another.")
     cache_dtype: str | None = option(None, "Of the cache, if another.")
     context: str | None = option(
-        None, f"Tokens of a sequence, with commas; 32k is 32768; {CONTEXTS}.", "--context", "--context-length"
+        None, f"Tokens of a sequence, with commas; 32k is 32768; {DEFAULT_CONTEXTS}.", "--context", "--context-length"
     )
-    min_ctx: str | None = option(None, f"Or from so many tokens on, every power of two; {RANGE[0]}.")
-    max_ctx: str | None = option(None, f"To so many tokens; {RANGE[1]}.")
+    min_ctx: str | None = option(None, f"Or from so many tokens on, every power of two; {DEFAULT_RANGE[0]}.")
+    max_ctx: str | None = option(None, f"To so many tokens; {DEFAULT_RANGE[1]}.")
     batch: str = option("1", "Sequences at a time; several with commas.", "--batch", "--batch-size")
     memory: str | None = option(None, "What must fit into: 80GB, 79.6GiB.")
     hardware: str | None = option(None, "h100, h200, b200, a100, rtx4090, cpu; all of them if none.")
@@ -91,11 +91,11 @@ def read_contexts(context: str | None, first: str | None, last: str | None) -> t
     from lineate.planning.units import read_counts
 
     if first is None and last is None:
-        return read_counts(CONTEXTS if context is None else context, "--context")
+        return read_counts(DEFAULT_CONTEXTS if context is None else context, "--context")
     if context is not None:
         raise ValueError("--context names all lengths; leave it out, or leave out --min-ctx and --max-ctx")
     ends: list[int] = []
-    for flag, text, default in (("--min-ctx", first, RANGE[0]), ("--max-ctx", last, RANGE[1])):
+    for flag, text, default in (("--min-ctx", first, DEFAULT_RANGE[0]), ("--max-ctx", last, DEFAULT_RANGE[1])):
         counts = read_counts(default if text is None else text, flag)
         if len(counts) > 1:
             raise ValueError(f"{flag} must be one number, got {text!r}; --context takes several")
@@ -129,8 +129,8 @@ def choose_panels(panels: str | None, plot: Path | None, machines: bool) -> tupl
         raise ValueError("--panels are those of a figure; give --plot FILE too")
     chosen = tuple(dict.fromkeys(word.strip() for word in panels.split(",")))
     for word in chosen:
-        if word not in PANELS:
-            raise ValueError(f"--panels must be of {', '.join(PANELS)}, with commas between, got {panels!r}")
+        if word not in PANEL_NAMES:
+            raise ValueError(f"--panels must be of {', '.join(PANEL_NAMES)}, with commas between, got {panels!r}")
         if word in ("decode", "prefill") and not machines:
             raise ValueError(f"--panels {word} needs --hardware, or --bandwidth and --flops")
     return chosen

@@ -17,7 +17,7 @@ from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory, plan_t
 from lineate.planning.models import Model, variants
 from lineate.planning.teaching import differences, taught_heads, taught_variants, teaching_of
 
-Report = dict[str, Any]
+PlanNumbers = dict[str, Any]
 CACHE_KINDS = {"keys and values": "keys_and_values_bytes", "latent": "latent_bytes"}
 
 
@@ -48,7 +48,7 @@ class Request:
         return plan_memory(model, self.state_dtype, self.conv_dtype, self.cache_dtype)
 
 
-def make_report(request: Request) -> Report:
+def make_report(request: Request) -> PlanNumbers:
     """Everything but the teaching formulas."""
     plan, flops = request.plan(request.model), plan_flops(request.model)
     others = {name: (request.plan(model), plan_flops(model)) for name, model in variants(request.model).items()}
@@ -82,7 +82,7 @@ def make_report(request: Request) -> Report:
     }  # fmt: skip
 
 
-def make_teaching_report(request: Request) -> Report:
+def make_teaching_report(request: Request) -> PlanNumbers:
     """The simplified formulas beside the exact bytes of the same three models."""
     plans = {name: request.plan(model) for name, model in taught_variants(request.model).items()}
     taught = [teaching_of(request.model, tokens, request.batch) for tokens in request.contexts]
@@ -109,13 +109,13 @@ def make_teaching_report(request: Request) -> Report:
     }
 
 
-def middle(report: Report) -> int:
+def middle(report: PlanNumbers) -> int:
     """The length for tables with room for one: the middle one."""
     contexts: list[int] = report["contexts_tokens"]
     return contexts[len(contexts) // 2]
 
 
-def _model(plan: MemoryPlan) -> Report:
+def _model(plan: MemoryPlan) -> PlanNumbers:
     model, c = plan.model, plan.model.config
     return {
         "name": model.name, "origin": model.origin, "family": c.family, "dtype": model.dtype_name,
@@ -127,7 +127,7 @@ def _model(plan: MemoryPlan) -> Report:
     }  # fmt: skip
 
 
-def _weights(plan: MemoryPlan) -> Report:
+def _weights(plan: MemoryPlan) -> PlanNumbers:
     feed = sum(layer.feed for layer in plan.layers)
     return {
         "total_bytes": plan.weights,
@@ -139,7 +139,7 @@ def _weights(plan: MemoryPlan) -> Report:
     }
 
 
-def _state(plan: MemoryPlan) -> Report:
+def _state(plan: MemoryPlan) -> PlanNumbers:
     name = {key: str(getattr(plan, key)).removeprefix("torch.") for key in ("state_dtype", "conv_dtype", "cache_dtype")}
     return {
         "recurrent_bytes": plan.memory, "convolution_bytes": plan.conv, "cache_bytes_per_token": plan.cache_per_token,
@@ -147,7 +147,7 @@ def _state(plan: MemoryPlan) -> Report:
     }  # fmt: skip
 
 
-def _at(plan: MemoryPlan, batch: int, tokens: int) -> Report:
+def _at(plan: MemoryPlan, batch: int, tokens: int) -> PlanNumbers:
     return {
         "tokens": tokens,
         **{key: plan.cache(batch, tokens, kind) for kind, key in CACHE_KINDS.items()},
@@ -158,7 +158,7 @@ def _at(plan: MemoryPlan, batch: int, tokens: int) -> Report:
     }
 
 
-def _variant(request: Request, plan: MemoryPlan, flops: FlopsPlan) -> Report:
+def _variant(request: Request, plan: MemoryPlan, flops: FlopsPlan) -> PlanNumbers:
     return {
         "letters": plan.model.config.letters,
         "weights_bytes": plan.weights,
@@ -169,7 +169,7 @@ def _variant(request: Request, plan: MemoryPlan, flops: FlopsPlan) -> Report:
     }
 
 
-def _crossover(linear: MemoryPlan, full: MemoryPlan) -> Report:
+def _crossover(linear: MemoryPlan, full: MemoryPlan) -> PlanNumbers:
     """The first length at which a linear layer's state is smaller than an attention layer's cache."""
     one, other = linear.layers[0], full.layers[0]
     fixed = one.memory + one.conv
@@ -179,7 +179,7 @@ def _crossover(linear: MemoryPlan, full: MemoryPlan) -> Report:
     }  # fmt: skip
 
 
-def _flops(flops: FlopsPlan, tokens: int, recompute: bool) -> Report:
+def _flops(flops: FlopsPlan, tokens: int, recompute: bool) -> PlanNumbers:
     """executed: as torch's counter has it, with all pairs of a causal attention; least: half of them."""
     return {"tokens": tokens} | {
         f"{what}_{convention}": number
@@ -192,7 +192,7 @@ def _flops(flops: FlopsPlan, tokens: int, recompute: bool) -> Report:
     }
 
 
-def _layer(layer: LayerMemory, flops: FlopsPlan, contexts: tuple[int, ...]) -> Report:
+def _layer(layer: LayerMemory, flops: FlopsPlan, contexts: tuple[int, ...]) -> PlanNumbers:
     return {
         "index": layer.index, "letter": layer.letter, "rule": layer.rule, "weights_bytes": layer.weights,
         "feed_forward_bytes": layer.feed, "recurrent_bytes": layer.memory, "convolution_bytes": layer.conv,
@@ -202,7 +202,7 @@ def _layer(layer: LayerMemory, flops: FlopsPlan, contexts: tuple[int, ...]) -> R
     }  # fmt: skip
 
 
-def _fits(request: Request, plan: MemoryPlan) -> list[Report]:
+def _fits(request: Request, plan: MemoryPlan) -> list[PlanNumbers]:
     rooms = [(machine.name, request.memory_bytes or machine.memory_bytes) for machine in request.machines]
     if not rooms and request.memory_bytes is not None:
         rooms = [("the memory given", request.memory_bytes)]
@@ -219,7 +219,7 @@ def _fits(request: Request, plan: MemoryPlan) -> list[Report]:
     ]
 
 
-def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list[Report]:
+def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list[PlanNumbers]:
     return [
         {
             "hardware": machine.name, "what": x.what, "tokens": tokens, "least_seconds": x.seconds, "limit": x.limit,
@@ -230,7 +230,7 @@ def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list
     ]  # fmt: skip
 
 
-def _training(request: Request) -> Report | None:
+def _training(request: Request) -> PlanNumbers | None:
     if request.tokens_per_step is None:
         return None
     plan = plan_training(request.model, request.tokens_per_step, request.precision, request.optimizer)
@@ -254,7 +254,7 @@ def _training(request: Request) -> Report | None:
     }
 
 
-def csv_text(report: Report) -> str:
+def csv_text(report: PlanNumbers) -> str:
     """A line a number: the table it is of, whose it is, at which length (if that matters), its name and unit."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -263,7 +263,7 @@ def csv_text(report: Report) -> str:
     return out.getvalue()
 
 
-def _numbers(report: Report) -> Iterator[tuple[Any, ...]]:
+def _numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
     contexts, name = report["contexts_tokens"], report["model"]["name"]
     for part in ("model", "weights", "state_of_a_sequence", "crossover", "training"):
         for key, value in (report[part] or {}).items():
@@ -297,7 +297,7 @@ def _numbers(report: Report) -> Iterator[tuple[Any, ...]]:
             yield f"times, training step, {x['hardware']}", report["own"], "", key, x[key]
 
 
-def _teaching_numbers(report: Report) -> Iterator[tuple[Any, ...]]:
+def _teaching_numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
     for name, x in report["teaching"].items():
         for key in ("formula_bytes", "exact_bytes"):
             for tokens, number in zip(report["contexts_tokens"], x[key], strict=True):

@@ -4,7 +4,7 @@ import re
 
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-MOST = 2**40
+MOST_COUNTED = 2**40
 """Tokens, and sequences: more are a slip of the pen."""
 
 
@@ -35,7 +35,7 @@ def read_counts(text: str, flag: str) -> tuple[int, ...]:
         if match is None:
             raise ValueError(f"{wanted}, got {text!r}")
         count = int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2].upper()]
-        if not 1 <= count <= MOST:
+        if not 1 <= count <= MOST_COUNTED:
             raise ValueError(f"{wanted}, and at most 2^40, got {text!r}")
         found.add(count)
     return tuple(sorted(found))

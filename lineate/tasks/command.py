@@ -16,7 +16,7 @@ from lineate.options import argument, option, parameters, sign
 if TYPE_CHECKING:
     import typer
 
-    from lineate.tasks.progress import Cost
+    from lineate.tasks.progress import RunCost
     from lineate.tasks.runner import Cell
 
 DEFAULT_RULES = "linear,gla,deltanet,gdn,kda,softmax"
@@ -177,7 +177,7 @@ def _plan(task: str, flags: dict[str, Any], quick: bool) -> "list[Cell]":
     return plan_cells(chosen, flags["rules"].split(","), sizes, model, train, flags["seeds"], quick)
 
 
-def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[Cell, Cost]":
+def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[Cell, RunCost]":
     """Return what the same command costs with --quick; nothing if its flags do not go together with that."""
     from lineate.tasks.progress import estimate
 
@@ -188,7 +188,7 @@ def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[
 
 
 def _outlook(
-    costs: "Mapping[Cell, Cost]", side_by_side: int, quick: "Callable[[], Mapping[Cell, Cost]] | None"
+    costs: "Mapping[Cell, RunCost]", side_by_side: int, quick: "Callable[[], Mapping[Cell, RunCost]] | None"
 ) -> Iterator[str]:
     """Yield what to say before the start: how long it takes, and how it could be shorter if that is long."""
     from lineate.tasks.progress import LONG, duration, whole

@@ -8,7 +8,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from lineate.tasks.model import label
-from lineate.tasks.runner import Cell, Result
+from lineate.tasks.runner import Cell, CellResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,15 +20,15 @@ COLORS = {
 MORE_COLORS = ("#0072B2", "#882255", "#117733", "#999933", "#AA4499", "#332288")
 
 
-def by_rule(results: Sequence[Result]) -> dict[str, list[Result]]:
+def by_rule(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
     """The seeds of every rule, in the order of the rules."""
-    rules: dict[str, list[Result]] = {}
+    rules: dict[str, list[CellResult]] = {}
     for result in results:
         rules.setdefault(result.rule, []).append(result)
     return rules
 
 
-def table_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+def table_rows(results: Sequence[CellResult]) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row a rule: mean accuracy, every seed, steps taken, and the mean at other lengths."""
     lengths = list(results[0].by_length)
     head = ["rule", "accuracy", "each seed", "steps", *(f"at {n}" for n in lengths)]
@@ -49,14 +49,14 @@ def percent(x: float) -> str:
     return f"{int(round(x * 1000, 6)) / 10:.1f}"
 
 
-def markdown(results: Sequence[Result]) -> str:
+def markdown(results: Sequence[CellResult]) -> str:
     """The table as documents have it."""
     head, rows = table_rows(results)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def notes(results: Sequence[Result]) -> list[str]:
+def notes(results: Sequence[CellResult]) -> list[str]:
     """Runs that ended early, which a reader must know of."""
     return [
         f"{label(x.rule)}, seed {x.seed}: stopped at step {x.steps} ({x.stopped})"
@@ -65,7 +65,7 @@ def notes(results: Sequence[Result]) -> list[str]:
     ]
 
 
-def print_table(cell: Cell, results: Sequence[Result]) -> None:
+def print_table(cell: Cell, results: Sequence[CellResult]) -> None:
     """To the terminal."""
     from rich.console import Console
     from rich.table import Column, Table
@@ -90,7 +90,7 @@ def title(cell: Cell) -> str:
     return f"{cell.task}{' --quick' if cell.quick else ''} ({', '.join(parts)})"
 
 
-def save_numbers(cell: Cell, results: Sequence[Result], out: Path, command: str) -> Path:
+def save_numbers(cell: Cell, results: Sequence[CellResult], out: Path, command: str) -> Path:
     """Write STEM.json: the settings, which all cells share, and every result."""
     content = {
         "command": command, "task": cell.task, "quick": cell.quick, "sizes": asdict(cell.sizes),
@@ -102,7 +102,7 @@ def save_numbers(cell: Cell, results: Sequence[Result], out: Path, command: str)
     return path
 
 
-def save(cell: Cell, results: Sequence[Result], out: Path, command: str) -> list[Path]:
+def save(cell: Cell, results: Sequence[CellResult], out: Path, command: str) -> list[Path]:
     """Write STEM.json, STEM.md and STEM.png into the folder, STEM as the cell has it; return their paths."""
     table, figure = out / f"{cell.stem}.md", out / f"{cell.stem}.png"
     text = f"{title(cell)}: held-out accuracy, %\n\n    {command}\n\n{markdown(results)}"
@@ -111,7 +111,7 @@ def save(cell: Cell, results: Sequence[Result], out: Path, command: str) -> list
     return [save_numbers(cell, results, out, command), table, figure]
 
 
-def draw(cell: Cell, results: Sequence[Result], path: Path) -> None:
+def draw(cell: Cell, results: Sequence[CellResult], path: Path) -> None:
     """Accuracy against pairs (if there are several numbers of them) and against length; dots are seeds."""
     import matplotlib
 

@@ -23,8 +23,8 @@ from lineate.tasks.registry import TASKS
 from lineate.tasks.task import NOTHING, Sizes, Task
 from lineate.tracing import cpu_by_default
 
-Report = Callable[[str], None]
-DTYPES = ("float32", "tf32", "bfloat16")
+Say = Callable[[str], None]
+TRAINING_DTYPES = ("float32", "tf32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Cell:
 
 
 @dataclass
-class Result:
+class CellResult:
     """What became of a cell."""
 
     rule: str
@@ -127,8 +127,11 @@ def plan_cells(
             raise ValueError(f"{name} must be above {low:g} and at most {high:g}, got {getattr(train, name)}")
     if train.curriculum & (train.curriculum - 1):
         raise ValueError(f"curriculum must be a power of two, got {train.curriculum}")
-    if train.dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {train.dtype!r}{nearest(train.dtype, DTYPES)}")
+    if train.dtype not in TRAINING_DTYPES:
+        raise ValueError(
+            f"dtype must be one of {', '.join(TRAINING_DTYPES)}, got {train.dtype!r}"
+            f"{nearest(train.dtype, TRAINING_DTYPES)}"
+        )
     if not 0 < model.beta_scale <= 2:
         raise ValueError(f"beta_scale must be above 0 and at most 2, got {model.beta_scale}")
     if not 0 < model.init <= 1:
@@ -235,7 +238,7 @@ def train_step(cell: Cell, model: HybridLM, optimizer: torch.optim.Optimizer, st
 
 
 @cpu_by_default
-def train_cell(cell: Cell, report: Report = print, tick: Callable[[int], None] = lambda steps: None) -> Result:
+def train_cell(cell: Cell, report: Say = print, tick: Callable[[int], None] = lambda steps: None) -> CellResult:
     """Train, testing now and then, until it is learnt or steps or minutes are over; then test all sizes.
 
     tick is called with the number of steps taken, after each.
@@ -244,10 +247,10 @@ def train_cell(cell: Cell, report: Report = print, tick: Callable[[int], None] =
         return _train_cell(cell, report, tick)
 
 
-def _train_cell(cell: Cell, report: Report, tick: Callable[[int], None]) -> Result:
+def _train_cell(cell: Cell, report: Say, tick: Callable[[int], None]) -> CellResult:
     task, sizes, train = TASKS[cell.task], cell.sizes, cell.train
     model, optimizer = start(cell)
-    result = Result(cell.rule, cell.seed, parameters=sum(p.numel() for p in model.parameters()))
+    result = CellResult(cell.rule, cell.seed, parameters=sum(p.numel() for p in model.parameters()))
     began = time.monotonic()
     learnt = 0  # tests in a row that were good enough
     for step in range(train.steps):
@@ -292,15 +295,15 @@ class Watcher(Protocol):
 
 
 def run_cells(
-    cells: Sequence[Cell], jobs: int, watcher: Watcher, keep: Callable[[list[Result]], object]
-) -> list[Result]:
+    cells: Sequence[Cell], jobs: int, watcher: Watcher, keep: Callable[[list[CellResult]], object]
+) -> list[CellResult]:
     """All cells, in their order; with jobs > 1 in so many processes, which share the device.
 
     keep is called with the results so far whenever there is a new one. A cell that fails does not stop the others.
     """
-    results: dict[Cell, Result] = {}
+    results: dict[Cell, CellResult] = {}
 
-    def add(cell: Cell, result: Result) -> None:
+    def add(cell: Cell, result: CellResult) -> None:
         results[cell] = result
         watcher.finish(cell)
         keep([results[cell] for cell in cells if cell in results])
@@ -365,5 +368,5 @@ def _start_process(messages: Any) -> None:
     torch.set_num_threads(1)
 
 
-def _train_in_process(cell: Cell) -> Result:
+def _train_in_process(cell: Cell) -> CellResult:
     return train_cell(cell, lambda line: _messages.put((cell, line)), lambda steps: _messages.put((cell, steps)))

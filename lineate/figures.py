@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
-    from torch import Tensor
 
 FORMATS = ("png", "svg")
 """What a figure can be saved as."""
@@ -69,7 +68,7 @@ LETTER_RULES = {
 }
 """The rule of a pattern's letter, as COLORS and MARKERS name it."""
 
-STYLE: dict[Any, Any] = {
+FIGURE_STYLE: dict[Any, Any] = {
     "figure.dpi": 110,
     "savefig.dpi": 110,
     "font.size": 10.5,
@@ -95,18 +94,13 @@ def styled() -> Iterator[None]:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    with plt.rc_context({**STYLE, "figure.dpi": 150, "savefig.dpi": 150}):
+    with plt.rc_context({**FIGURE_STYLE, "figure.dpi": 150, "savefig.dpi": 150}):
         yield
 
 
 def wrapped(title: str, width: int = 42) -> str:
     """In lines that fit above a panel of half the width of a figure, at 11.5 points."""
     return textwrap.fill(title, width)
-
-
-def rounded(x: "Tensor") -> Any:
-    """As nested lists of numbers with 4 digits: JSON files stay small."""
-    return [rounded(row) for row in x] if x.dim() > 1 else [float(f"{number:.4g}") for number in x.tolist()]
 
 
 def signed_map() -> "Colormap":
