@@ -99,12 +99,15 @@ def styled() -> Iterator[None]:
 
 
 def wrapped(title: str, width: int = 42) -> str:
-    """In lines that fit above a panel of half the width of a figure, at 11.5 points."""
+    """Return a title in lines that fit above a panel of half the width of a figure, at 11.5 points."""
     return textwrap.fill(title, width)
 
 
 def signed_map() -> "Colormap":
-    """Numbers of both signs: 0 is white, positive goes to dark blue, negative to a light orange; told apart in grey."""
+    """Return colours for numbers of both signs, told apart in grey.
+
+    0 is white, positive numbers go to dark blue, negative ones to a light orange.
+    """
     from matplotlib.colors import LinearSegmentedColormap
 
     stops = ((0.0, "#C75B00"), (0.25, "#F5A742"), (0.5, "#FFFFFF"), (0.75, "#4A83BF"), (1.0, "#04204F"))
@@ -112,7 +115,7 @@ def signed_map() -> "Colormap":
 
 
 def save_figure(figure: "Figure", out: Path, name: str, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """NAME.png and NAME.svg (or those asked for) in the folder, then close the figure."""
+    """Write NAME.png and NAME.svg (or those asked for) into the folder, then close the figure."""
     from io import BytesIO
 
     from matplotlib import pyplot as plt

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 SHARPNESS = 8.0
 """Sharpness of softmax attention on keys of length 1."""
 FADE_A_TOKEN = 0.8
-"""What gated linear attention keeps a token: its way to prefer the new."""
+"""The share of its memory that gated linear attention keeps at each token; it prefers what is new in this way."""
 WRITES = ("A", "B", "C", "A'", "D")
 READS = ("?A", "?B", "?C", "?D")
 TOKENS_READ, MOST_TOKENS_READ = 32, 256
-"""That the model reads, and at most."""
+"""How many tokens the model reads unless told otherwise, and how many at most."""
 PANEL = 215.0
-"""Points that the sides of a model's panel have at least, if its tokens have labels."""
+"""The least length in points of the sides of a model's panel whose tokens have labels."""
 NOTES = {
     "linear_attention": "reads all that matches",
     "gated_linear_attention": "fades with distance",
@@ -40,7 +40,7 @@ NOTES = {
 
 @cpu_by_default
 def compute(options: PictureOptions) -> Numbers:
-    """The hand-made tokens (without --model) and a layer of a model on a text (unless --quick alone)."""
+    """Return the numbers of the hand-made tokens (without --model) and of a model's layer (unless --quick alone)."""
     numbers: Numbers = {}
     if options.model is None:
         numbers["rules"] = read_all()
@@ -50,7 +50,10 @@ def compute(options: PictureOptions) -> Numbers:
 
 
 def read_all() -> Numbers:
-    """Five writes and four reads. C's key is like B's (cosine 0.6); A' has A's key; at D the gates close."""
+    """Return what five writes and four reads give under every rule.
+
+    C's key is like B's (cosine 0.6), A' has A's key, and the gates close at D.
+    """
     axes = torch.eye(HAND_MADE_CHANNELS)
     keys = {"A": axes[0], "B": axes[4], "C": 0.6 * axes[4] + 0.8 * axes[5], "A'": axes[0], "D": axes[6]}
     keys |= {read: keys[read[1]] for read in READS}
@@ -83,7 +86,7 @@ def read_all() -> Numbers:
 
 
 def read_model(options: PictureOptions) -> Numbers:
-    """The matrices of every rule on the q, k and gates of one head; gates that the layer has not are left open."""
+    """Return the matrices of every rule on one head's q, k and gates; a gate that the layer lacks stays open."""
     subject = open_subject(options)
     layer = choose_layer(subject, options)
     head = choose_head(subject, layer, options)
@@ -107,7 +110,7 @@ def read_model(options: PictureOptions) -> Numbers:
 
 
 def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every rule on the same q and k, with what it takes of the gates; and which is another's for want of a gate."""
+    """Return every rule's matrix on the same q and k, and which matrix equals another because a gate is missing."""
     decay, beta = found.log_decay, found.beta
     per_head = None if decay is None else decay if decay.dim() == 2 else decay.mean(-1)
     per_channel = decay if decay is not None and decay.dim() == 3 else None
@@ -138,13 +141,13 @@ def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _matrix(q: Tensor, k: Tensor, log_decay: Tensor | None, beta: Tensor | None, scale: float) -> Tensor:
-    """`t t` of one head from `t 1 ...`."""
+    """Return the matrix `t t` of one head from tensors `t 1 ...`."""
     decay, rate = (None if x is None else x[None] for x in (log_decay, beta))
     return lineate.attention_matrix(q[None], k[None], decay, rate, scale=scale)[0, 0]
 
 
 def _softmax(q: Tensor, k: Tensor, scale: float, writes: Tensor | None) -> Tensor:
-    """The causal softmax over the keys that are written."""
+    """Return the causal softmax over the keys that are written."""
     count = len(q)
     seen = torch.ones(count, count, dtype=torch.bool).tril()
     seen = seen if writes is None else seen & writes
@@ -152,14 +155,14 @@ def _softmax(q: Tensor, k: Tensor, scale: float, writes: Tensor | None) -> Tenso
 
 
 def _distance(matrix: Tensor) -> float:
-    """How many tokens back the reads go in the mean, weighted by the size of their weights."""
+    """Return how many tokens back the reads go on average, weighted by the size of their weights."""
     count = len(matrix)
     back = torch.arange(count)[:, None] - torch.arange(count)
     return float((matrix.abs() * back).sum() / matrix.abs().sum().clamp(min=1e-12))
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """The hand-made tokens above, the model below, or one of them."""
+    """Draw the hand-made tokens above and the model below, or the one that there is."""
     from matplotlib import pyplot as plt
 
     parts = [part for part in ("rules", "model") if part in numbers]
@@ -172,7 +175,7 @@ def draw(numbers: Numbers) -> "Figure":
 
 
 def _labelled(found: Numbers) -> bool:
-    """Whether the texts of the tokens are known; numbers of earlier versions do not say."""
+    """Whether the texts of the tokens are known; files of earlier versions do not say."""
     return bool(found.get("words_are_text"))
 
 

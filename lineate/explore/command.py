@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from lineate.explore.pictures import Picture, PictureOptions
 
 TEXT_FILE_ENDINGS = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html")
-"""A word of --text that ends so is the name of a file."""
+"""A word given as --text that ends like this is taken for the name of a file."""
 MOST_TEXT_BYTES = 2**24
-"""Bytes that are read of a text file."""
+"""How many bytes of a text file are read at most."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PictureArguments:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options of the picture itself that were given."""
+        """The options of the picture itself that the user gave."""
         named = {name: getattr(self, name) for name in ("pattern", "text", "layer", "head", "tokens", "seed")}
         return {
             name: value
@@ -54,7 +54,7 @@ class PictureArguments:
 
     @property
     def known_model(self) -> str | None:
-        """The model as its preset is spelled."""
+        """The model's name; a preset's is spelled as the preset is."""
         from lineate.models.presets import PRESETS
         from lineate.names import spelled
 
@@ -106,7 +106,7 @@ def run_picture(asked: PictureArguments) -> None:
 def make(
     picture: "Picture", options: "PictureOptions", out: Path, formats: tuple[str, ...], source: Path | None = None
 ) -> list[Path]:
-    """NAME.png, NAME.svg and NAME.json in the folder `out`, which must exist; their paths."""
+    """Write NAME.png, NAME.svg and NAME.json into the folder `out`, which must exist; return their paths."""
     from lineate.explore.pictures import load_numbers, save_numbers
     from lineate.figures import save_figure, styled
 
@@ -134,7 +134,7 @@ def make(
 
 
 def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "PictureOptions":
-    """What the picture uses of what was given; all of it must be of use, unless there are several pictures."""
+    """Return what the picture uses of what was given; one picture must use all of it, several may leave some out."""
     from lineate.explore.pictures import PictureOptions
 
     unknown = set(picture.uses) - {f.name for f in fields(PictureOptions)}
@@ -155,7 +155,7 @@ def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "Pictu
 
 
 def read_text(given: str) -> str:
-    """The text itself, or what the file of that name holds."""
+    """Return the text itself, or what the file of that name holds."""
     wanted = "--text must be a text or a file of text"
     if not given.strip():
         raise ValueError(f"{wanted}, got an empty one")

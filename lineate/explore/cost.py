@@ -109,7 +109,7 @@ def measure_cost(setting: CostSetting, report: OnProgress = silent) -> MeasuredC
 def _measure_length(
     setting: CostSetting, length: int, rounds: int, report: OnProgress
 ) -> tuple[dict[str, float], dict[str, float], dict[str, int]]:
-    """Median seconds of a prefill and of a decoded token, and bytes of state, per rule."""
+    """Return, for each rule, the median seconds of a prefill and of a decoded token, and the bytes of state."""
     tokens = _make_tokens(setting, length + 1)
     text, last = tokens.part(slice(0, length)), tokens.part(slice(length, length + 1))
     states: dict[str, Tensor] = {}
@@ -148,7 +148,7 @@ def _make_tokens(setting: CostSetting, count: int) -> _Tokens:
 
 
 def _attend(rule: str, tokens: _Tokens, state: Tensor | None) -> Tensor:
-    """The state after these tokens; the output is computed too, as in a model."""
+    """Return the state after these tokens; the output is computed too, as in a model."""
     q, k, v = tokens.q, tokens.k, tokens.v
     match rule:
         case "linear_attention":
@@ -183,12 +183,12 @@ def _timed(run: Callable[[], Tensor]) -> tuple[float, Tensor]:
 
 
 def _burst(run: Callable[[], Tensor]) -> list[float]:
-    """Times of a few calls in a row; the first one, which finds its data out of the processor's cache, is left out."""
+    """Return the times of a few calls in a row, without the first, which finds no data in the processor's cache."""
     return [_timed(run)[0] for _ in range(6)][1:]
 
 
 def _part(report: OnProgress, before: float, share: float) -> OnProgress:
-    """The report of one part of the work."""
+    """Return the callback of one part of the work."""
     return lambda done: report(before + done * share)
 
 
@@ -197,6 +197,6 @@ def _medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def _predict(prefill: dict[str, list[float]], last: int, length: int) -> float:
-    """Seconds one prefill of every rule will take: linear in the length, softmax attention quadratic."""
+    """Return the seconds that one prefill of every rule will take: quadratic for softmax attention, else linear."""
     growth = {rule: 1.0 for rule in FIXED_SIZE} | {"softmax_attention": length / last}
     return sum(prefill[rule][-1] * 1e-6 * length * growth[rule] for rule in RULES)

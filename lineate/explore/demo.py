@@ -25,7 +25,7 @@ PART_SECONDS = {
     "measuring the cost": 14.0,
     "drawing": 4.0,
 }
-"""The parts of the demo and roughly their seconds, so that the bar moves evenly."""
+"""The parts of the demo and roughly how many seconds each takes, so that the bar moves evenly."""
 FIGURES = {
     "1_interference.png": "Recall error against the number of pairs, and against how often the same pairs were told.",
     "2_overwrite.png": "Recall error of every key after every write, one panel per memory.",
@@ -136,7 +136,7 @@ def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console 
 
 
 def _save_page(out: Path, said: Sequence[Section], results: findings.Results, quick: bool) -> None:
-    """What was said, as `report.html`: the summary first, and in every scene its picture."""
+    """Write what was said as `report.html`: the summary comes first, and every scene has its picture."""
     introduction, *scenes, summary, reasons = said
     for scene, (name, description) in zip(scenes, FIGURES.items(), strict=True):
         scene.image(out / name, description)
@@ -152,9 +152,9 @@ def _save_page(out: Path, said: Sequence[Section], results: findings.Results, qu
 
 
 class _Stage:
-    """The console, and under it, on a terminal, a live board and a progress bar; what is said is kept for the page.
+    """Prints to the console and keeps what is said for the page; a terminal also shows a board and a progress bar.
 
-    Nothing is drawn in the background: the scenes measure time.
+    Nothing is drawn in the background, because the scenes measure time.
     """
 
     def __init__(self, console: Console) -> None:
@@ -194,7 +194,7 @@ class _Stage:
         self.sections[-1].table(table)
 
     def begin(self, part: str) -> OnProgress:
-        """The report of one part, which moves the bar from where the earlier parts end."""
+        """Return the callback of one part, which moves the bar from where the earlier parts end."""
         names = list(PART_SECONDS)
         offset = sum(PART_SECONDS[name] for name in names[: names.index(part)])
 
@@ -206,7 +206,7 @@ class _Stage:
         return report
 
     def watch(self, frame: recall.Frame) -> None:
-        """Show one write; the last one stays."""
+        """Show one write; the last one stays on the screen."""
         ascii_only = self.console.options.ascii_only
         self._board = tables.board(frame, len(frame.error["delta_rule"]) // 3, ascii_only)
         if frame.step == frame.steps:

@@ -1,7 +1,6 @@
 """How fast a model forgets: half-lives in tokens, ln 2 / -log_decay, of every head or channel, layer by layer.
 
-A decay is made anew from every token, so that a head has many half-lives on a text: their median and quartiles are
-kept. Layers of the letters R, G and K have such decays.
+A decay is made anew from every token, so a head has many half-lives on a text; their median and quartiles are kept.
 """
 
 import math
@@ -26,7 +25,7 @@ LONGEST_HALF_LIFE = 1e9
 
 @cpu_by_default
 def compute(options: PictureOptions) -> Numbers:
-    """Quartiles over the tokens of a text, for every layer that forgets."""
+    """Return quartiles over the tokens of a text, for every layer that forgets."""
     if options.tokens is not None and options.tokens < 2:
         raise ValueError(f"--tokens must be at least 2 for forgetting, got {options.tokens}")
     subject = open_subject(options)
@@ -45,7 +44,7 @@ def compute(options: PictureOptions) -> Numbers:
 
 
 def _layer(found: Trace) -> dict[str, Any]:
-    """Half-lives `heads channels`; a decay per head has one channel."""
+    """Return the half-lives `heads channels` of one layer; a decay per head has one channel."""
     assert found.log_decay is not None
     decay = found.log_decay.float()
     decay = decay.unsqueeze(-1) if decay.dim() == 2 else decay  # t hv k
@@ -59,12 +58,15 @@ def _layer(found: Trace) -> dict[str, Any]:
 
 
 def half_life(log_decay: Tensor) -> Tensor:
-    """Tokens after which half is left; it grows with log_decay, so that quantiles of one are quantiles of the other."""
+    """Return the tokens after which half is left.
+
+    It grows with log_decay, so that quantiles of one are quantiles of the other.
+    """
     return (math.log(2) / -log_decay).clamp(max=LONGEST_HALF_LIFE).where(log_decay < 0, LONGEST_HALF_LIFE)
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """Heads over depth above; below, where decay is per channel, the channels of every head from short to long."""
+    """Draw heads over depth above; below, where decay is per channel, the channels of every head from short to long."""
     from matplotlib import pyplot as plt
 
     layers = numbers["layers"]
@@ -165,7 +167,7 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def number(value: float) -> str:
-    """Two digits that count."""
+    """Return a number with two significant digits."""
     return "1e9 or more" if value >= LONGEST_HALF_LIFE else f"{float(f'{value:.2g}'):g}"
 
 

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 TOKENS_WRITTEN, QUICK_TOKENS_WRITTEN = 100_000, 5_000
 TOKENS_READ, QUICK_TOKENS_READ = 4096, 512
 HALF_LIFE = 256.0
-"""Tokens, of the rules with one gate per head."""
+"""The half-life, in tokens, of the rules with one gate per head."""
 HALF_LIVES = (16.0, 4096.0)
-"""Of the fastest and the slowest channel of Kimi Delta Attention; the others lie between, evenly in the logarithm."""
+"""The half-lives of Kimi Delta Attention's fastest and slowest channel; the others are even in the logarithm."""
 NEWEST = 16
-"""Pairs that are asked for."""
+"""How many of the newest pairs are asked for."""
 PIECE = 4096
-"""Tokens that are in memory at a time."""
+"""How many tokens are held at a time."""
 SETTING = Setting(key_dim=64, trials=4)
 FLAT = 0.1
 """A state whose norm grows slower than t to this power, over the last decade, has levelled off."""
@@ -40,7 +40,7 @@ FLAT = 0.1
 
 @cpu_by_default
 def compute(options: PictureOptions) -> Numbers:
-    """Without a model: random pairs under every rule. With one: its linear layers along a text."""
+    """Return random pairs under every rule (without a model), or the linear layers of a model along a text."""
     if options.model is None:
         for name in ("pattern", "text", "layer"):
             if getattr(options, name) is not None:
@@ -51,7 +51,7 @@ def compute(options: PictureOptions) -> Numbers:
 
 
 def grow_rules(options: PictureOptions) -> Numbers:
-    """Norms of S, and the recall error of the newest pairs, at places that are even in the logarithm."""
+    """Return norms of S and recall errors of the newest pairs, at places that are even in the logarithm."""
     count = options.tokens or (QUICK_TOKENS_WRITTEN if options.quick else TOKENS_WRITTEN)
     if count < 10:
         raise ValueError(f"--tokens must be at least 10 to see growth, got {count}")
@@ -85,13 +85,13 @@ def grow_rules(options: PictureOptions) -> Numbers:
 
 
 def _places(count: int) -> list[int]:
-    """1 .. count, eight a decade."""
+    """Return places from 1 to count, eight a decade."""
     steps = math.ceil(8 * math.log10(count))
     return sorted({round(count ** (n / steps)) for n in range(steps + 1)})
 
 
 def _stream(setting: Setting, places: list[int]) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Keys and values `t memories dim` of length 1 in pieces, and whether a piece ends at a place.
+    """Yield keys and values `t memories dim` of length 1 in pieces, and whether a piece ends at a place.
 
     Two keys have a mean cosine of setting.similarity, as in memories.pairs, which cannot make one topic in pieces.
     """
@@ -104,7 +104,7 @@ def _stream(setting: Setting, places: list[int]) -> Iterator[tuple[Tensor, Tenso
 
 
 def _tokens(rule: str, k: Tensor, v: Tensor) -> Trace:
-    """These pairs with the gates of a rule; beta is 1."""
+    """Return these pairs with the gates of a rule; beta is 1."""
     count, heads, dim = k.shape
     decay: Tensor | None = None
     if rule in ("gated_linear_attention", "gated_delta_rule"):
@@ -119,7 +119,7 @@ def _tokens(rule: str, k: Tensor, v: Tensor) -> Trace:
 
 @torch.no_grad()
 def grow_model(options: PictureOptions) -> Numbers:
-    """The norm of S, mean over heads, of every linear layer along a text, or of one layer."""
+    """Return the norm of S, mean over heads, of every linear layer along a text, or of one layer."""
     subject = open_subject(options)
     letters = subject.config.letters
     layers = [choose_layer(subject, options)]
@@ -146,7 +146,7 @@ def grow_model(options: PictureOptions) -> Numbers:
 
 
 def _long_text(subject: Subject, options: PictureOptions) -> Tensor:
-    """The user's text, or the standard library's, or random tokens."""
+    """Return the ids of the user's text, of the standard library's, or of random tokens."""
     tokens = options.tokens or (QUICK_TOKENS_READ if options.quick else TOKENS_READ)
     if options.text is None and subject.encode is not None:
         from lineate.training.sources import documents
@@ -164,12 +164,12 @@ def _long_text(subject: Subject, options: PictureOptions) -> Tensor:
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """Lines against tokens, both axes logarithmic."""
+    """Draw lines against tokens; both axes are logarithmic."""
     return _draw_model(numbers) if "layers" in numbers else _draw_rules(numbers)
 
 
 def exponent(places: Sequence[int], norm: Sequence[float]) -> float:
-    """The power of t with which the norm grows over the last decade, by least squares in the logarithms."""
+    """Return the power of t with which the norm grows over the last decade, by least squares in the logarithms."""
     points = [(math.log(x), math.log(y)) for x, y in zip(places, norm, strict=True) if x >= places[-1] / 10 and y > 0]
     return linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else 0.0
 

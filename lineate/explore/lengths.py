@@ -21,7 +21,7 @@ FEWEST_TOKENS, MOST_TOKENS = 256, 2**20
 
 @cpu_by_default
 def compute(options: PictureOptions) -> Numbers:
-    """The demo's last scene, up to `tokens` tokens: lengths that would take too long are left out."""
+    """Measure the demo's last scene, up to `tokens` tokens; lengths that would take too long are left out."""
     setting = CostSetting(seed=options.seed, seconds=10.0)
     if options.quick:
         setting = replace(setting, head_dim=32, lengths=(FEWEST_TOKENS, 1024, 4096), rounds=3, decode_rounds=2)
@@ -42,7 +42,7 @@ def compute(options: PictureOptions) -> Numbers:
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """Bytes of state, time of the next token, and time of reading a token of the text, against its length."""
+    """Draw bytes of state, time of the next token and time of reading a token, against the length of the text."""
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator
 

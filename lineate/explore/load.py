@@ -39,28 +39,28 @@ NAMES = LABELS | {
 }
 """Memories and their names in the legend."""
 LOADS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
-"""Pairs for every key channel of a plain matrix."""
+"""How many pairs are written for every key channel of a plain matrix."""
 
 LearnedState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class MemoryUnderLoad:
-    """A memory of one head: what it answers to keys k after the pairs k, v were written, `b n d`, with a setting."""
+    """A memory of one head that is asked for every pair written into it; k and v are `b n d`."""
 
     answer: Callable[..., tuple[Tensor, LearnedState]]
-    """k, v, the setting's numbers -> answers, and the state that gave them."""
+    """A function of k, v and the setting's numbers that returns the answers and the state that gave them."""
     settings: tuple[tuple[float, ...], ...] = ((),)
     scaled: bool = True
     """Whether an answer has the size of a value."""
 
     def nbytes(self, channels: int) -> int:
-        """Of the state."""
+        """Return the bytes of the state."""
         k = torch.zeros(1, 16, 1, channels)
         return sum(x.nbytes for x in self.answer(k, k, *self.settings[0])[1].values())
 
     def widest(self, budget: int) -> int:
-        """The most channels whose state has at most so many bytes; none has fewer bytes than a matrix in float32."""
+        """Return the most channels whose state has at most `budget` bytes; a float32 matrix needs the fewest bytes."""
         low, high = 2, math.isqrt(budget // 4) + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -70,7 +70,7 @@ class MemoryUnderLoad:
 
 @cpu_by_default
 def compute(options: PictureOptions) -> Numbers:
-    """Errors and shares of right answers of every memory, for every load."""
+    """Return errors and shares of right answers of every memory, for every load."""
     channels, trials = (32, 2) if options.quick else (128, 4)
     budget = channels * channels * 4
     setting = Setting(key_dim=channels, trials=trials, seed=options.seed)
@@ -97,7 +97,7 @@ def compute(options: PictureOptions) -> Numbers:
 
 
 def _measure(memory: MemoryUnderLoad, setting: Setting, count: int) -> tuple[float, float, list[float]]:
-    """Error, share recalled, and the setting that was best on other pairs."""
+    """Return the error, the share recalled, and the setting that was best on other pairs."""
     chosen = memory.settings[0]
     if len(memory.settings) > 1:
         k, v = pairs(setting, count, torch.Generator().manual_seed(setting.seed + 1))
@@ -108,7 +108,7 @@ def _measure(memory: MemoryUnderLoad, setting: Setting, count: int) -> tuple[flo
 
 
 def _score(y: Tensor, v: Tensor) -> tuple[float, float]:
-    """|y - v| / |v|, and how often the nearest value by cosine is the right one; infinity and 0 if it blew up."""
+    """Return |y - v| / |v| and how often the value nearest by cosine is the right one; infinity and 0 if y is not finite."""
     if not y.isfinite().all():
         return math.inf, 0.0
     y, v = y[:, :, 0], v[:, :, 0]
@@ -142,7 +142,7 @@ def _gated_delta(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor
 
 
 def _kimi(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, LearnedState]:
-    """The channels keep between 1 and `keep`, evenly in the logarithm."""
+    """Kimi Delta Attention whose channels keep between 1 and `keep`, evenly in the logarithm."""
     log_decay = torch.linspace(0, math.log(keep), k.shape[-1]).expand(k.shape)
     return _read(lineate.kimi_delta_attention(k, k, v, log_decay, _full(k, rate)).state, k)
 
@@ -153,20 +153,23 @@ def _least_squares(k: Tensor, v: Tensor, ridge: float) -> tuple[Tensor, LearnedS
 
 
 def _softmax(k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, LearnedState]:
-    """A cache of the last `kept` pairs in bfloat16."""
+    """Softmax attention over a cache of the last `kept` pairs in bfloat16."""
     cache = {"keys": k[:, -kept:].bfloat16(), "values": v[:, -kept:].bfloat16()}
     q, keys, values = (x.float().transpose(1, 2) for x in (k, *cache.values()))
     return F.scaled_dot_product_attention(q, keys, values, scale=Setting.softmax_scale).transpose(1, 2), cache
 
 
 def _first_weights(sizes: Sequence[int]) -> list[Tensor]:
-    """`1 n m` for each pair of neighbours in sizes, always the same: deviation 1 / sqrt(n)."""
+    """Return `1 n m` for each pair of neighbours in sizes, always the same, with deviation 1 / sqrt(n)."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, n, m, generator=generator) * n**-0.5 for n, m in pairwise(sizes)]
 
 
 def _ttt(k: Tensor, v: Tensor, rate: float, length: float, expand: int) -> tuple[Tensor, LearnedState]:
-    """Values as long as what its norm gives, and longer keys, as its bias answers all alike; chunks of 4."""
+    """TTT in chunks of 4.
+
+    Values are as long as what its norm gives, and keys are longer, because its bias answers all keys alike.
+    """
     d = k.shape[-1]
     state: LearnedState = {}
     for i, weight in enumerate(_first_weights([d, *([expand * d] if expand else []), d]), 1):
@@ -217,7 +220,7 @@ OTHERS = ("delta_rule", "ttt_linear", "ttt_mlp", "titans", "lact")
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """Error on the left, share recalled on the right; matrices and a cache above, models that learn below."""
+    """Draw errors on the left and shares recalled on the right; matrices and a cache above, models that learn below."""
     from matplotlib import pyplot as plt
 
     memories, loads = numbers["memories"], [f"{x:g}" if x >= 1 else f"1/{1 / x:g}" for x in numbers["load"]]
@@ -281,7 +284,7 @@ def _title_matrices(left: "Axes", right: "Axes", numbers: Numbers) -> None:
 
 
 def _title_others(left: "Axes", right: "Axes", numbers: Numbers) -> None:
-    """At the load of 1, or the one nearest to it."""
+    """Set the titles of the memories that learn, at the load of 1 or the nearest one."""
     at = min(range(len(numbers["load"])), key=lambda i: abs(math.log(numbers["load"][i])))
     share = {name: numbers["memories"][name]["share_recalled"][at] for name in OTHERS}
     best = max(OTHERS[1:], key=lambda name: share[name])

@@ -43,11 +43,11 @@ FORGETTING = ("gated_linear_attention", "gated_delta_rule", "kimi_delta_attentio
 
 MemoryState = Tensor | lineate.KeyValueCache
 OnProgress = Callable[[float], None]
-"""Told how much of an experiment is done, from 0 to 1."""
+"""A callback that is told how much of an experiment is done, from 0 to 1."""
 
 
 def silent(done: float) -> None:
-    """The report of an experiment nobody watches."""
+    """Ignore the progress of an experiment that nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Setting:
     """Seed of all keys and values."""
 
     def generator(self) -> torch.Generator:
-        """A fresh source of random numbers: every experiment starts from the same seed."""
+        """Return a fresh source of random numbers, so that every experiment starts from the same seed."""
         return torch.Generator().manual_seed(self.seed)
 
 
 def pairs(
     setting: Setting, count: int, generator: torch.Generator, channels: slice = slice(None)
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values `trials count 1 key_dim` of one topic; the keys use `channels` and are zero elsewhere."""
+    """Return keys and values `trials count 1 key_dim` of one topic; keys use `channels` and are zero elsewhere."""
     trials, dim = setting.trials, setting.key_dim
     width = len(range(dim)[channels])
     shared = _unit(torch.randn(trials, 1, 1, width, generator=generator))
@@ -93,9 +93,10 @@ def write(
     decay: Tensor | None = None,
     channels: slice = slice(None),
 ) -> MemoryState:
-    """The memory after these pairs, in order; `decay` (one number in [0, 1] a token) is for the rules that can forget.
+    """Return the memory after these pairs, in order.
 
-    A rule with one gate per head forgets everywhere; Kimi Delta Attention forgets in `channels` only. beta is 1.
+    `decay` (one number in [0, 1] a token) is for the rules that can forget. A rule with one gate per head forgets
+    everywhere; Kimi Delta Attention forgets in `channels` only. beta is 1.
     """
     trials, tokens, heads, dim = keys.shape
     per_token = torch.zeros(tokens) if decay is None else decay.log()
@@ -122,7 +123,7 @@ def write(
 
 
 def read(memory: MemoryState, keys: Tensor, setting: Setting) -> Tensor:
-    """What the memory answers to keys `b t h k`, without writing anything."""
+    """Return what the memory answers to keys `b t h k`, without writing anything."""
     if isinstance(memory, lineate.KeyValueCache):
         queries, cached_keys, cached_values = (x.transpose(1, 2) for x in (keys, memory.keys, memory.values))
         scale = setting.softmax_scale
@@ -131,17 +132,17 @@ def read(memory: MemoryState, keys: Tensor, setting: Setting) -> Tensor:
 
 
 def recall_error(memory: MemoryState, keys: Tensor, values: Tensor, setting: Setting) -> float:
-    """Root mean square distance between the answers and the values: 0 is perfect, 1 is no better than no answer."""
+    """Return the root mean square distance between answers and values: 0 is perfect, 1 no better than no answer."""
     return _root_mean_square(read(memory, keys, setting) - values)
 
 
 def answer_size(memory: MemoryState, keys: Tensor, setting: Setting) -> float:
-    """Root mean square length of the answers; a stored value has length 1."""
+    """Return the root mean square length of the answers; a stored value has length 1."""
     return _root_mean_square(read(memory, keys, setting))
 
 
 def state_norm(memory: MemoryState) -> float | None:
-    """Frobenius norm of the state, averaged over trials; a cache has none to compare."""
+    """Return the Frobenius norm of the state, averaged over trials; a cache has none to compare."""
     if isinstance(memory, lineate.KeyValueCache):
         return None
     return memory.norm(dim=(-2, -1)).mean().item()

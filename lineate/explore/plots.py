@@ -23,7 +23,7 @@ from lineate.figures import COLORS, FIGURE_STYLE, MARKERS
 
 
 def save_plots(results: Results, out: Path, report: OnProgress = silent) -> list[Path]:
-    """Draw all figures into the folder `out`; returns their paths."""
+    """Draw all figures into the folder `out`; return their paths."""
     figures = {
         "1_interference.png": lambda: plot_interference(results.interference),
         "2_overwrite.png": lambda: plot_overwrite(results.overwrite),
@@ -43,7 +43,7 @@ def save_plots(results: Results, out: Path, report: OnProgress = silent) -> list
 
 
 def plot_interference(result: Interference) -> Figure:
-    """Error against the number of pairs, and against how often they were told."""
+    """Draw the error against the number of pairs, and against how often they were told."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
     linear, delta = result.error["linear_attention"][-1], result.error["delta_rule"][-1]
     _lines(left, result.pairs, result.error)
@@ -68,7 +68,10 @@ def plot_interference(result: Interference) -> Figure:
 
 
 def plot_overwrite(result: Overwrite) -> Figure:
-    """Error of every key after every write, one panel per memory; memories with the same numbers share one."""
+    """Draw the error of every key after every write.
+
+    Each memory has a panel; memories with the same numbers share one.
+    """
     # keys, writes; not written yet is NaN
     history = {rule: np.array(steps, dtype=float).T for rule, steps in result.history.items()}
     groups = _same({rule: np.nan_to_num(values) for rule, values in history.items()})
@@ -110,7 +113,7 @@ def plot_overwrite(result: Overwrite) -> Figure:
 
 
 def plot_topics(result: Topics) -> Figure:
-    """The norm of the state over a stream of topics, and what the last topic is like afterwards."""
+    """Draw the norm of the state over a stream of topics, and what the last topic is like afterwards."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.8), width_ratios=(1.3, 1))
     _lines(left, result.writes, result.norm, marker=False)
     for switch in result.switches:
@@ -133,7 +136,7 @@ def plot_topics(result: Topics) -> Figure:
 
 
 def plot_compromises(overwrite: Overwrite, pad: ScratchPad) -> Figure:
-    """What one gate for everything can reach, against correcting and against a gate per channel."""
+    """Draw what one gate for everything can reach, against correcting and against a gate per channel."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5))
     _curve(
         left,
@@ -171,7 +174,7 @@ def plot_compromises(overwrite: Overwrite, pad: ScratchPad) -> Figure:
 
 
 def _same(numbers: Mapping[str, ArrayLike]) -> list[list[str]]:
-    """The rules, those with the same numbers together."""
+    """Return the rules in groups, those with the same numbers together."""
     groups: list[list[str]] = []
     for rule, values in numbers.items():
         for group in groups:
@@ -184,14 +187,14 @@ def _same(numbers: Mapping[str, ArrayLike]) -> list[list[str]]:
 
 
 def _lines(axes: Axes, x: Sequence[float], y: Mapping[str, Sequence[float]], marker: bool = True) -> None:
-    """One line per rule; rules with the same numbers share one."""
+    """Draw one line per rule; rules with the same numbers share one."""
     for rules in _same(y):
         rule, label = rules[0], ",\n".join(LABELS[name] for name in rules)
         axes.plot(x, y[rule], color=COLORS[rule], marker=MARKERS[rule] if marker else None, label=label)
 
 
 def _bars(axes: Axes, measures: Mapping[str, Mapping[str, float]]) -> None:
-    """One row per rule, one bar per measure."""
+    """Draw one row per rule and one bar per measure."""
     height = 0.8 / len(measures)
     positions = np.arange(len(LABELS))
     for index, (name, values) in enumerate(measures.items()):
@@ -210,7 +213,7 @@ def _bars(axes: Axes, measures: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _curve(axes: Axes, rule: str, x: Sequence[float], y: Sequence[float], knob: str, settings: Sequence[float]) -> None:
-    """All settings of one knob, the first and the last named."""
+    """Draw all settings of one knob; name the first and the last."""
     axes.plot(x, y, color=COLORS[rule], marker=MARKERS[rule], markersize=4, label=f"{LABELS[rule]}, all {knob}s tried")
     for index, offset in ((0, (10, 6)), (-1, (4, 10))):
         axes.annotate(f"{knob} {settings[index]:g}", (x[index], y[index]), xytext=offset, textcoords="offset points")

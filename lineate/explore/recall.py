@@ -55,7 +55,7 @@ class Interference:
     repeated_pairs: int
     """How many pairs were told again and again."""
     told: tuple[int, ...]
-    """How often."""
+    """How often they were told."""
     error_by_told: dict[str, tuple[float, ...]]
     """Recall error of all of them, per rule."""
 
@@ -296,5 +296,5 @@ def scratch_pad(setting: Setting, report: OnProgress = silent) -> ScratchPad:
 
 
 def _frozen(lists: dict[str, list[T]]) -> dict[str, tuple[T, ...]]:
-    """The same numbers as tuples, for a frozen result."""
+    """Return the same numbers as tuples, for a frozen result."""
     return {name: tuple(items) for name, items in lists.items()}

@@ -29,18 +29,18 @@ EVENTS = ("write A", "write B", "A again,\nnew value", "forget A,\nwrite C")
 CHANNEL = {"A": 1, "B": 5, "C": 3}
 """The key channel of each key; the first half is what Kimi Delta Attention forgets."""
 FADE_TO_REPLACE = 0.5
-"""What gated linear attention keeps of everything to make room for A's new value: it cannot replace one pair."""
+"""The share that gated linear attention keeps of everything to make room for A's new value."""
 TOKENS_READ, MOST_TOKENS_READ = 192, 2048
-"""That the model reads, and at most."""
+"""How many tokens the model reads unless told otherwise, and how many at most."""
 LABELLED, LINE = 64, 460.0
-"""Tokens that have room for their texts below the norms, and the points that all of them have."""
+"""Up to how many tokens are labelled below the norms, and the points that all of their labels share."""
 STEADY = 1.15
 """A norm that changes by less than this factor has levelled off."""
 
 
 @cpu_by_default
 def compute(options: PictureOptions) -> Numbers:
-    """The hand-made memories (without --model) and a layer of a model along a text (unless --quick alone)."""
+    """Return the hand-made memories (without --model) and a model's layer along a text (unless --quick alone)."""
     numbers: Numbers = {}
     if options.model is None:
         numbers["rules"] = write_four()
@@ -50,7 +50,7 @@ def compute(options: PictureOptions) -> Numbers:
 
 
 def write_four() -> Numbers:
-    """S after each of the four events, for every rule and as it should be."""
+    """Return S after each of the four events, for every rule and as it should be."""
     values = {name: torch.zeros(HAND_MADE_CHANNELS) for name in ("A", "A new", "B", "C")}
     for name, channels in {"A": (0, 1, 2), "A new": (4, 5), "B": (2, 3, 6), "C": (1, 7)}.items():
         values[name][list(channels)] = 1.0
@@ -92,7 +92,7 @@ def write_four() -> Numbers:
 
 
 def watch_model(options: PictureOptions) -> Numbers:
-    """S of one head along a text, and what every token writes, corrects and forgets."""
+    """Return S of one head along a text, and what every token writes, corrects and forgets."""
     subject = open_subject(options)
     layer = choose_layer(subject, options)
     head = choose_head(subject, layer, options)
@@ -127,8 +127,11 @@ def watch_model(options: PictureOptions) -> Numbers:
 
 
 def steps(found: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """States `t k v` of one head, and the norms `t` of what each token adds (beta k v^T), takes back of what was known
-    of its key (beta k (S'^T k)^T), and forgets (S - S')."""
+    """Return the states `t k v` of one head and three norms `t` for each token.
+
+    These are the norms of what it adds (beta k v^T), of what it takes back of its key's old value (beta k (S'^T k)^T),
+    and of what is forgotten before it (S - S').
+    """
     k, v = found.k[:, 0], found.v[:, 0]
     count = len(k)
     decay = torch.ones(count, 1) if found.log_decay is None else found.log_decay[:, 0].exp().view(count, -1)
@@ -147,7 +150,7 @@ def steps(found: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """The hand-made memories above, the model below, or one of them."""
+    """Draw the hand-made memories above and the model below, or the one that there is."""
     from matplotlib import pyplot as plt
 
     parts = [part for part in ("rules", "model") if part in numbers]
@@ -194,7 +197,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
 
 
 def _cells(axes: "Axes", frame: list[list[float]], most: float) -> None:
-    """One matrix, with lines between the cells if they are few."""
+    """Draw one matrix, with lines between the cells if they are few."""
     axes.imshow(frame, cmap=signed_map(), vmin=-most, vmax=most, interpolation="nearest", aspect="equal")
     axes.grid(False)
     axes.spines[["top", "right"]].set_visible(True)
@@ -249,7 +252,7 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
 
 
 def how_it_goes(norm: list[float]) -> str:
-    """Whether the norm grows, falls or stays from the second quarter of a text to its last; only if it has quarters."""
+    """Say whether the norm grows, falls or stays from the second quarter of a text to its last quarter."""
     quarter = len(norm) // 4
     if not quarter:
         return f"norm {norm[-1]:.3g} after {len(norm)} token{'s' if len(norm) > 1 else ''}"

@@ -57,10 +57,10 @@ class Subject:
     config: HybridConfig
     make: Callable[[], HybridLM]
     name: str
-    """For titles; says if the weights are random."""
+    """Its name for titles, which says if the weights are random."""
     trained: bool
     encode: Callable[[str], list[int]] | None
-    """None: the folder has no tokenizer."""
+    """None if the folder has no tokenizer."""
     decode: Callable[[int], str] | None
 
     @cached_property
@@ -68,9 +68,10 @@ class Subject:
         return self.make()
 
     def read(self, options: PictureOptions, tokens: int, most: int | None = None) -> tuple[Tensor, list[str]]:
-        """The first so many ids `1 t` of the text (options.tokens, up to `most`, wins), and each as a word.
+        """Return the first ids `1 t` of the text, and each as a word.
 
-        Without a text it is TEXT, or random tokens if there is no tokenizer.
+        There are `tokens` of them, or options.tokens, which may be up to `most`. Without a text, TEXT is read, or random
+        tokens if there is no tokenizer.
         """
         tokens = tokens if options.tokens is None else options.tokens
         if most is not None and tokens > most:
@@ -92,7 +93,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the rule of one layer was given on a text, as it uses it; its output is rule(q, k, v, log_decay, beta)."""
+    """What the rule of one layer was given on a text; the layer's output is rule(q, k, v, log_decay, beta)."""
 
     layer: int
     letter: str
@@ -109,7 +110,7 @@ class Trace:
     """`t hv`."""
 
     def head(self, index: int) -> "Trace":
-        """One value head, and the key head that serves it: all tensors `t 1 ...`."""
+        """Return one value head and the key head that serves it; all tensors are `t 1 ...`."""
         of_key = index // (self.v.shape[1] // self.k.shape[1])
         keys, values = slice(of_key, of_key + 1), slice(index, index + 1)
         gates = [None if x is None else x[:, values] for x in (self.log_decay, self.beta)]
@@ -119,14 +120,14 @@ class Trace:
 
 
 def wants_model(options: PictureOptions) -> bool:
-    """Whether a picture that also has a hand-made part shows a model: not if it is quick and nobody asks for one."""
+    """Whether a picture with a hand-made part also shows a model; a quick one does only if it is asked to."""
     asked = (options.model, options.pattern, options.text, options.layer, options.head, options.tokens)
     return not options.quick or any(x is not None for x in asked)
 
 
 @cpu_by_default
 def open_subject(options: PictureOptions) -> Subject:
-    """The model of the options: a folder's, a preset with random weights, or the built-in small one."""
+    """Return the model of the options: a folder's, a preset with random weights, or the built-in small one."""
     from lineate.training.tokenizer import Bytes
 
     plain = Bytes()
@@ -176,7 +177,7 @@ def _from_folder(given: str) -> Subject:
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callable[[int], str] | None]:
-    """Of our runs, else the tokenizer.json of a published model, else none."""
+    """Return the tokenizer of one of our runs, else the tokenizer.json of a published model, else None."""
     from lineate.training.tokenizer import BPE_FILE, KIND_FILE, load_tokenizer
 
     if (folder / KIND_FILE).is_file():
@@ -198,7 +199,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callabl
 
 
 def shown(text: str, longest: int = 12) -> str:
-    """The end of a text as one short line that any font can draw."""
+    """Return the end of a text as one short line that any font can draw."""
     line = text.replace("\n", "\\n").replace("\t", "\\t")
     line = "".join(letter if letter.isprintable() and ord(letter) < 0x250 else "?" for letter in line)
     return line if len(line) <= longest else "..." + line[3 - longest :]
@@ -209,7 +210,7 @@ def _decoder(tokenizer: Any) -> Callable[[int], str]:
 
 
 def choose_layer(subject: Subject, options: PictureOptions, preferred: str = "KGDRL") -> int:
-    """options.layer if it is linear; else the middle one of the first letter of `preferred` that the model has."""
+    """Return options.layer if it can be pictured, else the middle one of the first preferred letter that there is."""
     letters = subject.config.letters
     linear = [n for n, letter in enumerate(letters) if letter in LINEAR_LETTERS]
     named = ", ".join(f"{n} ({letters[n]})" for n in linear)
@@ -230,7 +231,7 @@ def choose_layer(subject: Subject, options: PictureOptions, preferred: str = "KG
 
 
 def choose_head(subject: Subject, layer: int, options: PictureOptions) -> int:
-    """options.head, or 0."""
+    """Return options.head, or 0."""
     linear = subject.config.linear
     assert linear is not None
     if options.head is not None and options.head >= linear.value_heads:
@@ -241,7 +242,7 @@ def choose_head(subject: Subject, layer: int, options: PictureOptions) -> int:
 @torch.no_grad()
 @cpu_by_default
 def trace(model: HybridLM, ids: Tensor, layers: Sequence[int] | None = None) -> list[Trace]:
-    """What each linear layer (or those named) gives its rule on ids `1 t`."""
+    """Return what each layer that can be pictured (or each of those named) gives its rule on ids `1 t`."""
     letters = model.config.letters
     wanted = [n for n, x in enumerate(letters) if x in LINEAR_LETTERS and (layers is None or n in layers)]
     with _watched(model, wanted) as caught:
@@ -299,7 +300,7 @@ def _trace(mixer: LinearMixer, layer: int, letter: str, q: Tensor, k: Tensor, v:
 
 
 def run_rule(trace: Trace, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output `t hv v` and memory `hv k v` of the trace's rule, from its tensors."""
+    """Return the output `t hv v` and the memory `hv k v` of the trace's rule, from its tensors."""
     import lineate
 
     q, k, v = (x[None] for x in (trace.q, trace.k, trace.v))

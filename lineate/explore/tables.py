@@ -14,9 +14,9 @@ from lineate.explore.memories import FIXED_SIZE, LABELS, SHORT
 from lineate.explore.recall import Frame, Interference, Overwrite, ScratchPad, Topics
 
 SHADES = ((0.25, "█", "#", "green"), (0.5, "▓", "+", "green"), (0.75, "▒", "-", "yellow"), (1.0, "░", ".", "yellow"))
-"""Below this error: the block, the same in ASCII, its colour."""
+"""For errors below a bound: the block, the same in ASCII, and its colour."""
 WORTHLESS = ("x", "red")
-"""An error of 1 or more: worse than no answer."""
+"""The cell of an error of 1 or more, which is worse than no answer."""
 
 
 class Column(NamedTuple):
@@ -30,7 +30,7 @@ class Column(NamedTuple):
 
 
 def interference_table(result: Interference) -> Table:
-    """Recall errors against the number of pairs, and against how often they were told."""
+    """Return recall errors against the number of pairs, and against how often they were told."""
     shown = [index for index, count in enumerate(result.pairs) if count >= 8][::2]
     columns = [
         Column(f"{result.pairs[i]}\npairs", {rule: error[i] for rule, error in result.error.items()}, _number)
@@ -42,7 +42,7 @@ def interference_table(result: Interference) -> Table:
 
 
 def overwrite_table(result: Overwrite) -> Table:
-    """Recall errors of the three groups, and what is left of the old value."""
+    """Return recall errors of the three groups, and what is left of the old value."""
     return _table(
         "recall error",
         [
@@ -55,7 +55,7 @@ def overwrite_table(result: Overwrite) -> Table:
 
 
 def topics_table(result: Topics) -> Table:
-    """The state after many writes, and the last topic."""
+    """Return the state after many writes, and the last topic."""
     middle, many = (result.writes.index(result.switches[i]) for i in (len(result.switches) // 2, -1))
     columns = [
         Column(
@@ -74,7 +74,7 @@ def topics_table(result: Topics) -> Table:
 
 
 def scratch_pad_table(result: ScratchPad) -> Table:
-    """The facts, the cleared pad, and its clutter."""
+    """Return errors on the facts and the cleared pad, and its clutter."""
     return _table(
         "",
         [
@@ -86,7 +86,7 @@ def scratch_pad_table(result: ScratchPad) -> Table:
 
 
 def cost_table(result: MeasuredCost) -> Table:
-    """Bytes and times at the shortest and the longest text."""
+    """Return bytes and times at the shortest and the longest text."""
     columns: list[Column] = []
     measures = (
         ("state", result.bytes, size),
@@ -101,7 +101,7 @@ def cost_table(result: MeasuredCost) -> Table:
 
 
 def summary_table(results: Results) -> Table:
-    """One row per memory: what it remembers, what it forgets, what it costs."""
+    """Return one row per memory: what it remembers, what it forgets, what it costs."""
     rows = results.summary
     columns = [
         Column("kept", {rule: row.kept for rule, row in rows.items()}, _number),
@@ -117,7 +117,7 @@ def summary_table(results: Results) -> Table:
 
 
 def reasons_table(results: Results) -> Table:
-    """Why each rule was invented, as a problem and two numbers."""
+    """Return why each rule was invented, as a problem and two numbers."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
@@ -136,7 +136,7 @@ def reasons_table(results: Results) -> Table:
 
 
 def board(frame: Frame, group: int, ascii_only: bool) -> Group:
-    """Every memory as a row of cells, one per key, shaded by how well the key is recalled right now."""
+    """Return every memory as a row of cells, one per key, shaded by how well the key is recalled now."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in ("old", "kept", "overwritten"):
@@ -166,7 +166,7 @@ def _cell(error: float | None, ascii_only: bool) -> tuple[str, str]:
 
 
 def _table(corner: str, columns: Sequence[Column]) -> Table:
-    """One row per memory; the lowest number of the fixed-size memories is marked, unless all of them have it."""
+    """Return one row per memory; the lowest number of the fixed-size memories is marked, unless all have it."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column(corner, no_wrap=True)
     best: list[str | None] = []
