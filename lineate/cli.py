@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     import typer
 
 OPTIONAL = ("typer", "rich", "matplotlib")
-"""Modules that only the extras cli and plot bring."""
+"""Modules that come only with the extras cli and plot."""
 INSTALL_THEM = "pip install 'lineate[cli,plot]'"
 
 
 def main() -> None:
-    """Run the command line; a missing optional dependency is one line, not a traceback."""
+    """Run the command line; say in one line, without a traceback, which optional dependency is missing."""
     try:
         build_app()()
     except ModuleNotFoundError as error:
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def build_app() -> "typer.Typer":
-    """The commands; typer is imported here so that its absence can be explained."""
+    """Return the commands; typer is imported here so that its absence can be explained."""
     import typer
 
     from lineate.names import hyphenated, named_path

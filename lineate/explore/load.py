@@ -108,7 +108,10 @@ def _measure(memory: MemoryUnderLoad, setting: Setting, count: int) -> tuple[flo
 
 
 def _score(y: Tensor, v: Tensor) -> tuple[float, float]:
-    """Return |y - v| / |v| and how often the value nearest by cosine is the right one; infinity and 0 if y is not finite."""
+    """Return |y - v| / |v| and how often the value nearest by cosine is the right one.
+
+    These are infinity and 0 if y is not finite.
+    """
     if not y.isfinite().all():
         return math.inf, 0.0
     y, v = y[:, :, 0], v[:, :, 0]

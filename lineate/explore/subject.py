@@ -70,8 +70,8 @@ class Subject:
     def read(self, options: PictureOptions, tokens: int, most: int | None = None) -> tuple[Tensor, list[str]]:
         """Return the first ids `1 t` of the text, and each as a word.
 
-        There are `tokens` of them, or options.tokens, which may be up to `most`. Without a text, TEXT is read, or random
-        tokens if there is no tokenizer.
+        There are `tokens` of them, or options.tokens, which may be up to `most`. Without a text, TEXT is read, or
+        random tokens if there is no tokenizer.
         """
         tokens = tokens if options.tokens is None else options.tokens
         if most is not None and tokens > most:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 TAUGHT: dict[str, int | str] = {
     "--emb-dim": 2048, "--n-heads": 16, "--n-layers": 48, "--dtype": "bf16", "--pattern": "GGGA"
 }  # fmt: skip
-"""What --teaching takes for numbers that are not given; the last two are those of from_numbers."""
+"""The numbers that --teaching takes where none are given; the last two are the defaults of from_numbers."""
 EVEN = 64
-"""Steps between the points of a figure with linear axes."""
+"""How many steps lie between the points of a figure with linear axes."""
 ARGUMENTS = (
     "emb_dim", "n_heads", "kv_heads", "head_dim", "dtype", "state_dtype", "conv_dtype", "cache_dtype", "pattern",
     "hardware", "optimizer",
 )  # fmt: skip
-"""Of the library, which options are named for."""
+"""Arguments of the library that an option is named for."""
 OPTIMIZERS, PRECISIONS = ("adamw", "muon"), ("bfloat16", "float32")
 MOST_DEVICES = 2**20
 HOW = (
@@ -122,7 +122,7 @@ def _read(asked: PlanArguments, assumed: Mapping[str, int | str]) -> tuple["Requ
 
 
 def _model(source: str | None, numbers: dict[str, int | None], pattern: str | None, dtype: str | None) -> "Model":
-    """From a name or from numbers, not both."""
+    """Return a model from its name or from numbers; both together are refused."""
     from lineate.models.hub import is_hub_name
     from lineate.models.presets import PRESETS
     from lineate.planning.models import from_numbers, read_model
@@ -165,14 +165,14 @@ def _check_size(name: str, value: int, least: int = 1) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """A message of the library, with an option's name in place of an argument's."""
+    """Return a message of the library with an option's name in place of an argument's."""
     text = " ".join(str(error).split())
     name, must, rest = text.partition(" must ")
     return f"--{name.replace('_', '-')}{must}{rest}" if name in ARGUMENTS else text
 
 
 def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, layers: bool) -> None:
-    """Tables, unless numbers are printed instead; files."""
+    """Print the tables, unless numbers are printed instead, and write the files."""
     import typer
 
     from lineate.planning.report import csv_text
@@ -199,9 +199,9 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
 def _draw(
     request: "Request", plot: Path, panels: tuple[str, ...], teaching: bool, usual: bool, linear: bool
 ) -> None:  # fmt: skip
-    """The figure, from the shortest context on, or from a 16th of it if there is but one or if they are the usual ones.
+    """Draw the figure from the shortest context on, or from a 16th of it if there is only one or if none was given.
 
-    Points: every power of two, or so many evenly spaced ones if the axes are linear.
+    There is a point at every power of two, or EVEN steps if the axes are linear.
     """
     from lineate.figures import styled
     from lineate.planning.hardware import find_hardware

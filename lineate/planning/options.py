@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONTEXTS = "4k,16k,64k,256k,1M"
 DEFAULT_RANGE = ("128", "128k")
-"""--min-ctx and --max-ctx if only the other is given."""
+"""What --min-ctx and --max-ctx are if only the other is given."""
 AXES = ("log", "linear")
 PANEL_NAMES = ("memory", "batch", "flops", "decode", "prefill")
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
@@ -87,7 +87,7 @@ class PlanArguments:
 
 
 def read_contexts(context: str | None, first: str | None, last: str | None) -> tuple[int, ...]:
-    """The lengths given, or a range: its ends and all powers of two between them."""
+    """Return the lengths given, or those of a range: its ends and all powers of two between them."""
     from lineate.planning.units import read_counts
 
     if first is None and last is None:
@@ -122,7 +122,7 @@ def has_linear_axes(axes: str | None, plot: Path | None, in_range: bool) -> bool
 
 
 def choose_panels(panels: str | None, plot: Path | None, machines: bool) -> tuple[str, ...]:
-    """The panels of the figure."""
+    """Return the panels of the figure."""
     if panels is None:
         return ("memory", "decode") if machines else ("memory", "batch")
     if plot is None:
@@ -139,7 +139,11 @@ def choose_panels(panels: str | None, plot: Path | None, machines: bool) -> tupl
 def choose_machines(
     hardware: str | None, bandwidth: str | None, flops: str | None, memory: str | None
 ) -> tuple[tuple["Hardware", ...], int | None]:
-    """One machine (by name, some of its numbers changed, or by numbers alone), none (only memory), or all we know."""
+    """Return the machines to plan for, and the memory given.
+
+    There is one machine (by name, with some of its numbers changed, or by numbers alone), none if only memory is given,
+    or else all that are known.
+    """
     from lineate.planning.hardware import HARDWARE, find_hardware, make_hardware
     from lineate.planning.units import read_bandwidth, read_bytes, read_flops
 

@@ -21,11 +21,11 @@ DPI = 150
 METADATA: dict[str, dict[str, None]] = {
     ".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}
 }  # fmt: skip
-"""Left out of files, so that the same numbers give the same bytes."""
+"""What is left out of files, so that the same numbers give the same bytes."""
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """As the file's ending says; then forget the figure."""
+    """Write the figure as the file's ending says, then forget it."""
     from matplotlib import pyplot as plt
 
     figure.savefig(path, dpi=DPI, metadata=METADATA[path.suffix.lower()])
@@ -33,7 +33,7 @@ def save(figure: "Figure", path: Path) -> None:
 
 
 def draw_report(report: PlanNumbers, panels: Sequence[str], linear: bool = False) -> "Figure":
-    """Panels, two in a row, one legend for all; call it inside figures.styled()."""
+    """Draw the panels, two in a row, with one legend for all; call it inside figures.styled()."""
     from matplotlib import pyplot as plt
 
     columns = min(2, len(panels))
@@ -53,7 +53,7 @@ def draw_report(report: PlanNumbers, panels: Sequence[str], linear: bool = False
 
 
 def draw_teaching(report: PlanNumbers, linear: bool = False) -> "Figure":
-    """The simplified formulas, and dashed the exact bytes of the same three models."""
+    """Draw the simplified formulas, and dashed the exact bytes of the same three models."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4.8))
@@ -85,7 +85,7 @@ def _subject(report: PlanNumbers) -> str:
 
 
 def _memory(axes: "Axes", report: PlanNumbers) -> None:
-    """Bytes of state, and the length from which a layer's state is the smaller one."""
+    """Draw bytes of state, and mark the length from which a layer's state is smaller than a cache."""
     numbers = {name: x["state_bytes"] for name, x in report["variants"].items()}
     _lines(axes, report, numbers)
     _powers(axes, show_bytes, 2)
@@ -101,7 +101,7 @@ def _memory(axes: "Axes", report: PlanNumbers) -> None:
 
 
 def _batch(axes: "Axes", report: PlanNumbers) -> None:
-    """Sequences that fit; where none does, there is no point."""
+    """Draw how many sequences fit; a length at which none does has no point."""
     fits = {x["of"]: x for x in report["fits"]}
     numbers = {name: [n or math.nan for n in x["largest_batch"]] for name, x in fits.items()}
     _lines(axes, report, numbers)
@@ -149,7 +149,7 @@ _UNITS: dict[str, tuple[Callable[[float], str], int]] = {
 
 
 def _times(axes: "Axes", report: PlanNumbers, what: str, title: str) -> None:
-    """Least times on the first machine."""
+    """Draw least times on the first machine."""
     machine = report["times"][0]["hardware"]
     times = [x for x in report["times"] if x["what"] == what and x["hardware"] == machine]
     numbers = {name: [x["least_seconds"] for x in times if x["of"] == name] for name in report["variants"]}
@@ -165,7 +165,7 @@ def _lines(axes: "Axes", report: PlanNumbers, numbers: Mapping[str, Sequence[flo
 
 
 def _look(name: str, letters: str) -> dict[str, Any]:
-    """Colour, marker and line of a mix of layers: of its rule, if it has but one."""
+    """Return colour, marker and line of a mix of layers; those of its rule if it has only one."""
     if name == "this model":
         return OWN_LOOK
     if "hybrid" in name:
@@ -175,12 +175,12 @@ def _look(name: str, letters: str) -> dict[str, Any]:
 
 
 def _named(numbers: Mapping[str, Any], name: str) -> str:
-    """The key of a mix, which may say that it is this model."""
+    """Return the key of a mix, which may say that it is this model."""
     return next(key for key in numbers if key.startswith(name))
 
 
 def _found(what: str, numbers: Mapping[str, Sequence[float]], show: Callable[[float], str]) -> str:
-    """A title: the last numbers, of linear layers in units and of the others as multiples."""
+    """Return a title with the last numbers: linear layers' in units, the others' as multiples of them."""
     softmax, mixed, linear = (numbers[_named(numbers, name)][-1] for name in (SOFTMAX_ONLY, MIXED_3_TO_1, LINEAR_ONLY))
     ratios = f"3:1 {_times_as(mixed / linear)}, softmax {_times_as(softmax / linear)}"
     return f"{what}\nlinear {show(linear)}, {ratios}"
@@ -195,7 +195,7 @@ def _longest(report: PlanNumbers) -> str:
 
 
 def _powers(axes: "Axes", show: Callable[[float], str], base: int) -> None:
-    """A logarithmic axis with ticks in words; several within a decade if there are few decades."""
+    """Make the axis logarithmic with ticks in words; there are several within a decade if decades are few."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log", base=base)
@@ -212,7 +212,7 @@ def _powers(axes: "Axes", show: Callable[[float], str], base: int) -> None:
 
 
 def _lengths(axes: "Axes", contexts: Sequence[int]) -> None:
-    """Tokens, as powers of two: 4k, 1M."""
+    """Put tokens on the x axis, written as powers of two: 4k, 1M."""
     axes.set_xscale("log", base=2)
     if len(contexts) > 1:  # also where nothing is drawn
         axes.set_xlim(contexts[0] / 1.5, contexts[-1] * 1.5)

@@ -1,6 +1,6 @@
 """All numbers of `lineate plan` in one dictionary, from which the tables, JSON, CSV and the figure are made.
 
-Keys say the unit: _bytes, _tokens, _seconds, _flops.
+Keys end in their unit: _bytes, _tokens, _seconds, _flops.
 """
 
 import csv
@@ -30,16 +30,16 @@ class Request:
     """Tokens of a sequence, in rising order."""
     batch: int = 1
     batches: tuple[int, ...] = ()
-    """More than one: all of them have a table."""
+    """Numbers of sequences that get a table, if there is more than one."""
     machines: tuple[Hardware, ...] = tuple(HARDWARE.values())
-    """Whose memory and times count."""
+    """The machines whose memory and times count."""
     memory_bytes: int | None = None
-    """What must fit into, if it is not the machines' own; without machines, of no machine in particular."""
+    """The memory that all must fit into, if it is not the machines' own."""
     state_dtype: str = "float32"
     conv_dtype: str | None = None
     cache_dtype: str | None = None
     tokens_per_step: int | None = 8192
-    """Of training; None: no training."""
+    """Tokens of a training step; None leaves training out."""
     optimizer: str = "adamw"
     precision: str = "bfloat16"
     recompute: bool = False
@@ -49,7 +49,7 @@ class Request:
 
 
 def make_report(request: Request) -> PlanNumbers:
-    """Everything but the teaching formulas."""
+    """Return everything except the teaching formulas."""
     plan, flops = request.plan(request.model), plan_flops(request.model)
     others = {name: (request.plan(model), plan_flops(model)) for name, model in variants(request.model).items()}
     same = [name for name, (other, _) in others.items() if other.model.config.letters == plan.model.config.letters]
@@ -83,7 +83,7 @@ def make_report(request: Request) -> PlanNumbers:
 
 
 def make_teaching_report(request: Request) -> PlanNumbers:
-    """The simplified formulas beside the exact bytes of the same three models."""
+    """Return the simplified formulas beside the exact bytes of the same three models."""
     plans = {name: request.plan(model) for name, model in taught_variants(request.model).items()}
     taught = [teaching_of(request.model, tokens, request.batch) for tokens in request.contexts]
     return {
@@ -110,7 +110,7 @@ def make_teaching_report(request: Request) -> PlanNumbers:
 
 
 def middle(report: PlanNumbers) -> int:
-    """The length for tables with room for one: the middle one."""
+    """Return the middle length, for tables with room for one."""
     contexts: list[int] = report["contexts_tokens"]
     return contexts[len(contexts) // 2]
 
@@ -170,7 +170,7 @@ def _variant(request: Request, plan: MemoryPlan, flops: FlopsPlan) -> PlanNumber
 
 
 def _crossover(linear: MemoryPlan, full: MemoryPlan) -> PlanNumbers:
-    """The first length at which a linear layer's state is smaller than an attention layer's cache."""
+    """Return the first length at which a linear layer's state is smaller than an attention layer's cache."""
     one, other = linear.layers[0], full.layers[0]
     fixed = one.memory + one.conv
     return {
@@ -180,7 +180,10 @@ def _crossover(linear: MemoryPlan, full: MemoryPlan) -> PlanNumbers:
 
 
 def _flops(flops: FlopsPlan, tokens: int, recompute: bool) -> PlanNumbers:
-    """executed: as torch's counter has it, with all pairs of a causal attention; least: half of them."""
+    """Return operations by both conventions.
+
+    "executed" counts as torch's counter does, with all pairs of a causal attention; "least" counts half of them.
+    """
     return {"tokens": tokens} | {
         f"{what}_{convention}": number
         for convention in ("executed", "least")
@@ -255,7 +258,7 @@ def _training(request: Request) -> PlanNumbers | None:
 
 
 def csv_text(report: PlanNumbers) -> str:
-    """A line a number: the table it is of, whose it is, at which length (if that matters), its name and unit."""
+    """Return one line a number: its table, whose it is, at which length (if that matters), its name and unit."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["table", "of", "tokens", "quantity", "value"])

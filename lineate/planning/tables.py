@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Rows = list[list[str]]
 WORDS = ("", "limit", "mixer")
-"""Headings of columns that are no numbers."""
+"""Headings of the columns that hold words."""
 
 
 def print_report(report: PlanNumbers, console: "Console", layers: bool = False) -> None:
-    """All tables of make_report."""
+    """Print all tables of make_report."""
     m = report["model"]
     say(console, headline(m), style="bold")
     say(console, weights_line(report["weights"]))
@@ -58,7 +58,7 @@ def print_report(report: PlanNumbers, console: "Console", layers: bool = False) 
 
 
 def print_teaching(report: PlanNumbers, console: "Console") -> None:
-    """The table and the sentences of make_teaching_report."""
+    """Print the table and the sentences of make_teaching_report."""
     m = report["model"]
     heads = m["taught_heads"]
     say(console, headline(m), style="bold")
@@ -85,7 +85,7 @@ def print_teaching(report: PlanNumbers, console: "Console") -> None:
 
 
 def table(console: "Console", title: str, head: list[str], rows: Rows) -> None:
-    """Words to the left, numbers to the right; nothing is cut."""
+    """Print a table with words to the left and numbers to the right; nothing is cut."""
     from rich import box
     from rich.table import Table
 
@@ -105,7 +105,7 @@ def say(console: "Console", text: str, style: str | None = None) -> None:
 
 
 def headline(m: PlanNumbers) -> str:
-    """The model in a line."""
+    """Return the model in a line."""
     rules = ", ".join(f"{n} x {rule}" for rule, n in m["rules"].items())
     active = f", {show_count(m['active_parameters'])} active per token" if m["experts"] else ""
     name = "Numbers" if m["origin"] == "numbers" else m["name"]
@@ -123,7 +123,7 @@ def weights_line(w: PlanNumbers) -> str:
 
 
 def state_line(s: PlanNumbers) -> str:
-    """What is kept of one sequence."""
+    """Return what is kept of one sequence."""
     recurrent, conv = (show_bytes(s[f"{key}_bytes"]) for key in ("recurrent", "convolution"))
     fixed = show_bytes(s["recurrent_bytes"] + s["convolution_bytes"])
     cache = f"{show_bytes(s['cache_bytes_per_token'])} of cache per token ({s['cache_dtype']})"
@@ -138,7 +138,7 @@ def sequences(batch: int) -> str:
 
 
 def context_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
-    """Bytes by kind against the length; kinds that the model has not are left out."""
+    """Return bytes by kind against the length, without the kinds that the model lacks."""
     names = {key: kind for kind, key in CACHE_KINDS.items()}
     names |= {"recurrent_bytes": "recurrent", "convolution_bytes": "convolution", "state_bytes": "all state"}
     names["total_bytes"] = "with weights"
@@ -184,7 +184,7 @@ def flops_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
 
 
 def fit_table(report: PlanNumbers) -> tuple[str, list[str], Rows]:
-    """Title, headings, rows. One machine: every length, and the other mixers; several: the middle length."""
+    """Return title, headings and rows: every length and the other mixers for one machine, else the middle length."""
     fits = [x for x in report["fits"] if x["of"] == report["own"]]
     batch, contexts = sequences(report["batch"]), report["contexts_tokens"]
     if len(fits) > 1:
@@ -216,7 +216,7 @@ def largest(x: PlanNumbers, at: int) -> str:
 
 
 def time_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
-    """One machine: every length; several: the middle one."""
+    """Return headings and rows: every length for one machine, the middle one for several."""
     times = {(x["hardware"], x["tokens"], x["what"]): x for x in report["times"] if x["of"] == report["own"]}
     machines = list(dict.fromkeys(x["hardware"] for x in report["times"]))
     lengths = report["contexts_tokens"] if len(machines) == 1 else [middle(report)]

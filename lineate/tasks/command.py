@@ -92,7 +92,7 @@ def add_commands(app: "typer.Typer") -> None:
 
 
 def run_tasks(asked: TasksArguments, given: set[str]) -> None:
-    """Train and test what was asked for; `given` names the options that are not the defaults."""
+    """Train and test what was asked for; `given` names the options that the user gave."""
     import matplotlib  # noqa: F401  # say now, not after training, that it is missing
     import typer
     from rich.console import Console
@@ -209,7 +209,7 @@ def _outlook(
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Let torch use so many threads inside; None: as many as it does."""
+    """Let torch use so many threads inside; None leaves their number as it is."""
     import torch
 
     before = torch.get_num_threads()
@@ -221,7 +221,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _numbers(flag: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Whole numbers with commas between."""
+    """Return whole numbers that are written with commas between."""
     if text is None:
         return default
     try:
@@ -231,7 +231,7 @@ def _numbers(flag: str, text: str | None, default: tuple[int, ...]) -> tuple[int
 
 
 def _device(name: str) -> str:
-    """auto becomes a device; a device that is not there is an error."""
+    """Return the device's name, a real one for auto; a device that is not there is an error."""
     import torch
 
     if name == "auto":

@@ -24,9 +24,9 @@ class ModelOptions:
     width: int = 128
     layers: int = 2
     heads: int = 1
-    """Of width / heads channels each, keys and values alike."""
+    """Heads, of width / heads channels each, keys and values alike."""
     conv: int = 4
-    """Tokens that the short convolution of the linear rules sees; 0: none."""
+    """Tokens that the short convolution of the linear rules sees; 0 is no convolution."""
     beta_scale: float = 1.0
     """beta lies in (0, beta_scale), unless the rule's name says otherwise."""
     init: float = 0.02
@@ -34,7 +34,7 @@ class ModelOptions:
 
 
 def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
-    """Pattern and beta_scale of "gdn", of a pattern such as "GGGA", or of either with -2: beta in (0, 2)."""
+    """Return pattern and beta_scale of "gdn", of a pattern such as "GGGA", or of either with -2: beta in (0, 2)."""
     word, dash, _ = name.partition("-2")
     pattern = RULES.get(word, word if word and not set(word) - set(LETTERS) else "")
     if not pattern or name not in (word, f"{word}-2"):
@@ -48,7 +48,7 @@ def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
 
 
 def label(name: str) -> str:
-    """A rule's name for people."""
+    """Return a rule's name for people."""
     word, dash, _ = name.partition("-2")
     return LABELS.get(word, word) + (", beta in (0, 2)" if dash else "")
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LONG = 300.0
-"""Seconds from which on an estimate says how to make it shorter."""
+"""From so many seconds on, an estimate says how to make it shorter."""
 PART = 8
 """A step is first timed with the rows divided by this; one that is slow is not timed whole."""
 SLOW = 0.5
-"""Seconds of a whole step from which on it is not timed whole."""
+"""From so many seconds on, a whole step is not timed."""
 TRUST = 10.0
-"""Seconds of work for which the time left is the estimate, more than what the runs take."""
+"""For so many seconds of work the time left comes from the estimate more than from what the runs take."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class RunCost:
     """Seconds of the parts of a run."""
 
     step: float
-    """One step, with its share of the tests."""
+    """Seconds of one step, with its share of the tests."""
     last: float
-    """The tests at other sizes, after training."""
+    """Seconds of the tests at other sizes, after training."""
     steps: int
     """Steps that fit into the run: all of them, or what --minutes leaves."""
 
     @property
     def seconds(self) -> float:
-        """The whole run, if it does not learn the task early."""
+        """Seconds of the whole run, if it does not learn the task early."""
         return self.steps * self.step + self.last
 
 

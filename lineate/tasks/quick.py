@@ -7,7 +7,7 @@ SMALL_RUN: dict[str, Any] = {
     "width": 32, "layers": 1, "init": 0.18, "seeds": 1, "rows": 32, "lr": 1e-2, "steps": 400, "curriculum": 4,
     "eval_every": 100, "test_rows": 128, "stop_at": 0.99,
 }  # fmt: skip
-"""One layer, one head of 32 channels. First weights of deviation 1 / sqrt(32) learn sooner than those of 0.02."""
+"""One layer, one head of 32 channels; first weights of deviation 1 / sqrt(32) learn sooner than those of 0.02."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ MORE_COLORS = ("#0072B2", "#882255", "#117733", "#999933", "#AA4499", "#332288")
 
 
 def by_rule(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
-    """The seeds of every rule, in the order of the rules."""
+    """Return the seeds of every rule, in the order of the rules."""
     rules: dict[str, list[CellResult]] = {}
     for result in results:
         rules.setdefault(result.rule, []).append(result)
@@ -29,7 +29,7 @@ def by_rule(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
 
 
 def table_rows(results: Sequence[CellResult]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row a rule: mean accuracy, every seed, steps taken, and the mean at other lengths."""
+    """Return headings, and a row a rule: mean accuracy, every seed, steps taken, and the mean at other lengths."""
     lengths = list(results[0].by_length)
     head = ["rule", "accuracy", "each seed", "steps", *(f"at {n}" for n in lengths)]
     rows = []
@@ -45,19 +45,22 @@ def table_rows(results: Sequence[CellResult]) -> tuple[list[str], list[list[str]
 
 
 def percent(x: float) -> str:
-    """99.95% is not 100%: rounded down to a tenth (0.57 * 1000 is 569.99.., hence the inner rounding)."""
+    """Return a percentage rounded down to a tenth, so that 99.95% is not 100%.
+
+    0.57 * 1000 is 569.99.., hence the inner rounding.
+    """
     return f"{int(round(x * 1000, 6)) / 10:.1f}"
 
 
 def markdown(results: Sequence[CellResult]) -> str:
-    """The table as documents have it."""
+    """Return the table as documents have it."""
     head, rows = table_rows(results)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def notes(results: Sequence[CellResult]) -> list[str]:
-    """Runs that ended early, which a reader must know of."""
+    """Return the runs that ended early, which a reader must know of."""
     return [
         f"{label(x.rule)}, seed {x.seed}: stopped at step {x.steps} ({x.stopped})"
         for x in results
@@ -66,7 +69,7 @@ def notes(results: Sequence[CellResult]) -> list[str]:
 
 
 def print_table(cell: Cell, results: Sequence[CellResult]) -> None:
-    """To the terminal."""
+    """Print the table to the terminal."""
     from rich.console import Console
     from rich.table import Column, Table
 
@@ -81,7 +84,7 @@ def print_table(cell: Cell, results: Sequence[CellResult]) -> None:
 
 
 def title(cell: Cell) -> str:
-    """The task and its sizes."""
+    """Return the task and its sizes."""
     from lineate.tasks.registry import TASKS
 
     parts = [f"length {cell.sizes.length}"]
@@ -112,7 +115,7 @@ def save(cell: Cell, results: Sequence[CellResult], out: Path, command: str) -> 
 
 
 def draw(cell: Cell, results: Sequence[CellResult], path: Path) -> None:
-    """Accuracy against pairs (if there are several numbers of them) and against length; dots are seeds."""
+    """Draw accuracy against pairs (if there are several numbers of them) and against length; dots are seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,7 +135,7 @@ def draw(cell: Cell, results: Sequence[CellResult], path: Path) -> None:
 
 
 def _lines(axes: "Axes", accuracy: dict[str, list[dict[int, float]]]) -> None:
-    """One line a rule through the means, one dot a seed."""
+    """Draw one line a rule through the means, and one dot a seed."""
     more = iter(MORE_COLORS * len(accuracy))
     ticks: list[int] = []
     for rule, seeds in accuracy.items():
