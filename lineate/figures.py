@@ -1,4 +1,4 @@
-"""How all figures look: one colour, marker and line per rule, safe for colour-blind readers and told apart in grey."""
+"""How all figures look, and how a mixer is drawn and named in them: its row in the registry says so."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -6,67 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lineate.layers import MixerKind, kinds
+
 if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg")
 """What a figure can be saved as."""
-
-COLORS = {
-    "linear_attention": "#E69F00",
-    "gated_linear_attention": "#56B4E9",
-    "delta_rule": "#009E73",
-    "gated_delta_rule": "#CC79A7",
-    "kimi_delta_attention": "#D55E00",
-    "softmax_attention": "#444444",
-    "ttt_linear": "#0072B2",
-    "ttt_mlp": "#882255",
-    "titans": "#999933",
-    "lact": "#AA4499",
-    "least_squares": "#332288",
-}
-MARKERS = {
-    "linear_attention": "o",
-    "gated_linear_attention": "s",
-    "delta_rule": "^",
-    "gated_delta_rule": "D",
-    "kimi_delta_attention": "*",
-    "softmax_attention": "x",
-    "ttt_linear": "v",
-    "ttt_mlp": "P",
-    "titans": "<",
-    "lact": ">",
-    "least_squares": "h",
-}
-LINES: dict[str, Any] = {
-    "linear_attention": "-",
-    "gated_linear_attention": "--",
-    "delta_rule": "-.",
-    "gated_delta_rule": ":",
-    "kimi_delta_attention": (0, (6, 1, 1, 1, 1, 1)),
-    "softmax_attention": (0, (1, 1)),
-    "ttt_linear": (0, (5, 3)),
-    "ttt_mlp": (0, (3, 3)),
-    "titans": (0, (8, 2)),
-    "lact": (0, (3, 1, 1, 3)),
-    "least_squares": (0, (2, 4)),
-}
-LETTER_RULES = {
-    "L": "linear_attention",
-    "R": "gated_linear_attention",
-    "D": "delta_rule",
-    "G": "gated_delta_rule",
-    "K": "kimi_delta_attention",
-    "A": "softmax_attention",
-    "M": "softmax_attention",
-    "T": "ttt_linear",
-    "P": "ttt_mlp",
-    "N": "titans",
-    "C": "lact",
-    "E": "least_squares",
-}
-"""The rule of a pattern's letter, as COLORS and MARKERS name it."""
 
 FIGURE_STYLE: dict[Any, Any] = {
     "figure.dpi": 110,
@@ -84,6 +31,31 @@ FIGURE_STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
     "svg.hashsalt": "lineate",
 }
+
+
+def kind_named(name: str) -> MixerKind:
+    """Return the row of a mixer by its name in numbers and files, such as "gated_delta_rule"."""
+    for kind in kinds():
+        if kind.name == name:
+            return kind
+    raise ValueError(f"rule must be one of {', '.join(kind.name for kind in kinds())}, got {name!r}")
+
+
+def label_of(name: str) -> str:
+    """Return a mixer's name for people."""
+    return kind_named(name).label
+
+
+def narrow_label_of(name: str) -> str:
+    """Return the same for a narrow column or title, without the word attention."""
+    kind = kind_named(name)
+    return (kind.short_label or kind.label).removesuffix(" attention")
+
+
+def line_of(name: str) -> dict[str, Any]:
+    """Return how matplotlib plots a mixer's line: its colour, marker and line style."""
+    look = kind_named(name).look
+    return {"color": look.color, "marker": look.marker, "linestyle": look.line}
 
 
 @contextmanager

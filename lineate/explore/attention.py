@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
-from lineate.explore.memories import HAND_MADE_CHANNELS, LABELS, RULES
+from lineate.explore.memories import DEMO_RULES, HAND_MADE_CHANNELS
 from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
-from lineate.figures import signed_map
+from lineate.figures import label_of, signed_map
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def read_model(options: PictureOptions) -> Numbers:
         "name": subject.name,
         "layer": layer,
         "letter": found.letter,
-        "rule": found.rule,
+        "rule": found.op,
         "head": head,
         "words": words,
         "words_are_text": subject.encode is not None,
@@ -129,7 +129,7 @@ def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
         ),
         "softmax_attention": _softmax(F.normalize(found.q, dim=-1), unit, found.k.shape[-1] ** 0.5, None),
     }  # fmt: skip
-    if found.letter == "L":  # the layer divides by q . sum of keys, which is the sum of a row
+    if found.rule == "linear_attention":  # the layer divides by q . sum of keys, which is the sum of a row
         own = matrices["linear_attention"]
         matrices["linear_attention"] = matrices["gated_linear_attention"] = own / own.sum(-1, keepdim=True)
     same: dict[str, str] = {}
@@ -180,7 +180,7 @@ def _labelled(found: Numbers) -> bool:
 
 
 def _panels(figure: "SubFigure", rows: int = 2) -> dict[str, "Axes"]:
-    return dict(zip(RULES, figure.subplots(rows, 6 // rows).flat, strict=True))
+    return dict(zip(DEMO_RULES, figure.subplots(rows, 6 // rows).flat, strict=True))
 
 
 def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
@@ -201,7 +201,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
                     color = "white" if weight > 0.45 else "black"
                     text = "1" if f"{weight:.1f}" == "1.0" else f"{weight:.1f}".removeprefix("0")
                     axes.text(j, i, text, ha="center", va="center", fontsize=9.5, color=color)
-        axes.set_title(LABELS[rule], fontsize=12, fontweight="bold", pad=20)
+        axes.set_title(label_of(rule), fontsize=12, fontweight="bold", pad=20)
         axes.text(0, 1.03, NOTES[rule], transform=axes.transAxes, fontsize=10)
     row, old, new = names.index("?A"), names.index("A"), names.index("A'")
     old_weights = {rule: found["matrices"][rule][row][old] for rule in ("linear_attention", "delta_rule")}
@@ -232,13 +232,13 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
             ticks = [1, *range(max(8, count // 4 // 8 * 8), count + 1, max(8, count // 4 // 8 * 8))]
             axes.set_xticks(ticks)
             axes.set_yticks(ticks)
-        axes.set_title(LABELS[rule], fontsize=12, fontweight="bold", pad=20)
+        axes.set_title(label_of(rule), fontsize=12, fontweight="bold", pad=20)
         who = "its own rule; " if rule == found["rule"] else ""
-        if rule == "gated_delta_rule" and found["letter"] in "KR":
+        if rule == "gated_delta_rule" and "kimi_delta_attention" not in found["same"]:  # the gate is one per channel
             who = "mean gate; "
         note = f"{who}looks back {found['mean_distance_tokens'][rule]:.1f} tokens"
         if rule in found["same"]:
-            note = f"no gate here: as {LABELS[found['same'][rule]]}"
+            note = f"no gate here: as {label_of(found['same'][rule])}"
         axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=10)
         axes.text(0.97, 0.95, f"dark: {most:.2g}", transform=axes.transAxes, fontsize=10, ha="right", va="top")
     distance = found["mean_distance_tokens"]

@@ -9,7 +9,7 @@ import torch
 
 import lineate
 from lineate.explore.cost import MeasuredCost
-from lineate.explore.memories import LABELS, Setting
+from lineate.explore.memories import DEMO_RULES, Setting
 from lineate.explore.recall import Interference, Overwrite, ScratchPad, Topics
 
 UNUSUAL = "This run does not show the usual effect; the memory may be too small for it."
@@ -99,7 +99,7 @@ def collect(
             norm=topics.norm[rule][many] if rule in topics.norm else None,
             bytes=cost.bytes[rule][-1],
         )
-        for rule in LABELS
+        for rule in DEMO_RULES
     }
     return Results(
         lineate=lineate.__version__,

@@ -5,18 +5,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import linear_regression
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.explore.cost import one_thread
-from lineate.explore.memories import FIXED_SIZE, LABELS, SHORT, Setting
+from lineate.explore.memories import FIXED_SIZE, Setting
 from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.explore.subject import Subject, Trace, choose_layer, open_subject, run_rule
-from lineate.figures import COLORS, LETTER_RULES, LINES, MARKERS, wrapped
-from lineate.models.config import LINEAR_LETTERS
+from lineate.figures import kind_named, label_of, line_of, narrow_label_of, wrapped
+from lineate.layers import kind_of
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
@@ -124,24 +124,24 @@ def grow_model(options: PictureOptions) -> Numbers:
     letters = subject.config.letters
     layers = [choose_layer(subject, options)]
     if options.layer is None:
-        layers = [n for n, letter in enumerate(letters) if letter in LINEAR_LETTERS]
+        layers = subject.pictured
     ids = _long_text(subject, options)
     places = _places(ids.shape[1])
     state = None
-    assert subject.config.linear is not None
-    columns = subject.config.linear.value_dim  # L keeps the sum of its keys behind them
+    mixers: dict[int, Any] = {n: subject.model.layers[n].mixer for n in layers}
     norm: dict[int, list[float]] = {n: [] for n in layers}
     for start, end in pairwise([0, *sorted({*places, *range(PIECE, places[-1], PIECE)})]):
         state = subject.model(ids[:, start:end], state=state, last_only=True).state
         if end in places:
             for n in layers:
+                columns = getattr(mixers[n], "value_dim", None)  # linear attention keeps a sum of keys behind
                 memory = state.layers[n]["memory"][0, ..., :columns]
                 norm[n].append(float(f"{memory.norm(dim=(1, 2)).mean():.4g}"))
     return {
         "units": {"places": "tokens", "norm": "Frobenius norm, mean over heads"},
         "name": subject.name,
         "places": places,
-        "layers": [{"layer": n, "rule": LETTER_RULES[letters[n]], "norm": norm[n]} for n in layers],
+        "layers": [{"layer": n, "rule": kind_of(letters[n]).name, "norm": norm[n]} for n in layers],
     }
 
 
@@ -182,10 +182,10 @@ def _draw_rules(numbers: Numbers) -> "Figure":
     powers = {rule: exponent(places, each) for rule, each in norm.items()}
     known = next(n for n, place in enumerate(places) if place >= numbers["newest"] or n == len(places) - 1)
     for rule, each in norm.items():
-        look = {"color": COLORS[rule], "linestyle": LINES[rule], "marker": MARKERS[rule], "linewidth": 2}
+        look = line_of(rule) | {"linewidth": 2}
         how = f"{'grows' if powers[rule] > 0 else 'falls'} like t^{powers[rule]:.2f}"
         how = f"levels off at {each[-1]:.1f}" if abs(powers[rule]) < FLAT else how
-        left.plot(places, each, **look, markersize=7, markevery=(4, 8), label=f"{LABELS[rule]}: {how}")
+        left.plot(places, each, **look, markersize=7, markevery=(4, 8), label=f"{label_of(rule)}: {how}")
         right.plot(places[known:], numbers["error"][rule][known:], **look, markersize=7, markevery=(3, 8))
     right.axhline(1, color="gray", linewidth=1, linestyle="--")
     right.text(places[-1], 1.04, "as bad as no answer", fontsize=10, color="#555555", ha="right", va="bottom")
@@ -193,7 +193,7 @@ def _draw_rules(numbers: Numbers) -> "Figure":
         _axes(axes)
     left.set_ylabel("norm of S (Frobenius)", fontsize=11.5)
     right.set_ylabel(f"error on the newest {numbers['newest']} pairs", fontsize=11.5)
-    growing = [LABELS[rule] for rule, power in powers.items() if power >= FLAT]
+    growing = [label_of(rule) for rule, power in powers.items() if power >= FLAT]
     if len(growing) == 1:
         title = f"After {places[-1]:,} tokens only {growing[0]}'s state still grows"
     else:
@@ -201,7 +201,8 @@ def _draw_rules(numbers: Numbers) -> "Figure":
     left.set_title(wrapped(title), fontsize=11.5)
     errors = {rule: each[-1] for rule, each in numbers["error"].items()}
     best, worst = (choose(errors, key=lambda rule: errors[rule]) for choose in (min, max))
-    title = f"The newest pairs: error {errors[best]:.2g} with {SHORT[best]}, {errors[worst]:.2g} with {SHORT[worst]}"
+    low, high = (f"{errors[rule]:.2g} with {narrow_label_of(rule)}" for rule in (best, worst))
+    title = f"The newest pairs: error {low}, {high}"
     right.set_title(wrapped(title), fontsize=11.5)
     figure.legend(loc="outside lower center", ncols=2, fontsize=10)
     fast, slow = numbers["half_lives_tokens_per_channel"]
@@ -236,10 +237,10 @@ def _draw_model(numbers: Numbers) -> "Figure":
     for index, layer in enumerate(layers):
         rule = layer["rule"]
         shade = colormaps["viridis"](0.92 * index / max(1, len(layers) - 1))
-        label = f"layer {layer['layer']}, {LABELS[rule]}" if layer in labelled else None
+        label = f"layer {layer['layer']}, {label_of(rule)}" if layer in labelled else None
         marker = "os^Dv<>P"[index % 8]
-        axes.plot(places, layer["norm"], color=shade, linestyle=LINES[rule], marker=marker, markevery=(index % 4, 4),
-                  linewidth=2, label=label)  # fmt: skip
+        axes.plot(places, layer["norm"], color=shade, linestyle=kind_named(rule).look.line, marker=marker,
+                  markevery=(index % 4, 4), linewidth=2, label=label)  # fmt: skip
     _axes(axes)
     axes.set_xlabel("tokens read", fontsize=11.5)
     axes.set_ylabel("norm of S (Frobenius), mean over heads", fontsize=11.5)

@@ -9,7 +9,6 @@ import torch
 from lineate.explore.cost import CostSetting, measure_cost, one_thread
 from lineate.explore.findings import size
 from lineate.explore.forgetting import number
-from lineate.explore.memories import LABELS
 from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.tracing import cpu_by_default
 
@@ -46,16 +45,14 @@ def draw(numbers: Numbers) -> "Figure":
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    from lineate.figures import COLORS, LINES, MARKERS
+    from lineate.figures import label_of, line_of
 
     lengths = numbers["lengths"]
     first, last = lengths[0], lengths[-1]
     figure, ((held, words), (decode, prefill)) = plt.subplots(2, 2, figsize=(8, 7.4))
     for axes, what in ((held, "bytes"), (decode, "decode_microseconds"), (prefill, "prefill_microseconds")):
         for rule, values in numbers[what].items():
-            axes.plot(
-                lengths, values, color=COLORS[rule], marker=MARKERS[rule], linestyle=LINES[rule], label=LABELS[rule]
-            )
+            axes.plot(lengths, values, **line_of(rule), label=label_of(rule))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2 if axes is held else 10)
         axes.set_xticks(lengths, [str(length) for length in lengths])

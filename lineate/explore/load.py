@@ -18,8 +18,9 @@ from torch import Tensor
 import lineate
 from lineate.explore.cost import one_thread
 from lineate.explore.findings import size
-from lineate.explore.memories import LABELS, Setting, pairs
+from lineate.explore.memories import Setting, pairs
 from lineate.explore.pictures import Numbers, Picture, PictureOptions
+from lineate.figures import label_of, line_of
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.least_squares import least_squares
 from lineate.memory.titans import titans, titans_state
@@ -30,14 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NAMES = LABELS | {
-    "least_squares": "least squares",
-    "ttt_linear": "TTT-Linear",
-    "ttt_mlp": "TTT-MLP",
-    "titans": "Titans",
-    "lact": "LaCT",
-}
-"""Memories and their names in the legend."""
 LOADS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 """How many pairs are written for every key channel of a plain matrix."""
 
@@ -261,15 +254,13 @@ def draw(numbers: Numbers) -> "Figure":
 def _label(name: str, numbers: Numbers) -> str:
     if name == "softmax_attention":
         return f"softmax, last {numbers['state_bytes'] // (2 * 2 * numbers['channels'])} pairs"
-    return f"{NAMES[name]} ({numbers['memories'][name]['channels']})"
+    return f"{label_of(name)} ({numbers['memories'][name]['channels']})"
 
 
 def _lines(axes: "Axes", load: list[float], lines: dict[str, list[float | None] | None]) -> None:
-    from lineate.figures import COLORS, LINES, MARKERS
-
     for name, values in lines.items():
         shown = [math.nan] * len(load) if values is None else [math.nan if x is None else x for x in values]
-        axes.plot(load, shown, color=COLORS[name], marker=MARKERS[name], linestyle=LINES[name], label=NAMES[name])
+        axes.plot(load, shown, **line_of(name), label=label_of(name))
 
 
 def _title_matrices(left: "Axes", right: "Axes", numbers: Numbers) -> None:
@@ -294,7 +285,7 @@ def _title_others(left: "Axes", right: "Axes", numbers: Numbers) -> None:
     load = f"{numbers['load'][at]:g}"
     left.set_title("Memories that learn by gradient steps,\nand DeltaNet again (LaCT has no scale)")
     right.set_title(
-        f"Recalled at load {load}: {share['delta_rule']:.0%} by DeltaNet,\n{share[best]:.0%} by {NAMES[best]}, the "
+        f"Recalled at load {load}: {share['delta_rule']:.0%} by DeltaNet,\n{share[best]:.0%} by {label_of(best)}, the "
         "best of the others"
     )
 

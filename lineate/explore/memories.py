@@ -14,31 +14,15 @@ from torch import Tensor
 import lineate
 from lineate import rule as equation
 
-LABELS = {
-    "linear_attention": "linear attention",
-    "gated_linear_attention": "gated linear attention",
-    "delta_rule": "DeltaNet",
-    "gated_delta_rule": "Gated DeltaNet",
-    "kimi_delta_attention": "Kimi Delta Attention",
-    "softmax_attention": "softmax attention",
-}
-"""The public op of every memory, and its name in tables and plots."""
-
-SHORT = {
-    "linear_attention": "linear",
-    "gated_linear_attention": "gated linear",
-    "delta_rule": "DeltaNet",
-    "gated_delta_rule": "Gated DeltaNet",
-    "kimi_delta_attention": "Kimi Delta",
-    "softmax_attention": "softmax",
-}
-"""The same, for narrow tables."""
-
+FIXED_SIZE = (
+    "linear_attention", "gated_linear_attention", "delta_rule", "gated_delta_rule", "kimi_delta_attention",
+)  # fmt: skip
+"""The public ops whose memory has a fixed size."""
+DEMO_RULES = (*FIXED_SIZE, "softmax_attention")
+"""The public ops of the demo; the rows of the mixers have their labels and colours."""
 HAND_MADE_CHANNELS = 8
 """Channels of a key and of a value where a picture writes tokens by hand."""
 
-RULES = tuple(LABELS)
-FIXED_SIZE = tuple(rule for rule in RULES if rule != "softmax_attention")
 FORGETTING = ("gated_linear_attention", "gated_delta_rule", "kimi_delta_attention")
 
 MemoryState = Tensor | lineate.KeyValueCache
@@ -119,7 +103,7 @@ def write(
             per_channel[..., channels] = per_head.unsqueeze(-1)
             return lineate.kimi_delta_attention(keys, keys, values, per_channel, beta, state=memory).state
         case _:
-            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+            raise ValueError(f"rule must be one of {', '.join(DEMO_RULES)}, got {rule!r}")
 
 
 def read(memory: MemoryState, keys: Tensor, setting: Setting) -> Tensor:

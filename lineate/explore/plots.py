@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike
 
 from lineate.explore import lengths
 from lineate.explore.findings import Results
-from lineate.explore.memories import LABELS, OnProgress, silent
+from lineate.explore.memories import DEMO_RULES, OnProgress, silent
 from lineate.explore.recall import Interference, Overwrite, ScratchPad, Topics
-from lineate.figures import COLORS, FIGURE_STYLE, MARKERS
+from lineate.figures import FIGURE_STYLE, kind_named, label_of
 
 
 def save_plots(results: Results, out: Path, report: OnProgress = silent) -> list[Path]:
@@ -93,7 +93,7 @@ def plot_overwrite(result: Overwrite) -> Figure:
         axes.tick_params(axis="y", length=0)
         errors = [f"{errors[rule]:.2f}" for errors in (result.old, result.kept, result.overwritten)]
         axes.set_title(
-            ", ".join(LABELS[name] for name in rules)
+            ", ".join(label_of(name) for name in rules)
             + f"\nin the end: old {errors[0]}, kept {errors[1]}, overwritten {errors[2]}"
         )
     for axes in panels.flat[len(groups) :]:
@@ -189,20 +189,22 @@ def _same(numbers: Mapping[str, ArrayLike]) -> list[list[str]]:
 def _lines(axes: Axes, x: Sequence[float], y: Mapping[str, Sequence[float]], marker: bool = True) -> None:
     """Draw one line per rule; rules with the same numbers share one."""
     for rules in _same(y):
-        rule, label = rules[0], ",\n".join(LABELS[name] for name in rules)
-        axes.plot(x, y[rule], color=COLORS[rule], marker=MARKERS[rule] if marker else None, label=label)
+        rule, label = rules[0], ",\n".join(label_of(name) for name in rules)
+        look = kind_named(rule).look
+        axes.plot(x, y[rule], color=look.color, marker=look.marker if marker else None, label=label)
 
 
 def _bars(axes: Axes, measures: Mapping[str, Mapping[str, float]]) -> None:
     """Draw one row per rule and one bar per measure."""
     height = 0.8 / len(measures)
-    positions = np.arange(len(LABELS))
+    positions = np.arange(len(DEMO_RULES))
+    colors = [kind_named(rule).look.color for rule in DEMO_RULES]
     for index, (name, values) in enumerate(measures.items()):
         y = positions + (index - (len(measures) - 1) / 2) * height
-        bars = axes.barh(y, [values[rule] for rule in LABELS], height=height * 0.92, label=name,
-                         color=[COLORS[rule] for rule in LABELS], alpha=1.0 if index == 0 else 0.45)  # fmt: skip
+        bars = axes.barh(y, [values[rule] for rule in DEMO_RULES], height=height * 0.92, label=name,
+                         color=colors, alpha=1.0 if index == 0 else 0.45)  # fmt: skip
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=9)
-    axes.set_yticks(positions, list(LABELS.values()))
+    axes.set_yticks(positions, [label_of(rule) for rule in DEMO_RULES])
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)
@@ -214,10 +216,12 @@ def _bars(axes: Axes, measures: Mapping[str, Mapping[str, float]]) -> None:
 
 def _curve(axes: Axes, rule: str, x: Sequence[float], y: Sequence[float], knob: str, settings: Sequence[float]) -> None:
     """Draw all settings of one knob; name the first and the last."""
-    axes.plot(x, y, color=COLORS[rule], marker=MARKERS[rule], markersize=4, label=f"{LABELS[rule]}, all {knob}s tried")
+    look = kind_named(rule).look
+    axes.plot(x, y, color=look.color, marker=look.marker, markersize=4, label=f"{label_of(rule)}, all {knob}s tried")
     for index, offset in ((0, (10, 6)), (-1, (4, 10))):
         axes.annotate(f"{knob} {settings[index]:g}", (x[index], y[index]), xytext=offset, textcoords="offset points")
 
 
 def _point(axes: Axes, rule: str, x: float, y: float) -> None:
-    axes.plot(x, y, linestyle="none", color=COLORS[rule], marker=MARKERS[rule], markersize=12, label=LABELS[rule])
+    look = kind_named(rule).look
+    axes.plot(x, y, linestyle="none", color=look.color, marker=look.marker, markersize=12, label=label_of(rule))

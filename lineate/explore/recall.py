@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 
 from lineate.explore.memories import (
+    DEMO_RULES,
     FIXED_SIZE,
     FORGETTING,
-    RULES,
     MemoryState,
     OnProgress,
     Setting,
@@ -142,17 +142,17 @@ def interference(setting: Setting, report: OnProgress = silent) -> Interference:
     dim, generator = setting.key_dim, setting.generator()
     counts = tuple(2**power for power in range((4 * dim).bit_length()) if 2**power <= 4 * dim)
     keys, values = pairs(setting, counts[-1], generator)
-    error: dict[str, list[float]] = {rule: [] for rule in RULES}
+    error: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
     for done, count in enumerate(counts, start=1):
-        for rule in RULES:
+        for rule in DEMO_RULES:
             memory = write(rule, None, keys[:, :count], values[:, :count])
             error[rule].append(recall_error(memory, keys[:, :count], values[:, :count], setting))
         report(done / (len(counts) + 1))
 
     told, repeated = (1, 2, 4, 8), max(1, dim // 4)
     keys, values = keys[:, :repeated], values[:, :repeated]
-    error_by_told: dict[str, list[float]] = {rule: [] for rule in RULES}
-    for rule in RULES:
+    error_by_told: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
+    for rule in DEMO_RULES:
         repeats: MemoryState | None = None
         for time in range(1, told[-1] + 1):
             repeats = write(rule, repeats, keys, values)
@@ -184,20 +184,20 @@ def overwrite(setting: Setting, report: OnProgress = silent, watch: Callable[[Fr
         sweep.append((*errors, recall_error(memory, keys[:, changed], second, setting)))
     best_decay = DECAYS[min(range(len(DECAYS)), key=lambda i: sum(sweep[i]))]
 
-    memories: dict[str, MemoryState | None] = dict.fromkeys(RULES)
-    history: dict[str, list[tuple[float | None, ...]]] = {rule: [] for rule in RULES}
+    memories: dict[str, MemoryState | None] = dict.fromkeys(DEMO_RULES)
+    history: dict[str, list[tuple[float | None, ...]]] = {rule: [] for rule in DEMO_RULES}
     seen: set[int] = set()
     for step, key in enumerate(order, start=1):
         newest[:, key] = values[:, step - 1]
         seen.add(key)
-        for rule in RULES:
+        for rule in DEMO_RULES:
             decay_now = torch.tensor([best_decay]) if rule == "gated_linear_attention" else None
             after = write(rule, memories[rule], keys[:, [key]], values[:, [step - 1]], decay_now)
             distance = (read(after, keys, setting) - newest).square().sum(dim=-1).mean(dim=(0, 2)).sqrt().tolist()
             history[rule].append(tuple(x if i in seen else None for i, x in enumerate(distance)))
             memories[rule] = after
         if watch is not None:
-            watch(Frame(step, len(order), key, {rule: history[rule][-1] for rule in RULES}))
+            watch(Frame(step, len(order), key, {rule: history[rule][-1] for rule in DEMO_RULES}))
         report(step / len(order))
 
     full = {rule: memory for rule, memory in memories.items() if memory is not None}
@@ -225,7 +225,7 @@ def topics(setting: Setting, report: OnProgress = silent) -> Topics:
     dim, generator = setting.key_dim, setting.generator()
     piece = max(1, dim // 8)
     lengths = [dim] * TOPICS + [2 * setting.group]
-    memories: dict[str, MemoryState | None] = dict.fromkeys(RULES)
+    memories: dict[str, MemoryState | None] = dict.fromkeys(DEMO_RULES)
     norm: dict[str, list[float]] = {rule: [] for rule in FIXED_SIZE}
     written, positions, switches = 0, [], []
     keys = values = torch.empty(0)
@@ -240,7 +240,7 @@ def topics(setting: Setting, report: OnProgress = silent) -> Topics:
                 decay[0] = 0.0
             written += part.stop - start
             positions.append(written)
-            for rule in RULES:
+            for rule in DEMO_RULES:
                 memory = write(rule, memories[rule], keys[:, part], values[:, part], decay)
                 memories[rule] = memory
                 size = state_norm(memory)
@@ -269,7 +269,7 @@ def scratch_pad(setting: Setting, report: OnProgress = silent) -> ScratchPad:
     fresh = pairs(setting, setting.group, generator, pad)
     unseen, _ = pairs(setting, setting.group, generator, pad)
 
-    filled = {rule: write(rule, write(rule, None, *facts), *scratch) for rule in RULES}
+    filled = {rule: write(rule, write(rule, None, *facts), *scratch) for rule in DEMO_RULES}
 
     def after(rule: str, gate: float) -> MemoryState:
         decay = torch.ones(setting.group)
@@ -284,7 +284,7 @@ def scratch_pad(setting: Setting, report: OnProgress = silent) -> ScratchPad:
             facts_by_gate[rule].append(recall_error(memory, *facts, setting))
             unseen_by_gate[rule].append(answer_size(memory, unseen, setting))
         report(done / len(GATES))
-    cleared = {rule: after(rule, 0.0) for rule in RULES}
+    cleared = {rule: after(rule, 0.0) for rule in DEMO_RULES}
     return ScratchPad(
         facts={rule: recall_error(memory, *facts, setting) for rule, memory in cleared.items()},
         new={rule: recall_error(memory, *fresh, setting) for rule, memory in cleared.items()},

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lineate.explore.memories import FIXED_SIZE, HAND_MADE_CHANNELS, LABELS, write
+from lineate.explore.memories import FIXED_SIZE, HAND_MADE_CHANNELS, write
 from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
-from lineate.figures import signed_map
+from lineate.figures import label_of, signed_map
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
     panels = figure.subplots(len(rows), len(EVENTS) + 1, width_ratios=(1.75, *[1] * len(EVENTS)))
     for row, (rule, frames) in zip(panels, rows.items(), strict=True):
         row[0].axis("off")
-        label = "what is wanted" if rule == "wanted" else LABELS[rule]
+        label = "what is wanted" if rule == "wanted" else label_of(rule)
         row[0].text(0, 0.66, label, fontsize=12, fontweight="bold", va="center", transform=row[0].transAxes)
         text = "the newest value of every\nkey; A gone in the end" if rule == "wanted" else FORMULAS[rule]
         row[0].text(0, 0.54, text, fontsize=11, va="top", linespacing=1.4, transform=row[0].transAxes)
@@ -185,7 +185,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
             axes.set_xlabel("as wanted" if off < 0.005 else f"off by {off:.1f}", fontsize=10.5, labelpad=3)
             if off >= 0.005:
                 axes.xaxis.label.set_fontweight("bold")
-    exact = [LABELS[rule] for rule, off in found["off"].items() if off[-1] < 0.005]
+    exact = [label_of(rule) for rule, off in found["off"].items() if off[-1] < 0.005]
     if exact:
         title = f"After four tokens only {' and '.join(exact)} holds what is wanted"
     else:
@@ -245,7 +245,7 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(ncols=2, loc="lower right")
     figure.suptitle(
-        f"{found['name']}: the state of layer {found['layer']}, head {found['head']} ({LABELS[found['rule']]})\n"
+        f"{found['name']}: the state of layer {found['layer']}, head {found['head']} ({label_of(found['rule'])})\n"
         f"{how_it_goes(found['norm'])}",
         fontsize=12.5, parse_math=False,
     )  # fmt: skip

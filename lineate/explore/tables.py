@@ -10,8 +10,9 @@ from rich.text import Text
 
 from lineate.explore.cost import MeasuredCost
 from lineate.explore.findings import Results, size
-from lineate.explore.memories import FIXED_SIZE, LABELS, SHORT
+from lineate.explore.memories import DEMO_RULES, FIXED_SIZE
 from lineate.explore.recall import Frame, Interference, Overwrite, ScratchPad, Topics
+from lineate.figures import label_of, narrow_label_of
 
 SHADES = ((0.25, "█", "#", "green"), (0.5, "▓", "+", "green"), (0.75, "▒", "-", "yellow"), (1.0, "░", ".", "yellow"))
 """For errors below a bound: the block, the same in ASCII, and its colour."""
@@ -125,9 +126,9 @@ def reasons_table(results: Results) -> Table:
         show = size if reason.measure.startswith("bytes") else _number
         gained = reason.value < reason.value_before
         table.add_row(
-            LABELS[reason.rule],
+            label_of(reason.rule),
             Text.assemble(
-                f"{LABELS[reason.before]}: {reason.problem}\n  {reason.measure}: {show(reason.value_before)} -> ",
+                f"{label_of(reason.before)}: {reason.problem}\n  {reason.measure}: {show(reason.value_before)} -> ",
                 (show(reason.value), "bold green" if gained else "bold red"),
                 "" if gained else " (no gain in this run)",
             ),
@@ -141,9 +142,11 @@ def board(frame: Frame, group: int, ascii_only: bool) -> Group:
     table.add_column("")
     for name in ("old", "kept", "overwritten"):
         table.add_column(name, min_width=group)
-    for rule, label in LABELS.items():
+    for rule in DEMO_RULES:
         cells = [_cell(error, ascii_only) for error in frame.error[rule]]
-        table.add_row(label, *(Text.assemble(*cells[start : start + group]) for start in range(0, 3 * group, group)))
+        table.add_row(
+            label_of(rule), *(Text.assemble(*cells[start : start + group]) for start in range(0, 3 * group, group))
+        )
     legend = Text.assemble("error below  ", *_legend(ascii_only), "1 or more ", WORTHLESS)
     return Group(table, legend)
 
@@ -175,7 +178,7 @@ def _table(corner: str, columns: Sequence[Column]) -> Table:
         numbers = [number for rule in FIXED_SIZE if (number := column.values.get(rule)) is not None]
         lowest, highest = column.show(min(numbers)), column.show(max(numbers))
         best.append(lowest if column.marked and lowest != highest else None)
-    for rule, label in SHORT.items():
+    for rule in DEMO_RULES:
         cells = []
         for column, lowest_shown in zip(columns, best, strict=True):
             value = column.values.get(rule)
@@ -183,7 +186,7 @@ def _table(corner: str, columns: Sequence[Column]) -> Table:
             marked = rule in FIXED_SIZE and text == lowest_shown
             space = " " if lowest_shown is not None else ""
             cells.append(Text(f"{text}*", style="bold green") if marked else Text(text + space))
-        table.add_row(label, *cells, style="" if rule in FIXED_SIZE else "dim")
+        table.add_row(narrow_label_of(rule), *cells, style="" if rule in FIXED_SIZE else "dim")
     return table
 
 

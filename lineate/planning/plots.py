@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineate.figures import COLORS, LETTER_RULES, MARKERS
+from lineate.layers import kind_of
 from lineate.planning.report import PlanNumbers
 from lineate.planning.tables import sequences
 from lineate.planning.units import show_bytes, show_flops, show_rate, show_seconds
@@ -170,8 +170,8 @@ def _look(name: str, letters: str) -> dict[str, Any]:
         return OWN_LOOK
     if "hybrid" in name:
         return HYBRID_LOOK
-    rule = LETTER_RULES[letters[0]]
-    return {"color": COLORS[rule], "marker": MARKERS[rule], "linestyle": ":" if name.startswith(SOFTMAX_ONLY) else "-."}
+    look = kind_of(letters[0]).look
+    return {"color": look.color, "marker": look.marker, "linestyle": ":" if name.startswith(SOFTMAX_ONLY) else "-."}
 
 
 def _named(numbers: Mapping[str, Any], name: str) -> str:

@@ -121,15 +121,16 @@ def _state_differences(
             else f"The recurrent state is planned in {str(dtype).removeprefix('torch.')}: {sizes}."
         )
     x = c.linear
-    if linear.letter in "LRDGK" and x is not None:
-        columns = x.value_dim + (linear.letter == "L")
+    is_matrix = kind_of(linear.letter).section == "linear"
+    if is_matrix and x is not None:
+        columns = linear.memory // (x.value_heads * x.key_dim * dtype.itemsize)
         if (x.value_heads, x.key_dim, columns) != (heads, d_head, d_head):
             said.append(
                 f"A linear layer has {x.value_heads} value heads of {x.key_dim} x {columns} "
                 f"({x.value_heads * x.key_dim * columns:,} elements), not {heads} of {d_head} x {d_head} "
                 f"({heads * d_head * d_head:,})."
             )
-    elif linear.letter not in "LRDGK":
+    elif not is_matrix:
         said.append(
             f"The memory of {linear.rule} is {linear.memory:,} bytes a layer: its weights and what it has summed up."
         )
@@ -149,7 +150,7 @@ def _cache_differences(model: Model, full: LayerMemory, dtype: torch.dtype, head
             f"The cache is planned in {str(dtype).removeprefix('torch.')}: {dtype.itemsize} bytes an element, not "
             f"{model.dtype.itemsize} ({model.dtype_name})."
         )
-    if full.letter == "M":
+    if full.cache == "latent":
         assert c.latent is not None
         said.append(
             f"Latent attention caches one vector of {c.latent.rank} + {c.latent.rope_dim} channels a token, "

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from lineate.names import named_path
 from lineate.options import argument, option, parameters, sign
+from lineate.tasks.task import DEFAULT_RULES
 
 if TYPE_CHECKING:
     import typer
 
     from lineate.tasks.progress import RunCost
     from lineate.tasks.runner import Cell
-
-DEFAULT_RULES = "linear,gla,deltanet,gdn,kda,softmax"
 
 
 @dataclass(frozen=True)

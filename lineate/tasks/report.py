@@ -7,17 +7,15 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from lineate.tasks.model import label
+from lineate.tasks.model import kinds_by_word, label
 from lineate.tasks.runner import Cell, CellResult
+from lineate.tasks.task import DEFAULT_RULES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = {
-    "linear": "#E69F00", "gla": "#56B4E9", "deltanet": "#009E73", "gdn": "#CC79A7", "kda": "#D55E00",
-    "softmax": "#444444",
-}  # fmt: skip
 MORE_COLORS = ("#0072B2", "#882255", "#117733", "#999933", "#AA4499", "#332288")
+"""For patterns and for the rules that are not compared by default, in the order in which they come."""
 
 
 def by_rule(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
@@ -139,7 +137,7 @@ def _lines(axes: "Axes", accuracy: dict[str, list[dict[int, float]]]) -> None:
     more = iter(MORE_COLORS * len(accuracy))
     ticks: list[int] = []
     for rule, seeds in accuracy.items():
-        color = COLORS.get(rule) or next(more)
+        color = kinds_by_word()[rule].look.color if rule in DEFAULT_RULES.split(",") else next(more)
         ticks = sorted(seeds[0])
         axes.plot(ticks, [100 * mean(s[n] for s in seeds) for n in ticks], color=color, label=label(rule), marker="o")
         for seed in seeds:

@@ -11,6 +11,8 @@ from lineate.names import nearest
 NOTHING = -100
 """The target where nothing is asked."""
 STREAMS = ("train", "test")
+DEFAULT_RULES = "linear,gla,deltanet,gdn,kda,softmax"
+"""What a task compares unless told otherwise."""
 
 
 @dataclass(frozen=True)
