@@ -30,11 +30,6 @@ __all__ = [
     "MemoryConfig",
 ]
 
-# Until explore, tasks, bench and the tests read the registry.
-LETTERS = letters()
-LINEAR_LETTERS = "".join(kind.letter for kind in kinds() if kind.section == "linear")
-MEMORY_LETTERS = "".join(kind.letter for kind in kinds() if kind.section == "memory")
-
 
 @dataclass(frozen=True)
 class FeedConfig:

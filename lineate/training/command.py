@@ -1,6 +1,5 @@
 """`lineate train` and `lineate generate`."""
 
-import inspect
 import io
 import os
 import sys
@@ -8,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
-from lineate.checks import named_path
-from lineate.names import spelled, user_path
+from lineate.names import named_path, spelled, user_path
+from lineate.options import sign
 from lineate.terminal import fail, printable
 from lineate.training.config import TrainConfig
 
@@ -202,10 +201,4 @@ def _sign(command: Any) -> None:
         flags = () if f.metadata["also"] is None else (f"--{f.name}", f.metadata["also"])
         option = typer.Option(*flags, help=f.metadata["help"].replace("[", r"\[") + default.replace("[", r"\["))
         hints[f.name] = Annotated[kind, option]
-    command.__annotations__ = hints | {"return": None}
-    command.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=x)
-            for name, x in hints.items()
-        ]
-    )
+    sign(command, {name: (kind, None) for name, kind in hints.items()})
