@@ -8,7 +8,7 @@ y = out_proj(norm(o) * act(z))       z: the output gate
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,8 @@ class LinearMixer(nn.Module):
 
     gates: ClassVar[tuple[str, ...]]
     """How wide each is: "values" hv*v, "heads" hv, or a rank."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """Arguments beside those that all have in common; LinearConfig has fields of the same names."""
     normalize_qk: ClassVar[bool] = False
     """Whether the rule normalises q and k."""
     beta_scale: float = 1.0
@@ -93,8 +95,15 @@ class LinearMixer(nn.Module):
         self.out_proj = nn.Linear(value_heads * value_dim, hidden_size, bias=False)
         self.add_gates()
 
+    @classmethod
+    def from_config(cls, model: ModelSizes, config: LinearConfig) -> Self:
+        """Make the mixer of a configuration, for the model around it."""
+        common = ("value_heads", "key_dim", "value_dim", "conv_size", "norm_eps", "gate_activation")
+        arguments: dict[str, Any] = {name: getattr(config, name) for name in (*common, *cls.options)}
+        return cls(model.hidden_size, config.heads, **arguments)
+
     def add_gates(self) -> None:
-        """Parameters of the gates beside in_proj, if there are any."""
+        """Add the parameters of the gates beside in_proj, if there are any."""
 
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:
@@ -199,6 +208,7 @@ class LinearAttention(LinearMixer):
     """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k); in_proj is q | k | v | z."""
 
     gates = ("values",)
+    options = ("feature_map",)
 
     def __init__(
         self,
@@ -247,6 +257,7 @@ class GatedLinearAttention(LinearMixer):
     """
 
     gates = ("decay_rank", "values")
+    options = ("decay_rank",)
 
     def __init__(
         self,
@@ -278,6 +289,7 @@ class DeltaNet(LinearMixer):
     """S = S + beta k (v - S^T k)^T with beta = beta_scale sigmoid(b); in_proj is q | k | v | z | b."""
 
     gates: ClassVar[tuple[str, ...]] = ("values", "heads")
+    options = ("beta_scale",)
     normalize_qk = True
 
     def __init__(
@@ -333,6 +345,7 @@ class KimiDeltaAttention(LinearMixer):
     """
 
     gates = ("decay_rank", "gate_rank", "heads")
+    options = ("beta_scale", "decay_rank", "gate_rank")
     normalize_qk = True
 
     def __init__(
@@ -420,20 +433,9 @@ def _op_of(inputs: Inputs) -> Callable[..., Attended[Tensor]]:
     return gated_delta_rule if inputs.log_decay.dim() == 3 else kimi_delta_attention
 
 
-def _maker(mixer: Callable[..., LinearMixer], *more: str) -> Callable[[ModelSizes, LinearConfig], LinearMixer]:
-    """Return what makes a mixer of a configuration; more: fields that only some mixers have."""
-    names = ("value_heads", "key_dim", "value_dim", "conv_size", "norm_eps", "gate_activation", *more)
-
-    def make(model: ModelSizes, config: LinearConfig) -> LinearMixer:
-        options: dict[str, Any] = {name: getattr(config, name) for name in names}
-        return mixer(model.hidden_size, config.heads, **options)
-
-    return make
-
-
 def _register(
-    letter: str, name: str, label: str, short: str, make: Callable[[ModelSizes, LinearConfig], LinearMixer],
-    cost: costs.LinearCosts, look: Look, short_label: str | None = None,
+    letter: str, name: str, label: str, short: str, mixer: type[LinearMixer], cost: costs.LinearCosts, look: Look,
+    short_label: str | None = None,
 ) -> MixerKind:  # fmt: skip
     return register(
         MixerKind(
@@ -444,32 +446,32 @@ def _register(
             short_label=short_label,
             config=LinearConfig,
             section="linear",
-            make=make,
+            make=mixer.from_config,
             operations=cost.operations(),
             kept_bytes=cost.kept_bytes,
-            trace=LinearMixer.trace,
+            trace=mixer.trace,
             look=look,
         )
     )
 
 
 LINEAR = _register(
-    "L", "linear_attention", "linear attention", "linear", _maker(LinearAttention, "feature_map"), costs.LINEAR,
+    "L", "linear_attention", "linear attention", "linear", LinearAttention, costs.LINEAR,
     Look("#E69F00", "o", "-"),
 )  # fmt: skip
 GATED_LINEAR = _register(
-    "R", "gated_linear_attention", "gated linear attention", "gla", _maker(GatedLinearAttention, "decay_rank"),
+    "R", "gated_linear_attention", "gated linear attention", "gla", GatedLinearAttention,
     costs.GATED_LINEAR, Look("#56B4E9", "s", "--"), "gated linear",
 )  # fmt: skip
 DELTA = _register(
-    "D", "delta_rule", "DeltaNet", "deltanet", _maker(DeltaNet, "beta_scale"), costs.DELTA, Look("#009E73", "^", "-."),
+    "D", "delta_rule", "DeltaNet", "deltanet", DeltaNet, costs.DELTA, Look("#009E73", "^", "-."),
 )  # fmt: skip
 GATED_DELTA = _register(
-    "G", "gated_delta_rule", "Gated DeltaNet", "gdn", _maker(GatedDeltaNet, "beta_scale"), costs.GATED_DELTA,
+    "G", "gated_delta_rule", "Gated DeltaNet", "gdn", GatedDeltaNet, costs.GATED_DELTA,
     Look("#CC79A7", "D", ":"),
 )  # fmt: skip
 KIMI_DELTA = _register(
     "K", "kimi_delta_attention", "Kimi Delta Attention", "kda",
-    _maker(KimiDeltaAttention, "beta_scale", "decay_rank", "gate_rank"), costs.KIMI_DELTA,
+    KimiDeltaAttention, costs.KIMI_DELTA,
     Look("#D55E00", "*", (0, (6, 1, 1, 1, 1, 1))), "Kimi Delta",
 )  # fmt: skip

@@ -122,7 +122,8 @@ class MixerKind:
     @property
     def module(self) -> str:
         """The module whose import registers it, as far as its functions tell."""
-        found = [getattr(x, "__module__", None) or "" for x in (self.make, self.config)]
+        makers = (getattr(self.make, "__self__", self.make), self.config)  # a class method is its class's
+        found = [getattr(x, "__module__", None) or "" for x in makers]
         module = next((x for x in found if x and x.partition(".")[0] not in ("lineate", "functools")), found[0])
         file = getattr(sys.modules.get("__main__"), "__file__", None)
         return Path(file).stem if module == "__main__" and file else module
