@@ -24,9 +24,19 @@ from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
 
 class LatentAttention(nn.Module):
-    """in_proj is q | latent | shared, one projection; a query head has nope_dim + rope_dim channels.
+    """Causal softmax attention whose keys and values are made from one latent vector a token.
 
-    rope_theta rotates the shared channels and their part of q; None: no positions (Kimi Linear).
+    in_proj is q | latent | shared, one projection; a query head has nope_dim + rope_dim channels.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: heads of queries, keys and values.
+        rank: channels of the latent vector.
+        nope_dim: channels of a key that come from the latent vector.
+        rope_dim: channels of a key that all heads share.
+        value_dim: channels of a value.
+        rope_theta: base of the rotation of the shared channels and their part of q; None: no positions (Kimi Linear).
+        norm_eps: epsilon of the latent vector's norm.
     """
 
     context: Context | None = None
@@ -63,7 +73,13 @@ class LatentAttention(nn.Module):
     def forward(
         self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, TokenCache]:
-        """x `b t hidden` -> the same; the state is the latent vector and the shared channels of every token."""
+        """Mix the tokens of x `b t hidden`; the state is the latent vector and the shared channels of every token.
+
+        Args:
+            x: `b t hidden`; with cu_seqlens `1 t hidden`.
+            state: what an earlier call returned, to continue its sequences; None: they begin here.
+            cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
+        """
         check_call(self, x, state, cu_seqlens)
         t, past = x.shape[1], 0 if state is None else state.lengths
         segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
@@ -88,7 +104,7 @@ class LatentAttention(nn.Module):
         return project(self.out_proj, read(q, state, cu_seqlens).flatten(2)), state
 
     def _expand(self, cached: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads, from `rows n 1 rank+rope`."""
+        """Return keys and values of all heads, from `rows n 1 rank+rope`."""
         made = project(self.up_proj, cached[:, :, 0, : self.rank]).unflatten(-1, (self.heads, -1))
         keys, values = made.split((self.nope_dim, self.value_dim), -1)
         return torch.cat((keys, cached[..., self.rank :].expand(-1, -1, self.heads, -1)), -1), values

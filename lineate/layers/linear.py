@@ -42,15 +42,27 @@ from lineate.rule import activate, compute_dtype, normalize
 
 
 class LinearMixer(nn.Module):
-    """What the five have in common; each names its `gates`, the rows of in_proj behind q | k | v, and has its rule.
+    """What the mixers with a fixed-size memory have in common.
 
-    Each of `heads` key heads of key_dim channels serves value_heads / heads value heads of value_dim channels.
-    conv_size 0: no convolution. gate_activation: of the output gate, "silu" or "sigmoid"; KimiDeltaAttention has
-    sigmoid by default, as Kimi Linear does, the others silu, as Qwen3-Next does.
+    Each names its `gates`, the rows of in_proj behind q | k | v, and says in `rule_inputs` what its rule is called
+    with. Each of `heads` key heads serves value_heads / heads value heads. KimiDeltaAttention has a sigmoid on its
+    output gate by default, as Kimi Linear does, the others silu, as Qwen3-Next does.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
+        decay_rank: width of the low-rank projection to the decay; None is value_dim.
+        gate_rank: width of the low-rank projection to the output gate; None is value_dim.
     """
 
     gates: ClassVar[tuple[str, ...]]
-    """How wide each is: "values" hv*v, "heads" hv, or a rank."""
+    """How wide each gate is: "values" hv*v, "heads" hv, or a rank."""
     options: ClassVar[tuple[str, ...]] = ()
     """Arguments beside those that all have in common; LinearConfig has fields of the same names."""
     normalize_qk: ClassVar[bool] = False
@@ -116,7 +128,13 @@ class LinearMixer(nn.Module):
         return self.value_dim
 
     def forward(self, x: Tensor, state: Memory | None = None, cu_seqlens: Bounds = None) -> tuple[Tensor, Memory]:
-        """x `b t hidden` -> the same; the state is the memory and the convolution's last inputs."""
+        """Mix the tokens of x `b t hidden`; the state is the memory and the convolution's last inputs.
+
+        Args:
+            x: `b t hidden`; with cu_seqlens `1 t hidden`.
+            state: what an earlier call returned, to continue its sequences; None: they begin here.
+            cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
+        """
         check_call(self, x, state, cu_seqlens)
         segment, packed = segment_of(self.context, x, cu_seqlens)
         mixed, *gates = self.project(x)
@@ -134,10 +152,10 @@ class LinearMixer(nn.Module):
         return project(self.out_proj, y.flatten(2)), Memory(tensors)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """in_proj(x), cut into q | k | v and the gates.
+        """Return in_proj(x), cut into q | k | v and the gates.
 
-        On a GPU rows of 16 bit that are no multiple of 16 bytes multiply half as fast: then the few columns of the
-        gates per head, which come last, are a product of their own.
+        On a GPU, rows of 16-bit numbers whose size is no multiple of 16 bytes multiply half as fast: then the few
+        columns of the gates per head, which come last, are a product of their own.
         """
         heads = sum(gate == "heads" for gate in self.gates)
         aligned = sum(self.splits) % 8 == 0 or not heads or not x.is_cuda
@@ -205,7 +223,19 @@ class LinearMixer(nn.Module):
 
 
 class LinearAttention(LinearMixer):
-    """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k); in_proj is q | k | v | z."""
+    """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k); in_proj is q | k | v | z.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
+        feature_map: phi, "identity" or "elu+1".
+    """
 
     gates = ("values",)
     options = ("feature_map",)
@@ -254,6 +284,17 @@ class GatedLinearAttention(LinearMixer):
     """S = Diag(e^log_decay) S + k v^T with log_decay = logsigmoid(decay_proj(f)) / 16, f of low rank (GLA).
 
     in_proj is q | k | v | f | z.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        decay_rank: channels of f; None is value_dim.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
     """
 
     gates = ("decay_rank", "values")
@@ -286,7 +327,19 @@ class GatedLinearAttention(LinearMixer):
 
 
 class DeltaNet(LinearMixer):
-    """S = S + beta k (v - S^T k)^T with beta = beta_scale sigmoid(b); in_proj is q | k | v | z | b."""
+    """S = S + beta k (v - S^T k)^T with beta = beta_scale sigmoid(b); in_proj is q | k | v | z | b.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
+    """
 
     gates: ClassVar[tuple[str, ...]] = ("values", "heads")
     options = ("beta_scale",)
@@ -320,6 +373,17 @@ class GatedDeltaNet(DeltaNet):
     """S' = e^log_decay S, S = S' + beta k (v - S'^T k)^T; log_decay = -exp(A_log) softplus(a + dt_bias) per head.
 
     in_proj is q | k | v | z | b | a. The output gate is silu(z) unless gate_activation says otherwise.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
     """
 
     gates = ("values", "heads", "heads")
@@ -342,6 +406,19 @@ class KimiDeltaAttention(LinearMixer):
 
     in_proj is q | k | v | f | z | b: decay_proj(f) is the a of GatedDeltaNet, per channel, and the output gate is
     sigmoid(gate_proj(z)), where GatedDeltaNet has silu(z), unless gate_activation says otherwise.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        decay_rank: channels of f; None is value_dim.
+        gate_rank: channels of z; None is value_dim.
+        beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
     """
 
     gates = ("decay_rank", "gate_rank", "heads")
@@ -390,7 +467,7 @@ class KimiDeltaAttention(LinearMixer):
 
 
 def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
-    """exp(A_log) uniform in 1 .. 16; softplus(dt_bias) between .001 and .1, uniform in its logarithm."""
+    """Draw exp(A_log) uniformly in 1 .. 16, and softplus(dt_bias) in .001 .. .1, uniformly in its logarithm."""
     if A_log.is_meta:  # nothing to fill, and log on meta tensors imports 150 MB of torch
         return
     with torch.no_grad():
@@ -400,9 +477,12 @@ def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
 
 
 def delta_from_raw_gates(inputs: Inputs, beta_scale: float, in_place: bool = False) -> Attended[Tensor]:
-    """fused_delta_rule; for one token a row, on a GPU one launch on a copy of the memory, else the recurrent form.
+    """Run fused_delta_rule; one token a row takes one launch on a copy of the memory on a GPU, else the recurrent form.
 
-    in_place: that launch may overwrite the memory, and returns it.
+    Args:
+        inputs: what the rule is called with, its gates raw.
+        beta_scale: beta lies in (0, beta_scale).
+        in_place: whether that launch may overwrite the memory, and return it.
     """
     q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias = inputs
     assert gate is not None and write is not None and A_log is not None

@@ -213,15 +213,17 @@ def _complete(config: HybridConfig) -> HybridConfig:
 
 
 def _heads(config: HybridConfig) -> tuple[int, int]:
-    """Heads and channels of a head, of whichever part there is."""
+    """Return heads and channels of a head, of whichever part there is."""
     if config.attention is not None:
         return config.attention.heads, config.attention.head_dim
     if config.linear is not None:
         return config.linear.value_heads, config.linear.value_dim
     if config.latent is not None:
         return config.latent.heads, config.latent.value_dim
-    assert config.memory is not None
-    return config.memory.heads, config.memory.head_dim
+    if config.memory is not None:
+        return config.memory.heads, config.memory.head_dim
+    heads = max(1, config.hidden_size // 64)  # all mixers are the user's own
+    return heads, config.hidden_size // heads
 
 
 def _usual(config: HybridConfig) -> torch.dtype:
