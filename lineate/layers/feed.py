@@ -50,8 +50,8 @@ class MixtureOfExperts(nn.Module):
     """sum_e weight_e expert_e(x) over the experts that the router chooses for each token, plus a shared expert.
 
     With softmax scores the weights are the largest of softmax(router(x)). With sigmoid scores the choice is made by
-    sigmoid(router(x)) + router_bias, within the best active_groups of the groups of experts; the bias does not count for
-    the weights.
+    sigmoid(router(x)) + router_bias, within the best active_groups of the groups of experts, and the weights leave the
+    bias out.
 
     Args:
         hidden_size: channels of the tokens that come in and go out.

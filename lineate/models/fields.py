@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 MOST_LAYERS = 4096
 MOST_CHANNELS = 2**24
-"""Of any one size: hidden, vocabulary, heads times channels, tokens of a chunk or window."""
+"""The most of any one size: hidden, vocabulary, heads times channels, tokens of a chunk or window."""
 MOST_EXPERTS = 2**16
 MOST_PIECES = 2**18
 """Heads, or experts, of all layers together; a checkpoint may have a piece for each."""
@@ -72,7 +72,7 @@ def check_whole(name: str, value: Any, least: int, most: int) -> None:
 
 
 def check_whole_numbers(name: str, values: Any, least: int = -MOST_NUMBER, most: int = MOST_NUMBER) -> None:
-    """A list or tuple of whole numbers."""
+    """Raise unless this is a list or tuple of whole numbers."""
     if not isinstance(values, list | tuple):
         raise TypeError(f"{name} must be a list of whole numbers, got {show(values)}")
     for value in values:
@@ -80,13 +80,13 @@ def check_whole_numbers(name: str, values: Any, least: int = -MOST_NUMBER, most:
 
 
 def check_product(name: str, product: int, most: int = MOST_CHANNELS) -> None:
-    """Two sizes that are both possible may be impossible together."""
+    """Raise if two sizes that are both possible are impossible together."""
     if product > most:
         raise ValueError(f"{name} must be at most {most:,}, got {show(product)}")
 
 
 def show(value: Any) -> str:
-    """A value of anyone's file, cut to what fits on a line."""
+    """Return a value of anyone's file, cut to what fits on a line."""
     if isinstance(value, int) and not isinstance(value, bool):
         if value.bit_length() > 100:
             return f"a number of about {value.bit_length() * 3 // 10} digits"
@@ -96,7 +96,7 @@ def show(value: Any) -> str:
 
 
 def _check_number(name: str, value: Any, field: Field[Any]) -> None:
-    """Finite, and above 0 unless the default is not, or it is the deviation of the first weights."""
+    """Raise unless it is finite, and above 0; 0 and less are allowed where the default is such."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     usual = field.default if isinstance(field.default, int | float) else 1

@@ -25,21 +25,21 @@ class Description:
     family: str
     config: HybridConfig
     parameters: int
-    """Of the model, without what the checkpoint has beside it."""
+    """How many the model has, without what the checkpoint has beside it."""
     active_parameters: int
-    """That one token is multiplied with: of the experts, only those it goes to."""
+    """How many one token is multiplied with: of the experts, only those it goes to."""
     bytes_by_dtype: dict[str, int]
-    """On disk, everything."""
+    """Bytes on disk of everything."""
     ignored_bytes: int
-    """On disk, not needed by the model (vision, multi-token prediction)."""
+    """Bytes on disk that are not needed by the model (vision, multi-token prediction)."""
     state_dtype: str
-    """Of the convolution's inputs and of the cache; the memory is float32."""
+    """The dtype of the convolution's inputs and of the cache; the memory is float32."""
     memory_bytes: int
-    """Of one sequence, whatever its length: the memories."""
+    """Bytes of the memories of one sequence, whatever its length."""
     conv_bytes: int
     """The same for the last inputs of the convolutions."""
     cache_bytes_per_token: int
-    """That one more token adds."""
+    """Bytes that one more token adds."""
     problem: str | None
     """Why it would not load, if it would not."""
 
@@ -48,7 +48,7 @@ class Description:
         return sum(self.bytes_by_dtype.values())
 
     def state_bytes(self, tokens: int) -> int:
-        """Of one sequence after so many tokens."""
+        """Return the bytes of one sequence after so many tokens."""
         return self.memory_bytes + self.conv_bytes + tokens * self.cache_bytes_per_token
 
 
@@ -89,7 +89,7 @@ def describe(folder: str | Path) -> Description:
 
 
 def print_description(folder: str | Path) -> None:
-    """As a table in the terminal."""
+    """Print a table in the terminal."""
     from rich import box
     from rich.table import Table
 
@@ -106,7 +106,7 @@ def print_description(folder: str | Path) -> None:
 
 
 def rows(found: Description) -> list[tuple[str, str]]:
-    """Name and text of each line of the table."""
+    """Return name and text of each line of the table."""
     c = found.config
     counts = {letter: c.letters.count(letter) for letter in dict.fromkeys(c.letters)}
     lines = [
@@ -149,7 +149,7 @@ def _sizes(part: Any) -> str:
 
 
 def _state_bytes(model: HybridLM) -> tuple[int, int, int]:
-    """Of the memories, of the convolutions, and what a token adds."""
+    """Return the bytes of the memories, of the convolutions, and what a token adds."""
     specs = [spec for layer in model.state_spec for spec in layer]
     memory = sum(spec.nbytes() for spec in specs if "t" not in spec.shape and spec.name != "conv")
     conv = sum(spec.nbytes() for spec in specs if spec.name == "conv")
@@ -157,7 +157,7 @@ def _state_bytes(model: HybridLM) -> tuple[int, int, int]:
 
 
 def idle_parameters(model: nn.Module) -> int:
-    """Of experts that a token does not go to."""
+    """Return how many parameters belong to experts that a token does not go to."""
     idle = 0
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):

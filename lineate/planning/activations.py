@@ -16,7 +16,7 @@ from lineate.models.config import HybridConfig
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes a token of one block."""
+    """Bytes a token that one block keeps."""
 
     mixer: float
     feed: float

@@ -27,21 +27,21 @@ class LayerFlops:
     config: HybridConfig
     index: int
     projections: int
-    """Of the mixer, per token; of latent attention without making keys and values."""
+    """Operations of the mixer's projections, per token; latent attention makes keys and values as it mixes."""
     feed: int
-    """Of the feed-forward, per token."""
+    """Operations of the feed-forward, per token."""
 
     @property
     def letter(self) -> str:
         return self.config.letters[self.index]
 
     def forward(self, tokens: int, convention: str = "executed") -> int:
-        """Of a whole text of so many tokens."""
+        """Return the operations of a whole sequence of so many tokens."""
         _check(convention, tokens=tokens)
         return tokens * (self.projections + self.feed) + self.mixing(tokens, convention)
 
     def decode(self, context: int, convention: str = "executed") -> int:
-        """Of one token after so many."""
+        """Return the operations of one token after so many."""
         _check(convention)
         return self.projections + self.feed + self.mixing_one(context, convention)
 
@@ -69,22 +69,24 @@ class FlopsPlan:
     model: Model
     layers: tuple[LayerFlops, ...]
     head: int
-    """Per token whose logits are wanted."""
+    """Operations per token whose logits are wanted."""
 
     def forward(self, tokens: int, logits: int, convention: str = "executed") -> int:
-        """Of a whole text, with the logits of so many of its tokens."""
+        """Return the operations of a whole sequence, with the logits of so many of its tokens."""
         return sum(layer.forward(tokens, convention) for layer in self.layers) + logits * self.head
 
     def prefill(self, tokens: int, convention: str = "executed") -> float:
-        """Per token, the mean over a text of so many, of which only the last has logits."""
+        """Return the mean per token of a sequence of so many, of which only the last has logits."""
         return self.forward(tokens, 1, convention) / tokens
 
     def decode(self, context: int, convention: str = "executed") -> int:
-        """Of one token after so many."""
+        """Return the operations of one token after so many."""
         return sum(layer.decode(context, convention) for layer in self.layers) + self.head
 
     def training(self, length: int, recompute: bool = False, convention: str = "executed") -> float:
-        """Per token of texts of this length: 3 forwards, as a backward is two; 4 if blocks are computed again.
+        """Return the operations per token of sequences of this length.
+
+        They are 3 forwards, as a backward is two, or 4 if blocks are computed again.
 
         What kernels compute again in their backward anyway (a chunk's scores, flash attention's) is not in it.
         """
@@ -93,7 +95,7 @@ class FlopsPlan:
 
 
 def plan_flops(model: Model) -> FlopsPlan:
-    """Operations of a model's layers and head."""
+    """Return the operations of a model's layers and head."""
     c = model.config
     layers = tuple(LayerFlops(c, i, _projections(c, c.letters[i]), _feed(c, i)) for i in range(c.n_layers))
     return FlopsPlan(model, layers, 2 * c.hidden_size * c.vocab_size)
@@ -122,7 +124,7 @@ class Moved:
 
 
 def decode_bytes(plan: MemoryPlan, batch: int, context: int, routing: str = "least") -> Moved:
-    """Of a step of one token in each of batch rows after context tokens.
+    """Return the bytes of a step of one token in each of batch rows after context tokens.
 
     routing: the experts that a batch touches. "least": all rows go to the same; "expected": each chooses at random.
     """
@@ -132,14 +134,14 @@ def decode_bytes(plan: MemoryPlan, batch: int, context: int, routing: str = "lea
 
 
 def prefill_bytes(plan: MemoryPlan, batch: int, tokens: int, routing: str = "least") -> Moved:
-    """Of batch texts of so many tokens: weights once, and the state they leave."""
+    """Return the bytes of batch sequences of so many tokens: weights once, and the state they leave."""
     _check(CONVENTIONS[0], tokens=tokens)
     weights = touched_weights(plan, batch * tokens, routing)
     return Moved(weights, batch * (plan.memory + plan.conv), plan.cache(batch, tokens))
 
 
 def touched_weights(plan: MemoryPlan, tokens: int, routing: str = "least") -> int:
-    """Bytes of the weights that so many tokens are multiplied with; of the experts, those that they go to."""
+    """Return the bytes of the weights that so many tokens are multiplied with; of experts, those that they go to."""
     if routing not in ("least", "expected"):
         raise ValueError(f"routing must be 'least' or 'expected', got {routing!r}")
     c = plan.model.config
@@ -163,7 +165,7 @@ def _projections(c: HybridConfig, letter: str) -> int:
 
 
 def _feed(c: HybridConfig, layer: int) -> int:
-    """Per token."""
+    """Return the operations per token."""
     if not c.has_experts(layer):
         assert c.feed is not None
         return 6 * c.hidden_size * c.feed.size

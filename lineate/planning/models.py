@@ -49,7 +49,7 @@ class Model:
     name: str
     config: HybridConfig
     dtype: torch.dtype
-    """Of weights, cache and convolution state."""
+    """The dtype of weights, cache and convolution state."""
     origin: str
     """"preset", "folder", "config.json", "hub", "numbers" or "config"."""
 
@@ -65,7 +65,7 @@ def dtype_of(name: str | torch.dtype, argument: str = "dtype") -> torch.dtype:
 
 
 def check_size(name: str, value: int, smallest: int = 1) -> None:
-    """A whole number that is large enough."""
+    """Raise unless this is a whole number that is large enough."""
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise ValueError(f"{name} must be a whole number of at least {smallest}, got {value!r}")
 
@@ -130,7 +130,7 @@ def from_numbers(
     conv_size: int = 4,
     tie_embeddings: bool = False,
 ) -> Model:
-    """A model of the few numbers that estimators ask for, completed as follows.
+    """Make a model of the few numbers that estimators ask for, completed as follows.
 
     head_dim emb_dim / n_heads; kv_heads n_heads; vocab_size 32768; feed_size 8/3 emb_dim, up to the next multiple of
     64; linear layers have n_heads heads of head_dim channels for keys and for values; a latent (M) has emb_dim / 4
@@ -161,7 +161,7 @@ def from_numbers(
 
 
 def variants(model: Model) -> dict[str, Model]:
-    """The same sizes with softmax attention in every layer, in none, and in every 4th.
+    """Return the same sizes with softmax attention in every layer, in none, and in every 4th.
 
     Letters are the first of each kind in the model's pattern, else G and A. A part that the model has not is derived:
     attention with the value heads of its linear layers, or linear layers with the heads of its attention.
@@ -227,12 +227,12 @@ def _heads(config: HybridConfig) -> tuple[int, int]:
 
 
 def _usual(config: HybridConfig) -> torch.dtype:
-    """Published models are kept in bfloat16, ours are made in float32."""
+    """Return bfloat16 for published models, float32 for ours."""
     return torch.float32 if config.family == OWN else torch.bfloat16
 
 
 def _written(values: dict[str, Any], config: HybridConfig) -> torch.dtype:
-    """The dtype that a config.json names."""
+    """Return the dtype that a config.json names."""
     for part in (values, values.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if isinstance(part, dict) and part.get(key) in DTYPES:
@@ -260,7 +260,7 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype | None) -> HybridConfig:
 
 
 def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
-    """A decoder with plain softmax attention and SwiGLU (llama, mistral, qwen3, ...), dense or with experts."""
+    """Read a decoder with plain softmax attention and SwiGLU (llama, mistral, qwen3, ...), dense or with experts."""
     v = Values(kind, values)
     if kind not in PLAIN:
         known = sorted({*FAMILIES, *PLAIN, OWN})

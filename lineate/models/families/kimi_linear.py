@@ -92,7 +92,7 @@ def _linear(v: Values, eps: float) -> LinearConfig:
 
 
 def _letters(v: Values, n_layers: int) -> str:
-    """One letter a layer; full_attn_layers counts from 1."""
+    """Return one letter a layer; full_attn_layers counts from 1."""
     if v.get("layer_types") is not None:
         return v.layer_letters("K", "M")
     part = Values("kimi_linear", v.mapping("linear_attn_config"))
@@ -171,7 +171,7 @@ def _latent(builder: PlanBuilder, i: int, source: str) -> None:
 
 
 def _feed(builder: PlanBuilder, i: int, source: str) -> None:
-    """Under mlp or block_sparse_moe, dense layers too."""
+    """Take the feed-forward, under mlp or block_sparse_moe; dense layers too."""
     config, target = builder.config, f"layers.{i}.feed"
     if not config.has_experts(i):
         assert config.feed is not None

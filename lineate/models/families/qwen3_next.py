@@ -28,7 +28,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
 
 
 def qwen_config(v: Values, dense: tuple[int, ...], renormalize: bool) -> HybridConfig:
-    """What Qwen3-Next and Qwen3.5 share; dense: the layers without experts."""
+    """Return the configuration of Qwen3-Next and Qwen3.5; dense: the layers without experts."""
     v.must_be("hidden_act", "silu", "no other activation is supported")
     v.must_be("attn_output_gate", True, "attention without its output gate is not supported")
     n_layers = v.layers()
@@ -77,7 +77,7 @@ def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> LoadingPlan:
 
 
 def qwen_block(builder: PlanBuilder, i: int) -> None:
-    """A block without the input projection of its linear layer."""
+    """Take a block without the input projection of its linear layer."""
     config, source, target = builder.config, f"{builder.prefix}layers.{i}", f"layers.{i}"
     builder.norms(i, f"{source}.input_layernorm.weight", f"{source}.post_attention_layernorm.weight")
     if config.letters[i] == "A":
