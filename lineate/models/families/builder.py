@@ -93,7 +93,7 @@ class PlanBuilder:
         )
 
     def convolution(self, layer: int, source: str) -> None:
-        """Take the convolution over q | k | v: one tensor, or three, which may be cut elsewhere than between q, k and v."""
+        """Take the convolution over q | k | v: one tensor, or three, which need not be cut between q, k and v."""
         linear = self.config.linear
         assert linear is not None
         keys, values, size = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim, linear.conv_size

@@ -201,7 +201,7 @@ def _dtype_of(name: str, like: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for one tensor; large ones on a CPU have their own pages, as torch's allocator may take 25% more."""
+    """Return memory for one tensor; large ones on a CPU get their own pages: torch's allocator may take 25% more."""
     nbytes = shape.numel() * dtype.itemsize
     if device.type != "cpu" or nbytes < OWN_PAGES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.empty(shape, dtype=dtype, device=device)
