@@ -10,7 +10,7 @@ from torch import Tensor
 from lineate.call import Inputs
 from lineate.integrations.transformers_packing import NOT_EMPTY
 from lineate.layers.convolution import short_convolution
-from lineate.layers.linear import delta_from_raw_gates
+from lineate.layers.mixer import delta_from_raw_gates
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
 

@@ -22,8 +22,8 @@ from lineate.layers.linear import (
     GatedLinearAttention,
     KimiDeltaAttention,
     LinearAttention,
-    LinearMixer,
 )
+from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, kind_of, kinds, register
 from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
