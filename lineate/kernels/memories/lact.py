@@ -1,4 +1,4 @@
-"""The steps of LaCT's scan that are no products, one launch each: lineate.memory.lact_steps, by the same names.
+"""The steps of LaCT's scan that are no products, one launch each: the same names as in lineate/memory/lact/steps.py.
 
 With a | u `r c 2E`, z `r c E` and rates `r c 3`, one token at a time:
 
@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.layers.ops import glu
-from lineate.memory.lact_steps import Unit
-from lineate.memory.parts import NORM_EPS, ROW_EPS
 
 __all__ = [
     "change",
@@ -331,38 +329,44 @@ def _matrix_tiles(e: int, d: int) -> dict[str, int]:
     return {"N": e * d, "BN": min(8192, next_power(e * d)), "num_warps": 16}
 
 
-def change(sums: Tensor, mean: Tensor, previous: Tensor, out: Tensor) -> Tensor:
+def change(sums: Tensor, mean: Tensor, previous: Tensor, out: Tensor, eps: float) -> Tensor:
     r, e, d = sums.shape[0], sums.shape[1] // 3, sums.shape[2]
     x = sums.new_empty(3 * r, e, d)
     with torch.cuda.device_of(sums):
-        start(make_change, (3 * r,))(sums, mean.contiguous(), previous, out, x, NORM_EPS, **_matrix_tiles(e, d))
+        start(make_change, (3 * r,))(sums, mean.contiguous(), previous, out, x, eps, **_matrix_tiles(e, d))
     return x
 
 
-def change_backward(dx: Tensor, at: Unit, base: Tensor | None, mean: Tensor, out: Tensor) -> Tensor:
+def change_backward(
+    dx: Tensor, at: tuple[Tensor, Tensor, Tensor], base: Tensor | None, mean: Tensor, out: Tensor
+) -> Tensor:  # fmt: skip
+    """At: x, size and inverse of the unit matrices."""
+    x, size, inverse = at
     dprevious = torch.empty_like(out)
     base = None if base is None else base.contiguous()
     with torch.cuda.device_of(dx):
         start(make_change_backward, (dx.shape[0],))(
-            dx.contiguous(), at.x.contiguous(), at.size.contiguous(), at.inverse.contiguous(), base, mean.contiguous(),
+            dx.contiguous(), x.contiguous(), size.contiguous(), inverse.contiguous(), base, mean.contiguous(),
             out, dprevious, **_matrix_tiles(*dx.shape[1:]),
         )  # fmt: skip
     return dprevious
 
 
-def rescale(matrices: Tensor, step: Tensor, norms: Sequence[Tensor], out: Tensor) -> None:
-    _rescale(matrices, step, None, norms, out, (None, None))
+def rescale(matrices: Tensor, step: Tensor, norms: Sequence[Tensor], out: Tensor, eps: float) -> None:
+    _rescale(matrices, step, None, norms, out, (None, None), eps)
 
 
-def rescale_backward(given: Tensor, moved: Tensor, norms: Sequence[Tensor], dnorms: Sequence[Tensor]) -> Tensor:
+def rescale_backward(
+    given: Tensor, moved: Tensor, norms: Sequence[Tensor], dnorms: Sequence[Tensor], eps: float
+) -> Tensor:  # fmt: skip
     dmoved = torch.empty_like(moved)
-    _rescale(moved, None, given.contiguous(), norms, dmoved, dnorms)
+    _rescale(moved, None, given.contiguous(), norms, dmoved, dnorms, eps)
     return dmoved
 
 
 def _rescale(
     x: Tensor, step: Tensor | None, given: Tensor | None, norms: Sequence[Tensor], out: Tensor,
-    dnorms: Sequence[Tensor | None],
+    dnorms: Sequence[Tensor | None], eps: float,
 ) -> None:  # fmt: skip
     r, e, d = x.shape[0], x.shape[1] // 3, x.shape[2]
     wide = next_power(d)
@@ -370,5 +374,5 @@ def _rescale(
     programs = r * (ceil_div(2 * e, tile["ROWS"]) + ceil_div(d, tile["BC"]))
     with torch.cuda.device_of(x):
         start(rescale_lines, (programs,))(
-            x, step, given, *(y.contiguous() for y in norms), out, *dnorms, ROW_EPS, E=e, D=d, **tile, num_warps=4
+            x, step, given, *(y.contiguous() for y in norms), out, *dnorms, eps, E=e, D=d, **tile, num_warps=4
         )

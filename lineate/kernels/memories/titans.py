@@ -10,10 +10,10 @@ makes goes to the slot of the row's next chunk, behind the last one to slot (cel
 from there: nothing stays in registers. All arithmetic is float32. Where a cell has no token, last = moving = 0.
 
 The last matrix is walked in tiles of BN of its rows, which for two matrices are columns of the first. Two matrices are
-shared by as many programs as the GPU runs at one time, each with a slice of these rows (kernels/tiles.py).
+shared by as many programs as the GPU runs at one time, each with a slice of these rows (kernels/memories/tiles.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lineate.kernels.launching import start
 from lineate.kernels.memories.tiles import (
+    Walk,
     add_parts,
     divided,
     dot,
@@ -363,18 +364,36 @@ def walk_adjoints(
         slot = before
 
 
-class Walk(NamedTuple):
-    """Which cells a row has: cell base[j] + row is its j-th."""
-
-    base: Tensor
-    """For every chunk, int32."""
-    chunks: Tensor
-    """Of every row, int32, at least 1; no row has more than the one before it."""
-    cells: int
-
-
-Matrices = list[Tensor]
+MatrixList = list[Tensor]
 """One or two, `slots h in out` with a slot for each cell, then one for each row."""
+
+
+class Cells(NamedTuple):
+    """What a walk takes of all cells: k and target, and the factors of what is there at a chunk's end."""
+
+    k: Tensor
+    """`cells h c KEYS`."""
+    target: Tensor
+    """`cells h c VALUES`."""
+    last: Tensor
+    """`cells h c`: how much of each gradient is in M at the end."""
+    moving: Tensor
+    """`cells h c`: how much of it is in S at the end."""
+    ends: Tensor
+    """`cells h 3`: b, f, carried."""
+
+
+class Made(NamedTuple):
+    """What the forward made of all cells, before the clipping."""
+
+    z: Tensor
+    """`cells h c VALUES`."""
+    z1: Tensor | None
+    """`cells h c ROWS`, for two matrices."""
+    back: Tensor | None
+    """G_2 M_2^T `cells h c ROWS`, for two matrices."""
+    terms: Tensor | None
+    """`4 cells h c`, the terms of the clipping (walk_adjoints); None: no clipping."""
 
 
 def fits(chunk: int, sizes: list[int]) -> bool:
@@ -382,7 +401,9 @@ def fits(chunk: int, sizes: list[int]) -> bool:
     return len(sizes) in (2, 3) and chunk <= LONGEST and max([sizes[-1], *sizes[:-2]]) <= WIDEST
 
 
-def _launch(kernel, walk: Walk, k: Tensor, M: Matrices, eps: float | None, tensors: tuple[object, ...]) -> None:
+def _launch(
+    kernel: Any, walk: Walk, k: Tensor, M: MatrixList, eps: float | None, tensors: tuple[object, ...]
+) -> None:  # fmt: skip
     heads, chunk, keys = k.shape[1:]
     rows, values = M[-1].shape[2:]
     C, BK, BV = (tile_size(n) for n in (chunk, keys, values))
@@ -400,34 +421,43 @@ def _launch(kernel, walk: Walk, k: Tensor, M: Matrices, eps: float | None, tenso
         )  # fmt: skip
 
 
-def _of_first(matrices: Matrices) -> Tensor | None:
+def _of_first(matrices: MatrixList) -> Tensor | None:
     return matrices[0] if len(matrices) == 2 else None
 
 
 def fill_states(
-    k: Tensor, target: Tensor, last: Tensor, moving: Tensor, ends: Tensor, walk: Walk, M: Matrices, S: Matrices,
-    clip: float | None, eps: float | None,
+    cells: Cells, walk: Walk, M: MatrixList, S: MatrixList, clip: float | None, eps: float | None
 ) -> None:  # fmt: skip
-    """walk_states into M and S, whose slots of chunk 0 are filled."""
+    """Run walk_states into M and S, whose slots of chunk 0 are filled; eps None: there is no norm."""
+    k = cells.k
     heads, programs = k.shape[1], walk.chunks.shape[0] * k.shape[1]
     hidden = k.new_empty(programs, k.shape[2], M[-1].shape[2]) if len(M) == 2 else None
     tensors = (
-        k, target, last, moving, ends, walk.base, walk.chunks, _of_first(M), _of_first(S), M[-1], S[-1], hidden,
-        walk.cells, heads, clip,
+        *cells, walk.base, walk.chunks, _of_first(M), _of_first(S), M[-1], S[-1], hidden, walk.cells, heads, clip
     )  # fmt: skip
     _launch(walk_states, walk, k, M, eps, tensors)
 
 
 def fill_adjoints(
-    k: Tensor, target: Tensor, last: Tensor, moving: Tensor, ends: Tensor, z: Tensor, z1: Tensor | None,
-    back: Tensor | None, terms: Tensor | None, walk: Walk, M: Matrices, dM: Matrices, dS: Matrices, A: Matrices,
-    B: Matrices, eps: float | None,
+    cells: Cells, made: Made, walk: Walk, M: MatrixList, given: tuple[MatrixList, MatrixList],
+    found: tuple[MatrixList, MatrixList], eps: float | None,
 ) -> None:  # fmt: skip
-    """walk_adjoints into A and B, whose slots of each row's last cell are filled."""
+    """Run walk_adjoints.
+
+    Args:
+        cells: What the walk takes of all cells.
+        made: What the forward made of them.
+        walk: Which cells each row has.
+        M: The matrices at every cell's start.
+        given: dM and dS, what reads the matrices at a cell's start.
+        found: A and B, to be filled; their slots of each row's last cell are filled already.
+        eps: Added to the variance in the layer norm; None: there is no norm.
+    """
+    k, (dM, dS), (A, B) = cells.k, given, found
     heads, programs = k.shape[1], walk.chunks.shape[0] * k.shape[1]
     room = k.new_empty(3, programs, k.shape[2], M[-1].shape[2]) if len(M) == 2 else None
     tensors = (
-        k, target, z, z1, back, terms, last, moving, ends, walk.base, walk.chunks, M[-1], _of_first(dM), _of_first(dS),
-        dM[-1], dS[-1], _of_first(A), _of_first(B), A[-1], B[-1], room, walk.cells, heads,
+        k, cells.target, *made, cells.last, cells.moving, cells.ends, walk.base, walk.chunks, M[-1],
+        _of_first(dM), _of_first(dS), dM[-1], dS[-1], _of_first(A), _of_first(B), A[-1], B[-1], room, walk.cells, heads,
     )  # fmt: skip
     _launch(walk_adjoints, walk, k, M, eps, tensors)
