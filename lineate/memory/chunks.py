@@ -21,6 +21,14 @@ LARGEST_TENSOR = 2**26
 """Numbers of the largest tensor of a run: 256 MiB in float32."""
 
 
+def check_chunk(chunk: int) -> None:
+    """Check that a chunk is a number of tokens."""
+    if isinstance(chunk, bool) or not isinstance(chunk, int):
+        raise TypeError(f"chunk must be an int, got {type(chunk).__name__}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+
+
 class Chunks(NamedTuple):
     """Where the tokens of one call lie in chunks.
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
+from lineate.memory.chunks import check_chunk
 from lineate.memory.parts import (
     Loss,
     MemoryModel,
@@ -90,10 +91,7 @@ class MemoryRule:
             )
         for kind in self.forgetting:
             checks.check_choice("forgetting", kind, kinds)
-        if isinstance(self.chunk, bool) or not isinstance(self.chunk, int):
-            raise TypeError(f"chunk must be an int, got {type(self.chunk).__name__}")
-        if self.chunk < 1:
-            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        check_chunk(self.chunk)
         checks.check_choice("gradient_at", self.gradient_at, ("decayed", "start"))
         if self.gradient_at == "decayed" and self.chunk != 1:
             raise ValueError(f"gradient_at='decayed' needs chunk=1, got {self.chunk}; use gradient_at='start'")

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.memory.chunks import check_chunk
 from lineate.memory.lact.scan import ScanState, scan
 from lineate.memory.lact.steps import halves
 from lineate.memory.parts import orthogonalise, renormalise, row_norms
@@ -247,8 +248,7 @@ def _check(
         raise ValueError(f"rates must have shape (b, t, h, 3) = {(b, t, h, 3)}, got {tuple(rates.shape)}")
     if momentum is not None and momentum.shape != (b, t, h):
         raise ValueError(f"momentum must have shape (b, t, h) = {(b, t, h)} or be None, got {tuple(momentum.shape)}")
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    check_chunk(chunk)
     W0 = state.get("weights_0")
     wanted = compute_dtype(q.dtype)
     if W0 is None or W0.shape[:2] != (rows, h) or W0.shape[3] != width or W0.dtype != wanted:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
+from lineate.memory.chunks import check_chunk
 from lineate.memory.least_squares.chunked import Fit, run_chunks
 from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
@@ -53,7 +54,7 @@ def least_squares(
     """
     checks.check_qkv(q, k, v)
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-    checks.check_chunk_size(chunk)
+    check_chunk(chunk)
     checks.check_flag("restore", restore)
     checks.check_choice("form", form, ("auto", "recurrent", "chunkwise"))
     b, t, h, key_dim = q.shape

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.memory.chunks import lay_out
+from lineate.memory.chunks import check_chunk, lay_out
 from lineate.memory.gpu import STATE_NUMBERS, on_gpu
 from lineate.memory.products import product
 from lineate.memory.titans.model import Factors, TitansOptions, clipped, gradients, make_factors, read, select
@@ -210,8 +210,7 @@ def _check(
     for name, x in gates.items():
         if x.shape != (b, t, h):
             raise ValueError(f"{name} must have shape (b, t, h) = {(b, t, h)}, got {tuple(x.shape)}")
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    check_chunk(chunk)
     if clip is not None and clip <= 0:
         raise ValueError(f"clip must be above 0, or None for no clipping, got {clip}")
     if state is None:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.memory.chunks import lay_out
+from lineate.memory.chunks import check_chunk, lay_out
 from lineate.memory.ttt.dual import Tokens, run_chunks
 from lineate.memory.ttt.model import Layers, gradients
 from lineate.precision import full_precision_backward
@@ -157,7 +157,7 @@ def _check(
     cu_seqlens: Tensor | None,
 ) -> None:
     checks.check_qkv(q, k, v)
-    checks.check_chunk_size(chunk)
+    check_chunk(chunk)
     checks.check_cu_seqlens(cu_seqlens, *q.shape[:2])
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         "v": ("(b, t, h, d) like q", tuple(q.shape)),
