@@ -38,7 +38,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def layers(quick: bool) -> list[dict[str, Any]]:
-    """Microseconds a token: a whole text, with its backward, one token at a time; bytes of the state."""
+    """Measure microseconds a token (a whole sequence, its backward too, one token at a time) and bytes of the state."""
     torch.manual_seed(0)
     x = torch.randn(1, T, HIDDEN)
     modules = {name: make() for name, make in LAYERS.items()}
@@ -91,7 +91,10 @@ def _train(module: nn.Module, x: Tensor) -> None:
 
 
 def forms(quick: bool) -> list[dict[str, Any]]:
-    """A chunked form on T tokens and the autograd reference on fewer, whose tokens all cost the same: time a token."""
+    """Measure the time a token of a chunked form on T tokens, and of the autograd reference on fewer.
+
+    All tokens of the reference cost the same.
+    """
     some = 32 if quick else 128
     calls: dict[tuple[str, str], timing.Call] = {}
     for name, (chunked, reference) in _forms().items():
@@ -116,7 +119,7 @@ def forms(quick: bool) -> list[dict[str, Any]]:
 
 
 def _forms() -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
-    """For each: the chunked form and the reference, of the first t tokens."""
+    """Return the chunked form and the reference of each memory, as functions of the number of first tokens."""
     torch.manual_seed(0)
     q, k = (nn.functional.normalize(torch.randn(1, T, HEADS, D), dim=-1) for _ in range(2))
     v = torch.randn(1, T, HEADS, D)

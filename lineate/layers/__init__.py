@@ -5,9 +5,11 @@
     y, state = mixer(x_next, state)        # continue where it stopped
     y, state = mixer(packed, cu_seqlens=bounds)   # b = 1: texts that never see each other; one row of the state each
 
-Every mixer declares its state once: `state_spec`, a tuple of TensorSpec(name, shape, dtype).
+Every mixer declares its state once: `state_spec`, a tuple of TensorSpec(name, shape, dtype). Its row in the registry
+(`kinds`, `kind_of`) says everything else; `register` adds a mixer of your own (examples/own_rule.py).
 """
 
+from lineate.layers import learning_rows as _learning_rows  # noqa: F401  registers their rows
 from lineate.layers.attention import GatedAttention
 from lineate.layers.convolution import ShortConvolution, short_convolution
 from lineate.layers.feed import MixtureOfExperts, SwiGLU
@@ -23,6 +25,7 @@ from lineate.layers.linear import (
     LinearMixer,
 )
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, kind_of, kinds, register
 from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
 from lineate.layers.titans import Titans
 from lineate.layers.ttt import TTTMLP, TTTLinear
@@ -51,4 +54,11 @@ __all__ = [
     "Memory",
     "TokenCache",
     "TensorSpec",
+    "MixerKind",
+    "ModelSizes",
+    "Operations",
+    "Look",
+    "register",
+    "kinds",
+    "kind_of",
 ]

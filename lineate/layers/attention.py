@@ -12,11 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineate import checks
 from lineate.half import attention
+from lineate.layers.attention_costs import ATTENTION, attention_kept
 from lineate.layers.carry import enter_attention
+from lineate.layers.configs import AttentionConfig
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
+from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.opaque import opaque
@@ -257,3 +260,30 @@ class GatedAttention(nn.Module):
             output = attend(q, state, "keys", "values", scale, cu_seqlens)
         output = output.flatten(2)
         return project(self.out_proj, output * gate.sigmoid() if self.gated else output), state
+
+
+def _make(model: ModelSizes, config: AttentionConfig) -> GatedAttention:
+    return GatedAttention(
+        model.hidden_size, config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
+        rotary_dim=config.rotary_dim, rope_theta=config.rope_theta, gated=config.gated, qk_norm=config.qk_norm,
+        bias=config.bias, norm_eps=model.norm_eps, zero_centred_norm=model.zero_centred_norm,
+    )  # fmt: skip
+
+
+LOOK = Look("#444444", "x", (0, (1, 1)))
+SOFTMAX = register(
+    MixerKind(
+        letter="A",
+        name="softmax_attention",
+        label="softmax attention",
+        short="softmax",
+        short_label="softmax",
+        config=AttentionConfig,
+        section="attention",
+        make=_make,
+        operations=ATTENTION,
+        kept_bytes=attention_kept,
+        cache="keys and values",
+        look=LOOK,
+    )
+)

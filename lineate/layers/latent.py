@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lineate.half import multiply_heads
-from lineate.layers.attention import attend, attend_new
+from lineate.layers.attention import LOOK, attend, attend_new
+from lineate.layers.attention_costs import LATENT, latent_kept
 from lineate.layers.carry import enter_attention
+from lineate.layers.configs import LatentConfig
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
+from lineate.layers.registry import MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
@@ -102,3 +105,27 @@ class LatentAttention(nn.Module):
         q = torch.cat((inside, q[..., self.nope_dim :]), -1)  # b t heads rank+rope
         read = attend(q, state, "latent", "latent", self.scale, cu_seqlens)[..., : self.rank]
         return multiply_heads(read, to_values.mT)
+
+
+def _make(model: ModelSizes, config: LatentConfig) -> LatentAttention:
+    return LatentAttention(
+        model.hidden_size, config.heads, rank=config.rank, nope_dim=config.nope_dim, rope_dim=config.rope_dim,
+        value_dim=config.value_dim, rope_theta=config.rope_theta, norm_eps=config.norm_eps,
+    )  # fmt: skip
+
+
+LATENT_ATTENTION = register(
+    MixerKind(
+        letter="M",
+        name="latent_attention",
+        label="latent attention",
+        short="mla",
+        config=LatentConfig,
+        section="latent",
+        make=_make,
+        operations=LATENT,
+        kept_bytes=latent_kept,
+        cache="latent",
+        look=LOOK,  # it is drawn as the softmax attention that it is
+    )
+)

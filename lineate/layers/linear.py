@@ -6,22 +6,27 @@ o, S = rule(q, k, v, gates, S)       lineate's ops
 y = out_proj(norm(o) * act(z))       z: the output gate
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.call import Inputs
 from lineate.decoding import decode
 from lineate.fused import fused_delta_rule
+from lineate.layers import linear_costs as costs
 from lineate.layers.carry import enter_convolution, run_rule
+from lineate.layers.configs import LinearConfig
 from lineate.layers.context import Bounds, Context, Segment, segment_of
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.projection import project
+from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.state import Memory, TensorSpec
 from lineate.ops import (
     Attended,
@@ -33,7 +38,7 @@ from lineate.ops import (
     linear_attention,
     with_ones,
 )
-from lineate.rule import activate, compute_dtype
+from lineate.rule import activate, compute_dtype, normalize
 
 
 class LinearMixer(nn.Module):
@@ -46,6 +51,10 @@ class LinearMixer(nn.Module):
 
     gates: ClassVar[tuple[str, ...]]
     """How wide each is: "values" hv*v, "heads" hv, or a rank."""
+    normalize_qk: ClassVar[bool] = False
+    """Whether the rule normalises q and k."""
+    beta_scale: float = 1.0
+    """beta lies in (0, beta_scale) where it is made from a raw logit."""
     context: Context | None = None
     """Set: x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
@@ -108,10 +117,7 @@ class LinearMixer(nn.Module):
             if segment is not None:
                 mixed, inputs = enter_convolution(segment, mixed, inputs, self.conv.weight.shape[1] - 1)
             mixed, tensors["conv"] = self.conv(mixed, inputs, packed)
-        keys = self.heads * self.key_dim
-        q, k, v = mixed.split((keys, keys, self.width - 2 * keys), -1)
-        q, k = (y.unflatten(-1, (self.heads, self.key_dim)) for y in (q, k))
-        v = v.unflatten(-1, (self.value_heads, self.value_dim))
+        q, k, v = self._split(mixed)
         memory, owned = (None, False) if state is None else (state["memory"], state.owned)
         bounds = packed if segment is None else segment
         (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, bounds, owned)
@@ -135,11 +141,58 @@ class LinearMixer(nn.Module):
             *F.linear(x, narrow).split(self.splits[-heads:], -1),
         )
 
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cut q | k | v into heads."""
+        keys = self.heads * self.key_dim
+        q, k, v = mixed.split((keys, keys, self.width - 2 * keys), -1)
+        q, k = (y.unflatten(-1, (self.heads, self.key_dim)) for y in (q, k))
+        return q, k, v.unflatten(-1, (self.value_heads, self.value_dim))
+
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        """Return what the rule is called with: its gates, or raw ones together with A_log.
+
+        Which of log_decay and beta are given decides which rule runs. A mixer of your own overrides this method.
+        """
+        raise NotImplementedError
+
+    def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
+        """Return z `b t hv*v`, before its activation."""
+        return gates[self.gates.index("values")]
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return q or k `b t h k` as the rule uses it."""
+        return normalize(x) if self.normalize_qk else x
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
-        """The rule, and the output gate z `b t hv*v`. owned: the memory may be overwritten, and returned."""
-        raise NotImplementedError
+        """Run the rule, and return the output gate too. owned: the memory may be overwritten, and returned."""
+        inputs = self.rule_inputs(q, k, v, gates)
+        tensors = [x for x in inputs[:5] if x is not None]  # q, k, v, log_decay, beta
+        op: Callable[..., Attended[Tensor]] = partial(_op_of(inputs), normalize_qk=self.normalize_qk)
+        if inputs.A_log is not None:
+            op = partial(self._from_raw_gates, inputs.A_log, inputs.dt_bias, owned)
+        return run_rule(op, tensors, memory, bounds, corrects=inputs.beta is not None), self.output_gate(gates)
+
+    def _from_raw_gates(
+        self, A_log: Tensor, dt_bias: Tensor | None, owned: bool, *tensors: Tensor, state: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Attended[Tensor]:  # fmt: skip
+        q, k, v, gate, write = tensors
+        inputs = Inputs(q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias)
+        return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned)
+
+    def trace(self, x: Tensor) -> Inputs:
+        """Return what the rule uses on a sequence x `1 t hidden`: features or unit keys, and gates as activated."""
+        mixed, *gates = self.project(x)
+        if self.conv is not None:
+            mixed, _ = self.conv(mixed)
+        q, k, v = (y.to(compute_dtype(y.dtype)) for y in self._split(mixed))
+        inputs = self.rule_inputs(q, k, v, gates)
+        log_decay, beta = inputs.log_decay, inputs.beta
+        if inputs.A_log is not None:
+            log_decay, beta = activate(log_decay, beta, inputs.A_log, inputs.dt_bias, self.beta_scale)
+        return Inputs(self.features(inputs.q), self.features(inputs.k), inputs.v, log_decay, beta)
 
 
 class LinearAttention(LinearMixer):
@@ -169,6 +222,12 @@ class LinearAttention(LinearMixer):
     @property
     def memory_columns(self) -> int:
         return self.value_dim + 1  # the last column is the sum of the keys
+
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        return Inputs(q, k, v)
+
+    def features(self, x: Tensor) -> Tensor:
+        return F.elu(x) + 1 if self.feature_map == "elu+1" else x
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
@@ -210,19 +269,16 @@ class GatedLinearAttention(LinearMixer):
     def add_gates(self) -> None:
         self.decay_proj = nn.Linear(self.splits[1], self.value_heads * self.key_dim)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
-    ) -> tuple[Attended[Tensor], Tensor]:
-        f, z = gates
-        decay = project(self.decay_proj, f).unflatten(-1, (self.value_heads, self.key_dim))
-        log_decay = F.logsigmoid(decay.to(compute_dtype(decay.dtype))) / 16
-        return run_rule(gated_linear_attention, (q, k, v, log_decay), memory, bounds, corrects=False), z
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        decay = project(self.decay_proj, gates[0]).unflatten(-1, (self.value_heads, self.key_dim))
+        return Inputs(q, k, v, F.logsigmoid(decay.to(compute_dtype(decay.dtype))) / 16)
 
 
 class DeltaNet(LinearMixer):
     """S = S + beta k (v - S^T k)^T with beta = beta_scale sigmoid(b); in_proj is q | k | v | z | b."""
 
     gates: ClassVar[tuple[str, ...]] = ("values", "heads")
+    normalize_qk = True
 
     def __init__(
         self,
@@ -243,13 +299,9 @@ class DeltaNet(LinearMixer):
         )  # fmt: skip
         self.beta_scale = beta_scale
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
-    ) -> tuple[Attended[Tensor], Tensor]:
-        z, b = gates
-        beta = self.beta_scale * b.to(compute_dtype(b.dtype)).sigmoid()
-        op = partial(delta_rule, normalize_qk=True)
-        return run_rule(op, (q, k, v, beta), memory, bounds, corrects=True), z
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        b = gates[1]
+        return Inputs(q, k, v, beta=self.beta_scale * b.to(compute_dtype(b.dtype)).sigmoid())
 
 
 class GatedDeltaNet(DeltaNet):
@@ -268,15 +320,9 @@ class GatedDeltaNet(DeltaNet):
     def reset_parameters(self) -> None:
         init_decay(self.A_log, self.dt_bias)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
-    ) -> tuple[Attended[Tensor], Tensor]:
-        z, b, a = gates
-        op = partial(
-            delta_from_raw_gates,
-            A_log=self.A_log, dt_bias=self.dt_bias, beta_scale=self.beta_scale, in_place=owned,
-        )  # fmt: skip
-        return run_rule(op, (q, k, v, a, b), memory, bounds, corrects=True), z
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        _, b, a = gates
+        return Inputs(q, k, v, a, b, A_log=self.A_log, dt_bias=self.dt_bias)
 
 
 class KimiDeltaAttention(LinearMixer):
@@ -287,6 +333,7 @@ class KimiDeltaAttention(LinearMixer):
     """
 
     gates = ("decay_rank", "gate_rank", "heads")
+    normalize_qk = True
 
     def __init__(
         self,
@@ -320,16 +367,13 @@ class KimiDeltaAttention(LinearMixer):
     def reset_parameters(self) -> None:
         init_decay(self.A_log, self.dt_bias)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
-    ) -> tuple[Attended[Tensor], Tensor]:
-        f, z, b = gates
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        f, _, b = gates
         decay = project(self.decay_proj, f).unflatten(-1, (self.value_heads, self.key_dim))
-        op = partial(
-            delta_from_raw_gates,
-            A_log=self.A_log, dt_bias=self.dt_bias, beta_scale=self.beta_scale, in_place=owned,
-        )  # fmt: skip
-        return run_rule(op, (q, k, v, decay, b), memory, bounds, corrects=True), project(self.gate_proj, z)
+        return Inputs(q, k, v, decay, b, A_log=self.A_log, dt_bias=self.dt_bias)
+
+    def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
+        return project(self.gate_proj, gates[1])
 
 
 def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
@@ -342,23 +386,13 @@ def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
         dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
 
 
-def delta_from_raw_gates(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    write: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    beta_scale: float,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    in_place: bool = False,
-) -> Attended[Tensor]:
+def delta_from_raw_gates(inputs: Inputs, beta_scale: float, in_place: bool = False) -> Attended[Tensor]:
     """fused_delta_rule; for one token a row, on a GPU one launch on a copy of the memory, else the recurrent form.
 
     in_place: that launch may overwrite the memory, and returns it.
     """
+    q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias = inputs
+    assert gate is not None and write is not None and A_log is not None
     if q.shape[1] == 1 and cu_seqlens is None:
         if not q.is_cuda:
             log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
@@ -375,3 +409,67 @@ def delta_from_raw_gates(
     return fused_delta_rule(
         q, k, v, gate, write, A_log, dt_bias, beta_scale=beta_scale, state=state, cu_seqlens=cu_seqlens
     )
+
+
+def _op_of(inputs: Inputs) -> Callable[..., Attended[Tensor]]:
+    """Return the rule that has these gates."""
+    if inputs.beta is None:
+        return linear_attention if inputs.log_decay is None else gated_linear_attention
+    if inputs.log_decay is None:
+        return delta_rule
+    return gated_delta_rule if inputs.log_decay.dim() == 3 else kimi_delta_attention
+
+
+def _maker(mixer: Callable[..., LinearMixer], *more: str) -> Callable[[ModelSizes, LinearConfig], LinearMixer]:
+    """Return what makes a mixer of a configuration; more: fields that only some mixers have."""
+    names = ("value_heads", "key_dim", "value_dim", "conv_size", "norm_eps", "gate_activation", *more)
+
+    def make(model: ModelSizes, config: LinearConfig) -> LinearMixer:
+        options: dict[str, Any] = {name: getattr(config, name) for name in names}
+        return mixer(model.hidden_size, config.heads, **options)
+
+    return make
+
+
+def _register(
+    letter: str, name: str, label: str, short: str, make: Callable[[ModelSizes, LinearConfig], LinearMixer],
+    cost: costs.LinearCosts, look: Look, short_label: str | None = None,
+) -> MixerKind:  # fmt: skip
+    return register(
+        MixerKind(
+            letter=letter,
+            name=name,
+            label=label,
+            short=short,
+            short_label=short_label,
+            config=LinearConfig,
+            section="linear",
+            make=make,
+            operations=cost.operations(),
+            kept_bytes=cost.kept_bytes,
+            trace=LinearMixer.trace,
+            look=look,
+        )
+    )
+
+
+LINEAR = _register(
+    "L", "linear_attention", "linear attention", "linear", _maker(LinearAttention, "feature_map"), costs.LINEAR,
+    Look("#E69F00", "o", "-"),
+)  # fmt: skip
+GATED_LINEAR = _register(
+    "R", "gated_linear_attention", "gated linear attention", "gla", _maker(GatedLinearAttention, "decay_rank"),
+    costs.GATED_LINEAR, Look("#56B4E9", "s", "--"), "gated linear",
+)  # fmt: skip
+DELTA = _register(
+    "D", "delta_rule", "DeltaNet", "deltanet", _maker(DeltaNet, "beta_scale"), costs.DELTA, Look("#009E73", "^", "-."),
+)  # fmt: skip
+GATED_DELTA = _register(
+    "G", "gated_delta_rule", "Gated DeltaNet", "gdn", _maker(GatedDeltaNet, "beta_scale"), costs.GATED_DELTA,
+    Look("#CC79A7", "D", ":"),
+)  # fmt: skip
+KIMI_DELTA = _register(
+    "K", "kimi_delta_attention", "Kimi Delta Attention", "kda",
+    _maker(KimiDeltaAttention, "beta_scale", "decay_rank", "gate_rank"), costs.KIMI_DELTA,
+    Look("#D55E00", "*", (0, (6, 1, 1, 1, 1, 1))), "Kimi Delta",
+)  # fmt: skip

@@ -4,7 +4,7 @@ x = x + mixer(norm(x))      x = x + feed(norm(x))
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,30 +14,22 @@ from torch.utils.checkpoint import checkpoint
 from lineate import checks
 from lineate.half import linear
 from lineate.layers import (
-    TTTMLP,
-    DeltaNet,
-    GatedAttention,
-    GatedDeltaNet,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    LaCT,
-    LatentAttention,
     LayerState,
-    LeastSquares,
-    LinearAttention,
+    LinearMixer,
     MixtureOfExperts,
     RMSNorm,
     ShortConvolution,
     SwiGLU,
     TensorSpec,
-    Titans,
-    TTTLinear,
+    kind_of,
 )
 from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.projection import project
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
-from lineate.models.config import MEMORY_LETTERS, HybridConfig
+from lineate.models.config import HybridConfig
+from lineate.models.files.saving import check_described
 from lineate.models.loss import head_loss, loss_sum
+from lineate.models.pretrained import SHARD_BYTES, load_pretrained, without_memory, write_pretrained
 from lineate.models.state import ModelState
 
 
@@ -52,64 +44,9 @@ class LMOutput(NamedTuple):
 
 
 def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
-    """The mixer of a pattern's letter."""
-    hidden = config.hidden_size
-    if letter == "A":
-        attention = config.attention
-        assert attention is not None
-        return GatedAttention(
-            hidden, attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim,
-            rotary_dim=attention.rotary_dim, rope_theta=attention.rope_theta, gated=attention.gated,
-            qk_norm=attention.qk_norm, bias=attention.bias, norm_eps=config.norm_eps,
-            zero_centred_norm=config.zero_centred_norm,
-        )  # fmt: skip
-    if letter == "M":
-        latent = config.latent
-        assert latent is not None
-        return LatentAttention(
-            hidden, latent.heads, rank=latent.rank, nope_dim=latent.nope_dim, rope_dim=latent.rope_dim,
-            value_dim=latent.value_dim, rope_theta=latent.rope_theta, norm_eps=latent.norm_eps,
-        )  # fmt: skip
-    if letter in MEMORY_LETTERS:
-        return make_memory(config, letter)
-    linear = config.linear
-    assert linear is not None
-    sizes = (hidden, linear.heads)
-    shared: dict[str, Any] = {
-        "value_heads": linear.value_heads, "key_dim": linear.key_dim, "value_dim": linear.value_dim,
-        "conv_size": linear.conv_size, "norm_eps": linear.norm_eps, "gate_activation": linear.gate_activation,
-    }  # fmt: skip
-    if letter == "L":
-        return LinearAttention(*sizes, **shared, feature_map=linear.feature_map)
-    if letter == "R":
-        return GatedLinearAttention(*sizes, **shared, decay_rank=linear.decay_rank)
-    if letter == "D":
-        return DeltaNet(*sizes, **shared, beta_scale=linear.beta_scale)
-    if letter == "G":
-        return GatedDeltaNet(*sizes, **shared, beta_scale=linear.beta_scale)
-    return KimiDeltaAttention(
-        *sizes, **shared, beta_scale=linear.beta_scale, decay_rank=linear.decay_rank, gate_rank=linear.gate_rank
-    )
-
-
-def make_memory(config: HybridConfig, letter: str) -> nn.Module:
-    """The mixer of a letter whose memory learns."""
-    memory = config.memory
-    assert memory is not None
-    sizes = (config.hidden_size, memory.heads)
-    shared: dict[str, Any] = {"conv_size": memory.conv_size}
-    if memory.chunk is not None:
-        shared["chunk"] = memory.chunk
-    if letter == "E":
-        return LeastSquares(*sizes, key_dim=memory.head_dim, value_dim=memory.head_dim, **shared)
-    shared["head_dim"] = memory.head_dim
-    if letter == "T":
-        return TTTLinear(*sizes, **shared)
-    if letter == "P":
-        return TTTMLP(*sizes, **shared)
-    if letter == "N":
-        return Titans(*sizes, **shared, memory=memory.titans)
-    return LaCT(*sizes, **shared, window=memory.window)
+    """Make the mixer of a pattern's letter."""
+    kind = kind_of(letter)
+    return kind.make(config, config.part(kind))
 
 
 def make_feed(config: HybridConfig, layer: int) -> nn.Module:
@@ -208,8 +145,8 @@ class HybridLM(nn.Module):
                     x.normal_(0, self.config.initializer_range)
                 elif name == "bias":
                     x.zero_()
-            if isinstance(module, GatedDeltaNet | KimiDeltaAttention):
-                module.reset_parameters()
+            if isinstance(module, LinearMixer) and hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
 
     @property
     def state_spec(self) -> tuple[tuple[TensorSpec, ...], ...]:
@@ -344,9 +281,7 @@ class HybridLM(nn.Module):
 
         Decays (A_log, dt_bias) and router_bias are float32 whatever the dtype is; model.to(dtype) would round them too.
         """
-        from lineate.models.families import load_pretrained
-
-        return load_pretrained(name, dtype=dtype, device=device, progress=progress)
+        return load_pretrained(HybridLM, name, dtype, device, progress)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """config.json and model.safetensors, which from_pretrained reads back to the same bits.
@@ -354,9 +289,23 @@ class HybridLM(nn.Module):
         The configuration must describe the model: a mixer of another class, or a setting changed after construction,
         is refused.
         """
-        from lineate.models.families import save_pretrained
-
         save_pretrained(self, folder)
+
+
+def empty_model(config: HybridConfig) -> HybridLM:
+    """Make a model without memory for its tensors."""
+    return without_memory(HybridLM, config)
+
+
+def save_pretrained(model: HybridLM, folder: str | Path, max_shard_bytes: int = SHARD_BYTES) -> None:
+    """Write config.json and safetensors, unless the model is not what its configuration describes."""
+    check_saveable(model)
+    write_pretrained(model, model.config, model.dtype, folder, max_shard_bytes)
+
+
+def check_saveable(model: HybridLM) -> None:
+    """Raise if a model made of its configuration and its tensors would not be this one."""
+    check_described(model, empty_model(model.config))
 
 
 def _last_of_each(x: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -1,34 +1,20 @@
 """What a checkpoint is, from its headers alone: layers, rules, heads, parameters, bytes on disk, bytes of state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from lineate.layers import MixtureOfExperts
-from lineate.models.config import LINEAR_LETTERS, MEMORY_LETTERS, HybridConfig
-from lineate.models.families import empty_model, make_plan, other_family, read_config
-from lineate.models.hub import open_headers
-from lineate.models.hybrid import HybridLM
-from lineate.models.loading import MismatchError, check_tensors, stored_dtype
+from lineate.layers import MixtureOfExperts, kind_of
+from lineate.models.config import HybridConfig
+from lineate.models.families import make_plan, other_family, read_config
+from lineate.models.files.hub import open_headers
+from lineate.models.files.loading import MismatchError, check_tensors, stored_dtype
+from lineate.models.hybrid import HybridLM, empty_model
 from lineate.processor import why_wide
 from lineate.terminal import console
-
-RULES = {
-    "L": "linear attention",
-    "R": "gated linear attention",
-    "D": "DeltaNet",
-    "G": "Gated DeltaNet",
-    "K": "Kimi Delta Attention",
-    "T": "TTT-Linear",
-    "P": "TTT-MLP",
-    "N": "Titans",
-    "C": "LaCT",
-    "E": "least squares",
-    "A": "softmax attention",
-    "M": "latent attention",
-}
 
 
 @dataclass(frozen=True)
@@ -126,25 +112,11 @@ def rows(found: Description) -> list[tuple[str, str]]:
     lines = [
         ("family", found.family),
         ("layers", f"{c.n_layers}: {c.letters}"),
-        ("rules", ", ".join(f"{n} x {RULES[letter]} ({letter})" for letter, n in counts.items())),
+        ("rules", ", ".join(f"{n} x {kind_of(letter).label} ({letter})" for letter, n in counts.items())),
         ("hidden, vocabulary", f"{c.hidden_size}, {c.vocab_size}{', tied' if c.tie_embeddings else ''}"),
     ]
-    if c.linear is not None and set(c.letters) & set(LINEAR_LETTERS):
-        x = c.linear
-        heads = f"{x.heads} key heads of {x.key_dim}, {x.value_heads} value heads of {x.value_dim}"
-        lines.append(("linear", f"{heads}, convolution over {x.conv_size} tokens"))
-    if c.memory is not None and set(c.letters) & set(MEMORY_LETTERS):
-        chunk = "" if c.memory.chunk is None else f", chunks of {c.memory.chunk}"
-        lines.append(("memory", f"{c.memory.heads} heads of {c.memory.head_dim}{chunk}"))
-    if c.attention is not None and "A" in c.letters:
-        a = c.attention
-        rope = f"{a.rotary_dim} rotated, base {a.rope_theta:g}" if a.rotary_dim else "no positions"
-        gate = ", output gate" if a.gated else ""
-        lines.append(("attention", f"{a.heads} heads of {a.head_dim}, {a.kv_heads} for keys and values, {rope}{gate}"))
-    if c.latent is not None and "M" in c.letters:
-        m = c.latent
-        dims = f"keys {m.nope_dim} + {m.rope_dim} shared, values {m.value_dim}"
-        lines.append(("latent", f"{m.heads} heads, latent {m.rank}, {dims}"))
+    sizes = {kind.section or kind.label: c.part(kind) for kind in c.mixer_kinds()}
+    lines += [(name, _sizes(part)) for name, part in sizes.items()]
     if c.feed is not None:
         lines.append(("feed-forward", f"{c.feed.size}"))
     if c.experts is not None:
@@ -167,6 +139,13 @@ def rows(found: Description) -> list[tuple[str, str]]:
         )
     )
     return lines
+
+
+def _sizes(part: Any) -> str:
+    """Return the sizes of a mixer in words; a dataclass of the user's may have none for them."""
+    if hasattr(part, "describe"):
+        return str(part.describe())
+    return ", ".join(f"{f.name} {getattr(part, f.name)}" for f in fields(part))
 
 
 def _state_bytes(model: HybridLM) -> tuple[int, int, int]:

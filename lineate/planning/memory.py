@@ -14,17 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lineate.dtypes import full_name
-from lineate.layers import MixtureOfExperts, TensorSpec
-from lineate.models.families import empty_model
-from lineate.models.hybrid import HybridLM
-from lineate.models.inspect import RULES, idle_parameters
-from lineate.models.loading import KEPT_FLOAT32
+from lineate.layers import MixtureOfExperts, TensorSpec, kind_of
+from lineate.models.files.loading import KEPT_FLOAT32
+from lineate.models.hybrid import HybridLM, empty_model
+from lineate.models.inspect import idle_parameters
 from lineate.models.loss import most_bytes
 from lineate.planning.activations import ends, saved_by
 from lineate.planning.models import Model, check_size, dtype_of
-
-CACHES = {"A": "keys and values", "M": "latent"}
-"""What is cached of every token, by letter."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +117,19 @@ def plan_memory(
     layers = []
     idle = 0
     for index, (block, specs) in enumerate(zip(empty.layers, empty.state_spec, strict=True)):
-        letter = model.config.letters[index]
+        kind = kind_of(model.config.letters[index])
         grows = [spec for spec in specs if "t" in spec.shape]
         layers.append(
             LayerMemory(
                 index=index,
-                letter=letter,
-                rule=RULES[letter],
+                letter=kind.letter,
+                rule=kind.label,
                 weights=weight_bytes(block, model.dtype),
                 feed=weight_bytes(block.feed, model.dtype),  # type: ignore[arg-type]
                 memory=sum(dtypes.nbytes(spec) for spec in specs if spec not in grows and spec.name != "conv"),
                 conv=sum(dtypes.nbytes(spec) for spec in specs if spec.name == "conv"),
                 cache_per_token=sum(dtypes.nbytes(spec, 1) for spec in grows),
-                cache=CACHES.get(letter, ""),
+                cache=kind.cache,
             )
         )
         idle += idle_parameters(block)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lineate.dtypes import HALF_AND_SINGLE, parse_dtype
-from lineate.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from lineate.layers import kind_of
 from lineate.models.config import (
     AttentionConfig,
     ExpertsConfig,
@@ -20,10 +20,11 @@ from lineate.models.config import (
 )
 from lineate.models.families import FAMILIES, OWN, read_config
 from lineate.models.families.values import Values
-from lineate.models.hub import fetch, is_hub_name
-from lineate.models.loading import stored_dtype
+from lineate.models.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from lineate.models.files.hub import fetch, is_hub_name
+from lineate.models.files.loading import stored_dtype
+from lineate.models.files.safetensors import CheckpointError
 from lineate.models.presets import PRESETS, preset
-from lineate.models.safetensors import CheckpointError
 from lineate.names import nearest, user_path
 
 DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {
@@ -32,8 +33,6 @@ DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {
     "int8": torch.int8,
 }
 """By name. fp8 and int8 are a byte an element: what else a quantised model stores (scales) is not counted."""
-SOFTMAX = "AM"
-"""Letters whose state grows with the text."""
 PLAIN: dict[str, str | None] = {
     **dict.fromkeys(("ernie4_5", "granite", "granitemoe", "llama", "mistral", "mixtral", "phi3", "smollm3")),
     **dict.fromkeys(("qwen2", "qwen2_moe")),
@@ -168,8 +167,8 @@ def variants(model: Model) -> dict[str, Model]:
     attention with the value heads of its linear layers, or linear layers with the heads of its attention.
     """
     config = model.config
-    full = next((letter for letter in config.letters if letter in SOFTMAX), "A")
-    linear = next((letter for letter in config.letters if letter not in SOFTMAX), "G")
+    full = next((letter for letter in config.letters if kind_of(letter).grows), "A")
+    linear = next((letter for letter in config.letters if not kind_of(letter).grows), "G")
     config = _complete(config)
     patterns = {"softmax only": full, "linear only": linear, "3:1 hybrid": 3 * linear + full}
     return {
@@ -185,7 +184,7 @@ def mixed_ratio(config: HybridConfig) -> tuple[int, int]:
     """
     pattern = config.pattern
     length = next(n for n in range(1, len(pattern) + 1) if (pattern[:n] * len(pattern)).startswith(pattern))
-    full = sum(letter in SOFTMAX for letter in pattern[:length])
+    full = sum(kind_of(letter).grows for letter in pattern[:length])
     linear = length - full
     common = math.gcd(full, linear)
     if not full or not linear or (full > common and length >= config.n_layers):

@@ -40,8 +40,8 @@ from lineate.memory.lact import lact
 from lineate.memory.lact import scan as lact_scan
 from lineate.memory.titans import op as titans_rule
 from lineate.memory.ttt import dual as ttt_rule
-from lineate.models.checkpoint import Checkpoint
-from lineate.models.safetensors import write_tensors
+from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.safetensors import write_tensors
 
 
 class Marked(Tensor):

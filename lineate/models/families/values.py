@@ -4,7 +4,7 @@ from typing import Any
 
 from lineate.models.config import AttentionConfig, FeedConfig, LinearConfig
 from lineate.models.fields import MOST_CHANNELS, MOST_LAYERS, MOST_NUMBER, check_whole_numbers, show
-from lineate.models.safetensors import CheckpointError
+from lineate.models.files.safetensors import CheckpointError
 
 _NONE = object()
 

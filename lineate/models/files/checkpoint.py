@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.models.safetensors import (
+from lineate.models.files.safetensors import (
     LONGEST_HEADER,
     NAMES,
     CheckpointError,

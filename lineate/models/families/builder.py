@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lineate.models.config import HybridConfig
-from lineate.models.loading import Piece, Plan
-from lineate.models.safetensors import CheckpointError
+from lineate.models.files.loading import LoadingPlan, Piece
+from lineate.models.files.safetensors import CheckpointError
 
 Shape = tuple[int, ...]
 IGNORED = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.", r"rotary_emb\.inv_freq$")
@@ -24,7 +24,7 @@ class Part(NamedTuple):
     rows: tuple[int, int] | None = None
 
 
-class Layout:
+class PlanBuilder:
     """Collects the pieces of a plan for a checkpoint whose tensors have these shapes."""
 
     def __init__(self, config: HybridConfig, shapes: Mapping[str, Shape]) -> None:
@@ -34,8 +34,8 @@ class Layout:
         self.pieces: dict[str, list[Piece]] = {}
         self.equal: list[tuple[str, str]] = []
 
-    def plan(self) -> Plan:
-        return Plan(self.pieces, IGNORED, tuple(self.equal))
+    def plan(self) -> LoadingPlan:
+        return LoadingPlan(self.pieces, IGNORED, tuple(self.equal))
 
     def first(self, *names: str) -> str:
         """The first name that the checkpoint has; the first of all if it has none."""

@@ -17,8 +17,8 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor, nn
 
-from lineate.models.checkpoint import Checkpoint
-from lineate.models.safetensors import CheckpointError
+from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.safetensors import CheckpointError
 from lineate.terminal import console, printable
 
 KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadingPlan:
     """How a model is made of a checkpoint."""
 
     pieces: Mapping[str, Sequence[Piece]]
@@ -90,7 +90,7 @@ class _Target:
 
 def load(
     model: nn.Module,
-    plan: Plan,
+    plan: LoadingPlan,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -124,7 +124,7 @@ def load(
             target.module.register_buffer(target.key, target.made)
 
 
-def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: Plan) -> None:
+def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: LoadingPlan) -> None:
     """Every element of every tensor of the model is filled exactly once; otherwise the plan is wrong, not the file."""
     if plan.pieces.keys() != shapes.keys():
         different = sorted(plan.pieces.keys() ^ shapes.keys())
@@ -144,7 +144,7 @@ def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: Plan) -> None:
                 raise RuntimeError(f"{piece} must have as many elements as its part of {name} {shape}")
 
 
-def check_tensors(plan: Plan, checkpoint: Checkpoint, floating: set[str], hint: str = "") -> None:
+def check_tensors(plan: LoadingPlan, checkpoint: Checkpoint, floating: set[str], hint: str = "") -> None:
     """Every planned tensor is there, in its shape, and every other one is known to be superfluous."""
     missing: dict[str, None] = {}
     misshapen: dict[str, None] = {}

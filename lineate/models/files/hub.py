@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from lineate.models.checkpoint import INDEX, SINGLE, Checkpoint, read_json
-from lineate.models.safetensors import LONGEST_HEADER, CheckpointError, Entry, make_entry
+from lineate.models.files.checkpoint import INDEX, SINGLE, Checkpoint, read_json
+from lineate.models.files.safetensors import LONGEST_HEADER, CheckpointError, Entry, make_entry
 from lineate.names import user_path
 
 ALL = ["*.json", "*.safetensors"]
