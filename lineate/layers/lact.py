@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from lineate.half import attention
 from lineate.layers.attention import attend_new, takes_packed
+from lineate.layers.configs import MemoryConfig
 from lineate.layers.gpu import kernels_for
-from lineate.layers.learning import LearningMixer, rows_of
+from lineate.layers.learning import LearningMixer, rows_of, shared_sizes
+from lineate.layers.learning_costs import learning_kept, learning_operations
 from lineate.layers.norm import RMSNorm
+from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.lact import fresh_state, lact
@@ -180,6 +183,25 @@ class LaCT(LearningMixer):
 
     def extra_repr(self) -> str:
         return f"chunk={self.chunk}, window={self.window}, attention_heads={self.attention_heads}"
+
+
+def _make(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
+    return LaCT(**shared_sizes(model, memory), head_dim=memory.head_dim, window=memory.window)
+
+
+KIND = register(
+    MixerKind(
+        letter="C",
+        name="lact",
+        label="LaCT",
+        config=MemoryConfig,
+        section="memory",
+        make=_make,
+        operations=learning_operations("C"),
+        kept_bytes=learning_kept("C"),
+        look=Look("#AA4499", ">", (0, (3, 1, 1, 3))),
+    )
+)
 
 
 def last_tokens(x: Tensor, n: int, bounds: Tensor) -> Tensor:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
+from lineate.layers.configs import MemoryConfig
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.projection import project
+from lineate.layers.registry import ModelSizes
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.chunks import check_chunk
 from lineate.rule import compute_dtype
@@ -111,6 +113,12 @@ class LearningMixer(nn.Module):
 def rows_of(x: Tensor, cu_seqlens: Tensor | None) -> int:
     """Return how many rows the state of a call has: the batch, or the packed sequences."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def shared_sizes(model: ModelSizes, memory: MemoryConfig) -> dict[str, Any]:
+    """Return what the constructors of all these mixers take from a configuration."""
+    sizes = {"hidden_size": model.hidden_size, "heads": memory.heads, "conv_size": memory.conv_size}
+    return sizes if memory.chunk is None else {**sizes, "chunk": memory.chunk}
 
 
 def check_chunked(name: str, choice: Any, allowed: tuple[str, ...]) -> None:

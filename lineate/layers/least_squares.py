@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.learning import LearningMixer
+from lineate.layers.configs import MemoryConfig
+from lineate.layers.learning import LearningMixer, shared_sizes
+from lineate.layers.learning_costs import learning_kept, learning_operations
 from lineate.layers.norm import GatedRMSNorm
+from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.least_squares import least_squares
 from lineate.rule import compute_dtype, normalize
@@ -113,3 +116,23 @@ class LeastSquares(LearningMixer):
         )  # fmt: skip
         y = self.norm(output.to(v.dtype), z.unflatten(-1, (self.heads, self.value_dim)))
         return y.flatten(2), memory
+
+
+def _make(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
+    return LeastSquares(**shared_sizes(model, memory), key_dim=memory.head_dim, value_dim=memory.head_dim)
+
+
+KIND = register(
+    MixerKind(
+        letter="E",
+        name="least_squares",
+        label="least squares",
+        short="least-squares",
+        config=MemoryConfig,
+        section="memory",
+        make=_make,
+        operations=learning_operations("E"),
+        kept_bytes=learning_kept("E"),
+        look=Look("#332288", "h", (0, (2, 4))),
+    )
+)

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.learning import LearningMixer, check_chunked, rows_of
+from lineate.layers.configs import MemoryConfig
+from lineate.layers.learning import LearningMixer, check_chunked, rows_of, shared_sizes
+from lineate.layers.learning_costs import learning_kept, learning_operations
 from lineate.layers.norm import GatedRMSNorm
+from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.titans import titans, titans_state
 from lineate.rule import compute_dtype, normalize
@@ -115,3 +118,22 @@ class Titans(LearningMixer):
 
     def extra_repr(self) -> str:
         return f"memory={self.memory!r}, chunk={self.chunk}, clip={self.clip}"
+
+
+def _make(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
+    return Titans(**shared_sizes(model, memory), head_dim=memory.head_dim, memory=memory.titans)
+
+
+KIND = register(
+    MixerKind(
+        letter="N",
+        name="titans",
+        label="Titans",
+        config=MemoryConfig,
+        section="memory",
+        make=_make,
+        operations=learning_operations("N"),
+        kept_bytes=learning_kept("N"),
+        look=Look("#999933", "<", (0, (8, 2))),
+    )
+)

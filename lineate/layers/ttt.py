@@ -16,7 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate.layers.learning import LearningMixer
+from lineate.layers.configs import MemoryConfig
+from lineate.layers.learning import LearningMixer, shared_sizes
+from lineate.layers.learning_costs import learning_kept, learning_operations
+from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.ttt import ttt
@@ -195,3 +198,43 @@ class TTTMLP(TTTMixer):
             conv_size=conv_size, rope_theta=rope_theta, norm_eps=norm_eps, recompute_chunks=recompute_chunks,
         )  # fmt: skip
         self.expansion = expand
+
+
+def _make_linear(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
+    return TTTLinear(**shared_sizes(model, memory), head_dim=memory.head_dim)
+
+
+LINEAR_KIND = register(
+    MixerKind(
+        letter="T",
+        name="ttt_linear",
+        label="TTT-Linear",
+        short="ttt",
+        config=MemoryConfig,
+        section="memory",
+        make=_make_linear,
+        operations=learning_operations("T"),
+        kept_bytes=learning_kept("T"),
+        look=Look("#0072B2", "v", (0, (5, 3))),
+    )
+)
+
+
+def _make_mlp(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
+    return TTTMLP(**shared_sizes(model, memory), head_dim=memory.head_dim)
+
+
+MLP_KIND = register(
+    MixerKind(
+        letter="P",
+        name="ttt_mlp",
+        label="TTT-MLP",
+        short="ttt-mlp",
+        config=MemoryConfig,
+        section="memory",
+        make=_make_mlp,
+        operations=learning_operations("P"),
+        kept_bytes=learning_kept("P"),
+        look=Look("#882255", "P", (0, (3, 3))),
+    )
+)
