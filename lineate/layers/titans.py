@@ -1,4 +1,4 @@
-"""The Titans mixer: a memory of one matrix or an MLP per head that learns its text, with momentum and forgetting."""
+"""The Titans mixer: a matrix or an MLP per head that learns what it reads, with momentum and forgetting."""
 
 from itertools import pairwise
 

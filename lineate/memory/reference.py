@@ -330,11 +330,11 @@ def run_reference(
     _check_call(rule, gates, weights)
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
     if cu_seqlens is None:
-        texts = [(row, 0, q.shape[1]) for row in range(q.shape[0])]
+        sequences = [(row, 0, q.shape[1]) for row in range(q.shape[0])]
     else:
-        texts = [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
+        sequences = [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
     outputs, states = [], []
-    for row, (b, start, end) in enumerate(texts):
+    for row, (b, start, end) in enumerate(sequences):
         by_head = []
         for head in range(heads):
             own_gates = {}
@@ -357,7 +357,7 @@ def run_reference(
             states.append(after)
         outputs.append(torch.stack(by_head, 1))  # t hv v
     y = torch.stack(outputs) if cu_seqlens is None else torch.cat(outputs)[None]
-    return y, _gather(states, len(texts), heads)
+    return y, _gather(states, len(sequences), heads)
 
 
 def _check_call(rule: MemoryRule, gates: Mapping[str, Tensor], weights: NamedWeights) -> None:

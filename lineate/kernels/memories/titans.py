@@ -36,28 +36,28 @@ from lineate.kernels.memories.tiles import (
 )
 
 WIDEST = 128
-"""Keys and values of a memory of two matrices, values of one."""
+"""The most channels of keys and values for two matrices, and of values for one."""
 LONGEST = 64
-"""Tokens of a chunk."""
+"""The most tokens of a chunk."""
 TILE = 4096
-"""Elements of a tile of a matrix; of chunks of more than 16 tokens, or wide heads, half as many fit into registers."""
+"""Elements of a tile of a matrix; for chunks over 16 tokens or wide heads, half as many fit into registers."""
 
 
 @triton.jit
 def _tokens(x, slot, c, CHUNK: tl.constexpr):
-    """`C 1`: one number a token."""
+    """Load one number a token, `C 1`."""
     return tl.load(x + slot * CHUNK + c, mask=c < CHUNK, other=0.0)[:, None]
 
 
 @triton.jit
 def _silu_slope(z, s):
-    """silu'(z); s = sigmoid(z)."""
+    """Return silu'(z); s = sigmoid(z)."""
     return s * (1.0 + z * (1.0 - s))
 
 
 @triton.jit
 def _centre(x, has, WIDTH: tl.constexpr):
-    """x - mean x over the columns that there are."""
+    """Return x - mean x over the columns that exist."""
     return tl.where(has, x - tl.sum(x, 1)[:, None] / WIDTH, 0.0)
 
 
@@ -68,9 +68,9 @@ def _mean(x, y, WIDTH: tl.constexpr):
 
 @triton.jit
 def _error(z, target, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
-    """dloss/dz = r P(g), P(u) = u - mean u - x mean(u x): r = 1 / sigma, x = (z - mean z) r, g = x - target.
+    """Return dloss/dz = r P(g), P(u) = u - mean u - x mean(u x): r = 1 / sigma, x = (z - mean z) r, g = x - target.
 
-    Returns it, c = z - mean z, r, and g. EPS None: there is no norm.
+    Then c = z - mean z, r, and g. EPS None: there is no norm.
     """
     centred = z
     r = z
@@ -87,7 +87,7 @@ def _error(z, target, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _error_backward(dG, G, centred, r, g, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
-    """dz of _error."""
+    """Return dz from the gradient dG by what _error returns."""
     dz = dG
     if EPS is not None:
         x = centred * r
@@ -103,7 +103,7 @@ def _error_backward(dG, G, centred, r, g, has, EPS: tl.constexpr, WIDTH: tl.cons
 def _advance(
     M, S, old, new, i, j, x, G, last, moving, b, f, carried, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """A tile of M' and S'."""
+    """Store a tile of M' and S'."""
     weights = load_tile(M + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
     momentum = load_tile(S + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
     weights = b * weights + f * momentum - dot(tl.trans(x * last), G)
@@ -118,7 +118,7 @@ def walk_states(
     CHUNK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """M and S at the start of every cell and after the last one; those of chunk 0 are there.
+    """Store M and S at the start of every cell and after the last one; those of chunk 0 are given.
 
     k `cells h c KEYS`, target `cells h c VALUES`, last and moving `cells h c`, ends `cells h 3`: b, f, carried.
     M2, S2 `slots ROWS VALUES` are the last matrix; M1, S1 `slots KEYS ROWS` the one before it, or None (ROWS = KEYS).
@@ -210,7 +210,7 @@ def walk_states(
 def _retreat(
     A, B, dM, dS, slot, before, i, j, x, dz, back, G, b, f, carried, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Gradients of a tile of M and S at a cell's start, which are those at the end of the cell before.
+    """Store the gradients of a tile of M and S at a cell's start, which are those at the end of the cell before.
 
     x^T dz is what z = x M gives to M, back^T G, if there is one, what G M^T gives.
     """
@@ -228,7 +228,7 @@ def _retreat(
 
 @triton.jit
 def _written(A, B, slot, i, j, x, last, moving, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """dG = -(last (x A) + moving (x B)), of a tile of A and B."""
+    """Return dG = -(last (x A) + moving (x B)) for a tile of A and B."""
     size = ROWS * COLUMNS
     dG = last * dot(x, load_tile(A + slot * size, i, j, ROWS, COLUMNS))
     return -dG - moving * dot(x, load_tile(B + slot * size, i, j, ROWS, COLUMNS))
@@ -241,9 +241,9 @@ def walk_adjoints(
     CHUNK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """A and B, the gradients of M and S at every cell's end, from the last chunk to the first.
+    """Store A and B, the gradients of M and S at every cell's end, from the last chunk to the first.
 
-    Those of each row's last cell are there; those of its start go to slot (cells + row) * heads + head. dM, dS: what
+    Those of each row's last cell are given; those of its start go to slot (cells + row) * heads + head. dM, dS: what
     reads the matrices at a cell's start. Before the clipping: z `cells h c VALUES`, z1 and back = G_2 M_2^T
     `cells h c ROWS`. terms (None: no clipping) `4 cells h c`: the scale s, e |x|^2 and e |G|^2 of the last matrix,
     e |x|^2 of the first, e = (ds/dsize) / size. room `3 programs c ROWS`, for gradients of G_1 (twice) and x_2.

@@ -46,14 +46,14 @@ _SLOPE, _CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.07135481627260
 
 @triton.jit
 def _gelu(z):
-    """gelu(z) and its derivative."""
+    """Return gelu(z) and its derivative."""
     s = tl.sigmoid(z * (_SLOPE + _CUBIC * z * z))
     return z * s, s + z * s * (1.0 - s) * (_SLOPE + 3.0 * _CUBIC * z * z)
 
 
 @triton.jit
 def _gelu_second(z):
-    """The second derivative."""
+    """Return the second derivative of gelu."""
     s = tl.sigmoid(z * (_SLOPE + _CUBIC * z * z))
     slope = _SLOPE + 3.0 * _CUBIC * z * z  # of the sigmoid's argument
     return s * (1.0 - s) * (2.0 * slope + 6.0 * _CUBIC * z * z + z * slope * slope * (1.0 - 2.0 * s))
@@ -61,7 +61,7 @@ def _gelu_second(z):
 
 @triton.jit
 def _load(x, n, i, j, I: tl.constexpr, J: tl.constexpr):
-    """Matrix n of x `... I J` at rows i and columns j, 0 outside."""
+    """Load matrix n of x `... I J` at rows i and columns j, 0 outside."""
     return load_tile(x + n * (I * J), i, j, I, J)
 
 
@@ -82,19 +82,19 @@ def _store_line(x, n, j, value, J: tl.constexpr):
 
 @triton.jit
 def _mean(u, D: tl.constexpr):
-    """Over the D channels that there are: u is 0 in others."""
+    """Return the mean over the D channels that exist; u is 0 in others."""
     return tl.sum(u, 1)[:, None] / D
 
 
 @triton.jit
 def _project(u, x, d, D: tl.constexpr):
-    """P u."""
+    """Return P u."""
     return tl.where((d < D)[None, :], u - _mean(u, D), 0.0) - x * _mean(u * x, D)
 
 
 @triton.jit
 def _norm_gradient(z, target, square, d, eps, D: tl.constexpr):
-    """G of the last layer, and x, r and g."""
+    """Return G of the last layer, and x, r and g."""
     centred = tl.where((d < D)[None, :], z - _mean(z, D), 0.0)
     r = tl.rsqrt(_mean(centred * centred, D) + eps)
     x = centred * r
@@ -104,27 +104,27 @@ def _norm_gradient(z, target, square, d, eps, D: tl.constexpr):
 
 @triton.jit
 def _norm_gradient_backward(dG, G, x, r, g, square, d, D: tl.constexpr):
-    """dz = r (P dx - x mean(dG G)) with dx = gamma^2 r P dG - r (dG mean(g x) + g mean(dG x))."""
+    """Return dz = r (P dx - x mean(dG G)) with dx = gamma^2 r P dG - r (dG mean(g x) + g mean(dG x))."""
     dx = r * (square[None, :] * _project(dG, x, d, D) - dG * _mean(g * x, D) - g * _mean(dG * x, D))
     return r * (_project(dx, x, d, D) - x * _mean(dG * G, D))
 
 
 @triton.jit
 def _matrix(slot, H: tl.constexpr):
-    """Which matrix of this program's head: the slot's."""
+    """Return the number of the matrix of this program's head in a slot."""
     return slot.to(tl.int64) * H + tl.program_id(0) % H
 
 
 @triton.jit
 def _after(base, j, count, row, cells):
-    """The slot of the state after the row's j-th chunk: the next cell's, or, behind all cells, the row's last."""
+    """Return the slot of the state after the row's j-th chunk: the next cell's, or, behind all cells, the row's."""
     following = tl.load(base + j + 1, mask=j + 1 < count, other=0) + row
     return tl.where(j + 1 < count, following, cells + row)
 
 
 @triton.jit
 def _before(base, j, row, rows):
-    """The slot of the gradient before the row's j-th chunk: behind the rows' first, that at the end of a cell."""
+    """Return the slot of the gradient before the row's j-th chunk: the end of the cell before, or the row's start."""
     previous = tl.load(base + j - 1, mask=j > 0, other=0) + rows + row
     return tl.where(j > 0, previous, row)
 
@@ -134,7 +134,7 @@ def linear_states(
     k, target, write, square, w, b, base, counts, cells, eps,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Fills w `slots*h d d` and b `slots*h d`: cells, then rows' ends; the rows' first cells are given."""
+    """Fill w `slots*h d d` and b `slots*h d`: cells, then rows' ends; the rows' first cells are given."""
     row = tl.program_id(0) // H
     c, d = tl.arange(0, BC), tl.arange(0, BD)
     count = tl.load(counts + row)
@@ -159,7 +159,7 @@ def mlp_states(
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """As linear_states, for w1 `slots*h d m`, b1 `slots*h m`, w2 `slots*h m d` and b2 `slots*h d`.
+    """Do what linear_states does for two layers: w1 `slots*h d m`, b1 `slots*h m`, w2 `slots*h m d` and b2 `slots*h d`.
 
     PARTS programs share a head, SLICE of the m channels each; room `programs 2 PARTS BC BD` and arrived `programs`.
     """
@@ -206,11 +206,11 @@ def linear_adjoints(
     k, target, write, square, z, asked, dw, db, aw, ab, base, counts, rows, eps,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Fills aw and ab, the gradients by the weights at the end of each cell: rows' starts, then cells.
+    """Fill aw and ab, the gradients by the weights at the end of each cell: rows' starts, then cells.
 
-    Those of rows' last cells are given. A cell's readers use its weights, with gradients dw and db, and its G, with the
-    gradient `asked`. With A, a at the end of a cell, its start has dw + A + k^T dz and db + a + sum dz, where dz comes
-    from dG = asked - w (k A + a).
+    Those at the ends of the rows' last cells are given. A cell's readers use its weights, with gradients dw and db,
+    and its G, with the gradient `asked`. With A, a at the end of a cell, its start has dw + A + k^T dz and db + a +
+    sum dz, where dz comes from dG = asked - w (k A + a).
     """
     row = tl.program_id(0) // H
     c, d = tl.arange(0, BC), tl.arange(0, BD)
@@ -240,7 +240,7 @@ def mlp_adjoints(
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """As linear_adjoints, for two layers; back = G_2 W_2^T, so that G_1 = back gelu'(z_1). Besides what is asked:
+    """Do what linear_adjoints does for two layers; back = G_2 W_2^T, G_1 = back gelu'(z_1). Besides what is asked:
 
     dG_1 = -w (k A_1 + a_1),  dback = dG_1 gelu'(z_1),  dG_2 = -w (x_2 A_2 + a_2) + dback W_2,  dz_2 from dG_2
     dx_2 = -w G_2 A_2^T + dz_2 W_2^T,  dz_1 = dG_1 back gelu''(z_1) + dx_2 gelu'(z_1)

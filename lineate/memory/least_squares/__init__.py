@@ -10,7 +10,7 @@ The state is S and P = (sum_s w_s k_s k_s^T + r I)^-1. One token is a rank-1 upd
     P_t = (P - g k^T P) / lambda
 
 The ridge r starts at `ridge` and would be forgotten with the data: P then grows without bound in every direction the
-keys leave out. So after each `chunk` tokens of a text r is raised to `ridge` again, by a = ridge - r:
+keys leave out. So after each `chunk` tokens of a sequence r is raised to `ridge` again, by a = ridge - r:
 
     P <- (I + a P)^-1 P        S <- (I + a P)^-1 S
 
