@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bench import timing
 from bench.rules.contestants import difference
 from lineate import layers as L
-from lineate.memory import RULES, run_reference
+from lineate.memory import MEMORY_RULES, run_reference
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.least_squares import least_squares
 from lineate.memory.titans import titans, titans_state
@@ -139,13 +139,13 @@ def _forms() -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
         result[name] = (
             lambda t, start=start: ttt(q[:, :t], k[:, :t], v[:, :t], rate[:, :t], gamma, beta, start)[0],
             lambda t, name=name, named=named: run_reference(
-                RULES[name], q[:, :t], k[:, :t], v[:, :t], {"rate": rate[:, :t]}, named
+                MEMORY_RULES[name], q[:, :t], k[:, :t], v[:, :t], {"rate": rate[:, :t]}, named
             )[0],
         )
     for name, own in (("Titans", weights(D, D)), ("Titans MLP", weights(D, 2 * D, D))):
         labels = ["S"] if len(own) == 1 else ["W1", "W2"]
         named = dict(zip(labels, own, strict=True))
-        rule = replace(RULES[name], chunk=16)
+        rule = replace(MEMORY_RULES[name], chunk=16)
         result[name] = (
             lambda t, own=own: titans(
                 q[:, :t], k[:, :t], v[:, :t], 0.3 * rate[:, :t], momentum[:, :t], alpha[:, :t], titans_state(own, 1)
@@ -163,7 +163,7 @@ def _forms() -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
             lact_state(swiglu, 1), chunk=64 if t < 2048 else 2048,
         )[0],
         lambda t: run_reference(
-            replace(RULES["LaCT"], chunk=64), q[:, :t], k[:, :t], v[:, :t],
+            replace(MEMORY_RULES["LaCT"], chunk=64), q[:, :t], k[:, :t], v[:, :t],
             {"rate": rate[:, :t], "momentum": momentum[:, :t]}, named,
         )[0],
     )  # fmt: skip
@@ -171,7 +171,7 @@ def _forms() -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
     result["least squares"] = (
         lambda t: least_squares(q[:, :t], k[:, :t], v[:, :t], log_decay[:, :t], ridge=0.1, restore=False)[0],
         lambda t: run_reference(
-            RULES["least squares"], q[:, :t], k[:, :t], v[:, :t], {"log_decay": log_decay[:, :t]},
+            MEMORY_RULES["least squares"], q[:, :t], k[:, :t], v[:, :t], {"log_decay": log_decay[:, :t]},
             {"S": torch.zeros(HEADS, D, D)}, ridge=0.1,
         )[0],
     )  # fmt: skip

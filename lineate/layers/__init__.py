@@ -9,7 +9,6 @@ Every mixer declares its state once: `state_spec`, a tuple of TensorSpec(name, s
 (`kinds`, `kind_of`) says everything else; `register` adds a mixer of your own (examples/own_rule.py).
 """
 
-from lineate.layers import learning_rows as _learning_rows  # noqa: F401  registers their rows
 from lineate.layers.attention import GatedAttention
 from lineate.layers.convolution import ShortConvolution, short_convolution
 from lineate.layers.feed import MixtureOfExperts, SwiGLU
