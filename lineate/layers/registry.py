@@ -43,24 +43,32 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of a mixer; a multiply-add counts as 2. `convention`: "executed" or "least" (planning/compute.py)."""
+    """Operations of a mixer; a multiply-add counts as 2. `convention`: "executed" or "least" (planning/compute.py).
+
+    Args:
+        projections: (model, config) -> those of products with weights, per token.
+        mixing: (config, tokens, convention) -> those between tokens, of a whole sequence.
+        mixing_one: (config, context, convention) -> those of one token after `context` others.
+    """
 
     projections: Callable[[ModelSizes, Any], int]
-    """(model, config) -> products with weights, per token."""
     mixing: Callable[[Any, int, str], int]
-    """(config, tokens, convention) -> between tokens, of a whole sequence."""
     mixing_one: Callable[[Any, int, str], int]
-    """(config, context, convention) -> of one token after `context` others."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a mixer is drawn; safe for colour-blind readers, and told apart in grey by marker and line."""
+    """How a mixer is drawn; safe for colour-blind readers, and told apart in grey by marker and line.
+
+    Args:
+        color: of lines and markers.
+        marker: a marker of matplotlib.
+        line: a line style of matplotlib.
+    """
 
     color: str = "#666666"
     marker: str = "."
     line: Any = "-"
-    """A line style of matplotlib."""
 
 
 @dataclass(frozen=True)
@@ -72,42 +80,30 @@ class MixerKind:
         name: its identifier in files and results, such as "gated_delta_rule".
         label: its name for people, such as "Gated DeltaNet".
         config: the frozen dataclass of its configuration.
-        make: makes the mixer, from the sizes of the model and its configuration.
+        make: (model, config) -> the mixer.
         section: the field of HybridConfig that holds its configuration; None: `mixers`, under its name.
         short: its name on the command line, such as "gdn"; None is `name`.
-        short_label: its name for people where there is little room; None is `label`.
         operations: counts its operations; None: they are measured.
-        kept_bytes: bytes a token that its backward keeps; None: they are measured.
-        trace: what its rule is called with, for pictures; None: it is not pictured.
+        kept_bytes: (config, half) -> bytes a token that the backward keeps; half: bfloat16 autocast. None: measured.
+        trace: (mixer, its input `1 t hidden`) -> what the rule is called with, for pictures; None: it is not pictured.
         cache: what grows by a token: "keys and values", "latent", or "" where nothing does.
         look: how it is drawn.
+        short_label: its name for people where there is little room; None is `label`.
     """
 
     letter: str
-    """Its letter in a pattern."""
     name: str
-    """Its identifier in files and results: "gated_delta_rule"."""
     label: str
-    """Its name for people: "Gated DeltaNet"."""
     config: type[Any]
-    """The frozen dataclass of its configuration."""
     make: Callable[[ModelSizes, Any], nn.Module]
-    """(model, config) -> the mixer."""
     section: str | None = None
-    """The field of HybridConfig that holds its configuration; None: `mixers`, under its name."""
     short: str | None = None
-    """Its name on the command line, such as "gdn"; None is `name`."""
     operations: Operations | None = None
-    """None: they are measured."""
     kept_bytes: Callable[[Any, bool], float] | None = None
-    """(config, half) -> bytes a token that the backward keeps; half: bfloat16 autocast. None: they are measured."""
     trace: Callable[[Any, Tensor], Inputs] | None = None
-    """(mixer, its input `1 t hidden`) -> what the rule is called with, for pictures. None: it is not pictured."""
     cache: str = ""
-    """What grows by a token: "keys and values", "latent", or "" where nothing does."""
     look: Look = Look()
     short_label: str | None = None
-    """Its name for people where there is little room: "Kimi Delta"; None is `label`."""
 
     @property
     def grows(self) -> bool:
