@@ -193,8 +193,10 @@ class LinearMixer(nn.Module):
         """Run the rule, and return the output gate too. owned: the memory may be overwritten, and returned."""
         inputs = self.rule_inputs(q, k, v, gates)
         tensors = [x for x in inputs[:5] if x is not None]  # q, k, v, log_decay, beta
-        op: Callable[..., Attended[Tensor]] = partial(_op_of(inputs), normalize_qk=self.normalize_qk)
-        if inputs.A_log is not None:
+        op: Callable[..., Attended[Tensor]]
+        if inputs.A_log is None:
+            op = partial(_op_of(inputs), normalize_qk=self.normalize_qk)
+        else:
             op = partial(self._from_raw_gates, inputs.A_log, inputs.dt_bias, owned)
         return run_rule(op, tensors, memory, bounds, corrects=inputs.beta is not None), self.output_gate(gates)
 
