@@ -145,6 +145,10 @@ class HybridConfig:
     letters: str = field(init=False)
     """The pattern, tiled: n_layers letters."""
 
+    def __repr__(self) -> str:
+        shown = [f.name for f in fields(self) if f.name != "mixers" or self.mixers]
+        return f"HybridConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
     def __post_init__(self) -> None:
         check_fields(self)
         _check_letters("pattern", self.pattern, least=1)
