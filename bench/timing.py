@@ -45,7 +45,7 @@ def interleave(
     inspect: Callable[[Key, Any], None] | None = None,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[Key, Samples]:
-    """Time A, B, C, A, B, C, ...: what disturbs the machine disturbs all of them alike.
+    """Time A, B, C, A, B, C, ..., so that what disturbs the machine disturbs all of them alike.
 
     Each is called once to warm up, and `inspect` sees that result. A call leaves the rounds once it has used `budget`
     seconds, but not before `at_least` samples; the warm-up of one slower than the budget is its first sample.
@@ -102,7 +102,10 @@ METER_WITHIN = 0.05  # how far from 1 `meter` may read before a measurement is n
 
 
 def peak_extra_bytes(call: Call) -> dict[str, float | str]:
-    """Resident bytes that `call` needs at its peak beyond those before it; in a fresh process with EXACT_ALLOCATION."""
+    """Return the resident bytes that `call` needs at its peak beyond those before it.
+
+    Run it in a fresh process with EXACT_ALLOCATION.
+    """
     gc.collect()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present
@@ -117,7 +120,7 @@ def peak_extra_bytes(call: Call) -> dict[str, float | str]:
 
 
 def meter(allocate: Callable[[int], Any], size: int = 2**26) -> float:
-    """What peak_extra_bytes makes of a known allocation, as a fraction of its size: 1 if it can be believed.
+    """Return what peak_extra_bytes makes of a known allocation, as a share of its size: 1 if it can be believed.
 
     The block is taken and freed once before: an allocator that keeps it would give it back unseen, and read 0.
     """
@@ -139,7 +142,7 @@ def _peak_bytes() -> int:
 
 
 def in_fresh_process(arguments: list[str], environment: Mapping[str, str]) -> Any:
-    """Run `python *arguments` and read the JSON of the last line it prints; None if it fails (out of memory, say)."""
+    """Run `python *arguments`; return the JSON of the last line it prints, or None if it fails."""
     done = subprocess.run(
         [sys.executable, *arguments], env=dict(environment), capture_output=True, text=True, check=False
     )
@@ -150,7 +153,7 @@ def in_fresh_process(arguments: list[str], environment: Mapping[str, str]) -> An
 
 
 class OtherProcesses:
-    """How many cores others have kept busy since this was made, on average; None where /proc/stat is missing.
+    """Says how many cores others have kept busy since this was made, on average; None without /proc/stat.
 
     Contention is not fair to contestants, taking turns or not: threads that wait for each other at the end of every
     operation suffer most, so code of many small parallel operations looks far slower than it is.
@@ -170,7 +173,7 @@ class OtherProcesses:
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:
-        """Seconds: on the clock, of all processes, of this one and its finished children."""
+        """Return seconds: on the clock, of all processes, of this one and its finished children."""
         try:
             fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
         except OSError:
@@ -180,7 +183,7 @@ class OtherProcesses:
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system gives it."""
     try:
         text = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
     except OSError:

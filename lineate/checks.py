@@ -1,10 +1,8 @@
 """Every shape, dtype, device and range message: argument, what was expected, what came, and the remedy."""
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -459,30 +457,3 @@ def _name(dtype: torch.dtype) -> str:
 
 def _shorten(bounds: list[int]) -> str:
     return str(bounds) if len(bounds) <= 12 else f"[{', '.join(map(str, bounds[:11]))}, ...]"
-
-
-def check_out(folder: Path) -> None:
-    """Prove that a file can be written there, before anything is computed."""
-    if (why := why_not_writable(folder)) is not None:
-        raise ValueError(f"--out must be a folder that can be written, got '{folder}' ({why}); choose another folder")
-
-
-def why_not_writable(folder: Path) -> str | None:
-    """Make the folder and a file in it that is gone again; why that cannot be done, or None."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return None
-    except FileExistsError:
-        return "it is a file"
-    except OSError as error:
-        return error.strerror
-
-
-def named_path(name: str | Path) -> Path:
-    """Return a path of the command line; an empty one, which pathlib takes for the current folder, is refused."""
-    if str(name):
-        return Path(name)
-    from typer import BadParameter
-
-    raise BadParameter("expected a name, got ''; write . for the current folder")

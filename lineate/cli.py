@@ -8,27 +8,26 @@ if TYPE_CHECKING:
     import typer
 
 OPTIONAL = ("typer", "rich", "matplotlib")
-"""Modules that only the extras cli and plot bring."""
-REMEDY = "pip install 'lineate[cli,plot]'"
+"""Modules that come only with the extras cli and plot."""
+INSTALL_THEM = "pip install 'lineate[cli,plot]'"
 
 
 def main() -> None:
-    """Run the command line; a missing optional dependency is one line, not a traceback."""
+    """Run the command line; say in one line, without a traceback, which optional dependency is missing."""
     try:
         build_app()()
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module not in OPTIONAL:
             raise
-        sys.exit(f"lineate: this command needs {module}, which is not installed; run {REMEDY}")
+        sys.exit(f"lineate: this command needs {module}, which is not installed; run {INSTALL_THEM}")
 
 
 def build_app() -> "typer.Typer":
-    """The commands; typer is imported here so that its absence can be explained."""
+    """Return the commands; typer is imported here so that its absence can be explained."""
     import typer
 
-    from lineate.checks import named_path
-    from lineate.names import hyphenated
+    from lineate.names import hyphenated, named_path
 
     app = typer.Typer(
         help="Attention with a fixed-size memory: what each rule remembers, and what a checkpoint is made of.",
@@ -76,7 +75,7 @@ def build_app() -> "typer.Typer":
         ],
     ) -> None:
         """Say what a checkpoint is: layers, rules, heads, parameters, state bytes. No weight is read."""
-        from lineate.models.hub import is_hub_name
+        from lineate.models.files.hub import is_hub_name
         from lineate.models.inspect import print_description
         from lineate.names import user_path
         from lineate.terminal import fail
@@ -103,7 +102,7 @@ def _make_folder(out: Path) -> None:
     """Create the folder and prove that a file can be written there, before anything is computed."""
     import typer
 
-    from lineate.checks import why_not_writable
+    from lineate.folders import why_not_writable
     from lineate.terminal import printable
 
     if (why := why_not_writable(out)) is not None:

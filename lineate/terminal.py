@@ -40,7 +40,7 @@ def console(stderr: bool = False, width: int | None = None) -> "Console":
 
 
 def fail(error: Exception | str, code: int) -> NoReturn:
-    """End the program with a message: exit code 2 for what was asked for, 1 for what went wrong on the way."""
+    """End the program with a message: exit code 2 for a wrong request, 1 for what went wrong on the way."""
     rank = os.environ.get("RANK", "0")
     name = "lineate" if rank == "0" else f"lineate, rank {rank}"
     print(f"{name}: {printable(str(error))}", file=sys.stderr)

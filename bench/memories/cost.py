@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bench import timing
 from bench.rules.contestants import difference
 from lineate import layers as L
-from lineate.memory import RULES, run_reference
+from lineate.memory import MEMORY_RULES, run_reference
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.least_squares import least_squares
 from lineate.memory.titans import titans, titans_state
@@ -38,7 +38,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def layers(quick: bool) -> list[dict[str, Any]]:
-    """Microseconds a token: a whole text, with its backward, one token at a time; bytes of the state."""
+    """Measure microseconds a token (a whole sequence, its backward too, one token at a time) and bytes of the state."""
     torch.manual_seed(0)
     x = torch.randn(1, T, HIDDEN)
     modules = {name: make() for name, make in LAYERS.items()}
@@ -91,7 +91,10 @@ def _train(module: nn.Module, x: Tensor) -> None:
 
 
 def forms(quick: bool) -> list[dict[str, Any]]:
-    """A chunked form on T tokens and the autograd reference on fewer, whose tokens all cost the same: time a token."""
+    """Measure the time a token of a chunked form on T tokens, and of the autograd reference on fewer.
+
+    All tokens of the reference cost the same.
+    """
     some = 32 if quick else 128
     calls: dict[tuple[str, str], timing.Call] = {}
     for name, (chunked, reference) in _forms().items():
@@ -116,7 +119,7 @@ def forms(quick: bool) -> list[dict[str, Any]]:
 
 
 def _forms() -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
-    """For each: the chunked form and the reference, of the first t tokens."""
+    """Return the chunked form and the reference of each memory, as functions of the number of first tokens."""
     torch.manual_seed(0)
     q, k = (nn.functional.normalize(torch.randn(1, T, HEADS, D), dim=-1) for _ in range(2))
     v = torch.randn(1, T, HEADS, D)
@@ -136,13 +139,13 @@ def _forms() -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
         result[name] = (
             lambda t, start=start: ttt(q[:, :t], k[:, :t], v[:, :t], rate[:, :t], gamma, beta, start)[0],
             lambda t, name=name, named=named: run_reference(
-                RULES[name], q[:, :t], k[:, :t], v[:, :t], {"rate": rate[:, :t]}, named
+                MEMORY_RULES[name], q[:, :t], k[:, :t], v[:, :t], {"rate": rate[:, :t]}, named
             )[0],
         )
     for name, own in (("Titans", weights(D, D)), ("Titans MLP", weights(D, 2 * D, D))):
         labels = ["S"] if len(own) == 1 else ["W1", "W2"]
         named = dict(zip(labels, own, strict=True))
-        rule = replace(RULES[name], chunk=16)
+        rule = replace(MEMORY_RULES[name], chunk=16)
         result[name] = (
             lambda t, own=own: titans(
                 q[:, :t], k[:, :t], v[:, :t], 0.3 * rate[:, :t], momentum[:, :t], alpha[:, :t], titans_state(own, 1)
@@ -160,7 +163,7 @@ def _forms() -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
             lact_state(swiglu, 1), chunk=64 if t < 2048 else 2048,
         )[0],
         lambda t: run_reference(
-            replace(RULES["LaCT"], chunk=64), q[:, :t], k[:, :t], v[:, :t],
+            replace(MEMORY_RULES["LaCT"], chunk=64), q[:, :t], k[:, :t], v[:, :t],
             {"rate": rate[:, :t], "momentum": momentum[:, :t]}, named,
         )[0],
     )  # fmt: skip
@@ -168,7 +171,7 @@ def _forms() -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
     result["least squares"] = (
         lambda t: least_squares(q[:, :t], k[:, :t], v[:, :t], log_decay[:, :t], ridge=0.1, restore=False)[0],
         lambda t: run_reference(
-            RULES["least squares"], q[:, :t], k[:, :t], v[:, :t], {"log_decay": log_decay[:, :t]},
+            MEMORY_RULES["least squares"], q[:, :t], k[:, :t], v[:, :t], {"log_decay": log_decay[:, :t]},
             {"S": torch.zeros(HEADS, D, D)}, ridge=0.1,
         )[0],
     )  # fmt: skip

@@ -34,15 +34,15 @@ HUNGRY = 32 * 1024  # MiB; a call that needs more is made once before it is time
 
 
 @dataclass
-class Contestant:
+class LayerContestant:
     make: Callable[[], nn.Module]
     settings: str
     ours: str | None = None
-    """The layer of ours that a peer is beside."""
+    """The layer of ours that a peer is compared with."""
     dtypes: tuple[str, ...] = (AUTOCAST, FLOAT32)
 
 
-def contestants(hidden: int, heads: int) -> dict[str, Contestant]:
+def contestants(hidden: int, heads: int) -> dict[str, LayerContestant]:
     d = hidden // heads
     by_chunk = f"{heads} heads of {d}, chunk {{}}"
     learned: dict[str, Callable[[], nn.Module]] = {
@@ -55,39 +55,39 @@ def contestants(hidden: int, heads: int) -> dict[str, Contestant]:
     }
     with torch.device("meta"):
         chunks = {name: make().chunk for name, make in learned.items()}
-    result = {name: Contestant(make, by_chunk.format(chunks[name])) for name, make in learned.items()}
+    result = {name: LayerContestant(make, by_chunk.format(chunks[name])) for name, make in learned.items()}
     wide = f"{FEW} heads of {hidden // FEW}, chunk {chunks['LaCT']}"
-    result[f"LaCT {FEW} heads"] = Contestant(lambda: L.LaCT(hidden, FEW), wide)
+    result[f"LaCT {FEW} heads"] = LayerContestant(lambda: L.LaCT(hidden, FEW), wide)
     plain = f"{heads} heads of {d}"
-    result["Gated DeltaNet"] = Contestant(lambda: L.GatedDeltaNet(hidden, heads), plain)
-    result["KDA"] = Contestant(lambda: L.KimiDeltaAttention(hidden, heads), plain)
+    result["Gated DeltaNet"] = LayerContestant(lambda: L.GatedDeltaNet(hidden, heads), plain)
+    result["KDA"] = LayerContestant(lambda: L.KimiDeltaAttention(hidden, heads), plain)
 
     chunk = chunks["Titans MLP"]
     same, mlp, matrix = by_chunk.format(chunk), "2 matrices, expansion 2", "1 matrix"
     result |= {
-        "titans-pytorch": Contestant(
+        "titans-pytorch": LayerContestant(
             lambda: titans_peer(hidden, heads, chunk, chunk, depth=2),
             f"{same}, batch {chunk} (gradients at the chunk's start, as ours), {mlp}", "Titans MLP",
         ),
-        "titans-pytorch one batch": Contestant(
+        "titans-pytorch one batch": LayerContestant(
             lambda: titans_peer(hidden, heads, chunk, None, depth=2),
             f"{same}, no batch (all gradients at the first weights), {mlp}", "Titans MLP",
         ),
-        "titans-pytorch matrix": Contestant(
+        "titans-pytorch matrix": LayerContestant(
             lambda: titans_peer(hidden, heads, chunk, chunk, depth=1),
             f"{same}, batch {chunk}, {matrix}", "Titans",
         ),
-        "titans-pytorch defaults": Contestant(
+        "titans-pytorch defaults": LayerContestant(
             lambda: titans_default(hidden, heads),
             f"{heads} heads of {d}, its defaults: chunk 1, no batch, 2 matrices, expansion 4", "Titans MLP",
         ),
     }  # fmt: skip
     for name, number, settings in (("", heads, by_chunk.format(chunks["LaCT"])), (f" {FEW} heads", FEW, wide)):
-        result[f"LaCT reference{name}"] = Contestant(
+        result[f"LaCT reference{name}"] = LayerContestant(
             lambda number=number: lact_peer(hidden, number, fused=False), f"{settings}, torch.compile", f"LaCT{name}"
         )
     for name, number, settings in (("", heads, by_chunk.format(chunks["LaCT"])), (f" {FEW} heads", FEW, wide)):
-        result[f"LaCT reference fused{name}"] = Contestant(
+        result[f"LaCT reference fused{name}"] = LayerContestant(
             lambda number=number: lact_peer(hidden, number, fused=True), f"{settings}, its Triton kernels",
             f"LaCT{name}", (BFLOAT16,),
         )  # fmt: skip
@@ -95,7 +95,7 @@ def contestants(hidden: int, heads: int) -> dict[str, Contestant]:
 
 
 def titans_peer(hidden: int, heads: int, chunk: int, batch: int | None, *, depth: int) -> nn.Module:
-    """As near to our Titans as its options allow; its short convolution is missing, its gates are one a chunk."""
+    """Return a layer as near to our Titans as its options allow; it has no short convolution and one gate a chunk."""
     torch._C._jit_set_texpr_fuser_enabled(False)  # it fails to compile what its scan is, in bfloat16
     from titans_pytorch import MemoryMLP, NeuralMemory
 
@@ -117,7 +117,7 @@ def titans_default(hidden: int, heads: int) -> nn.Module:
 
 
 def lact_peer(hidden: int, heads: int, *, fused: bool) -> nn.Module:
-    """The settings of our LaCT, which are those of its configurations but for weights of full rank."""
+    """Return a layer with the settings of our LaCT: those of its configurations, but weights of full rank."""
     from lact_model.layer_lact_swiglu import LaCTSWIGLULayer
 
     torch._dynamo.config.automatic_dynamic_shapes = False  # compile each size for itself
@@ -131,7 +131,7 @@ def lact_peer(hidden: int, heads: int, *, fused: bool) -> nn.Module:
 
 
 @dataclass
-class Case:
+class TimedLayer:
     """A layer on the device, with its input."""
 
     module: nn.Module
@@ -155,7 +155,7 @@ class Case:
         self.x.grad = None
 
     def first(self, what: str) -> None:
-        """The first call with its seconds, then another with its memory."""
+        """Make the first call and note its seconds, then another and note its memory."""
         self.clear()
         synchronize(self.x)
         begin = time.perf_counter()
@@ -177,7 +177,7 @@ class Case:
             self.clear()
 
     def sample(self, what: str) -> None:
-        """One timed call, in milliseconds."""
+        """Return the milliseconds of one call."""
         self.clear()
         gc.collect()
         if self.row.get(f"{what}_mib", 0) > HUNGRY:
@@ -216,8 +216,11 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def prepare(name: str, contestant: Contestant, tokens: int, hidden: int, device: str) -> Case | str:
-    """Ready to be timed, or why it cannot be: at the first of its dtypes that works, with fewer tokens if it must."""
+def prepare(name: str, contestant: LayerContestant, tokens: int, hidden: int, device: str) -> TimedLayer | str:
+    """Return a layer that is ready to be timed, or why it cannot be.
+
+    It has the first of its dtypes that works, and fewer tokens if memory demands it.
+    """
     reasons = []
     for dtype in contestant.dtypes:
         for t in (tokens // n for n in PARTS):
@@ -228,7 +231,7 @@ def prepare(name: str, contestant: Contestant, tokens: int, hidden: int, device:
                 weights = torch.bfloat16 if dtype == BFLOAT16 else torch.float32
                 module = contestant.make().to(device, weights)
                 x = torch.randn(1, t, hidden).to(device, weights).requires_grad_()
-                case = Case(module, x, dtype, row)
+                case = TimedLayer(module, x, dtype, row)
                 row["parameters"] = sum(p.numel() for p in module.parameters())
                 for what in case.times:
                     case.first(what)
@@ -250,10 +253,10 @@ def prepare(name: str, contestant: Contestant, tokens: int, hidden: int, device:
     return "; ".join(reasons)
 
 
-def measure(cases: list[Case], rounds: int, budget: float) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """All take turns; a call leaves the rounds once it has used `budget` seconds.
+def measure(cases: list[TimedLayer], rounds: int, budget: float) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Let all take turns; a call leaves the rounds once it has used `budget` seconds.
 
-    Returns the rows, and why others left.
+    Return the rows, and why others left.
     """
     left: dict[str, str] = {}
     gc.collect()
@@ -277,7 +280,7 @@ def measure(cases: list[Case], rounds: int, budget: float) -> tuple[list[dict[st
     return [case.row for case in cases], left
 
 
-def table(results: list[dict[str, Any]], every: dict[str, Contestant]) -> list[list[str]]:
+def table(results: list[dict[str, Any]], every: dict[str, LayerContestant]) -> list[list[str]]:
     found = {r["name"]: r for r in results}
     lines = []
     for r in results:
@@ -317,7 +320,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.peers is not None:
         sys.path.insert(0, str(args.peers))
-    from timing import show
+    from bench.timing import show
 
     every = contestants(args.hidden, args.heads)
     names = list(every) if args.only is None else args.only.split(",")

@@ -25,7 +25,7 @@ import lineate
 from bench import timing
 from bench.memories import cost as memory_cost
 from bench.memories import recall_plot as memory_plot
-from bench.memories.recall_cases import CONTESTANTS, Contestant, Setting, State
+from bench.memories.recall_cases import CONTESTANTS, MemoryContestant, Setting, State
 from lineate.memory.least_squares import least_squares
 
 BUDGET = 64 * 1024  # bytes of state
@@ -37,33 +37,33 @@ Row = dict[str, Any]
 
 
 def pairs(seed: int, rows: int, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """Keys of length 1 and normal values, `rows n d`."""
+    """Return keys of length 1 and normal values, `rows n d`."""
     generator = torch.Generator().manual_seed(seed)
     k, v = torch.randn(2, rows, n, d, generator=generator)
     return F.normalize(k, dim=-1), v
 
 
 def accuracy(y: Tensor, values: Tensor, right: Tensor) -> float:
-    """How often the nearest of all values by cosine is the right one; y `b n d`, right `n`."""
+    """Return how often the nearest of all values by cosine is the right one; y is `b n d`, right is `n`."""
     nearest = (F.normalize(y.nan_to_num(), dim=-1) @ F.normalize(values, dim=-1).mT).argmax(-1)
     return float((nearest == right).double().mean())
 
 
 def error(y: Tensor, v: Tensor) -> float:
-    """|y - v| / |v| over all pairs; infinity where the memory has blown up."""
+    """Return |y - v| / |v| over all pairs, or infinity if the memory has blown up."""
     found = float((y - v).norm() / v.norm())
     return found if found == found else float("inf")
 
 
-def recall(who: Contestant, s: Setting, d: int, n: int, seed: int, rows: int = TRIALS) -> Row:
-    """n pairs written once, all asked for."""
+def recall(who: MemoryContestant, s: Setting, d: int, n: int, seed: int, rows: int = TRIALS) -> Row:
+    """Write n pairs once and ask for all of them."""
     k, v = pairs(seed, rows, n, d)
     y = who.read(who.write(k, v, s, None), k, s)
     return {"accuracy": accuracy(y, v, torch.arange(n)), "error": error(y, v)}
 
 
-def overwrite(who: Contestant, s: Setting, d: int, n: int, seed: int, rows: int = TRIALS) -> Row:
-    """n pairs; the first half of the keys then get new values. Old values stay among the candidates.
+def overwrite(who: MemoryContestant, s: Setting, d: int, n: int, seed: int, rows: int = TRIALS) -> Row:
+    """Write n pairs, then new values for the first half of the keys; old values stay among the candidates.
 
     Settings are judged by the worse half.
     """
@@ -81,8 +81,8 @@ def overwrite(who: Contestant, s: Setting, d: int, n: int, seed: int, rows: int 
     return result
 
 
-def stream(who: Contestant, s: Setting, d: int, n: int, seed: int, rows: int = TRIALS) -> Row:
-    """The last pairs of n; the norm of the weights at each doubling on the way."""
+def stream(who: MemoryContestant, s: Setting, d: int, n: int, seed: int, rows: int = TRIALS) -> Row:
+    """Write n pairs and ask for the last ones; note the norm of the weights at each doubling on the way."""
     state: State | None = None
     points, done = [], 0
     for mark in (x for x in (256, 512, 1024, 2048, 4096, 8192, 16384) if x <= n):
@@ -96,8 +96,8 @@ def stream(who: Contestant, s: Setting, d: int, n: int, seed: int, rows: int = T
     return {**points[-1], "points": points}
 
 
-def best(who: Contestant, d: int, n: int, measure: Any) -> Setting:
-    """The setting of the highest accuracy, then of the lowest error."""
+def best(who: MemoryContestant, d: int, n: int, measure: Any) -> Setting:
+    """Return the setting of the highest accuracy, then of the lowest error."""
 
     def rank(s: Setting) -> tuple[float, float]:
         found = measure(who, s, d, n, seed=1)
@@ -107,7 +107,7 @@ def best(who: Contestant, d: int, n: int, measure: Any) -> Setting:
 
 
 def measured(measure: Any, sizes: list[int], seeds: int, tuned: int | None = None) -> list[Row]:
-    """One row a contestant and size."""
+    """Return one row a contestant and size."""
     rows = []
     for who in CONTESTANTS:
         d = who.width(BUDGET)
@@ -119,7 +119,7 @@ def measured(measure: Any, sizes: list[int], seeds: int, tuned: int | None = Non
 
 
 def exact() -> list[Row]:
-    """Least squares and DeltaNet with keys of the same size: the largest error of any pair, of its value's length."""
+    """Compare least squares with DeltaNet on keys of the same size, by the largest relative error of any pair."""
     rows, d = [], 64
     for dtype, ridge in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
         for n in (8, 16, 24, 32, 48, 64):
@@ -193,7 +193,7 @@ def _setting(s: Setting) -> str:
 
 
 def _json(x: Any) -> Any:
-    """Infinity is not JSON."""
+    """Return the same with None for infinity, which JSON lacks."""
     if isinstance(x, dict):
         return {name: _json(y) for name, y in x.items()}
     if isinstance(x, list):

@@ -26,32 +26,32 @@ NEVER = 2**40  # a chunk that does not end
 
 
 @dataclass(frozen=True)
-class Contestant:
+class MemoryContestant:
     """A memory of one head."""
 
     name: str
     settings: tuple[Setting, ...]
     write: Callable[[Tensor, Tensor, Setting, State | None], State]
-    """k, v `b t d`, what is set by hand, the state or None -> the state."""
+    """Takes k, v `b t d`, what is set by hand, and a state or None; returns the state."""
     read: Callable[[State, Tensor, Setting], Tensor]
-    """q `b n d` -> `b n d`, without writing."""
+    """Takes a state and q `b n d`; returns `b n d`, without writing."""
     weights: tuple[str, ...]
-    """The tensors of the state that are the model: how their names begin."""
+    """How the names of the state's tensors begin that are the model."""
     scaled: bool = True
     """Whether what is read has the size of a value."""
 
     def norm(self, state: State) -> Tensor:
-        """The length of all weights together, `b`."""
+        """Return the length of all weights together, `b`."""
         own = [x for name, x in state.items() if name.startswith(self.weights) and not name.endswith("_sum")]
         return torch.stack([x.flatten(1).square().sum(1) for x in own]).sum(0).sqrt()
 
     def state_bytes(self, d: int) -> int:
-        """Of one row, as its state holds them."""
+        """Return the bytes of one row, as its state holds them."""
         k = torch.zeros(1, 16, d)
         return sum(x.nbytes for x in self.write(k, k, self.settings[0], None).values())
 
     def width(self, budget: int) -> int:
-        """The most channels with a state of at most `budget` bytes."""
+        """Return the most channels with a state of at most `budget` bytes."""
         low, high = 2, 512
         while high - low > 1:
             middle = (low + high) // 2
@@ -72,7 +72,7 @@ def _full(like: Tensor, value: float) -> Tensor:
 
 
 def _of_matrix(op: Callable[[Tensor, Tensor, Setting, Tensor | None], Any]) -> dict[str, Any]:
-    """One of lineate's five ops: the state is a matrix."""
+    """Return the functions of one of lineate's five ops, whose state is a matrix."""
 
     def write(k: Tensor, v: Tensor, s: Setting, state: State | None) -> State:
         return {"S": op(_head(k), _head(v), s, None if state is None else state["S"]).state}
@@ -97,20 +97,23 @@ def _gated_delta(k: Tensor, v: Tensor, s: Setting, S: Tensor | None) -> Any:
 
 
 def _kimi(k: Tensor, v: Tensor, s: Setting, S: Tensor | None) -> Any:
-    """The channels keep between 1 and `keep` of what they hold, evenly in the logarithm."""
+    """Kimi Delta Attention whose channels keep between 1 and `keep` of what they hold, evenly in the logarithm."""
     log_decay = torch.linspace(0, math.log(s["keep"]), k.shape[-1]).expand(k.shape)
     return lineate.kimi_delta_attention(k, k, v, log_decay, _full(k, s["rate"]), scale=1.0, state=S)
 
 
 @lru_cache
 def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
-    """First weights, always the same: deviation 1 / sqrt(inputs)."""
+    """Return first weights, always the same, of deviation 1 / sqrt(inputs)."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, *shape, generator=generator) * shape[0] ** -0.5 for shape in shapes]
 
 
 def _ttt(expand: int) -> dict[str, Any]:
-    """Keys of a length above 1: the bias answers all keys alike, as if each had one more channel, of 1."""
+    """Return TTT's functions.
+
+    Keys are longer than 1, because the bias answers all keys alike, as if each had one more channel, of 1.
+    """
 
     def start(d: int) -> State:
         sizes = [d, *([expand * d] if expand else []), d]
@@ -179,27 +182,27 @@ def _least_squares_write(k: Tensor, v: Tensor, s: Setting, state: State | None) 
 
 
 CONTESTANTS = (
-    Contestant("linear attention", ({},), **_of_matrix(_linear)),
-    Contestant(
+    MemoryContestant("linear attention", ({},), **_of_matrix(_linear)),
+    MemoryContestant(
         "gated linear attention",
         grid(keep=(0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9999)), **_of_matrix(_gated_linear),
     ),
-    Contestant("DeltaNet", grid(rate=(0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)), **_of_matrix(_delta)),
-    Contestant(
+    MemoryContestant("DeltaNet", grid(rate=(0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)), **_of_matrix(_delta)),
+    MemoryContestant(
         "Gated DeltaNet", grid(rate=(0.02, 0.2, 0.6, 1.0), keep=(0.99, 0.9999)), **_of_matrix(_gated_delta)
     ),
-    Contestant("KDA", grid(rate=(0.02, 0.2, 0.6, 1.0), keep=(0.98, 0.9998)), **_of_matrix(_kimi)),
-    Contestant("TTT-Linear", grid(rate=(0.02, 0.05, 0.1, 0.3), length=(3, 6), chunk=(4,)), **_ttt(0)),
-    Contestant("TTT-MLP", grid(rate=(0.02, 0.05, 0.1, 0.3), length=(3, 6), chunk=(4,)), **_ttt(4)),
-    Contestant("Titans", grid(rate=(0.05, 0.2, 0.5, 1.0), momentum=(0.0, 0.5), chunk=(4,)), **_titans(0)),
-    Contestant("Titans MLP", grid(rate=(0.02, 0.05, 0.1, 0.2), momentum=(0.0, 0.5), chunk=(4,)), **_titans(2)),
-    Contestant(
+    MemoryContestant("KDA", grid(rate=(0.02, 0.2, 0.6, 1.0), keep=(0.98, 0.9998)), **_of_matrix(_kimi)),
+    MemoryContestant("TTT-Linear", grid(rate=(0.02, 0.05, 0.1, 0.3), length=(3, 6), chunk=(4,)), **_ttt(0)),
+    MemoryContestant("TTT-MLP", grid(rate=(0.02, 0.05, 0.1, 0.3), length=(3, 6), chunk=(4,)), **_ttt(4)),
+    MemoryContestant("Titans", grid(rate=(0.05, 0.2, 0.5, 1.0), momentum=(0.0, 0.5), chunk=(4,)), **_titans(0)),
+    MemoryContestant("Titans MLP", grid(rate=(0.02, 0.05, 0.1, 0.2), momentum=(0.0, 0.5), chunk=(4,)), **_titans(2)),
+    MemoryContestant(
         "LaCT",
         grid(muon=(1,), rate=(1.0,), momentum=(0.0, 0.5), chunk=(16, 64))
         + grid(muon=(0,), rate=(0.3, 1.0), momentum=(0.0, 0.5), chunk=(16,)),
         _lact_write, _lact_read, ("weights_",), scaled=False,
     ),
-    Contestant(
+    MemoryContestant(
         "least squares", grid(ridge=(1e-1, 1e-2, 1e-3, 1e-4), keep=(1.0, 0.95)),
         _least_squares_write, lambda state, q, s: q @ state["S"][:, 0], ("S",),
     ),

@@ -34,7 +34,7 @@ FONT: dict[str, Any] = {
 
 
 def draw(data: dict[str, Any], folder: Path) -> list[Path]:
-    """One picture a table that is there; returns their paths."""
+    """Draw one picture for every table that there is; return their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -54,7 +54,7 @@ def draw(data: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def recall(plt: Any, data: dict[str, Any]) -> Any:
-    """Accuracy against pairs: matrices above, other models below."""
+    """Draw accuracy against pairs: matrices above, other models below."""
     figure, panels = plt.subplots(2, 1, figsize=(7, 7.4), sharex=True)
     for axis, names, title in zip(panels, PANELS, ("a matrix", "other models and optimisers"), strict=True):
         for name in names:
@@ -71,7 +71,7 @@ def recall(plt: Any, data: dict[str, Any]) -> Any:
 
 
 def overwrite(plt: Any, data: dict[str, Any]) -> Any:
-    """Share recalled and error of keys with new values and of keys left alone, one row a memory."""
+    """Draw share recalled and error of keys with new values and of keys left alone, one row a memory."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 5.8), sharey=True)
     rows = data["overwrite"]
     for axis, what, title in zip(
@@ -97,7 +97,7 @@ def overwrite(plt: Any, data: dict[str, Any]) -> Any:
 
 
 def length(plt: Any, data: dict[str, Any]) -> Any:
-    """Error of the last pairs, and the growth of the weights: matrices on the left, other models on the right."""
+    """Draw the error of the last pairs, and the growth of the weights: matrices left, other models right."""
     figure, panels = plt.subplots(2, 2, figsize=(8, 7), sharex=True, sharey="row")
     by_name = {r["name"]: r for r in data["length"]}
     for (above, below), names, title in zip(panels.T, PANELS, ("A matrix", "Other models"), strict=True):
@@ -124,7 +124,7 @@ def length(plt: Any, data: dict[str, Any]) -> Any:
 
 
 def cost(plt: Any, data: dict[str, Any]) -> Any:
-    """Time of a whole text and of one token, and bytes of the state, one row a layer."""
+    """Draw the time of a whole sequence and of one token, and bytes of the state, one row a layer."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 5.2), sharey=True, width_ratios=(1.4, 1))
     rows = data["cost"]
     y = range(len(rows))

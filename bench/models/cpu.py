@@ -25,7 +25,10 @@ HIDDEN, LAYERS, VOCAB = 1024, 8, 8192
 
 
 def qwen3_next(dense: bool) -> Any:
-    """Key width = hidden, value width = 2 hidden, every 4th layer attends; 10 of 512 experts become 4 of 32."""
+    """Return Qwen3-Next's shape, with 4 of 32 experts for 10 of 512.
+
+    The key width is hidden, the value width 2 hidden, and every 4th layer attends.
+    """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
@@ -39,7 +42,10 @@ def qwen3_next(dense: bool) -> Any:
 
 
 def kimi_linear(dense: bool) -> Any:
-    """Linear width = 2 hidden, every 4th layer has latent attention; 8 of 256 experts become 4 of 32."""
+    """Return Kimi Linear's shape, with 4 of 32 experts for 8 of 256.
+
+    The linear width is 2 hidden, and every 4th layer has latent attention.
+    """
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
     config = KimiLinearConfig(
@@ -60,7 +66,7 @@ MODELS: dict[str, Callable[[bool], Any]] = {"GGGA": qwen3_next, "KKKM": kimi_lin
 def load_both(
     make: Callable[[bool], Any], dense: bool, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, HybridLM]:  # fmt: skip
-    """transformers' model, and ours from its files."""
+    """Return transformers' model, and ours from its files."""
     torch.manual_seed(0)
     theirs = make(dense).eval().to(dtype)
     with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
     python -m bench.models.gpu [--peers DIR] [--json FILE] [--quick]
 
-The models of models_cpu.py in bfloat16. Times are between events around whole calls from Python, as a user has them.
+The models of bench.models.cpu in bfloat16. Times are between events around whole calls from Python, as a user has them.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def median_ms(call: Callable[[], Any], rounds: int) -> float:
-    """Median over the rounds, after two to warm up."""
+    """Return the median over the rounds, after two to warm up."""
     times = []
     for n in range(rounds + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -36,7 +36,7 @@ def median_ms(call: Callable[[], Any], rounds: int) -> float:
 
 
 def step_of(advance: Callable[[Any], tuple[Tensor, Any]], past: Any) -> Callable[[], Tensor]:
-    """A call that decodes one token more each time."""
+    """Return a call that decodes one token more each time."""
 
     def step() -> Tensor:
         nonlocal past
@@ -48,8 +48,7 @@ def step_of(advance: Callable[[Any], tuple[Tensor, Any]], past: Any) -> Callable
 
 @torch.inference_mode()
 def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
-    from models_cpu import MODELS, VOCAB, load_both
-
+    from bench.models.cpu import MODELS, VOCAB, load_both
     from lineate.generation import GraphedDecoder
 
     theirs, ours = load_both(MODELS[name], dense=False, dtype=torch.bfloat16)
@@ -101,7 +100,7 @@ def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> li
 
 
 def taken_from(model: Any) -> dict[str, str]:
-    """Which package each function that transformers may take from elsewhere came from."""
+    """Return which package each function came from that transformers may take from elsewhere."""
     module, found = sys.modules[type(model).__module__], {}
     for name, function in vars(module).items():
         if inspect.isfunction(function):
@@ -124,7 +123,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.peers is not None:
         sys.path.insert(0, str(args.peers))
-    from timing import show
+    from bench.timing import show
 
     results = []
     for name in ("GGGA", "KKKM") if args.only is None else (args.only,):

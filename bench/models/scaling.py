@@ -12,16 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
+from lineate.layers import kind_of
 from lineate.models import HybridLM
-from lineate.models.config import LINEAR_LETTERS, HybridConfig
+from lineate.models.config import HybridConfig
 from lineate.models.loss import most_bytes
 from lineate.models.presets import preset
 
-CHUNK = 64
+RULE_CHUNK = 64
 STATE_BYTES = 16
-"""Of a parameter: itself, its gradient and AdamW's two averages, in float32."""
+"""Bytes of a parameter, its gradient and AdamW's two averages, in float32."""
 FORWARDS = 4
-"""One step in forward passes: forward, forward again (recomputed), backward as two."""
+"""A step in forward passes: forward, forward again (recomputed), and backward, which counts as two."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,23 @@ class Machine:
     """H200s in nodes of 8."""
 
     flops: float = 989e12
-    """Peak, dense bfloat16."""
+    """Peak rate of dense bfloat16 products."""
     utilisation: float = 0.4
     memory: float = 141e9
     hbm: float = 4.8e12
     nvlink: float = 450e9
-    """Bytes a second and direction."""
+    """Bytes a second in each direction."""
     network: float = 50e9
-    """The same for a GPU's own 400 Gb/s."""
+    """Bytes a second of a GPU's own 400 Gb/s."""
     node: int = 8
     latency: float = 10e-6
-    """Of one of the log2(ranks) rounds of a collective."""
+    """Seconds of one of the log2(ranks) rounds of a collective."""
 
     def seconds(self, nbytes: float, calls: float, ranks: int) -> float:
-        """Of collectives in which every rank receives so many bytes in all; between nodes all 8 networks carry them."""
+        """Return the seconds of collectives in which every rank receives so many bytes.
+
+        Between nodes all 8 networks carry them.
+        """
         if ranks == 1:
             return 0.0
         bandwidth = self.nvlink if ranks <= self.node else min(self.nvlink, self.node * self.network)
@@ -50,20 +54,20 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """What the formulas need of a model."""
 
     config: HybridConfig
     parameters: int
     active: int
-    """That one token is multiplied with."""
+    """Parameters that one token is multiplied with."""
     block: int
     """Parameters of the largest block."""
     root: int
-    """Outside of blocks."""
+    """Parameters outside of blocks."""
 
     @classmethod
-    def of(cls, config: HybridConfig) -> "Shape":
+    def of(cls, config: HybridConfig) -> "ModelShape":
         with torch.device("meta"):
             model = HybridLM(config)
         blocks = [sum(x.numel() for x in block.parameters()) for block in model.layers]
@@ -76,7 +80,7 @@ class Shape:
 
     @property
     def linear_layers(self) -> int:
-        return sum(letter in LINEAR_LETTERS for letter in self.config.letters)
+        return sum(kind_of(letter).section == "linear" for letter in self.config.letters)
 
     @property
     def attention_layers(self) -> int:
@@ -84,7 +88,7 @@ class Shape:
 
     @property
     def attention(self) -> tuple[int, int, int, int]:
-        """heads, channels of a key and of a value, and what a token hands on to later ranks."""
+        """Heads, channels of a key and of a value, and what a token hands on to later ranks."""
         if "M" in self.config.letters:
             x = self.config.latent
             return x.heads, x.nope_dim + x.rope_dim, x.value_dim, x.rank + x.rope_dim
@@ -92,9 +96,9 @@ class Shape:
         return x.heads, x.head_dim, x.head_dim, 2 * x.kv_heads * x.head_dim
 
     def forward_flops(self, tokens: int, context: int = 1) -> tuple[float, float, float]:
-        """Of a token of a sequence of so many: products with weights, linear rules, attention on the last rank."""
+        """Return operations of a token: products with weights, linear rules, and attention on the last rank."""
         linear, (heads, key, value, _) = self.config.linear, self.attention
-        rule = 4 * CHUNK * (linear.key_dim + linear.value_dim) + 6 * linear.key_dim * linear.value_dim
+        rule = 4 * RULE_CHUNK * (linear.key_dim + linear.value_dim) + 6 * linear.key_dim * linear.value_dim
         runs = 1 if context == 1 else 3  # the segment's map, what it leaves, and the output
         seen = tokens * (1 - 1 / (2 * context))  # by a token of the last rank, on average
         attended = 2 * heads * (key + value) * seen
@@ -109,10 +113,10 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """One step of data x context ranks, a sequence of `tokens` for each of the data ranks, FSDP2 over all of them."""
 
-    shape: Shape
+    shape: ModelShape
     data: int
     context: int
     tokens: int = 2**20
@@ -128,7 +132,7 @@ class Step:
 
     @property
     def memory(self) -> dict[str, float]:
-        """Bytes of a GPU: what stays, and the larger of the two peaks above it."""
+        """Return the bytes of a GPU: what stays, and the larger of the two peaks above it."""
         c, shape = self.shape.config, self.shape
         heads, key, _, _ = shape.attention
         gathered = 3 * 4 * shape.block  # this block, the next, and this one's gradient
@@ -144,13 +148,13 @@ class Step:
 
     @property
     def compute_seconds(self) -> float:
-        """Of the slowest rank."""
+        """Return the seconds of the slowest rank."""
         flops = FORWARDS * sum(self.shape.forward_flops(self.tokens, self.context)) * self.own_tokens
         return flops / (self.machine.flops * self.machine.utilisation)
 
     @property
     def shard_bytes(self) -> float:
-        """Received by a GPU: blocks gathered twice, the rest once, all gradients reduced."""
+        """Return the bytes that a GPU receives: blocks gathered twice, the rest once, all gradients reduced."""
         blocks = self.shape.parameters - self.shape.root
         return (12 * blocks + 8 * self.shape.root) * (1 - 1 / self.gpus)
 
@@ -160,7 +164,7 @@ class Step:
 
     @property
     def context_bytes(self) -> float:
-        """Received by a GPU in forward, recomputed forward and backward: maps, halos, keys and values."""
+        """Return the bytes that a GPU receives of maps, halos, keys and values, in both forwards and backward."""
         linear, others = self.shape.config.linear, self.context - 1
         maps = 4 * linear.value_heads * linear.key_dim * (linear.key_dim + linear.value_dim)
         channels = 2 * linear.heads * linear.key_dim + linear.value_heads * linear.value_dim
@@ -175,12 +179,12 @@ class Step:
 
     @property
     def optimizer_seconds(self) -> float:
-        """AdamW reads 16 bytes a parameter and writes 12."""
+        """Return AdamW's seconds; it reads 16 bytes a parameter and writes 12."""
         return 28 * self.shape.parameters / self.gpus / self.machine.hbm
 
     @property
     def seconds(self) -> float:
-        """At least: gathers and reductions hidden behind compute, what crosses segments not."""
+        """Return the least seconds: gathers and reductions are hidden behind compute, what crosses segments is not."""
         return max(self.compute_seconds, self.shard_seconds) + self.context_seconds + self.optimizer_seconds
 
     @property
@@ -193,8 +197,8 @@ LAYOUTS = ((1, 8), (8, 8), (1, 64), (16, 64))
 
 
 def tables() -> str:
-    """As docs/scaling.md has them."""
-    shapes = {name: Shape.of(preset(name)) for name in MODELS}
+    """Return the tables as docs/scaling.md has them."""
+    shapes = {name: ModelShape.of(preset(name)) for name in MODELS}
     lines = [
         "| model | parameters | active | linear / attention layers | weights | rules | attention at 1M |",
         "|---|---|---|---|---|---|---|",
@@ -205,7 +209,7 @@ def tables() -> str:
         sizes = f"{shape.parameters / 1e9:.3g} B | {shape.active / 1e9:.3g} B"
         lines.append(f"| {name} | {sizes} | {counts} | {dense} | {rules} | {attention} |")
     for name, shape in shapes.items():
-        steps = [Step(shape, *layout) for layout in LAYOUTS]
+        steps = [TrainingStep(shape, *layout) for layout in LAYOUTS]
         lines += [
             "",
             f"`{name}`, sequences of 2^20 tokens:",

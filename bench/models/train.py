@@ -32,7 +32,7 @@ PATTERNS = ("L", "R", "D", "G", "K", "A", "GGGA", "KKKM")
 
 
 class Peer(nn.Module):
-    """A mixer of fla as one of ours."""
+    """A mixer of fla that is called as one of ours."""
 
     def __init__(self, mixer: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Peer(nn.Module):
 
 
 def make_peer(letter: str, config: HybridConfig) -> nn.Module | None:
-    """fla's layer of the same rule and sizes, or None."""
+    """Return fla's layer of the same rule and sizes, or None."""
     from fla import layers
 
     assert config.linear is not None
@@ -63,7 +63,7 @@ def make_peer(letter: str, config: HybridConfig) -> nn.Module | None:
 
 
 def with_fla(config: HybridConfig) -> HybridLM:
-    """Our model with fla's mixers, norms and feed-forwards."""
+    """Return our model with fla's mixers, norms and feed-forwards."""
     from fla.modules import GatedMLP, RMSNorm
 
     model = HybridLM(config)

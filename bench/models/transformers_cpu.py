@@ -30,7 +30,7 @@ SIDES = ("transformers", "lineate")
 
 
 def kimi(dim: int, experts: tuple[int, int, int], dense: int) -> Any:
-    """Kimi Linear at hidden 1024, 16 heads: KKKM, a dense layer, then layers of `experts` and a shared one."""
+    """Return Kimi Linear at hidden 1024, 16 heads: KKKM, a dense layer, then layers of `experts` and a shared one."""
     count, active, size = experts
     config = transformers.KimiLinearConfig(
         vocab_size=VOCAB, hidden_size=1024, num_hidden_layers=4, intermediate_size=dense,
@@ -43,7 +43,7 @@ def kimi(dim: int, experts: tuple[int, int, int], dense: int) -> Any:
 
 
 def qwen(heads: int, value_heads: int, dim: int, experts: tuple[int, int, int]) -> Any:
-    """Qwen3-Next at hidden 1024: GGGA, in every layer `experts` and a shared one."""
+    """Return Qwen3-Next at hidden 1024: GGGA, with `experts` and a shared one in every layer."""
     count, active, size = experts
     config = transformers.Qwen3NextConfig(
         vocab_size=VOCAB, hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=1,
@@ -84,7 +84,7 @@ def prefill(model: Any, ids: torch.Tensor, side: str) -> timing.Call:
 
 
 def decode(model: Any, ids: torch.Tensor, side: str) -> timing.Call:
-    """One token after a prefill of 128; the state goes on, which costs the same every time."""
+    """Decode one token after a prefill of 128; the state goes on, which costs the same every time."""
     with torch.no_grad(), on(side):
         cache = model(ids[:, :128], use_cache=True).past_key_values
 
@@ -105,7 +105,10 @@ def train(model: Any, ids: torch.Tensor, side: str) -> timing.Call:
 
 
 def differences(model: Any, ids: torch.Tensor) -> dict[str, float]:
-    """The largest difference of a logit, and of a gradient entry, also against the largest entry of its tensor."""
+    """Return the largest difference of a logit and of a gradient entry.
+
+    The latter is also given as a share of the largest entry of its tensor.
+    """
     found = []
     for side in SIDES:
         with torch.no_grad(), on(side):
@@ -124,7 +127,7 @@ def differences(model: Any, ids: torch.Tensor) -> dict[str, float]:
 
 
 def profile(model: Any, ids: torch.Tensor, side: str, rows: int = 12) -> list[tuple[str, float]]:
-    """Milliseconds of one prefill by torch operator, own time."""
+    """Print the milliseconds of one prefill by torch operator, own time."""
     call = prefill(model, ids, side)
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:

@@ -8,10 +8,10 @@ from typing import Any
 
 
 def tune_side_by_side(share: str | None = None) -> None:
-    """Triton's autotuner compiles all configurations of a kernel at once, then times each for 20 ms (not 100).
+    """Let Triton's autotuner compile all configurations of a kernel at once, and time each for 20 ms (not 100).
 
-    share "3/8": it tries the third eighth of the configurations alone. Eight such processes fill Triton's cache, where
-    the next run finds all of them.
+    With share "3/8" it tries only the third eighth of the configurations. Eight such processes fill Triton's cache,
+    where the next run finds all of them.
     """
     import triton
     from triton.runtime.autotuner import Autotuner

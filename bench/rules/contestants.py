@@ -1,6 +1,6 @@
 """What is measured: the inputs of each rule, ours, and what others offer for the same computation.
 
-Inputs are what a trained layer sees: unit q and k, beta in (0, 1), a log_decay of about -0.05 a token.
+RuleInputs are what a trained layer sees: unit q and k, beta in (0, 1), a log_decay of about -0.05 a token.
 """
 
 import inspect
@@ -33,7 +33,7 @@ CORRECTS = ("delta", "gdn", "kda")
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RuleInputs:
     """The arguments of one rule: q, k `b t h k`; v `b t hv v`; the gates it takes; a state `b hv k v` or None."""
 
     rule: str
@@ -48,15 +48,15 @@ class Inputs:
     def gates(self) -> tuple[Tensor, ...]:
         return tuple(x for x in (self.log_decay, self.beta) if x is not None)
 
-    def first(self, t: int) -> "Inputs":
-        """The same for the first t tokens, without a copy."""
+    def first(self, t: int) -> "RuleInputs":
+        """Return the same for the first t tokens, without a copy."""
         return self.map(lambda y: y[:, :t])
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
-        """The same with every tensor but the state changed."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> "RuleInputs":
+        """Return the same with every tensor except the state changed."""
         q, k, v = (change(y) for y in (self.q, self.k, self.v))
         log_decay, beta = (None if y is None else change(y) for y in (self.log_decay, self.beta))
-        return Inputs(self.rule, q, k, v, log_decay, beta, self.state)
+        return RuleInputs(self.rule, q, k, v, log_decay, beta, self.state)
 
 
 def make_inputs(
@@ -70,8 +70,11 @@ def make_inputs(
     dtype: torch.dtype = torch.float32,
     with_state: bool = False,
     resets: bool = False,
-) -> Inputs:
-    """Random inputs, the same every time. log_decay stays float32, as in models; with resets every 16th is -50."""
+) -> RuleInputs:
+    """Return random inputs, the same every time; log_decay stays float32, as in models.
+
+    With resets every 16th log_decay is -50.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -88,12 +91,15 @@ def make_inputs(
     if resets and log_decay is not None:
         log_decay[:, ::16] = -50.0
     state = normal(b, hv, dim, dim) if with_state else None
-    return Inputs(rule, q, k, v, log_decay, beta, state)
+    return RuleInputs(rule, q, k, v, log_decay, beta, state)
 
 
 @cache
 def transformers_functions() -> dict[str, Callable[..., Any]]:
-    """transformers' own torch fallbacks, without the wrapper that may swap in kernels; empty if it is not installed."""
+    """Return transformers' own torch fallbacks, without the wrapper that may swap in kernels.
+
+    There are none if it is not installed.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with warnings.catch_warnings():
@@ -111,20 +117,23 @@ def transformers_functions() -> dict[str, Callable[..., Any]]:
     }
 
 
-def ours(x: Inputs, **options: Any) -> Call:
-    """The public op; options are its keywords."""
+def ours(x: RuleInputs, **options: Any) -> Call:
+    """Return a call of the public op; options are its keywords."""
     if x.rule == "softmax":
         return lambda: lineate.softmax_attention(x.q, x.k, x.v, **options)
     return lambda: OPS[x.rule](x.q, x.k, x.v, *x.gates, state=x.state, **options)
 
 
-def ours_in_torch(x: Inputs) -> Call:
-    """The public op without native code."""
+def ours_in_torch(x: RuleInputs) -> Call:
+    """Return a call of the public op without native code."""
     return ours(x, backend="torch")
 
 
-def theirs(x: Inputs, form: str = "chunk") -> Call | None:
-    """transformers' fallback, "chunk" or "recurrent"; None if it has none. DeltaNet is its gated rule without decay."""
+def theirs(x: RuleInputs, form: str = "chunk") -> Call | None:
+    """Return a call of transformers' fallback, "chunk" or "recurrent"; None if it has none.
+
+    DeltaNet is its gated rule without decay.
+    """
     function = transformers_functions().get(f"{'gdn' if x.rule == 'delta' else x.rule} {form}")
     if function is None:
         return None
@@ -138,8 +147,8 @@ def theirs(x: Inputs, form: str = "chunk") -> Call | None:
     return call
 
 
-def token_loop(x: Inputs) -> Call:
-    """The equation as one would first write it: a loop over tokens."""
+def token_loop(x: RuleInputs) -> Call:
+    """Return a call of the equation as one would first write it: a loop over tokens."""
 
     def call() -> tuple[Tensor, Tensor]:
         b, t, h, dim = x.q.shape  # h = hv
@@ -158,8 +167,8 @@ def token_loop(x: Inputs) -> Call:
     return call
 
 
-def in_pieces(x: Inputs, size: int) -> Call:
-    """Ours again, a piece after the other, each from the state of the one before."""
+def in_pieces(x: RuleInputs, size: int) -> Call:
+    """Return a call of ours that takes one piece after the other, each from the state of the one before."""
 
     def call() -> tuple[Tensor, Tensor | None]:
         state, outputs = x.state, []
@@ -172,8 +181,8 @@ def in_pieces(x: Inputs, size: int) -> Call:
     return call
 
 
-def one_by_one(x: Inputs) -> Call:
-    """Ours again, for one row of the batch and one value head at a time."""
+def one_by_one(x: RuleInputs) -> Call:
+    """Return a call of ours for one row of the batch and one value head at a time."""
 
     def call() -> tuple[Tensor, Tensor]:
         (b, _, h), hv = x.q.shape[:3], x.v.shape[2]
@@ -190,19 +199,19 @@ def one_by_one(x: Inputs) -> Call:
     return call
 
 
-def sdpa(x: Inputs) -> Call:
-    """torch's scaled_dot_product_attention, causal, on the layout it likes best."""
+def sdpa(x: RuleInputs) -> Call:
+    """Return a call of torch's scaled_dot_product_attention, causal, on the layout it likes best."""
     q, k, v = (y.transpose(1, 2).contiguous() for y in (x.q, x.k, x.v))  # b h t k
     return lambda: (F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2),)
 
 
 def forward(call: Call | None) -> Call | None:
-    """The call without gradients; None stays None."""
+    """Return the call without gradients; None stays None."""
     return None if call is None else torch.no_grad()(call)
 
 
-def forward_backward(make: Callable[[Inputs], Call | None], x: Inputs) -> Call | None:
-    """The call and the gradients of all inputs, for a fixed random gradient of the output."""
+def forward_backward(make: Callable[[RuleInputs], Call | None], x: RuleInputs) -> Call | None:
+    """Return a call that adds the gradients of all inputs, for a fixed random gradient of the output."""
     x = x.map(lambda y: y.detach().requires_grad_())
     leaves = (x.q, x.k, x.v, *x.gates)
     call = make(x)
@@ -218,14 +227,14 @@ def forward_backward(make: Callable[[Inputs], Call | None], x: Inputs) -> Call |
 
 
 def tensors(result: Any) -> list[Tensor]:
-    """The tensors of a result, in order."""
+    """Return the tensors of a result, in order."""
     if isinstance(result, Tensor):
         return [result]
     return [] if result is None else [y for part in result for y in tensors(part)]
 
 
 def difference(got: Any, want: Any) -> tuple[float, float]:
-    """The largest absolute difference of two results, and the largest as a fraction of the tensor's largest entry."""
+    """Return the largest absolute difference of two results, and the largest relative to its tensor's largest entry."""
     absolute = relative = 0.0
     for a, b in zip(tensors(got), tensors(want), strict=False):  # SDPA returns no state
         if a.shape != b.shape or not bool(a.isfinite().all()):

@@ -21,11 +21,11 @@ import lineate
 from bench import timing
 from bench.rules import contestants as c
 from bench.rules import plot
-from bench.rules.tables import Bench, Calls, Key, pivot
+from bench.rules.tables import Bench, Calls, Measured, pivot
 from lineate.dispatch import RECURRENT_UP_TO
 
-T, HEADS, DIM = 2048, 16, 128  # the base shape, b = 1
-BASE = f"b 1, t {T}, {HEADS} heads, {DIM} dims, float32"
+T, HEADS, HEAD_DIM = 2048, 16, 128  # the base shape, b = 1
+BASE = f"b 1, t {T}, {HEADS} heads, {HEAD_DIM} dims, float32"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 PEERS_UP_TO = 16384  # SDPA is quadratic in time, transformers' fallback holds many copies of its inputs
 SHORT = (1, 2, 3, 4, 6, 8, 16, 32, 64)
@@ -35,7 +35,7 @@ IMPORT = "import time, torch; s = time.perf_counter(); import lineate; print(tim
 
 
 def contestants(rule: str, what: str) -> list[str]:
-    """Who can compute this rule."""
+    """Return who can compute this rule."""
     if rule == "softmax":
         return ["lineate", "SDPA"]
     names = ["lineate", "lineate torch"]
@@ -45,7 +45,7 @@ def contestants(rule: str, what: str) -> list[str]:
     return [*names, "token loop"] if what == "forward" else names
 
 
-def contestant(who: str, what: str, x: c.Inputs) -> timing.Call | None:
+def contestant(who: str, what: str, x: c.RuleInputs) -> timing.Call | None:
     make: Any = {
         "lineate": c.ours,
         "lineate torch": c.ours_in_torch,
@@ -62,13 +62,13 @@ def prefill(bench: Bench) -> None:
         other = "SDPA" if rule == "softmax" else "token loop"
         got, want = (contestant(who, TRAIN, x) for who in ("lineate", other))
         assert got is not None and want is not None
-        bench.compare("prefill", Key(rule, "lineate", TRAIN, 160), got(), want())
+        bench.compare("prefill", Measured(rule, "lineate", TRAIN, 160), got(), want())
     calls: Calls = {}
     for what in ("forward", TRAIN):
         for rule in bench.rules:
             x = c.make_inputs(rule, T)
             for who in contestants(rule, what):
-                calls[Key(rule, who, what, T)] = contestant(who, what, x)
+                calls[Measured(rule, who, what, T)] = contestant(who, what, x)
     bench.time("prefill", calls)
     bench.show("prefill", f"Prefill, {BASE}", lambda key: f"{key.rule} {key.what}", lambda key: key.who, "lineate")
 
@@ -78,16 +78,16 @@ def decode(bench: Bench) -> None:
     for rule in bench.rules:
         if rule != "softmax":
             x = c.make_inputs(rule, 1, with_state=True)
-            calls[Key(rule, "lineate", "step", 1)] = c.forward(c.ours(x))
-            calls[Key(rule, "lineate torch", "step", 1)] = c.forward(c.ours_in_torch(x))
-            calls[Key(rule, "transformers", "step", 1)] = c.forward(c.theirs(x, "recurrent"))
-            calls[Key(rule, "token loop", "step", 1)] = c.forward(c.token_loop(x))
+            calls[Measured(rule, "lineate", "step", 1)] = c.forward(c.ours(x))
+            calls[Measured(rule, "lineate torch", "step", 1)] = c.forward(c.ours_in_torch(x))
+            calls[Measured(rule, "transformers", "step", 1)] = c.forward(c.theirs(x, "recurrent"))
+            calls[Measured(rule, "token loop", "step", 1)] = c.forward(c.token_loop(x))
     bench.time("decode", calls)
     bench.show("decode", "Decode, one token, b 1", lambda key: key.rule, lambda key: key.who, "lineate")
 
 
 def memory(bench: Bench) -> None:
-    """Each contestant in its own process; a quick run measures the forward of three rules."""
+    """Measure each contestant in its own process; a quick run measures the forward of three rules."""
     cells: dict[tuple[str, str], str] = {}
     for what in ("forward", TRAIN):
         for rule in bench.rules:
@@ -98,7 +98,7 @@ def memory(bench: Bench) -> None:
                 found = timing.in_fresh_process(case, {**os.environ, **timing.EXACT_ALLOCATION})
                 believed = found is not None and abs(found["meter"] - 1) <= timing.METER_WITHIN
                 if believed:
-                    bench.memory[Key(rule, who, what, T)] = found
+                    bench.memory[Measured(rule, who, what, T)] = found
                 elif found is not None:
                     print(f"memory of {rule} {who} {what}: a known block reads {found['meter']:.2f} of its size")
                 cells[f"{rule} {what}", who] = f"{found['bytes'] / 1e6:.0f}" if believed else "?"
@@ -106,7 +106,7 @@ def memory(bench: Bench) -> None:
 
 
 def measure(case: str) -> None:
-    """The child of `memory`: warm up on a few tokens, try the meter, then print what one call needs."""
+    """Run as the child of `memory`: warm up on a few tokens, try the meter, then print what one call needs."""
     rule, who, what = case.split("/")
     few, many = (contestant(who, what, c.make_inputs(rule, t)) for t in (128, T))
     assert few is not None and many is not None
@@ -124,14 +124,14 @@ def scaling(bench: Bench) -> None:
         for rule, whole in longest.items():
             x = whole.first(t)
             if rule == "softmax":
-                calls[Key(rule, "SDPA", "forward", t)] = c.forward(c.sdpa(x)) if t <= PEERS_UP_TO else None
+                calls[Measured(rule, "SDPA", "forward", t)] = c.forward(c.sdpa(x)) if t <= PEERS_UP_TO else None
                 cache, state = lineate.KeyValueCache(x.k, x.v), c.ours(c.make_inputs("gdn", 1))().state
                 bench.state_bytes.append({"t": t, "cache": cache.nbytes, "state": state.nbytes})
                 continue
-            calls[Key(rule, "lineate", "forward", t)] = c.forward(c.ours(x))
+            calls[Measured(rule, "lineate", "forward", t)] = c.forward(c.ours(x))
             oracles[rule, "forward", t] = c.forward(c.token_loop(x) if t <= 1024 else c.in_pieces(x, 1024))
             if rule == "gdn" and t <= PEERS_UP_TO:
-                calls[Key(rule, "transformers", "forward", t)] = c.forward(c.theirs(x))
+                calls[Measured(rule, "transformers", "forward", t)] = c.forward(c.theirs(x))
     bench.time("scaling", calls, oracles=oracles)
     bench.show(
         "scaling", "Scaling with length, forward", lambda key: f"t {key.t}", lambda key: f"{key.rule} {key.who}",
@@ -145,7 +145,7 @@ def chunk(bench: Bench) -> None:
         if rule in bench.rules:
             x = c.make_inputs(rule, T)
             for size in (64, 16, 32, 128):
-                calls[Key(rule, "lineate", f"chunk {size}", T)] = c.forward(c.ours(x, chunk_size=size))
+                calls[Measured(rule, "lineate", f"chunk {size}", T)] = c.forward(c.ours(x, chunk_size=size))
     bench.time("chunk", calls, alike=lambda key: key.rule)
     bench.show("chunk", f"Chunk size, forward, t {T}", lambda key: key.what, lambda key: key.rule)
 
@@ -157,7 +157,7 @@ def short(bench: Bench) -> None:
         for t in SHORT:
             x = c.make_inputs(rule, t, with_state=True)
             for form in ("recurrent", "chunkwise"):
-                calls[Key(rule, "lineate", form, t)] = c.forward(c.ours(x, form=form))
+                calls[Measured(rule, "lineate", form, t)] = c.forward(c.ours(x, form=form))
     bench.time("short", calls, alike=lambda key: (key.rule, key.t))
     bench.show("short", "Short sequences", lambda key: f"t {key.t}", lambda key: f"{key.rule} {key.what}")
     for rule in rules:
@@ -170,7 +170,7 @@ def short(bench: Bench) -> None:
 
 
 def dtype(bench: Bench) -> None:
-    """Without SDPA: on a CPU that has no bfloat16 instructions its bfloat16 takes minutes a call at this size."""
+    """Time dtypes without SDPA, whose bfloat16 takes minutes a call on a CPU without bfloat16 instructions."""
     calls: Calls = {}
     oracles = {}
     for rule in ("gdn", "kda"):
@@ -178,11 +178,11 @@ def dtype(bench: Bench) -> None:
             continue
         for name, kind in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
             x = c.make_inputs(rule, T, dtype=kind)
-            calls[Key(rule, "lineate", name, T)] = c.forward(c.ours(x))
+            calls[Measured(rule, "lineate", name, T)] = c.forward(c.ours(x))
             if rule == "gdn":
-                calls[Key(rule, "transformers", name, T)] = c.forward(c.theirs(x))
+                calls[Measured(rule, "transformers", name, T)] = c.forward(c.theirs(x))
         x = c.make_inputs(rule, T, resets=True)
-        calls[Key(rule, "lineate", RESETS, T)] = c.forward(c.ours(x))
+        calls[Measured(rule, "lineate", RESETS, T)] = c.forward(c.ours(x))
         oracles[rule, True] = c.forward(c.token_loop(x))
     bench.time("dtype", calls, alike=lambda key: (key.rule, key.what == RESETS), oracles=oracles)
     title = f"Dtypes and resets, forward, t {T}, log_decay always float32"
@@ -197,10 +197,10 @@ def shapes(bench: Bench) -> None:
         for rule in ("gdn", "kda"):
             if rule in bench.rules:
                 x = c.make_inputs(rule, T, b=b, hv=hv)
-                calls[Key(rule, "lineate", name, T)] = c.forward(c.ours(x))
+                calls[Measured(rule, "lineate", name, T)] = c.forward(c.ours(x))
                 oracles[rule, name, T] = c.forward(c.one_by_one(x))
                 if rule == "gdn":
-                    calls[Key(rule, "transformers", name, T)] = c.forward(c.theirs(x))
+                    calls[Measured(rule, "transformers", name, T)] = c.forward(c.theirs(x))
     bench.time("shapes", calls, oracles=oracles)
     title = f"Grouped heads and batch, forward, t {T}"
     bench.show("shapes", title, lambda key: key.what, lambda key: f"{key.rule} {key.who}")
@@ -212,7 +212,7 @@ def import_time(bench: Bench) -> None:
 
 
 def targets(bench: Bench) -> list[dict[str, Any]]:
-    """What the library promises on two threads at the base shape, by minimum times."""
+    """Return what the library promises on two threads at the base shape, by minimum times."""
 
     def ratio(table: str, over: tuple[Any, ...], under: tuple[Any, ...]) -> float | None:
         numerator, denominator = bench.minimum(table, *over), bench.minimum(table, *under)
@@ -230,7 +230,7 @@ def targets(bench: Bench) -> list[dict[str, Any]]:
     def growth(table: str, rule: str, over: tuple[str, int], under: tuple[str, int]) -> float | None:
         return ratio(table, (rule, "lineate", *over), (rule, "lineate", *under))
 
-    extra = bench.memory.get(Key("kda", "lineate", "forward", T))
+    extra = bench.memory.get(Measured("kda", "lineate", "forward", T))
     imported = statistics.median(bench.import_seconds) if bench.import_seconds else None
     bf16, f32 = ("bfloat16", T), ("float32", T)  # "no slower", with 2% for the noise between two equal times
     lines: list[tuple[str, str, float, float | None]] = [
@@ -296,7 +296,7 @@ def main() -> None:
         x = c.make_inputs("gdn", t)
         bench.plans.append(str(lineate.explain(x.q, x.k, x.v, *x.gates)))
         print(bench.plans[-1])
-    shape = {"b": 1, "t": T, "h": HEADS, "hv": HEADS, "k": DIM, "v": DIM, "dtype": "float32"}
+    shape = {"b": 1, "t": T, "h": HEADS, "hv": HEADS, "k": HEAD_DIM, "v": HEAD_DIM, "dtype": "float32"}
     args.json.parent.mkdir(parents=True, exist_ok=True)
     promises = []
     for name in [name for name in TABLES if name in args.only] or TABLES:

@@ -36,7 +36,7 @@ CHILD = "bench.rules.gpu_peers"
 
 
 class Run:
-    """The results so far; every change is written at once."""
+    """Holds the results so far; every change is written at once."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -77,7 +77,7 @@ class Run:
                 self.fail(who, case, "not measured: out of time")
 
     def process(self, who: str, cases: list[int], folder: Path, fresh: bool) -> list[int]:
-        """One process; the cases that it did not get to."""
+        """Run one process; return the cases that it did not get to."""
         lines, errors = folder / "lines", folder / "stderr"
         lines.write_text("")
         job = {"who": who, "cases": cases, "seconds": 0.08 if self.args.quick else 0.25, "graph": True, "fresh": fresh,
@@ -127,7 +127,7 @@ class Run:
         return left
 
     def take(self, who: str, line: dict[str, Any], left: list[int]) -> int | None:
-        """Note one line of a child; the case that it is at now."""
+        """Note one line of a child; return the case that it is at now."""
         if "start" in line:
             return line["start"]
         if "ceilings" in line:
@@ -221,7 +221,7 @@ def main() -> None:
     if not args.show:
         print(f"\nwrote {args.json}")
     if args.plot:
-        import plot
+        from bench.rules import plot
 
         plot.draw(args.json, args.plot)
         print(f"wrote {args.plot}")

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FORWARD, TRAIN, STEP = "forward", "forward+backward", "decode"
-DIM = 128  # k = v
-CHUNK = 64  # the chunk length of the operation count
+HEAD_DIM = 128  # k = v
+COUNTED_CHUNK = 64  # the chunk length of the operation count
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Case:
     h: int
     hv: int
     raw: bool = False
-    """bfloat16 gates before their activations, q and k of any length: norm, softplus, sigmoid are part of the work."""
+    """Whether gates are bfloat16 before their activations: norm, softplus and sigmoid are then part of the work."""
     target: float | None = None
     """Milliseconds that ours should need at most."""
 
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def batch(self) -> tuple[str, str]:
-        """Cases of one batch share a process."""
+        """The name of the batch; cases of one batch share a process."""
         return self.group, self.what
 
     def record(self) -> dict[str, Any]:
@@ -92,37 +92,45 @@ CONTESTANTS = {
 
 
 def least_bytes(case: Case) -> float:
-    """What must move: every input read once, every output written once; the backward reads all inputs again."""
+    """Return the bytes that must move.
+
+    Every input is read once and every output written once; the backward reads all inputs again.
+    """
     per_token = case.h / case.hv
     if case.rule == "linear":
         gates = 0
     elif case.raw:
-        gates = 2 * (DIM + 1 if case.rule == "kda" else 2)
+        gates = 2 * (HEAD_DIM + 1 if case.rule == "kda" else 2)
     else:
-        gates = 4 * {"delta": 1, "gdn": 2, "kda": DIM + 1}[case.rule]
-    qk, value = 2 * 2 * DIM * per_token, 2 * DIM  # q and k; one of v, o, dv, do
+        gates = 4 * {"delta": 1, "gdn": 2, "kda": HEAD_DIM + 1}[case.rule]
+    qk, value = 2 * 2 * HEAD_DIM * per_token, 2 * HEAD_DIM  # q and k; one of v, o, dv, do
     token = qk + 2 * value + gates
     if case.what == TRAIN:
         token += (qk + 2 * value + gates) + (qk + value + gates)  # reads with do; writes dq, dk, dv and the gates'
-    state = 4 * DIM * DIM * case.b * case.hv
+    state = 4 * HEAD_DIM * HEAD_DIM * case.b * case.hv
     return token * case.b * case.t * case.hv + (2 * state if case.what == STEP else state)
 
 
 def operations(case: Case) -> float:
-    """Floating-point operations of the chunk map with chunks of 64 (a step: of the equation)."""
+    """Return the floating-point operations of the chunk map with chunks of 64 (a step's are those of the equation)."""
     if case.what == STEP:
-        per_token = 7 * DIM * DIM
+        per_token = 7 * HEAD_DIM * HEAD_DIM
     elif case.rule == "linear":
-        per_token = 4 * DIM * DIM + 4 * CHUNK * DIM if case.what == FORWARD else 610e3
+        per_token = 4 * HEAD_DIM * HEAD_DIM + 4 * COUNTED_CHUNK * HEAD_DIM if case.what == FORWARD else 610e3
     elif case.what == FORWARD:
-        per_token = 6 * DIM * DIM + 8 * CHUNK * DIM + 2.2e3  # the last term is the triangular solve
+        per_token = (
+            6 * HEAD_DIM * HEAD_DIM + 8 * COUNTED_CHUNK * HEAD_DIM + 2.2e3
+        )  # the last term is the triangular solve
     else:
         per_token = 745e3 if case.rule != "kda" else 1.15e6
     return per_token * case.b * case.t * case.hv
 
 
 def floor_ms(case: Case, ceilings: Mapping[str, float] | None) -> float | None:
-    """No version runs much faster: the larger of the bytes' and the operations' time at the measured ceilings."""
+    """Return a time that no version beats by much.
+
+    It is the larger of the bytes' and the operations' time at the measured ceilings.
+    """
     if not ceilings:
         return None
     return 1e3 * max(
@@ -131,14 +139,14 @@ def floor_ms(case: Case, ceilings: Mapping[str, float] | None) -> float | None:
 
 
 def device_ms(result: Mapping[str, Any] | None) -> float | None:
-    """The time of the device: a graph's replays where it could be captured, else between events."""
+    """Return the device's time: of a graph's replays where it could be captured, else between events."""
     if result is None:
         return None
     return result["event_ms"] if result.get("graph_ms") is None else result["graph_ms"]
 
 
 def targets(results: list[dict[str, Any]], ceilings: Mapping[str, float] | None) -> list[dict[str, Any]]:
-    """What the library promises on an H200."""
+    """Return what the library promises on an H200."""
     found = {(r["group"], r["case"], r["who"]): r for r in results if r.get("event_ms") is not None}
     lines: list[tuple[str, str, float, float | None]] = []
     for case in CASES:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.rules import gpu_timing
-from bench.rules.gpu_cases import CASES, CONTESTANTS, DIM, STEP, TRAIN, Case
+from bench.rules.gpu_cases import CASES, CONTESTANTS, HEAD_DIM, STEP, TRAIN, Case
 from bench.timing import Call
 
 DEVICE = "cuda"
@@ -31,7 +31,7 @@ RESULT = tuple[Tensor, Tensor | None]  # output, final state
 
 
 @dataclass(frozen=True)
-class Inputs:
+class PeerInputs:
     """q, k `b t h k`; v `b t hv v`; gates `b t hv [k]`, given or raw; the parameters of the raw ones; a state."""
 
     q: Tensor
@@ -45,8 +45,8 @@ class Inputs:
     dt_bias: Tensor | None = None
     state: Tensor | None = None
 
-    def map(self, change: Callable[[str, Tensor], Tensor]) -> "Inputs":
-        return Inputs(**{f.name: None if (x := getattr(self, f.name)) is None else change(f.name, x)
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> "PeerInputs":
+        return PeerInputs(**{f.name: None if (x := getattr(self, f.name)) is None else change(f.name, x)
                          for f in fields(self)})  # fmt: skip
 
     @property
@@ -58,29 +58,32 @@ class Inputs:
         return [x for x in (self.q, self.k, self.v, self.log_decay, self.beta) if x is not None]
 
 
-def make_inputs(case: Case, seed: int) -> Inputs:
-    """Random: unit q and k, beta in (0, 1), log_decay -exp(x - 2) with x normal, about -0.14 in the median."""
+def make_inputs(case: Case, seed: int) -> PeerInputs:
+    """Return random inputs: unit q and k, beta in (0, 1), log_decay of about -0.14 in the median.
+
+    log_decay is -exp(x - 2) with x normal.
+    """
     generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, generator=generator, device=DEVICE, dtype=dtype)
 
     b, t, h, hv = case.b, case.t, case.h, case.hv
-    q, k = (normal(b, t, h, DIM, dtype=torch.bfloat16) for _ in range(2))
-    v = normal(b, t, hv, DIM, dtype=torch.bfloat16)
-    gate_shape = (b, t, hv, DIM) if case.rule == "kda" else (b, t, hv)
+    q, k = (normal(b, t, h, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
+    v = normal(b, t, hv, HEAD_DIM, dtype=torch.bfloat16)
+    gate_shape = (b, t, hv, HEAD_DIM) if case.rule == "kda" else (b, t, hv)
     if case.raw:
         gate, write = normal(*gate_shape, dtype=torch.bfloat16), normal(b, t, hv, dtype=torch.bfloat16)
-        dt_bias = -2.5 + 0.5 * normal(*((hv, DIM) if case.rule == "kda" else (hv,)))
-        return Inputs(q, k, v, gate=gate, write=write, A_log=0.5 * normal(hv), dt_bias=dt_bias)
+        dt_bias = -2.5 + 0.5 * normal(*((hv, HEAD_DIM) if case.rule == "kda" else (hv,)))
+        return PeerInputs(q, k, v, gate=gate, write=write, A_log=0.5 * normal(hv), dt_bias=dt_bias)
     q, k = (F.normalize(x, dim=-1) for x in (q, k))
     beta = None if case.rule == "linear" else normal(b, t, hv).sigmoid()
     log_decay = normal(*gate_shape).sub_(2).exp_().neg_() if case.rule in ("gdn", "kda") else None
-    state = normal(b, hv, DIM, DIM) if case.what == STEP else None
-    return Inputs(q, k, v, log_decay=log_decay, beta=beta, state=state)
+    state = normal(b, hv, HEAD_DIM, HEAD_DIM) if case.what == STEP else None
+    return PeerInputs(q, k, v, log_decay=log_decay, beta=beta, state=state)
 
 
-def ours(case: Case, x: Inputs) -> Callable[[], RESULT]:
+def ours(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
     import lineate
 
     if case.what == STEP:
@@ -97,7 +100,7 @@ def ours(case: Case, x: Inputs) -> Callable[[], RESULT]:
     return lambda: op(x.q, x.k, x.v, *gates, backend="triton")
 
 
-def fla(case: Case, x: Inputs, bounded: bool = False) -> Callable[[], RESULT]:
+def fla(case: Case, x: PeerInputs, bounded: bool = False) -> Callable[[], RESULT]:
     from fla.ops import delta_rule, gated_delta_rule, kda, linear_attn
 
     if case.what == STEP:
@@ -120,26 +123,26 @@ def fla(case: Case, x: Inputs, bounded: bool = False) -> Callable[[], RESULT]:
     return lambda: op(x.q, x.k, x.v, x.log_decay, x.beta, output_final_state=True)
 
 
-def flashqla(case: Case, x: Inputs) -> Callable[[], RESULT]:
+def flashqla(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
     import flash_qla
 
     return lambda: flash_qla.chunk_gated_delta_rule(x.q, x.k, x.v, x.log_decay, x.beta, output_final_state=True)
 
 
-def flashkda(case: Case, x: Inputs) -> Callable[[], RESULT]:
+def flashkda(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
     import flash_kda
 
     def call() -> RESULT:
         output = torch.empty_like(x.v)
-        state = torch.empty(case.b, case.hv, DIM, DIM, device=DEVICE)  # b h v k
-        scale = DIM**-0.5
+        state = torch.empty(case.b, case.hv, HEAD_DIM, HEAD_DIM, device=DEVICE)  # b h v k
+        scale = HEAD_DIM**-0.5
         flash_kda.fwd(x.q, x.k, x.v, x.gate, x.write, scale, output, x.A_log, x.dt_bias, LOWER_BOUND, final_state=state)
         return output, state.transpose(-1, -2)
 
     return call
 
 
-def sdpa(case: Case, x: Inputs) -> Callable[[], RESULT]:
+def sdpa(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
     """Softmax attention with hv heads for all of q, k, v."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -154,14 +157,16 @@ def sdpa(case: Case, x: Inputs) -> Callable[[], RESULT]:
     return call
 
 
-MAKE: dict[str, Callable[[Case, Inputs], Callable[[], RESULT]]] = {
+MAKE: dict[str, Callable[[Case, PeerInputs], Callable[[], RESULT]]] = {
     "ours": ours, "fla": fla, "fla-bounded": lambda case, x: fla(case, x, bounded=True), "flashqla": flashqla,
     "flashkda": flashkda, "sdpa": sdpa,
 }  # fmt: skip
 
 
-def train(case: Case, make: Callable[[Case, Inputs], Callable[[], RESULT]], x: Inputs) -> Callable[[], list[Tensor]]:
-    """The output, and the gradients of q, k, v and the gates for a random gradient of the output."""
+def train(
+    case: Case, make: Callable[[Case, PeerInputs], Callable[[], RESULT]], x: PeerInputs
+) -> Callable[[], list[Tensor]]:
+    """Return the output, and the gradients of q, k, v and the gates for a random gradient of the output."""
     x = x.map(lambda _, y: y.detach().requires_grad_())
     call = make(case, x)
     weight = torch.randn(x.v.shape, device=DEVICE, dtype=x.v.dtype)
@@ -174,8 +179,8 @@ def train(case: Case, make: Callable[[Case, Inputs], Callable[[], RESULT]], x: I
     return step
 
 
-def error(case: Case, who: str, x: Inputs, got: Any, weight: Tensor | None) -> float:
-    """The largest relative error (2-norm) of the result's tensors for the last sequence and key head.
+def error(case: Case, who: str, x: PeerInputs, got: Any, weight: Tensor | None) -> float:
+    """Return the largest relative error (2-norm) of the result's tensors for the last sequence and key head.
 
     The reference is lineate's torch form in float32, given the same inputs and the decay that the contestant means.
     """
@@ -215,7 +220,7 @@ def error(case: Case, who: str, x: Inputs, got: Any, weight: Tensor | None) -> f
 
 
 def calls_of(case: Case, who: str) -> tuple[list[Call], Callable[[], float]]:
-    """The call on as many input sets as twice the L2 cache holds, and the error of the first."""
+    """Return the call on as many input sets as twice the L2 cache holds, and the error of the first."""
     cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 2**26
     sets = [make_inputs(case, 0)]
     wanted = min(gpu_timing.AT_MOST, math.ceil(2 * cache / sets[0].nbytes))
@@ -232,7 +237,7 @@ def calls_of(case: Case, who: str) -> tuple[list[Call], Callable[[], float]]:
 
 
 def versions() -> dict[str, str]:
-    """Of what is imported by now."""
+    """Return the versions of what is imported by now."""
     found = {}
     for module, package in (
         ("torch", "torch"), ("triton", "triton"), ("lineate", "lineate"), ("fla", "fla-core"), ("tilelang", "tilelang"),
@@ -248,7 +253,7 @@ def versions() -> dict[str, str]:
 
 
 class BackendLog(logging.Handler):
-    """Which backends fla says it handed its calls to."""
+    """Notes which backends fla says it handed its calls to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +266,7 @@ class BackendLog(logging.Handler):
 
 
 def main(job: dict[str, Any]) -> None:
-    """job: who, the cases' indices, seconds a measurement, whether to try graphs, the file, the folder of peers."""
+    """Run a job: who, the cases' indices, seconds a measurement, whether to try graphs, the file, the peers' folder."""
     out = Path(job["file"])
 
     def say(line: dict[str, Any]) -> None:
@@ -303,7 +308,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def run(case: Case, who: str, job: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """One case, and whether this process can go on after it."""
+    """Measure one case; return it, and whether this process can go on after it."""
     calls, check = calls_of(case, who)
     result = gpu_timing.measure(calls, seconds=job["seconds"], graph=job["graph"])
     try:

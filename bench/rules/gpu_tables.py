@@ -3,7 +3,7 @@
 from typing import Any
 
 from bench import timing
-from bench.rules.gpu_cases import CASES, CONTESTANTS, DIM, device_ms, floor_ms
+from bench.rules.gpu_cases import CASES, CONTESTANTS, HEAD_DIM, device_ms, floor_ms
 
 HOST_BOUND = 1.25  # events over graph
 WRONG = 3e-2  # relative error above which a bfloat16 result is not the same function
@@ -36,7 +36,7 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def show(data: dict[str, Any], groups: list[str]) -> None:
-    """The tables, the header first."""
+    """Print the tables, the header first."""
     for line in header(data):
         print(line)
     found = {(r["group"], r["case"], r["who"]): r for r in data["results"]}
@@ -65,7 +65,7 @@ def show(data: dict[str, Any], groups: list[str]) -> None:
         if rows:
             columns = ["b, t, h, hv", "", "graph ms", "events ms", "x lineate", "x floor", "extra MiB",
                        "first call s", "error", "note"]  # fmt: skip
-            timing.show(f"{group}: bfloat16, k = v = {DIM}; x: multiples of the time", columns, rows)
+            timing.show(f"{group}: bfloat16, k = v = {HEAD_DIM}; x: multiples of the time", columns, rows)
     wanted = [row for row in data["targets"] if row["measured"] is not None]
     if wanted:
         timing.show(

@@ -17,7 +17,7 @@ AT_MOST = 64  # calls in one graph
 
 
 def first_call(call: Call) -> float:
-    """Seconds until the first result is there: compiling and tuning included."""
+    """Return the seconds until the first result is there, compiling and tuning included."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -26,7 +26,7 @@ def first_call(call: Call) -> float:
 
 
 def extra_bytes(call: Call) -> int:
-    """What one call adds to the allocator's peak, its results included."""
+    """Return what one call adds to the allocator's peak, its results included."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -38,7 +38,7 @@ def extra_bytes(call: Call) -> int:
 
 
 def between_events(calls: Sequence[Call], seconds: float) -> list[float]:
-    """Milliseconds a call, one after the other without waiting: the slower of the host and the device."""
+    """Return the milliseconds a call, one after the other without waiting: the slower of host and device."""
     for i in range(WARM_UP):
         calls[i % len(calls)]()
     torch.cuda.synchronize()
@@ -58,7 +58,7 @@ def between_events(calls: Sequence[Call], seconds: float) -> list[float]:
 
 
 def graph_replays(calls: Sequence[Call], expected_ms: float, seconds: float) -> list[float]:
-    """Milliseconds a call inside a graph of several, whose replays cost the host next to nothing."""
+    """Return the milliseconds a call inside a graph of several, whose replays cost the host next to nothing."""
     rounds = max(1, math.ceil(min(AT_MOST, 2 / expected_ms) / len(calls)))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -78,7 +78,7 @@ def graph_replays(calls: Sequence[Call], expected_ms: float, seconds: float) -> 
 
 
 def ceilings() -> dict[str, float]:
-    """Bytes read and written a second by a large copy; operations a second of a large bfloat16 product."""
+    """Return bytes read and written a second by a large copy, and operations a second of a large bfloat16 product."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
     copy = statistics.median(between_events([lambda: target.copy_(source)], 0.1))
@@ -92,7 +92,7 @@ def ceilings() -> dict[str, float]:
 
 
 def measure(calls: Sequence[Call], *, seconds: float, graph: bool) -> dict[str, Any]:
-    """All of the above; a graph that cannot be captured is noted, not raised."""
+    """Return all of the above; a graph that cannot be captured is noted, not raised."""
     result: dict[str, Any] = {"first_call_s": first_call(calls[0])}
     for call in calls[1:3]:
         call()

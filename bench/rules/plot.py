@@ -1,4 +1,4 @@
-"""Draw a benchmark's JSON, of bench/rules/cpu.py or bench/rules/gpu.py: time and memory against length.
+"""Draw a benchmark's JSON, of bench.rules.cpu or bench.rules.gpu: time and memory against length.
 
 python -m bench.rules.plot bench/out/cpu.json bench/out/cpu.png
 """
@@ -23,7 +23,7 @@ GPU_LINES = {  # who: label, colour, marker
 
 
 def draw(source: Path, target: Path) -> None:
-    """Two panels against length: time, and memory."""
+    """Draw two panels against length: time, and memory."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -50,8 +50,8 @@ def draw(source: Path, target: Path) -> None:
 
 
 def gpu_panels(data: dict[str, Any], left: Any, right: Any) -> tuple[list[int], str]:
-    """Forward time in a graph (events where there is none), and what a call adds to the allocator's peak."""
-    from gpu_cases import CASES, floor_ms
+    """Draw forward time in a graph (or between events), and what a call adds to the allocator's peak."""
+    from bench.rules.gpu_cases import CASES, floor_ms
 
     measured = [r for r in data["results"] if r["group"] == "length" and r["event_ms"] is not None]
     for who, (label, colour, marker) in GPU_LINES.items():
@@ -79,7 +79,7 @@ def gpu_panels(data: dict[str, Any], left: Any, right: Any) -> tuple[list[int], 
 
 
 def cpu_panels(data: dict[str, Any], left: Any, right: Any) -> tuple[list[int], str]:
-    """Forward time, and the bytes that one layer keeps between tokens."""
+    """Draw forward time, and the bytes that one layer keeps between tokens."""
     ticks: list[int] = []
     for (rule, who), (label, colour, marker) in LINES.items():
         points = [(p["t"], p["min"]) for p in data["times"].get("scaling", ()) if (p["rule"], p["who"]) == (rule, who)]

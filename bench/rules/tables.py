@@ -16,7 +16,7 @@ from bench.rules.contestants import difference, transformers_functions
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of the largest entry of the same tensor
 
 
-class Key(NamedTuple):
+class Measured(NamedTuple):
     """What was measured: the rule, whose code, what it did, on how many tokens."""
 
     rule: str
@@ -28,8 +28,8 @@ class Key(NamedTuple):
         return f"{self.rule} {self.who}, {self.what}, t {self.t}"
 
 
-Calls = dict[Key, timing.Call | None]
-Label = Callable[[Key], str]
+Calls = dict[Measured, timing.Call | None]
+Label = Callable[[Measured], str]
 
 
 class Bench:
@@ -40,9 +40,9 @@ class Bench:
         self.rounds, self.budget = rounds, budget
         self.others = timing.OtherProcesses()
         self.plans: list[str] = []  # what lineate says it runs
-        self.times: dict[str, dict[Key, timing.Samples]] = {}
-        self.differences: dict[str, dict[Key, tuple[float, float]]] = {}
-        self.memory: dict[Key, dict[str, Any]] = {}
+        self.times: dict[str, dict[Measured, timing.Samples]] = {}
+        self.differences: dict[str, dict[Measured, tuple[float, float]]] = {}
+        self.memory: dict[Measured, dict[str, Any]] = {}
         self.import_seconds: list[float] = []
         self.state_bytes: list[dict[str, int]] = []
 
@@ -50,14 +50,14 @@ class Bench:
         self,
         table: str,
         calls: Calls,
-        alike: Callable[[Key], Hashable] = lambda key: (key.rule, key.what, key.t),
+        alike: Callable[[Measured], Hashable] = lambda key: (key.rule, key.what, key.t),
         oracles: Mapping[Any, timing.Call | None] | None = None,
     ) -> None:
         """Compare each result with the first that is `alike` or with the oracle of that group, then time all calls."""
         reference: tuple[Hashable, Any] = (None, None)
         oracles = oracles or {}
 
-        def inspect(key: Key, result: Any) -> None:
+        def inspect(key: Measured, result: Any) -> None:
             nonlocal reference
             group = alike(key)
             if reference[0] != group:
@@ -70,7 +70,7 @@ class Bench:
         present = {key: call for key, call in calls.items() if call is not None}
         self.times[table] = timing.interleave(present, rounds=self.rounds, budget=self.budget, inspect=inspect)
 
-    def compare(self, table: str, key: Key, got: Any, want: Any) -> None:
+    def compare(self, table: str, key: Measured, got: Any, want: Any) -> None:
         """Note how far two results are apart; a wrong one ends the run."""
         absolute, relative = difference(got, want)
         self.differences.setdefault(table, {})[key] = (absolute, relative)
@@ -79,12 +79,12 @@ class Bench:
             raise SystemExit(1)
 
     def minimum(self, table: str, *key: Any) -> float | None:
-        """Seconds, or None if it was not measured."""
-        samples = self.times.get(table, {}).get(Key(*key))
+        """Return seconds, or None if it was not measured."""
+        samples = self.times.get(table, {}).get(Measured(*key))
         return None if samples is None else samples.minimum
 
     def show(self, table: str, title: str, row: Label, column: Label, versus: str | None = None) -> None:
-        """Minimum / median in ms; with `versus`, each minimum also as a multiple of that column's in the same row."""
+        """Print minimum / median in ms; with `versus`, each minimum also as a multiple of that column's."""
         cells = {(row(key), column(key)): samples for key, samples in self.times[table].items()}
 
         def text(r: str, name: str) -> str:
@@ -102,7 +102,7 @@ class Bench:
             print(f"{found[worst][1]:.1e} of the largest entry ({worst})")
 
     def report(self, shape: dict[str, Any], targets: list[dict[str, Any]]) -> dict[str, Any]:
-        """Everything measured, ready for JSON."""
+        """Return everything measured, ready for JSON."""
         versions = {"python": platform.python_version(), "torch": torch.__version__, "lineate": lineate.__version__}
         if transformers_functions():
             versions["transformers"] = importlib.metadata.version("transformers")

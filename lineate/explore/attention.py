@@ -7,28 +7,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
-from lineate.explore.memories import LABELS, RULES
-from lineate.explore.pictures import Numbers, Options, Picture
-from lineate.explore.style import rounded, signed_map
+from lineate.explore.memories import DEMO_RULES, HAND_MADE_CHANNELS
+from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
+from lineate.figures import label_of, signed_map
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-DIM = 8
-SOFTMAX_SCALE = 8.0
+SHARPNESS = 8.0
 """Sharpness of softmax attention on keys of length 1."""
-FADE = 0.8
-"""What gated linear attention keeps a token: its way to prefer the new."""
+FADE_A_TOKEN = 0.8
+"""The share of its memory that gated linear attention keeps at each token; it prefers what is new in this way."""
 WRITES = ("A", "B", "C", "A'", "D")
 READS = ("?A", "?B", "?C", "?D")
-TOKENS, MOST = 32, 256
-"""That the model reads, and at most."""
+TOKENS_READ, MOST_TOKENS_READ = 32, 256
+"""How many tokens the model reads unless told otherwise, and how many at most."""
 PANEL = 215.0
-"""Points that the sides of a model's panel have at least, if its tokens have labels."""
+"""The least length in points of the sides of a model's panel whose tokens have labels."""
 NOTES = {
     "linear_attention": "reads all that matches",
     "gated_linear_attention": "fades with distance",
@@ -40,8 +39,8 @@ NOTES = {
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
-    """The hand-made tokens (without --model) and a layer of a model on a text (unless --quick alone)."""
+def compute(options: PictureOptions) -> Numbers:
+    """Return the numbers of the hand-made tokens (without --model) and of a model's layer (unless --quick alone)."""
     numbers: Numbers = {}
     if options.model is None:
         numbers["rules"] = read_all()
@@ -51,19 +50,22 @@ def compute(options: Options) -> Numbers:
 
 
 def read_all() -> Numbers:
-    """Five writes and four reads. C's key is like B's (cosine 0.6); A' has A's key; at D the gates close."""
-    axes = torch.eye(DIM)
+    """Return what five writes and four reads give under every rule.
+
+    C's key is like B's (cosine 0.6), A' has A's key, and the gates close at D.
+    """
+    axes = torch.eye(HAND_MADE_CHANNELS)
     keys = {"A": axes[0], "B": axes[4], "C": 0.6 * axes[4] + 0.8 * axes[5], "A'": axes[0], "D": axes[6]}
     keys |= {read: keys[read[1]] for read in READS}
     names = (*WRITES, *READS)
     q = torch.stack([keys[name] for name in names])[:, None]  # t 1 k
     writes = torch.tensor([name in WRITES for name in names])
     at = names.index("D")
-    per_channel = torch.zeros(len(names), 1, DIM)
-    per_channel[at, :, : DIM // 2] = -torch.inf
+    per_channel = torch.zeros(len(names), 1, HAND_MADE_CHANNELS)
+    per_channel[at, :, : HAND_MADE_CHANNELS // 2] = -torch.inf
     per_head = torch.zeros(len(names), 1)
     per_head[at] = -torch.inf
-    fading = torch.full((len(names), 1), FADE).log()
+    fading = torch.full((len(names), 1), FADE_A_TOKEN).log()
     beta = writes.float()[:, None]
     k = q * writes[:, None, None]  # what only reads writes nothing
     gates: dict[str, tuple[Tensor | None, Tensor | None]] = {
@@ -74,7 +76,7 @@ def read_all() -> Numbers:
         "kimi_delta_attention": (per_channel, beta),
     }
     matrices = {rule: _matrix(q, k, *each, scale=1.0) for rule, each in gates.items()}
-    matrices["softmax_attention"] = _softmax(q, q, SOFTMAX_SCALE, writes)
+    matrices["softmax_attention"] = _softmax(q, q, SHARPNESS, writes)
     return {
         "units": {"matrices": "weight of a value in what is read"},
         "tokens": list(names),
@@ -83,12 +85,12 @@ def read_all() -> Numbers:
     }
 
 
-def read_model(options: Options) -> Numbers:
-    """The matrices of every rule on the q, k and gates of one head; gates that the layer has not are left open."""
+def read_model(options: PictureOptions) -> Numbers:
+    """Return the matrices of every rule on one head's q, k and gates; a gate that the layer lacks stays open."""
     subject = open_subject(options)
     layer = choose_layer(subject, options)
     head = choose_head(subject, layer, options)
-    ids, words = subject.read(options, 24 if options.quick else TOKENS, MOST)
+    ids, words = subject.read(options, 24 if options.quick else TOKENS_READ, MOST_TOKENS_READ)
     found = trace(subject.model, ids, [layer])[0].head(head)
     matrices, same = _all_rules(found)
     return {
@@ -96,7 +98,7 @@ def read_model(options: Options) -> Numbers:
         "name": subject.name,
         "layer": layer,
         "letter": found.letter,
-        "rule": found.rule,
+        "rule": found.op,
         "head": head,
         "words": words,
         "words_are_text": subject.encode is not None,
@@ -108,7 +110,7 @@ def read_model(options: Options) -> Numbers:
 
 
 def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every rule on the same q and k, with what it takes of the gates; and which is another's for want of a gate."""
+    """Return every rule's matrix on the same q and k, and which matrix equals another because a gate is missing."""
     decay, beta = found.log_decay, found.beta
     per_head = None if decay is None else decay if decay.dim() == 2 else decay.mean(-1)
     per_channel = decay if decay is not None and decay.dim() == 3 else None
@@ -127,7 +129,7 @@ def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
         ),
         "softmax_attention": _softmax(F.normalize(found.q, dim=-1), unit, found.k.shape[-1] ** 0.5, None),
     }  # fmt: skip
-    if found.letter == "L":  # the layer divides by q . sum of keys, which is the sum of a row
+    if found.rule == "linear_attention":  # the layer divides by q . sum of keys, which is the sum of a row
         own = matrices["linear_attention"]
         matrices["linear_attention"] = matrices["gated_linear_attention"] = own / own.sum(-1, keepdim=True)
     same: dict[str, str] = {}
@@ -139,13 +141,13 @@ def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _matrix(q: Tensor, k: Tensor, log_decay: Tensor | None, beta: Tensor | None, scale: float) -> Tensor:
-    """`t t` of one head from `t 1 ...`."""
+    """Return the matrix `t t` of one head from tensors `t 1 ...`."""
     decay, rate = (None if x is None else x[None] for x in (log_decay, beta))
     return lineate.attention_matrix(q[None], k[None], decay, rate, scale=scale)[0, 0]
 
 
 def _softmax(q: Tensor, k: Tensor, scale: float, writes: Tensor | None) -> Tensor:
-    """The causal softmax over the keys that are written."""
+    """Return the causal softmax over the keys that are written."""
     count = len(q)
     seen = torch.ones(count, count, dtype=torch.bool).tril()
     seen = seen if writes is None else seen & writes
@@ -153,14 +155,14 @@ def _softmax(q: Tensor, k: Tensor, scale: float, writes: Tensor | None) -> Tenso
 
 
 def _distance(matrix: Tensor) -> float:
-    """How many tokens back the reads go in the mean, weighted by the size of their weights."""
+    """Return how many tokens back the reads go on average, weighted by the size of their weights."""
     count = len(matrix)
     back = torch.arange(count)[:, None] - torch.arange(count)
     return float((matrix.abs() * back).sum() / matrix.abs().sum().clamp(min=1e-12))
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """The hand-made tokens above, the model below, or one of them."""
+    """Draw the hand-made tokens above and the model below, or the one that there is."""
     from matplotlib import pyplot as plt
 
     parts = [part for part in ("rules", "model") if part in numbers]
@@ -173,12 +175,12 @@ def draw(numbers: Numbers) -> "Figure":
 
 
 def _labelled(found: Numbers) -> bool:
-    """Whether the texts of the tokens are known; numbers of earlier versions do not say."""
+    """Whether the texts of the tokens are known; files of earlier versions do not say."""
     return bool(found.get("words_are_text"))
 
 
 def _panels(figure: "SubFigure", rows: int = 2) -> dict[str, "Axes"]:
-    return dict(zip(RULES, figure.subplots(rows, 6 // rows).flat, strict=True))
+    return dict(zip(DEMO_RULES, figure.subplots(rows, 6 // rows).flat, strict=True))
 
 
 def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
@@ -199,7 +201,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
                     color = "white" if weight > 0.45 else "black"
                     text = "1" if f"{weight:.1f}" == "1.0" else f"{weight:.1f}".removeprefix("0")
                     axes.text(j, i, text, ha="center", va="center", fontsize=9.5, color=color)
-        axes.set_title(LABELS[rule], fontsize=12, fontweight="bold", pad=20)
+        axes.set_title(label_of(rule), fontsize=12, fontweight="bold", pad=20)
         axes.text(0, 1.03, NOTES[rule], transform=axes.transAxes, fontsize=10)
     row, old, new = names.index("?A"), names.index("A"), names.index("A'")
     old_weights = {rule: found["matrices"][rule][row][old] for rule in ("linear_attention", "delta_rule")}
@@ -230,13 +232,13 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
             ticks = [1, *range(max(8, count // 4 // 8 * 8), count + 1, max(8, count // 4 // 8 * 8))]
             axes.set_xticks(ticks)
             axes.set_yticks(ticks)
-        axes.set_title(LABELS[rule], fontsize=12, fontweight="bold", pad=20)
+        axes.set_title(label_of(rule), fontsize=12, fontweight="bold", pad=20)
         who = "its own rule; " if rule == found["rule"] else ""
-        if rule == "gated_delta_rule" and found["letter"] in "KR":
+        if rule == "gated_delta_rule" and "kimi_delta_attention" not in found["same"]:  # the gate is one per channel
             who = "mean gate; "
         note = f"{who}looks back {found['mean_distance_tokens'][rule]:.1f} tokens"
         if rule in found["same"]:
-            note = f"no gate here: as {LABELS[found['same'][rule]]}"
+            note = f"no gate here: as {label_of(found['same'][rule])}"
         axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=10)
         axes.text(0.97, 0.95, f"dark: {most:.2g}", transform=axes.transAxes, fontsize=10, ha="right", va="top")
     distance = found["mean_distance_tokens"]

@@ -1,100 +1,114 @@
 """`lineate picture`: compute a picture's numbers, draw them, save both."""
 
 import time
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from lineate.checks import named_path
-from lineate.names import user_path
+from lineate.names import named_path, user_path
+from lineate.options import argument, option, parameters, sign
 
 if TYPE_CHECKING:
     import typer
 
-    from lineate.explore.pictures import Options, Picture
+    from lineate.explore.pictures import Picture, PictureOptions
 
-FILE_SUFFIXES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html")
-"""A word of --text that ends so is the name of a file."""
-LONGEST_TEXT = 2**24
-"""Bytes that are read of a text file."""
+TEXT_FILE_ENDINGS = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html")
+"""A word given as --text that ends like this is taken for the name of a file."""
+MOST_TEXT_BYTES = 2**24
+"""How many bytes of a text file are read at most."""
+
+
+@dataclass(frozen=True)
+class PictureArguments:
+    """What `lineate picture` is asked for: a field is an option of the command line."""
+
+    name: str = argument("state, attention, growth, forgetting, recall, cost; all of them; or list.", "NAME")
+    model: str | None = option(
+        None, "Folder or hub name of a checkpoint, a run, a preset (untrained); else a built-in one."
+    )
+    pattern: str | None = option(None, "Mixers of a preset's layers, such as GGGA.")
+    text: str | None = option(None, "What the model reads: a text, or a file.")
+    layer: int | None = option(None, "Layer of the model, from 0.")
+    head: int | None = option(None, "Head of the layer, from 0.")
+    tokens: int | None = option(None, "How many tokens.")
+    seed: int | None = option(None, "Of all random numbers; 0 if not given.")
+    quick: bool = option(False, "Smaller sizes: seconds, and rougher numbers.", "--quick")
+    source: Path | None = option(  # noqa: RUF009  # it is a field
+        None, "Draw these numbers again: a picture's JSON.", "--from", parser=named_path, metavar="FILE"
+    )
+    out: Path = option(  # noqa: RUF009  # it is a field
+        Path("out/pictures"), "Folder for the figures and the numbers.", parser=named_path, metavar="FOLDER"
+    )
+    formats: str = option("png,svg", "png, svg, or both with a comma.", "--format")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options of the picture itself that the user gave."""
+        named = {name: getattr(self, name) for name in ("pattern", "text", "layer", "head", "tokens", "seed")}
+        return {
+            name: value
+            for name, value in {"model": self.known_model, **named, "quick": self.quick or None}.items()
+            if value is not None
+        }
+
+    @property
+    def known_model(self) -> str | None:
+        """The model's name; a preset's is spelled as the preset is."""
+        from lineate.models.presets import PRESETS
+        from lineate.names import spelled
+
+        return None if self.model is None else spelled(self.model, PRESETS)
 
 
 def add_commands(app: "typer.Typer") -> None:
     """Add `lineate picture` to the command line."""
+
+    def picture(**given: Any) -> None:
+        """Draw what a memory does: its state, what it reads, how it grows, forgets, recalls and what it costs."""
+        run_picture(PictureArguments(**given))
+
+    sign(picture, parameters(PictureArguments))
+    app.command()(picture)
+
+
+def run_picture(asked: PictureArguments) -> None:
+    """Draw the pictures that were asked for, or list all; a wrong option ends the program."""
+    import matplotlib  # noqa: F401  # say now, not after computing, that it is missing
     import typer
 
-    @app.command()
-    def picture(
-        name: Annotated[
-            str,
-            typer.Argument(
-                metavar="NAME", help="state, attention, growth, forgetting, recall, cost; all of them; or list."
-            ),
-        ],
-        model: Annotated[
-            str | None,
-            typer.Option(help="Folder or hub name of a checkpoint, a run, a preset (untrained); else a built-in one."),
-        ] = None,
-        pattern: Annotated[str | None, typer.Option(help="Mixers of a preset's layers, such as GGGA.")] = None,
-        text: Annotated[str | None, typer.Option(help="What the model reads: a text, or a file.")] = None,
-        layer: Annotated[int | None, typer.Option(help="Layer of the model, from 0.")] = None,
-        head: Annotated[int | None, typer.Option(help="Head of the layer, from 0.")] = None,
-        tokens: Annotated[int | None, typer.Option(help="How many tokens.")] = None,
-        seed: Annotated[int | None, typer.Option(help="Of all random numbers; 0 if not given.")] = None,
-        quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes: seconds, and rougher numbers.")] = False,
-        source: Annotated[
-            Path | None,
-            typer.Option(
-                "--from", parser=named_path, metavar="FILE", help="Draw these numbers again: a picture's JSON."
-            ),
-        ] = None,
-        out: Annotated[
-            Path, typer.Option(parser=named_path, metavar="FOLDER", help="Folder for the figures and the numbers.")
-        ] = Path("out/pictures"),
-        formats: Annotated[str, typer.Option("--format", help="png, svg, or both with a comma.")] = "png,svg",
-    ) -> None:
-        """Draw what a memory does: its state, what it reads, how it grows, forgets, recalls and what it costs."""
-        import matplotlib  # noqa: F401  # say now, not after computing, that it is missing
+    from lineate.explore.pictures import MODULES, find
+    from lineate.folders import check_out
+    from lineate.terminal import fail, printable
 
-        from lineate.checks import check_out
-        from lineate.explore.pictures import MODULES, find
-        from lineate.models.presets import PRESETS
-        from lineate.names import spelled
-        from lineate.terminal import fail, printable
-
-        model = model if model is None else spelled(model, PRESETS)
-        given = {
-            "model": model, "pattern": pattern, "text": text, "layer": layer, "head": head, "tokens": tokens,
-            "seed": seed, "quick": quick or None,
-        }  # fmt: skip
-        given = {key: value for key, value in given.items() if value is not None}
-        try:
-            if name == "list":
-                for each in MODULES:
-                    typer.echo(f"{each:12}{find(each).help}")
-                return
-            chosen = [find(each) for each in MODULES] if name == "all" else [find(name)]
-            kinds = _formats(formats)
-            if name == "all" and "tokens" in given:
-                raise ValueError("--tokens has another range in every picture; name one picture, or leave it out")
-            options = [_options(each, given, name == "all") for each in chosen]
-            if source is not None and (given or name == "all"):
-                wrong = "name one picture, not all" if name == "all" else f"leave out --{next(iter(given))}"
-                raise ValueError(f"--from has the numbers of one picture: {wrong}")
-            check_out(out)
-            for one, option in zip(chosen, options, strict=True):
-                for path in make(one, option, out, kinds, source):
-                    typer.echo(printable(str(path)))
-        except (ValueError, OSError) as error:
-            fail(_one_line(error), 2)
+    try:
+        if asked.name == "list":
+            for each in MODULES:
+                typer.echo(f"{each:12}{find(each).help}")
+            return
+        given, several = asked.given, asked.name == "all"
+        chosen = [find(each) for each in MODULES] if several else [find(asked.name)]
+        formats = _formats(asked.formats)
+        if several and "tokens" in given:
+            raise ValueError("--tokens has another range in every picture; name one picture, or leave it out")
+        options = [_options(each, given, several) for each in chosen]
+        if asked.source is not None and (given or several):
+            wrong = "name one picture, not all" if several else f"leave out --{next(iter(given))}"
+            raise ValueError(f"--from has the numbers of one picture: {wrong}")
+        check_out(asked.out)
+        for one, own in zip(chosen, options, strict=True):
+            for path in make(one, own, asked.out, formats, asked.source):
+                typer.echo(printable(str(path)))
+    except (ValueError, OSError) as error:
+        fail(_one_line(error), 2)
 
 
 def make(
-    picture: "Picture", options: "Options", out: Path, formats: tuple[str, ...], source: Path | None = None
+    picture: "Picture", options: "PictureOptions", out: Path, formats: tuple[str, ...], source: Path | None = None
 ) -> list[Path]:
-    """NAME.png, NAME.svg and NAME.json in the folder `out`, which must exist; their paths."""
+    """Write NAME.png, NAME.svg and NAME.json into the folder `out`, which must exist; return their paths."""
     from lineate.explore.pictures import load_numbers, save_numbers
-    from lineate.explore.style import save_figure, styled
+    from lineate.figures import save_figure, styled
 
     numbers_path = out / f"{picture.name}.json"
     if source is None:
@@ -119,11 +133,11 @@ def make(
     return paths if source is not None else [*paths, numbers_path]
 
 
-def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "Options":
-    """What the picture uses of what was given; all of it must be of use, unless there are several pictures."""
-    from lineate.explore.pictures import Options
+def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "PictureOptions":
+    """Return what the picture uses of what was given; one picture must use all of it, several may leave some out."""
+    from lineate.explore.pictures import PictureOptions
 
-    unknown = set(picture.uses) - {f.name for f in fields(Options)}
+    unknown = set(picture.uses) - {f.name for f in fields(PictureOptions)}
     assert not unknown, f"{picture.name} uses options that do not exist: {unknown}"
     for name in given:
         if name not in picture.uses and not several:
@@ -137,11 +151,11 @@ def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "Optio
             raise ValueError(f"--{name} must be at least {least}, got {chosen[name]}")
     if "text" in chosen:
         chosen["text"] = read_text(chosen["text"])
-    return Options(**chosen)
+    return PictureOptions(**chosen)
 
 
 def read_text(given: str) -> str:
-    """The text itself, or what the file of that name holds."""
+    """Return the text itself, or what the file of that name holds."""
     wanted = "--text must be a text or a file of text"
     if not given.strip():
         raise ValueError(f"{wanted}, got an empty one")
@@ -152,14 +166,14 @@ def read_text(given: str) -> str:
     except (OSError, ValueError):  # too long for a name, or with a NUL
         there = False
     if not there:
-        if one_word and (path.suffix.lower() in FILE_SUFFIXES or "/" in given):
+        if one_word and (path.suffix.lower() in TEXT_FILE_ENDINGS or "/" in given):
             raise ValueError(f"{wanted}, got '{given}', which looks like a file's name and does not exist")
         return given
     if not path.is_file():
         raise ValueError(f"{wanted}, got '{given}', which is a folder or a device")
     try:
         with path.open("rb") as file:
-            text = file.read(LONGEST_TEXT).decode("utf-8")
+            text = file.read(MOST_TEXT_BYTES).decode("utf-8")
     except OSError as error:
         raise ValueError(f"{wanted}, got '{given}' ({error.strerror})") from None
     except UnicodeDecodeError:
@@ -170,7 +184,7 @@ def read_text(given: str) -> str:
 
 
 def _formats(text: str) -> tuple[str, ...]:
-    from lineate.explore.style import FORMATS
+    from lineate.figures import FORMATS
 
     kinds = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     for kind in kinds:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
-from lineate.explore.memories import FIXED_SIZE, RULES, Report, silent
+from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, OnProgress, silent
 from lineate.tracing import cpu_by_default
 
 
@@ -42,7 +42,7 @@ class CostSetting:
 
 
 @dataclass(frozen=True)
-class Cost:
+class MeasuredCost:
     """Bytes and median times, one number for every length."""
 
     heads: int
@@ -75,13 +75,13 @@ class _Tokens:
 
 
 @cpu_by_default
-def measure_cost(setting: CostSetting, report: Report = silent) -> Cost:
+def measure_cost(setting: CostSetting, report: OnProgress = silent) -> MeasuredCost:
     """Run every rule over longer and longer texts; measure the state it leaves and the time it takes."""
     work = [length * (1 + length / 4096) for length in setting.lengths]
     lengths: list[int] = []
-    held: dict[str, list[int]] = {rule: [] for rule in RULES}
-    prefill: dict[str, list[float]] = {rule: [] for rule in RULES}
-    decode: dict[str, list[float]] = {rule: [] for rule in RULES}
+    held: dict[str, list[int]] = {rule: [] for rule in DEMO_RULES}
+    prefill: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
+    decode: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
     with torch.inference_mode():
         _measure_length(setting, setting.lengths[0], 1, silent)  # the first calls pay for setting up
         for index, length in enumerate(setting.lengths):
@@ -90,12 +90,12 @@ def measure_cost(setting: CostSetting, report: Report = silent) -> Cost:
             part = _part(report, sum(work[:index]) / sum(work), work[index] / sum(work))
             prefill_times, decode_times, sizes = _measure_length(setting, length, setting.rounds, part)
             lengths.append(length)
-            for rule in RULES:
+            for rule in DEMO_RULES:
                 prefill[rule].append(prefill_times[rule] / length * 1e6)
                 decode[rule].append(decode_times[rule] * 1e6)
                 held[rule].append(sizes[rule])
     report(1.0)
-    return Cost(
+    return MeasuredCost(
         heads=setting.heads,
         head_dim=setting.head_dim,
         threads=torch.get_num_threads(),
@@ -107,19 +107,19 @@ def measure_cost(setting: CostSetting, report: Report = silent) -> Cost:
 
 
 def _measure_length(
-    setting: CostSetting, length: int, rounds: int, report: Report
+    setting: CostSetting, length: int, rounds: int, report: OnProgress
 ) -> tuple[dict[str, float], dict[str, float], dict[str, int]]:
-    """Median seconds of a prefill and of a decoded token, and bytes of state, per rule."""
+    """Return, for each rule, the median seconds of a prefill and of a decoded token, and the bytes of state."""
     tokens = _make_tokens(setting, length + 1)
     text, last = tokens.part(slice(0, length)), tokens.part(slice(length, length + 1))
     states: dict[str, Tensor] = {}
-    prefill: dict[str, list[float]] = {rule: [] for rule in RULES}
+    prefill: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
     started = time.perf_counter()
     for _ in range(rounds):  # rules take turns, so that a busy moment of the machine hits all of them
         for rule in FIXED_SIZE:
             seconds, states[rule] = _timed(partial(_attend, rule, text, None))
             prefill[rule].append(seconds)
-            report(len(states) / (len(RULES) + 1))
+            report(len(states) / (len(DEMO_RULES) + 1))
         seconds, _ = _timed(lambda: lineate.softmax_attention(text.q, text.k, text.v).output)
         prefill["softmax_attention"].append(seconds)
         if time.perf_counter() - started > setting.seconds / 10:
@@ -127,7 +127,7 @@ def _measure_length(
 
     keys, values = (x.transpose(1, 2).contiguous() for x in (tokens.k, tokens.v))
     query = last.q.transpose(1, 2)
-    decode: dict[str, list[float]] = {rule: [] for rule in RULES}
+    decode: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
     for _ in range(setting.decode_rounds):
         for rule in FIXED_SIZE:
             decode[rule] += _burst(partial(_attend, rule, last, states[rule]))
@@ -148,7 +148,7 @@ def _make_tokens(setting: CostSetting, count: int) -> _Tokens:
 
 
 def _attend(rule: str, tokens: _Tokens, state: Tensor | None) -> Tensor:
-    """The state after these tokens; the output is computed too, as in a model."""
+    """Return the state after these tokens; the output is computed too, as in a model."""
     q, k, v = tokens.q, tokens.k, tokens.v
     match rule:
         case "linear_attention":
@@ -183,12 +183,12 @@ def _timed(run: Callable[[], Tensor]) -> tuple[float, Tensor]:
 
 
 def _burst(run: Callable[[], Tensor]) -> list[float]:
-    """Times of a few calls in a row; the first one, which finds its data out of the processor's cache, is left out."""
+    """Return the times of a few calls in a row, without the first, which finds no data in the processor's cache."""
     return [_timed(run)[0] for _ in range(6)][1:]
 
 
-def _part(report: Report, before: float, share: float) -> Report:
-    """The report of one part of the work."""
+def _part(report: OnProgress, before: float, share: float) -> OnProgress:
+    """Return the callback of one part of the work."""
     return lambda done: report(before + done * share)
 
 
@@ -197,6 +197,6 @@ def _medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def _predict(prefill: dict[str, list[float]], last: int, length: int) -> float:
-    """Seconds one prefill of every rule will take: linear in the length, softmax attention quadratic."""
+    """Return the seconds that one prefill of every rule will take: quadratic for softmax attention, else linear."""
     growth = {rule: 1.0 for rule in FIXED_SIZE} | {"softmax_attention": length / last}
-    return sum(prefill[rule][-1] * 1e-6 * length * growth[rule] for rule in RULES)
+    return sum(prefill[rule][-1] * 1e-6 * length * growth[rule] for rule in DEMO_RULES)

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from lineate.explore import findings, recall, tables
 from lineate.explore.cost import CostSetting, measure_cost, one_thread
-from lineate.explore.memories import Report, Setting
+from lineate.explore.memories import OnProgress, Setting
 from lineate.explore.report import Section, save_report
 from lineate.terminal import printable
 
-PARTS = {
+PART_SECONDS = {
     "filling the memories": 1.5,
     "overwriting": 3.5,
     "changing the topic": 1.5,
@@ -25,7 +25,7 @@ PARTS = {
     "measuring the cost": 14.0,
     "drawing": 4.0,
 }
-"""The parts of the demo and roughly their seconds, so that the bar moves evenly."""
+"""The parts of the demo and roughly how many seconds each takes, so that the bar moves evenly."""
 FIGURES = {
     "1_interference.png": "Recall error against the number of pairs, and against how often the same pairs were told.",
     "2_overwrite.png": "Recall error of every key after every write, one panel per memory.",
@@ -136,7 +136,7 @@ def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console 
 
 
 def _save_page(out: Path, said: Sequence[Section], results: findings.Results, quick: bool) -> None:
-    """What was said, as `report.html`: the summary first, and in every scene its picture."""
+    """Write what was said as `report.html`: the summary comes first, and every scene has its picture."""
     introduction, *scenes, summary, reasons = said
     for scene, (name, description) in zip(scenes, FIGURES.items(), strict=True):
         scene.image(out / name, description)
@@ -152,16 +152,16 @@ def _save_page(out: Path, said: Sequence[Section], results: findings.Results, qu
 
 
 class _Stage:
-    """The console, and under it, on a terminal, a live board and a progress bar; what is said is kept for the page.
+    """Prints to the console and keeps what is said for the page; a terminal also shows a board and a progress bar.
 
-    Nothing is drawn in the background: the scenes measure time.
+    Nothing is drawn in the background, because the scenes measure time.
     """
 
     def __init__(self, console: Console) -> None:
         self.console = console
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, auto_refresh=False)
-        self._task = self._progress.add_task("", total=sum(PARTS.values()))
+        self._task = self._progress.add_task("", total=sum(PART_SECONDS.values()))
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._board: RenderableType = ""
         self.sections = [Section("Introduction")]
@@ -193,20 +193,20 @@ class _Stage:
         self.console.print(table)
         self.sections[-1].table(table)
 
-    def begin(self, part: str) -> Report:
-        """The report of one part, which moves the bar from where the earlier parts end."""
-        names = list(PARTS)
-        offset = sum(PARTS[name] for name in names[: names.index(part)])
+    def begin(self, part: str) -> OnProgress:
+        """Return the callback of one part, which moves the bar from where the earlier parts end."""
+        names = list(PART_SECONDS)
+        offset = sum(PART_SECONDS[name] for name in names[: names.index(part)])
 
         def report(done: float) -> None:
-            self._progress.update(self._task, completed=offset + done * PARTS[part], description=part)
+            self._progress.update(self._task, completed=offset + done * PART_SECONDS[part], description=part)
             self._draw()
 
         report(0.0)
         return report
 
     def watch(self, frame: recall.Frame) -> None:
-        """Show one write; the last one stays."""
+        """Show one write; the last one stays on the screen."""
         ascii_only = self.console.options.ascii_only
         self._board = tables.board(frame, len(frame.error["delta_rule"]) // 3, ascii_only)
         if frame.step == frame.steps:

@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 
 import lineate
-from lineate.explore.cost import Cost
-from lineate.explore.memories import LABELS, Setting
+from lineate.explore.cost import MeasuredCost
+from lineate.explore.memories import DEMO_RULES, Setting
 from lineate.explore.recall import Interference, Overwrite, ScratchPad, Topics
 
 UNUSUAL = "This run does not show the usual effect; the memory may be too small for it."
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """One memory in the summary; all errors are recall errors."""
 
     kept: float
@@ -67,7 +67,7 @@ class Results:
     """Version."""
     setting: Setting
     """Size and seed of the recall experiments."""
-    summary: dict[str, Row]
+    summary: dict[str, SummaryRow]
     """One row per memory."""
     reasons: tuple[Reason, ...]
     """One per rule of fixed size."""
@@ -75,7 +75,7 @@ class Results:
     overwrite: Overwrite
     topics: Topics
     scratch_pad: ScratchPad
-    cost: Cost
+    cost: MeasuredCost
 
 
 def collect(
@@ -84,12 +84,12 @@ def collect(
     overwrite: Overwrite,
     topics: Topics,
     scratch_pad: ScratchPad,
-    cost: Cost,
+    cost: MeasuredCost,
 ) -> Results:
-    """The experiments, their summary, and the versions that ran them."""
+    """Return the experiments with their summary and the versions that ran them."""
     many = topics.writes.index(topics.switches[-1])
     summary = {
-        rule: Row(
+        rule: SummaryRow(
             kept=overwrite.kept[rule],
             overwritten=overwrite.overwritten[rule],
             old=overwrite.old[rule],
@@ -99,7 +99,7 @@ def collect(
             norm=topics.norm[rule][many] if rule in topics.norm else None,
             bytes=cost.bytes[rule][-1],
         )
-        for rule in LABELS
+        for rule in DEMO_RULES
     }
     return Results(
         lineate=lineate.__version__,
@@ -117,7 +117,7 @@ def collect(
 
 
 def save(results: Results, path: Path) -> None:
-    """All numbers as JSON, one field a line."""
+    """Write all numbers as JSON, one field a line."""
     lines = []
     for name, value in asdict(results).items():
         if isinstance(value, dict):
@@ -128,7 +128,7 @@ def save(results: Results, path: Path) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def _reasons(overwrite: Overwrite, topics: Topics, scratch_pad: ScratchPad, cost: Cost) -> tuple[Reason, ...]:
+def _reasons(overwrite: Overwrite, topics: Topics, scratch_pad: ScratchPad, cost: MeasuredCost) -> tuple[Reason, ...]:
     many = topics.writes.index(topics.switches[-1])
     softmax, linear, gated_linear = "softmax_attention", "linear_attention", "gated_linear_attention"
     delta, gated_delta, kimi = "delta_rule", "gated_delta_rule", "kimi_delta_attention"
@@ -158,7 +158,7 @@ def _reasons(overwrite: Overwrite, topics: Topics, scratch_pad: ScratchPad, cost
 
 
 def change(before: float, after: float) -> str:
-    """Two numbers as a movement."""
+    """Return two numbers as a movement in words."""
     if after > 1.05 * before + 0.005:
         return f"grows from {before:.2f} to {after:.2f}"
     if after < 0.95 * before - 0.005:
@@ -167,7 +167,7 @@ def change(before: float, after: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in binary units."""
+    """Return bytes in binary units."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -176,7 +176,7 @@ def size(count: float) -> str:
 
 
 def interference_findings(result: Interference) -> list[str]:
-    """What more pairs, and telling them again, do to the error."""
+    """Say what more pairs, and telling them again, do to the error."""
     linear, delta = result.error["linear_attention"], result.error["delta_rule"]
     again_linear, again_delta = (result.error_by_told[rule] for rule in ("linear_attention", "delta_rule"))
     expected = again_linear[-1] > again_linear[0] and again_delta[-1] < again_delta[0]
@@ -193,7 +193,7 @@ def interference_findings(result: Interference) -> list[str]:
 
 
 def overwrite_findings(result: Overwrite) -> list[str]:
-    """What is left of the old value, and what the overwriting cost the others."""
+    """Say what is left of the old value, and what overwriting does to the other pairs."""
     ghost, changed, kept = result.ghost, result.overwritten, result.kept
     linear, delta, softmax = "linear_attention", "delta_rule", "softmax_attention"
     both = min(map(max, result.kept_by_decay, result.overwritten_by_decay))
@@ -212,7 +212,7 @@ def overwrite_findings(result: Overwrite) -> list[str]:
 
 
 def topics_findings(result: Topics) -> list[str]:
-    """How the state grows, and what clearing it is good for."""
+    """Say how the state grows, and what clearing it is good for."""
     many = result.writes.index(result.switches[-1])
     norm = {rule: values[many] for rule, values in result.norm.items()}
     linear, delta, gated = "linear_attention", "delta_rule", "gated_delta_rule"
@@ -231,7 +231,7 @@ def topics_findings(result: Topics) -> list[str]:
 
 
 def scratch_pad_findings(result: ScratchPad) -> list[str]:
-    """Why one gate per channel."""
+    """Say what one gate per channel is good for."""
     delta, gated, kimi = "delta_rule", "gated_delta_rule", "kimi_delta_attention"
     facts, unseen = result.facts, result.unseen
     both = min(map(max, result.facts_by_gate[gated], result.unseen_by_gate[gated]))
@@ -248,8 +248,8 @@ def scratch_pad_findings(result: ScratchPad) -> list[str]:
     ]
 
 
-def cost_findings(result: Cost) -> list[str]:
-    """Where the fixed memory pays."""
+def cost_findings(result: MeasuredCost) -> list[str]:
+    """Say from which length on a fixed memory pays."""
     softmax, linear, kimi = "softmax_attention", "linear_attention", "kimi_delta_attention"
     held, first, last = result.bytes, result.lengths[0], result.lengths[-1]
     decode, prefill = result.decode_microseconds, result.prefill_microseconds

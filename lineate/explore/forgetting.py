@@ -1,7 +1,6 @@
 """How fast a model forgets: half-lives in tokens, ln 2 / -log_decay, of every head or channel, layer by layer.
 
-A decay is made anew from every token, so that a head has many half-lives on a text: their median and quartiles are
-kept. Layers of the letters R, G and K have such decays.
+A decay is made anew from every token, so a head has many half-lives on a text; their median and quartiles are kept.
 """
 
 import math
@@ -10,43 +9,56 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lineate.explore.memories import LABELS
-from lineate.explore.pictures import Numbers, Options, Picture
-from lineate.explore.style import rounded
-from lineate.explore.subject import Trace, open_subject, trace
+from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
+from lineate.explore.subject import Subject, Trace, open_subject, trace
+from lineate.layers import MixerKind, kinds
+from lineate.rule import RULES
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TOKENS = 512
-LONGEST = 1e9
+TOKENS_READ = 512
+LONGEST_HALF_LIFE = 1e9
 """A half-life is cut off here: a decay of 1 never forgets, and JSON has no infinity."""
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
-    """Quartiles over the tokens of a text, for every layer that forgets."""
+def compute(options: PictureOptions) -> Numbers:
+    """Return quartiles over the tokens of a text, for every layer that forgets."""
     if options.tokens is not None and options.tokens < 2:
         raise ValueError(f"--tokens must be at least 2 for forgetting, got {options.tokens}")
     subject = open_subject(options)
     letters = subject.config.letters
-    if not set(letters) & set("RGK"):
-        raise ValueError(
-            f"forgetting needs a layer of R, G or K, and {subject.name} has only {''.join(dict.fromkeys(letters))}; "
-            "choose another model or pattern"
-        )
-    ids, _ = subject.read(options, TOKENS)
+    _check(subject, any(_may_forget(kind) for kind in subject.config.mixer_kinds()))
+    ids, _ = subject.read(options, TOKENS_READ)
     layers = [_layer(found) for found in trace(subject.model, ids) if found.log_decay is not None]
+    _check(subject, bool(layers))
     return {
         "units": {"half_life": "tokens", "layer": "counted from 0"},
         "model": subject.name, "letters": "".join(letters), "tokens": ids.shape[1], "layers": layers,
     }  # fmt: skip
 
 
+def _may_forget(kind: MixerKind) -> bool:
+    """Whether a mixer can be traced, and its rule, if it is one of the equation's, has a decay."""
+    rule = next((rule for rule in RULES if rule.name == kind.name), None)
+    return kind.trace is not None and (rule is None or rule.decays != ("none",))
+
+
+def _check(subject: Subject, forgets: bool) -> None:
+    if not forgets:
+        *most, last = (kind.letter for kind in kinds() if _may_forget(kind))
+        found = "".join(dict.fromkeys(subject.config.letters))
+        raise ValueError(
+            f"forgetting needs a layer of {', '.join(most)} or {last}, and {subject.name} has only {found}; "
+            "choose another model or pattern"
+        )
+
+
 def _layer(found: Trace) -> dict[str, Any]:
-    """Half-lives `heads channels`; a decay per head has one channel."""
+    """Return the half-lives `heads channels` of one layer; a decay per head has one channel."""
     assert found.log_decay is not None
     decay = found.log_decay.float()
     decay = decay.unsqueeze(-1) if decay.dim() == 2 else decay  # t hv k
@@ -60,12 +72,15 @@ def _layer(found: Trace) -> dict[str, Any]:
 
 
 def half_life(log_decay: Tensor) -> Tensor:
-    """Tokens after which half is left; it grows with log_decay, so that quantiles of one are quantiles of the other."""
-    return (math.log(2) / -log_decay).clamp(max=LONGEST).where(log_decay < 0, LONGEST)
+    """Return the tokens after which half is left.
+
+    It grows with log_decay, so that quantiles of one are quantiles of the other.
+    """
+    return (math.log(2) / -log_decay).clamp(max=LONGEST_HALF_LIFE).where(log_decay < 0, LONGEST_HALF_LIFE)
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """Heads over depth above; below, where decay is per channel, the channels of every head from short to long."""
+    """Draw heads over depth above; below, where decay is per channel, the channels of every head from short to long."""
     from matplotlib import pyplot as plt
 
     layers = numbers["layers"]
@@ -83,12 +98,13 @@ def draw(numbers: Numbers) -> "Figure":
 def _draw_heads(axes: "Axes", numbers: Numbers) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    from lineate.explore.style import COLORS, MARKERS
+    from lineate.figures import kind_named, label_of
 
     legend: dict[str, Any] = {}
     medians = {}
     for layer in numbers["layers"]:
         rule, heads, count = layer["rule"], layer["half_life_median"], len(layer["half_life_median"])
+        look = kind_named(rule).look
         size = 6 if len(numbers["letters"]) * count <= 64 else 4 - 2 * (count > 8)
         x = [layer["layer"] + 0.7 * ((head + 0.5) / count - 0.5) for head in range(count)]
         if layer["decay"] == "per head":
@@ -96,10 +112,10 @@ def _draw_heads(axes: "Axes", numbers: Numbers) -> None:
             low, middle, high = (tuple(own[0] for own in layer[name]) for name in names)
         else:
             low, middle, high = zip(*map(_quartiles, heads), strict=True)
-            axes.vlines(x, list(map(min, heads)), list(map(max, heads)), COLORS[rule], linewidth=1, zorder=1)
-        axes.vlines(x, low, high, COLORS[rule], linewidth=size, alpha=0.45, zorder=2)
+            axes.vlines(x, list(map(min, heads)), list(map(max, heads)), look.color, linewidth=1, zorder=1)
+        axes.vlines(x, low, high, look.color, linewidth=size, alpha=0.45, zorder=2)
         (legend[rule],) = axes.plot(
-            x, middle, color=COLORS[rule], marker=MARKERS[rule], markersize=size, linestyle="none",
+            x, middle, color=look.color, marker=look.marker, markersize=size, linestyle="none",
             markeredgecolor="black", markeredgewidth=0.5, zorder=3,
         )  # fmt: skip
         medians[layer["layer"]] = _quartiles([x for own in heads for x in own])[1]
@@ -128,7 +144,7 @@ def _draw_heads(axes: "Axes", numbers: Numbers) -> None:
         "per channel": "per channel: median, quartiles and range over the channels",
     }
     decays = {layer["rule"]: layer["decay"] for layer in numbers["layers"]}
-    labels = [f"{LABELS[rule]}, {words[decays[rule]]}" for rule in legend]
+    labels = [f"{label_of(rule)}, {words[decays[rule]]}" for rule in legend]
     axes.legend(legend.values(), labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=1)
 
 
@@ -166,8 +182,8 @@ def _quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def number(value: float) -> str:
-    """Two digits that count."""
-    return "1e9 or more" if value >= LONGEST else f"{float(f'{value:.2g}'):g}"
+    """Return a number with two significant digits."""
+    return "1e9 or more" if value >= LONGEST_HALF_LIFE else f"{float(f'{value:.2g}'):g}"
 
 
 PICTURE = Picture(

@@ -5,42 +5,42 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import linear_regression
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.explore.cost import one_thread
-from lineate.explore.memories import FIXED_SIZE, LABELS, SHORT, Setting
-from lineate.explore.pictures import Numbers, Options, Picture
-from lineate.explore.style import COLORS, LETTER_RULES, LINES, MARKERS, wrapped
+from lineate.explore.memories import FIXED_SIZE, Setting
+from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.explore.subject import Subject, Trace, choose_layer, open_subject, run_rule
-from lineate.models.config import LINEAR_LETTERS
+from lineate.figures import kind_named, label_of, line_of, narrow_label_of, wrapped
+from lineate.layers import kind_of
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TOKENS, QUICK_TOKENS = 100_000, 5_000
-MODEL_TOKENS, QUICK_MODEL_TOKENS = 4096, 512
+TOKENS_WRITTEN, QUICK_TOKENS_WRITTEN = 100_000, 5_000
+TOKENS_READ, QUICK_TOKENS_READ = 4096, 512
 HALF_LIFE = 256.0
-"""Tokens, of the rules with one gate per head."""
+"""The half-life, in tokens, of the rules with one gate per head."""
 HALF_LIVES = (16.0, 4096.0)
-"""Of the fastest and the slowest channel of Kimi Delta Attention; the others lie between, evenly in the logarithm."""
+"""The half-lives of Kimi Delta Attention's fastest and slowest channel; the others are even in the logarithm."""
 NEWEST = 16
-"""Pairs that are asked for."""
+"""How many of the newest pairs are asked for."""
 PIECE = 4096
-"""Tokens that are in memory at a time."""
+"""How many tokens are held at a time."""
 SETTING = Setting(key_dim=64, trials=4)
 FLAT = 0.1
 """A state whose norm grows slower than t to this power, over the last decade, has levelled off."""
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
-    """Without a model: random pairs under every rule. With one: its linear layers along a text."""
+def compute(options: PictureOptions) -> Numbers:
+    """Return random pairs under every rule (without a model), or the linear layers of a model along a text."""
     if options.model is None:
         for name in ("pattern", "text", "layer"):
             if getattr(options, name) is not None:
@@ -50,9 +50,9 @@ def compute(options: Options) -> Numbers:
     return grow_model(options)
 
 
-def grow_rules(options: Options) -> Numbers:
-    """Norms of S, and the recall error of the newest pairs, at places that are even in the logarithm."""
-    count = options.tokens or (QUICK_TOKENS if options.quick else TOKENS)
+def grow_rules(options: PictureOptions) -> Numbers:
+    """Return norms of S and recall errors of the newest pairs, at places that are even in the logarithm."""
+    count = options.tokens or (QUICK_TOKENS_WRITTEN if options.quick else TOKENS_WRITTEN)
     if count < 10:
         raise ValueError(f"--tokens must be at least 10 to see growth, got {count}")
     setting = replace(SETTING, seed=options.seed)
@@ -85,13 +85,13 @@ def grow_rules(options: Options) -> Numbers:
 
 
 def _places(count: int) -> list[int]:
-    """1 .. count, eight a decade."""
+    """Return places from 1 to count, eight a decade."""
     steps = math.ceil(8 * math.log10(count))
     return sorted({round(count ** (n / steps)) for n in range(steps + 1)})
 
 
 def _stream(setting: Setting, places: list[int]) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Keys and values `t memories dim` of length 1 in pieces, and whether a piece ends at a place.
+    """Yield keys and values `t memories dim` of length 1 in pieces, and whether a piece ends at a place.
 
     Two keys have a mean cosine of setting.similarity, as in memories.pairs, which cannot make one topic in pieces.
     """
@@ -104,7 +104,7 @@ def _stream(setting: Setting, places: list[int]) -> Iterator[tuple[Tensor, Tenso
 
 
 def _tokens(rule: str, k: Tensor, v: Tensor) -> Trace:
-    """These pairs with the gates of a rule; beta is 1."""
+    """Return these pairs with the gates of a rule; beta is 1."""
     count, heads, dim = k.shape
     decay: Tensor | None = None
     if rule in ("gated_linear_attention", "gated_delta_rule"):
@@ -118,36 +118,36 @@ def _tokens(rule: str, k: Tensor, v: Tensor) -> Trace:
 
 
 @torch.no_grad()
-def grow_model(options: Options) -> Numbers:
-    """The norm of S, mean over heads, of every linear layer along a text, or of one layer."""
+def grow_model(options: PictureOptions) -> Numbers:
+    """Return the norm of S, mean over heads, of every linear layer along a text, or of one layer."""
     subject = open_subject(options)
     letters = subject.config.letters
     layers = [choose_layer(subject, options)]
     if options.layer is None:
-        layers = [n for n, letter in enumerate(letters) if letter in LINEAR_LETTERS]
+        layers = subject.pictured
     ids = _long_text(subject, options)
     places = _places(ids.shape[1])
     state = None
-    assert subject.config.linear is not None
-    columns = subject.config.linear.value_dim  # L keeps the sum of its keys behind them
+    mixers: dict[int, Any] = {n: subject.model.layers[n].mixer for n in layers}
     norm: dict[int, list[float]] = {n: [] for n in layers}
     for start, end in pairwise([0, *sorted({*places, *range(PIECE, places[-1], PIECE)})]):
         state = subject.model(ids[:, start:end], state=state, last_only=True).state
         if end in places:
             for n in layers:
+                columns = getattr(mixers[n], "value_dim", None)  # linear attention keeps a sum of keys behind
                 memory = state.layers[n]["memory"][0, ..., :columns]
                 norm[n].append(float(f"{memory.norm(dim=(1, 2)).mean():.4g}"))
     return {
         "units": {"places": "tokens", "norm": "Frobenius norm, mean over heads"},
         "name": subject.name,
         "places": places,
-        "layers": [{"layer": n, "rule": LETTER_RULES[letters[n]], "norm": norm[n]} for n in layers],
+        "layers": [{"layer": n, "rule": kind_of(letters[n]).name, "norm": norm[n]} for n in layers],
     }
 
 
-def _long_text(subject: Subject, options: Options) -> Tensor:
-    """The user's text, or the standard library's, or random tokens."""
-    tokens = options.tokens or (QUICK_MODEL_TOKENS if options.quick else MODEL_TOKENS)
+def _long_text(subject: Subject, options: PictureOptions) -> Tensor:
+    """Return the ids of the user's text, of the standard library's, or of random tokens."""
+    tokens = options.tokens or (QUICK_TOKENS_READ if options.quick else TOKENS_READ)
     if options.text is None and subject.encode is not None:
         from lineate.training.sources import documents
 
@@ -164,12 +164,12 @@ def _long_text(subject: Subject, options: Options) -> Tensor:
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """Lines against tokens, both axes logarithmic."""
+    """Draw lines against tokens; both axes are logarithmic."""
     return _draw_model(numbers) if "layers" in numbers else _draw_rules(numbers)
 
 
 def exponent(places: Sequence[int], norm: Sequence[float]) -> float:
-    """The power of t with which the norm grows over the last decade, by least squares in the logarithms."""
+    """Return the power of t with which the norm grows over the last decade, by least squares in the logarithms."""
     points = [(math.log(x), math.log(y)) for x, y in zip(places, norm, strict=True) if x >= places[-1] / 10 and y > 0]
     return linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else 0.0
 
@@ -182,10 +182,10 @@ def _draw_rules(numbers: Numbers) -> "Figure":
     powers = {rule: exponent(places, each) for rule, each in norm.items()}
     known = next(n for n, place in enumerate(places) if place >= numbers["newest"] or n == len(places) - 1)
     for rule, each in norm.items():
-        look = {"color": COLORS[rule], "linestyle": LINES[rule], "marker": MARKERS[rule], "linewidth": 2}
+        look = line_of(rule) | {"linewidth": 2}
         how = f"{'grows' if powers[rule] > 0 else 'falls'} like t^{powers[rule]:.2f}"
         how = f"levels off at {each[-1]:.1f}" if abs(powers[rule]) < FLAT else how
-        left.plot(places, each, **look, markersize=7, markevery=(4, 8), label=f"{LABELS[rule]}: {how}")
+        left.plot(places, each, **look, markersize=7, markevery=(4, 8), label=f"{label_of(rule)}: {how}")
         right.plot(places[known:], numbers["error"][rule][known:], **look, markersize=7, markevery=(3, 8))
     right.axhline(1, color="gray", linewidth=1, linestyle="--")
     right.text(places[-1], 1.04, "as bad as no answer", fontsize=10, color="#555555", ha="right", va="bottom")
@@ -193,7 +193,7 @@ def _draw_rules(numbers: Numbers) -> "Figure":
         _axes(axes)
     left.set_ylabel("norm of S (Frobenius)", fontsize=11.5)
     right.set_ylabel(f"error on the newest {numbers['newest']} pairs", fontsize=11.5)
-    growing = [LABELS[rule] for rule, power in powers.items() if power >= FLAT]
+    growing = [label_of(rule) for rule, power in powers.items() if power >= FLAT]
     if len(growing) == 1:
         title = f"After {places[-1]:,} tokens only {growing[0]}'s state still grows"
     else:
@@ -201,7 +201,8 @@ def _draw_rules(numbers: Numbers) -> "Figure":
     left.set_title(wrapped(title), fontsize=11.5)
     errors = {rule: each[-1] for rule, each in numbers["error"].items()}
     best, worst = (choose(errors, key=lambda rule: errors[rule]) for choose in (min, max))
-    title = f"The newest pairs: error {errors[best]:.2g} with {SHORT[best]}, {errors[worst]:.2g} with {SHORT[worst]}"
+    low, high = (f"{errors[rule]:.2g} with {narrow_label_of(rule)}" for rule in (best, worst))
+    title = f"The newest pairs: error {low}, {high}"
     right.set_title(wrapped(title), fontsize=11.5)
     figure.legend(loc="outside lower center", ncols=2, fontsize=10)
     fast, slow = numbers["half_lives_tokens_per_channel"]
@@ -236,10 +237,10 @@ def _draw_model(numbers: Numbers) -> "Figure":
     for index, layer in enumerate(layers):
         rule = layer["rule"]
         shade = colormaps["viridis"](0.92 * index / max(1, len(layers) - 1))
-        label = f"layer {layer['layer']}, {LABELS[rule]}" if layer in labelled else None
+        label = f"layer {layer['layer']}, {label_of(rule)}" if layer in labelled else None
         marker = "os^Dv<>P"[index % 8]
-        axes.plot(places, layer["norm"], color=shade, linestyle=LINES[rule], marker=marker, markevery=(index % 4, 4),
-                  linewidth=2, label=label)  # fmt: skip
+        axes.plot(places, layer["norm"], color=shade, linestyle=kind_named(rule).look.line, marker=marker,
+                  markevery=(index % 4, 4), linewidth=2, label=label)  # fmt: skip
     _axes(axes)
     axes.set_xlabel("tokens read", fontsize=11.5)
     axes.set_ylabel("norm of S (Frobenius), mean over heads", fontsize=11.5)

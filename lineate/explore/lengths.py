@@ -9,29 +9,29 @@ import torch
 from lineate.explore.cost import CostSetting, measure_cost, one_thread
 from lineate.explore.findings import size
 from lineate.explore.forgetting import number
-from lineate.explore.memories import LABELS
-from lineate.explore.pictures import Numbers, Options, Picture
+from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHORTEST, LONGEST = 256, 2**20
+FEWEST_TOKENS, MOST_TOKENS = 256, 2**20
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
-    """The demo's last scene, up to `tokens` tokens: lengths that would take too long are left out."""
+def compute(options: PictureOptions) -> Numbers:
+    """Measure the demo's last scene, up to `tokens` tokens; lengths that would take too long are left out."""
     setting = CostSetting(seed=options.seed, seconds=10.0)
     if options.quick:
-        setting = replace(setting, head_dim=32, lengths=(SHORTEST, 1024, 4096), rounds=3, decode_rounds=2)
+        setting = replace(setting, head_dim=32, lengths=(FEWEST_TOKENS, 1024, 4096), rounds=3, decode_rounds=2)
     if options.tokens is not None:
-        if not 4 * SHORTEST <= options.tokens <= LONGEST:
+        if not 4 * FEWEST_TOKENS <= options.tokens <= MOST_TOKENS:
             raise ValueError(
-                f"--tokens must be {4 * SHORTEST} .. {LONGEST} for cost, the longest text, got {options.tokens}"
+                f"--tokens must be {4 * FEWEST_TOKENS} .. {MOST_TOKENS} for cost, the longest text, "
+                f"got {options.tokens}"
             )
         lengths = [options.tokens]
-        while lengths[0] >= 4 * SHORTEST:
+        while lengths[0] >= 4 * FEWEST_TOKENS:
             lengths.insert(0, lengths[0] // 4)
         setting = replace(setting, lengths=tuple(lengths))
     with one_thread():
@@ -41,20 +41,18 @@ def compute(options: Options) -> Numbers:
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """Bytes of state, time of the next token, and time of reading a token of the text, against its length."""
+    """Draw bytes of state, time of the next token and time of reading a token, against the length of the text."""
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    from lineate.explore.style import COLORS, LINES, MARKERS
+    from lineate.figures import label_of, line_of
 
     lengths = numbers["lengths"]
     first, last = lengths[0], lengths[-1]
     figure, ((held, words), (decode, prefill)) = plt.subplots(2, 2, figsize=(8, 7.4))
     for axes, what in ((held, "bytes"), (decode, "decode_microseconds"), (prefill, "prefill_microseconds")):
         for rule, values in numbers[what].items():
-            axes.plot(
-                lengths, values, color=COLORS[rule], marker=MARKERS[rule], linestyle=LINES[rule], label=LABELS[rule]
-            )
+            axes.plot(lengths, values, **line_of(rule), label=label_of(rule))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2 if axes is held else 10)
         axes.set_xticks(lengths, [str(length) for length in lengths])

@@ -18,8 +18,9 @@ from torch import Tensor
 import lineate
 from lineate.explore.cost import one_thread
 from lineate.explore.findings import size
-from lineate.explore.memories import LABELS, Setting, pairs
-from lineate.explore.pictures import Numbers, Options, Picture
+from lineate.explore.memories import Setting, pairs
+from lineate.explore.pictures import Numbers, Picture, PictureOptions
+from lineate.figures import label_of, line_of
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.least_squares import least_squares
 from lineate.memory.titans import titans, titans_state
@@ -30,39 +31,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NAMES = LABELS | {
-    "least_squares": "least squares",
-    "ttt_linear": "TTT-Linear",
-    "ttt_mlp": "TTT-MLP",
-    "titans": "Titans",
-    "lact": "LaCT",
-}
-"""Memories and their names in the legend."""
 LOADS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
-"""Pairs for every key channel of a plain matrix."""
-SOFTMAX_SCALE = 32.0
-"""Sharpness of softmax attention for keys of length 1."""
+"""How many pairs are written for every key channel of a plain matrix."""
 
-State = dict[str, Tensor]
+LearnedState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Memory:
-    """A memory of one head: what it answers to keys k after the pairs k, v were written, `b n d`, with a setting."""
+class MemoryUnderLoad:
+    """A memory of one head that is asked for every pair written into it; k and v are `b n d`."""
 
-    answer: Callable[..., tuple[Tensor, State]]
-    """k, v, the setting's numbers -> answers, and the state that gave them."""
+    answer: Callable[..., tuple[Tensor, LearnedState]]
+    """A function of k, v and the setting's numbers that returns the answers and the state that gave them."""
     settings: tuple[tuple[float, ...], ...] = ((),)
     scaled: bool = True
     """Whether an answer has the size of a value."""
 
     def nbytes(self, channels: int) -> int:
-        """Of the state."""
+        """Return the bytes of the state."""
         k = torch.zeros(1, 16, 1, channels)
         return sum(x.nbytes for x in self.answer(k, k, *self.settings[0])[1].values())
 
     def widest(self, budget: int) -> int:
-        """The most channels whose state has at most so many bytes; none has fewer bytes than a matrix in float32."""
+        """Return the most channels whose state has at most `budget` bytes; a float32 matrix needs the fewest bytes."""
         low, high = 2, math.isqrt(budget // 4) + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -71,13 +62,13 @@ class Memory:
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
-    """Errors and shares of right answers of every memory, for every load."""
+def compute(options: PictureOptions) -> Numbers:
+    """Return errors and shares of right answers of every memory, for every load."""
     channels, trials = (32, 2) if options.quick else (128, 4)
     budget = channels * channels * 4
     setting = Setting(key_dim=channels, trials=trials, seed=options.seed)
     counts = [round(load * channels) for load in LOADS]  # multiples of TTT's chunk
-    memories = {"softmax_attention": Memory(partial(_softmax, kept=budget // (2 * channels * 2)))} | MEMORIES
+    memories = {"softmax_attention": MemoryUnderLoad(partial(_softmax, kept=budget // (2 * channels * 2)))} | MEMORIES
     found: dict[str, Any] = {}
     with torch.inference_mode(), one_thread():
         for name, memory in memories.items():
@@ -98,8 +89,8 @@ def compute(options: Options) -> Numbers:
     }  # fmt: skip
 
 
-def _measure(memory: Memory, setting: Setting, count: int) -> tuple[float, float, list[float]]:
-    """Error, share recalled, and the setting that was best on other pairs."""
+def _measure(memory: MemoryUnderLoad, setting: Setting, count: int) -> tuple[float, float, list[float]]:
+    """Return the error, the share recalled, and the setting that was best on other pairs."""
     chosen = memory.settings[0]
     if len(memory.settings) > 1:
         k, v = pairs(setting, count, torch.Generator().manual_seed(setting.seed + 1))
@@ -110,7 +101,10 @@ def _measure(memory: Memory, setting: Setting, count: int) -> tuple[float, float
 
 
 def _score(y: Tensor, v: Tensor) -> tuple[float, float]:
-    """|y - v| / |v|, and how often the nearest value by cosine is the right one; infinity and 0 if it blew up."""
+    """Return |y - v| / |v| and how often the value nearest by cosine is the right one.
+
+    These are infinity and 0 if y is not finite.
+    """
     if not y.isfinite().all():
         return math.inf, 0.0
     y, v = y[:, :, 0], v[:, :, 0]
@@ -123,54 +117,57 @@ def _full(k: Tensor, value: float) -> Tensor:
     return torch.full(k.shape[:3], value)
 
 
-def _read(S: Tensor, k: Tensor) -> tuple[Tensor, State]:
+def _read(S: Tensor, k: Tensor) -> tuple[Tensor, LearnedState]:
     return (k[:, :, 0] @ S[:, 0]).unsqueeze(2), {"S": S}
 
 
-def _linear(k: Tensor, v: Tensor) -> tuple[Tensor, State]:
+def _linear(k: Tensor, v: Tensor) -> tuple[Tensor, LearnedState]:
     return _read(lineate.linear_attention(k, k, v).state, k)
 
 
-def _gated_linear(k: Tensor, v: Tensor, keep: float) -> tuple[Tensor, State]:
+def _gated_linear(k: Tensor, v: Tensor, keep: float) -> tuple[Tensor, LearnedState]:
     return _read(lineate.gated_linear_attention(k, k, v, _full(k, math.log(keep))).state, k)
 
 
-def _delta(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, State]:
+def _delta(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, LearnedState]:
     return _read(lineate.delta_rule(k, k, v, _full(k, rate)).state, k)
 
 
-def _gated_delta(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, State]:
+def _gated_delta(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, LearnedState]:
     return _read(lineate.gated_delta_rule(k, k, v, _full(k, math.log(keep)), _full(k, rate)).state, k)
 
 
-def _kimi(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, State]:
-    """The channels keep between 1 and `keep`, evenly in the logarithm."""
+def _kimi(k: Tensor, v: Tensor, rate: float, keep: float) -> tuple[Tensor, LearnedState]:
+    """Kimi Delta Attention whose channels keep between 1 and `keep`, evenly in the logarithm."""
     log_decay = torch.linspace(0, math.log(keep), k.shape[-1]).expand(k.shape)
     return _read(lineate.kimi_delta_attention(k, k, v, log_decay, _full(k, rate)).state, k)
 
 
-def _least_squares(k: Tensor, v: Tensor, ridge: float) -> tuple[Tensor, State]:
+def _least_squares(k: Tensor, v: Tensor, ridge: float) -> tuple[Tensor, LearnedState]:
     state = least_squares(k, k, v, None, ridge=ridge)[1]
     return _read(state["S"], k)[0], state
 
 
-def _softmax(k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, State]:
-    """A cache of the last `kept` pairs in bfloat16."""
+def _softmax(k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, LearnedState]:
+    """Softmax attention over a cache of the last `kept` pairs in bfloat16."""
     cache = {"keys": k[:, -kept:].bfloat16(), "values": v[:, -kept:].bfloat16()}
     q, keys, values = (x.float().transpose(1, 2) for x in (k, *cache.values()))
-    return F.scaled_dot_product_attention(q, keys, values, scale=SOFTMAX_SCALE).transpose(1, 2), cache
+    return F.scaled_dot_product_attention(q, keys, values, scale=Setting.softmax_scale).transpose(1, 2), cache
 
 
 def _first_weights(sizes: Sequence[int]) -> list[Tensor]:
-    """`1 n m` for each pair of neighbours in sizes, always the same: deviation 1 / sqrt(n)."""
+    """Return `1 n m` for each pair of neighbours in sizes, always the same, with deviation 1 / sqrt(n)."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, n, m, generator=generator) * n**-0.5 for n, m in pairwise(sizes)]
 
 
-def _ttt(k: Tensor, v: Tensor, rate: float, length: float, expand: int) -> tuple[Tensor, State]:
-    """Values as long as what its norm gives, and longer keys, as its bias answers all alike; chunks of 4."""
+def _ttt(k: Tensor, v: Tensor, rate: float, length: float, expand: int) -> tuple[Tensor, LearnedState]:
+    """TTT in chunks of 4.
+
+    Values are as long as what its norm gives, and keys are longer, because its bias answers all keys alike.
+    """
     d = k.shape[-1]
-    state: State = {}
+    state: LearnedState = {}
     for i, weight in enumerate(_first_weights([d, *([expand * d] if expand else []), d]), 1):
         state |= {f"weight{i}": weight, f"bias{i}": torch.zeros(1, weight.shape[-1])}
     k, norm, size = length * k, (torch.ones(1, d), torch.zeros(1, d)), d**0.5
@@ -178,7 +175,7 @@ def _ttt(k: Tensor, v: Tensor, rate: float, length: float, expand: int) -> tuple
     return ttt(k, k, k, _full(k, 0.0), *norm, state, chunk=4)[0] / size, state
 
 
-def _titans(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, State]:
+def _titans(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, LearnedState]:
     d = k.shape[-1]
     none = _full(k, 0.0)
     state = titans(k, k, v, _full(k, rate), none, none, titans_state([torch.zeros(1, d, d)], len(k)), chunk=4)[1]
@@ -186,7 +183,7 @@ def _titans(k: Tensor, v: Tensor, rate: float) -> tuple[Tensor, State]:
     return titans(k, k, k, none, none, none, state, chunk=4)[0], held
 
 
-def _lact(k: Tensor, v: Tensor, rate: float, muon: float) -> tuple[Tensor, State]:
+def _lact(k: Tensor, v: Tensor, rate: float, muon: float) -> tuple[Tensor, LearnedState]:
     d, rates = k.shape[-1], _full(k, rate)[..., None].expand(*k.shape[:3], 3)
     first = lact_state(_first_weights([d] * 4), len(k))
     state = lact(k, k, d**0.5 * v, rates, _full(k, 0.0), first, chunk=min(16, k.shape[1]), muon=muon == 1)[1]
@@ -198,16 +195,16 @@ def _grid(*choices: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
 
 
 MEMORIES = {
-    "linear_attention": Memory(_linear),
-    "gated_linear_attention": Memory(_gated_linear, _grid((0.9999, 0.998, 0.99, 0.95))),
-    "delta_rule": Memory(_delta, _grid((1.0, 0.6, 0.3, 0.1, 0.03))),
-    "gated_delta_rule": Memory(_gated_delta, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.99))),
-    "kimi_delta_attention": Memory(_kimi, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.98))),
-    "least_squares": Memory(_least_squares, ((1e-1,), (1e-4,))),
-    "ttt_linear": Memory(partial(_ttt, expand=0), ((0.3, 6.0), (0.1, 6.0), (0.03, 6.0))),
-    "ttt_mlp": Memory(partial(_ttt, expand=4), ((0.05, 3.0), (0.1, 6.0))),
-    "titans": Memory(_titans, _grid((1.0, 0.5, 0.2, 0.05))),
-    "lact": Memory(_lact, ((1.0, 1), (1.0, 0), (0.3, 0)), scaled=False),
+    "linear_attention": MemoryUnderLoad(_linear),
+    "gated_linear_attention": MemoryUnderLoad(_gated_linear, _grid((0.9999, 0.998, 0.99, 0.95))),
+    "delta_rule": MemoryUnderLoad(_delta, _grid((1.0, 0.6, 0.3, 0.1, 0.03))),
+    "gated_delta_rule": MemoryUnderLoad(_gated_delta, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.99))),
+    "kimi_delta_attention": MemoryUnderLoad(_kimi, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.98))),
+    "least_squares": MemoryUnderLoad(_least_squares, ((1e-1,), (1e-4,))),
+    "ttt_linear": MemoryUnderLoad(partial(_ttt, expand=0), ((0.3, 6.0), (0.1, 6.0), (0.03, 6.0))),
+    "ttt_mlp": MemoryUnderLoad(partial(_ttt, expand=4), ((0.05, 3.0), (0.1, 6.0))),
+    "titans": MemoryUnderLoad(_titans, _grid((1.0, 0.5, 0.2, 0.05))),
+    "lact": MemoryUnderLoad(_lact, ((1.0, 1), (1.0, 0), (0.3, 0)), scaled=False),
 }
 
 
@@ -219,7 +216,7 @@ OTHERS = ("delta_rule", "ttt_linear", "ttt_mlp", "titans", "lact")
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """Error on the left, share recalled on the right; matrices and a cache above, models that learn below."""
+    """Draw errors on the left and shares recalled on the right; matrices and a cache above, models that learn below."""
     from matplotlib import pyplot as plt
 
     memories, loads = numbers["memories"], [f"{x:g}" if x >= 1 else f"1/{1 / x:g}" for x in numbers["load"]]
@@ -257,15 +254,13 @@ def draw(numbers: Numbers) -> "Figure":
 def _label(name: str, numbers: Numbers) -> str:
     if name == "softmax_attention":
         return f"softmax, last {numbers['state_bytes'] // (2 * 2 * numbers['channels'])} pairs"
-    return f"{NAMES[name]} ({numbers['memories'][name]['channels']})"
+    return f"{label_of(name)} ({numbers['memories'][name]['channels']})"
 
 
 def _lines(axes: "Axes", load: list[float], lines: dict[str, list[float | None] | None]) -> None:
-    from lineate.explore.style import COLORS, LINES, MARKERS
-
     for name, values in lines.items():
         shown = [math.nan] * len(load) if values is None else [math.nan if x is None else x for x in values]
-        axes.plot(load, shown, color=COLORS[name], marker=MARKERS[name], linestyle=LINES[name], label=NAMES[name])
+        axes.plot(load, shown, **line_of(name), label=label_of(name))
 
 
 def _title_matrices(left: "Axes", right: "Axes", numbers: Numbers) -> None:
@@ -283,14 +278,14 @@ def _title_matrices(left: "Axes", right: "Axes", numbers: Numbers) -> None:
 
 
 def _title_others(left: "Axes", right: "Axes", numbers: Numbers) -> None:
-    """At the load of 1, or the one nearest to it."""
+    """Set the titles of the memories that learn, at the load of 1 or the nearest one."""
     at = min(range(len(numbers["load"])), key=lambda i: abs(math.log(numbers["load"][i])))
     share = {name: numbers["memories"][name]["share_recalled"][at] for name in OTHERS}
     best = max(OTHERS[1:], key=lambda name: share[name])
     load = f"{numbers['load'][at]:g}"
     left.set_title("Memories that learn by gradient steps,\nand DeltaNet again (LaCT has no scale)")
     right.set_title(
-        f"Recalled at load {load}: {share['delta_rule']:.0%} by DeltaNet,\n{share[best]:.0%} by {NAMES[best]}, the "
+        f"Recalled at load {load}: {share['delta_rule']:.0%} by DeltaNet,\n{share[best]:.0%} by {label_of(best)}, the "
         "best of the others"
     )
 

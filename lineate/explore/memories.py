@@ -14,37 +14,24 @@ from torch import Tensor
 import lineate
 from lineate import rule as equation
 
-LABELS = {
-    "linear_attention": "linear attention",
-    "gated_linear_attention": "gated linear attention",
-    "delta_rule": "DeltaNet",
-    "gated_delta_rule": "Gated DeltaNet",
-    "kimi_delta_attention": "Kimi Delta Attention",
-    "softmax_attention": "softmax attention",
-}
-"""The public op of every memory, and its name in tables and plots."""
+FIXED_SIZE = (
+    "linear_attention", "gated_linear_attention", "delta_rule", "gated_delta_rule", "kimi_delta_attention",
+)  # fmt: skip
+"""The public ops whose memory has a fixed size."""
+DEMO_RULES = (*FIXED_SIZE, "softmax_attention")
+"""The public ops of the demo; the rows of the mixers have their labels and colours."""
+HAND_MADE_CHANNELS = 8
+"""Channels of a key and of a value where a picture writes tokens by hand."""
 
-SHORT = {
-    "linear_attention": "linear",
-    "gated_linear_attention": "gated linear",
-    "delta_rule": "DeltaNet",
-    "gated_delta_rule": "Gated DeltaNet",
-    "kimi_delta_attention": "Kimi Delta",
-    "softmax_attention": "softmax",
-}
-"""The same, for narrow tables."""
-
-RULES = tuple(LABELS)
-FIXED_SIZE = tuple(rule for rule in RULES if rule != "softmax_attention")
 FORGETTING = ("gated_linear_attention", "gated_delta_rule", "kimi_delta_attention")
 
-Memory = Tensor | lineate.KeyValueCache
-Report = Callable[[float], None]
-"""Told how much of an experiment is done, from 0 to 1."""
+MemoryState = Tensor | lineate.KeyValueCache
+OnProgress = Callable[[float], None]
+"""A callback that is told how much of an experiment is done, from 0 to 1."""
 
 
 def silent(done: float) -> None:
-    """The report of an experiment nobody watches."""
+    """Ignore the progress of an experiment that nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +52,14 @@ class Setting:
     """Seed of all keys and values."""
 
     def generator(self) -> torch.Generator:
-        """A fresh source of random numbers: every experiment starts from the same seed."""
+        """Return a fresh source of random numbers, so that every experiment starts from the same seed."""
         return torch.Generator().manual_seed(self.seed)
 
 
 def pairs(
     setting: Setting, count: int, generator: torch.Generator, channels: slice = slice(None)
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values `trials count 1 key_dim` of one topic; the keys use `channels` and are zero elsewhere."""
+    """Return keys and values `trials count 1 key_dim` of one topic; keys use `channels` and are zero elsewhere."""
     trials, dim = setting.trials, setting.key_dim
     width = len(range(dim)[channels])
     shared = _unit(torch.randn(trials, 1, 1, width, generator=generator))
@@ -84,15 +71,16 @@ def pairs(
 
 def write(
     rule: str,
-    memory: Memory | None,
+    memory: MemoryState | None,
     keys: Tensor,
     values: Tensor,
     decay: Tensor | None = None,
     channels: slice = slice(None),
-) -> Memory:
-    """The memory after these pairs, in order; `decay` (one number in [0, 1] a token) is for the rules that can forget.
+) -> MemoryState:
+    """Return the memory after these pairs, in order.
 
-    A rule with one gate per head forgets everywhere; Kimi Delta Attention forgets in `channels` only. beta is 1.
+    `decay` (one number in [0, 1] a token) is for the rules that can forget. A rule with one gate per head forgets
+    everywhere; Kimi Delta Attention forgets in `channels` only. beta is 1.
     """
     trials, tokens, heads, dim = keys.shape
     per_token = torch.zeros(tokens) if decay is None else decay.log()
@@ -115,11 +103,11 @@ def write(
             per_channel[..., channels] = per_head.unsqueeze(-1)
             return lineate.kimi_delta_attention(keys, keys, values, per_channel, beta, state=memory).state
         case _:
-            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+            raise ValueError(f"rule must be one of {', '.join(DEMO_RULES)}, got {rule!r}")
 
 
-def read(memory: Memory, keys: Tensor, setting: Setting) -> Tensor:
-    """What the memory answers to keys `b t h k`, without writing anything."""
+def read(memory: MemoryState, keys: Tensor, setting: Setting) -> Tensor:
+    """Return what the memory answers to keys `b t h k`, without writing anything."""
     if isinstance(memory, lineate.KeyValueCache):
         queries, cached_keys, cached_values = (x.transpose(1, 2) for x in (keys, memory.keys, memory.values))
         scale = setting.softmax_scale
@@ -127,18 +115,18 @@ def read(memory: Memory, keys: Tensor, setting: Setting) -> Tensor:
     return equation.read(memory.unsqueeze(1), keys)
 
 
-def recall_error(memory: Memory, keys: Tensor, values: Tensor, setting: Setting) -> float:
-    """Root mean square distance between the answers and the values: 0 is perfect, 1 is no better than no answer."""
+def recall_error(memory: MemoryState, keys: Tensor, values: Tensor, setting: Setting) -> float:
+    """Return the root mean square distance between answers and values: 0 is perfect, 1 no better than no answer."""
     return _root_mean_square(read(memory, keys, setting) - values)
 
 
-def answer_size(memory: Memory, keys: Tensor, setting: Setting) -> float:
-    """Root mean square length of the answers; a stored value has length 1."""
+def answer_size(memory: MemoryState, keys: Tensor, setting: Setting) -> float:
+    """Return the root mean square length of the answers; a stored value has length 1."""
     return _root_mean_square(read(memory, keys, setting))
 
 
-def state_norm(memory: Memory) -> float | None:
-    """Frobenius norm of the state, averaged over trials; a cache has none to compare."""
+def state_norm(memory: MemoryState) -> float | None:
+    """Return the Frobenius norm of the state, averaged over trials; a cache has none to compare."""
     if isinstance(memory, lineate.KeyValueCache):
         return None
     return memory.norm(dim=(-2, -1)).mean().item()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 Numbers = dict[str, Any]
 """What a picture shows, as JSON can hold it; units in the keys or under "units"."""
@@ -25,24 +26,24 @@ MODULES = {
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the user chose; None: the picture's own default. A picture reads what it names in `uses`."""
+class PictureOptions:
+    """What the user chose; None is the picture's own default. A picture reads what it names in `uses`."""
 
     model: str | None = None
-    """A checkpoint's folder or a preset's name; None: the built-in small model, or none."""
+    """A checkpoint's folder or a preset's name; None is the built-in small model, or no model."""
     pattern: str | None = None
     """Mixers of a preset's layers."""
     text: str | None = None
     """What the model reads: the text itself, not the name of a file."""
     layer: int | None = None
-    """Counted from 0."""
+    """The layer, counted from 0."""
     head: int | None = None
-    """Counted from 0."""
+    """The head, counted from 0."""
     tokens: int | None = None
-    """How many."""
+    """How many tokens are read or written."""
     seed: int = 0
     quick: bool = False
-    """Smaller and rougher."""
+    """Whether sizes are smaller and numbers rougher."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ class Picture:
     name: str
     title: str
     help: str
-    """One line: what is to be seen."""
-    compute: Callable[[Options], Numbers]
-    """Raises ValueError or OSError, in plain words, before any work, if the options cannot be served."""
+    """One line that says what is to be seen."""
+    compute: Callable[[PictureOptions], Numbers]
+    """Returns the numbers; raises ValueError or OSError before any work if the options cannot be served."""
     draw: Callable[[Numbers], "Figure"]
-    """Called inside style.styled()."""
+    """Draws the numbers; it is called inside figures.styled()."""
     uses: tuple[str, ...] = ()
-    """The fields of Options that compute reads; any other that is given is an error."""
+    """The fields of PictureOptions that compute reads; any other that is given is an error."""
 
 
 def find(name: str) -> Picture:
-    """A picture by its name."""
+    """Return a picture by its name."""
     if name not in MODULES:
         from lineate.names import nearest
 
@@ -72,14 +73,19 @@ def find(name: str) -> Picture:
     return found
 
 
+def rounded(x: "Tensor") -> Any:
+    """Return nested lists of numbers with 4 digits, so that JSON files stay small."""
+    return [rounded(row) for row in x] if x.dim() > 1 else [float(f"{number:.4g}") for number in x.tolist()]
+
+
 def save_numbers(name: str, numbers: Numbers, path: Path) -> None:
-    """With the picture's name; JSON has no infinity and no NaN, so these become null."""
+    """Write the numbers with the picture's name; infinity and NaN, which JSON lacks, become null."""
     strict = json.loads(json.dumps({"picture": name, **numbers}), parse_constant=lambda number: None)
     path.write_text(json.dumps(strict) + "\n", encoding="utf-8")
 
 
 def load_numbers(name: str, path: Path) -> Numbers:
-    """What save_numbers wrote for this picture."""
+    """Return what save_numbers wrote for this picture."""
     try:
         numbers = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

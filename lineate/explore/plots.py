@@ -17,13 +17,13 @@ from numpy.typing import ArrayLike
 
 from lineate.explore import lengths
 from lineate.explore.findings import Results
-from lineate.explore.memories import LABELS, Report, silent
+from lineate.explore.memories import DEMO_RULES, OnProgress, silent
 from lineate.explore.recall import Interference, Overwrite, ScratchPad, Topics
-from lineate.explore.style import COLORS, MARKERS, STYLE
+from lineate.figures import FIGURE_STYLE, kind_named, label_of
 
 
-def save_plots(results: Results, out: Path, report: Report = silent) -> list[Path]:
-    """Draw all figures into the folder `out`; returns their paths."""
+def save_plots(results: Results, out: Path, report: OnProgress = silent) -> list[Path]:
+    """Draw all figures into the folder `out`; return their paths."""
     figures = {
         "1_interference.png": lambda: plot_interference(results.interference),
         "2_overwrite.png": lambda: plot_overwrite(results.overwrite),
@@ -32,7 +32,7 @@ def save_plots(results: Results, out: Path, report: Report = silent) -> list[Pat
         "5_cost.png": lambda: lengths.draw(asdict(results.cost) | {"machine": platform.machine()}),
     }
     paths: list[Path] = []
-    with plt.rc_context(STYLE):
+    with plt.rc_context(FIGURE_STYLE):
         for name, draw in figures.items():
             figure = draw()
             figure.savefig(out / name)
@@ -43,7 +43,7 @@ def save_plots(results: Results, out: Path, report: Report = silent) -> list[Pat
 
 
 def plot_interference(result: Interference) -> Figure:
-    """Error against the number of pairs, and against how often they were told."""
+    """Draw the error against the number of pairs, and against how often they were told."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
     linear, delta = result.error["linear_attention"][-1], result.error["delta_rule"][-1]
     _lines(left, result.pairs, result.error)
@@ -68,7 +68,10 @@ def plot_interference(result: Interference) -> Figure:
 
 
 def plot_overwrite(result: Overwrite) -> Figure:
-    """Error of every key after every write, one panel per memory; memories with the same numbers share one."""
+    """Draw the error of every key after every write.
+
+    Each memory has a panel; memories with the same numbers share one.
+    """
     # keys, writes; not written yet is NaN
     history = {rule: np.array(steps, dtype=float).T for rule, steps in result.history.items()}
     groups = _same({rule: np.nan_to_num(values) for rule, values in history.items()})
@@ -90,7 +93,7 @@ def plot_overwrite(result: Overwrite) -> Figure:
         axes.tick_params(axis="y", length=0)
         errors = [f"{errors[rule]:.2f}" for errors in (result.old, result.kept, result.overwritten)]
         axes.set_title(
-            ", ".join(LABELS[name] for name in rules)
+            ", ".join(label_of(name) for name in rules)
             + f"\nin the end: old {errors[0]}, kept {errors[1]}, overwritten {errors[2]}"
         )
     for axes in panels.flat[len(groups) :]:
@@ -110,7 +113,7 @@ def plot_overwrite(result: Overwrite) -> Figure:
 
 
 def plot_topics(result: Topics) -> Figure:
-    """The norm of the state over a stream of topics, and what the last topic is like afterwards."""
+    """Draw the norm of the state over a stream of topics, and what the last topic is like afterwards."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.8), width_ratios=(1.3, 1))
     _lines(left, result.writes, result.norm, marker=False)
     for switch in result.switches:
@@ -133,7 +136,7 @@ def plot_topics(result: Topics) -> Figure:
 
 
 def plot_compromises(overwrite: Overwrite, pad: ScratchPad) -> Figure:
-    """What one gate for everything can reach, against correcting and against a gate per channel."""
+    """Draw what one gate for everything can reach, against correcting and against a gate per channel."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5))
     _curve(
         left,
@@ -171,7 +174,7 @@ def plot_compromises(overwrite: Overwrite, pad: ScratchPad) -> Figure:
 
 
 def _same(numbers: Mapping[str, ArrayLike]) -> list[list[str]]:
-    """The rules, those with the same numbers together."""
+    """Return the rules in groups, those with the same numbers together."""
     groups: list[list[str]] = []
     for rule, values in numbers.items():
         for group in groups:
@@ -184,22 +187,24 @@ def _same(numbers: Mapping[str, ArrayLike]) -> list[list[str]]:
 
 
 def _lines(axes: Axes, x: Sequence[float], y: Mapping[str, Sequence[float]], marker: bool = True) -> None:
-    """One line per rule; rules with the same numbers share one."""
+    """Draw one line per rule; rules with the same numbers share one."""
     for rules in _same(y):
-        rule, label = rules[0], ",\n".join(LABELS[name] for name in rules)
-        axes.plot(x, y[rule], color=COLORS[rule], marker=MARKERS[rule] if marker else None, label=label)
+        rule, label = rules[0], ",\n".join(label_of(name) for name in rules)
+        look = kind_named(rule).look
+        axes.plot(x, y[rule], color=look.color, marker=look.marker if marker else None, label=label)
 
 
 def _bars(axes: Axes, measures: Mapping[str, Mapping[str, float]]) -> None:
-    """One row per rule, one bar per measure."""
+    """Draw one row per rule and one bar per measure."""
     height = 0.8 / len(measures)
-    positions = np.arange(len(LABELS))
+    positions = np.arange(len(DEMO_RULES))
+    colors = [kind_named(rule).look.color for rule in DEMO_RULES]
     for index, (name, values) in enumerate(measures.items()):
         y = positions + (index - (len(measures) - 1) / 2) * height
-        bars = axes.barh(y, [values[rule] for rule in LABELS], height=height * 0.92, label=name,
-                         color=[COLORS[rule] for rule in LABELS], alpha=1.0 if index == 0 else 0.45)  # fmt: skip
+        bars = axes.barh(y, [values[rule] for rule in DEMO_RULES], height=height * 0.92, label=name,
+                         color=colors, alpha=1.0 if index == 0 else 0.45)  # fmt: skip
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=9)
-    axes.set_yticks(positions, list(LABELS.values()))
+    axes.set_yticks(positions, [label_of(rule) for rule in DEMO_RULES])
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.grid(axis="y", visible=False)
@@ -210,11 +215,13 @@ def _bars(axes: Axes, measures: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _curve(axes: Axes, rule: str, x: Sequence[float], y: Sequence[float], knob: str, settings: Sequence[float]) -> None:
-    """All settings of one knob, the first and the last named."""
-    axes.plot(x, y, color=COLORS[rule], marker=MARKERS[rule], markersize=4, label=f"{LABELS[rule]}, all {knob}s tried")
+    """Draw all settings of one knob; name the first and the last."""
+    look = kind_named(rule).look
+    axes.plot(x, y, color=look.color, marker=look.marker, markersize=4, label=f"{label_of(rule)}, all {knob}s tried")
     for index, offset in ((0, (10, 6)), (-1, (4, 10))):
         axes.annotate(f"{knob} {settings[index]:g}", (x[index], y[index]), xytext=offset, textcoords="offset points")
 
 
 def _point(axes: Axes, rule: str, x: float, y: float) -> None:
-    axes.plot(x, y, linestyle="none", color=COLORS[rule], marker=MARKERS[rule], markersize=12, label=LABELS[rule])
+    look = kind_named(rule).look
+    axes.plot(x, y, linestyle="none", color=look.color, marker=look.marker, markersize=12, label=label_of(rule))

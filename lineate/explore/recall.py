@@ -15,11 +15,11 @@ from typing import TypeVar
 import torch
 
 from lineate.explore.memories import (
+    DEMO_RULES,
     FIXED_SIZE,
     FORGETTING,
-    RULES,
-    Memory,
-    Report,
+    MemoryState,
+    OnProgress,
     Setting,
     answer_size,
     pairs,
@@ -55,7 +55,7 @@ class Interference:
     repeated_pairs: int
     """How many pairs were told again and again."""
     told: tuple[int, ...]
-    """How often."""
+    """How often they were told."""
     error_by_told: dict[str, tuple[float, ...]]
     """Recall error of all of them, per rule."""
 
@@ -137,23 +137,23 @@ class ScratchPad:
 
 
 @cpu_by_default
-def interference(setting: Setting, report: Report = silent) -> Interference:
+def interference(setting: Setting, report: OnProgress = silent) -> Interference:
     """Write more and more pairs; then write one set of pairs again and again."""
     dim, generator = setting.key_dim, setting.generator()
     counts = tuple(2**power for power in range((4 * dim).bit_length()) if 2**power <= 4 * dim)
     keys, values = pairs(setting, counts[-1], generator)
-    error: dict[str, list[float]] = {rule: [] for rule in RULES}
+    error: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
     for done, count in enumerate(counts, start=1):
-        for rule in RULES:
+        for rule in DEMO_RULES:
             memory = write(rule, None, keys[:, :count], values[:, :count])
             error[rule].append(recall_error(memory, keys[:, :count], values[:, :count], setting))
         report(done / (len(counts) + 1))
 
     told, repeated = (1, 2, 4, 8), max(1, dim // 4)
     keys, values = keys[:, :repeated], values[:, :repeated]
-    error_by_told: dict[str, list[float]] = {rule: [] for rule in RULES}
-    for rule in RULES:
-        repeats: Memory | None = None
+    error_by_told: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
+    for rule in DEMO_RULES:
+        repeats: MemoryState | None = None
         for time in range(1, told[-1] + 1):
             repeats = write(rule, repeats, keys, values)
             if time in told:
@@ -163,7 +163,7 @@ def interference(setting: Setting, report: Report = silent) -> Interference:
 
 
 @cpu_by_default
-def overwrite(setting: Setting, report: Report = silent, watch: Callable[[Frame], None] | None = None) -> Overwrite:
+def overwrite(setting: Setting, report: OnProgress = silent, watch: Callable[[Frame], None] | None = None) -> Overwrite:
     """Write old pairs, then kept ones and ones to be overwritten, then overwrite these; read all back each time."""
     group, generator = setting.group, setting.generator()
     keys, first = pairs(setting, 3 * group, generator)
@@ -184,20 +184,20 @@ def overwrite(setting: Setting, report: Report = silent, watch: Callable[[Frame]
         sweep.append((*errors, recall_error(memory, keys[:, changed], second, setting)))
     best_decay = DECAYS[min(range(len(DECAYS)), key=lambda i: sum(sweep[i]))]
 
-    memories: dict[str, Memory | None] = dict.fromkeys(RULES)
-    history: dict[str, list[tuple[float | None, ...]]] = {rule: [] for rule in RULES}
+    memories: dict[str, MemoryState | None] = dict.fromkeys(DEMO_RULES)
+    history: dict[str, list[tuple[float | None, ...]]] = {rule: [] for rule in DEMO_RULES}
     seen: set[int] = set()
     for step, key in enumerate(order, start=1):
         newest[:, key] = values[:, step - 1]
         seen.add(key)
-        for rule in RULES:
+        for rule in DEMO_RULES:
             decay_now = torch.tensor([best_decay]) if rule == "gated_linear_attention" else None
             after = write(rule, memories[rule], keys[:, [key]], values[:, [step - 1]], decay_now)
             distance = (read(after, keys, setting) - newest).square().sum(dim=-1).mean(dim=(0, 2)).sqrt().tolist()
             history[rule].append(tuple(x if i in seen else None for i, x in enumerate(distance)))
             memories[rule] = after
         if watch is not None:
-            watch(Frame(step, len(order), key, {rule: history[rule][-1] for rule in RULES}))
+            watch(Frame(step, len(order), key, {rule: history[rule][-1] for rule in DEMO_RULES}))
         report(step / len(order))
 
     full = {rule: memory for rule, memory in memories.items() if memory is not None}
@@ -220,12 +220,12 @@ def overwrite(setting: Setting, report: Report = silent, watch: Callable[[Frame]
 
 
 @cpu_by_default
-def topics(setting: Setting, report: Report = silent) -> Topics:
+def topics(setting: Setting, report: OnProgress = silent) -> Topics:
     """Write TOPICS topics of key_dim pairs each, then a small one; rules that can forget do so at every switch."""
     dim, generator = setting.key_dim, setting.generator()
     piece = max(1, dim // 8)
     lengths = [dim] * TOPICS + [2 * setting.group]
-    memories: dict[str, Memory | None] = dict.fromkeys(RULES)
+    memories: dict[str, MemoryState | None] = dict.fromkeys(DEMO_RULES)
     norm: dict[str, list[float]] = {rule: [] for rule in FIXED_SIZE}
     written, positions, switches = 0, [], []
     keys = values = torch.empty(0)
@@ -240,7 +240,7 @@ def topics(setting: Setting, report: Report = silent) -> Topics:
                 decay[0] = 0.0
             written += part.stop - start
             positions.append(written)
-            for rule in RULES:
+            for rule in DEMO_RULES:
                 memory = write(rule, memories[rule], keys[:, part], values[:, part], decay)
                 memories[rule] = memory
                 size = state_norm(memory)
@@ -260,7 +260,7 @@ def topics(setting: Setting, report: Report = silent) -> Topics:
 
 
 @cpu_by_default
-def scratch_pad(setting: Setting, report: Report = silent) -> ScratchPad:
+def scratch_pad(setting: Setting, report: OnProgress = silent) -> ScratchPad:
     """Write facts in half of the channels, fill a scratch pad in the other half, clear the pad, write on it again."""
     dim, generator = setting.key_dim, setting.generator()
     pad, rest = slice(0, dim // 2), slice(dim // 2, dim)
@@ -269,9 +269,9 @@ def scratch_pad(setting: Setting, report: Report = silent) -> ScratchPad:
     fresh = pairs(setting, setting.group, generator, pad)
     unseen, _ = pairs(setting, setting.group, generator, pad)
 
-    filled = {rule: write(rule, write(rule, None, *facts), *scratch) for rule in RULES}
+    filled = {rule: write(rule, write(rule, None, *facts), *scratch) for rule in DEMO_RULES}
 
-    def after(rule: str, gate: float) -> Memory:
+    def after(rule: str, gate: float) -> MemoryState:
         decay = torch.ones(setting.group)
         decay[0] = gate
         return write(rule, filled[rule], *fresh, decay, pad)
@@ -284,7 +284,7 @@ def scratch_pad(setting: Setting, report: Report = silent) -> ScratchPad:
             facts_by_gate[rule].append(recall_error(memory, *facts, setting))
             unseen_by_gate[rule].append(answer_size(memory, unseen, setting))
         report(done / len(GATES))
-    cleared = {rule: after(rule, 0.0) for rule in RULES}
+    cleared = {rule: after(rule, 0.0) for rule in DEMO_RULES}
     return ScratchPad(
         facts={rule: recall_error(memory, *facts, setting) for rule, memory in cleared.items()},
         new={rule: recall_error(memory, *fresh, setting) for rule, memory in cleared.items()},
@@ -296,5 +296,5 @@ def scratch_pad(setting: Setting, report: Report = silent) -> ScratchPad:
 
 
 def _frozen(lists: dict[str, list[T]]) -> dict[str, tuple[T, ...]]:
-    """The same numbers as tuples, for a frozen result."""
+    """Return the same numbers as tuples, for a frozen result."""
     return {name: tuple(items) for name, items in lists.items()}

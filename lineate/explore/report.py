@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""A browser that knows it loads nothing from anywhere."""
-STYLE = """
+"""A browser that knows this policy loads nothing from anywhere."""
+PAGE_STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1d2127; --soft: #5b6470; --line: #d5dae1; --best: #00694d; }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #14171b; --ink: #e4e7eb; --soft: #a2abb6; --line: #3a414a; --best: #5fd0a8; }
@@ -72,19 +72,19 @@ class Section:
         self.parts: list[str] = []
 
     def paragraph(self, text: str) -> None:
-        """Plain text."""
+        """Add plain text."""
         self.parts.append(f"<p>{escape(text)}</p>")
 
     def note(self, text: str) -> None:
-        """Small print."""
+        """Add small print."""
         self.parts.append(f'<p class="note">{escape(text)}</p>')
 
     def sentences(self, sentences: Sequence[str]) -> None:
-        """What was found, a point each."""
+        """Add what was found, a point each."""
         self.parts.append("<ul>\n" + "\n".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "\n</ul>")
 
     def table(self, table: Table) -> None:
-        """A rich table as an HTML table: headers, bold cells and dim rows stay; the first column names the rows."""
+        """Add a rich table: headers, bold cells and dim rows stay, and the first column names the rows."""
         lines = ['<div class="wide"><table>']
         if table.show_header:
             cells = "".join(
@@ -103,7 +103,7 @@ class Section:
         self.parts.append("\n".join([*lines, "</tbody></table></div>"]))
 
     def image(self, path: Path, description: str) -> None:
-        """A PNG file, inside the page; the description is for those who cannot see it."""
+        """Add a PNG file, inside the page; the description is for those who cannot see it."""
         data = base64.b64encode(path.read_bytes()).decode("ascii")
         self.parts.append(f'<figure><img src="data:image/png;base64,{data}" alt="{escape(description)}"></figure>')
 
@@ -115,7 +115,7 @@ def save_report(path: Path, title: str, introduction: Section, sections: Sequenc
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>",
+        f"<title>{escape(title)}</title>\n<style>{PAGE_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{escape(title)}</h1>",
         *introduction.parts,
         f"<nav>\n{links}\n</nav>",
     ]
@@ -130,7 +130,7 @@ def _right(justify: str) -> str:
 
 
 def _markup(cell: object) -> str:
-    """A cell's text; what is bold on the terminal is bold here, and green unless it is red there."""
+    """Return a cell's text; what is bold on the terminal is bold here, and green unless it is red there."""
     if not isinstance(cell, Text):
         return escape(str(cell)).replace("\n", "<br>")
     pieces = cell.divide(sorted({edge for span in cell.spans for edge in (span.start, span.end)}))

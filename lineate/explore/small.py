@@ -12,28 +12,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.explore.cost import one_thread
+from lineate.folders import cache_folder
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
-from lineate.native.build import default_cache_folder
 from lineate.tracing import cpu_by_default
 
-CONFIG = HybridConfig(
+SMALL_CONFIG = HybridConfig(
     vocab_size=257, hidden_size=64, n_layers=6, pattern="KGKGKA", tie_embeddings=True,
     linear=LinearConfig(2, 2, 32, 32),
     attention=AttentionConfig(2, 2, 32, rotary_dim=16),
     feed=FeedConfig(128),
 )  # fmt: skip
-"""Layers of both gated delta rules, so that one model shows forgetting per head and per channel."""
+"""The model has layers of both gated delta rules, so that it shows forgetting per head and per channel."""
 STEPS, ROWS, LENGTH, RATE = 45, 5, 128, 2e-2
 CHARACTERS = 2_000_000
-"""Of text that it learns from."""
+"""How many characters of text it learns from."""
 VERSION = 1
-"""Changes when the training does."""
+"""A number that changes when the training does."""
 
 
 @cpu_by_default
 def small_model() -> HybridLM:
-    """From the user's cache folder, else trained now (about 7 s) and put there if that can be done."""
-    folder = default_cache_folder() / f"small-{_fingerprint()}"
+    """Return the model from the user's cache folder, else train it now (about 7 s) and keep it there if possible."""
+    folder = cache_folder() / f"small-{_fingerprint()}"
     with suppress(Exception):  # whatever is wrong with the cache costs only time
         return HybridLM.from_pretrained(folder, progress=False)
     model = train_small(STEPS)
@@ -44,12 +44,15 @@ def small_model() -> HybridLM:
 
 @cpu_by_default
 def train_small(steps: int) -> HybridLM:
-    """The same weights for the same text, torch and machine; the caller's random numbers stay as they were."""
+    """Return a trained model, the same for the same text, torch and machine.
+
+    The caller's random numbers stay as they were.
+    """
     from lineate.training.optim import make_optimizer
 
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), one_thread():
         torch.manual_seed(0)
-        model = HybridLM(CONFIG)
+        model = HybridLM(SMALL_CONFIG)
         optimizer = make_optimizer(model, "muon", RATE, 0.1, (0.9, 0.95))
         text = _text()
         for step in range(steps):
@@ -65,7 +68,7 @@ def train_small(steps: int) -> HybridLM:
 
 
 def _text() -> Tensor:
-    """Bytes of the standard library, one file after the other, in an order that mixes its subjects."""
+    """Return bytes of the standard library, one file after the other, in an order that mixes its subjects."""
     from lineate.training.sources import documents
 
     texts = sorted(documents(("stdlib",), lambda warning: None), key=lambda x: hashlib.sha256(x.encode()).digest())
@@ -79,13 +82,13 @@ def _text() -> Tensor:
 
 
 def _windows(text: Tensor) -> Tensor:
-    """`ROWS LENGTH+1` ids from anywhere in the text."""
+    """Return ids `ROWS LENGTH+1` from anywhere in the text."""
     starts = torch.randint(0, len(text) - LENGTH - 1, (ROWS, 1))
     return text[starts + torch.arange(LENGTH + 1)].long()
 
 
 def _fingerprint() -> str:
-    what = [CONFIG.to_dict(), STEPS, ROWS, LENGTH, RATE, CHARACTERS, VERSION]
+    what = [SMALL_CONFIG.to_dict(), STEPS, ROWS, LENGTH, RATE, CHARACTERS, VERSION]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 

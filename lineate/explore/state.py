@@ -6,19 +6,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lineate.explore.memories import FIXED_SIZE, LABELS, write
-from lineate.explore.pictures import Numbers, Options, Picture
-from lineate.explore.style import rounded, signed_map
+from lineate.explore.memories import FIXED_SIZE, HAND_MADE_CHANNELS, write
+from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
+from lineate.figures import label_of, signed_map
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-DIM = 8
-"""Channels of a key and of a value of the hand-made memories."""
 FORMULAS = {
     "linear_attention": r"$S + k v^\top$",
     "gated_linear_attention": r"$a\,S + k v^\top$",
@@ -30,19 +28,19 @@ FORMULAS = {
 EVENTS = ("write A", "write B", "A again,\nnew value", "forget A,\nwrite C")
 CHANNEL = {"A": 1, "B": 5, "C": 3}
 """The key channel of each key; the first half is what Kimi Delta Attention forgets."""
-FADE = 0.5
-"""What gated linear attention keeps of everything to make room for A's new value: it cannot replace one pair."""
-TOKENS, MOST = 192, 2048
-"""That the model reads, and at most."""
+FADE_TO_REPLACE = 0.5
+"""The share that gated linear attention keeps of everything to make room for A's new value."""
+TOKENS_READ, MOST_TOKENS_READ = 192, 2048
+"""How many tokens the model reads unless told otherwise, and how many at most."""
 LABELLED, LINE = 64, 460.0
-"""Tokens that have room for their texts below the norms, and the points that all of them have."""
+"""Up to how many tokens are labelled below the norms, and the points that all of their labels share."""
 STEADY = 1.15
 """A norm that changes by less than this factor has levelled off."""
 
 
 @cpu_by_default
-def compute(options: Options) -> Numbers:
-    """The hand-made memories (without --model) and a layer of a model along a text (unless --quick alone)."""
+def compute(options: PictureOptions) -> Numbers:
+    """Return the hand-made memories (without --model) and a model's layer along a text (unless --quick alone)."""
     numbers: Numbers = {}
     if options.model is None:
         numbers["rules"] = write_four()
@@ -52,12 +50,12 @@ def compute(options: Options) -> Numbers:
 
 
 def write_four() -> Numbers:
-    """S after each of the four events, for every rule and as it should be."""
-    values = {name: torch.zeros(DIM) for name in ("A", "A new", "B", "C")}
+    """Return S after each of the four events, for every rule and as it should be."""
+    values = {name: torch.zeros(HAND_MADE_CHANNELS) for name in ("A", "A new", "B", "C")}
     for name, channels in {"A": (0, 1, 2), "A new": (4, 5), "B": (2, 3, 6), "C": (1, 7)}.items():
         values[name][list(channels)] = 1.0
     tokens = [("A", "A"), ("B", "B"), ("A", "A new"), ("C", "C")]
-    wanted, frames = torch.zeros(DIM, DIM), []
+    wanted, frames = torch.zeros(HAND_MADE_CHANNELS, HAND_MADE_CHANNELS), []
     for index, (key, value) in enumerate(tokens):
         wanted = wanted.clone()
         wanted[CHANNEL[key]] = values[value]
@@ -69,9 +67,16 @@ def write_four() -> Numbers:
         memory: Any = None
         states[rule] = []
         for index, (key, value) in enumerate(tokens):
-            decay = 0.0 if index == 3 else FADE if index == 2 and rule == "gated_linear_attention" else 1.0
-            k = torch.eye(DIM)[CHANNEL[key]].view(1, 1, 1, DIM)
-            memory = write(rule, memory, k, values[value].view(1, 1, 1, DIM), torch.tensor([decay]), slice(0, DIM // 2))
+            decay = 0.0 if index == 3 else FADE_TO_REPLACE if index == 2 and rule == "gated_linear_attention" else 1.0
+            k = torch.eye(HAND_MADE_CHANNELS)[CHANNEL[key]].view(1, 1, 1, HAND_MADE_CHANNELS)
+            memory = write(
+                rule,
+                memory,
+                k,
+                values[value].view(1, 1, 1, HAND_MADE_CHANNELS),
+                torch.tensor([decay]),
+                slice(0, HAND_MADE_CHANNELS // 2),
+            )
             states[rule].append(memory[0, 0])
     return {
         "units": {"off": "Frobenius norm of S - wanted"},
@@ -86,12 +91,12 @@ def write_four() -> Numbers:
     }
 
 
-def watch_model(options: Options) -> Numbers:
-    """S of one head along a text, and what every token writes, corrects and forgets."""
+def watch_model(options: PictureOptions) -> Numbers:
+    """Return S of one head along a text, and what every token writes, corrects and forgets."""
     subject = open_subject(options)
     layer = choose_layer(subject, options)
     head = choose_head(subject, layer, options)
-    ids, words = subject.read(options, 96 if options.quick else TOKENS, MOST)
+    ids, words = subject.read(options, 96 if options.quick else TOKENS_READ, MOST_TOKENS_READ)
     found = trace(subject.model, ids, [layer])[0].head(head)
     states, written, corrected, forgotten = steps(found)
     count = len(words)
@@ -122,8 +127,11 @@ def watch_model(options: Options) -> Numbers:
 
 
 def steps(found: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """States `t k v` of one head, and the norms `t` of what each token adds (beta k v^T), takes back of what was known
-    of its key (beta k (S'^T k)^T), and forgets (S - S')."""
+    """Return the states `t k v` of one head and three norms `t` for each token.
+
+    These are the norms of what it adds (beta k v^T), of what it takes back of its key's old value (beta k (S'^T k)^T),
+    and of what is forgotten before it (S - S').
+    """
     k, v = found.k[:, 0], found.v[:, 0]
     count = len(k)
     decay = torch.ones(count, 1) if found.log_decay is None else found.log_decay[:, 0].exp().view(count, -1)
@@ -142,7 +150,7 @@ def steps(found: Trace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def draw(numbers: Numbers) -> "Figure":
-    """The hand-made memories above, the model below, or one of them."""
+    """Draw the hand-made memories above and the model below, or the one that there is."""
     from matplotlib import pyplot as plt
 
     parts = [part for part in ("rules", "model") if part in numbers]
@@ -159,7 +167,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
     panels = figure.subplots(len(rows), len(EVENTS) + 1, width_ratios=(1.75, *[1] * len(EVENTS)))
     for row, (rule, frames) in zip(panels, rows.items(), strict=True):
         row[0].axis("off")
-        label = "what is wanted" if rule == "wanted" else LABELS[rule]
+        label = "what is wanted" if rule == "wanted" else label_of(rule)
         row[0].text(0, 0.66, label, fontsize=12, fontweight="bold", va="center", transform=row[0].transAxes)
         text = "the newest value of every\nkey; A gone in the end" if rule == "wanted" else FORMULAS[rule]
         row[0].text(0, 0.54, text, fontsize=11, va="top", linespacing=1.4, transform=row[0].transAxes)
@@ -177,7 +185,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
             axes.set_xlabel("as wanted" if off < 0.005 else f"off by {off:.1f}", fontsize=10.5, labelpad=3)
             if off >= 0.005:
                 axes.xaxis.label.set_fontweight("bold")
-    exact = [LABELS[rule] for rule, off in found["off"].items() if off[-1] < 0.005]
+    exact = [label_of(rule) for rule, off in found["off"].items() if off[-1] < 0.005]
     if exact:
         title = f"After four tokens only {' and '.join(exact)} holds what is wanted"
     else:
@@ -189,7 +197,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
 
 
 def _cells(axes: "Axes", frame: list[list[float]], most: float) -> None:
-    """One matrix, with lines between the cells if they are few."""
+    """Draw one matrix, with lines between the cells if they are few."""
     axes.imshow(frame, cmap=signed_map(), vmin=-most, vmax=most, interpolation="nearest", aspect="equal")
     axes.grid(False)
     axes.spines[["top", "right"]].set_visible(True)
@@ -237,14 +245,14 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(ncols=2, loc="lower right")
     figure.suptitle(
-        f"{found['name']}: the state of layer {found['layer']}, head {found['head']} ({LABELS[found['rule']]})\n"
+        f"{found['name']}: the state of layer {found['layer']}, head {found['head']} ({label_of(found['rule'])})\n"
         f"{how_it_goes(found['norm'])}",
         fontsize=12.5, parse_math=False,
     )  # fmt: skip
 
 
 def how_it_goes(norm: list[float]) -> str:
-    """Whether the norm grows, falls or stays from the second quarter of a text to its last; only if it has quarters."""
+    """Say whether the norm grows, falls or stays from the second quarter of a text to its last quarter."""
     quarter = len(norm) // 4
     if not quarter:
         return f"norm {norm[-1]:.3g} after {len(norm)} token{'s' if len(norm) > 1 else ''}"

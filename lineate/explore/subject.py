@@ -8,24 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from lineate.explore.pictures import Options
-from lineate.explore.style import LETTER_RULES
-from lineate.layers.linear import (
-    DeltaNet,
-    GatedDeltaNet,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    LinearAttention,
-    LinearMixer,
-)
+from lineate.explore.pictures import PictureOptions
+from lineate.layers import kind_of, kinds
 from lineate.models import HybridLM
-from lineate.models.config import LINEAR_LETTERS, HybridConfig
+from lineate.models.config import HybridConfig
 from lineate.models.presets import PRESETS, preset
 from lineate.names import nearest, user_path
-from lineate.rule import activate, compute_dtype, normalize
 from lineate.tracing import cpu_by_default
 
 SMALL_PRESETS = ("tiny", "small", "compact", "base")
@@ -57,20 +47,26 @@ class Subject:
     config: HybridConfig
     make: Callable[[], HybridLM]
     name: str
-    """For titles; says if the weights are random."""
+    """Its name for titles, which says if the weights are random."""
     trained: bool
     encode: Callable[[str], list[int]] | None
-    """None: the folder has no tokenizer."""
+    """None if the folder has no tokenizer."""
     decode: Callable[[int], str] | None
 
     @cached_property
     def model(self) -> HybridLM:
         return self.make()
 
-    def read(self, options: Options, tokens: int, most: int | None = None) -> tuple[Tensor, list[str]]:
-        """The first so many ids `1 t` of the text (options.tokens, up to `most`, wins), and each as a word.
+    @property
+    def pictured(self) -> list[int]:
+        """The layers that can be pictured."""
+        return _pictured(self.config)
 
-        Without a text it is TEXT, or random tokens if there is no tokenizer.
+    def read(self, options: PictureOptions, tokens: int, most: int | None = None) -> tuple[Tensor, list[str]]:
+        """Return the first ids `1 t` of the text, and each as a word.
+
+        There are `tokens` of them, or options.tokens, which may be up to `most`. Without a text, TEXT is read, or
+        random tokens if there is no tokenizer.
         """
         tokens = tokens if options.tokens is None else options.tokens
         if most is not None and tokens > most:
@@ -92,24 +88,33 @@ class Subject:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the rule of one layer was given on a text, as it uses it; its output is rule(q, k, v, log_decay, beta)."""
+    """What the rule of one layer was given on a text; the layer's output is rule(q, k, v, log_decay, beta)."""
 
     layer: int
     letter: str
     rule: str
-    """As LABELS and COLORS name it."""
+    """The name of the mixer's row."""
     q: Tensor
-    """`t h k`, of length 1 (D, G, K), or features (L)."""
+    """`t h k`, as the rule uses it: of length 1, or features."""
     k: Tensor
     v: Tensor
     """`t hv v`."""
     log_decay: Tensor | None
-    """`t hv` (G) or `t hv k` (R, K)."""
+    """`t hv` or `t hv k`."""
     beta: Tensor | None
     """`t hv`."""
 
+    @property
+    def op(self) -> str:
+        """The public op that computes the rule, by the gates that it has."""
+        if self.beta is None:
+            return "linear_attention" if self.log_decay is None else "gated_linear_attention"
+        if self.log_decay is None:
+            return "delta_rule"
+        return "gated_delta_rule" if self.log_decay.dim() == 2 else "kimi_delta_attention"
+
     def head(self, index: int) -> "Trace":
-        """One value head, and the key head that serves it: all tensors `t 1 ...`."""
+        """Return one value head and the key head that serves it; all tensors are `t 1 ...`."""
         of_key = index // (self.v.shape[1] // self.k.shape[1])
         keys, values = slice(of_key, of_key + 1), slice(index, index + 1)
         gates = [None if x is None else x[:, values] for x in (self.log_decay, self.beta)]
@@ -118,24 +123,24 @@ class Trace:
         )
 
 
-def wants_model(options: Options) -> bool:
-    """Whether a picture that also has a hand-made part shows a model: not if it is quick and nobody asks for one."""
+def wants_model(options: PictureOptions) -> bool:
+    """Whether a picture with a hand-made part also shows a model; a quick one does only if it is asked to."""
     asked = (options.model, options.pattern, options.text, options.layer, options.head, options.tokens)
     return not options.quick or any(x is not None for x in asked)
 
 
 @cpu_by_default
-def open_subject(options: Options) -> Subject:
-    """The model of the options: a folder's, a preset with random weights, or the built-in small one."""
+def open_subject(options: PictureOptions) -> Subject:
+    """Return the model of the options: a folder's, a preset with random weights, or the built-in small one."""
     from lineate.training.tokenizer import Bytes
 
     plain = Bytes()
     if options.model is None:
         if options.pattern is not None:
             raise ValueError("--pattern is for presets; add --model tiny, or leave it out")
-        from lineate.explore.small import CONFIG, small_model
+        from lineate.explore.small import SMALL_CONFIG, small_model
 
-        return Subject(CONFIG, small_model, "built-in small model", True, plain.encode, _decoder(plain))
+        return Subject(SMALL_CONFIG, small_model, "built-in small model", True, plain.encode, _decoder(plain))
     if options.model in PRESETS and not Path(options.model).exists():
         if options.model not in SMALL_PRESETS:
             raise ValueError(
@@ -157,9 +162,9 @@ def _untrained(config: HybridConfig, seed: int) -> HybridLM:
 
 
 def _from_folder(given: str) -> Subject:
-    from lineate.models.checkpoint import Checkpoint
     from lineate.models.families import read_config
-    from lineate.models.hub import find_folder, is_hub_name
+    from lineate.models.files.checkpoint import Checkpoint
+    from lineate.models.files.hub import find_folder, is_hub_name
     from lineate.training.command import find_model
 
     folder = find_folder(given) if is_hub_name(given) else user_path(given)
@@ -176,7 +181,7 @@ def _from_folder(given: str) -> Subject:
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callable[[int], str] | None]:
-    """Of our runs, else the tokenizer.json of a published model, else none."""
+    """Return the tokenizer of one of our runs, else the tokenizer.json of a published model, else None."""
     from lineate.training.tokenizer import BPE_FILE, KIND_FILE, load_tokenizer
 
     if (folder / KIND_FILE).is_file():
@@ -198,7 +203,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callabl
 
 
 def shown(text: str, longest: int = 12) -> str:
-    """The end of a text as one short line that any font can draw."""
+    """Return the end of a text as one short line that any font can draw."""
     line = text.replace("\n", "\\n").replace("\t", "\\t")
     line = "".join(letter if letter.isprintable() and ord(letter) < 0x250 else "?" for letter in line)
     return line if len(line) <= longest else "..." + line[3 - longest :]
@@ -208,112 +213,80 @@ def _decoder(tokenizer: Any) -> Callable[[int], str]:
     return lambda number: tokenizer.decode([number])
 
 
-def choose_layer(subject: Subject, options: Options, preferred: str = "KGDRL") -> int:
-    """options.layer if it is linear; else the middle one of the first letter of `preferred` that the model has."""
-    letters = subject.config.letters
-    linear = [n for n, letter in enumerate(letters) if letter in LINEAR_LETTERS]
-    named = ", ".join(f"{n} ({letters[n]})" for n in linear)
-    if not linear:
+def choose_layer(subject: Subject, options: PictureOptions) -> int:
+    """Return options.layer if it can be pictured, else the middle one of the last kind of mixer that there is."""
+    letters, pictured = subject.config.letters, subject.pictured
+    if not pictured:
+        known = ", ".join(kind.letter for kind in kinds() if kind.trace is not None)
         raise ValueError(
-            f"the picture needs a layer of {', '.join(LINEAR_LETTERS)}, and {subject.name} has {''.join(letters)}; "
+            f"the picture needs a layer of {known}, and {subject.name} has {''.join(letters)}; "
             "choose another model or pattern"
         )
     if options.layer is not None:
-        if options.layer not in linear:
+        if options.layer not in pictured:
+            named = ", ".join(f"{n} ({letters[n]})" for n in pictured)
             raise ValueError(f"--layer must be one of {named}, got {options.layer}")
         return options.layer
-    for letter in preferred:
-        found = [n for n in linear if letters[n] == letter]
-        if found:
-            return found[len(found) // 2]
-    return linear[0]
+    last = subject.config.mixer_kinds()
+    preferred = [kind.letter for kind in last if kind.trace is not None][-1]
+    found = [n for n in pictured if letters[n] == preferred]
+    return found[len(found) // 2]
 
 
-def choose_head(subject: Subject, layer: int, options: Options) -> int:
-    """options.head, or 0."""
-    linear = subject.config.linear
-    assert linear is not None
-    if options.head is not None and options.head >= linear.value_heads:
-        raise ValueError(f"--head must lie in 0 .. {linear.value_heads - 1} in layer {layer}, got {options.head}")
+def choose_head(subject: Subject, layer: int, options: PictureOptions) -> int:
+    """Return options.head, or 0."""
+    part = subject.config.part(kind_of(subject.config.letters[layer]))
+    heads = getattr(part, "value_heads", None) or getattr(part, "heads", None)  # a user's own part may have neither
+    if options.head is not None and heads is not None and options.head >= heads:
+        raise ValueError(f"--head must lie in 0 .. {heads - 1} in layer {layer}, got {options.head}")
     return options.head or 0
 
 
 @torch.no_grad()
 @cpu_by_default
 def trace(model: HybridLM, ids: Tensor, layers: Sequence[int] | None = None) -> list[Trace]:
-    """What each linear layer (or those named) gives its rule on ids `1 t`."""
-    letters = model.config.letters
-    wanted = [n for n, x in enumerate(letters) if x in LINEAR_LETTERS and (layers is None or n in layers)]
-    with _watched(model, wanted) as caught:
+    """Return what each layer that can be pictured (or each of those named) gives its rule on ids `1 t`."""
+    wanted = [n for n in _pictured(model.config) if layers is None or n in layers]
+    with _caught(model, wanted) as inputs:
         model(ids, last_only=True)
-    return [_trace(model.layers[n].mixer, n, letters[n], *caught[n]) for n in wanted]  # type: ignore[arg-type]
+    return [_trace(model, n, inputs[n]) for n in wanted]
+
+
+def _pictured(config: HybridConfig) -> list[int]:
+    """Return the layers whose mixer's row has a trace."""
+    return [n for n, letter in enumerate(config.letters) if kind_of(letter).trace is not None]
 
 
 @contextmanager
-def _watched(model: HybridLM, layers: Sequence[int]) -> Iterator[dict[int, tuple[Tensor, ...]]]:
-    """What `attend` of these layers is called with: q, k, v and the raw gates."""
-    caught: dict[int, tuple[Tensor, ...]] = {}
+def _caught(model: HybridLM, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Catch what the mixers of these layers read, `1 t hidden`, while the model runs inside."""
+    caught: dict[int, Tensor] = {}
+
+    def catch(n: int, mixer: nn.Module, given: tuple[Any, ...]) -> None:
+        caught[n] = given[0]
+
     mixers: dict[int, Any] = {n: model.layers[n].mixer for n in layers}
-
-    def watch(n: int, attend: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(
-            q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Any, owned: bool
-        ) -> Any:
-            caught[n] = (q, k, v, *gates)
-            return attend(q, k, v, gates, memory, bounds, owned)
-
-        return watched
-
-    for n, mixer in mixers.items():
-        mixer.attend = watch(n, mixer.attend)
+    hooks = [mixer.register_forward_pre_hook(partial(catch, n)) for n, mixer in mixers.items()]
     try:
         yield caught
     finally:
-        for mixer in mixers.values():
-            del mixer.attend
+        for hook in hooks:
+            hook.remove()
 
 
-def _trace(mixer: LinearMixer, layer: int, letter: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Trace:
-    """The gates as the mixer makes them (lineate/layers/linear.py)."""
-    log_decay: Tensor | None = None
-    beta: Tensor | None = None
-    q, k, v = (x.to(compute_dtype(x.dtype)) for x in (q, k, v))
-    if isinstance(mixer, GatedDeltaNet):
-        _, b, a = gates
-        log_decay, beta = activate(a, b, mixer.A_log, mixer.dt_bias, mixer.beta_scale)
-    elif isinstance(mixer, DeltaNet):
-        beta = mixer.beta_scale * gates[1].to(q.dtype).sigmoid()
-    elif isinstance(mixer, KimiDeltaAttention):
-        f, _, b = gates
-        decay = mixer.decay_proj(f).unflatten(-1, (mixer.value_heads, mixer.key_dim))
-        log_decay, beta = activate(decay, b, mixer.A_log, mixer.dt_bias, mixer.beta_scale)
-    elif isinstance(mixer, GatedLinearAttention):
-        decay = mixer.decay_proj(gates[0]).unflatten(-1, (mixer.value_heads, mixer.key_dim))
-        log_decay = F.logsigmoid(decay.to(q.dtype)) / 16
-    if beta is not None:
-        q, k = normalize(q), normalize(k)
-    elif isinstance(mixer, LinearAttention) and mixer.feature_map == "elu+1":
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-    gates_of_row = [None if x is None else x[0] for x in (log_decay, beta)]
-    return Trace(layer, letter, LETTER_RULES[letter], q[0], k[0], v[0], gates_of_row[0], gates_of_row[1])
+def _trace(model: HybridLM, layer: int, x: Tensor) -> Trace:
+    """Return the inputs of the rule of one layer whose mixer reads x."""
+    kind = kind_of(model.config.letters[layer])
+    assert kind.trace is not None
+    found = kind.trace(model.layers[layer].mixer, x)
+    log_decay, beta = (None if x is None else x[0] for x in (found.log_decay, found.beta))
+    return Trace(layer, kind.letter, kind.name, found.q[0], found.k[0], found.v[0], log_decay, beta)
 
 
 def run_rule(trace: Trace, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output `t hv v` and memory `hv k v` of the trace's rule, from its tensors."""
+    """Return the output `t hv v` and the memory `hv k v` of the trace's rule, from its tensors."""
     import lineate
 
-    q, k, v = (x[None] for x in (trace.q, trace.k, trace.v))
-    decay, beta = (None if x is None else x[None] for x in (trace.log_decay, trace.beta))
-    given = None if state is None else state[None]
-    if beta is None:
-        if decay is None:
-            done = lineate.linear_attention(q, k, v, state=given)
-        else:
-            done = lineate.gated_linear_attention(q, k, v, decay, state=given)
-    elif decay is None:
-        done = lineate.delta_rule(q, k, v, beta, state=given)
-    elif decay.dim() == 3:
-        done = lineate.gated_delta_rule(q, k, v, decay, beta, state=given)
-    else:
-        done = lineate.kimi_delta_attention(q, k, v, decay, beta, state=given)
+    tensors = [x[None] for x in (trace.q, trace.k, trace.v, trace.log_decay, trace.beta) if x is not None]
+    done = getattr(lineate, trace.op)(*tensors, state=None if state is None else state[None])
     return done.output[0], done.state[0]

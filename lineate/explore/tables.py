@@ -8,15 +8,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lineate.explore.cost import Cost
+from lineate.explore.cost import MeasuredCost
 from lineate.explore.findings import Results, size
-from lineate.explore.memories import FIXED_SIZE, LABELS, SHORT
+from lineate.explore.memories import DEMO_RULES, FIXED_SIZE
 from lineate.explore.recall import Frame, Interference, Overwrite, ScratchPad, Topics
+from lineate.figures import label_of, narrow_label_of
 
 SHADES = ((0.25, "█", "#", "green"), (0.5, "▓", "+", "green"), (0.75, "▒", "-", "yellow"), (1.0, "░", ".", "yellow"))
-"""Below this error: the block, the same in ASCII, its colour."""
-WRONG = ("x", "red")
-"""An error of 1 or more: worse than no answer."""
+"""For errors below a bound: the block, the same in ASCII, and its colour."""
+WORTHLESS = ("x", "red")
+"""The cell of an error of 1 or more, which is worse than no answer."""
 
 
 class Column(NamedTuple):
@@ -30,7 +31,7 @@ class Column(NamedTuple):
 
 
 def interference_table(result: Interference) -> Table:
-    """Recall errors against the number of pairs, and against how often they were told."""
+    """Return recall errors against the number of pairs, and against how often they were told."""
     shown = [index for index, count in enumerate(result.pairs) if count >= 8][::2]
     columns = [
         Column(f"{result.pairs[i]}\npairs", {rule: error[i] for rule, error in result.error.items()}, _number)
@@ -42,7 +43,7 @@ def interference_table(result: Interference) -> Table:
 
 
 def overwrite_table(result: Overwrite) -> Table:
-    """Recall errors of the three groups, and what is left of the old value."""
+    """Return recall errors of the three groups, and what is left of the old value."""
     return _table(
         "recall error",
         [
@@ -55,7 +56,7 @@ def overwrite_table(result: Overwrite) -> Table:
 
 
 def topics_table(result: Topics) -> Table:
-    """The state after many writes, and the last topic."""
+    """Return the state after many writes, and the last topic."""
     middle, many = (result.writes.index(result.switches[i]) for i in (len(result.switches) // 2, -1))
     columns = [
         Column(
@@ -74,7 +75,7 @@ def topics_table(result: Topics) -> Table:
 
 
 def scratch_pad_table(result: ScratchPad) -> Table:
-    """The facts, the cleared pad, and its clutter."""
+    """Return errors on the facts and the cleared pad, and its clutter."""
     return _table(
         "",
         [
@@ -85,8 +86,8 @@ def scratch_pad_table(result: ScratchPad) -> Table:
     )
 
 
-def cost_table(result: Cost) -> Table:
-    """Bytes and times at the shortest and the longest text."""
+def cost_table(result: MeasuredCost) -> Table:
+    """Return bytes and times at the shortest and the longest text."""
     columns: list[Column] = []
     measures = (
         ("state", result.bytes, size),
@@ -101,7 +102,7 @@ def cost_table(result: Cost) -> Table:
 
 
 def summary_table(results: Results) -> Table:
-    """One row per memory: what it remembers, what it forgets, what it costs."""
+    """Return one row per memory: what it remembers, what it forgets, what it costs."""
     rows = results.summary
     columns = [
         Column("kept", {rule: row.kept for rule, row in rows.items()}, _number),
@@ -117,7 +118,7 @@ def summary_table(results: Results) -> Table:
 
 
 def reasons_table(results: Results) -> Table:
-    """Why each rule was invented, as a problem and two numbers."""
+    """Return why each rule was invented, as a problem and two numbers."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
@@ -125,9 +126,9 @@ def reasons_table(results: Results) -> Table:
         show = size if reason.measure.startswith("bytes") else _number
         gained = reason.value < reason.value_before
         table.add_row(
-            LABELS[reason.rule],
+            label_of(reason.rule),
             Text.assemble(
-                f"{LABELS[reason.before]}: {reason.problem}\n  {reason.measure}: {show(reason.value_before)} -> ",
+                f"{label_of(reason.before)}: {reason.problem}\n  {reason.measure}: {show(reason.value_before)} -> ",
                 (show(reason.value), "bold green" if gained else "bold red"),
                 "" if gained else " (no gain in this run)",
             ),
@@ -136,15 +137,17 @@ def reasons_table(results: Results) -> Table:
 
 
 def board(frame: Frame, group: int, ascii_only: bool) -> Group:
-    """Every memory as a row of cells, one per key, shaded by how well the key is recalled right now."""
+    """Return every memory as a row of cells, one per key, shaded by how well the key is recalled now."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in ("old", "kept", "overwritten"):
         table.add_column(name, min_width=group)
-    for rule, label in LABELS.items():
+    for rule in DEMO_RULES:
         cells = [_cell(error, ascii_only) for error in frame.error[rule]]
-        table.add_row(label, *(Text.assemble(*cells[start : start + group]) for start in range(0, 3 * group, group)))
-    legend = Text.assemble("error below  ", *_legend(ascii_only), "1 or more ", WRONG)
+        table.add_row(
+            label_of(rule), *(Text.assemble(*cells[start : start + group]) for start in range(0, 3 * group, group))
+        )
+    legend = Text.assemble("error below  ", *_legend(ascii_only), "1 or more ", WORTHLESS)
     return Group(table, legend)
 
 
@@ -162,11 +165,11 @@ def _cell(error: float | None, ascii_only: bool) -> tuple[str, str]:
     for below, block, letter, color in SHADES:
         if error < below:
             return (letter if ascii_only else block), color
-    return WRONG
+    return WORTHLESS
 
 
 def _table(corner: str, columns: Sequence[Column]) -> Table:
-    """One row per memory; the lowest number of the fixed-size memories is marked, unless all of them have it."""
+    """Return one row per memory; the lowest number of the fixed-size memories is marked, unless all have it."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column(corner, no_wrap=True)
     best: list[str | None] = []
@@ -175,7 +178,7 @@ def _table(corner: str, columns: Sequence[Column]) -> Table:
         numbers = [number for rule in FIXED_SIZE if (number := column.values.get(rule)) is not None]
         lowest, highest = column.show(min(numbers)), column.show(max(numbers))
         best.append(lowest if column.marked and lowest != highest else None)
-    for rule, label in SHORT.items():
+    for rule in DEMO_RULES:
         cells = []
         for column, lowest_shown in zip(columns, best, strict=True):
             value = column.values.get(rule)
@@ -183,7 +186,7 @@ def _table(corner: str, columns: Sequence[Column]) -> Table:
             marked = rule in FIXED_SIZE and text == lowest_shown
             space = " " if lowest_shown is not None else ""
             cells.append(Text(f"{text}*", style="bold green") if marked else Text(text + space))
-        table.add_row(label, *cells, style="" if rule in FIXED_SIZE else "dim")
+        table.add_row(narrow_label_of(rule), *cells, style="" if rule in FIXED_SIZE else "dim")
     return table
 
 

@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKS = {" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5"}
-"""An open box, a return arrow and a tab arrow for what is not seen."""
-LONGEST = 10
-"""Characters of a label."""
+"""An open box, a return arrow and a tab arrow stand for what is not seen."""
+LONGEST_LABEL = 10
+"""How many characters a label has at most."""
 LARGEST, SMALLEST = 9.0, 4.5
-"""Points of a label; if that many tokens do not fit, only every second has one, or every third, .."""
+"""The size of a label in points; where labels do not fit, only every second or third token has one."""
 FAMILY = "monospace"
 
 
@@ -27,7 +27,7 @@ def _seen(letter: str, drawable: Container[int] | None) -> str:
     return letter.encode("unicode_escape").decode()
 
 
-def cut(word: str, longest: int = LONGEST) -> str:
+def cut(word: str, longest: int = LONGEST_LABEL) -> str:
     """Return the beginning of a long word with two dots behind it."""
     return word if len(word) <= longest else word[: longest - 2] + ".."
 

@@ -22,9 +22,8 @@ from lineate import layers
 from lineate.layers.linear import init_decay
 from lineate.models.checks import check_ids, check_mask, check_state
 from lineate.models.config import HybridConfig
-from lineate.models.families import empty_model
-from lineate.models.hybrid import HybridLM, next_token_loss
-from lineate.models.saving import check_described
+from lineate.models.files.saving import check_described
+from lineate.models.hybrid import HybridLM, empty_model, next_token_loss
 from lineate.models.state import ModelState
 from lineate.texts import locate
 
@@ -78,6 +77,7 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     family: str = "lineate"
+    mixers: dict[str, Any] | None = None
 
     def __post_init__(self, **others: Any) -> None:  # transformers' protocol: what is no field comes here
         if unknown := sorted(set(others) - FROM_TRANSFORMERS):
@@ -99,8 +99,9 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
         return HybridConfig.from_dict({name: getattr(self, name) for name in HYBRID_FIELDS})
 
     def to_dict(self) -> dict[str, Any]:
-        """Without use_cache, which Trainer sets for its own run."""
-        return {key: value for key, value in super().to_dict().items() if key != "use_cache"}
+        """Without use_cache, which Trainer sets for its own run, and without mixers if there are none."""
+        left_out = {"use_cache"} if self.mixers else {"use_cache", "mixers"}
+        return {key: value for key, value in super().to_dict().items() if key not in left_out}
 
     @property
     def eos_token_id(self) -> list[int] | None:

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.call import Inputs
 from lineate.integrations.transformers_packing import NOT_EMPTY
 from lineate.layers.convolution import short_convolution
-from lineate.layers.linear import delta_from_raw_gates
+from lineate.layers.mixer import delta_from_raw_gates
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
 
@@ -183,9 +184,8 @@ def _rule(
         state = state.to(compute_dtype(v.dtype))
         if torch.is_grad_enabled():
             state = state.clone()  # the cache is overwritten before the backward reads it
-    return delta_from_raw_gates(
-        q, k, v, gate, write, x.A_log, dt_bias, x.beta_scale, state, cu_seqlens, in_place=True
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, gate, write, state, cu_seqlens, x.A_log, dt_bias)
+    return delta_from_raw_gates(inputs, x.beta_scale, in_place=True)
 
 
 def _last(states: Tensor, count: int) -> Tensor:

@@ -3,9 +3,10 @@
     mixer = GatedDeltaNet(1024, heads=8, value_heads=16, key_dim=64, value_dim=64)
     y, state = mixer(x)                    # x b t hidden
     y, state = mixer(x_next, state)        # continue where it stopped
-    y, state = mixer(packed, cu_seqlens=bounds)   # b = 1: texts that never see each other; one row of the state each
+    y, state = mixer(packed, cu_seqlens=bounds)   # b = 1: sequences that never see each other
 
-Every mixer declares its state once: `state_spec`, a tuple of TensorSpec(name, shape, dtype).
+Every mixer declares its state once: `state_spec`, a tuple of TensorSpec(name, shape, dtype). Its row in the registry
+(`kinds`, `kind_of`) says everything else; `register` adds a mixer of your own (examples/own_rule.py).
 """
 
 from lineate.layers.attention import GatedAttention
@@ -20,9 +21,10 @@ from lineate.layers.linear import (
     GatedLinearAttention,
     KimiDeltaAttention,
     LinearAttention,
-    LinearMixer,
 )
+from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, kind_of, kinds, register
 from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
 from lineate.layers.titans import Titans
 from lineate.layers.ttt import TTTMLP, TTTLinear
@@ -51,4 +53,11 @@ __all__ = [
     "Memory",
     "TokenCache",
     "TensorSpec",
+    "MixerKind",
+    "ModelSizes",
+    "Operations",
+    "Look",
+    "register",
+    "kinds",
+    "kind_of",
 ]

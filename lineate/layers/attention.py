@@ -12,11 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineate import checks
 from lineate.half import attention
+from lineate.layers.attention_costs import ATTENTION, attention_kept
 from lineate.layers.carry import enter_attention
+from lineate.layers.configs import AttentionConfig
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
+from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.opaque import opaque
@@ -29,7 +32,7 @@ def attend_new(
     q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None, key_bounds: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """q `b t heads k` over keys `b n kv k` and values `b n kv v`, of which q's tokens are the last, causally.
+    """Attend with q `b t heads k` to keys `b n kv k` and values `b n kv v`, of which q's tokens are the last, causally.
 
     Returns `b t heads v`. key_bounds: those of packed keys; None: the same as cu_seqlens, of q. window (only where
     takes_packed): a token sees itself and the window - 1 before; 0: all before.
@@ -53,7 +56,7 @@ def attend_new(
 
 
 def _text_by_text(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, key_bounds: Tensor, scale: float) -> Tensor:
-    """attend_new of packed texts, one after another."""
+    """Run attend_new on packed sequences, one after another."""
     lengths, seen = text_lengths(cu_seqlens), text_lengths(key_bounds)
     texts = zip(q.split(lengths, 1), k.split(seen, 1), v.split(seen, 1), strict=True)
     return torch.cat([_softmax_last(*qkv, scale) for qkv in texts if qkv[0].shape[1]], 1)
@@ -68,9 +71,9 @@ _attend_texts = opaque(
 
 
 def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, cu_seqlens: Tensor | None) -> Tensor:
-    """q `b t heads k` over the cached keys `rows n kv k` and values `rows n kv v`, the tokens of q included, causally.
+    """Attend with q `b t heads k` to cached keys `rows n kv k` and values `rows n kv v`, q's tokens included, causally.
 
-    Returns `b t heads v`. Without cu_seqlens the rows of q are those of the cache; with it, the texts.
+    Returns `b t heads v`. Without cu_seqlens the rows of q are those of the cache; with it, the sequences.
     """
     t, k, v = q.shape[1], cache[keys], cache[values]
     if cu_seqlens is None:
@@ -87,7 +90,7 @@ def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, c
 
 
 def _row_by_row(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """attend of packed texts, each over the first so many keys `n kv k` of its row."""
+    """Run attend on packed sequences, each over the first so many keys `n kv k` of its row."""
     outputs = []
     for row, ((start, end), length) in enumerate(zip(pairwise(cu_seqlens.tolist()), lengths.tolist(), strict=True)):
         if end == start:
@@ -109,14 +112,14 @@ _attend_rows = opaque(
 
 
 def _softmax_last(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """The tokens of q `b t heads k` are the last of those of k and v `b n kv k|v`."""
+    """Attend causally where the tokens of q `b t heads k` are the last of those of k and v `b n kv k|v`."""
     t, n = q.shape[1], k.shape[1]
     mask = torch.ones(t, n, dtype=torch.bool, device=q.device).tril(n - t) if 1 < t < n else None
     return _softmax(q, k, v, scale, mask, causal=1 < t == n)
 
 
 def takes_packed(q: Tensor) -> bool:
-    """Whether one launch serves packed texts and windows: 16 bit on a GPU."""
+    """Whether one launch serves packed sequences and windows: 16 bit on a GPU."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 256 and q.shape[3] % 8 == 0
 
 
@@ -124,7 +127,7 @@ def _packed_softmax(
     q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor, key_bounds: Tensor, longest: tuple[int, int],
     window: int,
 ) -> Tensor:  # fmt: skip
-    """attend_new of packed texts on a GPU in one launch; longest: of q's texts, and of the keys'."""
+    """Run attend_new on packed sequences on a GPU in one launch; longest: of q's sequences, and of the keys'."""
     from torch.nn.attention.varlen import varlen_attn  # not in a build of torch for CPUs alone
 
     width, softmax = v.shape[3], partial(varlen_attn, scale=scale, window_size=(window - 1, 0))
@@ -175,15 +178,27 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None,
 
 
 def _kernels_without_plans(q: Tensor) -> AbstractContextManager[None]:
-    """Not cuDNN's kernels for few tokens on a GPU: they plan every new length of the cache, for tens of ms each."""
+    """Avoid cuDNN's kernels for few tokens on a GPU: they plan every new length of the cache, for tens of ms each."""
     return sdpa_kernel(_PLANLESS) if q.is_cuda and q.shape[1] < 1024 else nullcontext()
 
 
 class GatedAttention(nn.Module):
     """Causal softmax attention with o = attention(q, k, v) * sigmoid(gate) before the output projection.
 
-    in_proj is q | gate | k | v, one projection. qk_norm: RMSNorm of q and k, of every "head" or of all heads together
-    ("full"). rotary_dim: the first so many channels of a head carry positions; 0: none do.
+    in_proj is q | gate | k | v, one projection.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: query heads, a multiple of kv_heads.
+        kv_heads: heads of keys and values; None is heads.
+        head_dim: channels of a head; None is hidden_size / heads.
+        rotary_dim: the first so many channels of a head carry positions; 0: none do.
+        rope_theta: base of the rotation's frequencies.
+        gated: whether the output is multiplied by sigmoid(gate).
+        qk_norm: RMSNorm of q and k: of every "head", of all heads together ("full"), or None.
+        bias: whether the projections have a bias.
+        norm_eps: epsilon of these norms.
+        zero_centred_norm: whether these norms multiply by 1 + weight.
     """
 
     context: Context | None = None
@@ -229,7 +244,13 @@ class GatedAttention(nn.Module):
     def forward(
         self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, TokenCache]:
-        """x `b t hidden` -> the same; the state is all keys and values so far."""
+        """Mix the tokens of x `b t hidden`; the state is all keys and values so far.
+
+        Args:
+            x: `b t hidden`; with cu_seqlens `1 t hidden`.
+            state: what an earlier call returned, to continue its sequences; None: they begin here.
+            cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
+        """
         check_call(self, x, state, cu_seqlens)
         past = 0 if state is None else state.lengths
         segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
@@ -257,3 +278,30 @@ class GatedAttention(nn.Module):
             output = attend(q, state, "keys", "values", scale, cu_seqlens)
         output = output.flatten(2)
         return project(self.out_proj, output * gate.sigmoid() if self.gated else output), state
+
+
+def _make(model: ModelSizes, config: AttentionConfig) -> GatedAttention:
+    return GatedAttention(
+        model.hidden_size, config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
+        rotary_dim=config.rotary_dim, rope_theta=config.rope_theta, gated=config.gated, qk_norm=config.qk_norm,
+        bias=config.bias, norm_eps=model.norm_eps, zero_centred_norm=model.zero_centred_norm,
+    )  # fmt: skip
+
+
+LOOK = Look("#444444", "x", (0, (1, 1)))
+SOFTMAX = register(
+    MixerKind(
+        letter="A",
+        name="softmax_attention",
+        label="softmax attention",
+        short="softmax",
+        short_label="softmax",
+        config=AttentionConfig,
+        section="attention",
+        make=_make,
+        operations=ATTENTION,
+        kept_bytes=attention_kept,
+        cache="keys and values",
+        look=LOOK,
+    )
+)

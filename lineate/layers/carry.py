@@ -2,7 +2,7 @@
 
     linear rules   S_out = A S_in + B over a segment: the pairs (A, B) are gathered, every rank composes those before it
     convolution    the last few inputs of the ranks before
-    attention      the keys and values (or latents) of the text on the ranks before
+    attention      the keys and values (or latents) of the sequence on the ranks before
 
 Gradients go the other way by the same maps: dS_in = A^T dS_out + U^T dO, where S_in^T U_t is what token t reads of it.
 """
@@ -25,8 +25,10 @@ READ_AT_ONCE = 4096
 
 
 class _HandOn(torch.autograd.Function):
-    """Pieces `rows n c` of leaving texts go to later ranks, their gradients come back; x, which is always used, passes
-    through so that the backward runs on every rank."""
+    """Pieces `rows n c` of leaving sequences go to later ranks, and their gradients come back.
+
+    x, which is always used, passes through so that the backward runs on every rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, piece: Tensor, segment: Segment, parts: list[int]) -> tuple[Tensor, Tensor]:
@@ -48,7 +50,10 @@ class _HandOn(torch.autograd.Function):
 
 
 def _hand_on(segment: Segment, x: Tensor, piece: Tensor, parts: list[int]) -> tuple[Tensor, Tensor]:
-    """x, and the tokens of this rank's first text on the ranks before, `rows n c`; piece: what this rank hands on."""
+    """Return x, and the tokens of this rank's first sequence on the ranks before, `rows n c`.
+
+    piece: what this rank hands on.
+    """
     if not any(parts):
         return x, piece.new_empty(piece.shape[0], 0, piece.shape[2])
     return _HandOn.apply(x, piece, segment, parts)
@@ -56,11 +61,11 @@ def _hand_on(segment: Segment, x: Tensor, piece: Tensor, parts: list[int]) -> tu
 
 @uncompiled
 def enter_convolution(segment: Segment, x: Tensor, state: Tensor | None, past: int) -> tuple[Tensor, Tensor | None]:
-    """x `b t c` and the convolution's state `rows c past`, with the inputs before the segment in the first text's."""
+    """Return x `b t c` and the convolution's state `rows c past`; the first sequence's has the inputs before it."""
     parts = segment.parts(past)
     mine = parts[segment.context.rank]
     piece = x[:, segment.bounds[-2] :]
-    if piece.shape[1] < mine:  # the text begins here, or is shorter
+    if piece.shape[1] < mine:  # the sequence begins here, or is shorter
         front = x.new_zeros(piece.shape[0], past, x.shape[2])
         if state is not None:
             front = state[segment.last_rows].transpose(1, 2).to(x.dtype)
@@ -80,12 +85,12 @@ def enter_convolution(segment: Segment, x: Tensor, state: Tensor | None, past: i
 def enter_attention(
     segment: Segment, new: dict[str, Tensor], state: TokenCache | None
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """All entries of the texts of this segment so far: new `b t ...` behind those of earlier ranks and initial states.
+    """Return all entries of this segment's sequences so far: new `b t ...` behind earlier ranks' and initial states'.
 
     Returns `b n ...`, or packed `1 n ...` with their bounds.
     """
     x = torch.cat([y.flatten(2) for y in new.values()], -1)  # b t c
-    starts = 1 if segment.continues else 0  # the first packed text with an initial state of its own
+    starts = 1 if segment.continues else 0  # the first packed sequence with an initial state of its own
     rows = slice(None) if segment.cu_seqlens is None else slice(starts, None)
     cached: list[Tensor] = []
     if state is not None and not (segment.cu_seqlens is None and segment.continues):
@@ -101,8 +106,8 @@ def enter_attention(
         piece = torch.cat((cached[-1], piece), 1)
     x, before = _hand_on(segment, x, piece[:, : parts[segment.context.rank]], parts)
     fronts = [before] * starts + cached
-    texts = x.split([end - start for start, end in zip(segment.bounds, segment.bounds[1:], strict=False)], 1)
-    both = [part for i, text in enumerate(texts) for part in (*fronts[i : i + 1], text)]
+    sequences = x.split([end - start for start, end in zip(segment.bounds, segment.bounds[1:], strict=False)], 1)
+    both = [part for i, sequence in enumerate(sequences) for part in (*fronts[i : i + 1], sequence)]
     full = torch.cat(both, 1) if fronts else x
     bounds = None
     if segment.cu_seqlens is not None:
@@ -121,7 +126,7 @@ def run_rule(
     *,
     corrects: bool,
 ) -> Attended[Tensor]:
-    """op(*tensors, state=memory, cu_seqlens=bounds), linear in its state, from the memory that enters the segment.
+    """Run op(*tensors, state=memory, cu_seqlens=bounds), linear in its state, from what enters the segment.
 
     tensors: q, k, v `b t heads d` and the gates, `b t ...`. corrects: A is a matrix k x k, else its diagonal is enough.
     """
@@ -141,7 +146,7 @@ def _run_segment(
     if not bounds.anything_continues:
         return op(*tensors, state=memory, cu_seqlens=bounds.cu_seqlens)
     q, k, v = tensors[:3]
-    rank, b, texts = bounds.context.rank, v.shape[0], len(bounds.bounds) - 1
+    rank, b, sequences = bounds.context.rank, v.shape[0], len(bounds.bounds) - 1
     sizes = (b, v.shape[2], k.shape[3])
     empty = v.new_zeros(*sizes, v.shape[3], dtype=compute_dtype(v.dtype))
     with torch.no_grad():
@@ -158,7 +163,7 @@ def _run_segment(
         entering = _scan(bounds.context, across, left, corrects, bounds.before)
     if bounds.continues:
         memory = entering if bounds.cu_seqlens is None else torch.cat(
-            (entering, empty.expand(texts - 1, -1, -1, -1) if memory is None else memory[1:])
+            (entering, empty.expand(sequences - 1, -1, -1, -1) if memory is None else memory[1:])
         )  # fmt: skip
     output, final = op(*tensors, state=memory, cu_seqlens=bounds.cu_seqlens)
     return Attended(*_Leave.apply(output, final, reads, across, bounds, corrects))
@@ -202,7 +207,7 @@ class _Leave(torch.autograd.Function):
 def _run(
     op: Callable[..., Attended[Tensor]], tensors: Sequence[Tensor], state: Tensor, tokens: slice
 ) -> tuple[Tensor, Tensor]:
-    """The op on some of the tokens, as one text a row."""
+    """Run the op on some of the tokens, as one sequence a row."""
     cut = [x[:, tokens] for x in tensors]
     return op(*cut, state=state, cu_seqlens=None) if cut[0].shape[1] else (cut[2], state)
 
@@ -210,7 +215,7 @@ def _run(
 def _scan(context: Context, across: Tensor | None, added: Tensor, corrects: bool, ranks: Iterable[int]) -> Tensor:
     """S = A S + added of each of these ranks in turn, from 0; across: A `b hv k k|1`, added `b hv k v`.
 
-    The first rank's A, which may be that of another text, is never used: what is not finite stays in its own text.
+    The first rank's A, which may be that of another sequence, is never used: what is not finite stays in its sequence.
     """
     if across is None:
         across = added.new_zeros(*added.shape[:3], added.shape[2] if corrects else 1)

@@ -1,9 +1,9 @@
-"""Context parallelism: one sequence split over the ranks of a process group; who holds which segment of which text.
+"""Context parallelism: one sequence split over the ranks of a process group; who holds which segment of which sequence.
 
-Every rank holds a contiguous segment of the tokens, and knows of every call which texts go on where. What mixers carry
-from one segment to the next is in carry.py. All ranks must run the same layers in the same order, forward and backward,
-and need gradients of the same things. None of it is compiled: a rank's graph would lack the collectives whose results
-it does not need.
+Every rank holds a contiguous segment of the tokens, and knows of every call which sequences go on where. What mixers
+carry from one segment to the next is in carry.py. All ranks must run the same layers in the same order, forward and
+backward, and need gradients of the same things. None of it is compiled: a rank's graph would lack the collectives whose
+results it does not need.
 """
 
 from collections.abc import Callable
@@ -23,18 +23,18 @@ if TYPE_CHECKING:  # absent from builds of torch without torch.distributed
 
 
 class Told(NamedTuple):
-    """What a rank tells all others about a call; its leaving text is the last one of its segment."""
+    """What a rank tells all others about a call; its leaving sequence is the last one of its segment."""
 
     rows: int
-    """b; 0: packed texts."""
+    """b; 0: packed sequences."""
     continues: int
-    """Whether its first text began on an earlier rank."""
+    """Whether its first sequence began on an earlier rank."""
     through: int
-    """Whether its leaving text did, which is then the only one."""
+    """Whether its leaving sequence did, which is then the only one."""
     tokens: int
-    """Of the leaving text, in this segment."""
+    """Tokens of the leaving sequence in this segment."""
     seen: int
-    """Of the leaving text before its first token: in its initial state, if it begins here."""
+    """Tokens of the leaving sequence before its first one: in its initial state, if it begins here."""
 
 
 class Context:
@@ -47,10 +47,10 @@ class Context:
     def segment(
         self, x: Tensor, cu_seqlens: Tensor | None = None, continues: bool | None = None, seen: int | Tensor = 0
     ) -> "Segment":
-        """This rank's part x `b t ...` of a call; all ranks must make it together.
+        """Return this rank's part x `b t ...` of a call; all ranks must make it together.
 
-        cu_seqlens: the bounds of this rank's packed texts, from 0 to t. continues: whether the first of them began on
-        an earlier rank; must be given with cu_seqlens. Without cu_seqlens every row is one sequence over all ranks.
+        cu_seqlens: the bounds of this rank's packed sequences, from 0 to t. continues: whether the first of them began
+        on an earlier rank; must be given with cu_seqlens. Without cu_seqlens every row is one sequence over all ranks.
         seen: tokens of each row's initial state.
         """
         checks.check_cu_seqlens(cu_seqlens, *x.shape[:2])
@@ -84,13 +84,13 @@ class Context:
         return segment
 
     def gather(self, x: Tensor) -> Tensor:
-        """x of every rank, `size ...`."""
+        """Return x of every rank, `size ...`."""
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         _all_gather(out, x.contiguous(), group=self.group)
         return out.unflatten(0, (self.size, -1))
 
     def scatter_sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks of x[rank], from x `size ...` on each."""
+        """Return the sum over ranks of x[rank], from x `size ...` on each."""
         out = x.new_empty(x.shape[1:])
         _reduce_scatter(out, x.flatten(0, 1), group=self.group)
         return out
@@ -110,7 +110,7 @@ class Segment:
     bounds: tuple[int, ...]
     """cu_seqlens, or (0, t)."""
     told: tuple[Told, ...]
-    """By every rank."""
+    """What every rank told."""
 
     @property
     def own(self) -> Told:
@@ -122,22 +122,22 @@ class Segment:
 
     @property
     def first(self) -> int:
-        """Tokens of the first text here."""
+        """Tokens of the first sequence here."""
         return self.bounds[1]
 
     @property
     def first_rows(self) -> slice:
-        """The rows of the state that are the first text's: all, or one of the packed."""
+        """The rows of the state that are the first sequence's: all, or one of the packed."""
         return slice(None) if self.cu_seqlens is None else slice(0, 1)
 
     @property
     def last_rows(self) -> slice:
-        """The rows of the state that are the leaving text's."""
+        """The rows of the state that are the leaving sequence's."""
         return slice(None) if self.cu_seqlens is None else slice(len(self.bounds) - 2, None)
 
     @property
     def before(self) -> list[int]:
-        """The earlier ranks that hold tokens of this rank's first text."""
+        """The earlier ranks that hold tokens of this rank's first sequence."""
         if not self.continues:
             return []
         begins = self.context.rank - 1
@@ -147,7 +147,7 @@ class Segment:
 
     @property
     def after(self) -> list[int]:
-        """The later ranks that hold tokens of this rank's leaving text."""
+        """The later ranks that hold tokens of this rank's leaving sequence."""
         ends = self.context.rank
         while self.hands_on(ends) and (ends == self.context.rank or self.told[ends].through):
             ends += 1
@@ -158,11 +158,11 @@ class Segment:
         return any(each.continues for each in self.told)
 
     def hands_on(self, rank: int) -> bool:
-        """Whether the rank's leaving text continues on the next."""
+        """Whether the rank's leaving sequence continues on the next."""
         return rank + 1 < self.context.size and bool(self.told[rank + 1].continues)
 
     def parts(self, most: int | None = None) -> list[int]:
-        """How many tokens of its leaving text each rank hands on, those of an initial state included.
+        """Return how many tokens of its leaving sequence each rank hands on, those of an initial state included.
 
         most: as many, if there are; an initial state has always enough (the convolution's).
         """
@@ -177,7 +177,7 @@ class Segment:
 
     @uncompiled
     def lengths(self, seen: int | Tensor) -> int | Tensor:
-        """Tokens of each row before this segment, from those of its initial states."""
+        """Return the tokens of each row before this segment, from those of its initial states."""
         if not self.continues:
             return seen
         parts = self.parts()
@@ -193,7 +193,7 @@ class Segment:
 
 
 def check_splits(*mixers: Any) -> None:
-    """Every one can have its sequences split over ranks: its class has a `context`."""
+    """Raise unless every mixer can have its sequences split over ranks: its class has a `context`."""
     others = sorted({type(mixer).__name__ for mixer in mixers if not hasattr(type(mixer), "context")})
     if others:
         raise ValueError(
@@ -211,7 +211,7 @@ Bounds = Tensor | Segment | None
 def segment_of(
     context: Context | None, x: Tensor, bounds: Bounds, seen: int | Tensor = 0
 ) -> tuple[Segment | None, Tensor | None]:
-    """The segment of a mixer's checked call, None without context parallelism, and the bounds of its packed texts."""
+    """Return the segment of a mixer's checked call, None without context parallelism, and the bounds of packing."""
     if isinstance(bounds, Segment):
         return bounds, bounds.cu_seqlens
     if context is None:

@@ -1,4 +1,4 @@
-"""The short causal convolution: each channel of a token sees the last few tokens of its own text."""
+"""The short causal convolution: each channel of a token sees the last few tokens of its own sequence."""
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,13 @@ def short_convolution(
 ) -> tuple[Tensor, Tensor]:
     """silu(y_t), y_tc = sum_i weight_ci x_{t - size + 1 + i, c}, and the last size - 1 inputs of each row.
 
-    x `b t channels`; weight `channels size`; state `rows channels size-1`, the inputs before x (None: zeros); with
-    cu_seqlens the rows are the packed texts, which never see each other. In the wider dtype of x and weight; on a GPU
-    under autocast in that of x, as torch's own convolutions are.
+    The result has the wider dtype of x and weight; on a GPU under autocast that of x, as torch's own convolutions have.
+
+    Args:
+        x: `b t channels`.
+        weight: `channels size`.
+        state: `rows channels size-1`, the inputs before x; None: zeros.
+        cu_seqlens: the bounds of packed sequences, which never see each other; they are the rows.
     """
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         weight = weight.to(x.dtype)
@@ -48,23 +52,28 @@ def _convolve(padded: Tensor, weight: Tensor) -> Tensor:
 
 
 def _packed(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed texts, each with its own size - 1 inputs in front of it: one longer row without gaps, then cut out."""
-    past, texts = weight.shape[1] - 1, cu_seqlens.shape[0] - 1
+    """Convolve packed sequences, each behind its own size - 1 inputs: one longer row without gaps, then cut out."""
+    past, sequences = weight.shape[1] - 1, cu_seqlens.shape[0] - 1
     rows, _ = locate(cu_seqlens, x.shape[1])
     at = torch.arange(x.shape[1], device=x.device) + (rows + 1) * past  # where a token goes
-    fronts = (cu_seqlens[:-1] + torch.arange(texts, device=x.device) * past)[:, None]
-    fronts = fronts + torch.arange(past, device=x.device)  # texts past
-    padded = x.new_zeros(x.shape[1] + texts * past, x.shape[2]).index_copy(0, at, x[0])
+    fronts = (cu_seqlens[:-1] + torch.arange(sequences, device=x.device) * past)[:, None]
+    fronts = fronts + torch.arange(past, device=x.device)  # sequences past
+    padded = x.new_zeros(x.shape[1] + sequences * past, x.shape[2]).index_copy(0, at, x[0])
     if state is not None:
         padded = padded.index_copy(0, fronts.flatten(), state.transpose(1, 2).to(x.dtype).flatten(0, 1))
     y = _convolve(F.pad(padded, (0, 0, past, 0))[None], weight)[:, at]
-    ends = (cu_seqlens[1:] + (torch.arange(texts, device=x.device) + 1) * past)[:, None]
+    ends = (cu_seqlens[1:] + (torch.arange(sequences, device=x.device) + 1) * past)[:, None]
     ends = ends - past + torch.arange(past, device=x.device)
     return y, padded[ends].transpose(1, 2)
 
 
 class ShortConvolution(nn.Module):
-    """short_convolution with its weight `channels size`, no bias."""
+    """short_convolution with its weight `channels size`, no bias.
+
+    Args:
+        channels: channels, each with its own taps.
+        size: tokens that it sees.
+    """
 
     def __init__(self, channels: int, size: int = 4) -> None:
         super().__init__()
@@ -78,7 +87,7 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x `b t channels` -> the same, and the state `rows channels size-1`."""
+        """Convolve x `b t channels`; return it and the state `rows channels size-1`."""
         if state is not None and state.dtype != x.dtype:
             raise ValueError(
                 f"the state's conv must have the dtype of the new inputs, {x.dtype}, got {state.dtype}; "
@@ -91,7 +100,7 @@ class ShortConvolution(nn.Module):
 
 
 def convolution_spec(conv: ShortConvolution | None, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-    """What a mixer keeps of its convolution's inputs: nothing if it has none."""
+    """Return what a mixer keeps of its convolution's inputs: nothing if it has none."""
     if conv is None:
         return ()
     channels, size = conv.weight.shape

@@ -1,4 +1,4 @@
-"""What every mixer checks before it runs: x, the bounds of packed texts, and the state against its state_spec."""
+"""What every mixer checks before it runs: x, the bounds of packed sequences, and the state against its state_spec."""
 
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ class Mixer(Protocol):
 
 
 def check_call(mixer: Mixer, x: Any, state: Any, cu_seqlens: Any) -> None:
-    """The arguments of mixer.forward; nothing waits for a GPU.
+    """Check the arguments of mixer.forward; nothing waits for a GPU.
 
     Decoding makes the same call again and again: comparing it with the last that passed takes a third of the time.
     """
@@ -49,7 +49,7 @@ def check_call(mixer: Mixer, x: Any, state: Any, cu_seqlens: Any) -> None:
 
 
 def _form(x: Any, state: Any) -> Any:
-    """All that is looked at; None where it cannot be compared."""
+    """Return all that is looked at; None where it cannot be compared."""
     if not isinstance(x, Tensor) or not isinstance(state, Memory | TokenCache) or recorded():
         return None
     tensors = [(name, y.shape, y.dtype, y.device) for name, y in state.tensors.items()]
@@ -67,7 +67,7 @@ def _is_plain(in_proj: nn.Module) -> bool:
 
 
 def _check_projected(in_proj: nn.Linear, x: Tensor) -> bool:
-    """Whether x would pass again: not where it does for autocast's sake."""
+    """Whether this check may be cached; False if x passed only because autocast is on."""
     weight, hidden = in_proj.weight, in_proj.in_features
     if x.shape[2] != hidden:
         raise ValueError(f"x must have shape (b, t, hidden) = (b, t, {hidden}), got {tuple(x.shape)}")
@@ -81,7 +81,7 @@ def _check_projected(in_proj: nn.Linear, x: Tensor) -> bool:
 
 
 def _check_state(mixer: Mixer, state: Any, x: Tensor, rows: int) -> bool:
-    """Whether the state would pass again, likewise."""
+    """Whether this check may be cached; False if the state passed only because autocast is on."""
     specs, again = mixer.state_spec, True
     kind, first = (TokenCache, 2) if "t" in specs[0].shape else (Memory, 1)
     if not isinstance(state, kind):

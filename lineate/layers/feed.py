@@ -20,7 +20,12 @@ ALL_EXPERTS = 64
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one projection."""
+    """down(silu(gate(x)) * up(x)); gate and up are one projection.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        size: hidden channels.
+    """
 
     def __init__(self, hidden_size: int, size: int) -> None:
         super().__init__()
@@ -32,7 +37,7 @@ class SwiGLU(nn.Module):
 
 
 def glu(x: Tensor) -> Tensor:
-    """silu(gate) * up of gate | up."""
+    """Return silu(gate) * up for x = gate | up."""
     if native.serves(x):
         return native.glu(x)
     if (kernels := kernels_for(x)) is not None:
@@ -44,8 +49,22 @@ def glu(x: Tensor) -> Tensor:
 class MixtureOfExperts(nn.Module):
     """sum_e weight_e expert_e(x) over the experts that the router chooses for each token, plus a shared expert.
 
-    scores "softmax": weights are the largest of softmax(router(x)). "sigmoid": of sigmoid(router(x)) + router_bias, the
-    bias counting for the choice alone; the choice is within the best active_groups of groups of experts.
+    With softmax scores the weights are the largest of softmax(router(x)). With sigmoid scores the choice is made by
+    sigmoid(router(x)) + router_bias, within the best active_groups of the groups of experts, and the weights leave the
+    bias out.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        count: how many experts there are.
+        active: experts that a token goes to.
+        size: hidden channels of an expert.
+        shared_size: hidden channels of the shared expert; 0: there is none.
+        shared_gate: whether the shared expert is weighted by sigmoid(gate).
+        scores: of the router, "softmax" or "sigmoid".
+        renormalize: whether the weights of a token's experts sum to 1.
+        scale: multiplies these weights.
+        groups: groups of experts (sigmoid scores).
+        active_groups: groups that a token's experts come from.
     """
 
     router_bias: Tensor | None
@@ -93,7 +112,7 @@ class MixtureOfExperts(nn.Module):
         return y.view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (float32) and experts of each token, `n active`."""
+        """Return weights (float32) and experts of each token, `n active`."""
         dtype = compute_dtype(tokens.dtype)
         if self.scores == "softmax":
             weights, chosen = F.softmax(project(self.router, tokens), -1, dtype=dtype).topk(self.active, -1)
@@ -113,7 +132,7 @@ class MixtureOfExperts(nn.Module):
         return weights if self.scale == 1 else weights * self.scale, chosen
 
     def _mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """sum over a token's experts."""
+        """Return the weighted sum over each token's experts."""
         if tokens.is_cuda:
             parts = self._parts_on_gpu(tokens, chosen)
         elif tokens.shape[0] == 1:  # a token at a time: no sorting
@@ -123,8 +142,10 @@ class MixtureOfExperts(nn.Module):
         return (parts * weights[..., None]).sum(1)  # in one order, not by atomic additions
 
     def _parts_on_gpu(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """What each token's experts make, `n active hidden`; for few tokens and in bfloat16 nothing waits for a count,
-        so that a CUDA graph can hold it."""
+        """Return what each token's experts make, `n active hidden`.
+
+        For few tokens and in bfloat16 nothing waits for a count, so that a CUDA graph can hold it.
+        """
         if chosen.numel() <= GATHERED:
             return self._gathered(tokens, chosen)
         even = all(n % 8 == 0 for n in self.experts_down.shape[1:])  # rows of 16 bytes
@@ -135,7 +156,7 @@ class MixtureOfExperts(nn.Module):
         return self._sorted(tokens, chosen, self._one_by_one)
 
     def _gathered(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """A copy of the weights for each token and expert."""
+        """Run the experts on copies of their weights, one for each token and expert."""
         experts = chosen.flatten()
         x = tokens[:, None, :].expand(-1, self.active, -1).flatten(0, 1)  # pairs hidden
         made = torch.bmm(self.experts_gate_up.index_select(0, experts), x[..., None])[..., 0]
@@ -143,13 +164,13 @@ class MixtureOfExperts(nn.Module):
         return made.view(*chosen.shape, -1)
 
     def _all_experts(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """All experts on all tokens, of which the chosen are kept."""
+        """Run all experts on all tokens, of which the chosen are kept."""
         x = tokens.expand(self.count, -1, -1)
         made = torch.bmm(glu(torch.bmm(x, self.experts_gate_up.transpose(1, 2))), self.experts_down.transpose(1, 2))
         return made[chosen, torch.arange(tokens.shape[0], device=tokens.device)[:, None]]
 
     def _sorted(self, tokens: Tensor, chosen: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Tokens sorted by expert, so that each expert has one product."""
+        """Run the experts on tokens sorted by expert, so that each expert has one product."""
         experts, order = chosen.flatten().sort(stable=True)
         made = run(tokens[order // self.active], experts)
         back = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=order.device))
@@ -160,7 +181,7 @@ class MixtureOfExperts(nn.Module):
         return torch.cat([self._expert(own, e) for e, own in enumerate(gathered.split(sizes)) if own.shape[0]])
 
     def _grouped(self, gathered: Tensor, experts: Tensor) -> Tensor:
-        """One launch for all experts."""
+        """Run all experts in one launch."""
         ends = torch.searchsorted(experts, torch.arange(self.count, device=experts.device), right=True, out_int32=True)
         made = F.grouped_mm(gathered, self.experts_gate_up.transpose(1, 2), offs=ends)
         return F.grouped_mm(glu(made), self.experts_down.transpose(1, 2), offs=ends)

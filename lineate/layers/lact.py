@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from lineate.half import attention
 from lineate.layers.attention import attend_new, takes_packed
-from lineate.layers.convolution import ShortConvolution, convolution_spec
-from lineate.layers.entry import check_call
+from lineate.layers.configs import MemoryConfig
 from lineate.layers.gpu import kernels_for
+from lineate.layers.learning import LearningMixer, rows_of, shared_sizes
+from lineate.layers.learning_costs import learning_kept, learning_operations
 from lineate.layers.norm import RMSNorm
-from lineate.layers.projection import project
+from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.lact import fresh_state, lact
@@ -22,15 +23,17 @@ from lineate.texts import text_lengths
 _BLOCK = 512  # queries that share one mask
 
 
-class LaCT(nn.Module):
+class LaCT(LearningMixer):
     """y = out_proj(window attention(q, k, v) + RMSNorm(f(q')) silu(s)), f learned from k', v' chunk by chunk.
 
     in_proj is q | k | v | rates of W0, W1, W2 | momentum | s, the last five per head. q', k' = silu(scale * (q, k) +
     offset) of norm 1 per head, v' = silu(v); f(x) = W1 (silu(W0 x) * W2 x) has expansion * head_dim channels. What f
     reads was written by whole chunks before: the tokens of its own chunk are seen by the attention alone, so the window
-    is by default the chunk, which leaves no gap; 0: no attention. rates = softplus(a + inverse of base_rate). The
-    weights that a text begins with are learned.
+    is by default the chunk, which leaves no gap. rates = softplus(a + inverse of base_rate). The weights that every
+    sequence begins with are learned.
     """
+
+    beside = ("conv", "keys", "values", "seen")
 
     def __init__(
         self,
@@ -48,7 +51,22 @@ class LaCT(nn.Module):
         conv_size: int = 0,
         norm_eps: float = 1e-6,
     ) -> None:
-        super().__init__()
+        """Make the mixer.
+
+        Args:
+            hidden_size: Channels of x.
+            heads: Heads, each with a network of its own.
+            head_dim: Channels of a head; None is hidden_size / heads.
+            expansion: Hidden channels of the network over head_dim.
+            chunk: Tokens that are written together.
+            window: Tokens that the attention sees; None is the chunk, 0: no attention.
+            attention_heads: Heads of the attention; None: of 64 channels each, if that is possible.
+            rope_theta: The base of the attention's rotary positions.
+            base_rate: The step size at first, before Muon.
+            muon: Whether the step is orthogonalised.
+            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            norm_eps: Added to the mean square in the output norm.
+        """
         head_dim = hidden_size // heads if head_dim is None else head_dim
         width, inner = heads * head_dim, int(expansion * head_dim)
         if attention_heads is None:
@@ -57,80 +75,68 @@ class LaCT(nn.Module):
             raise ValueError(
                 f"attention_heads must divide heads * head_dim = {width} into even parts, got {attention_heads}"
             )
-        window = chunk if window is None else window
-        if chunk < 1 or window < 0:
-            raise ValueError(f"chunk must be at least 1 and window at least 0, got {chunk} and {window}")
-        self.heads, self.head_dim, self.attention_heads = heads, head_dim, attention_heads
-        self.chunk, self.window, self.muon, self.rope_theta = chunk, window, muon, rope_theta
+        if window is not None and window < 0:
+            raise ValueError(f"window must be at least 0, got {window}; 0 leaves the attention out")
+        splits = (3 * width, 5 * heads)  # q k v; rates of W0, W1, W2, momentum, s
+        super().__init__(hidden_size, heads, splits=splits, chunk=chunk, conv_size=conv_size, norm_eps=norm_eps)
+        self.head_dim, self.expansion, self.attention_heads = head_dim, expansion, attention_heads
+        self.window, self.muon, self.rope_theta = chunk if window is None else window, muon, rope_theta
         self.base = base_rate + math.log(-math.expm1(-base_rate))  # softplus of it is base_rate
-        self.splits = (3 * width, 5 * heads)  # q k v; rates of W0, W1, W2, momentum, s
-        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
-        self.conv = ShortConvolution(3 * width, conv_size) if conv_size else None
         self.gate_bias = nn.Parameter(torch.zeros(5, heads, dtype=torch.float32))
         self.scale = nn.Parameter(torch.ones(2, width))
-        """Of q and k, before f."""
+        """Scales q and k before f."""
         self.offset = nn.Parameter(torch.zeros(2, width))
         shapes = (inner, head_dim), (head_dim, inner), (inner, head_dim)
         self.initial = nn.ParameterList([torch.empty(heads, *shape, dtype=torch.float32) for shape in shapes])
         self.norm = RMSNorm(head_dim, norm_eps)
-        self.out_proj = nn.Linear(width, hidden_size, bias=False)
-        self.reset_parameters()
+        self.finish(width)
 
     def reset_parameters(self) -> None:
-        """W0, W1, W2 so that each keeps the size of what it reads."""
+        """Begin with W0, W1, W2 that keep the size of what they read."""
         for x in self.initial:
             nn.init.normal_(x, std=x.shape[2] ** -0.5)
         for x in (self.gate_bias, self.offset):
             nn.init.zeros_(x)
         nn.init.ones_(self.scale)
 
-    @property
-    def state_spec(self) -> tuple[TensorSpec, ...]:
-        dtype = self.in_proj.weight.dtype
-        specs = [*convolution_spec(self.conv, dtype)]
+    def memory_spec(self, dtype: torch.dtype, wide: torch.dtype) -> list[TensorSpec]:
+        """Return the specs of the window, and of the network, its sums, last change, norms and place in the chunk."""
+        specs = []
         if self.window:
             shape = (self.window - 1, self.attention_heads, self.heads * self.head_dim // self.attention_heads)
             specs += [TensorSpec(name, shape, dtype) for name in ("keys", "values")]
             specs.append(TensorSpec("seen", (), torch.int64))
-        wide = compute_dtype(dtype)
         for i, x in enumerate(self.initial):
-            names = (f"{name}_{i}" for name in ("weights", "sums", "previous"))
-            specs += [TensorSpec(name, tuple(x.shape), wide) for name in names]
+            specs += [TensorSpec(f"{name}_{i}", tuple(x.shape), wide) for name in ("weights", "sums", "previous")]
             specs.append(TensorSpec(f"norms_{i}", (*x.shape[:2], 1), wide))
-        return (*specs, TensorSpec("momentum", (self.heads,), wide), TensorSpec("position", (), torch.int64))
+        return [*specs, TensorSpec("momentum", (self.heads,), wide), TensorSpec("position", (), torch.int64)]
 
-    def forward(
-        self, x: Tensor, state: Memory | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Memory]:
-        """x `b t hidden` -> the same; the state is f's weights and sums, and the window's keys and values."""
-        check_call(self, x, state, cu_seqlens)
-        mixed, gates = project(self.in_proj, x).split(self.splits, -1)
-        tensors: dict[str, Tensor] = {}
-        if self.conv is not None:
-            mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
+    def learn(
+        self, x: Tensor, mixed: Tensor, gates: list[Tensor], state: Memory | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the attention's output + RMSNorm(f) silu(s), the window's keys and values, and the network."""
         q, k, v = mixed.chunk(3, -1)
         dtype = compute_dtype(x.dtype)
-        gates = gates.to(dtype).unflatten(-1, (5, self.heads)) + self.gate_bias.to(dtype)
-        rates, momentum, shown = gates.split((3, 1, 1), 2)
+        logits = gates[0].to(dtype).unflatten(-1, (5, self.heads)) + self.gate_bias.to(dtype)
+        rates, momentum, shown = logits.split((3, 1, 1), 2)
         rates = F.softplus(rates + self.base).transpose(2, 3)
+        tensors: dict[str, Tensor] = {}
         if self.window:
             attended = self._attend(q, k, v, state, cu_seqlens, tensors)
         if state is None:
-            rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            before = fresh_state([weights.to(dtype) for weights in self.initial], rows)
+            before = fresh_state([weights.to(dtype) for weights in self.initial], rows_of(x, cu_seqlens))
         else:
-            others = ("conv", "keys", "values", "seen")
-            before = {name: y for name, y in state.tensors.items() if name not in others}
+            before = self.memory_of(state)
         y, after = lact(
             *self._features(mixed), rates, momentum.squeeze(2).sigmoid(), before,
             chunk=self.chunk, muon=self.muon, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         y = self.norm(y) * F.silu(shown.transpose(2, 3)).to(y.dtype)
         y = y.flatten(2)
-        return project(self.out_proj, y + attended if self.window else y), Memory(tensors | after)
+        return y + attended if self.window else y, tensors | after
 
     def _features(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q', k', v' `b t heads d` of q | k | v."""
+        """Return q', k', v' `b t heads d` of q | k | v."""
         if kernels_for(mixed, self.scale, self.offset) is not None:
             from lineate.kernels.memories.lact_features import features
 
@@ -146,7 +152,7 @@ class LaCT(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, state: Memory | None, cu_seqlens: Tensor | None, new: dict[str, Tensor]
     ) -> Tensor:
-        """Attention over the window; q, k, v `b t width`. Puts its state into `new`."""
+        """Attend over the window; q, k, v `b t width`. Puts its state into `new`."""
         q, k, v = (y.unflatten(-1, (self.attention_heads, -1)) for y in (q, k, v))
         seen = 0 if state is None else state["seen"]
         positions = token_positions(seen, q, cu_seqlens)
@@ -179,15 +185,34 @@ class LaCT(nn.Module):
         return f"chunk={self.chunk}, window={self.window}, attention_heads={self.attention_heads}"
 
 
+def _make(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
+    return LaCT(**shared_sizes(model, memory), head_dim=memory.head_dim, window=memory.window)
+
+
+KIND = register(
+    MixerKind(
+        letter="C",
+        name="lact",
+        label="LaCT",
+        config=MemoryConfig,
+        section="memory",
+        make=_make,
+        operations=learning_operations("C"),
+        kept_bytes=learning_kept("C"),
+        look=Look("#AA4499", ">", (0, (3, 1, 1, 3))),
+    )
+)
+
+
 def last_tokens(x: Tensor, n: int, bounds: Tensor) -> Tensor:
-    """The last n tokens of each packed text, x `t ...` -> `texts n ...`, zeros in front of shorter ones."""
-    at = bounds[1:, None] + torch.arange(-n, 0, device=x.device)  # texts n
+    """Return the last n tokens of each packed sequence, x `t ...` -> `n_seqs n ...`, zeros in front of shorter ones."""
+    at = bounds[1:, None] + torch.arange(-n, 0, device=x.device)  # n_seqs n
     inside = (at >= bounds[:-1, None]).view(*at.shape, *(1,) * (x.dim() - 1))
     return x[at.clamp_min(0)].where(inside, 0)
 
 
 def last_of_rows(x: Tensor, n: int) -> Tensor:
-    """The last n tokens of each row, x `b t heads d` -> `b n heads d`, zeros in front of shorter ones."""
+    """Return the last n tokens of each row, x `b t heads d` -> `b n heads d`, zeros in front of shorter ones."""
     if x.shape[1] < n:
         x = F.pad(x, (0, 0, 0, 0, n - x.shape[1], 0))
     return x[:, x.shape[1] - n :].clone(memory_format=torch.contiguous_format)
@@ -196,10 +221,15 @@ def last_of_rows(x: Tensor, n: int) -> Tensor:
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, past: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax attention of each token over itself and the window - 1 before; q, k, v `b t heads d`.
+    """Return softmax attention of each token over itself and the window - 1 before, and the last keys and values.
 
-    past: the last window - 1 keys and values `b window-1 heads d`, zeros where there were none, and how many tokens
-    were seen, `b`. Returns the output, and the last window - 1 keys and values.
+    Args:
+        q: Queries `b t heads d`.
+        k: Keys `b t heads d`.
+        v: Values `b t heads d`.
+        window: Tokens that each token sees.
+        past: The last window - 1 keys and values `b window-1 heads d`, zeros where there were none, and how many tokens
+            were seen, `b`; None: none.
     """
     if q.is_cuda:  # torch's kernels misread rows that are no multiple of 16 bytes apart
         q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))

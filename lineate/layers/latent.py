@@ -10,20 +10,33 @@ import torch
 from torch import Tensor, nn
 
 from lineate.half import multiply_heads
-from lineate.layers.attention import attend, attend_new
+from lineate.layers.attention import LOOK, attend, attend_new
+from lineate.layers.attention_costs import LATENT, latent_kept
 from lineate.layers.carry import enter_attention
+from lineate.layers.configs import LatentConfig
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.entry import check_call
 from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
+from lineate.layers.registry import MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
 
 class LatentAttention(nn.Module):
-    """in_proj is q | latent | shared, one projection; a query head has nope_dim + rope_dim channels.
+    """Causal softmax attention whose keys and values are made from one latent vector a token.
 
-    rope_theta rotates the shared channels and their part of q; None: no positions (Kimi Linear).
+    in_proj is q | latent | shared, one projection; a query head has nope_dim + rope_dim channels.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: heads of queries, keys and values.
+        rank: channels of the latent vector.
+        nope_dim: channels of a key that come from the latent vector.
+        rope_dim: channels of a key that all heads share.
+        value_dim: channels of a value.
+        rope_theta: base of the rotation of the shared channels and their part of q; None: no positions (Kimi Linear).
+        norm_eps: epsilon of the latent vector's norm.
     """
 
     context: Context | None = None
@@ -60,7 +73,13 @@ class LatentAttention(nn.Module):
     def forward(
         self, x: Tensor, state: TokenCache | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, TokenCache]:
-        """x `b t hidden` -> the same; the state is the latent vector and the shared channels of every token."""
+        """Mix the tokens of x `b t hidden`; the state is the latent vector and the shared channels of every token.
+
+        Args:
+            x: `b t hidden`; with cu_seqlens `1 t hidden`.
+            state: what an earlier call returned, to continue its sequences; None: they begin here.
+            cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
+        """
         check_call(self, x, state, cu_seqlens)
         t, past = x.shape[1], 0 if state is None else state.lengths
         segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
@@ -85,7 +104,7 @@ class LatentAttention(nn.Module):
         return project(self.out_proj, read(q, state, cu_seqlens).flatten(2)), state
 
     def _expand(self, cached: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads, from `rows n 1 rank+rope`."""
+        """Return keys and values of all heads, from `rows n 1 rank+rope`."""
         made = project(self.up_proj, cached[:, :, 0, : self.rank]).unflatten(-1, (self.heads, -1))
         keys, values = made.split((self.nope_dim, self.value_dim), -1)
         return torch.cat((keys, cached[..., self.rank :].expand(-1, -1, self.heads, -1)), -1), values
@@ -102,3 +121,27 @@ class LatentAttention(nn.Module):
         q = torch.cat((inside, q[..., self.nope_dim :]), -1)  # b t heads rank+rope
         read = attend(q, state, "latent", "latent", self.scale, cu_seqlens)[..., : self.rank]
         return multiply_heads(read, to_values.mT)
+
+
+def _make(model: ModelSizes, config: LatentConfig) -> LatentAttention:
+    return LatentAttention(
+        model.hidden_size, config.heads, rank=config.rank, nope_dim=config.nope_dim, rope_dim=config.rope_dim,
+        value_dim=config.value_dim, rope_theta=config.rope_theta, norm_eps=config.norm_eps,
+    )  # fmt: skip
+
+
+LATENT_ATTENTION = register(
+    MixerKind(
+        letter="M",
+        name="latent_attention",
+        label="latent attention",
+        short="mla",
+        config=LatentConfig,
+        section="latent",
+        make=_make,
+        operations=LATENT,
+        kept_bytes=latent_kept,
+        cache="latent",
+        look=LOOK,  # it is drawn as the softmax attention that it is
+    )
+)

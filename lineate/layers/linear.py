@@ -1,11 +1,6 @@
-"""The token mixers with a fixed-size memory: one class a rule, all of the same parts.
+"""The token mixers with a fixed-size memory: one class a rule, and its row in the registry."""
 
-q | k | v | ... = in_proj(x)         one projection for everything
-q | k | v = silu(conv(q | k | v))    the short convolution
-o, S = rule(q, k, v, gates, S)       lineate's ops
-y = out_proj(norm(o) * act(z))       z: the output gate
-"""
-
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -13,139 +8,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate import checks
-from lineate.decoding import decode
-from lineate.fused import fused_delta_rule
-from lineate.layers.carry import enter_convolution, run_rule
-from lineate.layers.context import Bounds, Context, Segment, segment_of
-from lineate.layers.convolution import ShortConvolution, convolution_spec
-from lineate.layers.entry import check_call
-from lineate.layers.norm import GatedRMSNorm
+from lineate.call import Inputs
+from lineate.layers import linear_costs as costs
+from lineate.layers.carry import run_rule
+from lineate.layers.configs import LinearConfig
+from lineate.layers.context import Bounds, Segment
+from lineate.layers.mixer import LinearMixer
 from lineate.layers.projection import project
-from lineate.layers.state import Memory, TensorSpec
-from lineate.ops import (
-    Attended,
-    delta_rule,
-    divide_by_last,
-    gated_delta_rule,
-    gated_linear_attention,
-    kimi_delta_attention,
-    linear_attention,
-    with_ones,
-)
-from lineate.rule import activate, compute_dtype
-
-
-class LinearMixer(nn.Module):
-    """What the five have in common; each names its `gates`, the rows of in_proj behind q | k | v, and has its rule.
-
-    Each of `heads` key heads of key_dim channels serves value_heads / heads value heads of value_dim channels.
-    conv_size 0: no convolution. gate_activation: of the output gate, "silu" or "sigmoid"; KimiDeltaAttention has
-    sigmoid by default, as Kimi Linear does, the others silu, as Qwen3-Next does.
-    """
-
-    gates: ClassVar[tuple[str, ...]]
-    """How wide each is: "values" hv*v, "heads" hv, or a rank."""
-    context: Context | None = None
-    """Set: x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        heads: int,
-        *,
-        value_heads: int | None = None,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        conv_size: int = 4,
-        norm_eps: float = 1e-6,
-        gate_activation: str = "silu",
-        decay_rank: int | None = None,
-        gate_rank: int | None = None,
-    ) -> None:
-        super().__init__()
-        checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
-        value_heads = heads if value_heads is None else value_heads
-        key_dim = hidden_size // heads if key_dim is None else key_dim
-        value_dim = key_dim if value_dim is None else value_dim
-        if value_heads % heads:
-            raise ValueError(f"value_heads must be a multiple of heads = {heads}, got {value_heads}")
-        self.heads, self.value_heads, self.key_dim, self.value_dim = heads, value_heads, key_dim, value_dim
-        self.width = 2 * heads * key_dim + value_heads * value_dim  # of q | k | v
-        widths = {
-            "values": value_heads * value_dim, "heads": value_heads,
-            "decay_rank": value_dim if decay_rank is None else decay_rank,
-            "gate_rank": value_dim if gate_rank is None else gate_rank,
-        }  # fmt: skip
-        self.splits = (self.width, *(widths[gate] for gate in self.gates))
-        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
-        self.conv = ShortConvolution(self.width, conv_size) if conv_size else None
-        self.norm = GatedRMSNorm(value_dim, norm_eps, activation=gate_activation)
-        self.out_proj = nn.Linear(value_heads * value_dim, hidden_size, bias=False)
-        self.add_gates()
-
-    def add_gates(self) -> None:
-        """Parameters of the gates beside in_proj, if there are any."""
-
-    @property
-    def state_spec(self) -> tuple[TensorSpec, ...]:
-        dtype = self.in_proj.weight.dtype
-        memory = TensorSpec("memory", (self.value_heads, self.key_dim, self.memory_columns), compute_dtype(dtype))
-        return (*convolution_spec(self.conv, dtype), memory)
-
-    @property
-    def memory_columns(self) -> int:
-        return self.value_dim
-
-    def forward(self, x: Tensor, state: Memory | None = None, cu_seqlens: Bounds = None) -> tuple[Tensor, Memory]:
-        """x `b t hidden` -> the same; the state is the memory and the convolution's last inputs."""
-        check_call(self, x, state, cu_seqlens)
-        segment, packed = segment_of(self.context, x, cu_seqlens)
-        mixed, *gates = self.project(x)
-        tensors: dict[str, Tensor] = {}
-        if self.conv is not None:
-            inputs = None if state is None else state["conv"]
-            if segment is not None:
-                mixed, inputs = enter_convolution(segment, mixed, inputs, self.conv.weight.shape[1] - 1)
-            mixed, tensors["conv"] = self.conv(mixed, inputs, packed)
-        keys = self.heads * self.key_dim
-        q, k, v = mixed.split((keys, keys, self.width - 2 * keys), -1)
-        q, k = (y.unflatten(-1, (self.heads, self.key_dim)) for y in (q, k))
-        v = v.unflatten(-1, (self.value_heads, self.value_dim))
-        memory, owned = (None, False) if state is None else (state["memory"], state.owned)
-        bounds = packed if segment is None else segment
-        (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, bounds, owned)
-        y = self.norm(output, z.unflatten(-1, (self.value_heads, self.value_dim)))
-        return project(self.out_proj, y.flatten(2)), Memory(tensors)
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """in_proj(x), cut into q | k | v and the gates.
-
-        On a GPU rows of 16 bit that are no multiple of 16 bytes multiply half as fast: then the few columns of the
-        gates per head, which come last, are a product of their own.
-        """
-        heads = sum(gate == "heads" for gate in self.gates)
-        aligned = sum(self.splits) % 8 == 0 or not heads or not x.is_cuda
-        if aligned or x.shape[1] == 1 or type(self.in_proj) is not nn.Linear:
-            return project(self.in_proj, x).split(self.splits, -1)
-        weight: Tensor = self.in_proj.weight
-        wide, narrow = weight.split((sum(self.splits[:-heads]), sum(self.splits[-heads:])))
-        return (
-            *F.linear(x, wide).split(self.splits[:-heads], -1),
-            *F.linear(x, narrow).split(self.splits[-heads:], -1),
-        )
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
-    ) -> tuple[Attended[Tensor], Tensor]:
-        """The rule, and the output gate z `b t hv*v`. owned: the memory may be overwritten, and returned."""
-        raise NotImplementedError
+from lineate.layers.registry import Look, MixerKind, register
+from lineate.ops import Attended, divide_by_last, linear_attention, with_ones
+from lineate.rule import compute_dtype
 
 
 class LinearAttention(LinearMixer):
-    """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k); in_proj is q | k | v | z."""
+    """S = S + phi(k) v^T, divided by phi(q) . sum of phi(k); in_proj is q | k | v | z.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
+        feature_map: phi, "identity" or "elu+1".
+    """
 
     gates = ("values",)
+    options = ("feature_map",)
 
     def __init__(
         self,
@@ -170,6 +61,12 @@ class LinearAttention(LinearMixer):
     def memory_columns(self) -> int:
         return self.value_dim + 1  # the last column is the sum of the keys
 
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        return Inputs(q, k, v)
+
+    def features(self, x: Tensor) -> Tensor:
+        return F.elu(x) + 1 if self.feature_map == "elu+1" else x
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
@@ -185,9 +82,21 @@ class GatedLinearAttention(LinearMixer):
     """S = Diag(e^log_decay) S + k v^T with log_decay = logsigmoid(decay_proj(f)) / 16, f of low rank (GLA).
 
     in_proj is q | k | v | f | z.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        decay_rank: channels of f; None is value_dim.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
     """
 
     gates = ("decay_rank", "values")
+    options = ("decay_rank",)
 
     def __init__(
         self,
@@ -210,19 +119,29 @@ class GatedLinearAttention(LinearMixer):
     def add_gates(self) -> None:
         self.decay_proj = nn.Linear(self.splits[1], self.value_heads * self.key_dim)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
-    ) -> tuple[Attended[Tensor], Tensor]:
-        f, z = gates
-        decay = project(self.decay_proj, f).unflatten(-1, (self.value_heads, self.key_dim))
-        log_decay = F.logsigmoid(decay.to(compute_dtype(decay.dtype))) / 16
-        return run_rule(gated_linear_attention, (q, k, v, log_decay), memory, bounds, corrects=False), z
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        decay = project(self.decay_proj, gates[0]).unflatten(-1, (self.value_heads, self.key_dim))
+        return Inputs(q, k, v, F.logsigmoid(decay.to(compute_dtype(decay.dtype))) / 16)
 
 
 class DeltaNet(LinearMixer):
-    """S = S + beta k (v - S^T k)^T with beta = beta_scale sigmoid(b); in_proj is q | k | v | z | b."""
+    """S = S + beta k (v - S^T k)^T with beta = beta_scale sigmoid(b); in_proj is q | k | v | z | b.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
+    """
 
     gates: ClassVar[tuple[str, ...]] = ("values", "heads")
+    options = ("beta_scale",)
+    normalize_qk = True
 
     def __init__(
         self,
@@ -243,19 +162,26 @@ class DeltaNet(LinearMixer):
         )  # fmt: skip
         self.beta_scale = beta_scale
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
-    ) -> tuple[Attended[Tensor], Tensor]:
-        z, b = gates
-        beta = self.beta_scale * b.to(compute_dtype(b.dtype)).sigmoid()
-        op = partial(delta_rule, normalize_qk=True)
-        return run_rule(op, (q, k, v, beta), memory, bounds, corrects=True), z
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        b = gates[1]
+        return Inputs(q, k, v, beta=self.beta_scale * b.to(compute_dtype(b.dtype)).sigmoid())
 
 
 class GatedDeltaNet(DeltaNet):
     """S' = e^log_decay S, S = S' + beta k (v - S'^T k)^T; log_decay = -exp(A_log) softplus(a + dt_bias) per head.
 
     in_proj is q | k | v | z | b | a. The output gate is silu(z) unless gate_activation says otherwise.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
     """
 
     gates = ("values", "heads", "heads")
@@ -268,15 +194,9 @@ class GatedDeltaNet(DeltaNet):
     def reset_parameters(self) -> None:
         init_decay(self.A_log, self.dt_bias)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
-    ) -> tuple[Attended[Tensor], Tensor]:
-        z, b, a = gates
-        op = partial(
-            delta_from_raw_gates,
-            A_log=self.A_log, dt_bias=self.dt_bias, beta_scale=self.beta_scale, in_place=owned,
-        )  # fmt: skip
-        return run_rule(op, (q, k, v, a, b), memory, bounds, corrects=True), z
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        _, b, a = gates
+        return Inputs(q, k, v, a, b, A_log=self.A_log, dt_bias=self.dt_bias)
 
 
 class KimiDeltaAttention(LinearMixer):
@@ -284,9 +204,24 @@ class KimiDeltaAttention(LinearMixer):
 
     in_proj is q | k | v | f | z | b: decay_proj(f) is the a of GatedDeltaNet, per channel, and the output gate is
     sigmoid(gate_proj(z)), where GatedDeltaNet has silu(z), unless gate_activation says otherwise.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        decay_rank: channels of f; None is value_dim.
+        gate_rank: channels of z; None is value_dim.
+        beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
     """
 
     gates = ("decay_rank", "gate_rank", "heads")
+    options = ("beta_scale", "decay_rank", "gate_rank")
+    normalize_qk = True
 
     def __init__(
         self,
@@ -320,20 +255,17 @@ class KimiDeltaAttention(LinearMixer):
     def reset_parameters(self) -> None:
         init_decay(self.A_log, self.dt_bias)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
-    ) -> tuple[Attended[Tensor], Tensor]:
-        f, z, b = gates
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        f, _, b = gates
         decay = project(self.decay_proj, f).unflatten(-1, (self.value_heads, self.key_dim))
-        op = partial(
-            delta_from_raw_gates,
-            A_log=self.A_log, dt_bias=self.dt_bias, beta_scale=self.beta_scale, in_place=owned,
-        )  # fmt: skip
-        return run_rule(op, (q, k, v, decay, b), memory, bounds, corrects=True), project(self.gate_proj, z)
+        return Inputs(q, k, v, decay, b, A_log=self.A_log, dt_bias=self.dt_bias)
+
+    def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
+        return project(self.gate_proj, gates[1])
 
 
 def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
-    """exp(A_log) uniform in 1 .. 16; softplus(dt_bias) between .001 and .1, uniform in its logarithm."""
+    """Draw exp(A_log) uniformly in 1 .. 16, and softplus(dt_bias) in .001 .. .1, uniformly in its logarithm."""
     if A_log.is_meta:  # nothing to fill, and log on meta tensors imports 150 MB of torch
         return
     with torch.no_grad():
@@ -342,36 +274,45 @@ def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
         dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
 
 
-def delta_from_raw_gates(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate: Tensor,
-    write: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    beta_scale: float,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    in_place: bool = False,
-) -> Attended[Tensor]:
-    """fused_delta_rule; for one token a row, on a GPU one launch on a copy of the memory, else the recurrent form.
-
-    in_place: that launch may overwrite the memory, and returns it.
-    """
-    if q.shape[1] == 1 and cu_seqlens is None:
-        if not q.is_cuda:
-            log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
-            assert log_decay is not None and beta is not None
-            op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
-            return op(q, k, v, log_decay, beta, state=state, normalize_qk=True)
-        if state is not None and not torch.is_grad_enabled():
-            state = state if in_place else state.clone()
-            output = decode(
-                q, k, v, gate, write,
-                state=state, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
-            )  # fmt: skip
-            return Attended(output, state)
-    return fused_delta_rule(
-        q, k, v, gate, write, A_log, dt_bias, beta_scale=beta_scale, state=state, cu_seqlens=cu_seqlens
+def _register(
+    letter: str, name: str, label: str, short: str, mixer: type[LinearMixer], cost: costs.LinearCosts, look: Look,
+    short_label: str | None = None,
+) -> MixerKind:  # fmt: skip
+    return register(
+        MixerKind(
+            letter=letter,
+            name=name,
+            label=label,
+            short=short,
+            short_label=short_label,
+            config=LinearConfig,
+            section="linear",
+            make=mixer.from_config,
+            operations=cost.operations(),
+            kept_bytes=cost.kept_bytes,
+            trace=mixer.trace,
+            look=look,
+        )
     )
+
+
+LINEAR = _register(
+    "L", "linear_attention", "linear attention", "linear", LinearAttention, costs.LINEAR,
+    Look("#E69F00", "o", "-"),
+)  # fmt: skip
+GATED_LINEAR = _register(
+    "R", "gated_linear_attention", "gated linear attention", "gla", GatedLinearAttention,
+    costs.GATED_LINEAR, Look("#56B4E9", "s", "--"), "gated linear",
+)  # fmt: skip
+DELTA = _register(
+    "D", "delta_rule", "DeltaNet", "deltanet", DeltaNet, costs.DELTA, Look("#009E73", "^", "-."),
+)  # fmt: skip
+GATED_DELTA = _register(
+    "G", "gated_delta_rule", "Gated DeltaNet", "gdn", GatedDeltaNet, costs.GATED_DELTA,
+    Look("#CC79A7", "D", ":"),
+)  # fmt: skip
+KIMI_DELTA = _register(
+    "K", "kimi_delta_attention", "Kimi Delta Attention", "kda",
+    KimiDeltaAttention, costs.KIMI_DELTA,
+    Look("#D55E00", "*", (0, (6, 1, 1, 1, 1, 1))), "Kimi Delta",
+)  # fmt: skip

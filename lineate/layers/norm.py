@@ -10,7 +10,13 @@ from lineate.rule import compute_dtype
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean x^2 + eps) * weight over the last dimension; zero-centred: * (1 + weight). In float32."""
+    """x / sqrt(mean x^2 + eps) * weight over the last dimension, in float32.
+
+    Args:
+        size: channels.
+        eps: added to the mean square.
+        zero_centred: whether it multiplies by 1 + weight.
+    """
 
     def __init__(self, size: int, eps: float = 1e-6, *, zero_centred: bool = False) -> None:
         super().__init__()
@@ -23,7 +29,7 @@ class RMSNorm(nn.Module):
         nn.init.constant_(self.weight, 0 if self.zero_centred else 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """In the dtype of x; on a GPU under autocast in autocast's, which is what every reader would make of it."""
+        """Normalise x; on a GPU under autocast the result has autocast's dtype, as every reader would convert it."""
         weight: Tensor = self.weight
         if native.serves(x, weight):
             return native.rms_norm(x, weight, self.eps, zero_centred=self.zero_centred)
@@ -41,7 +47,13 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm(x) * activation(gate): silu (Qwen3-Next) or sigmoid (Kimi Linear), in float32."""
+    """RMSNorm(x) * activation(gate), in float32.
+
+    Args:
+        size: channels.
+        eps: added to the mean square.
+        activation: of the gate, "silu" (Qwen3-Next) or "sigmoid" (Kimi Linear).
+    """
 
     def __init__(self, size: int, eps: float = 1e-6, *, activation: str = "silu") -> None:
         super().__init__()
@@ -54,7 +66,7 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate `... size`; in the dtype of x."""
+        """Normalise x `... size` and multiply it by the activated gate `... size`; in the dtype of x."""
         weight: Tensor = self.weight
         if native.serves(x, weight, gate) and gate.shape == x.shape:
             return native.gated_rms_norm(x, weight, gate, self.eps, self.activation)

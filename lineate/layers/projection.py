@@ -8,7 +8,7 @@ from lineate.half import LinearThroughFloat32, half_dtype, linear
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x), an nn.Linear or what stands for one: wrapped, quantised, with hooks, or fetched when it runs."""
+    """Return module(x), of an nn.Linear or what stands for one: wrapped, quantised, hooked, or fetched when it runs."""
     if half_dtype(x) is None:
         result: Tensor = module(x)
         return result

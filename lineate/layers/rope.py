@@ -11,7 +11,7 @@ Turn = tuple[Tensor, Tensor]
 
 
 def turns(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Turn:
-    """For tensors of this dtype whose first `dim` channels turn; positions `t` or `b t`."""
+    """Return the turn of tensors of this dtype whose first `dim` channels turn; positions `t` or `b t`."""
     dtype = compute_dtype(dtype)
     frequencies = 1 / theta ** (torch.arange(0, dim, 2, device=positions.device, dtype=dtype) / dim)
     angles = positions[..., None].to(dtype) * frequencies
@@ -19,7 +19,7 @@ def turns(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Turn
 
 
 def rotate(x: Tensor, turn: Turn) -> Tensor:
-    """x `b t heads d`, its first channels turned."""
+    """Return x `b t heads d` with its first channels turned."""
     cos, sin = turn
     kernels = kernels_for(x, cos, sin)
     if kernels is not None:

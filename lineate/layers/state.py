@@ -1,8 +1,8 @@
 """What layers remember between calls: named tensors of fixed size (Memory), or of one entry a token (TokenCache).
 
-A state has rows: the b rows of a batch, or the texts of a packed one; a call on packed texts may be continued by a call
-on a batch of as many rows, and the other way round. States are values: a call returns a new one and leaves the old one
-as it was, so that a text can be continued in several ways.
+A state has rows: the b rows of a batch, or the sequences of a packed one; a call on packed sequences may be continued
+by a call on a batch of as many rows, and the other way round. States are values: a call returns a new one and leaves
+the old one as it was, so that a sequence can be continued in several ways.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,25 +18,34 @@ from lineate.texts import locate
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a layer's state: its shape for one row, without the row itself."""
+    """One tensor of a layer's state.
+
+    Args:
+        name: its name in the state.
+        shape: its shape for one row, without the row itself; "t" stands for the tokens seen so far.
+        dtype: its dtype.
+    """
 
     name: str
     shape: tuple[int | str, ...]
-    """"t" stands for the tokens seen so far."""
     dtype: torch.dtype
 
     def nbytes(self, tokens: int = 0) -> int:
-        """Bytes of one row after so many tokens."""
+        """Return the bytes of one row after so many tokens."""
         return prod(tokens if size == "t" else int(size) for size in self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Tensors `rows ...` whose size does not depend on the tokens seen."""
+    """Tensors `rows ...` whose size does not depend on the tokens seen.
+
+    Args:
+        tensors: by name.
+        owned: whether the caller alone has them, so that a call may overwrite and return them where that saves a copy.
+    """
 
     tensors: Mapping[str, Tensor]
     owned: bool = False
-    """By the caller alone, so that a call may overwrite them, and return them, where that saves a copy."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -57,12 +66,12 @@ class Memory:
         return sum(x.nbytes for x in self.tensors.values())
 
     def select(self, rows: Tensor) -> "Memory":
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         return Memory({name: x.index_select(0, rows.to(x.device)) for name, x in self.tensors.items()})
 
     @staticmethod
     def join(states: Sequence["Memory"]) -> "Memory":
-        """The rows of all of them, one after another."""
+        """Return the rows of all of them, one after another."""
         _check_alike(states)
         return Memory({name: torch.cat([state[name] for state in states]) for name in states[0].names})
 
@@ -99,7 +108,9 @@ class _Buffer:
 class TokenCache:
     """Tensors `rows n ...` with one entry a token: row r has the first `lengths[r]`; what follows these is not read.
 
-    lengths is an int if all rows have as many.
+    Args:
+        tensors: by name.
+        lengths: tokens of each row; an int if all rows have as many.
     """
 
     def __init__(self, tensors: dict[str, Tensor], lengths: int | Tensor) -> None:
@@ -111,7 +122,7 @@ class TokenCache:
 
     @classmethod
     def of(cls, new: dict[str, Tensor], cu_seqlens: Tensor | None) -> "TokenCache":
-        """The first tokens of all rows: new `b t ...`, or `1 t ...` with the bounds of packed texts."""
+        """Make a cache of the first tokens of all rows: new `b t ...`, or `1 t ...` with the bounds of packed ones."""
         new = {name: x.contiguous() for name, x in new.items()}  # not a view of something larger, which would be kept
         if cu_seqlens is None:
             return cls(new, next(iter(new.values())).shape[1])
@@ -148,7 +159,7 @@ class TokenCache:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """As they are kept, with room for more: `rows n ...`, or packed `1 t ...`."""
+        """The tensors as they are kept, with room for more: `rows n ...`, or packed `1 t ...`."""
         return self._packed[0] if self._packed is not None else self._buffer.tensors
 
     @property
@@ -163,14 +174,14 @@ class TokenCache:
         return sum(self[name].numel() * self[name].element_size() for name in self.names)
 
     def select(self, rows: Tensor) -> "TokenCache":
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         tensors = {name: self[name].index_select(0, rows.to(self[name].device)) for name in self.names}
         lengths = self.lengths if isinstance(self.lengths, int) else self.lengths[rows.to(self.lengths.device)]
         return TokenCache(tensors, lengths)
 
     @staticmethod
     def join(states: Sequence["TokenCache"]) -> "TokenCache":
-        """The rows of all of them, one after another, each at its own length."""
+        """Return the rows of all of them, one after another, each at its own length."""
         _check_alike(states)
         n = max(state[name].shape[1] for state in states for name in state.names)
         parts = [state._grown(n, 0).tensors for state in states]
@@ -186,7 +197,7 @@ class TokenCache:
         return TokenCache({name: self[name].to(device) for name in self.names}, lengths)
 
     def append(self, new: dict[str, Tensor]) -> "TokenCache":
-        """With t more tokens in every row, new `rows t ...`.
+        """Return the cache with t more tokens in every row, new `rows t ...`.
 
         They go into the room behind the last token, unless another continuation took it, gradients may be wanted, or
         the call is compiled (a graph cannot hold the lock): then all tokens are copied.
@@ -219,10 +230,10 @@ class TokenCache:
         return self._over(buffer, n + t, self.lengths + t)
 
     def append_packed(self, new: dict[str, Tensor], cu_seqlens: Tensor) -> "TokenCache":
-        """With the tokens of packed texts, one text a row: new `1 t ...`. Always a copy.
+        """Return a copy with the tokens of packed sequences, one sequence a row: new `1 t ...`.
 
-        A compiled call makes room for all new tokens in every row, since no graph knows the longest text; the next call
-        that is not compiled takes the room back.
+        A compiled call makes room for all new tokens in every row, since no graph knows the longest sequence; the next
+        call that is not compiled takes the room back.
         """
         t = next(iter(new.values())).shape[1]
         rows, offsets = locate(cu_seqlens, t)
@@ -236,7 +247,7 @@ class TokenCache:
         return TokenCache({name: grown[name].index_put(where, x[0])[:, :n] for name, x in new.items()}, lengths)
 
     def _grown(self, taken: int, room: int) -> _Buffer:
-        """A copy for `taken` tokens and room for more; 0 where there are none yet."""
+        """Return a copy for `taken` tokens and room for more; 0 where there are none yet."""
         tensors = {}
         for name in self.names:
             old = self[name]
@@ -253,14 +264,14 @@ class TokenCache:
 
 
 def _shown(tensors: Mapping[str, Tensor]) -> str:
-    """Names, shapes and dtypes, without a look at any value, which on a GPU would have to be waited for."""
+    """Return names, shapes and dtypes, without a look at any value, which on a GPU would have to be waited for."""
     each = [f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()]
     devices = dict.fromkeys(str(x.device) for x in tensors.values())
     return f"{', '.join(each)} on {' and '.join(devices)}"
 
 
 def _check_alike(states: Sequence["Memory"] | Sequence["TokenCache"]) -> None:
-    """Whether their rows can be joined: the same names, sizes of a row (and token), dtypes and device."""
+    """Raise unless their rows can be joined: the same names, sizes of a row (and token), dtypes and device."""
     if not states:
         raise ValueError("states must be one or more, got none")
     first = states[0]
@@ -281,7 +292,7 @@ def _check_alike(states: Sequence["Memory"] | Sequence["TokenCache"]) -> None:
 
 
 def join_lengths(parts: Sequence[tuple[int, int | Tensor]], device: torch.device) -> int | Tensor:
-    """Of parts with so many rows of these lengths; an int if all rows have as many."""
+    """Return the lengths of parts with so many rows of these lengths; an int if all rows have as many."""
     first = parts[0][1]
     if isinstance(first, int) and all(isinstance(n, int) and n == first for _, n in parts):
         return first
@@ -294,7 +305,7 @@ torch.serialization.add_safe_globals([Memory, TokenCache, _Buffer])  # so that t
 
 
 def token_positions(past: int | Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Where the tokens of x `b t ...` stand in their texts: `b t`, or `t` if all rows agree."""
+    """Return where the tokens of x `b t ...` stand in their sequences: `b t`, or `t` if all rows agree."""
     if cu_seqlens is None:
         steps = torch.arange(x.shape[1], device=x.device)
         return steps + past if isinstance(past, int) else past[:, None] + steps

@@ -6,8 +6,8 @@ rate = base_rate sigmoid(r + rate_bias) / d
 o, state = ttt(q, k, v, rate, ...)           lineate.memory.ttt
 y = out_proj(LayerNorm(o) * gelu(z))         over all heads
 
-As in the paper but for q, k and v: there q and k are one projection behind two convolutions without silu, and v has
-none; here all three have their own, as in the other mixers.
+This is the paper's layer except for q, k and v: there q and k are one projection behind two convolutions without silu,
+and v has none; here all three have their own, as in the other mixers.
 """
 
 from itertools import pairwise
@@ -16,22 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate import checks
-from lineate.layers.convolution import ShortConvolution, convolution_spec
-from lineate.layers.entry import check_call
-from lineate.layers.projection import project
+from lineate.layers.configs import MemoryConfig
+from lineate.layers.learning import LearningMixer, shared_sizes
+from lineate.layers.learning_costs import learning_kept, learning_operations
+from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.ttt import ttt
 from lineate.rule import compute_dtype
 
 
-class TTTMixer(nn.Module):
-    """What the two have in common: heads of head_dim channels, each with a model of its own.
-
-    chunk: tokens that share one gradient point; conv_size 0: no convolution; rope_theta None: no rotary positions;
-    recompute_chunks: for the backward, so many chunks at a time keep only their first weights and run again.
-    """
+class TTTMixer(LearningMixer):
+    """What TTTLinear and TTTMLP have in common: heads of head_dim channels, each with a model of its own."""
 
     def __init__(
         self,
@@ -47,14 +43,26 @@ class TTTMixer(nn.Module):
         norm_eps: float,
         recompute_chunks: int,
     ) -> None:
-        super().__init__()
-        checks.check_chunk_size(chunk)
-        self.heads, self.head_dim, self.widths, self.chunk, self.base_rate = heads, head_dim, widths, chunk, base_rate
-        self.rope_theta, self.norm_eps, self.recompute_chunks = rope_theta, norm_eps, recompute_chunks
+        """Make the mixer.
+
+        Args:
+            hidden_size: Channels of x.
+            heads: Heads, each with a model of its own.
+            widths: Hidden channels of the model; none: it is one layer.
+            head_dim: Channels of a head.
+            chunk: Tokens that share one gradient point.
+            base_rate: The largest step size, times head_dim.
+            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            rope_theta: The base of the rotary positions in the chunk; None: no positions.
+            norm_eps: Added to the variance in the norms.
+            recompute_chunks: So many chunks at a time keep only their first weights for the backward, which runs them
+                again; 0 keeps everything.
+        """
         channels = heads * head_dim
-        self.splits = 3 * channels, channels, heads  # q | k | v, z, r
-        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
-        self.conv = ShortConvolution(3 * channels, conv_size) if conv_size else None
+        splits = 3 * channels, channels, heads  # q | k | v, z, r
+        super().__init__(hidden_size, heads, splits=splits, chunk=chunk, conv_size=conv_size, norm_eps=norm_eps)
+        self.head_dim, self.widths, self.base_rate = head_dim, widths, base_rate
+        self.rope_theta, self.recompute_chunks = rope_theta, recompute_chunks
         self.rate_bias = nn.Parameter(torch.empty(heads))
         self.factor_offset = nn.Parameter(torch.empty(chunk))
         self.norm_weight = nn.Parameter(torch.empty(heads, head_dim))
@@ -63,11 +71,10 @@ class TTTMixer(nn.Module):
         for name, shape in self.shapes().items():
             self.start[name] = nn.Parameter(torch.empty(shape))
         self.post_norm = nn.LayerNorm(channels, norm_eps)
-        self.out_proj = nn.Linear(channels, hidden_size, bias=False)
-        self.reset_parameters()
+        self.finish(channels)
 
     def reset_parameters(self) -> None:
-        """The model's weights before the first token: normal with deviation .02, no bias; rates and norms as given."""
+        """Begin with normal weights of deviation .02 and no bias; rates and norms as given."""
         for x in (self.rate_bias, self.factor_offset, self.norm_bias):
             nn.init.zeros_(x)
         nn.init.ones_(self.norm_weight)
@@ -78,30 +85,23 @@ class TTTMixer(nn.Module):
                 nn.init.zeros_(x)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the model's weights and biases: weight1, bias1, ..."""
+        """Return the shapes of the model's weights and biases: weight1, bias1, ..."""
         shapes: dict[str, tuple[int, ...]] = {}
         sizes = self.head_dim, *self.widths, self.head_dim
         for i, (n, m) in enumerate(pairwise(sizes), 1):
             shapes |= {f"weight{i}": (self.heads, n, m), f"bias{i}": (self.heads, m)}
         return shapes
 
-    @property
-    def state_spec(self) -> tuple[TensorSpec, ...]:
-        dtype = self.in_proj.weight.dtype
-        specs = [*convolution_spec(self.conv, dtype)]
-        for suffix in ("", "_sum"):
-            specs += [TensorSpec(name + suffix, shape, compute_dtype(dtype)) for name, shape in self.shapes().items()]
-        return (*specs, TensorSpec("position", (), torch.int64))
+    def memory_spec(self, dtype: torch.dtype, wide: torch.dtype) -> list[TensorSpec]:
+        """Return the specs of the model, its summed gradients, and the place in the chunk."""
+        specs = [TensorSpec(name + end, shape, wide) for end in ("", "_sum") for name, shape in self.shapes().items()]
+        return [*specs, TensorSpec("position", (), torch.int64)]
 
-    def forward(
-        self, x: Tensor, state: Memory | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Memory]:
-        """x `b t hidden` -> the same; the state is the model, its summed gradients, and the convolution's inputs."""
-        check_call(self, x, state, cu_seqlens)
-        mixed, z, r = project(self.in_proj, x).split(self.splits, -1)
-        tensors: dict[str, Tensor] = {}
-        if self.conv is not None:
-            mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
+    def learn(
+        self, x: Tensor, mixed: Tensor, gates: list[Tensor], state: Memory | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return LayerNorm(o) * gelu(z), and the model with its summed gradients."""
+        z, r = gates
         q, k, v = mixed.unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
         if self.rope_theta is not None:
             places = token_positions(0 if state is None else state["position"], x, cu_seqlens) % self.chunk
@@ -111,17 +111,13 @@ class TTTMixer(nn.Module):
         rate = self.base_rate / self.head_dim * (r.to(dtype) + self.rate_bias.to(dtype)).sigmoid()
         places = torch.arange(1, self.chunk + 1, device=x.device, dtype=dtype)
         factor = (1 / places + self.factor_offset.to(dtype)).clamp(min=0)
-        if state is None:
-            memory = dict(self.start.items())
-        else:
-            memory = {name: y for name, y in state.tensors.items() if name != "conv"}
         output, memory = ttt(
-            q, k, v, rate, self.norm_weight, self.norm_bias, memory,
+            q, k, v, rate, self.norm_weight, self.norm_bias,
+            dict(self.start.items()) if state is None else self.memory_of(state),
             factor=factor, chunk=self.chunk, cu_seqlens=cu_seqlens, eps=self.norm_eps,
             recompute_chunks=self.recompute_chunks,
         )  # fmt: skip
-        y = self.post_norm(output.flatten(2)) * F.gelu(z, approximate="tanh")
-        return project(self.out_proj, y), Memory(tensors | memory)
+        return self.post_norm(output.flatten(2)) * F.gelu(z, approximate="tanh"), memory
 
 
 class TTTLinear(TTTMixer):
@@ -140,6 +136,20 @@ class TTTLinear(TTTMixer):
         norm_eps: float = 1e-6,
         recompute_chunks: int = 0,
     ) -> None:
+        """Make the mixer.
+
+        Args:
+            hidden_size: Channels of x.
+            heads: Heads, each with a model of its own.
+            head_dim: Channels of a head; None is hidden_size / heads.
+            chunk: Tokens that share one gradient point.
+            base_rate: The largest step size, times head_dim.
+            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            rope_theta: The base of the rotary positions in the chunk; None: no positions.
+            norm_eps: Added to the variance in the norms.
+            recompute_chunks: So many chunks at a time keep only their first weights for the backward, which runs them
+                again; 0 keeps everything.
+        """
         super().__init__(
             hidden_size, heads, widths=(), head_dim=hidden_size // heads if head_dim is None else head_dim, chunk=chunk,
             base_rate=base_rate, conv_size=conv_size, rope_theta=rope_theta, norm_eps=norm_eps,
@@ -148,7 +158,7 @@ class TTTLinear(TTTMixer):
 
 
 class TTTMLP(TTTMixer):
-    """As TTTLinear with W_2 gelu(W_1 x + b_1) + b_2 for W x + b; `expand` times head_dim hidden channels.
+    """TTTLinear with W_2 gelu(W_1 x + b_1) + b_2 in place of W x + b.
 
     base_rate is 0.1 in the paper; with 1 recall is learnt in half as many steps or less, and stays as stable.
     """
@@ -167,8 +177,64 @@ class TTTMLP(TTTMixer):
         norm_eps: float = 1e-6,
         recompute_chunks: int = 0,
     ) -> None:
+        """Make the mixer.
+
+        Args:
+            hidden_size: Channels of x.
+            heads: Heads, each with a model of its own.
+            head_dim: Channels of a head; None is hidden_size / heads.
+            expand: Hidden channels of the model over head_dim.
+            chunk: Tokens that share one gradient point.
+            base_rate: The largest step size, times head_dim.
+            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            rope_theta: The base of the rotary positions in the chunk; None: no positions.
+            norm_eps: Added to the variance in the norms.
+            recompute_chunks: So many chunks at a time keep only their first weights for the backward, which runs them
+                again; 0 keeps everything.
+        """
         head_dim = hidden_size // heads if head_dim is None else head_dim
         super().__init__(
             hidden_size, heads, widths=(expand * head_dim,), head_dim=head_dim, chunk=chunk, base_rate=base_rate,
             conv_size=conv_size, rope_theta=rope_theta, norm_eps=norm_eps, recompute_chunks=recompute_chunks,
         )  # fmt: skip
+        self.expansion = expand
+
+
+def _make_linear(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
+    return TTTLinear(**shared_sizes(model, memory), head_dim=memory.head_dim)
+
+
+LINEAR_KIND = register(
+    MixerKind(
+        letter="T",
+        name="ttt_linear",
+        label="TTT-Linear",
+        short="ttt",
+        config=MemoryConfig,
+        section="memory",
+        make=_make_linear,
+        operations=learning_operations("T"),
+        kept_bytes=learning_kept("T"),
+        look=Look("#0072B2", "v", (0, (5, 3))),
+    )
+)
+
+
+def _make_mlp(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
+    return TTTMLP(**shared_sizes(model, memory), head_dim=memory.head_dim)
+
+
+MLP_KIND = register(
+    MixerKind(
+        letter="P",
+        name="ttt_mlp",
+        label="TTT-MLP",
+        short="ttt-mlp",
+        config=MemoryConfig,
+        section="memory",
+        make=_make_mlp,
+        operations=learning_operations("P"),
+        kept_bytes=learning_kept("P"),
+        look=Look("#882255", "P", (0, (3, 3))),
+    )
+)

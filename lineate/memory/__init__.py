@@ -1,6 +1,6 @@
 """Memories that learn while they read: a memory is model x loss x optimiser x forgetting x chunk.
 
-Reading is f(q); writing is one optimiser step on a loss of (k, v). RULES has the rows:
+Reading is f(q); writing is one optimiser step on a loss of (k, v). MEMORY_RULES has the rows:
 
     name                    model f          loss                     optimiser
     linear attention        S^T x            -<f(k), v>               SGD, rate 1
@@ -13,21 +13,32 @@ Reading is f(q); writing is one optimiser step on a loss of (k, v). RULES has th
     Titans, Titans MLP      linear or MLP    1/2 ||f(k) - v||^2       SGD + momentum + weight decay
     LaCT                    SwiGLU           -<f(k), v>               Muon + momentum, chunk 2048, rows renormalised
 
-The chunked forms, each equal to its row: least_squares.py, ttt.py, titans.py, lact.py.
+The chunked forms, each equal to its row, are in least_squares/, ttt/, titans/ and lact/; chunks.py has the layout of
+tokens that they share. The oracle goes token by token, and dataclasses.replace makes variants:
 
-    y, state = run_reference(RULES["DeltaNet"], q, k, v, {"rate": beta}, {"S": zeros})    the oracle, token by token
-    rule = replace(RULES["TTT-Linear"], chunk=4)                                          dataclasses.replace: variants
+    y, state = run_reference(MEMORY_RULES["DeltaNet"], q, k, v, {"rate": beta}, {"S": zeros})
+    rule = replace(MEMORY_RULES["TTT-Linear"], chunk=4)
+
+Any function can be a rule's model, loss or optimiser. One that learns with the sign of the gradient:
+
+    def signs(gradients, carried, gates):
+        return {name: -gates["rate"] * x.sign() for name, x in gradients.items()}, carried
+
+    rule = MemoryRule("sign descent", MATRIX, squared_error, signs)
 """
+
+from typing import TYPE_CHECKING, Any
 
 from lineate.memory.least_squares import least_squares
 from lineate.memory.parts import (
     AFFINE,
-    LINEAR,
+    MATRIX,
     MLP,
     SWIGLU,
     TTT_MLP,
-    Model,
-    Weights,
+    MemoryModel,
+    NamedWeights,
+    Optimiser,
     correlation,
     deep,
     normed,
@@ -36,36 +47,51 @@ from lineate.memory.parts import (
 )
 from lineate.memory.reference import MemoryRule, MemoryState, run_head, run_reference
 
-RULES = {
+MEMORY_RULES = {
     rule.name: rule
     for rule in (
-        MemoryRule("linear attention", LINEAR, correlation),
+        MemoryRule("linear attention", MATRIX, correlation),
         MemoryRule(
-            "gated linear attention", LINEAR, correlation, forgetting=("head", "channel"), gradient_at="decayed"
+            "gated linear attention", MATRIX, correlation, forgetting=("head", "channel"), gradient_at="decayed"
         ),
-        MemoryRule("DeltaNet", LINEAR, squared_error),
-        MemoryRule("Gated DeltaNet", LINEAR, squared_error, forgetting=("head",), gradient_at="decayed"),
-        MemoryRule("KDA", LINEAR, squared_error, forgetting=("channel",), gradient_at="decayed"),
-        MemoryRule("least squares", LINEAR, squared_error, "least squares", forgetting=("none", "head")),
+        MemoryRule("DeltaNet", MATRIX, squared_error),
+        MemoryRule("Gated DeltaNet", MATRIX, squared_error, forgetting=("head",), gradient_at="decayed"),
+        MemoryRule("KDA", MATRIX, squared_error, forgetting=("channel",), gradient_at="decayed"),
+        MemoryRule("least squares", MATRIX, squared_error, "least squares", forgetting=("none", "head")),
         MemoryRule("TTT-Linear", normed(AFFINE), reconstruction, "positioned sgd", chunk=16),
         MemoryRule("TTT-MLP", normed(TTT_MLP), reconstruction, "positioned sgd", chunk=16),
-        MemoryRule("Titans", LINEAR, squared_error, "momentum", forgetting=("head",), chunk=16),
+        MemoryRule("Titans", MATRIX, squared_error, "momentum", forgetting=("head",), chunk=16),
         MemoryRule("Titans MLP", MLP, squared_error, "momentum", forgetting=("head",), chunk=16),
         MemoryRule("LaCT", SWIGLU, correlation, "muon", chunk=2048, renormalises=True),
     )
 }
 """The table: one row a rule."""
 
+_RENAMED = {"RULES": "MEMORY_RULES", "Model": "MemoryModel", "Weights": "NamedWeights", "LINEAR": "MATRIX"}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return what a former name stands for."""
+        if name not in _RENAMED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import warnings
+
+        warnings.warn(f"lineate.memory.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return globals()[_RENAMED[name]]
+
+
 __all__ = [
-    "RULES",
+    "MEMORY_RULES",
     "MemoryRule",
     "MemoryState",
     "run_reference",
     "run_head",
     "least_squares",
-    "Model",
-    "Weights",
-    "LINEAR",
+    "MemoryModel",
+    "NamedWeights",
+    "Optimiser",
+    "MATRIX",
     "AFFINE",
     "TTT_MLP",
     "MLP",

@@ -1,4 +1,4 @@
-"""Which calls the kernels of memories serve, how much they keep, and layouts that all layers of a model share."""
+"""Which calls the kernels of the memories serve, how much they keep, and results that all layers of a model share."""
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
@@ -12,21 +12,21 @@ from lineate.tracing import is_eager
 
 R = TypeVar("R")
 
-MOST = 2**28
-"""Numbers of states that are made at a time: 1 GiB."""
+STATE_NUMBERS = 2**28
+"""Numbers of the states that kernels make at a time, at most: 1 GiB in float32."""
 
 
 def on_gpu(x: Tensor) -> bool:
-    """In float32 on a GPU, outside of vmap and the like."""
+    """Whether kernels may read x: it is float32 on a GPU, and torch.func does not transform the call."""
     return x.is_cuda and x.dtype == torch.float32 and kernels_run()
 
 
 def kept(make: Callable[..., R]) -> Callable[..., R]:
-    """make(...), whose last few results are kept: index tensors made of numbers that the host knows.
+    """Return make with a cache of its last few results: index tensors made from numbers that the host knows.
 
-    The layers of a model ask for the same again and again, and copying such tensors to a GPU waits for it.
+    The layers of a model ask for the same ones again and again, and each copy of such a tensor to a GPU waits for it.
     """
-    # Tensors of inference mode cannot be used outside of it.
+    # Tensors made in inference mode cannot be used outside of it.
     remembered = lru_cache(maxsize=16)(lambda inference, *arguments: make(*arguments))
 
     @wraps(make)

@@ -1,9 +1,10 @@
 """The parts of a memory: models, losses, optimisers. Pure functions of one head's tensors.
 
-    model(weights, x) -> y             weights: a dict of tensors; x `d` or `t d`
-    loss(model, weights, k, v) -> a number
+    model(weights, x) -> y                                 weights: a dict of tensors; x `d` or `t d`
+    loss(model, weights, k, v) -> a number                 the reference takes its gradient by autograd
+    optimiser(gradients, carried, gates) -> steps, carried
 
-A new model or loss is one function here; the reference takes every gradient by autograd.
+All three slots are open: a rule takes any function of these arguments.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,8 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Weights = dict[str, Tensor]
-Loss = Callable[["Model", Weights, Tensor, Tensor], Tensor]
+NamedWeights = dict[str, Tensor]
+"""The weights of one head's model, or tensors like them, by their names."""
+Loss = Callable[["MemoryModel", NamedWeights, Tensor, Tensor], Tensor]
+"""loss(model, weights, k, v) -> a number."""
+Optimiser = Callable[[NamedWeights, NamedWeights, NamedWeights], tuple[NamedWeights, NamedWeights]]
+"""optimiser(gradients, carried, gates) -> what is added to the weights, and what it carries to the next token.
+
+All are tensors of one head by name: gradients and steps by the names of the learned weights, gates by theirs. carried
+begins with zeros like the learned weights.
+"""
 
 MUON_STEPS = (
     (4.0848, -6.8946, 2.9270),
@@ -25,22 +34,24 @@ MUON_STEPS = (
 )
 """LaCT's five Newton-Schulz steps: X <- a X + b (X X^T) X + c (X X^T)^2 X."""
 NORM_EPS, ROW_EPS = 1e-7, 1e-5
-"""Beside the norm of what is orthogonalised, and beside the length of a row that is rescaled."""
+"""Added to the norm of what is orthogonalised, and to the length of a row that is rescaled."""
 
 
 def check_name(name: str) -> None:
-    """What a rule or a model is called in tables and messages."""
+    """Check that a rule's or a model's name is a string."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {type(name).__name__}")
 
 
 @dataclass(frozen=True)
-class Model:
-    """A small network: `apply(weights, x)`; only the weights named in `learned` move while reading a text."""
+class MemoryModel:
+    """A small network: `apply(weights, x)`; only the weights named in `learned` move while reading a sequence."""
 
     name: str
+    """What it is called in tables and messages."""
     learned: tuple[str, ...]
-    apply: Callable[[Weights, Tensor], Tensor]
+    """The names of the weights that are learned."""
+    apply: Callable[[NamedWeights, Tensor], Tensor]
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -50,86 +61,116 @@ class Model:
         if not callable(self.apply):
             raise TypeError(f"apply must be a function of (weights, x), got {self.apply!r}")
 
-    def __call__(self, weights: Weights, x: Tensor) -> Tensor:
+    def __call__(self, weights: NamedWeights, x: Tensor) -> Tensor:
         return self.apply(weights, x)
 
 
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float = 1e-6) -> Tensor:
-    """gamma (x - mean x) / sqrt(var x + eps) + beta over the last dimension."""
+    """Return gamma (x - mean x) / sqrt(var x + eps) + beta over the last dimension."""
     return F.layer_norm(x, x.shape[-1:], eps=eps) * gamma + beta
 
 
-def _linear(weights: Weights, x: Tensor) -> Tensor:
+def _linear(weights: NamedWeights, x: Tensor) -> Tensor:
     return x @ weights["S"]
 
 
-def _affine(weights: Weights, x: Tensor) -> Tensor:
+def _affine(weights: NamedWeights, x: Tensor) -> Tensor:
     return x @ weights["W"] + weights["b"]
 
 
-def _ttt_mlp(weights: Weights, x: Tensor) -> Tensor:
+def _ttt_mlp(weights: NamedWeights, x: Tensor) -> Tensor:
     hidden = F.gelu(x @ weights["W1"] + weights["b1"], approximate="tanh")
     return hidden @ weights["W2"] + weights["b2"]
 
 
-def _mlp(weights: Weights, x: Tensor) -> Tensor:
+def _mlp(weights: NamedWeights, x: Tensor) -> Tensor:
     return F.silu(x @ weights["W1"]) @ weights["W2"]
 
 
-def _swiglu(weights: Weights, x: Tensor) -> Tensor:
+def _swiglu(weights: NamedWeights, x: Tensor) -> Tensor:
     return (F.silu(x @ weights["W0"].T) * (x @ weights["W2"].T)) @ weights["W1"].T
 
 
-def normed(model: Model) -> Model:
-    """x + LN(f(x)) with the fixed weights gamma and beta `d` (TTT)."""
+def normed(model: MemoryModel) -> MemoryModel:
+    """Return the model x + LN(f(x)), with the fixed weights gamma and beta `d` (TTT).
 
-    def apply(weights: Weights, x: Tensor) -> Tensor:
+    Args:
+        model: f.
+    """
+
+    def apply(weights: NamedWeights, x: Tensor) -> Tensor:
         return x + layer_norm(model(weights, x), weights["gamma"], weights["beta"])
 
-    return Model(f"x + LN({model.name})", model.learned, apply)
+    return MemoryModel(f"x + LN({model.name})", model.learned, apply)
 
 
-LINEAR = Model("S^T x", ("S",), _linear)
+MATRIX = MemoryModel("S^T x", ("S",), _linear)
 """S `k v`."""
-AFFINE = Model("W^T x + b", ("W", "b"), _affine)
+AFFINE = MemoryModel("W^T x + b", ("W", "b"), _affine)
 """W `d d`, b `d`."""
-TTT_MLP = Model("W2^T gelu(W1^T x + b1) + b2", ("W1", "b1", "W2", "b2"), _ttt_mlp)
+TTT_MLP = MemoryModel("W2^T gelu(W1^T x + b1) + b2", ("W1", "b1", "W2", "b2"), _ttt_mlp)
 """W1 `d e`, b1 `e`, W2 `e d`, b2 `d`; gelu with tanh."""
-MLP = Model("W2^T silu(W1^T x)", ("W1", "W2"), _mlp)
+MLP = MemoryModel("W2^T silu(W1^T x)", ("W1", "W2"), _mlp)
 """W1 `d e`, W2 `e d`: a deep memory of two layers."""
-SWIGLU = Model("W1 (silu(W0 x) * W2 x)", ("W0", "W1", "W2"), _swiglu)
+SWIGLU = MemoryModel("W1 (silu(W0 x) * W2 x)", ("W0", "W1", "W2"), _swiglu)
 """W0, W2 `e d`, W1 `d e`."""
 
 
-def deep(layers: int, residual: bool = False) -> Model:
-    """W_n^T silu(... silu(W_1^T x)): weights W1 .. Wn; residual: + x (for Titans)."""
+def deep(layers: int, residual: bool = False) -> MemoryModel:
+    """Return the model W_n^T silu(... silu(W_1^T x)), with the weights W1 .. Wn (Titans).
 
-    def apply(weights: Weights, x: Tensor) -> Tensor:
+    Args:
+        layers: n.
+        residual: Whether + x follows.
+    """
+
+    def apply(weights: NamedWeights, x: Tensor) -> Tensor:
         y = x @ weights["W1"]
         for i in range(2, layers + 1):
             y = F.silu(y) @ weights[f"W{i}"]
         return x + y if residual else y
 
-    return Model(f"MLP of {layers}", tuple(f"W{i}" for i in range(1, layers + 1)), apply)
+    return MemoryModel(f"MLP of {layers}", tuple(f"W{i}" for i in range(1, layers + 1)), apply)
 
 
-def correlation(model: Model, weights: Weights, k: Tensor, v: Tensor) -> Tensor:
-    """-<f(k), v>."""
+def correlation(model: MemoryModel, weights: NamedWeights, k: Tensor, v: Tensor) -> Tensor:
+    """Return -<f(k), v>.
+
+    Args:
+        model: f.
+        weights: Its weights.
+        k: The key `k`.
+        v: The value `v`.
+    """
     return -(model(weights, k) * v).sum()
 
 
-def squared_error(model: Model, weights: Weights, k: Tensor, v: Tensor) -> Tensor:
-    """1/2 ||f(k) - v||^2."""
+def squared_error(model: MemoryModel, weights: NamedWeights, k: Tensor, v: Tensor) -> Tensor:
+    """Return 1/2 ||f(k) - v||^2.
+
+    Args:
+        model: f.
+        weights: Its weights.
+        k: The key `k`.
+        v: The value `v`.
+    """
     return (model(weights, k) - v).square().sum() / 2
 
 
-def reconstruction(model: Model, weights: Weights, k: Tensor, v: Tensor) -> Tensor:
-    """1/2 ||LN(f(k)) - (v - k)||^2, for a `normed` model, which is k + LN(f(k))."""
+def reconstruction(model: MemoryModel, weights: NamedWeights, k: Tensor, v: Tensor) -> Tensor:
+    """Return 1/2 ||LN(f(k)) - (v - k)||^2, for a `normed` model, which is k + LN(f(k)).
+
+    Args:
+        model: f.
+        weights: Its weights.
+        k: The key `k`.
+        v: The value `v`.
+    """
     return ((model(weights, k) - k) - (v - k)).square().sum() / 2
 
 
 def orthogonalise(x: Tensor, eps: float = NORM_EPS) -> Tensor:
-    """Muon: U V^T of x = U D V^T, nearly, by five Newton-Schulz steps. x `... m n`."""
+    """Return nearly U V^T of x = U D V^T `... m n`, by five Newton-Schulz steps (Muon)."""
     wide = x.shape[-2] <= x.shape[-1]
     y = x if wide else x.mT
     y = y / (torch.linalg.matrix_norm(y, keepdim=True) + eps)
@@ -140,22 +181,22 @@ def orthogonalise(x: Tensor, eps: float = NORM_EPS) -> Tensor:
 
 
 def row_norms(weight: Tensor) -> Tensor:
-    """The length of each row, `... m 1`."""
+    """Return the length of each row, `... m 1`."""
     return weight.norm(dim=-1, keepdim=True)
 
 
 def renormalise(weight: Tensor, norms: Tensor, eps: float = ROW_EPS) -> Tensor:
-    """Rows rescaled to the given lengths (LaCT)."""
+    """Return weight with its rows rescaled to the given lengths (LaCT)."""
     return weight / (row_norms(weight) + eps) * norms
 
 
-def clip(gradients: Weights, limit: float, eps: float = 1e-6) -> Weights:
-    """Scaled down together, if their common length is over the limit."""
+def clip(gradients: NamedWeights, limit: float, eps: float = 1e-6) -> NamedWeights:
+    """Return the gradients, scaled down together if their common length is over the limit."""
     scale = (limit / (total_norm(gradients.values()) + eps)).clamp(max=1)
     return {name: scale * x for name, x in gradients.items()}
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The length of all of them as one vector; its gradient at 0 is 0."""
+    """Return the length of all tensors as one vector; its gradient at 0 is 0."""
     square = torch.stack([x.square().sum() for x in tensors]).sum()
     return torch.where(square > 0, square, 1).sqrt() * (square > 0)

@@ -4,7 +4,7 @@ For each token, from the weights W and W0, those at the start of its chunk:
 
     W' = decay W                                        forget
     G  = gradient of loss(f, k_t, v_t) at W' or at W0   compare (autograd)
-    W  = W' - rate_t G, or the rule's optimiser         write
+    W  = W' - rate_t G, or the rule's optimiser         write: a named one, or any function (parts.Optimiser)
     y_t = f(q_t) with W (or with W0: "apply, then update")   read
 
 Everything differentiates, through the inner gradients too. Gates, by name:
@@ -13,6 +13,8 @@ Everything differentiates, through the inner gradients too. Gates, by name:
     log_decay    `t`, or `t k` for the rows of S: log of what is kept (Titans: log(1 - alpha))
     momentum     `t`: eta_t of Titans; LaCT takes the mean over the chunk
     position     `c`, the same for all tokens: TTT's learned_t, in max(0, 1/t + learned_t), t = 1 .. c in the chunk
+
+A rule whose optimiser is a function takes gates of any name: they are the function's to read.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +26,19 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.memory.parts import Loss, Model, Weights, check_name, clip, orthogonalise, renormalise, row_norms
+from lineate.memory.chunks import check_chunk
+from lineate.memory.parts import (
+    Loss,
+    MemoryModel,
+    NamedWeights,
+    Optimiser,
+    check_name,
+    clip,
+    orthogonalise,
+    renormalise,
+    row_norms,
+)
+from lineate.names import nearest
 
 
 @dataclass(frozen=True)
@@ -32,10 +46,16 @@ class MemoryRule:
     """One row of the table: model x loss x optimiser x forgetting x chunk."""
 
     name: str
-    model: Model
+    """What it is called in tables and messages."""
+    model: MemoryModel
+    """f."""
     loss: Loss
-    optimiser: Literal["sgd", "positioned sgd", "momentum", "muon", "least squares"] = "sgd"
-    """positioned: W_t = W0 - max(0, 1/t + learned_t) sum_s rate_s G_s; muon: once, at the end of the chunk."""
+    """Any function of (model, weights, k, v); its gradient is taken by autograd."""
+    optimiser: Literal["sgd", "positioned sgd", "momentum", "muon", "least squares"] | Optimiser = "sgd"
+    """positioned: W_t = W0 - max(0, 1/t + learned_t) sum_s rate_s G_s; muon: once, at the end of the chunk.
+
+    Or any function (gradients, carried, gates) -> (steps, carried): W = W' + steps, once a token.
+    """
     forgetting: tuple[Literal["none", "head", "channel"], ...] = ("none",)
     """The shapes of log_decay it takes: per head `t`, per key channel `t k`."""
     chunk: int = 1
@@ -49,17 +69,21 @@ class MemoryRule:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        if not isinstance(self.model, Model):
+        if not isinstance(self.model, MemoryModel):
             raise TypeError(
-                "model must be a lineate.memory.Model (LINEAR, AFFINE, TTT_MLP, MLP, SWIGLU, normed(model), deep(n) or "
-                f"your own), got {type(self.model).__name__}"
+                "model must be a lineate.memory.MemoryModel (MATRIX, AFFINE, TTT_MLP, MLP, SWIGLU, normed(model), "
+                f"deep(n) or your own), got {type(self.model).__name__}"
             )
         if not callable(self.loss):
             raise TypeError(
                 "loss must be a function of (model, weights, k, v): correlation, squared_error, reconstruction or your "
                 f"own, got {self.loss!r}"
             )
-        checks.check_choice("optimiser", self.optimiser, tuple(STEPS))
+        if not callable(self.optimiser) and self.optimiser not in tuple(STEPS):
+            raise ValueError(
+                f"optimiser must be one of {', '.join(map(repr, STEPS))}, or a function of (gradients, carried, "
+                f"gates), got {self.optimiser!r}{nearest(str(self.optimiser), STEPS)}"
+            )
         kinds = ("none", "head", "channel")
         if not isinstance(self.forgetting, tuple) or not self.forgetting:
             raise TypeError(
@@ -67,10 +91,7 @@ class MemoryRule:
             )
         for kind in self.forgetting:
             checks.check_choice("forgetting", kind, kinds)
-        if isinstance(self.chunk, bool) or not isinstance(self.chunk, int):
-            raise TypeError(f"chunk must be an int, got {type(self.chunk).__name__}")
-        if self.chunk < 1:
-            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        check_chunk(self.chunk)
         checks.check_choice("gradient_at", self.gradient_at, ("decayed", "start"))
         if self.gradient_at == "decayed" and self.chunk != 1:
             raise ValueError(f"gradient_at='decayed' needs chunk=1, got {self.chunk}; use gradient_at='start'")
@@ -85,18 +106,18 @@ class MemoryRule:
 class MemoryState:
     """Where one head stands (or, from run_reference, all: tensors `rows heads ...`, position `rows`)."""
 
-    weights: Weights
-    """Those the last token left."""
-    start: Weights
-    """Those at the start of the chunk."""
-    sums: Weights = field(default_factory=dict)
-    """Of rate_s G_s over the chunk so far (positioned sgd, muon); muon also: "momentum", the sum of the gates."""
-    momentum: Weights = field(default_factory=dict)
-    """S_t of Titans; the last chunk's dW of LaCT."""
+    weights: NamedWeights
+    """The weights after the last token."""
+    start: NamedWeights
+    """The weights at the start of the chunk."""
+    sums: NamedWeights = field(default_factory=dict)
+    """The sums of rate_s G_s over the chunk so far (positioned sgd, muon); muon also: "momentum", that of the gates."""
+    momentum: NamedWeights = field(default_factory=dict)
+    """S_t of Titans; the last chunk's dW of LaCT; what an optimiser that is a function carries."""
     hessian: Tensor | None = None
     """Least squares: sum of k k^T and the ridge, `k k`, the inverse of P."""
     position: int | Tensor = 0
-    """Tokens of the chunk that are read."""
+    """How many tokens of the chunk are read."""
 
 
 def run_head(
@@ -105,17 +126,32 @@ def run_head(
     k: Tensor,
     v: Tensor,
     gates: Mapping[str, Tensor],
-    weights: Weights,
+    weights: NamedWeights,
     state: MemoryState | None = None,
     ridge: float = 1.0,
 ) -> tuple[Tensor, MemoryState]:
-    """One text, one head: q, k `t k`, v `t v` -> y `t v` and the state. weights: the initial ones; state: continue."""
+    """Run one head of one sequence, token by token.
+
+    Args:
+        rule: The memory.
+        q: Queries `t k`.
+        k: Keys `t k`.
+        v: Values `t v`.
+        gates: The gates by name, `t ...` each; "position" is `c`.
+        weights: The initial weights, which a rule that rescales rows also needs later.
+        state: What an earlier call returned, to continue; None: no token was read.
+        ridge: What least squares starts from.
+
+    Returns:
+        y `t v`, and the state.
+    """
     if state is None:
         state = initial_state(rule, weights, k.shape[-1], ridge)
     outputs = []
     for i in range(k.shape[0]):
         now = {name: x if name == "position" else x[i] for name, x in gates.items()}
-        state = STEPS[rule.optimiser](rule, k[i], v[i], now, weights, state)
+        step = STEPS[rule.optimiser] if isinstance(rule.optimiser, str) else _sgd
+        state = step(rule, k[i], v[i], now, weights, state)
         read = state.start if rule.optimiser == "muon" else state.weights
         outputs.append(rule.model(read, q[i]))
         if state.position == rule.chunk:
@@ -123,13 +159,20 @@ def run_head(
     return torch.stack(outputs) if outputs else v.new_zeros(0, v.shape[-1]), state
 
 
-def initial_state(rule: MemoryRule, weights: Weights, key_dim: int, ridge: float = 1.0) -> MemoryState:
-    """Before the first token."""
+def initial_state(rule: MemoryRule, weights: NamedWeights, key_dim: int, ridge: float = 1.0) -> MemoryState:
+    """Return the state before the first token.
+
+    Args:
+        rule: The memory.
+        weights: The initial weights of one head.
+        key_dim: Channels of a key.
+        ridge: What least squares starts from.
+    """
     learned = {name: weights[name] for name in rule.model.learned}
     state = MemoryState(weights, weights)
     if rule.optimiser in ("positioned sgd", "muon"):
         state.sums = _zeros(learned)
-    if rule.optimiser in ("momentum", "muon"):
+    if rule.optimiser in ("momentum", "muon") or not isinstance(rule.optimiser, str):
         state.momentum = _zeros(learned)
     if rule.optimiser == "muon":
         state.sums["momentum"] = next(iter(weights.values())).new_zeros(())
@@ -139,8 +182,15 @@ def initial_state(rule: MemoryRule, weights: Weights, key_dim: int, ridge: float
     return state
 
 
-def gradient(rule: MemoryRule, at: Weights, k: Tensor, v: Tensor) -> Weights:
-    """Of the loss of one pair with respect to the learned weights, itself differentiable."""
+def gradient(rule: MemoryRule, at: NamedWeights, k: Tensor, v: Tensor) -> NamedWeights:
+    """Return the gradient of one pair's loss by the learned weights, itself differentiable.
+
+    Args:
+        rule: The memory.
+        at: The weights at which the gradient is taken.
+        k: The key `k`.
+        v: The value `v`.
+    """
     names = rule.model.learned
     outer = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -153,26 +203,36 @@ def gradient(rule: MemoryRule, at: Weights, k: Tensor, v: Tensor) -> Weights:
     return gradients if rule.clip is None else clip(gradients, rule.clip)
 
 
-def _sgd(rule: MemoryRule, k: Tensor, v: Tensor, gates: Weights, weights: Weights, state: MemoryState) -> MemoryState:
-    """W = decay W - rate G; with momentum: M = eta M - rate G, W = decay W + M."""
+def _sgd(
+    rule: MemoryRule, k: Tensor, v: Tensor, gates: NamedWeights, weights: NamedWeights, state: MemoryState
+) -> MemoryState:
+    """Take W = decay W - rate G; with momentum M = eta M - rate G, W = decay W + M; or what a function steps."""
     kept = dict(state.weights)
     if "log_decay" in gates:
         decay = gates["log_decay"].exp()
         for name in rule.model.learned:
             kept[name] = (decay[:, None] if decay.dim() else decay) * kept[name]
     gradients = gradient(rule, kept if rule.gradient_at == "decayed" else state.start, k, v)
-    steps = {name: -_rate(gates, name) * x for name, x in gradients.items()}
-    if rule.optimiser == "momentum":
-        steps = {name: gates["momentum"] * state.momentum[name] + x for name, x in steps.items()}
+    momentum: NamedWeights = {}
+    if isinstance(rule.optimiser, str):
+        steps = {name: -_rate(gates, name) * x for name, x in gradients.items()}
+        if rule.optimiser == "momentum":
+            momentum = steps = {name: gates["momentum"] * state.momentum[name] + x for name, x in steps.items()}
+    else:
+        steps, momentum = rule.optimiser(gradients, state.momentum, gates)
+        if set(steps) != set(gradients):
+            raise ValueError(
+                f"optimiser must return steps for {', '.join(gradients)}, got {', '.join(steps) or 'none'}; "
+                "it is called as (gradients, carried, gates) -> (steps, carried)"
+            )
     new = {**kept, **{name: kept[name] + x for name, x in steps.items()}}
-    momentum = steps if rule.optimiser == "momentum" else {}
     return MemoryState(new, state.start, {}, momentum, None, state.position + 1)
 
 
 def _positioned(
-    rule: MemoryRule, k: Tensor, v: Tensor, gates: Weights, weights: Weights, state: MemoryState
+    rule: MemoryRule, k: Tensor, v: Tensor, gates: NamedWeights, weights: NamedWeights, state: MemoryState
 ) -> MemoryState:
-    """W_t = W0 - max(0, 1/t + learned_t) sum_{s <= t} rate_s G_s."""
+    """Take W_t = W0 - max(0, 1/t + learned_t) sum_{s <= t} rate_s G_s."""
     gradients = gradient(rule, state.start, k, v)
     sums = {name: state.sums[name] + _rate(gates, name) * x for name, x in gradients.items()}
     t = int(state.position) + 1
@@ -183,8 +243,10 @@ def _positioned(
     return MemoryState(new, state.start, sums, {}, None, t)
 
 
-def _muon(rule: MemoryRule, k: Tensor, v: Tensor, gates: Weights, weights: Weights, state: MemoryState) -> MemoryState:
-    """Only sums: the write is at the end of the chunk."""
+def _muon(
+    rule: MemoryRule, k: Tensor, v: Tensor, gates: NamedWeights, weights: NamedWeights, state: MemoryState
+) -> MemoryState:
+    """Add to the sums only: the write is at the end of the chunk."""
     gradients = gradient(rule, state.start, k, v)
     sums = {name: state.sums[name] - _rate(gates, name) * x for name, x in gradients.items()}
     sums["momentum"] = state.sums["momentum"] + gates.get("momentum", torch.zeros_like(state.sums["momentum"]))
@@ -192,9 +254,9 @@ def _muon(rule: MemoryRule, k: Tensor, v: Tensor, gates: Weights, weights: Weigh
 
 
 def _least_squares(
-    rule: MemoryRule, k: Tensor, v: Tensor, gates: Weights, weights: Weights, state: MemoryState
+    rule: MemoryRule, k: Tensor, v: Tensor, gates: NamedWeights, weights: NamedWeights, state: MemoryState
 ) -> MemoryState:
-    """H = lambda H + rate k k^T; S = S - H^-1 rate G: Newton's step, exact, since S was the minimum before."""
+    """Take H = lambda H + rate k k^T, S = S - H^-1 rate G: Newton's step, exact, since S was the minimum before."""
     assert state.hessian is not None
     hessian = state.hessian
     if "log_decay" in gates:
@@ -206,17 +268,18 @@ def _least_squares(
     return MemoryState(new, new, {}, {}, hessian, state.position + 1)
 
 
-Step = Callable[[MemoryRule, Tensor, Tensor, Weights, Weights, MemoryState], MemoryState]
-STEPS: dict[str, Step] = {
+RuleStep = Callable[[MemoryRule, Tensor, Tensor, NamedWeights, NamedWeights, MemoryState], MemoryState]
+STEPS: dict[str, RuleStep] = {
     "sgd": _sgd,
     "momentum": _sgd,
     "positioned sgd": _positioned,
     "muon": _muon,
     "least squares": _least_squares,
 }
+"""The optimisers that have a name."""
 
 
-def _end_chunk(rule: MemoryRule, weights: Weights, state: MemoryState) -> MemoryState:
+def _end_chunk(rule: MemoryRule, weights: NamedWeights, state: MemoryState) -> MemoryState:
     if rule.optimiser == "muon":
         mean = state.sums["momentum"] / rule.chunk
         changes = {name: state.sums[name] + mean * state.momentum[name] for name in rule.model.learned}
@@ -231,7 +294,7 @@ def _rate(gates: Mapping[str, Tensor], name: str) -> Tensor | float:
     return gates.get(f"rate.{name}", gates.get("rate", 1.0))
 
 
-def _zeros(tensors: Weights) -> Weights:
+def _zeros(tensors: NamedWeights) -> NamedWeights:
     return {name: torch.zeros_like(x) for name, x in tensors.items()}
 
 
@@ -241,25 +304,37 @@ def run_reference(
     k: Tensor,
     v: Tensor,
     gates: Mapping[str, Tensor],
-    weights: Weights,
+    weights: NamedWeights,
     state: MemoryState | None = None,
     cu_seqlens: Tensor | None = None,
     ridge: float = 1.0,
 ) -> tuple[Tensor, MemoryState]:
-    """All rows and heads: q, k `b t h k`, v `b t hv v`, gates `b t hv ...` -> y `b t hv v` and the state.
+    """Run all rows and heads, token by token, with gradients by autograd: the oracle of all chunked forms.
 
-    weights: the initial ones of each head, `hv ...`, or of each row and head, `rows hv ...`; matrices have two
-    dimensions of their own, biases, gamma and beta one. "position" in gates is `c` or `hv c`. With cu_seqlens, b = 1
-    and the rows are the texts. ridge: what least squares starts from.
+    Args:
+        rule: The memory: a row of MEMORY_RULES, a variant of one, or your own.
+        q: Queries `b t h k`.
+        k: Keys `b t h k`.
+        v: Values `b t hv v`.
+        gates: The gates by name, `b t hv ...` each; "position" is `c` or `hv c`.
+        weights: The initial weights of each head, `hv ...`, or of each row and head, `rows hv ...`; matrices have two
+            dimensions of their own, biases, gamma and beta one.
+        state: What an earlier call returned, to continue; None: no token was read.
+        cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
+            these sequences.
+        ridge: What least squares starts from.
+
+    Returns:
+        y `b t hv v`, and the state, whose tensors are `rows hv ...`.
     """
     _check_call(rule, gates, weights)
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
     if cu_seqlens is None:
-        texts = [(row, 0, q.shape[1]) for row in range(q.shape[0])]
+        sequences = [(row, 0, q.shape[1]) for row in range(q.shape[0])]
     else:
-        texts = [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
+        sequences = [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
     outputs, states = [], []
-    for row, (b, start, end) in enumerate(texts):
+    for row, (b, start, end) in enumerate(sequences):
         by_head = []
         for head in range(heads):
             own_gates = {}
@@ -282,18 +357,18 @@ def run_reference(
             states.append(after)
         outputs.append(torch.stack(by_head, 1))  # t hv v
     y = torch.stack(outputs) if cu_seqlens is None else torch.cat(outputs)[None]
-    return y, _gather(states, len(texts), heads)
+    return y, _gather(states, len(sequences), heads)
 
 
-def _check_call(rule: MemoryRule, gates: Mapping[str, Tensor], weights: Weights) -> None:
-    """Every gate is one that the rule reads, and what it cannot do without is there."""
+def _check_call(rule: MemoryRule, gates: Mapping[str, Tensor], weights: NamedWeights) -> None:
+    """Check that the rule reads every gate, and that what it cannot do without is there."""
     if not isinstance(rule, MemoryRule):
-        raise TypeError(f"rule must be a MemoryRule, such as RULES['DeltaNet'], got {type(rule).__name__}")
+        raise TypeError(f"rule must be a MemoryRule, such as MEMORY_RULES['DeltaNet'], got {type(rule).__name__}")
     known = ["rate", *(f"rate.{name}" for name in rule.model.learned)]
     known += ["log_decay"] * (rule.forgetting != ("none",))
     known += ["momentum"] * (rule.optimiser in ("momentum", "muon"))
     known += ["position"] * (rule.optimiser == "positioned sgd")
-    for name in gates:
+    for name in gates if isinstance(rule.optimiser, str) else ():
         if name not in known:
             raise ValueError(f"gates must be among {', '.join(known)} for {rule.name}, got {name!r}")
     if rule.optimiser == "momentum" and "momentum" not in gates:
@@ -304,13 +379,13 @@ def _check_call(rule: MemoryRule, gates: Mapping[str, Tensor], weights: Weights)
 
 
 def _of_head(name: str, x: Tensor, row: int, head: int) -> Tensor:
-    """x `hv ...` or `rows hv ...`: vectors (biases, gamma, beta) are one-dimensional, the others matrices."""
+    """Return one head's part of x `hv ...` or `rows hv ...`; biases, gamma and beta are vectors, all else matrices."""
     own = 1 if name.startswith("b") or name == "gamma" else 2
     return x[row, head] if x.dim() == own + 2 else x[head]
 
 
 def _select(state: MemoryState, row: int, head: int) -> MemoryState:
-    def own(tensors: Weights) -> Weights:
+    def own(tensors: NamedWeights) -> NamedWeights:
         return {name: x[row, head] for name, x in tensors.items()}
 
     return MemoryState(
@@ -327,7 +402,7 @@ def _gather(states: list[MemoryState], rows: int, heads: int) -> MemoryState:
     def stack(tensors: list[Tensor]) -> Tensor:
         return torch.stack(tensors).unflatten(0, (rows, heads))
 
-    def all_of(dicts: list[Weights]) -> Weights:
+    def all_of(dicts: list[NamedWeights]) -> NamedWeights:
         return {name: stack([own[name] for own in dicts]) for name in dicts[0]}
 
     hessians = [state.hessian for state in states if state.hessian is not None]

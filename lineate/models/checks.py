@@ -22,7 +22,7 @@ def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
 
 
 def check_mask(attention_mask: Tensor, input_ids: Tensor) -> Tensor | None:
-    """Which tokens are no padding; None if none is. A device is asked once for all that must be known of the values."""
+    """Return which tokens are no padding; None if none is. A device is asked once for all that must be known."""
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be a torch.Tensor, got {type(attention_mask).__name__}")
     if attention_mask.shape != input_ids.shape:

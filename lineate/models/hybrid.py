@@ -4,7 +4,7 @@ x = x + mixer(norm(x))      x = x + feed(norm(x))
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,106 +14,47 @@ from torch.utils.checkpoint import checkpoint
 from lineate import checks
 from lineate.half import linear
 from lineate.layers import (
-    TTTMLP,
-    DeltaNet,
-    GatedAttention,
-    GatedDeltaNet,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    LaCT,
-    LatentAttention,
     LayerState,
-    LeastSquares,
-    LinearAttention,
+    LinearMixer,
     MixtureOfExperts,
     RMSNorm,
     ShortConvolution,
     SwiGLU,
     TensorSpec,
-    Titans,
-    TTTLinear,
+    kind_of,
 )
 from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.projection import project
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
-from lineate.models.config import MEMORY_LETTERS, HybridConfig
+from lineate.models.config import HybridConfig
+from lineate.models.files.saving import check_described
 from lineate.models.loss import head_loss, loss_sum
+from lineate.models.pretrained import SHARD_BYTES, load_pretrained, without_memory, write_pretrained
 from lineate.models.state import ModelState
 
 
 class LMOutput(NamedTuple):
-    """What a language model returns."""
+    """What a language model returns.
+
+    Args:
+        logits: `b t vocab`.
+        state: what the model remembers, to continue from.
+        loss: mean cross-entropy of the next tokens, if labels were given, else None.
+    """
 
     logits: Tensor
-    """`b t vocab`."""
     state: ModelState
     loss: Tensor | None
-    """Mean cross-entropy of the next tokens, if labels were given."""
 
 
 def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
-    """The mixer of a pattern's letter."""
-    hidden = config.hidden_size
-    if letter == "A":
-        attention = config.attention
-        assert attention is not None
-        return GatedAttention(
-            hidden, attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim,
-            rotary_dim=attention.rotary_dim, rope_theta=attention.rope_theta, gated=attention.gated,
-            qk_norm=attention.qk_norm, bias=attention.bias, norm_eps=config.norm_eps,
-            zero_centred_norm=config.zero_centred_norm,
-        )  # fmt: skip
-    if letter == "M":
-        latent = config.latent
-        assert latent is not None
-        return LatentAttention(
-            hidden, latent.heads, rank=latent.rank, nope_dim=latent.nope_dim, rope_dim=latent.rope_dim,
-            value_dim=latent.value_dim, rope_theta=latent.rope_theta, norm_eps=latent.norm_eps,
-        )  # fmt: skip
-    if letter in MEMORY_LETTERS:
-        return make_memory(config, letter)
-    linear = config.linear
-    assert linear is not None
-    sizes = (hidden, linear.heads)
-    shared: dict[str, Any] = {
-        "value_heads": linear.value_heads, "key_dim": linear.key_dim, "value_dim": linear.value_dim,
-        "conv_size": linear.conv_size, "norm_eps": linear.norm_eps, "gate_activation": linear.gate_activation,
-    }  # fmt: skip
-    if letter == "L":
-        return LinearAttention(*sizes, **shared, feature_map=linear.feature_map)
-    if letter == "R":
-        return GatedLinearAttention(*sizes, **shared, decay_rank=linear.decay_rank)
-    if letter == "D":
-        return DeltaNet(*sizes, **shared, beta_scale=linear.beta_scale)
-    if letter == "G":
-        return GatedDeltaNet(*sizes, **shared, beta_scale=linear.beta_scale)
-    return KimiDeltaAttention(
-        *sizes, **shared, beta_scale=linear.beta_scale, decay_rank=linear.decay_rank, gate_rank=linear.gate_rank
-    )
-
-
-def make_memory(config: HybridConfig, letter: str) -> nn.Module:
-    """The mixer of a letter whose memory learns."""
-    memory = config.memory
-    assert memory is not None
-    sizes = (config.hidden_size, memory.heads)
-    shared: dict[str, Any] = {"conv_size": memory.conv_size}
-    if memory.chunk is not None:
-        shared["chunk"] = memory.chunk
-    if letter == "E":
-        return LeastSquares(*sizes, key_dim=memory.head_dim, value_dim=memory.head_dim, **shared)
-    shared["head_dim"] = memory.head_dim
-    if letter == "T":
-        return TTTLinear(*sizes, **shared)
-    if letter == "P":
-        return TTTMLP(*sizes, **shared)
-    if letter == "N":
-        return Titans(*sizes, **shared, memory=memory.titans)
-    return LaCT(*sizes, **shared, window=memory.window)
+    """Make the mixer of a pattern's letter."""
+    kind = kind_of(letter)
+    return kind.make(config, config.part(kind))
 
 
 def make_feed(config: HybridConfig, layer: int) -> nn.Module:
-    """A layer's feed-forward."""
+    """Make a layer's feed-forward."""
     if not config.has_experts(layer):
         assert config.feed is not None
         return SwiGLU(config.hidden_size, config.feed.size)
@@ -127,7 +68,7 @@ def make_feed(config: HybridConfig, layer: int) -> nn.Module:
 
 
 class Block(nn.Module):
-    """A mixer and a feed-forward around the residual; norm_after: what they add is normalised, not what they read."""
+    """A mixer and a feed-forward around the residual; norm_after normalises what they add, not what they read."""
 
     recompute: bool = False
     """Keep only the input for the backward pass, which computes the rest again."""
@@ -145,7 +86,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, state: LayerState | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, LayerState]:
-        """x `b t hidden` -> the same."""
+        """Run the block on x `b t hidden`."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._forward, x, state, cu_seqlens, use_reentrant=False)
         return self._forward(x, state, cu_seqlens)
@@ -165,10 +106,13 @@ class HybridLM(nn.Module):
 
         out = model(input_ids)                        # LMOutput(logits, state, loss)
         out = model(next_ids, state=out.state)        # continue
-        out = model(packed_ids, cu_seqlens=bounds)    # b = 1: texts that never see each other
+        out = model(packed_ids, cu_seqlens=bounds)    # b = 1: sequences that never see each other
         out = model(padded_ids, attention_mask=mask)  # padding, left or right, is left out
 
     >>> model = HybridLM.from_pretrained("folder or hub name")
+
+    Args:
+        config: sizes of its parts, and which layer has which mixer.
     """
 
     context: Context | None = None
@@ -185,7 +129,7 @@ class HybridLM(nn.Module):
             self._draw_weights()
 
     def reset_parameters(self) -> None:
-        """All weights as in a new model, for one made on the meta device; the same seed gives the same bits.
+        """Draw all weights as in a new model, for one made on the meta device; the same seed gives the same bits.
 
         Normal weights of config.initializer_range; decays, norms and convolutions as their layers want them.
         """
@@ -199,7 +143,7 @@ class HybridLM(nn.Module):
 
     @torch.no_grad()
     def _draw_weights(self) -> None:
-        """What is not as the layers draw it."""
+        """Draw what is not as the layers draw it."""
         for module in self.modules():
             for name, x in module.named_parameters(recurse=False):
                 if isinstance(module, ShortConvolution):
@@ -208,8 +152,8 @@ class HybridLM(nn.Module):
                     x.normal_(0, self.config.initializer_range)
                 elif name == "bias":
                     x.zero_()
-            if isinstance(module, GatedDeltaNet | KimiDeltaAttention):
-                module.reset_parameters()
+            if isinstance(module, LinearMixer) and hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
 
     @property
     def state_spec(self) -> tuple[tuple[TensorSpec, ...], ...]:
@@ -217,7 +161,7 @@ class HybridLM(nn.Module):
         return tuple(block.mixer.state_spec for block in self.layers)  # type: ignore[union-attr, misc]
 
     def state_nbytes(self, rows: int = 1, tokens: int = 0) -> int:
-        """Bytes that the state of so many rows has after so many tokens."""
+        """Return the bytes that the state of so many rows has after so many tokens."""
         return rows * sum(spec.nbytes(tokens) for layer in self.state_spec for spec in layer)
 
     @property
@@ -238,14 +182,18 @@ class HybridLM(nn.Module):
         last_only: bool = False,
         continues: bool | None = None,
     ) -> LMOutput:
-        """input_ids `b t`. labels `b t`: the tokens themselves, -100 where none is to be learnt; the loss is over
-        predicting each from those before it. attention_mask `b t`: 1, and 0 for padding before or after a row's tokens;
-        logits there are 0.
+        """Read tokens, and return the logits of what follows each.
 
-        last_only: logits of the last token of every row, `b 1 vocab` (packed: of every text, `1 n_seqs vocab`; an empty
-        one's are 0), which is all that generating needs.
-
-        continues: whether the first packed text began on an earlier rank, under context parallelism."""
+        Args:
+            input_ids: `b t`; with cu_seqlens `1 t`.
+            state: LMOutput.state of an earlier call, to continue its sequences; None: they begin here.
+            cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
+            labels: `b t`, the tokens themselves, -100 where none is to be learnt; each is predicted from those before.
+            attention_mask: `b t`, 1, and 0 for padding before or after a row's tokens; logits there are 0.
+            last_only: whether only the last token of every row has logits, `b 1 vocab`, which is all that generating
+                needs; of packed sequences `1 n_seqs vocab`, where those of an empty one are 0.
+            continues: whether the first packed sequence began on an earlier rank, under context parallelism.
+        """
         check_ids(input_ids, self.config.vocab_size)
         checks.check_cu_seqlens(cu_seqlens, *input_ids.shape)
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
@@ -265,8 +213,14 @@ class HybridLM(nn.Module):
     def loss_sum(
         self, input_ids: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, continues: bool | None = None
     ) -> Tensor:
-        """sum of -log p(target) in float32; targets `b t`: what follows each token, already shifted, -100 where nothing
-        is to be learnt. For training: the logits of many tokens are never there at once."""
+        """Return the sum of -log p(target) in float32, for training: the logits of many tokens are never there at once.
+
+        Args:
+            input_ids: `b t`; with cu_seqlens `1 t`.
+            targets: `b t`, what follows each token, already shifted; -100 where nothing is to be learnt.
+            cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
+            continues: whether the first packed sequence began on an earlier rank, under context parallelism.
+        """
         check_ids(input_ids, self.config.vocab_size)
         checks.check_cu_seqlens(cu_seqlens, *input_ids.shape)
         check_context(self.context, None, None, continues)
@@ -276,7 +230,7 @@ class HybridLM(nn.Module):
     def _read(
         self, input_ids: Tensor, state: ModelState | None, cu_seqlens: Tensor | None, continues: bool | None
     ) -> tuple[Tensor, ModelState]:
-        """From tokens to what the head reads."""
+        """Return what the head reads of these tokens."""
         rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(state, self.layers, rows)
         bounds: Bounds = cu_seqlens
@@ -287,7 +241,7 @@ class HybridLM(nn.Module):
     def hidden(
         self, x: Tensor, state: ModelState | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, ModelState]:
-        """From embeddings `b t hidden` to what the head reads."""
+        """Return what the head reads, from embeddings x `b t hidden`."""
         new = []
         for n, block in enumerate(self.layers):
             x, layer = block(x, None if state is None else state.layers[n], cu_seqlens)
@@ -299,7 +253,7 @@ class HybridLM(nn.Module):
         return self.norm(x), ModelState(tuple(new), seen + more)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The head."""
+        """Return the logits of what the head reads."""
         if self.head is not None:
             return project(self.head, x)
         if self.embed.weight.is_meta and not x.is_meta:  # torch would return a tensor without numbers
@@ -314,7 +268,7 @@ class HybridLM(nn.Module):
         attention_mask: Tensor,
         last_only: bool,
     ) -> LMOutput:
-        """Rows without their padding are packed texts."""
+        """Run the model on rows without their padding, as packed sequences."""
         kept = check_mask(attention_mask, input_ids)
         if kept is None:
             return self(input_ids, state, labels=labels, last_only=last_only)
@@ -339,34 +293,54 @@ class HybridLM(nn.Module):
         device: torch.device | str = "cpu",
         progress: bool = True,
     ) -> "HybridLM":
-        """From a folder with config.json and safetensors, or a name on the Hugging Face hub; dtype None or "auto": as
-        stored, else a torch.dtype or its name, such as "bfloat16" or "bf16".
+        """Make a model in eval mode from a checkpoint.
 
         Decays (A_log, dt_bias) and router_bias are float32 whatever the dtype is; model.to(dtype) would round them too.
-        """
-        from lineate.models.families import load_pretrained
 
-        return load_pretrained(name, dtype=dtype, device=device, progress=progress)
+        Args:
+            name: a folder with config.json and safetensors, or a name on the Hugging Face hub.
+            dtype: a torch.dtype or its name, such as "bfloat16" or "bf16"; None or "auto": as stored.
+            device: where the weights are loaded to.
+            progress: whether a bar is shown while they are read, if there is a terminal.
+        """
+        return load_pretrained(HybridLM, name, dtype, device, progress)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """config.json and model.safetensors, which from_pretrained reads back to the same bits.
+        """Write config.json and model.safetensors, which from_pretrained reads back to the same bits.
 
         The configuration must describe the model: a mixer of another class, or a setting changed after construction,
         is refused.
-        """
-        from lineate.models.families import save_pretrained
 
+        Args:
+            folder: where they are written; it is made if need be.
+        """
         save_pretrained(self, folder)
 
 
+def empty_model(config: HybridConfig) -> HybridLM:
+    """Make a model without memory for its tensors."""
+    return without_memory(HybridLM, config)
+
+
+def save_pretrained(model: HybridLM, folder: str | Path, max_shard_bytes: int = SHARD_BYTES) -> None:
+    """Write config.json and safetensors, unless the model is not what its configuration describes."""
+    check_saveable(model)
+    write_pretrained(model, model.config, model.dtype, folder, max_shard_bytes)
+
+
+def check_saveable(model: HybridLM) -> None:
+    """Raise if a model made of its configuration and its tensors would not be this one."""
+    check_described(model, empty_model(model.config))
+
+
 def _last_of_each(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """x `1 t hidden` -> `1 n_seqs hidden`: each text's last token, 0 for empty texts."""
+    """Return each sequence's last token, 0 for empty ones: x `1 t hidden` -> `1 n_seqs hidden`."""
     last = x[:, (cu_seqlens[1:] - 1).clamp(min=0)]
     return last * (cu_seqlens.diff() > 0)[None, :, None]
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Mean of -log p(label_{t+1} | ..t) in float32; a text's first token is never predicted from another text."""
+    """Return the mean of -log p(label_{t+1} | ..t) in float32; no sequence's first token is predicted from another."""
     check_labels(labels, logits.shape[:2])
     labels = labels.long()
     if cu_seqlens is not None:

@@ -1,34 +1,20 @@
 """What a checkpoint is, from its headers alone: layers, rules, heads, parameters, bytes on disk, bytes of state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from lineate.layers import MixtureOfExperts
-from lineate.models.config import LINEAR_LETTERS, MEMORY_LETTERS, HybridConfig
-from lineate.models.families import empty_model, make_plan, other_family, read_config
-from lineate.models.hub import open_headers
-from lineate.models.hybrid import HybridLM
-from lineate.models.loading import MismatchError, check_tensors, stored_dtype
+from lineate.layers import MixtureOfExperts, kind_of
+from lineate.models.config import HybridConfig
+from lineate.models.families import make_plan, other_family, read_config
+from lineate.models.files.hub import open_headers
+from lineate.models.files.loading import MismatchError, check_tensors, stored_dtype
+from lineate.models.hybrid import HybridLM, empty_model
 from lineate.processor import why_wide
 from lineate.terminal import console
-
-RULES = {
-    "L": "linear attention",
-    "R": "gated linear attention",
-    "D": "DeltaNet",
-    "G": "Gated DeltaNet",
-    "K": "Kimi Delta Attention",
-    "T": "TTT-Linear",
-    "P": "TTT-MLP",
-    "N": "Titans",
-    "C": "LaCT",
-    "E": "least squares",
-    "A": "softmax attention",
-    "M": "latent attention",
-}
 
 
 @dataclass(frozen=True)
@@ -39,21 +25,21 @@ class Description:
     family: str
     config: HybridConfig
     parameters: int
-    """Of the model, without what the checkpoint has beside it."""
+    """How many the model has, without what the checkpoint has beside it."""
     active_parameters: int
-    """That one token is multiplied with: of the experts, only those it goes to."""
+    """How many one token is multiplied with: of the experts, only those it goes to."""
     bytes_by_dtype: dict[str, int]
-    """On disk, everything."""
+    """Bytes on disk of everything."""
     ignored_bytes: int
-    """On disk, not needed by the model (vision, multi-token prediction)."""
+    """Bytes on disk that are not needed by the model (vision, multi-token prediction)."""
     state_dtype: str
-    """Of the convolution's inputs and of the cache; the memory is float32."""
+    """The dtype of the convolution's inputs and of the cache; the memory is float32."""
     memory_bytes: int
-    """Of one sequence, whatever its length: the memories."""
+    """Bytes of the memories of one sequence, whatever its length."""
     conv_bytes: int
     """The same for the last inputs of the convolutions."""
     cache_bytes_per_token: int
-    """That one more token adds."""
+    """Bytes that one more token adds."""
     problem: str | None
     """Why it would not load, if it would not."""
 
@@ -62,7 +48,7 @@ class Description:
         return sum(self.bytes_by_dtype.values())
 
     def state_bytes(self, tokens: int) -> int:
-        """Of one sequence after so many tokens."""
+        """Return the bytes of one sequence after so many tokens."""
         return self.memory_bytes + self.conv_bytes + tokens * self.cache_bytes_per_token
 
 
@@ -103,7 +89,7 @@ def describe(folder: str | Path) -> Description:
 
 
 def print_description(folder: str | Path) -> None:
-    """As a table in the terminal."""
+    """Print a table in the terminal."""
     from rich import box
     from rich.table import Table
 
@@ -120,31 +106,17 @@ def print_description(folder: str | Path) -> None:
 
 
 def rows(found: Description) -> list[tuple[str, str]]:
-    """Name and text of each line of the table."""
+    """Return name and text of each line of the table."""
     c = found.config
     counts = {letter: c.letters.count(letter) for letter in dict.fromkeys(c.letters)}
     lines = [
         ("family", found.family),
         ("layers", f"{c.n_layers}: {c.letters}"),
-        ("rules", ", ".join(f"{n} x {RULES[letter]} ({letter})" for letter, n in counts.items())),
+        ("rules", ", ".join(f"{n} x {kind_of(letter).label} ({letter})" for letter, n in counts.items())),
         ("hidden, vocabulary", f"{c.hidden_size}, {c.vocab_size}{', tied' if c.tie_embeddings else ''}"),
     ]
-    if c.linear is not None and set(c.letters) & set(LINEAR_LETTERS):
-        x = c.linear
-        heads = f"{x.heads} key heads of {x.key_dim}, {x.value_heads} value heads of {x.value_dim}"
-        lines.append(("linear", f"{heads}, convolution over {x.conv_size} tokens"))
-    if c.memory is not None and set(c.letters) & set(MEMORY_LETTERS):
-        chunk = "" if c.memory.chunk is None else f", chunks of {c.memory.chunk}"
-        lines.append(("memory", f"{c.memory.heads} heads of {c.memory.head_dim}{chunk}"))
-    if c.attention is not None and "A" in c.letters:
-        a = c.attention
-        rope = f"{a.rotary_dim} rotated, base {a.rope_theta:g}" if a.rotary_dim else "no positions"
-        gate = ", output gate" if a.gated else ""
-        lines.append(("attention", f"{a.heads} heads of {a.head_dim}, {a.kv_heads} for keys and values, {rope}{gate}"))
-    if c.latent is not None and "M" in c.letters:
-        m = c.latent
-        dims = f"keys {m.nope_dim} + {m.rope_dim} shared, values {m.value_dim}"
-        lines.append(("latent", f"{m.heads} heads, latent {m.rank}, {dims}"))
+    sizes = {kind.section or kind.label: c.part(kind) for kind in c.mixer_kinds()}
+    lines += [(name, _sizes(part)) for name, part in sizes.items()]
     if c.feed is not None:
         lines.append(("feed-forward", f"{c.feed.size}"))
     if c.experts is not None:
@@ -169,8 +141,15 @@ def rows(found: Description) -> list[tuple[str, str]]:
     return lines
 
 
+def _sizes(part: Any) -> str:
+    """Return the sizes of a mixer in words; a dataclass of the user's may have none for them."""
+    if hasattr(part, "describe"):
+        return str(part.describe())
+    return ", ".join(f"{f.name} {getattr(part, f.name)}" for f in fields(part))
+
+
 def _state_bytes(model: HybridLM) -> tuple[int, int, int]:
-    """Of the memories, of the convolutions, and what a token adds."""
+    """Return the bytes of the memories, of the convolutions, and what a token adds."""
     specs = [spec for layer in model.state_spec for spec in layer]
     memory = sum(spec.nbytes() for spec in specs if "t" not in spec.shape and spec.name != "conv")
     conv = sum(spec.nbytes() for spec in specs if spec.name == "conv")
@@ -178,7 +157,7 @@ def _state_bytes(model: HybridLM) -> tuple[int, int, int]:
 
 
 def idle_parameters(model: nn.Module) -> int:
-    """Of experts that a token does not go to."""
+    """Return how many parameters belong to experts that a token does not go to."""
     idle = 0
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):

@@ -18,7 +18,9 @@ AT_ONCE = 2**26
 
 
 def loss_sum(logits: Tensor, targets: Tensor, name: str = "targets") -> tuple[Tensor, Tensor]:
-    """sum of -log p(target), in float32, and how many targets there are; logits `b t vocab`, targets `b t`, -100: none.
+    """Return the sum of -log p(target), in float32, and how many targets there are.
+
+    logits `b t vocab`, targets `b t`, -100: none.
 
     The targets are already shifted: targets_t is what follows input t. name: of the targets, in messages.
     """
@@ -30,7 +32,7 @@ def loss_sum(logits: Tensor, targets: Tensor, name: str = "targets") -> tuple[Te
 
 
 def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The first of loss_sum(x weight^T, targets); x `b t hidden`, weight `vocab hidden`."""
+    """Return the first of loss_sum(x weight^T, targets); x `b t hidden`, weight `vocab hidden`."""
     if targets.numel() * weight.shape[0] <= AT_ONCE:
         return loss_sum(linear(x, weight), targets)[0]
     check_targets(targets, x, weight.shape[0])
@@ -41,14 +43,14 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def most_bytes(tokens: int, vocab: int, hidden: int) -> int:
-    """Of logits and what is made of them, at most at one moment: 12 a logit, and in pieces the two gradients."""
+    """Return the most bytes that logits and what is made of them take at once: 12 a logit, in pieces two gradients."""
     if tokens * vocab <= AT_ONCE:
         return 12 * tokens * vocab
     return 12 * AT_ONCE + 4 * hidden * (tokens + vocab)
 
 
 def check_targets(targets: Tensor, like: Tensor, vocab: int, name: str = "targets") -> None:
-    """Of what shape, and what values: only where looking does not wait for a GPU."""
+    """Check shape and values of the targets; values only where looking does not wait for a GPU."""
     if targets.shape != like.shape[:2]:
         raise ValueError(f"{name} must have shape (b, t) = {tuple(like.shape[:2])}, got {tuple(targets.shape)}")
     if targets.device.type != "cpu" or torch.compiler.is_compiling() or not targets.numel():

@@ -124,7 +124,13 @@ PRESETS: dict[str, Callable[..., HybridConfig]] = {
 
 
 def preset(name: str, pattern: str | None = None, vocab_size: int | None = None) -> HybridConfig:
-    """A configuration by name; pattern and vocab_size are for the sizes to train."""
+    """Return a configuration by name.
+
+    Args:
+        name: a key of PRESETS.
+        pattern: mixers of the layers, for the sizes to train.
+        vocab_size: tokens of the vocabulary, for the sizes to train.
+    """
     if name not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
     if name in ("tiny", "small", "compact", "base", "medium", "large"):

@@ -1,4 +1,4 @@
-"""What a model remembers of the texts it has read: one state a layer."""
+"""What a model remembers of the sequences it has read: one state a layer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,14 +15,17 @@ class ModelState:
     """One state a layer, and how many tokens each row has seen. A value: continuing it leaves it as it was.
 
     torch.save and torch.load keep it.
+
+    Args:
+        layers: the state of every layer.
+        lengths: tokens seen; (rows,) int64 if the rows differ.
     """
 
     layers: tuple[LayerState, ...]
     lengths: int | Tensor
-    """Tokens seen; (rows,) int64 if the rows differ."""
 
     def __repr__(self) -> str:
-        """Layers that look the same are counted; no value is looked at."""
+        """Count layers that look the same; no value is looked at."""
         counts: dict[str, int] = {}
         for layer in map(repr, self.layers):
             counts[layer] = counts.get(layer, 0) + 1
@@ -40,13 +43,13 @@ class ModelState:
         return sum(layer.nbytes for layer in self.layers)
 
     def select(self, rows: Tensor) -> "ModelState":
-        """These rows, in this order: for beams, or to drop a text that has ended."""
+        """Return these rows, in this order: for beams, or to drop a sequence that has ended."""
         lengths = self.lengths if isinstance(self.lengths, int) else self.lengths[rows.to(self.lengths.device)]
         return ModelState(tuple(layer.select(rows) for layer in self.layers), lengths)
 
     @staticmethod
     def join(states: Iterable["ModelState"]) -> "ModelState":
-        """The rows of several states of one model, one after another, each at its own length; the inverse of select."""
+        """Return the rows of several states of one model, each at its own length; the inverse of select."""
         states = list(states)
         if not states or any(len(state.layers) != len(states[0].layers) for state in states):
             found = ", ".join(str(len(state.layers)) for state in states) or "none"
@@ -56,11 +59,11 @@ class ModelState:
         return ModelState(layers, join_lengths(lengths, next(iter(layers[0].tensors.values())).device))
 
     def detach(self) -> "ModelState":
-        """Without gradients."""
+        """Return the state without gradients."""
         return ModelState(tuple(layer.detach() for layer in self.layers), self.lengths)
 
     def to(self, device: torch.device | str) -> "ModelState":
-        """On another device."""
+        """Return the state on another device."""
         lengths = self.lengths if isinstance(self.lengths, int) else self.lengths.to(device)
         return ModelState(tuple(layer.to(device) for layer in self.layers), lengths)
 

@@ -13,6 +13,8 @@ import time
 import warnings
 from pathlib import Path
 
+from lineate import folders
+
 _SOURCES = [Path(__file__).with_name(name) for name in ("chunkwise.c", "layers.c")]
 _FLAGS = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fPIC", "-shared", "-pthread")
@@ -153,19 +155,9 @@ def _fingerprint(command: list[str]) -> str:
     return digest.hexdigest()[:20]
 
 
-def default_cache_folder() -> Path:
-    """Return the folder of all that is made once and kept; it may not be there yet."""
-    if chosen := os.environ.get("LINEATE_CACHE"):
-        return Path(chosen)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lineate"
-    except RuntimeError:  # a user without a name, as in some containers
-        raise FileNotFoundError("no home folder is known for a cache; set LINEATE_CACHE to a folder") from None
-
-
 def _cache_folder() -> Path:
     try:
-        folder = default_cache_folder()
+        folder = folders.cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         others = _writers(folder.stat())
     except OSError as error:

@@ -3,14 +3,15 @@
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from lineate.names import spelled, user_path
+from lineate.options import parameters, sign
 from lineate.planning.options import (
-    CONTEXTS,
-    RANGE,
+    PlanArguments,
     check_files,
     choose_machines,
     choose_panels,
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 TAUGHT: dict[str, int | str] = {
     "--emb-dim": 2048, "--n-heads": 16, "--n-layers": 48, "--dtype": "bf16", "--pattern": "GGGA"
 }  # fmt: skip
-"""What --teaching takes for numbers that are not given; the last two are those of from_numbers."""
+"""The numbers that --teaching takes where none are given; the last two are the defaults of from_numbers."""
 EVEN = 64
-"""Steps between the points of a figure with linear axes."""
+"""How many steps lie between the points of a figure with linear axes."""
 ARGUMENTS = (
     "emb_dim", "n_heads", "kv_heads", "head_dim", "dtype", "state_dtype", "conv_dtype", "cache_dtype", "pattern",
     "hardware", "optimizer",
 )  # fmt: skip
-"""Of the library, which options are named for."""
+"""Arguments of the library that an option is named for."""
 OPTIMIZERS, PRECISIONS = ("adamw", "muon"), ("bfloat16", "float32")
 MOST_DEVICES = 2**20
 HOW = (
@@ -46,133 +47,83 @@ HOW = (
 
 def add_commands(app: "typer.Typer") -> None:
     """Add `lineate plan` to the command line."""
+
+    def plan(**given: Any) -> None:
+        """Plan a model: bytes of weights and state, operations, least times, what fits. No weight is read."""
+        run_plan(PlanArguments(**given))
+
+    sign(plan, parameters(PlanArguments))
+    app.command()(plan)
+
+
+def run_plan(asked: PlanArguments) -> None:
+    """Print and write what was asked for; a wrong option ends the program."""
     import typer
 
-    @app.command()
-    def plan(
-        source: Annotated[
-            str | None,
-            typer.Argument(
-                metavar="MODEL", help="A preset, a checkpoint's or a run's folder, a config.json, or a hub name."
-            ),
-        ] = None,
-        emb_dim: Annotated[
-            int | None, typer.Option("--emb-dim", "--hidden-size", help="Numbers instead of a model: channels.")
-        ] = None,
-        n_heads: Annotated[int | None, typer.Option(help="Numbers: heads.")] = None,
-        n_layers: Annotated[int | None, typer.Option(help="Numbers: layers.")] = None,
-        kv_heads: Annotated[int | None, typer.Option(help="Numbers: heads of keys and values; --n-heads.")] = None,
-        head_dim: Annotated[int | None, typer.Option(help="Numbers: channels a head; emb-dim / n-heads.")] = None,
-        vocab_size: Annotated[int | None, typer.Option(help="Numbers: tokens there are; 32768.")] = None,
-        feed_size: Annotated[int | None, typer.Option(help="Numbers: of the feed-forward; 8/3 emb-dim.")] = None,
-        pattern: Annotated[
-            str | None, typer.Option(help="Mixers of the layers, tiled, in place of the model's: GGGGGGGA.")
-        ] = None,
-        dtype: Annotated[
-            str | None, typer.Option(help="Of weights, cache and convolutions: fp32, bf16, fp16, fp8, int8.")
-        ] = None,
-        state_dtype: Annotated[str, typer.Option(help="Of the recurrent state.")] = "float32",
-        conv_dtype: Annotated[str | None, typer.Option(help="Of the convolution state, if another.")] = None,
-        cache_dtype: Annotated[str | None, typer.Option(help="Of the cache, if another.")] = None,
-        context: Annotated[
-            str | None,
-            typer.Option(
-                "--context", "--context-length", help=f"Tokens of a sequence, with commas; 32k is 32768; {CONTEXTS}."
-            ),
-        ] = None,
-        min_ctx: Annotated[
-            str | None, typer.Option(help=f"Or from so many tokens on, every power of two; {RANGE[0]}.")
-        ] = None,
-        max_ctx: Annotated[str | None, typer.Option(help=f"To so many tokens; {RANGE[1]}.")] = None,
-        batch: Annotated[
-            str, typer.Option("--batch", "--batch-size", help="Sequences at a time; several with commas.")
-        ] = "1",
-        memory: Annotated[str | None, typer.Option(help="What must fit into: 80GB, 79.6GiB.")] = None,
-        hardware: Annotated[
-            str | None, typer.Option(help="h100, h200, b200, a100, rtx4090, cpu; all of them if none.")
-        ] = None,
-        devices: Annotated[int, typer.Option(help="So many of them, the model spread evenly.")] = 1,
-        bandwidth: Annotated[str | None, typer.Option(help="Other hardware: 3.35TB/s.")] = None,
-        flops: Annotated[str | None, typer.Option(help="Other hardware: 989TFLOPS of dense products.")] = None,
-        train: Annotated[bool, typer.Option("--train/--no-train", help="Training memory too.")] = True,
-        tokens_per_step: Annotated[int, typer.Option(help="Training: tokens of a step on one device.")] = 8192,
-        optimizer: Annotated[str, typer.Option(help="Training: adamw or muon.")] = "adamw",
-        precision: Annotated[str, typer.Option(help="Training: bf16 (autocast) or fp32.")] = "bfloat16",
-        recompute: Annotated[bool, typer.Option("--recompute", help="Training step: layers are run twice.")] = False,
-        teaching: Annotated[
-            bool, typer.Option("--teaching", help="The simplified formulas people know, and why they differ.")
-        ] = False,
-        layers: Annotated[bool, typer.Option("--layers", help="A row for every layer.")] = False,
-        json_file: Annotated[
-            str | None, typer.Option("--json", metavar="FILE", help="All numbers as JSON; - prints them alone.")
-        ] = None,
-        csv_file: Annotated[
-            str | None, typer.Option("--csv", metavar="FILE", help="All numbers as CSV; - prints them alone.")
-        ] = None,
-        plot: Annotated[Path | None, typer.Option(metavar="FILE", help="A figure: .png, .svg or .pdf.")] = None,
-        panels: Annotated[
-            str | None, typer.Option(help="Of the figure, with commas: memory, batch, flops, decode, prefill.")
-        ] = None,
-        axes: Annotated[
-            str | None, typer.Option(help="Of the figure: log, or linear, as it is with --min-ctx or --max-ctx.")
-        ] = None,
-    ) -> None:
-        """Plan a model: bytes of weights and state, operations, least times, what fits. No weight is read."""
-        from lineate.planning.hardware import several
-        from lineate.planning.models import DTYPES
-        from lineate.planning.report import Request, make_report, make_teaching_report
-        from lineate.planning.units import MOST, read_counts
-        from lineate.terminal import fail, printable
+    from lineate.planning.report import make_report, make_teaching_report
+    from lineate.terminal import fail, printable
 
-        numbers = {
-            "--emb-dim": emb_dim, "--n-heads": n_heads, "--n-layers": n_layers, "--kv-heads": kv_heads,
-            "--head-dim": head_dim, "--vocab-size": vocab_size, "--feed-size": feed_size,
-        }  # fmt: skip
-        try:
-            unused = {
-                "--memory": memory, "--hardware": hardware, "--bandwidth": bandwidth, "--flops": flops,
-                "--devices": devices if devices != 1 else None,
-                "--panels": panels, "--layers": layers or None, "--recompute": recompute or None,
-            }  # fmt: skip
-            if teaching and (given := [name for name, value in unused.items() if value is not None]):
-                raise ValueError(f"{given[0]} has no meaning with --teaching; leave it out")
-            check_files(json_file, csv_file, plot)
-            contexts, batches = read_contexts(context, min_ctx, max_ctx), read_counts(batch, "--batch")
-            linear = has_linear_axes(axes, plot, min_ctx is not None or max_ctx is not None)
-            if not 1 <= tokens_per_step <= MOST:
-                raise ValueError(f"--tokens-per-step must be at least 1 and at most 2^40, got {tokens_per_step}")
-            precision = str(DTYPES.get(precision, precision)).removeprefix("torch.")
-            for name, word, words in (("--optimizer", optimizer, OPTIMIZERS), ("--precision", precision, PRECISIONS)):
-                if word not in words:
-                    raise ValueError(f"{name} must be {' or '.join(words)}, got {word!r}")
-            if not 1 <= devices <= MOST_DEVICES:
-                raise ValueError(f"--devices must be at least 1 and at most {MOST_DEVICES}, got {devices}")
-            machines, room = choose_machines(hardware, bandwidth, flops, memory)
-            machines, room = tuple(several(x, devices) for x in machines), None if room is None else room * devices
-            drawn = choose_panels(panels, plot, bool(machines))
-            assumed: dict[str, int | str] = {}
-            if teaching and source is None:
-                asked: dict[str, int | str | None] = {**numbers, "--dtype": dtype, "--pattern": pattern}
-                assumed = {name: value for name, value in TAUGHT.items() if asked[name] is None}
-                numbers |= {name: value for name, value in assumed.items() if isinstance(value, int)}
-            request = Request(
-                _model(source, numbers, pattern, dtype), contexts, batches[0], batches if len(batches) > 1 else (),
-                machines, room, state_dtype, conv_dtype, cache_dtype, tokens_per_step if train else None, optimizer,
-                precision, recompute,
-            )  # fmt: skip
-            report = (make_teaching_report if teaching else make_report)(request)
-        except (ValueError, TypeError, OSError) as error:
-            fail(_one_line(error), 2)
-        report = {"command": shlex.join(["lineate", *sys.argv[1:]]), "assumed": assumed, **report}
-        _show(report, json_file, csv_file, layers)
-        if plot is not None:
-            _draw(request, plot, drawn, teaching, context is None and min_ctx is None and max_ctx is None, linear)
-            typer.echo(printable(str(plot)), err="-" in (json_file, csv_file))
+    assumed: dict[str, int | str] = {}
+    try:
+        asked.check_teaching()
+        check_files(asked.json_file, asked.csv_file, asked.plot)
+        if asked.teaching and asked.source is None:
+            wanted: dict[str, int | str | None] = {**asked.numbers, "--dtype": asked.dtype, "--pattern": asked.pattern}
+            assumed = {name: value for name, value in TAUGHT.items() if wanted[name] is None}
+        request, panels, linear = _read(asked, assumed)
+        report = (make_teaching_report if asked.teaching else make_report)(request)
+    except (ValueError, TypeError, OSError) as error:
+        fail(_one_line(error), 2)
+    report = {"command": shlex.join(["lineate", *sys.argv[1:]]), "assumed": assumed, **report}
+    _show(report, asked.json_file, asked.csv_file, asked.layers)
+    if asked.plot is not None:
+        _draw(request, asked.plot, panels, asked.teaching, asked.context is None and not asked.in_range, linear)
+        typer.echo(printable(str(asked.plot)), err="-" in (asked.json_file, asked.csv_file))
+
+
+def _read(asked: PlanArguments, assumed: Mapping[str, int | str]) -> tuple["Request", tuple[str, ...], bool]:
+    """Return what to plan, the panels of the figure, and whether its axes are linear."""
+    from lineate.planning.hardware import several
+    from lineate.planning.models import DTYPES
+    from lineate.planning.report import Request
+    from lineate.planning.units import MOST_COUNTED, read_counts
+
+    contexts = read_contexts(asked.context, asked.min_ctx, asked.max_ctx)
+    batches = read_counts(asked.batch, "--batch")
+    linear = has_linear_axes(asked.axes, asked.plot, asked.in_range)
+    if not 1 <= asked.tokens_per_step <= MOST_COUNTED:
+        raise ValueError(f"--tokens-per-step must be at least 1 and at most 2^40, got {asked.tokens_per_step}")
+    precision = str(DTYPES.get(asked.precision, asked.precision)).removeprefix("torch.")
+    for name, word, words in (("--optimizer", asked.optimizer, OPTIMIZERS), ("--precision", precision, PRECISIONS)):
+        if word not in words:
+            raise ValueError(f"{name} must be {' or '.join(words)}, got {word!r}")
+    if not 1 <= asked.devices <= MOST_DEVICES:
+        raise ValueError(f"--devices must be at least 1 and at most {MOST_DEVICES}, got {asked.devices}")
+    machines, room = choose_machines(asked.hardware, asked.bandwidth, asked.flops, asked.memory)
+    machines = tuple(several(x, asked.devices) for x in machines)
+    panels = choose_panels(asked.panels, asked.plot, bool(machines))
+    numbers = asked.numbers | {name: value for name, value in assumed.items() if isinstance(value, int)}
+    request = Request(
+        _model(asked.source, numbers, asked.pattern, asked.dtype),
+        contexts,
+        batches[0],
+        batches if len(batches) > 1 else (),
+        machines,
+        None if room is None else room * asked.devices,
+        asked.state_dtype,
+        asked.conv_dtype,
+        asked.cache_dtype,
+        asked.tokens_per_step if asked.train else None,
+        asked.optimizer,
+        precision,
+        asked.recompute,
+    )
+    return request, panels, linear
 
 
 def _model(source: str | None, numbers: dict[str, int | None], pattern: str | None, dtype: str | None) -> "Model":
-    """From a name or from numbers, not both."""
-    from lineate.models.hub import is_hub_name
+    """Return a model from its name or from numbers; both together are refused."""
+    from lineate.models.files.hub import is_hub_name
     from lineate.models.presets import PRESETS
     from lineate.planning.models import from_numbers, read_model
     from lineate.training.command import model_folder
@@ -214,14 +165,14 @@ def _check_size(name: str, value: int, least: int = 1) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """A message of the library, with an option's name in place of an argument's."""
+    """Return a message of the library with an option's name in place of an argument's."""
     text = " ".join(str(error).split())
     name, must, rest = text.partition(" must ")
     return f"--{name.replace('_', '-')}{must}{rest}" if name in ARGUMENTS else text
 
 
 def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, layers: bool) -> None:
-    """Tables, unless numbers are printed instead; files."""
+    """Print the tables, unless numbers are printed instead, and write the files."""
     import typer
 
     from lineate.planning.report import csv_text
@@ -248,11 +199,11 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
 def _draw(
     request: "Request", plot: Path, panels: tuple[str, ...], teaching: bool, usual: bool, linear: bool
 ) -> None:  # fmt: skip
-    """The figure, from the shortest context on, or from a 16th of it if there is but one or if they are the usual ones.
+    """Draw the figure from the shortest context on, or from a 16th of it if there is only one or if none was given.
 
-    Points: every power of two, or so many evenly spaced ones if the axes are linear.
+    There is a point at every power of two, or EVEN steps if the axes are linear.
     """
-    from lineate.explore.style import styled
+    from lineate.figures import styled
     from lineate.planning.hardware import find_hardware
     from lineate.planning.plots import draw_report, draw_teaching, save
     from lineate.planning.report import make_report, make_teaching_report

@@ -5,9 +5,10 @@ from lineate.planning.models import Model, check_size, variants
 
 
 def longest_context(plan: MemoryPlan, memory_bytes: int, batch: int = 1) -> int | None:
-    """Tokens n of each of batch sequences with plan.total(batch, n) <= memory_bytes < plan.total(batch, n + 1).
+    """Return the tokens n of each of batch sequences that just fit.
 
-    None: any length fits, as nothing grows. 0: weights and fixed state leave no room for a token, or do not fit.
+    plan.total(batch, n) <= memory_bytes < plan.total(batch, n + 1). The result is None if nothing grows, so that any
+    length fits, and 0 if weights and fixed state leave no room for a token, or do not fit themselves.
     """
     check_size("memory_bytes", memory_bytes)
     check_size("batch", batch)
@@ -18,7 +19,10 @@ def longest_context(plan: MemoryPlan, memory_bytes: int, batch: int = 1) -> int 
 
 
 def largest_batch(plan: MemoryPlan, memory_bytes: int, tokens: int) -> int:
-    """Sequences n of so many tokens with plan.total(n, tokens) <= memory_bytes < plan.total(n + 1, tokens)."""
+    """Return the most sequences n of so many tokens that fit.
+
+    plan.total(n, tokens) <= memory_bytes < plan.total(n + 1, tokens).
+    """
     check_size("memory_bytes", memory_bytes)
     check_size("tokens", tokens)
     return max(0, (memory_bytes - plan.weights) // plan.state(1, tokens))
@@ -27,9 +31,9 @@ def largest_batch(plan: MemoryPlan, memory_bytes: int, tokens: int) -> int:
 def crossover(
     model: Model, state_dtype: str = "float32", conv_dtype: str | None = None, cache_dtype: str | None = None
 ) -> int:
-    """The first length at which the fixed state of a linear layer has fewer bytes than the cache of a full layer.
+    """Return the first length at which a linear layer's fixed state has fewer bytes than a full layer's cache.
 
-    Of the model's own layers; a kind that it has not is that of variants().
+    The layers are the model's own; if it has none of a kind, that of variants() is taken.
     """
     made, dtypes = variants(model), (state_dtype, conv_dtype, cache_dtype)
     linear, full = (plan_memory(made[name], *dtypes).layers[0] for name in ("linear only", "softmax only"))
@@ -37,5 +41,5 @@ def crossover(
 
 
 def first_smaller(linear: LayerMemory, full: LayerMemory) -> int:
-    """The first length at which the state of a linear layer has fewer bytes than the cache of a full one."""
+    """Return the first length at which a linear layer's state has fewer bytes than a full layer's cache."""
     return (linear.memory + linear.conv) // full.cache_per_token + 1

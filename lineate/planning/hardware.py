@@ -11,7 +11,7 @@ from lineate.planning.models import Model, check_size
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a machine can do at most, by its vendor's figures, dense."""
+    """What a machine can do at most, by its vendor's figures for dense products."""
 
     name: str
     memory_bytes: int
@@ -20,11 +20,11 @@ class Hardware:
     matrix_rate: dict[str, float] = field(hash=False)
     """Operations a second by dtype: float32 (tf32 where there is one), bfloat16, float16, float8, int8."""
     cache_bytes: int = 0
-    """On the chip: so much may stay there from one step to the next and is not counted as moved."""
+    """Bytes of cache on the chip; so much may stay there between steps and is not counted as moved."""
     notes: str = ""
 
     def rate(self, dtype: torch.dtype) -> float:
-        """That of a dtype; of one without its own, that of the next wider one that has."""
+        """Return the rate of a dtype, or that of the next wider one that has a rate."""
         name = str(dtype).removeprefix("torch.").replace("float8_e4m3fn", "float8")
         wider = {"float8": "bfloat16", "int8": "bfloat16", "bfloat16": "float16", "float16": "float32"}
         while name not in self.matrix_rate and name in wider:
@@ -64,11 +64,11 @@ HARDWARE: dict[str, Hardware] = {
         "two cores with AVX-512 at 4 GHz, two channels of DDR5-5600",
     ),
 }  # fmt: skip
-"""By a short name. A GB of the vendor is counted as 10^9 bytes; a GPU's driver may report some percent more."""
+"""Machines by a short name. A vendor's GB is counted as 10^9 bytes; a GPU's driver may report some percent more."""
 
 
 def find_hardware(name: str) -> Hardware:
-    """By its short or full name, whatever its case and spaces."""
+    """Return a machine by its short or full name, whatever its case and spaces."""
     wanted = _plain(name)
     for short, found in HARDWARE.items():
         if wanted in (short, _plain(found.name)):
@@ -79,7 +79,7 @@ def find_hardware(name: str) -> Hardware:
 
 
 def make_hardware(memory_bytes: int, bandwidth: float, flops: float, name: str = "given numbers") -> Hardware:
-    """From a user's own numbers: bytes, bytes a second, operations a second in the model's dtype."""
+    """Return a machine of a user's own numbers: bytes, bytes a second, operations a second in the model's dtype."""
     for what, value in (("memory", memory_bytes), ("bandwidth", bandwidth), ("flops", flops)):
         if not value > 0:
             raise ValueError(f"{what} must be above 0, got {value}")
@@ -87,7 +87,7 @@ def make_hardware(memory_bytes: int, bandwidth: float, flops: float, name: str =
 
 
 def several(hardware: Hardware, devices: int) -> Hardware:
-    """So many of one kind as if they were one: the model spread evenly, and nothing sent between them takes time."""
+    """Return several machines as if they were one: the model is spread evenly, and communication takes no time."""
     check_size("devices", devices)
     if devices == 1:
         return hardware
@@ -117,7 +117,7 @@ class Bound:
 
 
 def bound(what: str, flops: int, nbytes: int, hardware: Hardware, dtype: torch.dtype) -> Bound:
-    """The larger of the two times. What fits into the chip's cache may be there already."""
+    """Return the larger of the two times; what fits into the chip's cache may be there already."""
     moved = max(0, nbytes - hardware.cache_bytes)
     moving, computing = moved / hardware.bandwidth, flops / hardware.rate(dtype)
     limit = "memory bandwidth" if moving >= computing else "matrix rate"
@@ -128,12 +128,12 @@ def bound(what: str, flops: int, nbytes: int, hardware: Hardware, dtype: torch.d
 def time_bounds(
     model: Model | MemoryPlan, hardware: Hardware, batch: int = 1, tokens: int = 4096, optimizer: str = "adamw"
 ) -> list[Bound]:
-    """Of a prefill of batch texts of so many tokens, of decoding one more token in each, of a step of training on them.
+    """Return lower bounds of the times of a prefill, of decoding one token, and of a training step.
 
-    True lower bounds: least operations at the peak rate, or least bytes at the peak bandwidth, whichever takes longer,
-    although a program needs both, and launches, too. Experts: as if all tokens of a batch went to the same; what to
-    expect if each chooses at random is "decode, experts at random". Training: bfloat16 products where the machine has
-    them; weights and optimiser in float32.
+    There are `batch` sequences of `tokens` tokens. A bound is the least operations at the peak rate, or the least bytes
+    at the peak bandwidth, whichever takes longer, although a program needs both, and launches, too. All tokens of a
+    batch are taken to go to the same experts; "decode, experts at random" is what to expect if each chooses at random.
+    Training has bfloat16 products where the machine has them, and weights and optimiser in float32.
     """
     for name, value in (("batch", batch), ("tokens", tokens)):
         check_size(name, value)
@@ -156,7 +156,10 @@ def training_bound(
     memory: MemoryPlan, hardware: Hardware, tokens_per_step: int, length: int, optimizer: str = "adamw",
     precision: str = "bfloat16", recompute: bool = False,
 ) -> Bound:  # fmt: skip
-    """Of a step of training on so many tokens, in texts of this length. precision: of the products."""
+    """Return a lower bound of a training step on so many tokens, in sequences of this length.
+
+    `precision` is that of the products.
+    """
     trained = round(tokens_per_step * plan_flops(memory.model).training(length, recompute, "least"))
     half = precision == "bfloat16" and bool(hardware.matrix_rate.keys() & {"bfloat16", "float16"})
     # each parameter, and what the optimiser keeps of it, is read and written once; products read them once more

@@ -1,4 +1,4 @@
-"""Bytes of a model: weights, and what it remembers of each text, as they are really allocated.
+"""Bytes of a model: weights, and what it remembers of each sequence, as they are really allocated.
 
 Nothing is estimated: the model is made without memory for its tensors (on torch's meta device), and its own parameters
 and state_spec are added up.
@@ -14,17 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from lineate.dtypes import full_name
-from lineate.layers import MixtureOfExperts, TensorSpec
-from lineate.models.families import empty_model
-from lineate.models.hybrid import HybridLM
-from lineate.models.inspect import RULES, idle_parameters
-from lineate.models.loading import KEPT_FLOAT32
+from lineate.layers import MixtureOfExperts, TensorSpec, kind_of
+from lineate.models.files.loading import KEPT_FLOAT32
+from lineate.models.hybrid import HybridLM, empty_model
+from lineate.models.inspect import idle_parameters
 from lineate.models.loss import most_bytes
 from lineate.planning.activations import ends, saved_by
 from lineate.planning.models import Model, check_size, dtype_of
-
-CACHES = {"A": "keys and values", "M": "latent"}
-"""What is cached of every token, by letter."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +30,11 @@ class LayerMemory:
     index: int
     letter: str
     rule: str
-    """Of the letter, in words."""
+    """Its rule in words."""
     weights: int
-    """Of the whole block: mixer, feed-forward, norms."""
+    """Bytes of the whole block: mixer, feed-forward, norms."""
     feed: int
-    """Of these, the feed-forward's."""
+    """Those of them that are the feed-forward's."""
     memory: int
     """Recurrent state; of LaCT also its window's keys and values, which are bounded."""
     conv: int
@@ -48,7 +44,7 @@ class LayerMemory:
     """"keys and values", "latent", or "" where nothing grows."""
 
     def state(self, tokens: int) -> int:
-        """Of one sequence after so many tokens."""
+        """Return the bytes of one sequence after so many tokens."""
         return self.memory + self.conv + tokens * self.cache_per_token
 
 
@@ -66,7 +62,7 @@ class MemoryPlan:
     parameters: int
     """How many, not bytes; a tied embedding once."""
     active_parameters: int
-    """That one token is multiplied with: of the experts, only those it goes to."""
+    """How many one token is multiplied with: of the experts, only those it goes to."""
     state_dtype: torch.dtype
     conv_dtype: torch.dtype
     cache_dtype: torch.dtype
@@ -88,17 +84,17 @@ class MemoryPlan:
         return sum(layer.cache_per_token for layer in self.layers)
 
     def cache(self, batch: int, tokens: int, kind: str | None = None) -> int:
-        """Of so many sequences of so many tokens; kind "keys and values" or "latent": of these layers alone."""
+        """Return the bytes of so many sequences of so many tokens; kind: of the layers that cache this alone."""
         check_size("batch", batch, 0)
         check_size("tokens", tokens, 0)
         return batch * tokens * sum(x.cache_per_token for x in self.layers if kind in (None, x.cache))
 
     def state(self, batch: int, tokens: int) -> int:
-        """All that is not weights: memories, convolutions and caches."""
+        """Return the bytes of all that is not weights: memories, convolutions and caches."""
         return batch * (self.memory + self.conv) + self.cache(batch, tokens)
 
     def total(self, batch: int, tokens: int) -> int:
-        """Weights and state."""
+        """Return the bytes of weights and state."""
         return self.weights + self.state(batch, tokens)
 
 
@@ -106,7 +102,7 @@ class MemoryPlan:
 def plan_memory(
     model: Model, state_dtype: str = "float32", conv_dtype: str | None = None, cache_dtype: str | None = None
 ) -> MemoryPlan:
-    """Bytes of a model, equal to what HybridLM.from_pretrained and a forward pass allocate.
+    """Return the bytes of a model, equal to what HybridLM.from_pretrained and a forward pass allocate.
 
     state_dtype: of the recurrent state, which is float32 here whatever the model's dtype. conv_dtype and cache_dtype
     None: the model's. A serving engine may keep them otherwise: with conv_dtype="float32" the convolution state is that
@@ -121,19 +117,19 @@ def plan_memory(
     layers = []
     idle = 0
     for index, (block, specs) in enumerate(zip(empty.layers, empty.state_spec, strict=True)):
-        letter = model.config.letters[index]
+        kind = kind_of(model.config.letters[index])
         grows = [spec for spec in specs if "t" in spec.shape]
         layers.append(
             LayerMemory(
                 index=index,
-                letter=letter,
-                rule=RULES[letter],
+                letter=kind.letter,
+                rule=kind.label,
                 weights=weight_bytes(block, model.dtype),
                 feed=weight_bytes(block.feed, model.dtype),  # type: ignore[arg-type]
                 memory=sum(dtypes.nbytes(spec) for spec in specs if spec not in grows and spec.name != "conv"),
                 conv=sum(dtypes.nbytes(spec) for spec in specs if spec.name == "conv"),
                 cache_per_token=sum(dtypes.nbytes(spec, 1) for spec in grows),
-                cache=CACHES.get(letter, ""),
+                cache=kind.cache,
             )
         )
         idle += idle_parameters(block)
@@ -153,7 +149,7 @@ def plan_memory(
 
 
 def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Of its parameters and buffers in this dtype, but for those that loading keeps in float32."""
+    """Return the bytes of parameters and buffers in this dtype, but for those that loading keeps in float32."""
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
     total = 0
     for name, x in tensors.items():
@@ -172,7 +168,7 @@ class _Dtypes:
     cache: torch.dtype
 
     def nbytes(self, spec: TensorSpec, tokens: int = 0) -> int:
-        """Of one tensor of a model in bfloat16, were it in these dtypes; counters stay integers."""
+        """Return the bytes of one tensor of a model in bfloat16, were it in these dtypes; counters stay integers."""
         dtype = spec.dtype
         if spec.name == "conv":
             dtype = self.conv
@@ -209,7 +205,7 @@ class TrainingMemory:
 def plan_training(
     model: Model, tokens_per_step: int, dtype: str = "bfloat16", optimizer: str = "adamw"
 ) -> TrainingMemory:
-    """Bytes of a step on so many tokens (batch times length).
+    """Return the bytes of a step on so many tokens (batch times length).
 
     Parameters, gradients and optimiser are float32, as `lineate train` has them; dtype "bfloat16": products under
     autocast. optimizer: "adamw" keeps two numbers a parameter, "muon" one for the matrices inside the blocks.
@@ -246,7 +242,7 @@ def plan_training(
 
 
 def _matrices(model: HybridLM) -> dict[str, int]:
-    """Elements of the weights that products read: linear layers, experts, and the head (or the embedding for it)."""
+    """Count the weights that products read: linear layers, experts, and the head (or the embedding for it)."""
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, MixtureOfExperts):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lineate.dtypes import HALF_AND_SINGLE, parse_dtype
-from lineate.models.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from lineate.layers import kind_of
 from lineate.models.config import (
     AttentionConfig,
     ExpertsConfig,
@@ -20,10 +20,11 @@ from lineate.models.config import (
 )
 from lineate.models.families import FAMILIES, OWN, read_config
 from lineate.models.families.values import Values
-from lineate.models.hub import fetch, is_hub_name
-from lineate.models.loading import stored_dtype
+from lineate.models.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from lineate.models.files.hub import fetch, is_hub_name
+from lineate.models.files.loading import stored_dtype
+from lineate.models.files.safetensors import CheckpointError
 from lineate.models.presets import PRESETS, preset
-from lineate.models.safetensors import CheckpointError
 from lineate.names import nearest, user_path
 
 DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {
@@ -32,8 +33,6 @@ DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {
     "int8": torch.int8,
 }
 """By name. fp8 and int8 are a byte an element: what else a quantised model stores (scales) is not counted."""
-SOFTMAX = "AM"
-"""Letters whose state grows with the text."""
 PLAIN: dict[str, str | None] = {
     **dict.fromkeys(("ernie4_5", "granite", "granitemoe", "llama", "mistral", "mixtral", "phi3", "smollm3")),
     **dict.fromkeys(("qwen2", "qwen2_moe")),
@@ -50,7 +49,7 @@ class Model:
     name: str
     config: HybridConfig
     dtype: torch.dtype
-    """Of weights, cache and convolution state."""
+    """The dtype of weights, cache and convolution state."""
     origin: str
     """"preset", "folder", "config.json", "hub", "numbers" or "config"."""
 
@@ -66,7 +65,7 @@ def dtype_of(name: str | torch.dtype, argument: str = "dtype") -> torch.dtype:
 
 
 def check_size(name: str, value: int, smallest: int = 1) -> None:
-    """A whole number that is large enough."""
+    """Raise unless this is a whole number that is large enough."""
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise ValueError(f"{name} must be a whole number of at least {smallest}, got {value!r}")
 
@@ -131,7 +130,7 @@ def from_numbers(
     conv_size: int = 4,
     tie_embeddings: bool = False,
 ) -> Model:
-    """A model of the few numbers that estimators ask for, completed as follows.
+    """Make a model of the few numbers that estimators ask for, completed as follows.
 
     head_dim emb_dim / n_heads; kv_heads n_heads; vocab_size 32768; feed_size 8/3 emb_dim, up to the next multiple of
     64; linear layers have n_heads heads of head_dim channels for keys and for values; a latent (M) has emb_dim / 4
@@ -162,14 +161,14 @@ def from_numbers(
 
 
 def variants(model: Model) -> dict[str, Model]:
-    """The same sizes with softmax attention in every layer, in none, and in every 4th.
+    """Return the same sizes with softmax attention in every layer, in none, and in every 4th.
 
     Letters are the first of each kind in the model's pattern, else G and A. A part that the model has not is derived:
     attention with the value heads of its linear layers, or linear layers with the heads of its attention.
     """
     config = model.config
-    full = next((letter for letter in config.letters if letter in SOFTMAX), "A")
-    linear = next((letter for letter in config.letters if letter not in SOFTMAX), "G")
+    full = next((letter for letter in config.letters if kind_of(letter).grows), "A")
+    linear = next((letter for letter in config.letters if not kind_of(letter).grows), "G")
     config = _complete(config)
     patterns = {"softmax only": full, "linear only": linear, "3:1 hybrid": 3 * linear + full}
     return {
@@ -185,7 +184,7 @@ def mixed_ratio(config: HybridConfig) -> tuple[int, int]:
     """
     pattern = config.pattern
     length = next(n for n in range(1, len(pattern) + 1) if (pattern[:n] * len(pattern)).startswith(pattern))
-    full = sum(letter in SOFTMAX for letter in pattern[:length])
+    full = sum(kind_of(letter).grows for letter in pattern[:length])
     linear = length - full
     common = math.gcd(full, linear)
     if not full or not linear or (full > common and length >= config.n_layers):
@@ -214,24 +213,26 @@ def _complete(config: HybridConfig) -> HybridConfig:
 
 
 def _heads(config: HybridConfig) -> tuple[int, int]:
-    """Heads and channels of a head, of whichever part there is."""
+    """Return heads and channels of a head, of whichever part there is."""
     if config.attention is not None:
         return config.attention.heads, config.attention.head_dim
     if config.linear is not None:
         return config.linear.value_heads, config.linear.value_dim
     if config.latent is not None:
         return config.latent.heads, config.latent.value_dim
-    assert config.memory is not None
-    return config.memory.heads, config.memory.head_dim
+    if config.memory is not None:
+        return config.memory.heads, config.memory.head_dim
+    heads = max(1, config.hidden_size // 64)  # all mixers are the user's own
+    return heads, config.hidden_size // heads
 
 
 def _usual(config: HybridConfig) -> torch.dtype:
-    """Published models are kept in bfloat16, ours are made in float32."""
+    """Return bfloat16 for published models, float32 for ours."""
     return torch.float32 if config.family == OWN else torch.bfloat16
 
 
 def _written(values: dict[str, Any], config: HybridConfig) -> torch.dtype:
-    """The dtype that a config.json names."""
+    """Return the dtype that a config.json names."""
     for part in (values, values.get("text_config")):
         for key in ("dtype", "torch_dtype"):
             if isinstance(part, dict) and part.get(key) in DTYPES:
@@ -259,7 +260,7 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype | None) -> HybridConfig:
 
 
 def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
-    """A decoder with plain softmax attention and SwiGLU (llama, mistral, qwen3, ...), dense or with experts."""
+    """Read a decoder with plain softmax attention and SwiGLU (llama, mistral, qwen3, ...), dense or with experts."""
     v = Values(kind, values)
     if kind not in PLAIN:
         known = sorted({*FAMILIES, *PLAIN, OWN})

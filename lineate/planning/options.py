@@ -1,33 +1,101 @@
 """The options of `lineate plan`, read and checked before anything is computed."""
 
-import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineate.names import user_path
+from lineate.options import argument, option
 
 if TYPE_CHECKING:
     from lineate.planning.hardware import Hardware
 
-CONTEXTS = "4k,16k,64k,256k,1M"
-RANGE = ("128", "128k")
-"""--min-ctx and --max-ctx if only the other is given."""
+DEFAULT_CONTEXTS = "4k,16k,64k,256k,1M"
+DEFAULT_RANGE = ("128", "128k")
+"""What --min-ctx and --max-ctx are if only the other is given."""
 AXES = ("log", "linear")
-PANELS = ("memory", "batch", "flops", "decode", "prefill")
-SUFFIXES = (".png", ".svg", ".pdf")
+PANEL_NAMES = ("memory", "batch", "flops", "decode", "prefill")
+FIGURE_ENDINGS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """What `lineate plan` is asked for: a field is an option of the command line."""
+
+    source: str | None = argument(
+        "A preset, a checkpoint's or a run's folder, a config.json, or a hub name.", "MODEL", None
+    )
+    emb_dim: int | None = option(None, "Numbers instead of a model: channels.", "--emb-dim", "--hidden-size")
+    n_heads: int | None = option(None, "Numbers: heads.")
+    n_layers: int | None = option(None, "Numbers: layers.")
+    kv_heads: int | None = option(None, "Numbers: heads of keys and values; --n-heads.")
+    head_dim: int | None = option(None, "Numbers: channels a head; emb-dim / n-heads.")
+    vocab_size: int | None = option(None, "Numbers: tokens there are; 32768.")
+    feed_size: int | None = option(None, "Numbers: of the feed-forward; 8/3 emb-dim.")
+    pattern: str | None = option(None, "Mixers of the layers, tiled, in place of the model's: GGGGGGGA.")
+    dtype: str | None = option(None, "Of weights, cache and convolutions: fp32, bf16, fp16, fp8, int8.")
+    state_dtype: str = option("float32", "Of the recurrent state.")
+    conv_dtype: str | None = option(None, "Of the convolution state, if another.")
+    cache_dtype: str | None = option(None, "Of the cache, if another.")
+    context: str | None = option(
+        None, f"Tokens of a sequence, with commas; 32k is 32768; {DEFAULT_CONTEXTS}.", "--context", "--context-length"
+    )
+    min_ctx: str | None = option(None, f"Or from so many tokens on, every power of two; {DEFAULT_RANGE[0]}.")
+    max_ctx: str | None = option(None, f"To so many tokens; {DEFAULT_RANGE[1]}.")
+    batch: str = option("1", "Sequences at a time; several with commas.", "--batch", "--batch-size")
+    memory: str | None = option(None, "What must fit into: 80GB, 79.6GiB.")
+    hardware: str | None = option(None, "h100, h200, b200, a100, rtx4090, cpu; all of them if none.")
+    devices: int = option(1, "So many of them, the model spread evenly.")
+    bandwidth: str | None = option(None, "Other hardware: 3.35TB/s.")
+    flops: str | None = option(None, "Other hardware: 989TFLOPS of dense products.")
+    train: bool = option(True, "Training memory too.", "--train/--no-train")
+    tokens_per_step: int = option(8192, "Training: tokens of a step on one device.")
+    optimizer: str = option("adamw", "Training: adamw or muon.")
+    precision: str = option("bfloat16", "Training: bf16 (autocast) or fp32.")
+    recompute: bool = option(False, "Training step: layers are run twice.", "--recompute")
+    teaching: bool = option(False, "The simplified formulas people know, and why they differ.", "--teaching")
+    layers: bool = option(False, "A row for every layer.", "--layers")
+    json_file: str | None = option(None, "All numbers as JSON; - prints them alone.", "--json", metavar="FILE")
+    csv_file: str | None = option(None, "All numbers as CSV; - prints them alone.", "--csv", metavar="FILE")
+    plot: Path | None = option(None, "A figure: .png, .svg or .pdf.", metavar="FILE")  # noqa: RUF009  # it is a field
+    panels: str | None = option(None, "Of the figure, with commas: memory, batch, flops, decode, prefill.")
+    axes: str | None = option(None, "Of the figure: log, or linear, as it is with --min-ctx or --max-ctx.")
+
+    @property
+    def numbers(self) -> dict[str, int | None]:
+        """The numbers of a model without a config, by their flags."""
+        return {
+            "--emb-dim": self.emb_dim, "--n-heads": self.n_heads, "--n-layers": self.n_layers,
+            "--kv-heads": self.kv_heads, "--head-dim": self.head_dim, "--vocab-size": self.vocab_size,
+            "--feed-size": self.feed_size,
+        }  # fmt: skip
+
+    @property
+    def in_range(self) -> bool:
+        """Whether the lengths are given by the ends of a range."""
+        return self.min_ctx is not None or self.max_ctx is not None
+
+    def check_teaching(self) -> None:
+        """Refuse what has no meaning for the teaching formulas."""
+        unused = {
+            "--memory": self.memory, "--hardware": self.hardware, "--bandwidth": self.bandwidth, "--flops": self.flops,
+            "--devices": self.devices if self.devices != 1 else None,
+            "--panels": self.panels, "--layers": self.layers or None, "--recompute": self.recompute or None,
+        }  # fmt: skip
+        if self.teaching and (given := [name for name, value in unused.items() if value is not None]):
+            raise ValueError(f"{given[0]} has no meaning with --teaching; leave it out")
 
 
 def read_contexts(context: str | None, first: str | None, last: str | None) -> tuple[int, ...]:
-    """The lengths given, or a range: its ends and all powers of two between them."""
+    """Return the lengths given, or those of a range: its ends and all powers of two between them."""
     from lineate.planning.units import read_counts
 
     if first is None and last is None:
-        return read_counts(CONTEXTS if context is None else context, "--context")
+        return read_counts(DEFAULT_CONTEXTS if context is None else context, "--context")
     if context is not None:
         raise ValueError("--context names all lengths; leave it out, or leave out --min-ctx and --max-ctx")
     ends: list[int] = []
-    for flag, text, default in (("--min-ctx", first, RANGE[0]), ("--max-ctx", last, RANGE[1])):
+    for flag, text, default in (("--min-ctx", first, DEFAULT_RANGE[0]), ("--max-ctx", last, DEFAULT_RANGE[1])):
         counts = read_counts(default if text is None else text, flag)
         if len(counts) > 1:
             raise ValueError(f"{flag} must be one number, got {text!r}; --context takes several")
@@ -54,15 +122,15 @@ def has_linear_axes(axes: str | None, plot: Path | None, in_range: bool) -> bool
 
 
 def choose_panels(panels: str | None, plot: Path | None, machines: bool) -> tuple[str, ...]:
-    """The panels of the figure."""
+    """Return the panels of the figure."""
     if panels is None:
         return ("memory", "decode") if machines else ("memory", "batch")
     if plot is None:
         raise ValueError("--panels are those of a figure; give --plot FILE too")
     chosen = tuple(dict.fromkeys(word.strip() for word in panels.split(",")))
     for word in chosen:
-        if word not in PANELS:
-            raise ValueError(f"--panels must be of {', '.join(PANELS)}, with commas between, got {panels!r}")
+        if word not in PANEL_NAMES:
+            raise ValueError(f"--panels must be of {', '.join(PANEL_NAMES)}, with commas between, got {panels!r}")
         if word in ("decode", "prefill") and not machines:
             raise ValueError(f"--panels {word} needs --hardware, or --bandwidth and --flops")
     return chosen
@@ -71,7 +139,11 @@ def choose_panels(panels: str | None, plot: Path | None, machines: bool) -> tupl
 def choose_machines(
     hardware: str | None, bandwidth: str | None, flops: str | None, memory: str | None
 ) -> tuple[tuple["Hardware", ...], int | None]:
-    """One machine (by name, some of its numbers changed, or by numbers alone), none (only memory), or all we know."""
+    """Return the machines to plan for, and the memory given.
+
+    There is one machine (by name, with some of its numbers changed, or by numbers alone), none if only memory is given,
+    or else all that are known.
+    """
     from lineate.planning.hardware import HARDWARE, find_hardware, make_hardware
     from lineate.planning.units import read_bandwidth, read_bytes, read_flops
 
@@ -93,7 +165,7 @@ def choose_machines(
 
 def check_files(json_file: str | None, csv_file: str | None, plot: Path | None) -> None:
     """Prove that the files can be written, before anything is computed."""
-    from lineate.checks import why_not_writable
+    from lineate.folders import why_not_writable_file
 
     if json_file == csv_file == "-":
         raise ValueError("--json - and --csv - cannot both be printed; write one of them to a file")
@@ -101,15 +173,9 @@ def check_files(json_file: str | None, csv_file: str | None, plot: Path | None) 
         if name is None or (str(name) == "-" and flag != "--plot"):
             continue
         path = user_path(name)
-        if flag == "--plot" and path.suffix.lower() not in SUFFIXES:
-            raise ValueError(f"--plot must be a file that ends in {', '.join(SUFFIXES)}, got '{name}'")
-        if path.parent.exists() and not path.parent.is_dir():
-            why: str | None = f"'{path.parent}' is no folder"
-        else:
-            why = "it is a folder" if path.is_dir() else why_not_writable(path.parent)
-        if path.is_file() and not os.access(path, os.W_OK):
-            why = "it may not be changed"
-        if why is not None:
+        if flag == "--plot" and path.suffix.lower() not in FIGURE_ENDINGS:
+            raise ValueError(f"--plot must be a file that ends in {', '.join(FIGURE_ENDINGS)}, got '{name}'")
+        if (why := why_not_writable_file(path)) is not None:
             raise ValueError(f"{flag} must be a file that can be written, got '{name}' ({why}); choose another")
     files = [user_path(name).resolve() for name in (json_file, csv_file, plot) if name is not None and str(name) != "-"]
     if len(set(files)) < len(files):

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineate.explore.style import COLORS, LETTER_RULES, MARKERS
-from lineate.planning.report import Report
+from lineate.layers import kind_of
+from lineate.planning.report import PlanNumbers
 from lineate.planning.tables import sequences
 from lineate.planning.units import show_bytes, show_flops, show_rate, show_seconds
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HYBRID: dict[str, Any] = {"color": "#0072B2", "marker": "s", "linestyle": "-"}
-OWN: dict[str, Any] = {"color": "#E69F00", "marker": "o", "linestyle": "--"}
-SOFTMAX, LINEAR, MIXED = "softmax only", "linear only", "3:1 hybrid"
+HYBRID_LOOK: dict[str, Any] = {"color": "#0072B2", "marker": "s", "linestyle": "-"}
+OWN_LOOK: dict[str, Any] = {"color": "#E69F00", "marker": "o", "linestyle": "--"}
+SOFTMAX_ONLY, LINEAR_ONLY, MIXED_3_TO_1 = "softmax only", "linear only", "3:1 hybrid"
 DPI = 150
 METADATA: dict[str, dict[str, None]] = {
     ".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}
 }  # fmt: skip
-"""Left out of files, so that the same numbers give the same bytes."""
+"""What is left out of files, so that the same numbers give the same bytes."""
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """As the file's ending says; then forget the figure."""
+    """Write the figure as the file's ending says, then forget it."""
     from matplotlib import pyplot as plt
 
     figure.savefig(path, dpi=DPI, metadata=METADATA[path.suffix.lower()])
     plt.close(figure)
 
 
-def draw_report(report: Report, panels: Sequence[str], linear: bool = False) -> "Figure":
-    """Panels, two in a row, one legend for all; call it inside style.styled()."""
+def draw_report(report: PlanNumbers, panels: Sequence[str], linear: bool = False) -> "Figure":
+    """Draw the panels, two in a row, with one legend for all; call it inside figures.styled()."""
     from matplotlib import pyplot as plt
 
     columns = min(2, len(panels))
@@ -52,8 +52,8 @@ def draw_report(report: Report, panels: Sequence[str], linear: bool = False) -> 
     return figure
 
 
-def draw_teaching(report: Report, linear: bool = False) -> "Figure":
-    """The simplified formulas, and dashed the exact bytes of the same three models."""
+def draw_teaching(report: PlanNumbers, linear: bool = False) -> "Figure":
+    """Draw the simplified formulas, and dashed the exact bytes of the same three models."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 4.8))
@@ -79,13 +79,13 @@ def draw_teaching(report: Report, linear: bool = False) -> "Figure":
     return figure
 
 
-def _subject(report: Report) -> str:
+def _subject(report: PlanNumbers) -> str:
     m, batch = report["model"], report["batch"]
     return f"{m['name']}, {m['dtype']}" + (f", {sequences(batch)}" if batch > 1 else "")
 
 
-def _memory(axes: "Axes", report: Report) -> None:
-    """Bytes of state, and the length from which a layer's state is the smaller one."""
+def _memory(axes: "Axes", report: PlanNumbers) -> None:
+    """Draw bytes of state, and mark the length from which a layer's state is smaller than a cache."""
     numbers = {name: x["state_bytes"] for name, x in report["variants"].items()}
     _lines(axes, report, numbers)
     _powers(axes, show_bytes, 2)
@@ -100,8 +100,8 @@ def _memory(axes: "Axes", report: Report) -> None:
         )  # fmt: skip
 
 
-def _batch(axes: "Axes", report: Report) -> None:
-    """Sequences that fit; where none does, there is no point."""
+def _batch(axes: "Axes", report: PlanNumbers) -> None:
+    """Draw how many sequences fit; a length at which none does has no point."""
     fits = {x["of"]: x for x in report["fits"]}
     numbers = {name: [n or math.nan for n in x["largest_batch"]] for name, x in fits.items()}
     _lines(axes, report, numbers)
@@ -109,7 +109,7 @@ def _batch(axes: "Axes", report: Report) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
     room = show_rate(next(iter(fits.values()))["memory_bytes"], "B")
     counts = {name: x["largest_batch"] for name, x in fits.items()}
-    softmax, mixed, linear = (counts[_named(counts, name)][-1] for name in (SOFTMAX, MIXED, LINEAR))
+    softmax, mixed, linear = (counts[_named(counts, name)][-1] for name in (SOFTMAX_ONLY, MIXED_3_TO_1, LINEAR_ONLY))
     axes.set_title(
         f"Texts of {_longest(report)} tokens in {room}\nlinear {linear:,}, 3:1 {mixed:,}, softmax {softmax:,}"
     )
@@ -118,7 +118,7 @@ def _batch(axes: "Axes", report: Report) -> None:
         axes.text(0.5, 0.5, "the weights alone\ndo not fit", transform=axes.transAxes, ha="center", color="0.35")
 
 
-def _flops(axes: "Axes", report: Report) -> None:
+def _flops(axes: "Axes", report: PlanNumbers) -> None:
     numbers = {name: x["decode_flops"] for name, x in report["variants"].items()}
     _lines(axes, report, numbers)
     _powers(axes, show_flops, 10)
@@ -126,17 +126,17 @@ def _flops(axes: "Axes", report: Report) -> None:
     axes.set_ylabel("operations of a token")
 
 
-def _decode(axes: "Axes", report: Report) -> None:
+def _decode(axes: "Axes", report: PlanNumbers) -> None:
     _times(axes, report, "decode", "One token after")
     axes.set_ylabel("least time of a token")
 
 
-def _prefill(axes: "Axes", report: Report) -> None:
+def _prefill(axes: "Axes", report: PlanNumbers) -> None:
     _times(axes, report, "prefill", "Reading")
     axes.set_ylabel("least time of reading")
 
 
-_DRAW: dict[str, Callable[["Axes", Report], None]] = {
+_DRAW: dict[str, Callable[["Axes", PlanNumbers], None]] = {
     "memory": _memory, "batch": _batch, "flops": _flops, "decode": _decode, "prefill": _prefill
 }  # fmt: skip
 
@@ -148,8 +148,8 @@ _UNITS: dict[str, tuple[Callable[[float], str], int]] = {
 """How a panel's numbers are written, and the factor between their units."""
 
 
-def _times(axes: "Axes", report: Report, what: str, title: str) -> None:
-    """Least times on the first machine."""
+def _times(axes: "Axes", report: PlanNumbers, what: str, title: str) -> None:
+    """Draw least times on the first machine."""
     machine = report["times"][0]["hardware"]
     times = [x for x in report["times"] if x["what"] == what and x["hardware"] == machine]
     numbers = {name: [x["least_seconds"] for x in times if x["of"] == name] for name in report["variants"]}
@@ -158,30 +158,30 @@ def _times(axes: "Axes", report: Report, what: str, title: str) -> None:
     axes.set_title(_found(f"{title} {_longest(report)} tokens, {machine}", numbers, show_seconds))
 
 
-def _lines(axes: "Axes", report: Report, numbers: Mapping[str, Sequence[float]]) -> None:
+def _lines(axes: "Axes", report: PlanNumbers, numbers: Mapping[str, Sequence[float]]) -> None:
     for name, values in numbers.items():
         look = _look(name, report["variants"][name]["letters"])
         axes.plot(report["contexts_tokens"], values, **look, label=name, markersize=4.5)
 
 
 def _look(name: str, letters: str) -> dict[str, Any]:
-    """Colour, marker and line of a mix of layers: of its rule, if it has but one."""
+    """Return colour, marker and line of a mix of layers; those of its rule if it has only one."""
     if name == "this model":
-        return OWN
+        return OWN_LOOK
     if "hybrid" in name:
-        return HYBRID
-    rule = LETTER_RULES[letters[0]]
-    return {"color": COLORS[rule], "marker": MARKERS[rule], "linestyle": ":" if name.startswith(SOFTMAX) else "-."}
+        return HYBRID_LOOK
+    look = kind_of(letters[0]).look
+    return {"color": look.color, "marker": look.marker, "linestyle": ":" if name.startswith(SOFTMAX_ONLY) else "-."}
 
 
 def _named(numbers: Mapping[str, Any], name: str) -> str:
-    """The key of a mix, which may say that it is this model."""
+    """Return the key of a mix, which may say that it is this model."""
     return next(key for key in numbers if key.startswith(name))
 
 
 def _found(what: str, numbers: Mapping[str, Sequence[float]], show: Callable[[float], str]) -> str:
-    """A title: the last numbers, of linear layers in units and of the others as multiples."""
-    softmax, mixed, linear = (numbers[_named(numbers, name)][-1] for name in (SOFTMAX, MIXED, LINEAR))
+    """Return a title with the last numbers: linear layers' in units, the others' as multiples of them."""
+    softmax, mixed, linear = (numbers[_named(numbers, name)][-1] for name in (SOFTMAX_ONLY, MIXED_3_TO_1, LINEAR_ONLY))
     ratios = f"3:1 {_times_as(mixed / linear)}, softmax {_times_as(softmax / linear)}"
     return f"{what}\nlinear {show(linear)}, {ratios}"
 
@@ -190,12 +190,12 @@ def _times_as(ratio: float) -> str:
     return f"{ratio:,.0f}x" if ratio >= 100 else f"{ratio:.2g}x"
 
 
-def _longest(report: Report) -> str:
+def _longest(report: PlanNumbers) -> str:
     return _tokens(report["contexts_tokens"][-1])
 
 
 def _powers(axes: "Axes", show: Callable[[float], str], base: int) -> None:
-    """A logarithmic axis with ticks in words; several within a decade if there are few decades."""
+    """Make the axis logarithmic with ticks in words; there are several within a decade if decades are few."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log", base=base)
@@ -212,7 +212,7 @@ def _powers(axes: "Axes", show: Callable[[float], str], base: int) -> None:
 
 
 def _lengths(axes: "Axes", contexts: Sequence[int]) -> None:
-    """Tokens, as powers of two: 4k, 1M."""
+    """Put tokens on the x axis, written as powers of two: 4k, 1M."""
     axes.set_xscale("log", base=2)
     if len(contexts) > 1:  # also where nothing is drawn
         axes.set_xlim(contexts[0] / 1.5, contexts[-1] * 1.5)

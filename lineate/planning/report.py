@@ -1,6 +1,6 @@
 """All numbers of `lineate plan` in one dictionary, from which the tables, JSON, CSV and the figure are made.
 
-Keys say the unit: _bytes, _tokens, _seconds, _flops.
+Keys end in their unit: _bytes, _tokens, _seconds, _flops.
 """
 
 import csv
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lineate.models.inspect import RULES
+from lineate.layers import kind_of
 from lineate.planning.compute import FlopsPlan, plan_flops
 from lineate.planning.fit import first_smaller, largest_batch, longest_context
 from lineate.planning.hardware import HARDWARE, Hardware, time_bounds, training_bound
@@ -17,7 +17,7 @@ from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory, plan_t
 from lineate.planning.models import Model, variants
 from lineate.planning.teaching import differences, taught_heads, taught_variants, teaching_of
 
-Report = dict[str, Any]
+PlanNumbers = dict[str, Any]
 CACHE_KINDS = {"keys and values": "keys_and_values_bytes", "latent": "latent_bytes"}
 
 
@@ -30,16 +30,16 @@ class Request:
     """Tokens of a sequence, in rising order."""
     batch: int = 1
     batches: tuple[int, ...] = ()
-    """More than one: all of them have a table."""
+    """Numbers of sequences that get a table, if there is more than one."""
     machines: tuple[Hardware, ...] = tuple(HARDWARE.values())
-    """Whose memory and times count."""
+    """The machines whose memory and times count."""
     memory_bytes: int | None = None
-    """What must fit into, if it is not the machines' own; without machines, of no machine in particular."""
+    """The memory that all must fit into, if it is not the machines' own."""
     state_dtype: str = "float32"
     conv_dtype: str | None = None
     cache_dtype: str | None = None
     tokens_per_step: int | None = 8192
-    """Of training; None: no training."""
+    """Tokens of a training step; None leaves training out."""
     optimizer: str = "adamw"
     precision: str = "bfloat16"
     recompute: bool = False
@@ -48,8 +48,8 @@ class Request:
         return plan_memory(model, self.state_dtype, self.conv_dtype, self.cache_dtype)
 
 
-def make_report(request: Request) -> Report:
-    """Everything but the teaching formulas."""
+def make_report(request: Request) -> PlanNumbers:
+    """Return everything except the teaching formulas."""
     plan, flops = request.plan(request.model), plan_flops(request.model)
     others = {name: (request.plan(model), plan_flops(model)) for name, model in variants(request.model).items()}
     same = [name for name, (other, _) in others.items() if other.model.config.letters == plan.model.config.letters]
@@ -82,8 +82,8 @@ def make_report(request: Request) -> Report:
     }  # fmt: skip
 
 
-def make_teaching_report(request: Request) -> Report:
-    """The simplified formulas beside the exact bytes of the same three models."""
+def make_teaching_report(request: Request) -> PlanNumbers:
+    """Return the simplified formulas beside the exact bytes of the same three models."""
     plans = {name: request.plan(model) for name, model in taught_variants(request.model).items()}
     taught = [teaching_of(request.model, tokens, request.batch) for tokens in request.contexts]
     return {
@@ -109,13 +109,13 @@ def make_teaching_report(request: Request) -> Report:
     }
 
 
-def middle(report: Report) -> int:
-    """The length for tables with room for one: the middle one."""
+def middle(report: PlanNumbers) -> int:
+    """Return the middle length, for tables with room for one."""
     contexts: list[int] = report["contexts_tokens"]
     return contexts[len(contexts) // 2]
 
 
-def _model(plan: MemoryPlan) -> Report:
+def _model(plan: MemoryPlan) -> PlanNumbers:
     model, c = plan.model, plan.model.config
     return {
         "name": model.name, "origin": model.origin, "family": c.family, "dtype": model.dtype_name,
@@ -123,11 +123,11 @@ def _model(plan: MemoryPlan) -> Report:
         "tied_embeddings": c.tie_embeddings, "parameters": plan.parameters,
         "active_parameters": plan.active_parameters, "experts": c.experts is not None,
         "longest_trained_tokens": c.max_position,
-        "rules": {RULES[letter]: c.letters.count(letter) for letter in dict.fromkeys(c.letters)},
+        "rules": {kind_of(letter).label: c.letters.count(letter) for letter in dict.fromkeys(c.letters)},
     }  # fmt: skip
 
 
-def _weights(plan: MemoryPlan) -> Report:
+def _weights(plan: MemoryPlan) -> PlanNumbers:
     feed = sum(layer.feed for layer in plan.layers)
     return {
         "total_bytes": plan.weights,
@@ -139,7 +139,7 @@ def _weights(plan: MemoryPlan) -> Report:
     }
 
 
-def _state(plan: MemoryPlan) -> Report:
+def _state(plan: MemoryPlan) -> PlanNumbers:
     name = {key: str(getattr(plan, key)).removeprefix("torch.") for key in ("state_dtype", "conv_dtype", "cache_dtype")}
     return {
         "recurrent_bytes": plan.memory, "convolution_bytes": plan.conv, "cache_bytes_per_token": plan.cache_per_token,
@@ -147,7 +147,7 @@ def _state(plan: MemoryPlan) -> Report:
     }  # fmt: skip
 
 
-def _at(plan: MemoryPlan, batch: int, tokens: int) -> Report:
+def _at(plan: MemoryPlan, batch: int, tokens: int) -> PlanNumbers:
     return {
         "tokens": tokens,
         **{key: plan.cache(batch, tokens, kind) for kind, key in CACHE_KINDS.items()},
@@ -158,7 +158,7 @@ def _at(plan: MemoryPlan, batch: int, tokens: int) -> Report:
     }
 
 
-def _variant(request: Request, plan: MemoryPlan, flops: FlopsPlan) -> Report:
+def _variant(request: Request, plan: MemoryPlan, flops: FlopsPlan) -> PlanNumbers:
     return {
         "letters": plan.model.config.letters,
         "weights_bytes": plan.weights,
@@ -169,8 +169,8 @@ def _variant(request: Request, plan: MemoryPlan, flops: FlopsPlan) -> Report:
     }
 
 
-def _crossover(linear: MemoryPlan, full: MemoryPlan) -> Report:
-    """The first length at which a linear layer's state is smaller than an attention layer's cache."""
+def _crossover(linear: MemoryPlan, full: MemoryPlan) -> PlanNumbers:
+    """Return the first length at which a linear layer's state is smaller than an attention layer's cache."""
     one, other = linear.layers[0], full.layers[0]
     fixed = one.memory + one.conv
     return {
@@ -179,8 +179,11 @@ def _crossover(linear: MemoryPlan, full: MemoryPlan) -> Report:
     }  # fmt: skip
 
 
-def _flops(flops: FlopsPlan, tokens: int, recompute: bool) -> Report:
-    """executed: as torch's counter has it, with all pairs of a causal attention; least: half of them."""
+def _flops(flops: FlopsPlan, tokens: int, recompute: bool) -> PlanNumbers:
+    """Return operations by both conventions.
+
+    "executed" counts as torch's counter does, with all pairs of a causal attention; "least" counts half of them.
+    """
     return {"tokens": tokens} | {
         f"{what}_{convention}": number
         for convention in ("executed", "least")
@@ -192,7 +195,7 @@ def _flops(flops: FlopsPlan, tokens: int, recompute: bool) -> Report:
     }
 
 
-def _layer(layer: LayerMemory, flops: FlopsPlan, contexts: tuple[int, ...]) -> Report:
+def _layer(layer: LayerMemory, flops: FlopsPlan, contexts: tuple[int, ...]) -> PlanNumbers:
     return {
         "index": layer.index, "letter": layer.letter, "rule": layer.rule, "weights_bytes": layer.weights,
         "feed_forward_bytes": layer.feed, "recurrent_bytes": layer.memory, "convolution_bytes": layer.conv,
@@ -202,7 +205,7 @@ def _layer(layer: LayerMemory, flops: FlopsPlan, contexts: tuple[int, ...]) -> R
     }  # fmt: skip
 
 
-def _fits(request: Request, plan: MemoryPlan) -> list[Report]:
+def _fits(request: Request, plan: MemoryPlan) -> list[PlanNumbers]:
     rooms = [(machine.name, request.memory_bytes or machine.memory_bytes) for machine in request.machines]
     if not rooms and request.memory_bytes is not None:
         rooms = [("the memory given", request.memory_bytes)]
@@ -219,7 +222,7 @@ def _fits(request: Request, plan: MemoryPlan) -> list[Report]:
     ]
 
 
-def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list[Report]:
+def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list[PlanNumbers]:
     return [
         {
             "hardware": machine.name, "what": x.what, "tokens": tokens, "least_seconds": x.seconds, "limit": x.limit,
@@ -230,7 +233,7 @@ def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list
     ]  # fmt: skip
 
 
-def _training(request: Request) -> Report | None:
+def _training(request: Request) -> PlanNumbers | None:
     if request.tokens_per_step is None:
         return None
     plan = plan_training(request.model, request.tokens_per_step, request.precision, request.optimizer)
@@ -254,8 +257,8 @@ def _training(request: Request) -> Report | None:
     }
 
 
-def csv_text(report: Report) -> str:
-    """A line a number: the table it is of, whose it is, at which length (if that matters), its name and unit."""
+def csv_text(report: PlanNumbers) -> str:
+    """Return one line a number: its table, whose it is, at which length (if that matters), its name and unit."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["table", "of", "tokens", "quantity", "value"])
@@ -263,7 +266,7 @@ def csv_text(report: Report) -> str:
     return out.getvalue()
 
 
-def _numbers(report: Report) -> Iterator[tuple[Any, ...]]:
+def _numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
     contexts, name = report["contexts_tokens"], report["model"]["name"]
     for part in ("model", "weights", "state_of_a_sequence", "crossover", "training"):
         for key, value in (report[part] or {}).items():
@@ -297,7 +300,7 @@ def _numbers(report: Report) -> Iterator[tuple[Any, ...]]:
             yield f"times, training step, {x['hardware']}", report["own"], "", key, x[key]
 
 
-def _teaching_numbers(report: Report) -> Iterator[tuple[Any, ...]]:
+def _teaching_numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
     for name, x in report["teaching"].items():
         for key in ("formula_bytes", "exact_bytes"):
             for tokens, number in zip(report["contexts_tokens"], x[key], strict=True):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lineate.planning.report import CACHE_KINDS, Report, middle
+from lineate.planning.report import CACHE_KINDS, PlanNumbers, middle
 from lineate.planning.units import (
     show_bytes,
     show_count,
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 Rows = list[list[str]]
 WORDS = ("", "limit", "mixer")
-"""Headings of columns that are no numbers."""
+"""Headings of the columns that hold words."""
 
 
-def print_report(report: Report, console: "Console", layers: bool = False) -> None:
-    """All tables of make_report."""
+def print_report(report: PlanNumbers, console: "Console", layers: bool = False) -> None:
+    """Print all tables of make_report."""
     m = report["model"]
     say(console, headline(m), style="bold")
     say(console, weights_line(report["weights"]))
@@ -57,8 +57,8 @@ def print_report(report: Report, console: "Console", layers: bool = False) -> No
         table(console, "Every layer, one sequence", *layer_rows(report))
 
 
-def print_teaching(report: Report, console: "Console") -> None:
-    """The table and the sentences of make_teaching_report."""
+def print_teaching(report: PlanNumbers, console: "Console") -> None:
+    """Print the table and the sentences of make_teaching_report."""
     m = report["model"]
     heads = m["taught_heads"]
     say(console, headline(m), style="bold")
@@ -85,7 +85,7 @@ def print_teaching(report: Report, console: "Console") -> None:
 
 
 def table(console: "Console", title: str, head: list[str], rows: Rows) -> None:
-    """Words to the left, numbers to the right; nothing is cut."""
+    """Print a table with words to the left and numbers to the right; nothing is cut."""
     from rich import box
     from rich.table import Table
 
@@ -104,8 +104,8 @@ def say(console: "Console", text: str, style: str | None = None) -> None:
     console.print(text, style=style)
 
 
-def headline(m: Report) -> str:
-    """The model in a line."""
+def headline(m: PlanNumbers) -> str:
+    """Return the model in a line."""
     rules = ", ".join(f"{n} x {rule}" for rule, n in m["rules"].items())
     active = f", {show_count(m['active_parameters'])} active per token" if m["experts"] else ""
     name = "Numbers" if m["origin"] == "numbers" else m["name"]
@@ -115,15 +115,15 @@ def headline(m: Report) -> str:
     )
 
 
-def weights_line(w: Report) -> str:
+def weights_line(w: PlanNumbers) -> str:
     parts = {"mixers": "mixers_bytes", "feed-forward": "feed_forward_bytes", "embedding": "embedding_bytes"}
     text = ", ".join(f"{name} {show_bytes(w[key])}" for name, key in parts.items())
     head = f"head {show_bytes(w['head_bytes'])}" if w["head_bytes"] else "head tied to the embedding"
     return f"Weights: {show_bytes(w['total_bytes'])} ({text}, {head})."
 
 
-def state_line(s: Report) -> str:
-    """What is kept of one sequence."""
+def state_line(s: PlanNumbers) -> str:
+    """Return what is kept of one sequence."""
     recurrent, conv = (show_bytes(s[f"{key}_bytes"]) for key in ("recurrent", "convolution"))
     fixed = show_bytes(s["recurrent_bytes"] + s["convolution_bytes"])
     cache = f"{show_bytes(s['cache_bytes_per_token'])} of cache per token ({s['cache_dtype']})"
@@ -137,8 +137,8 @@ def sequences(batch: int) -> str:
     return "one sequence" if batch == 1 else f"{batch:,} sequences"
 
 
-def context_rows(report: Report) -> tuple[list[str], Rows]:
-    """Bytes by kind against the length; kinds that the model has not are left out."""
+def context_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
+    """Return bytes by kind against the length, without the kinds that the model lacks."""
     names = {key: kind for kind, key in CACHE_KINDS.items()}
     names |= {"recurrent_bytes": "recurrent", "convolution_bytes": "convolution", "state_bytes": "all state"}
     names["total_bytes"] = "with weights"
@@ -147,7 +147,7 @@ def context_rows(report: Report) -> tuple[list[str], Rows]:
     return ["tokens", *(names[key] for key in shown)], rows
 
 
-def batch_rows(report: Report) -> tuple[list[str], Rows]:
+def batch_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
     totals = report["against_batch"]
     rows = [
         [show_tokens(tokens)] + [show_bytes(x[i]) for x in totals.values()]
@@ -156,7 +156,7 @@ def batch_rows(report: Report) -> tuple[list[str], Rows]:
     return ["tokens", *(f"batch {int(batch):,}" for batch in totals)], rows
 
 
-def variant_rows(report: Report) -> tuple[list[str], Rows]:
+def variant_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
     sides = report["variants"]
     rows = [
         [show_tokens(tokens)] + [show_bytes(x["state_bytes"][i]) for x in sides.values()]
@@ -166,14 +166,14 @@ def variant_rows(report: Report) -> tuple[list[str], Rows]:
     return ["tokens", *sides], rows
 
 
-def crossover_line(x: Report) -> str:
+def crossover_line(x: PlanNumbers) -> str:
     return (
         f"From {x['tokens']:,} tokens on, a layer of {x['linear_rule']} ({show_bytes(x['linear_layer_bytes'])}) "
         f"keeps less than one of {x['full_rule']} ({show_bytes(x['full_layer_bytes_per_token'])} per token)."
     )
 
 
-def flops_rows(report: Report) -> tuple[list[str], Rows]:
+def flops_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
     keys = {
         "prefill": "prefill_executed", "at least": "prefill_least", "decode": "decode_executed",
         "training": "training_executed",
@@ -183,8 +183,8 @@ def flops_rows(report: Report) -> tuple[list[str], Rows]:
     return ["tokens", *keys], rows
 
 
-def fit_table(report: Report) -> tuple[str, list[str], Rows]:
-    """Title, headings, rows. One machine: every length, and the other mixers; several: the middle length."""
+def fit_table(report: PlanNumbers) -> tuple[str, list[str], Rows]:
+    """Return title, headings and rows: every length and the other mixers for one machine, else the middle length."""
     fits = [x for x in report["fits"] if x["of"] == report["own"]]
     batch, contexts = sequences(report["batch"]), report["contexts_tokens"]
     if len(fits) > 1:
@@ -201,22 +201,22 @@ def fit_table(report: Report) -> tuple[str, list[str], Rows]:
     return title, ["", *(x["of"] for x in report["fits"])], rows
 
 
-def memory(x: Report) -> str:
+def memory(x: PlanNumbers) -> str:
     return show_rate(x["memory_bytes"], "B")
 
 
-def longest(x: Report) -> str:
+def longest(x: PlanNumbers) -> str:
     if not x["weights_fit"]:
         return "weights do not fit"
     return "any" if x["any_length_fits"] else show_tokens(x["longest_context_tokens"])
 
 
-def largest(x: Report, at: int) -> str:
+def largest(x: PlanNumbers, at: int) -> str:
     return f"{x['largest_batch'][at]:,}" if x["weights_fit"] else "-"
 
 
-def time_rows(report: Report) -> tuple[list[str], Rows]:
-    """One machine: every length; several: the middle one."""
+def time_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
+    """Return headings and rows: every length for one machine, the middle one for several."""
     times = {(x["hardware"], x["tokens"], x["what"]): x for x in report["times"] if x["of"] == report["own"]}
     machines = list(dict.fromkeys(x["hardware"] for x in report["times"]))
     lengths = report["contexts_tokens"] if len(machines) == 1 else [middle(report)]
@@ -233,7 +233,7 @@ def time_rows(report: Report) -> tuple[list[str], Rows]:
     return ["", f"prefill {show_tokens(lengths[0])}", "limit", "decode a token", "limit"], rows
 
 
-def time_note(report: Report) -> str:
+def time_note(report: PlanNumbers) -> str:
     text = "Least operations at the peak matrix rate, or least bytes at the peak bandwidth, whichever takes longer."
     if not all(x["weights_fit"] for x in report["fits"]):
         text += " Where the weights do not fit: as if they did."
@@ -250,12 +250,12 @@ def time_note(report: Report) -> str:
     return text
 
 
-def training_title(t: Report) -> str:
+def training_title(t: PlanNumbers) -> str:
     precision = "float32" if t["precision"] == "float32" else f"{t['precision']} autocast"
     return f"Training, {t['tokens_per_step']:,} tokens a step on one device, {t['optimizer']}, {precision}"
 
 
-def training_rows(t: Report) -> tuple[list[str], Rows]:
+def training_rows(t: PlanNumbers) -> tuple[list[str], Rows]:
     rows = []
     for name in ("parameters", "gradients", "optimizer", "casts", "activations", "logits"):
         again = t["activations_recomputed_bytes" if name == "activations" else f"{name}_bytes"]
@@ -265,14 +265,14 @@ def training_rows(t: Report) -> tuple[list[str], Rows]:
     return ["", "all activations kept", "layers recomputed"], rows
 
 
-def training_note(t: Report) -> str:
+def training_note(t: PlanNumbers) -> str:
     times = ", ".join(
         f"{x['hardware']} {show_seconds(x['least_seconds'])} ({x['limit'].removeprefix('memory ')})" for x in t["times"]
     )
     return f"A step on texts of {t['text_tokens']:,} tokens takes at least: {times}."
 
 
-def layer_rows(report: Report) -> tuple[list[str], Rows]:
+def layer_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
     head = ["layer", "mixer", "weights", "recurrent", "convolution", "cache/token"]
     rows = [
         [str(x["index"]), x["rule"]]

@@ -11,8 +11,9 @@ from fractions import Fraction
 
 import torch
 
+from lineate.layers import kind_of
 from lineate.planning.memory import LayerMemory, plan_memory
-from lineate.planning.models import SOFTMAX, Model, check_size, dtype_of, mixed_ratio, variants
+from lineate.planning.models import Model, check_size, dtype_of, mixed_ratio, variants
 
 
 def teaching(
@@ -24,7 +25,10 @@ def teaching(
     dtype: str = "bf16",
     ratio: tuple[int, int] = (3, 1),
 ) -> dict[str, float]:
-    """Bytes by the three formulas: "full attention", "DeltaNet", "3:1" (or another ratio). Whole numbers are ints."""
+    """Return bytes by the three formulas: "full attention", "DeltaNet", "3:1" (or another ratio).
+
+    Whole numbers are ints.
+    """
     sizes = {"emb_dim": emb_dim, "n_heads": n_heads, "n_layers": n_layers, "batch": batch}
     sizes |= {"ratio[0]": ratio[0], "ratio[1]": ratio[1]}
     for name, value in sizes.items():
@@ -40,8 +44,10 @@ def teaching(
 
 
 def teaching_of(model: Model, tokens: int, batch: int = 1) -> dict[str, float]:
-    """The same for a model: its hidden size, the heads of its attention (else of its linear layers), its dtype, and
-    the ratio of its pattern."""
+    """Return the same for a model, by its hidden size, heads, dtype and the ratio of its pattern.
+
+    The heads are those of its attention, else of its linear layers.
+    """
     c = model.config
     return teaching(c.hidden_size, taught_heads(model), c.n_layers, tokens, batch, model.dtype_name, mixed_ratio(c))
 
@@ -56,7 +62,7 @@ def taught_variants(model: Model) -> dict[str, Model]:
 
 
 def taught_heads(model: Model) -> int:
-    """The one number of heads that the formulas know."""
+    """Return the one number of heads that the formulas know."""
     c = model.config
     for part in (c.attention, c.latent, c.linear, c.memory):
         if part is not None:
@@ -68,7 +74,7 @@ def differences(
     model: Model, tokens: int = 32768, state_dtype: str = "float32", conv_dtype: str | None = None,
     cache_dtype: str | None = None,
 ) -> list[str]:  # fmt: skip
-    """How exact bytes differ from the formulas, and why: one sentence each, with the numbers of this model."""
+    """Say how exact bytes differ from the formulas, and why: one sentence each, with the numbers of this model."""
     dtypes = state_dtype, conv_dtype, cache_dtype
     made = {name: plan_memory(variant, *dtypes) for name, variant in taught_variants(model).items()}
     linear, full = made["linear only"].layers[0], made["softmax only"].layers[0]
@@ -79,7 +85,7 @@ def differences(
     said = _state_differences(model, linear, kept, heads, d_head)
     said += _cache_differences(model, full, cached, heads, d_head)
     a, b = mixed_ratio(c)
-    if len({letter in SOFTMAX for letter in c.letters}) == 1:
+    if len({kind_of(letter).grows for letter in c.letters}) == 1:
         said.append(f"The pattern {c.pattern} has one kind of layer; the hybrid beside it is an example of {a}:{b}.")
     attending = Fraction(c.n_layers * b, a + b)
     whole = sum(bool(layer.cache) for layer in made[f"{a}:{b} hybrid"].layers)
@@ -115,15 +121,16 @@ def _state_differences(
             else f"The recurrent state is planned in {str(dtype).removeprefix('torch.')}: {sizes}."
         )
     x = c.linear
-    if linear.letter in "LRDGK" and x is not None:
-        columns = x.value_dim + (linear.letter == "L")
+    is_matrix = kind_of(linear.letter).section == "linear"
+    if is_matrix and x is not None:
+        columns = linear.memory // (x.value_heads * x.key_dim * dtype.itemsize)
         if (x.value_heads, x.key_dim, columns) != (heads, d_head, d_head):
             said.append(
                 f"A linear layer has {x.value_heads} value heads of {x.key_dim} x {columns} "
                 f"({x.value_heads * x.key_dim * columns:,} elements), not {heads} of {d_head} x {d_head} "
                 f"({heads * d_head * d_head:,})."
             )
-    elif linear.letter not in "LRDGK":
+    elif not is_matrix:
         said.append(
             f"The memory of {linear.rule} is {linear.memory:,} bytes a layer: its weights and what it has summed up."
         )
@@ -143,7 +150,7 @@ def _cache_differences(model: Model, full: LayerMemory, dtype: torch.dtype, head
             f"The cache is planned in {str(dtype).removeprefix('torch.')}: {dtype.itemsize} bytes an element, not "
             f"{model.dtype.itemsize} ({model.dtype_name})."
         )
-    if full.letter == "M":
+    if full.cache == "latent":
         assert c.latent is not None
         said.append(
             f"Latent attention caches one vector of {c.latent.rank} + {c.latent.rope_dim} channels a token, "

@@ -1,130 +1,72 @@
 """`lineate tasks`: train rules on a task, print the table, draw the figure."""
 
+import inspect
 import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from lineate.checks import named_path
+from lineate.names import named_path
+from lineate.options import argument, option, parameters, sign
+from lineate.tasks.task import DEFAULT_RULES
 
 if TYPE_CHECKING:
     import typer
 
-    from lineate.tasks.progress import Cost
+    from lineate.tasks.progress import RunCost
     from lineate.tasks.runner import Cell
 
-DEFAULT_RULES = "linear,gla,deltanet,gdn,kda,softmax"
 
+@dataclass(frozen=True)
+class TasksArguments:
+    """What `lineate tasks` is asked for: a field is an option of the command line."""
 
-def add_commands(app: "typer.Typer") -> None:
-    """Add `lineate tasks` to the command line."""
-    import typer
-
-    @app.command()
-    def tasks(
-        context: typer.Context,
-        task: Annotated[
-            str,
-            typer.Argument(
-                metavar="TASK",
-                help="recall, overwriting, needle, copying, selective-copying, induction, parity, counting, s5.",
-            ),
-        ],
-        rules: Annotated[
-            str,
-            typer.Option(
-                help="Rules with commas between: linear, gla, deltanet, gdn, kda, softmax, mla, ttt, ttt-mlp, titans, "
-                "lact, least-squares, or patterns such as GGGA or KM; with -2, as in deltanet-2, beta lies in (0, 2)."
-            ),
-        ] = DEFAULT_RULES,
-        length: Annotated[int | None, typer.Option(help="Tokens a row.")] = None,
-        pairs: Annotated[int | None, typer.Option(help="Pairs, or tokens to remember.")] = None,
-        vocab: Annotated[int | None, typer.Option(help="Tokens there are.")] = None,
-        writes: Annotated[int | None, typer.Option(help="overwriting: writes a key.")] = None,
-        modulus: Annotated[int | None, typer.Option(help="counting: modulo what.")] = None,
-        noise: Annotated[
-            bool, typer.Option("--noise", help="recall: random tokens between the queries, not 0.")
-        ] = False,
-        width: Annotated[int, typer.Option(help="Channels of the model.")] = 128,
-        layers: Annotated[int, typer.Option(help="Layers of the model.")] = 2,
-        heads: Annotated[int, typer.Option(help="Heads, of width / heads channels.")] = 1,
-        conv: Annotated[int, typer.Option(help="Size of the short convolution; 0: none.", min=0)] = 4,
-        beta_scale: Annotated[float, typer.Option(help="beta lies in (0, this): 1 or 2.")] = 1.0,
-        init: Annotated[float, typer.Option(help="Standard deviation of the first weights.")] = 0.02,
-        seeds: Annotated[int, typer.Option(help="Train with the seeds 0 .. this - 1.", min=1)] = 3,
-        steps: Annotated[int, typer.Option(help="Steps at most.", min=1)] = 2000,
-        rows: Annotated[int, typer.Option(help="Rows a step.", min=1)] = 64,
-        lr: Annotated[float, typer.Option("--lr", "--learning-rate", help="The highest learning rate.")] = 2e-3,
-        weight_decay: Annotated[float, typer.Option(help="Of matrices.", min=0)] = 0.01,
-        curriculum: Annotated[
-            int,
-            typer.Option(
-                help="The first third of the steps grows from rows and pairs smaller by this factor; 1: none.", min=1
-            ),
-        ] = 1,
-        eval_every: Annotated[int, typer.Option(help="Steps between tests.", min=1)] = 100,
-        test_rows: Annotated[int, typer.Option(help="Rows of a test.", min=1)] = 512,
-        stop_at: Annotated[
-            float, typer.Option(help="Stop when two tests in a row are this accurate; 2: never.")
-        ] = 0.995,
-        minutes: Annotated[float, typer.Option(help="Stop every run after so many minutes.", min=0)] = math.inf,
-        test_pairs: Annotated[str | None, typer.Option(help="Pairs to test, with commas; an eighth .. all.")] = None,
-        test_lengths: Annotated[str | None, typer.Option(help="Lengths to test, with commas; 1, 2, 4 times.")] = None,
-        dtype: Annotated[str, typer.Option(help="float32, tf32, or bfloat16 (autocast).")] = "float32",
-        device: Annotated[str, typer.Option(help="cpu, cuda; auto: cuda if there is one.")] = "auto",
-        quick: Annotated[
-            bool,
-            typer.Option("--quick", help="Small sizes and one seed: a minute or two; other options still count."),
-        ] = False,
-        jobs: Annotated[int, typer.Option(help="Runs at a time, in processes that share the device.", min=1)] = 1,
-        out: Annotated[
-            Path, typer.Option(parser=named_path, metavar="FOLDER", help="Folder for the figure and the numbers.")
-        ] = Path("out/tasks"),
-        overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the task's files in --out.")] = False,
-    ) -> None:
-        """Train small models on a task that tells the rules apart; print the table and draw the figure."""
-        import matplotlib  # noqa: F401  # say now, not after training, that it is missing
-        from rich.console import Console
-
-        from lineate.checks import check_out
-        from lineate.names import hyphenated, spelled
-        from lineate.tasks.progress import Progress, estimate, lanes
-        from lineate.tasks.quick import QUICK
-        from lineate.tasks.registry import TASKS
-        from lineate.tasks.report import print_table, save, save_numbers
-        from lineate.tasks.runner import run_cells
-        from lineate.terminal import fail
-
-        task = spelled(task, TASKS)
-        try:
-            flags = {name: context.params[name] for name in FLAGS}
-            flags["rules"] = hyphenated(flags["rules"])
-            given = {name for name in FLAGS if _is_given(context, name)}
-            cells = _plan(task, _quickened(task, flags, given) if quick else flags, quick)
-            if (there := out / f"{cells[0].stem}.json").exists() and not overwrite:
-                what = f"{task} --quick" if quick else task
-                raise ValueError(f"--out must have no results of {what}, got '{there}'; choose another, or --overwrite")
-            check_out(out)
-        except ValueError as error:
-            fail(error, 2)
-        command = shlex.join(["lineate", *sys.argv[1:]])
-        side_by_side = lanes(cells, jobs)
-        typer.echo("timing a few steps of every model ...")
-        with _threads(1 if jobs > 1 else None):
-            costs = estimate(cells)
-            for line in _outlook(costs, side_by_side, None if quick else lambda: _quick_costs(task, flags, given)):
-                typer.echo(line)
-        with Progress(costs, side_by_side, Console()) as progress:
-            results = run_cells(cells, jobs, progress, lambda done: save_numbers(cells[0], done, out, command))
-        print_table(cells[0], results)
-        if quick:
-            typer.echo(QUICK[task].look)
-        for path in save(cells[0], results, out, command):
-            typer.echo(path)
+    task: str = argument(
+        "recall, overwriting, needle, copying, selective-copying, induction, parity, counting, s5.", "TASK"
+    )
+    rules: str = option(
+        DEFAULT_RULES,
+        "Rules with commas between: linear, gla, deltanet, gdn, kda, softmax, mla, ttt, ttt-mlp, titans, "
+        "lact, least-squares, or patterns such as GGGA or KM; with -2, as in deltanet-2, beta lies in (0, 2).",
+    )
+    length: int | None = option(None, "Tokens a row.")
+    pairs: int | None = option(None, "Pairs, or tokens to remember.")
+    vocab: int | None = option(None, "Tokens there are.")
+    writes: int | None = option(None, "overwriting: writes a key.")
+    modulus: int | None = option(None, "counting: modulo what.")
+    noise: bool = option(False, "recall: random tokens between the queries, not 0.", "--noise")
+    width: int = option(128, "Channels of the model.")
+    layers: int = option(2, "Layers of the model.")
+    heads: int = option(1, "Heads, of width / heads channels.")
+    conv: int = option(4, "Size of the short convolution; 0: none.", least=0)
+    beta_scale: float = option(1.0, "beta lies in (0, this): 1 or 2.")
+    init: float = option(0.02, "Standard deviation of the first weights.")
+    seeds: int = option(3, "Train with the seeds 0 .. this - 1.", least=1)
+    steps: int = option(2000, "Steps at most.", least=1)
+    rows: int = option(64, "Rows a step.", least=1)
+    lr: float = option(2e-3, "The highest learning rate.", "--lr", "--learning-rate")
+    weight_decay: float = option(0.01, "Of matrices.", least=0)
+    curriculum: int = option(
+        1, "The first third of the steps grows from rows and pairs smaller by this factor; 1: none.", least=1
+    )
+    eval_every: int = option(100, "Steps between tests.", least=1)
+    test_rows: int = option(512, "Rows of a test.", least=1)
+    stop_at: float = option(0.995, "Stop when two tests in a row are this accurate; 2: never.")
+    minutes: float = option(math.inf, "Stop every run after so many minutes.", least=0)
+    test_pairs: str | None = option(None, "Pairs to test, with commas; an eighth .. all.")
+    test_lengths: str | None = option(None, "Lengths to test, with commas; 1, 2, 4 times.")
+    dtype: str = option("float32", "float32, tf32, or bfloat16 (autocast).")
+    device: str = option("auto", "cpu, cuda; auto: cuda if there is one.")
+    quick: bool = option(False, "Small sizes and one seed: a minute or two; other options still count.", "--quick")
+    jobs: int = option(1, "Runs at a time, in processes that share the device.", least=1)
+    out: Path = option(  # noqa: RUF009  # it is a field
+        Path("out/tasks"), "Folder for the figure and the numbers.", parser=named_path, metavar="FOLDER"
+    )
+    overwrite: bool = option(False, "Replace the task's files in --out.", "--overwrite")
 
 
 SIZE_FLAGS = ("length", "pairs", "vocab", "writes", "modulus", "noise")
@@ -134,6 +76,60 @@ TRAIN_FLAGS = (
 )  # fmt: skip
 FLAGS = (*SIZE_FLAGS, *MODEL_FLAGS, *TRAIN_FLAGS, "rules", "seeds", "test_pairs", "test_lengths", "device")
 """The options that say what is trained and tested, and how."""
+
+
+def add_commands(app: "typer.Typer") -> None:
+    """Add `lineate tasks` to the command line."""
+    import typer
+
+    def tasks(context: typer.Context, **given: Any) -> None:
+        """Train small models on a task that tells the rules apart; print the table and draw the figure."""
+        run_tasks(TasksArguments(**given), {name for name in FLAGS if _is_given(context, name)})
+
+    sign(tasks, {"context": (typer.Context, inspect.Parameter.empty)} | parameters(TasksArguments))
+    app.command()(tasks)
+
+
+def run_tasks(asked: TasksArguments, given: set[str]) -> None:
+    """Train and test what was asked for; `given` names the options that the user gave."""
+    import matplotlib  # noqa: F401  # say now, not after training, that it is missing
+    import typer
+    from rich.console import Console
+
+    from lineate.folders import check_out
+    from lineate.names import hyphenated, spelled
+    from lineate.tasks.progress import Progress, estimate, lanes
+    from lineate.tasks.quick import QUICK
+    from lineate.tasks.registry import TASKS
+    from lineate.tasks.report import print_table, save, save_numbers
+    from lineate.tasks.runner import run_cells
+    from lineate.terminal import fail
+
+    task, out, quick = spelled(asked.task, TASKS), asked.out, asked.quick
+    try:
+        flags = {name: getattr(asked, name) for name in FLAGS}
+        flags["rules"] = hyphenated(flags["rules"])
+        cells = _plan(task, _quickened(task, flags, given) if quick else flags, quick)
+        if (there := out / f"{cells[0].stem}.json").exists() and not asked.overwrite:
+            what = f"{task} --quick" if quick else task
+            raise ValueError(f"--out must have no results of {what}, got '{there}'; choose another, or --overwrite")
+        check_out(out)
+    except ValueError as error:
+        fail(error, 2)
+    command = shlex.join(["lineate", *sys.argv[1:]])
+    side_by_side = lanes(cells, asked.jobs)
+    typer.echo("timing a few steps of every model ...")
+    with _threads(1 if asked.jobs > 1 else None):
+        costs = estimate(cells)
+        for line in _outlook(costs, side_by_side, None if quick else lambda: _quick_costs(task, flags, given)):
+            typer.echo(line)
+    with Progress(costs, side_by_side, Console()) as progress:
+        results = run_cells(cells, asked.jobs, progress, lambda done: save_numbers(cells[0], done, out, command))
+    print_table(cells[0], results)
+    if quick:
+        typer.echo(QUICK[task].look)
+    for path in save(cells[0], results, out, command):
+        typer.echo(path)
 
 
 def _is_given(context: "typer.Context", name: str) -> bool:
@@ -180,7 +176,7 @@ def _plan(task: str, flags: dict[str, Any], quick: bool) -> "list[Cell]":
     return plan_cells(chosen, flags["rules"].split(","), sizes, model, train, flags["seeds"], quick)
 
 
-def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[Cell, Cost]":
+def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[Cell, RunCost]":
     """Return what the same command costs with --quick; nothing if its flags do not go together with that."""
     from lineate.tasks.progress import estimate
 
@@ -191,7 +187,7 @@ def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[
 
 
 def _outlook(
-    costs: "Mapping[Cell, Cost]", side_by_side: int, quick: "Callable[[], Mapping[Cell, Cost]] | None"
+    costs: "Mapping[Cell, RunCost]", side_by_side: int, quick: "Callable[[], Mapping[Cell, RunCost]] | None"
 ) -> Iterator[str]:
     """Yield what to say before the start: how long it takes, and how it could be shorter if that is long."""
     from lineate.tasks.progress import LONG, duration, whole
@@ -212,7 +208,7 @@ def _outlook(
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Let torch use so many threads inside; None: as many as it does."""
+    """Let torch use so many threads inside; None leaves their number as it is."""
     import torch
 
     before = torch.get_num_threads()
@@ -224,7 +220,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _numbers(flag: str, text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Whole numbers with commas between."""
+    """Return whole numbers that are written with commas between."""
     if text is None:
         return default
     try:
@@ -234,7 +230,7 @@ def _numbers(flag: str, text: str | None, default: tuple[int, ...]) -> tuple[int
 
 
 def _device(name: str) -> str:
-    """auto becomes a device; a device that is not there is an error."""
+    """Return the device's name, a real one for auto; a device that is not there is an error."""
     import torch
 
     if name == "auto":

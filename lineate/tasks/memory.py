@@ -9,11 +9,11 @@ from torch import Tensor
 from lineate.tasks.task import Sizes, Task, blank, distinct, uniform
 
 POWER = 0.01
-"""Of the law by which queries are placed: p(place i) ~ i^(POWER - 1), most of them soon after the pairs."""
+"""The power of the law by which queries are placed, most of them soon after the pairs: p(i) ~ i^(POWER - 1)."""
 
 
 def make_recall(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Zoology's multi-query associative recall: pairs first, then every key once, at an even place of the rest."""
+    """Make Zoology's multi-query associative recall: pairs first, then every key once, at an even place of the rest."""
     ids, targets = blank(rows, sizes.length, generator)
     keys = distinct(1, sizes.vocab // 2, rows, sizes.pairs, generator)
     values = distinct(sizes.vocab // 2, sizes.vocab, rows, sizes.pairs, generator)
@@ -26,7 +26,7 @@ def make_recall(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Te
 
 
 def make_overwriting(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Every key is written `writes` times, in random order, each time with a new value; the latest is asked for."""
+    """Write every key `writes` times, in random order, each time with a new value; ask for the latest."""
     ids, targets = blank(rows, sizes.length, generator)
     n, total = sizes.pairs, sizes.pairs * sizes.writes
     keys = distinct(1, sizes.vocab // 2, rows, n, generator)
@@ -52,9 +52,9 @@ def _ask(ids: Tensor, targets: Tensor, start: int, keys: Tensor, values: Tensor,
 
 
 def make_needle(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pairs at random places in noise that has no keys and no values; the last token asks for one of them.
+    """Put pairs at random places in noise that has no keys and no values; the last token asks for one of them.
 
-    Noise is of the first quarter of the vocabulary, keys of the second, values of the upper half.
+    Noise is of the first quarter of the vocabulary, keys are of the second, values of the upper half.
     """
     quarter, half, n = sizes.vocab // 4, sizes.vocab // 2, sizes.pairs
     ids = uniform(0, quarter, (rows, sizes.length), generator)
@@ -68,7 +68,7 @@ def make_needle(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Te
 
 
 def make_copying(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random tokens, 0, and the same tokens again, each predicted from the one before it."""
+    """Make random tokens, 0, and the same tokens again, each predicted from the one before it."""
     ids, targets = blank(rows, sizes.length, generator)
     n = sizes.length // 2
     tokens = uniform(1, sizes.vocab, (rows, n), generator)
@@ -77,7 +77,7 @@ def make_copying(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[T
 
 
 def make_selective(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`pairs` tokens between many 0; at the end as many 1, where they are asked for in their order."""
+    """Put `pairs` tokens between many 0; at the end are as many 1, where they are asked for in their order."""
     ids, targets = blank(rows, sizes.length, generator)
     n = sizes.pairs
     places = distinct(0, sizes.length - n, rows, n, generator).sort(1).values
@@ -88,7 +88,7 @@ def make_selective(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple
 
 
 def make_induction(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random tokens with one 0 among them and a 0 at the end: what came after the first?"""
+    """Make random tokens with one 0 among them and a 0 at the end, which asks what came after the first."""
     ids = uniform(1, sizes.vocab, (rows, sizes.length), generator)
     place = uniform(0, sizes.length - 2, (rows, 1), generator)
     targets = blank(rows, sizes.length, generator)[1]
@@ -99,7 +99,7 @@ def make_induction(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple
 
 
 def _room(sizes: Sizes, tokens: int) -> str | None:
-    """Whether a row has so many tokens, and the vocabulary so many keys."""
+    """Say what is wrong if a row lacks room for so many tokens, or the vocabulary for so many keys."""
     if tokens > sizes.length:
         return (
             f"pairs must leave room for the queries: {sizes.pairs} pairs need a length of at least {tokens}, "

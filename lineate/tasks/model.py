@@ -2,19 +2,13 @@
 
 from dataclasses import dataclass
 
+from lineate.layers import MixerKind, kinds
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LatentConfig, LinearConfig, MemoryConfig
-from lineate.models.config import LETTERS
 from lineate.names import nearest
+from lineate.rule import RULES
 
-RULES = {
-    "linear": "L", "gla": "R", "deltanet": "D", "gdn": "G", "kda": "K", "softmax": "A", "mla": "M",
-    "ttt": "T", "ttt-mlp": "P", "titans": "N", "lact": "C", "least-squares": "E",
-}  # fmt: skip
-LABELS = {
-    "linear": "linear attention", "gla": "gated linear", "deltanet": "DeltaNet", "gdn": "Gated DeltaNet",
-    "kda": "Kimi Delta", "softmax": "softmax", "mla": "latent attention", "ttt": "TTT-Linear", "ttt-mlp": "TTT-MLP",
-    "titans": "Titans", "lact": "LaCT", "least-squares": "least squares",
-}  # fmt: skip
+CORRECTING = tuple(rule.name for rule in RULES if rule.corrects)
+"""The rules that have a beta, by the names of their rows."""
 
 
 @dataclass(frozen=True)
@@ -24,33 +18,44 @@ class ModelOptions:
     width: int = 128
     layers: int = 2
     heads: int = 1
-    """Of width / heads channels each, keys and values alike."""
+    """Heads, of width / heads channels each, keys and values alike."""
     conv: int = 4
-    """Tokens that the short convolution of the linear rules sees; 0: none."""
+    """Tokens that the short convolution of the linear rules sees; 0 is no convolution."""
     beta_scale: float = 1.0
     """beta lies in (0, beta_scale), unless the rule's name says otherwise."""
     init: float = 0.02
     """Standard deviation of the first weights."""
 
 
+def kinds_by_word() -> dict[str, MixerKind]:
+    """Return the rows of all mixers by their names on the command line."""
+    return {kind.short or kind.name: kind for kind in kinds()}
+
+
 def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
-    """Pattern and beta_scale of "gdn", of a pattern such as "GGGA", or of either with -2: beta in (0, 2)."""
+    """Return pattern and beta_scale of "gdn", of a pattern such as "GGGA", or of either with -2: beta in (0, 2)."""
+    known = kinds_by_word()
+    letters = [kind.letter for kind in known.values()]
     word, dash, _ = name.partition("-2")
-    pattern = RULES.get(word, word if word and not set(word) - set(LETTERS) else "")
+    pattern = known[word].letter if word in known else word if not set(word) - set(letters) else ""
     if not pattern or name not in (word, f"{word}-2"):
         raise ValueError(
-            f"rules must be of {', '.join(RULES)}, or patterns of the letters {', '.join(LETTERS)}, got {name!r}"
-            f"{nearest(name, RULES)}"
+            f"rules must be of {', '.join(known)}, or patterns of the letters {', '.join(letters)}, got {name!r}"
+            f"{nearest(name, known)}"
         )
-    if dash and not set(pattern) & set("DGK"):
-        raise ValueError(f"rules: {name!r} has no beta, only deltanet, gdn and kda have one; leave -2 out")
+    with_beta = {word: kind.letter for word, kind in known.items() if kind.name in CORRECTING}
+    if dash and not set(pattern) & set(with_beta.values()):
+        *most, last = with_beta
+        raise ValueError(f"rules: {name!r} has no beta, only {', '.join(most)} and {last} have one; leave -2 out")
     return pattern, 2.0 if dash else beta_scale
 
 
 def label(name: str) -> str:
-    """A rule's name for people."""
+    """Return a rule's name for people."""
     word, dash, _ = name.partition("-2")
-    return LABELS.get(word, word) + (", beta in (0, 2)" if dash else "")
+    kind = kinds_by_word().get(word)
+    shown = word if kind is None else kind.short_label or kind.label
+    return shown + (", beta in (0, 2)" if dash else "")
 
 
 def make_config(rule: str, tokens: int, options: ModelOptions) -> HybridConfig:

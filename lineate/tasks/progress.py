@@ -18,40 +18,40 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LONG = 300.0
-"""Seconds from which on an estimate says how to make it shorter."""
+"""From so many seconds on, an estimate says how to make it shorter."""
 PART = 8
 """A step is first timed with the rows divided by this; one that is slow is not timed whole."""
 SLOW = 0.5
-"""Seconds of a whole step from which on it is not timed whole."""
+"""From so many seconds on, a whole step is not timed."""
 TRUST = 10.0
-"""Seconds of work for which the time left is the estimate, more than what the runs take."""
+"""For so many seconds of work the time left comes from the estimate more than from what the runs take."""
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """Seconds of the parts of a run."""
 
     step: float
-    """One step, with its share of the tests."""
+    """Seconds of one step, with its share of the tests."""
     last: float
-    """The tests at other sizes, after training."""
+    """Seconds of the tests at other sizes, after training."""
     steps: int
     """Steps that fit into the run: all of them, or what --minutes leaves."""
 
     @property
     def seconds(self) -> float:
-        """The whole run, if it does not learn the task early."""
+        """Seconds of the whole run, if it does not learn the task early."""
         return self.steps * self.step + self.last
 
 
 @cpu_by_default
-def estimate(cells: Sequence[Cell]) -> dict[Cell, Cost]:
+def estimate(cells: Sequence[Cell]) -> dict[Cell, RunCost]:
     """Return what each cell costs, from a few real steps of one cell a rule."""
     of_rule = {cell.rule: _time(cell) for cell in reversed(cells)}
     return {cell: of_rule[cell.rule] for cell in cells}
 
 
-def _time(cell: Cell) -> Cost:
+def _time(cell: Cell) -> RunCost:
     train, sizes = cell.train, cell.sizes
     few = replace(cell, train=replace(train, rows=max(1, train.rows // PART)))
     with precision(train):
@@ -75,7 +75,7 @@ def _time(cell: Cell) -> Cost:
         test = seconds(lambda: measure(model, TASKS[cell.task], sizes, cell.seed, part)) * train.test_rows / tested
     step += test * -(-train.steps // train.eval_every) / train.steps
     ends = test * (len(train.test_pairs) + sum(n / sizes.length for n in train.test_lengths))
-    return Cost(step, ends, int(min(train.steps, 60 * train.minutes / step + 1)))
+    return RunCost(step, ends, int(min(train.steps, 60 * train.minutes / step + 1)))
 
 
 def lanes(cells: Sequence[Cell], jobs: int) -> int:
@@ -85,7 +85,7 @@ def lanes(cells: Sequence[Cell], jobs: int) -> int:
     return max(1, min(jobs, len(cells), os.cpu_count() or 1))
 
 
-def whole(costs: Mapping[Cell, Cost], side_by_side: int) -> float:
+def whole(costs: Mapping[Cell, RunCost], side_by_side: int) -> float:
     """Return the seconds of all cells."""
     each = [cost.seconds for cost in costs.values()]
     return max(sum(each) / side_by_side, max(each))
@@ -110,7 +110,7 @@ class Progress:
 
     def __init__(
         self,
-        costs: Mapping[Cell, Cost],
+        costs: Mapping[Cell, RunCost],
         side_by_side: int,
         console: "Console",
         clock: Callable[[], float] = time.monotonic,

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-BASE: dict[str, Any] = {
+SMALL_RUN: dict[str, Any] = {
     "width": 32, "layers": 1, "init": 0.18, "seeds": 1, "rows": 32, "lr": 1e-2, "steps": 400, "curriculum": 4,
     "eval_every": 100, "test_rows": 128, "stop_at": 0.99,
 }  # fmt: skip
-"""One layer, one head of 32 channels. First weights of deviation 1 / sqrt(32) learn sooner than those of 0.02."""
+"""One layer, one head of 32 channels; first weights of deviation 1 / sqrt(32) learn sooner than those of 0.02."""
 
 
 @dataclass(frozen=True)
@@ -22,40 +22,40 @@ class Quick:
 
 QUICK = {
     "recall": Quick(
-        BASE | {"rules": "linear,deltanet,gdn,kda", "length": 48, "pairs": 12, "vocab": 128, "steps": 600},
+        SMALL_RUN | {"rules": "linear,deltanet,gdn,kda", "length": 48, "pairs": 12, "vocab": 128, "steps": 600},
         "look for: rules that correct recall nearly all pairs; linear attention, which only adds, mixes them up",
     ),
     "overwriting": Quick(
-        BASE | {"rules": "linear,deltanet,gdn,kda", "length": 40, "pairs": 4, "writes": 3, "vocab": 64},
+        SMALL_RUN | {"rules": "linear,deltanet,gdn,kda", "length": 40, "pairs": 4, "writes": 3, "vocab": 64},
         "look for: rules that correct answer with the latest value; one that only adds cannot take a value back",
     ),
     "needle": Quick(
-        BASE | {"rules": "linear,gdn,softmax", "length": 64, "vocab": 64, "curriculum": 8},
+        SMALL_RUN | {"rules": "linear,gdn,softmax", "length": 64, "vocab": 64, "curriculum": 8},
         "look for: one pair is no load, every rule finds it; longer rows than it was trained on show which keeps it",
     ),
     "copying": Quick(
-        BASE | {"rules": "linear,gdn,softmax", "length": 32, "vocab": 32},
+        SMALL_RUN | {"rules": "linear,gdn,softmax", "length": 32, "vocab": 32},
         "look for: softmax attention, which keeps every token, copies all; fixed memories lose some, linear the most",
     ),
     "selective-copying": Quick(
-        BASE | {"rules": "linear,gdn,softmax", "length": 32, "pairs": 4, "vocab": 18},
+        SMALL_RUN | {"rules": "linear,gdn,softmax", "length": 32, "pairs": 4, "vocab": 18},
         "look for: a gate, which chooses what to keep, is ahead; one layer and so few steps do not solve the task",
     ),
     "induction": Quick(
-        BASE | {"rules": "linear,gdn,softmax", "length": 32, "vocab": 32},
+        SMALL_RUN | {"rules": "linear,gdn,softmax", "length": 32, "vocab": 32},
         "look for: the short convolution sees what followed the mark; softmax attention has none, and one layer of it "
         "guesses",
     ),
     "parity": Quick(
-        BASE | {"rules": "deltanet,deltanet-2", "length": 20, "conv": 0, "curriculum": 1, "stop_at": 2.0},
+        SMALL_RUN | {"rules": "deltanet,deltanet-2", "length": 20, "conv": 0, "curriculum": 1, "stop_at": 2.0},
         "look for: with beta in (0, 2) parity holds at four times the length; with beta in (0, 1) it is guessed",
     ),
     "counting": Quick(
-        BASE | {"rules": "deltanet,deltanet-2", "length": 20, "modulus": 3, "stop_at": 2.0},
+        SMALL_RUN | {"rules": "deltanet,deltanet-2", "length": 20, "modulus": 3, "stop_at": 2.0},
         "look for: nothing better than a guess (33%): so small a model learns no count modulo 3; see parity, modulo 2",
     ),
     "s5": Quick(
-        BASE | {"rules": "deltanet,deltanet-2", "length": 12, "stop_at": 2.0},
+        SMALL_RUN | {"rules": "deltanet,deltanet-2", "length": 12, "stop_at": 2.0},
         "look for: nothing much better than a guess: so small a model does not learn to compose permutations",
     ),
 }

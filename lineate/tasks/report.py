@@ -7,29 +7,27 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from lineate.tasks.model import label
-from lineate.tasks.runner import Cell, Result
+from lineate.tasks.model import kinds_by_word, label
+from lineate.tasks.runner import Cell, CellResult
+from lineate.tasks.task import DEFAULT_RULES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = {
-    "linear": "#E69F00", "gla": "#56B4E9", "deltanet": "#009E73", "gdn": "#CC79A7", "kda": "#D55E00",
-    "softmax": "#444444",
-}  # fmt: skip
 MORE_COLORS = ("#0072B2", "#882255", "#117733", "#999933", "#AA4499", "#332288")
+"""For patterns and for the rules that are not compared by default, in the order in which they come."""
 
 
-def by_rule(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """The seeds of every rule, in the order of the rules."""
-    rules: dict[str, list[Result]] = {}
+def by_rule(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:
+    """Return the seeds of every rule, in the order of the rules."""
+    rules: dict[str, list[CellResult]] = {}
     for result in results:
         rules.setdefault(result.rule, []).append(result)
     return rules
 
 
-def table_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row a rule: mean accuracy, every seed, steps taken, and the mean at other lengths."""
+def table_rows(results: Sequence[CellResult]) -> tuple[list[str], list[list[str]]]:
+    """Return headings, and a row a rule: mean accuracy, every seed, steps taken, and the mean at other lengths."""
     lengths = list(results[0].by_length)
     head = ["rule", "accuracy", "each seed", "steps", *(f"at {n}" for n in lengths)]
     rows = []
@@ -45,19 +43,22 @@ def table_rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
 
 
 def percent(x: float) -> str:
-    """99.95% is not 100%: rounded down to a tenth (0.57 * 1000 is 569.99.., hence the inner rounding)."""
+    """Return a percentage rounded down to a tenth, so that 99.95% is not 100%.
+
+    0.57 * 1000 is 569.99.., hence the inner rounding.
+    """
     return f"{int(round(x * 1000, 6)) / 10:.1f}"
 
 
-def markdown(results: Sequence[Result]) -> str:
-    """The table as documents have it."""
+def markdown(results: Sequence[CellResult]) -> str:
+    """Return the table as documents have it."""
     head, rows = table_rows(results)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def notes(results: Sequence[Result]) -> list[str]:
-    """Runs that ended early, which a reader must know of."""
+def notes(results: Sequence[CellResult]) -> list[str]:
+    """Return the runs that ended early, which a reader must know of."""
     return [
         f"{label(x.rule)}, seed {x.seed}: stopped at step {x.steps} ({x.stopped})"
         for x in results
@@ -65,8 +66,8 @@ def notes(results: Sequence[Result]) -> list[str]:
     ]
 
 
-def print_table(cell: Cell, results: Sequence[Result]) -> None:
-    """To the terminal."""
+def print_table(cell: Cell, results: Sequence[CellResult]) -> None:
+    """Print the table to the terminal."""
     from rich.console import Console
     from rich.table import Column, Table
 
@@ -81,7 +82,7 @@ def print_table(cell: Cell, results: Sequence[Result]) -> None:
 
 
 def title(cell: Cell) -> str:
-    """The task and its sizes."""
+    """Return the task and its sizes."""
     from lineate.tasks.registry import TASKS
 
     parts = [f"length {cell.sizes.length}"]
@@ -90,7 +91,7 @@ def title(cell: Cell) -> str:
     return f"{cell.task}{' --quick' if cell.quick else ''} ({', '.join(parts)})"
 
 
-def save_numbers(cell: Cell, results: Sequence[Result], out: Path, command: str) -> Path:
+def save_numbers(cell: Cell, results: Sequence[CellResult], out: Path, command: str) -> Path:
     """Write STEM.json: the settings, which all cells share, and every result."""
     content = {
         "command": command, "task": cell.task, "quick": cell.quick, "sizes": asdict(cell.sizes),
@@ -102,7 +103,7 @@ def save_numbers(cell: Cell, results: Sequence[Result], out: Path, command: str)
     return path
 
 
-def save(cell: Cell, results: Sequence[Result], out: Path, command: str) -> list[Path]:
+def save(cell: Cell, results: Sequence[CellResult], out: Path, command: str) -> list[Path]:
     """Write STEM.json, STEM.md and STEM.png into the folder, STEM as the cell has it; return their paths."""
     table, figure = out / f"{cell.stem}.md", out / f"{cell.stem}.png"
     text = f"{title(cell)}: held-out accuracy, %\n\n    {command}\n\n{markdown(results)}"
@@ -111,8 +112,8 @@ def save(cell: Cell, results: Sequence[Result], out: Path, command: str) -> list
     return [save_numbers(cell, results, out, command), table, figure]
 
 
-def draw(cell: Cell, results: Sequence[Result], path: Path) -> None:
-    """Accuracy against pairs (if there are several numbers of them) and against length; dots are seeds."""
+def draw(cell: Cell, results: Sequence[CellResult], path: Path) -> None:
+    """Draw accuracy against pairs (if there are several numbers of them) and against length; dots are seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,11 +133,11 @@ def draw(cell: Cell, results: Sequence[Result], path: Path) -> None:
 
 
 def _lines(axes: "Axes", accuracy: dict[str, list[dict[int, float]]]) -> None:
-    """One line a rule through the means, one dot a seed."""
+    """Draw one line a rule through the means, and one dot a seed."""
     more = iter(MORE_COLORS * len(accuracy))
     ticks: list[int] = []
     for rule, seeds in accuracy.items():
-        color = COLORS.get(rule) or next(more)
+        color = kinds_by_word()[rule].look.color if rule in DEFAULT_RULES.split(",") else next(more)
         ticks = sorted(seeds[0])
         axes.plot(ticks, [100 * mean(s[n] for s in seeds) for n in ticks], color=color, label=label(rule), marker="o")
         for seed in seeds:

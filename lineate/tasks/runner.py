@@ -23,8 +23,8 @@ from lineate.tasks.registry import TASKS
 from lineate.tasks.task import NOTHING, Sizes, Task
 from lineate.tracing import cpu_by_default
 
-Report = Callable[[str], None]
-DTYPES = ("float32", "tf32", "bfloat16")
+Say = Callable[[str], None]
+TRAINING_DTYPES = ("float32", "tf32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class TrainOptions:
     rows: int = 64
     """Rows a step; smaller stages of the curriculum have as many tokens, so more rows."""
     lr: float = 2e-3
-    """The highest: reached after a warm-up of 5% of the steps, then falling as a cosine to 2% of it."""
+    """The highest learning rate, reached after a warm-up of 5% of the steps; a cosine then falls to 2% of it."""
     weight_decay: float = 0.01
     clip: float = 1.0
     curriculum: int = 1
-    """The first third of the steps has rows (and pairs) smaller by this factor, then by half of it, ..; 1: none."""
+    """Rows (and pairs) are first smaller by this factor, then by half of it, .., in the first third of the steps."""
     eval_every: int = 100
     test_rows: int = 512
     stop_at: float = 0.995
@@ -47,7 +47,7 @@ class TrainOptions:
     minutes: float = math.inf
     """Stop after so many minutes."""
     dtype: str = "float32"
-    """float32; tf32: on a GPU, projections multiply in tf32; bfloat16: autocast, weights stay float32."""
+    """float32; tf32, in which a GPU multiplies projections; or bfloat16, which is autocast over float32 weights."""
     device: str = "cpu"
     test_pairs: tuple[int, ...] = ()
     test_lengths: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ class Cell:
     model: ModelOptions
     train: TrainOptions
     quick: bool = False
-    """Of a --quick comparison, whose files have names of their own."""
+    """Whether it is part of a --quick comparison, whose files have names of their own."""
 
     @property
     def stem(self) -> str:
@@ -79,26 +79,29 @@ class Cell:
 
 
 @dataclass
-class Result:
+class CellResult:
     """What became of a cell."""
 
     rule: str
     seed: int
     accuracy: float = 0.0
-    """Held-out, at the sizes it was trained for."""
+    """Held-out accuracy, at the sizes it was trained for."""
     by_pairs: dict[int, float] = field(default_factory=dict)
     by_length: dict[int, float] = field(default_factory=dict)
     steps: int = 0
     seconds: float = 0.0
     stopped: str = "steps"
-    """Why: "accuracy", "steps", "minutes", or "not finite"."""
+    """Why it stopped: "accuracy", "steps", "minutes", or "not finite"."""
     parameters: int = 0
     history: list[tuple[int, float, float]] = field(default_factory=list)
-    """Step, loss, accuracy of every test."""
+    """Step, loss and accuracy of every test."""
 
 
 def default_pairs(task: Task, sizes: Sizes) -> tuple[int, ...]:
-    """An eighth, a quarter, half and all of the pairs; twice as many if a row has room. None if there are no pairs."""
+    """Return an eighth, a quarter, half and all of the pairs, and twice as many if a row has room.
+
+    A task without pairs has none.
+    """
     if "pairs" not in task.uses or sizes.pairs == 1:
         return ()
     counts = sorted({max(1, sizes.pairs // n) for n in (8, 4, 2)} | {sizes.pairs, 2 * sizes.pairs})
@@ -114,7 +117,7 @@ def plan_cells(
     seeds: int,
     quick: bool = False,
 ) -> list[Cell]:
-    """Every rule with every seed, after all checks."""
+    """Return every rule with every seed, after all checks."""
     task.check(sizes)
     if train.test_pairs and "pairs" not in task.uses:
         raise ValueError(f"test_pairs has no meaning for {task.name}; leave it out")
@@ -127,8 +130,11 @@ def plan_cells(
             raise ValueError(f"{name} must be above {low:g} and at most {high:g}, got {getattr(train, name)}")
     if train.curriculum & (train.curriculum - 1):
         raise ValueError(f"curriculum must be a power of two, got {train.curriculum}")
-    if train.dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {train.dtype!r}{nearest(train.dtype, DTYPES)}")
+    if train.dtype not in TRAINING_DTYPES:
+        raise ValueError(
+            f"dtype must be one of {', '.join(TRAINING_DTYPES)}, got {train.dtype!r}"
+            f"{nearest(train.dtype, TRAINING_DTYPES)}"
+        )
     if not 0 < model.beta_scale <= 2:
         raise ValueError(f"beta_scale must be above 0 and at most 2, got {model.beta_scale}")
     if not 0 < model.init <= 1:
@@ -141,7 +147,7 @@ def plan_cells(
 
 
 def sizes_at(task: Task, sizes: Sizes, step: int, train: TrainOptions) -> Sizes:
-    """The curriculum: growing sizes in the first third of the steps; stages that cannot be made are left out."""
+    """Return the sizes of a step; they grow in the first third of the steps, without stages that cannot be made."""
     stages = [task.shrink(sizes, 2**n) for n in range(int(math.log2(train.curriculum)), 0, -1)]
     stages = [stage for stage in stages if task.obstacle(stage) is None]
     stage = 3 * step * len(stages) // max(train.steps, 1)
@@ -149,7 +155,7 @@ def sizes_at(task: Task, sizes: Sizes, step: int, train: TrainOptions) -> Sizes:
 
 
 def learning_rate(step: int, train: TrainOptions) -> float:
-    """Of a step: a linear warm-up, then a cosine."""
+    """Return the learning rate of a step: a linear warm-up, then a cosine."""
     warm = max(1, train.steps // 20)
     if step < warm:
         return train.lr * (step + 1) / warm
@@ -158,7 +164,7 @@ def learning_rate(step: int, train: TrainOptions) -> float:
 
 
 def logits_asked(model: HybridLM, ids: Tensor, targets: Tensor, asked: int) -> tuple[Tensor, Tensor]:
-    """Logits `rows asked vocab` and targets `rows asked` of the places where something is asked, without a sync."""
+    """Return logits `rows asked vocab` and targets `rows asked` where something is asked, without a sync."""
     x, _ = model.hidden(model.embed(ids))
     if asked < ids.shape[1] - 1:
         places = (targets != NOTHING).to(torch.int8).topk(asked, 1, sorted=False).indices.sort(1).values
@@ -174,7 +180,7 @@ def _autocast(train: TrainOptions) -> torch.autocast:
 @torch.no_grad()
 @cpu_by_default
 def measure(model: HybridLM, task: Task, sizes: Sizes, seed: int, train: TrainOptions) -> float:
-    """Accuracy on held-out rows; where every token is asked, on the second half of each row."""
+    """Return accuracy on held-out rows; where every token is asked, on the second half of each row."""
     model.eval()
     rows = max(1, min(train.test_rows, 2**17 // sizes.length))  # a batch that fits anywhere
     right, count = torch.zeros((), dtype=torch.int64, device=train.device), 0
@@ -235,19 +241,19 @@ def train_step(cell: Cell, model: HybridLM, optimizer: torch.optim.Optimizer, st
 
 
 @cpu_by_default
-def train_cell(cell: Cell, report: Report = print, tick: Callable[[int], None] = lambda steps: None) -> Result:
+def train_cell(cell: Cell, report: Say = print, tick: Callable[[int], None] = lambda steps: None) -> CellResult:
     """Train, testing now and then, until it is learnt or steps or minutes are over; then test all sizes.
 
-    tick is called with the number of steps taken, after each.
+    `tick` is called with the number of steps taken, after each.
     """
     with precision(cell.train):
         return _train_cell(cell, report, tick)
 
 
-def _train_cell(cell: Cell, report: Report, tick: Callable[[int], None]) -> Result:
+def _train_cell(cell: Cell, report: Say, tick: Callable[[int], None]) -> CellResult:
     task, sizes, train = TASKS[cell.task], cell.sizes, cell.train
     model, optimizer = start(cell)
-    result = Result(cell.rule, cell.seed, parameters=sum(p.numel() for p in model.parameters()))
+    result = CellResult(cell.rule, cell.seed, parameters=sum(p.numel() for p in model.parameters()))
     began = time.monotonic()
     learnt = 0  # tests in a row that were good enough
     for step in range(train.steps):
@@ -279,7 +285,7 @@ def _train_cell(cell: Cell, report: Report, tick: Callable[[int], None]) -> Resu
 
 
 class Watcher(Protocol):
-    """What is told how the runs go on."""
+    """Is told how the runs go on."""
 
     def say(self, line: str) -> None:
         """Show a line."""
@@ -292,15 +298,15 @@ class Watcher(Protocol):
 
 
 def run_cells(
-    cells: Sequence[Cell], jobs: int, watcher: Watcher, keep: Callable[[list[Result]], object]
-) -> list[Result]:
-    """All cells, in their order; with jobs > 1 in so many processes, which share the device.
+    cells: Sequence[Cell], jobs: int, watcher: Watcher, keep: Callable[[list[CellResult]], object]
+) -> list[CellResult]:
+    """Run all cells, in their order; jobs > 1 is the number of processes, which share the device.
 
-    keep is called with the results so far whenever there is a new one. A cell that fails does not stop the others.
+    `keep` is called with the results so far whenever there is a new one. A cell that fails does not stop the others.
     """
-    results: dict[Cell, Result] = {}
+    results: dict[Cell, CellResult] = {}
 
-    def add(cell: Cell, result: Result) -> None:
+    def add(cell: Cell, result: CellResult) -> None:
         results[cell] = result
         watcher.finish(cell)
         keep([results[cell] for cell in cells if cell in results])
@@ -330,7 +336,7 @@ def run_cells(
 
 @contextmanager
 def _listening(messages: Any, watcher: Watcher) -> Iterator[None]:
-    """Pass on what the processes say, from a thread; a process that dies cannot block it, because it only reads."""
+    """Pass on what the processes say, from a thread, which only reads, so that a process that dies cannot block it."""
     over = Event()
 
     def listen() -> None:
@@ -356,7 +362,7 @@ def _listening(messages: Any, watcher: Watcher) -> Iterator[None]:
 
 
 _messages: Any = None
-"""Of a process of run_cells: where its lines and steps go."""
+"""Where the lines and steps of a process of run_cells go."""
 
 
 def _start_process(messages: Any) -> None:
@@ -365,5 +371,5 @@ def _start_process(messages: Any) -> None:
     torch.set_num_threads(1)
 
 
-def _train_in_process(cell: Cell) -> Result:
+def _train_in_process(cell: Cell) -> CellResult:
     return train_cell(cell, lambda line: _messages.put((cell, line)), lambda steps: _messages.put((cell, steps)))

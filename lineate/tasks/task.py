@@ -11,6 +11,8 @@ from lineate.names import nearest
 NOTHING = -100
 """The target where nothing is asked."""
 STREAMS = ("train", "test")
+DEFAULT_RULES = "linear,gla,deltanet,gdn,kda,softmax"
+"""What a task compares unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,13 @@ class Sizes:
     pairs: int = 1
     """Key-value pairs, or tokens to remember."""
     vocab: int = 64
-    """Tokens there are."""
+    """How many different tokens there are."""
     writes: int = 4
     """Overwriting: how often each key is written."""
     modulus: int = 5
-    """Counting: modulo what."""
+    """Counting: the number that sums are taken modulo."""
     noise: bool = False
-    """Recall: random tokens, not zeros, between the queries."""
+    """Recall: whether random tokens, not zeros, stand between the queries."""
 
 
 Make = Callable[[int, Sizes, torch.Generator], tuple[Tensor, Tensor]]
@@ -36,25 +38,28 @@ Make = Callable[[int, Sizes, torch.Generator], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Task:
-    """One task: make(rows, sizes, generator) -> ids, targets, both `rows length` int64 on the generator's device."""
+    """One task.
+
+    make(rows, sizes, generator) returns ids and targets, both int64 `rows length` on the generator's device.
+    """
 
     name: str
     summary: str
     make: Make
     asked: Callable[[Sizes], int]
-    """Targets a row, which are the same in all rows."""
+    """The number of targets a row, which is the same in all rows."""
     obstacle: Callable[[Sizes], str | None]
-    """What is wrong with these sizes, with a remedy, or None."""
+    """Returns what is wrong with these sizes, with a remedy, or None."""
     default: Sizes
     uses: tuple[str, ...]
     """The sizes that it reads beside length."""
     dense: bool = False
-    """Every token is asked: accuracy is that of the second half of a row."""
+    """Whether every token is asked; accuracy is then that of the second half of a row."""
     tokens: Callable[[Sizes], int] = lambda sizes: sizes.vocab
-    """Tokens that there are."""
+    """Returns how many different tokens there are."""
 
     def check(self, sizes: Sizes) -> None:
-        """Sizes that cannot be made are errors."""
+        """Refuse sizes that cannot be made."""
         for name in ("length", "pairs", "vocab", "writes", "modulus"):
             if getattr(sizes, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(sizes, name)}")
@@ -62,7 +67,7 @@ class Task:
             raise ValueError(f"{self.name}: {wrong}")
 
     def shrink(self, sizes: Sizes, factor: int) -> Sizes:
-        """The same task with rows, and pairs, smaller by a factor: a stage of a curriculum."""
+        """Return the sizes of the same task with rows, and pairs, smaller by a factor: a stage of a curriculum."""
         return replace(
             sizes,
             length=max(2, sizes.length // factor // 2 * 2),
@@ -79,12 +84,12 @@ class Task:
         stream: str = "train",
         device: torch.device | str = "cpu",
     ) -> tuple[Tensor, Tensor]:
-        """ids and targets of a step: the same for the same arguments, another stream for testing."""
+        """Return ids and targets of a step: the same for the same arguments, and others for testing."""
         return self.make(rows, sizes, seeded(seed, step, stream, device))
 
 
 def seeded(seed: int, step: int, stream: str, device: torch.device | str) -> torch.Generator:
-    """A generator on the device whose numbers depend on all of these."""
+    """Return a generator on the device whose numbers depend on all of these."""
     mixed = 0
     for part in (seed, STREAMS.index(stream), step):
         mixed = _scramble(mixed ^ _scramble(part + 1))
@@ -92,7 +97,7 @@ def seeded(seed: int, step: int, stream: str, device: torch.device | str) -> tor
 
 
 def _scramble(x: int) -> int:
-    """splitmix64: neighbouring numbers become unrelated ones."""
+    """Return splitmix64 of a number: neighbouring numbers become unrelated ones."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -100,24 +105,24 @@ def _scramble(x: int) -> int:
 
 
 def uniform(low: int, high: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Whole numbers of low .. high - 1, int64."""
+    """Return whole numbers of low .. high - 1, int64."""
     return torch.randint(low, high, shape, generator=generator, device=generator.device)
 
 
 def distinct(low: int, high: int, rows: int, count: int, generator: torch.Generator) -> Tensor:
-    """`rows count` different numbers of low .. high - 1 in every row, in random order."""
+    """Return `rows count` different numbers of low .. high - 1 in every row, in random order."""
     draws = torch.rand(rows, high - low, generator=generator, device=generator.device)
     return draws.topk(count).indices + low
 
 
 def blank(rows: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """ids of 0 and targets where nothing is asked."""
+    """Return ids of 0, and targets where nothing is asked."""
     ids = torch.zeros(rows, length, dtype=torch.int64, device=generator.device)
     return ids, torch.full_like(ids, NOTHING)
 
 
 def find(name: str, tasks: dict[str, Task]) -> Task:
-    """A task by its name."""
+    """Return a task by its name."""
     if name not in tasks:
         raise ValueError(f"task must be one of {', '.join(tasks)}, got {name!r}{nearest(name, tasks)}")
     return tasks[name]

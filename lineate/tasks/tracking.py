@@ -13,12 +13,12 @@ from lineate.tasks.task import NOTHING, Sizes, Task, uniform
 
 
 def make_parity(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Bits (start is 2); whether the ones so far are odd."""
+    """Make bits (start is 2); the label says whether the ones so far are odd."""
     return _running_sum(rows, sizes.length, 2, generator)
 
 
 def make_counting(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Digits 0 .. modulus - 1 (start is modulus); their sum so far, modulo modulus."""
+    """Make digits 0 .. modulus - 1 (start is modulus); the label is their sum so far, modulo modulus."""
     return _running_sum(rows, sizes.length, sizes.modulus, generator)
 
 
@@ -28,7 +28,7 @@ def _running_sum(rows: int, length: int, modulus: int, generator: torch.Generato
 
 
 def _started(tokens: Tensor, states: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """A start token in front, where nothing is asked."""
+    """Put a start token in front, where nothing is asked."""
     front = tokens.new_full((len(tokens), 1), start)
     return torch.cat((front, tokens), 1), torch.cat((torch.full_like(front, NOTHING), states), 1)
 
@@ -39,7 +39,7 @@ PERMUTATIONS = tuple(permutations(range(5)))
 
 @cache
 def products(device: torch.device) -> Tensor:
-    """`120 120`: [i, j] is the element that does j first, then i: x -> i(j(x))."""
+    """Return `120 120`: [i, j] is the element that does j first, then i: x -> i(j(x))."""
     elements = torch.tensor(PERMUTATIONS, device=device)
     both = elements[:, None, :].expand(120, 120, 5).gather(2, elements[None].expand(120, 120, 5))  # i(j(x))
     digits = 5 ** torch.arange(5, device=device)
@@ -49,9 +49,9 @@ def products(device: torch.device) -> Tensor:
 
 
 def make_s5(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Permutations of five things (start is 120); their product so far, the newest applied last.
+    """Make permutations of five things (start is 120); the label is their product so far, the newest applied last.
 
-    The running product is a scan by doubling: log2(length) lookups.
+    The running product is a scan by doubling, of log2(length) lookups.
     """
     tokens = uniform(0, 120, (rows, sizes.length - 1), generator)
     table, states, step = products(generator.device), tokens, 1

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lineate.models.safetensors import CheckpointError, Reader, read_header, write_bytes, write_tensors
+from lineate.models.files.safetensors import CheckpointError, Reader, read_header, write_bytes, write_tensors
 from lineate.training.distributed import World
 
 MANIFEST = "manifest.json"

@@ -1,6 +1,5 @@
 """`lineate train` and `lineate generate`."""
 
-import inspect
 import io
 import os
 import sys
@@ -8,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
-from lineate.checks import named_path
-from lineate.names import spelled, user_path
+from lineate.names import named_path, spelled, user_path
+from lineate.options import sign
 from lineate.terminal import fail, printable
 from lineate.training.config import TrainConfig
 
@@ -61,7 +60,7 @@ def add_commands(app: "typer.Typer") -> None:
 
 def run_train(given: dict[str, Any]) -> None:
     """Train with the flags that were given (not None), over a config file or a run's own config."""
-    from lineate.models.hub import is_hub_name
+    from lineate.models.files.hub import is_hub_name
     from lineate.models.presets import PRESETS
     from lineate.training.loop import CONFIG, TrainingStopped
     from lineate.training.prepare import check_folder, prepare, restarted
@@ -112,7 +111,7 @@ def run_generate(
 
     from lineate.generation import generate, stream_text
     from lineate.models import HybridLM
-    from lineate.models.hub import is_hub_name
+    from lineate.models.files.hub import is_hub_name
     from lineate.training.distributed import World
     from lineate.training.tokenizer import load_tokenizer
 
@@ -134,7 +133,7 @@ def run_generate(
 
 def fetch_model(name: str) -> Path:
     """Return the folder of a hub name; its weights are fetched only if its tokenizer can be read."""
-    from lineate.models.hub import ALL, TEXTS, fetch
+    from lineate.models.files.hub import ALL, TEXTS, fetch
     from lineate.training.tokenizer import load_tokenizer
 
     load_tokenizer(fetch(name, TEXTS))
@@ -202,10 +201,4 @@ def _sign(command: Any) -> None:
         flags = () if f.metadata["also"] is None else (f"--{f.name}", f.metadata["also"])
         option = typer.Option(*flags, help=f.metadata["help"].replace("[", r"\[") + default.replace("[", r"\["))
         hints[f.name] = Annotated[kind, option]
-    command.__annotations__ = hints | {"return": None}
-    command.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=x)
-            for name, x in hints.items()
-        ]
-    )
+    sign(command, {name: (kind, None) for name, kind in hints.items()})

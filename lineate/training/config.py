@@ -1,6 +1,5 @@
 """Every option of a training run, with its default and one line on what it does."""
 
-import difflib
 import json
 import math
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from lineate.dtypes import full_name
+from lineate.names import closest
 
 CHOICES = {
     "optimizer": ("adamw", "muon"),
@@ -125,8 +125,8 @@ class TrainConfig:
         for name in values:
             if name not in known:
                 also = {f.metadata["also"].strip("-"): f.name for f in known.values() if f.metadata["also"]}
-                near = difflib.get_close_matches(name, [*known, *also], 1)
-                hint = f"; did you mean {also.get(near[0], near[0])!r}?" if near else f"; known are {', '.join(known)}"
+                near = closest(name, [*known, *also])
+                hint = f"; did you mean {also.get(near, near)!r}?" if near else f"; known are {', '.join(known)}"
                 raise ValueError(f"the config has an unknown key {name!r}{hint}")
         plain: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
         config = cls(**plain)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lineate.generation import generate
 from lineate.models import HybridLM
-from lineate.models.families import check_saveable
-from lineate.models.safetensors import write_tensors
+from lineate.models.files.safetensors import write_tensors
+from lineate.models.hybrid import check_saveable
 from lineate.processor import why_wide
 from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
@@ -320,7 +320,7 @@ class Trainer:
         if self.world.size == 1:
             self.model.save_pretrained(folder)
         else:
-            from lineate.models.checkpoint import save
+            from lineate.models.files.checkpoint import save
             from lineate.training.sharded import full_state
 
             check_saveable(self.model)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from lineate import checks
+from lineate import folders
 from lineate.layers.context import check_splits
 from lineate.models import HybridLM
-from lineate.models.checkpoint import Checkpoint, read_json
 from lineate.models.families import read_config
+from lineate.models.files.checkpoint import Checkpoint, read_json
+from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import make_mixer
 from lineate.models.presets import PRESETS, preset
-from lineate.models.safetensors import CheckpointError
 from lineate.names import nearest
 from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
@@ -73,7 +73,7 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     def take() -> None:
         report.lock()
         check_folder(out, resume)  # once more: another process may have begun, or ended, a run there since
-        if (why := checks.why_not_writable(out)) is not None:
+        if (why := folders.why_not_writable(out)) is not None:
             raise ValueError(f"out must be a folder that can be written, got {out} ({why})")
 
     try:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lineate.native.build import default_cache_folder
+from lineate import folders
 from lineate.training.sources import Report, documents, fingerprint, warn
 from lineate.training.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ class TokenStore(TokenView):
         without it only what is wrong is said, as a warning.
         """
         report = progress or (lambda line: None)
-        folder = default_cache_folder() if cache_folder is None else Path(cache_folder)
+        folder = folders.cache_folder() if cache_folder is None else Path(cache_folder)
         key = hashlib.sha256(f"{FORMAT} {fingerprint(data)} {tokenizer.identity}".encode()).hexdigest()
         path = folder / f"{re.sub('[^a-z0-9]', '-', tokenizer.name)}-{key[:20]}.tokens"
         try:

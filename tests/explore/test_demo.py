@@ -12,7 +12,7 @@ import torch
 import lineate
 from lineate import cli
 from lineate.explore import findings, memories, recall
-from lineate.explore.cost import Cost, CostSetting, measure_cost
+from lineate.explore.cost import CostSetting, MeasuredCost, measure_cost
 from lineate.explore.memories import FIXED_SIZE, RULES, Setting
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
@@ -24,7 +24,7 @@ PLOTS = ("1_interference.png", "2_overwrite.png", "3_topics.png", "4_compromises
 
 
 @pytest.fixture(scope="module")
-def cost() -> Cost:
+def cost() -> MeasuredCost:
     return measure_cost(CostSetting(heads=1, head_dim=16, lengths=(32, 128), rounds=1, decode_rounds=1))
 
 
@@ -113,7 +113,7 @@ def test_only_a_gate_per_channel_clears_a_part() -> None:
     assert max(result.facts[KIMI], result.unseen[KIMI]) < best_of_one_gate
 
 
-def test_the_state_stays_and_the_cache_grows(cost: Cost) -> None:
+def test_the_state_stays_and_the_cache_grows(cost: MeasuredCost) -> None:
     assert cost.lengths == (32, 128)
     for rule in FIXED_SIZE:
         assert cost.bytes[rule] == (16 * 16 * 4, 16 * 16 * 4)

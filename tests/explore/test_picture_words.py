@@ -11,9 +11,9 @@ pytest.importorskip("typer")
 
 from matplotlib.text import Text
 
-from lineate.explore import style
-from lineate.explore.pictures import Options, find
-from lineate.explore.words import LONGEST, cut, visible
+from lineate import figures
+from lineate.explore.pictures import PictureOptions, find
+from lineate.explore.words import LONGEST_LABEL, cut, visible
 from lineate.models import HybridLM, preset
 
 HOSTILE = "a_b $x_1^{2$ \\frac{ <b>&amp;\t\x1b[31m\n\u4e2d"
@@ -41,8 +41,8 @@ def ticks_of(figure):
 
 
 def draw(name, **options):
-    numbers = json.loads(json.dumps(find(name).compute(Options(**options))))
-    with style.styled():
+    numbers = json.loads(json.dumps(find(name).compute(PictureOptions(**options))))
+    with figures.styled():
         return find(name).draw(numbers)
 
 
@@ -66,7 +66,7 @@ def test_every_character_is_seen(word, seen):
 def test_what_the_font_lacks_is_spelt_and_long_words_are_cut():
     assert visible("a \u4e2d", {ord("a"), 0x2423}) == "a\u2423\\u4e2d"
     assert visible("\n\t", {ord("a")}) == "\\n\\t"
-    assert cut("x" * LONGEST) == "x" * LONGEST and cut("x" * 99) == "x" * (LONGEST - 2) + ".."
+    assert cut("x" * LONGEST_LABEL) == "x" * LONGEST_LABEL and cut("x" * 99) == "x" * (LONGEST_LABEL - 2) + ".."
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "published"])
@@ -80,7 +80,7 @@ def test_attention_labels_both_axes_with_the_texts_of_the_tokens(tmp_path, token
         assert x == y and x[-1] in ("of", "f", "\u2423of")
         whole = "".join(x)
         assert whole.startswith("int") and "\u2423of" in whole
-        assert max(map(len, x)) <= LONGEST and (tokenizer == "bytes") == (len(x) == 23)
+        assert max(map(len, x)) <= LONGEST_LABEL and (tokenizer == "bytes") == (len(x) == 23)
 
 
 def test_without_a_tokenizer_ticks_are_positions(tmp_path):
@@ -114,9 +114,9 @@ def test_hostile_texts_are_drawn_as_they_are(name):
 
 
 def test_numbers_of_an_earlier_version_are_still_drawn(tmp_path):
-    numbers = find("attention").compute(Options(model="tiny", tokens=9))
+    numbers = find("attention").compute(PictureOptions(model="tiny", tokens=9))
     del numbers["model"]["words_are_text"]
-    with style.styled():
+    with figures.styled():
         ticks = ticks_of(find("attention").draw(numbers))
     assert ticks[0][0] == ["1", "8"]
 
@@ -124,5 +124,5 @@ def test_numbers_of_an_earlier_version_are_still_drawn(tmp_path):
 def test_special_tokens_of_a_published_tokenizer_have_their_names(tmp_path):
     pytest.importorskip("tokenizers")
     folder = folder_with("published", tmp_path, 280)
-    found = find("attention").compute(Options(model=str(folder), text="of<|endoftext|>of"))
+    found = find("attention").compute(PictureOptions(model=str(folder), text="of<|endoftext|>of"))
     assert "<|endoftext|>" in found["model"]["words"]

@@ -18,22 +18,23 @@ from matplotlib.text import Text
 from PIL import Image
 from typer.testing import CliRunner
 
+from lineate import figures
 from lineate.cli import build_app
-from lineate.explore import attention, growth, small, state, style
+from lineate.explore import attention, growth, small, state
 from lineate.explore.command import _options, make, read_text
 from lineate.explore.memories import FIXED_SIZE
-from lineate.explore.pictures import MODULES, Options, find, load_numbers, save_numbers
+from lineate.explore.pictures import MODULES, PictureOptions, find, load_numbers, save_numbers
 from lineate.explore.subject import open_subject, run_rule, trace
+from lineate.folders import cache_folder
 from lineate.models import HybridLM, preset
 
-cache_folder = small.default_cache_folder
 OURS = ("state", "attention", "growth")
 
 
 @pytest.fixture(autouse=True)
 def quick_small_model(monkeypatch, tmp_path):
     """The built-in model is not trained, and the user's cache is left alone."""
-    monkeypatch.setattr(small, "default_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(small, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(small, "STEPS", 0)
 
 
@@ -51,7 +52,7 @@ def checkpoint(tmp_path_factory):
 
 
 def numbers_of(name, **options):
-    return find(name).compute(Options(**options))
+    return find(name).compute(PictureOptions(**options))
 
 
 # What is computed
@@ -61,13 +62,13 @@ def test_every_picture_is_found_and_uses_options_that_exist():
     for name in MODULES:
         picture = find(name)
         assert picture.name == name and picture.title and "\n" not in picture.help
-        assert set(picture.uses) <= {f.name for f in fields(Options)}
+        assert set(picture.uses) <= {f.name for f in fields(PictureOptions)}
 
 
 @pytest.mark.parametrize("letter", "LRDGK")
 def test_the_trace_is_what_the_layer_computes(letter):
     """The rule on the trace leaves the memory that the model's own state has, and `steps` walks to the same."""
-    options = Options(model="tiny", pattern=letter, seed=3)
+    options = PictureOptions(model="tiny", pattern=letter, seed=3)
     subject = open_subject(options)
     ids, _ = subject.read(options, 37)
     traces = trace(subject.model, ids)
@@ -135,7 +136,7 @@ def test_attention_of_the_hand_made_tokens():
 
 @pytest.mark.parametrize("letter", "LRDGK")
 def test_attention_of_the_models_own_rule_is_what_it_computes(letter):
-    options = Options(model="tiny", pattern=letter, layer=1, head=1, tokens=13)
+    options = PictureOptions(model="tiny", pattern=letter, layer=1, head=1, tokens=13)
     found = attention.read_model(options)
     subject = open_subject(options)
     one = trace(subject.model, subject.read(options, 1)[0], [1])[0].head(1)
@@ -164,7 +165,7 @@ def test_growth_is_that_of_one_long_run_and_tells_bounded_from_unbounded():
 
 
 def test_growth_of_a_model_is_the_norm_of_its_state():
-    options = Options(model="tiny", pattern="GA", tokens=100, text="some text of a user. " * 9)
+    options = PictureOptions(model="tiny", pattern="GA", tokens=100, text="some text of a user. " * 9)
     found = growth.grow_model(options)
     subject = open_subject(options)
     with torch.no_grad():
@@ -174,7 +175,7 @@ def test_growth_of_a_model_is_the_norm_of_its_state():
 
 
 def test_the_norm_of_linear_attention_leaves_out_the_sum_of_its_keys():
-    options = Options(model="tiny", pattern="L", tokens=50, text="some text of a user. " * 9)
+    options = PictureOptions(model="tiny", pattern="L", tokens=50, text="some text of a user. " * 9)
     grown = growth.grow_model(options)["layers"][0]["norm"][-1]
     heads = [numbers_of("state", **vars(replace(options, layer=0, head=n)))["model"]["norm"][-1] for n in (0, 1)]
     assert open_subject(options).config.linear.value_heads == 2
@@ -209,7 +210,7 @@ def test_a_checkpoint_with_a_published_tokenizer(tmp_path):
     make_tokenizer("bpe:260", ["some words and some more words"]).save(tmp_path)
     (tmp_path / "tokenizer_kind.json").unlink()  # ours; others have tokenizer.json alone
     HybridLM(preset("tiny", "G", vocab_size=260)).save_pretrained(tmp_path)
-    options = Options(model=str(tmp_path), text="some words")
+    options = PictureOptions(model=str(tmp_path), text="some words")
     ids, words = open_subject(options).read(options, 50)
     assert "".join(words) == "some words" and ids.shape == (1, len(words))
     HybridLM(preset("tiny", "G", vocab_size=50)).save_pretrained(tmp_path)
@@ -234,7 +235,7 @@ def test_a_damaged_cache_costs_only_time(monkeypatch, tmp_path):
     small.small_model()
     (folder,) = (tmp_path / "cache").glob("small-*")
     (folder / "model.safetensors").write_bytes(b"half")
-    assert small.small_model().config == small.CONFIG  # made again ...
+    assert small.small_model().config == small.SMALL_CONFIG  # made again ...
     monkeypatch.setattr(small, "train_small", lambda steps: pytest.fail("trained again"))
     small.small_model()  # ... and kept again
     assert not list((tmp_path / "cache").glob(".small-*"))
@@ -242,8 +243,8 @@ def test_a_damaged_cache_costs_only_time(monkeypatch, tmp_path):
 
 def test_a_cache_that_cannot_be_written_costs_only_time(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(small, "default_cache_folder", lambda: tmp_path / "file" / "below")
-    assert small.small_model().config == small.CONFIG
+    monkeypatch.setattr(small, "cache_folder", lambda: tmp_path / "file" / "below")
+    assert small.small_model().config == small.SMALL_CONFIG
 
 
 def test_the_cache_is_where_the_user_wants_it(monkeypatch, tmp_path):
@@ -275,9 +276,9 @@ def drawn(tmp_path_factory):
 
     def get(name, kind):
         if (name, kind) not in folders:
-            options = Options(tokens=300 if name == "growth" else 40)
+            options = PictureOptions(tokens=300 if name == "growth" else 40)
             if kind == "model":
-                options = Options(model="tiny", pattern="GK", tokens=24)
+                options = PictureOptions(model="tiny", pattern="GK", tokens=24)
             folders[name, kind] = out = tmp_path_factory.mktemp(f"{name}-{kind}")
             make(find(name), options, out, ("png", "svg"))
         return folders[name, kind]
@@ -303,7 +304,7 @@ def test_the_files_are_whole(drawn, case):
 
 def test_the_same_numbers_give_the_same_bytes(drawn, tmp_path):
     name, out = "growth", drawn("growth", "default")
-    paths = make(find(name), Options(), tmp_path, ("png", "svg"), out / f"{name}.json")
+    paths = make(find(name), PictureOptions(), tmp_path, ("png", "svg"), out / f"{name}.json")
     assert [path.name for path in paths] == [f"{name}.png", f"{name}.svg"]
     assert paths[0].read_bytes() == (out / f"{name}.png").read_bytes()
 
@@ -323,7 +324,7 @@ def _unseen(figure):
 @pytest.mark.parametrize("case", CASES)
 def test_no_text_is_cut_off_or_on_another(drawn, case):
     name, out = case[0], drawn(*case)
-    with style.styled():
+    with figures.styled():
         figure = find(name).draw(load_numbers(name, out / f"{name}.json"))
         figure.draw_without_rendering()
         width, height = figure.bbox.width, figure.bbox.height
@@ -341,7 +342,7 @@ def test_no_text_is_cut_off_or_on_another(drawn, case):
 
 @pytest.mark.parametrize("name", ["state", "attention"])
 def test_one_token_can_be_drawn(name):
-    with style.styled():
+    with figures.styled():
         find(name).draw(numbers_of(name, model="tiny", pattern="R", tokens=1)).draw_without_rendering()
 
 
@@ -365,7 +366,7 @@ def test_the_name_of_a_folder_is_no_formula_and_not_too_long(name, tmp_path):
     folder = tmp_path / ("a very long name of a folder with a checkpoint, and more of it " + "a$b_{c$")
     HybridLM(preset("tiny", "KA", vocab_size=32)).save_pretrained(folder)
     numbers = numbers_of(name, model=str(folder), tokens=12)
-    with style.styled():
+    with figures.styled():
         figure = find(name).draw(numbers)
         figure.draw_without_rendering()
         said = [x.get_text() for x in figure.findobj(Text)]
@@ -381,7 +382,7 @@ def test_titles_say_what_the_numbers_say(drawn):
     grown["norm"]["kimi_delta_attention"] = [place**-0.5 for place in grown["places"]]
     count = sum(growth.exponent(grown["places"], norm) >= growth.FLAT for norm in grown["norm"].values())
     assert count >= 3
-    with style.styled():
+    with figures.styled():
         said = [x.get_text() for x in find("state").draw(numbers).findobj(Text)]
         assert any("no rule holds exactly" in text for text in said)
         said = [x.get_text() for x in find("growth").draw(grown).findobj(Text)]
@@ -483,7 +484,7 @@ def test_all_pictures_take_a_text_and_a_layer():
     given = {"text": "some words", "layer": 2}
     chosen = {name: _options(find(name), given, several=True) for name in MODULES}
     assert chosen["state"].layer == 2 and chosen["state"].text == "some words"
-    assert chosen["growth"] == Options()  # of the rules, which read no text
+    assert chosen["growth"] == PictureOptions()  # of the rules, which read no text
     assert _options(find("growth"), given | {"model": "tiny"}, several=True).text == "some words"
 
 

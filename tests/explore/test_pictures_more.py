@@ -11,9 +11,9 @@ import torch
 
 from lineate.explore import forgetting, lengths, load, memories, pictures, subject
 from lineate.explore.command import make
-from lineate.explore.cost import Cost, CostSetting
+from lineate.explore.cost import CostSetting, MeasuredCost
 from lineate.explore.memories import FIXED_SIZE, LABELS, Setting
-from lineate.explore.pictures import Options
+from lineate.explore.pictures import PictureOptions
 from lineate.models import HybridLM
 from lineate.models.presets import preset
 
@@ -23,12 +23,12 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from lineate.explore.style import styled
+from lineate.figures import styled
 
 
 @pytest.fixture(scope="module")
 def recalled() -> dict[str, Any]:
-    return load.compute(Options(quick=True))
+    return load.compute(PictureOptions(quick=True))
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def titles(figure: Figure) -> str:
 
 
 def test_the_pictures_name_options_there_are() -> None:
-    known = {field.name for field in fields(Options)}
+    known = {field.name for field in fields(PictureOptions)}
     for name in ("forgetting", "recall", "cost"):
         picture = pictures.find(name)
         assert picture.name == name and set(picture.uses) <= known and picture.help.endswith(".")
@@ -85,7 +85,9 @@ def test_the_pictures_name_options_there_are() -> None:
 
 def test_half_lives_are_the_tokens_until_half_is_left() -> None:
     decay = torch.tensor([0.5, 0.5**0.01, 1.0, 0.0, 0.25])
-    assert forgetting.half_life(decay.log()).tolist() == pytest.approx([1, 100, forgetting.LONGEST, 0, 0.5], rel=1e-4)
+    assert forgetting.half_life(decay.log()).tolist() == pytest.approx(
+        [1, 100, forgetting.LONGEST_HALF_LIFE, 0, 0.5], rel=1e-4
+    )
     after = torch.full((7,), -0.099).cumsum(0).exp()  # what is left after 1 .. 7 tokens
     assert forgetting.half_life(torch.tensor(-0.099)).item() == pytest.approx(7, rel=1e-3)
     assert after[-1] == pytest.approx(0.5, abs=1e-3)
@@ -100,7 +102,7 @@ def test_forgetting_finds_the_decay_of_every_head_and_channel(model: HybridLM) -
         channels = torch.linspace(2, 50, 128).view(2, 64)
         model.layers[1].mixer.A_log.zero_()  # type: ignore[union-attr, operator]
         model.layers[1].mixer.dt_bias.copy_((math.log(2) / channels).expm1().log())  # type: ignore[union-attr, operator]
-    found = forgetting.compute(Options())
+    found = forgetting.compute(PictureOptions())
     assert found["letters"] == "GKRL" and found["tokens"] == 9
     assert [(x["layer"], x["letter"], x["decay"]) for x in found["layers"]] == [
         (0, "G", "per head"), (1, "K", "per channel"), (2, "R", "per channel"),
@@ -115,11 +117,13 @@ def test_forgetting_finds_the_decay_of_every_head_and_channel(model: HybridLM) -
 
 
 def test_forgetting_orders_the_quartiles_of_a_text() -> None:
-    found = forgetting.compute(Options(model="tiny", pattern="GK", tokens=101, text="some words, some others; " * 8))
-    ids, _ = subject.open_subject(Options(model="tiny", pattern="GK")).read(
-        Options(text="some words, some others; " * 8), 101
+    found = forgetting.compute(
+        PictureOptions(model="tiny", pattern="GK", tokens=101, text="some words, some others; " * 8)
     )
-    traced = subject.trace(subject.open_subject(Options(model="tiny", pattern="GK")).model, ids)
+    ids, _ = subject.open_subject(PictureOptions(model="tiny", pattern="GK")).read(
+        PictureOptions(text="some words, some others; " * 8), 101
+    )
+    traced = subject.trace(subject.open_subject(PictureOptions(model="tiny", pattern="GK")).model, ids)
     for layer, other in zip(found["layers"], traced, strict=True):
         assert other.log_decay is not None
         low, middle, high = (
@@ -132,14 +136,14 @@ def test_forgetting_orders_the_quartiles_of_a_text() -> None:
 
 def test_forgetting_refuses_what_it_cannot_show() -> None:
     with pytest.raises(ValueError, match=r"needs a layer of R, G or K, and tiny, untrained has only LA"):
-        forgetting.compute(Options(model="tiny", pattern="LLLA"))
+        forgetting.compute(PictureOptions(model="tiny", pattern="LLLA"))
     with pytest.raises(ValueError, match=r"--tokens must be at least 2 for forgetting, got 1"):
-        forgetting.compute(Options(tokens=1))
+        forgetting.compute(PictureOptions(tokens=1))
 
 
 @pytest.mark.parametrize("pattern", ["GGGA", "GKRA", "K"])
 def test_forgetting_is_drawn(pattern: str, tmp_path: Path) -> None:
-    numbers = forgetting.compute(Options(model="tiny", pattern=pattern, tokens=64))
+    numbers = forgetting.compute(PictureOptions(model="tiny", pattern=pattern, tokens=64))
     figure = drawn("forgetting", numbers, tmp_path)
     assert len(figure.axes) == (1 if pattern == "GGGA" else 3)
     named = [text.get_text().partition(",")[0] for text in figure.axes[0].get_legend().get_texts()]
@@ -223,20 +227,20 @@ def test_a_memory_that_blew_up_is_left_out(recalled: dict[str, Any], tmp_path: P
     check_text(drawn("recall", recalled | {"memories": recalled["memories"] | {"titans": titans}}, tmp_path))
 
 
-def fake_cost(setting: CostSetting) -> Cost:
+def fake_cost(setting: CostSetting) -> MeasuredCost:
     grows = tuple(float(length) for length in setting.lengths)
     same = (50.0,) * len(grows)
     times = dict.fromkeys(FIXED_SIZE, same) | {"softmax_attention": grows}
     sizes = dict.fromkeys(FIXED_SIZE, (131072,) * len(grows)) | {
         "softmax_attention": tuple(1024 * length for length in setting.lengths)
     }
-    return Cost(setting.heads, setting.head_dim, 1, setting.lengths, sizes, times, times)
+    return MeasuredCost(setting.heads, setting.head_dim, 1, setting.lengths, sizes, times, times)
 
 
 def test_cost_measures_up_to_the_tokens_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "measure_cost", fake_cost)
-    assert lengths.compute(Options())["lengths"] == (256, 1024, 4096, 16384)
-    numbers = lengths.compute(Options(tokens=5000))
+    assert lengths.compute(PictureOptions())["lengths"] == (256, 1024, 4096, 16384)
+    numbers = lengths.compute(PictureOptions(tokens=5000))
     assert numbers["lengths"] == (312, 1250, 5000)
     figure = drawn("cost", numbers, tmp_path)
     assert "State at 5000 tokens: 128 KiB, a cache: 4.883 MiB" in titles(figure)
@@ -244,7 +248,7 @@ def test_cost_measures_up_to_the_tokens_asked_for(tmp_path: Path, monkeypatch: p
     check_text(figure)
     for tokens in (1023, 2**20 + 1):
         with pytest.raises(ValueError, match=rf"--tokens must be 1024 .. 1048576 for cost, .* got {tokens}"):
-            lengths.compute(Options(tokens=tokens))
+            lengths.compute(PictureOptions(tokens=tokens))
 
 
 def test_cost_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +259,7 @@ def test_cost_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         lambda setting: measure(replace(setting, lengths=(256, 512), rounds=1, decode_rounds=1)),
     )
     threads = torch.get_num_threads()
-    numbers = lengths.compute(Options(quick=True))
+    numbers = lengths.compute(PictureOptions(quick=True))
     assert torch.get_num_threads() == threads and numbers["threads"] == 1
     assert set(numbers["bytes"]) == set(LABELS) and numbers["bytes"]["delta_rule"] == (2 * 32 * 32 * 4,) * 2
     check_text(drawn("cost", numbers, tmp_path))
@@ -267,7 +271,7 @@ def test_edited_numbers_are_refused_in_plain_words(wrong: object, tmp_path: Path
     numbers["decode_microseconds"]["softmax_attention"] = [wrong, 1, 2, 3]
     pictures.save_numbers("cost", numbers, tmp_path / "edited.json")
     with pytest.raises(ValueError, match=r"damaged or of another version .* make it again: lineate picture cost"):
-        make(pictures.find("cost"), Options(), tmp_path, ("png",), tmp_path / "edited.json")
+        make(pictures.find("cost"), PictureOptions(), tmp_path, ("png",), tmp_path / "edited.json")
     plt.close("all")
 
 

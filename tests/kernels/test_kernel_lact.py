@@ -1,6 +1,6 @@
 """The kernels of LaCT's scan against the forms of torch, each alone and through the op.
 
-`path` is Triton's interpreter or a GPU. The oracle is lineate.memory.lact_steps in float64; a budget is twice its error
+`path` is Triton's interpreter or a GPU. The oracle is lineate.memory.lact.steps in float64; a budget is twice its error
 in float32, and rounding. Uninitialised memory is full of NaN, and in the interpreter every access must lie inside a
 tensor of the launch.
 """
@@ -16,9 +16,10 @@ from test_memory_lact import gradients, make, middle
 from torch import Tensor
 
 from lineate.layers import LaCT
-from lineate.memory import lact_scan
-from lineate.memory import lact_steps as plain
 from lineate.memory.lact import lact
+from lineate.memory.lact import scan as lact_scan
+from lineate.memory.lact import steps as plain
+from lineate.memory.parts import NORM_EPS, ROW_EPS
 from lineate.rule import normalize
 
 pytest.importorskip("triton")
@@ -60,13 +61,13 @@ def token_step(steps, name: str, au: Tensor, z: Tensor, rates: Tensor) -> list[T
 def matrix_step(steps, name: str, M: Tensor, other: Tensor, mean: Tensor, norms: list[Tensor]) -> list[Tensor]:
     out, flat = torch.empty_like(M), (-1, M.shape[1] // 3, M.shape[2])
     if name == "change":
-        return [steps.change(M, mean, other, out), out]
+        return [steps.change(M, mean, other, out, NORM_EPS), out]
     if name == "rescale":
-        steps.rescale(M, other, norms, out)
+        steps.rescale(M, other, norms, out, ROW_EPS)
         return [out]
     if name == "rescale_backward":
         dnorms = [torch.empty_like(x) for x in norms]
-        return [steps.rescale_backward(other, M, norms, dnorms), *dnorms]
+        return [steps.rescale_backward(other, M, norms, dnorms, ROW_EPS), *dnorms]
     base = M.flip(1) if name == "change_backward" else None
     return [steps.change_backward(other.view(flat), plain.unit(M), base, mean, out), out]
 

@@ -18,10 +18,10 @@ from test_kernel_layers import GPU, INTERPRETER, Path, guarded_memory, param, po
 from torch import Tensor
 
 from lineate import layers
-from lineate.memory import titans as rule
+from lineate.memory.titans import op as rule
 
 pytest.importorskip("triton")
-titans_scan = importlib.import_module("lineate.memory.titans_scan")
+titans_scan = importlib.import_module("lineate.memory.titans.scan")
 launches = importlib.import_module("lineate.kernels.memories.titans")
 divided = importlib.import_module("lineate.kernels.memories.tiles").divided
 
@@ -201,7 +201,7 @@ def test_a_few_chunks_at_a_time(path, kernels, monkeypatch):
     seen = kernels(path)
     whole = differentiate(case, *draw(case), torch.float32, path.device)
     assert len(seen) == 1
-    monkeypatch.setattr(rule, "MOST", 2 * 2 * 70 * 3)
+    monkeypatch.setattr(rule, "STATE_NUMBERS", 2 * 2 * 70 * 3)
     found = differentiate(case, *draw(case), torch.float32, path.device)
     assert len(seen) > 2
     assert_within(errors(found, whole), 1e-5)

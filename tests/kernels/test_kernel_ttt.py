@@ -16,7 +16,7 @@ from test_memory_ttt import draw, dual
 from torch import Tensor, nn
 
 from lineate.layers import TTTMLP, TTTLinear
-from lineate.memory import ttt as memory
+from lineate.memory.ttt import dual as memory
 
 pytest.importorskip("triton")
 kernels = importlib.import_module("lineate.kernels.memories.ttt")
@@ -238,7 +238,9 @@ def test_without_gradients_few_states_are_kept(model, path, monkeypatch, launche
     leaves = {name: x.float().to(path.device).requires_grad_() for name, x in named.items()}
     whole, final = dual(leaves, **options)
     assert launches == ["states"]
-    monkeypatch.setattr(memory, "MOST", 2 * sum(x.numel() for n, x in leaves.items() if n.startswith("weight")))
+    monkeypatch.setattr(
+        memory, "STATE_NUMBERS", 2 * sum(x.numel() for n, x in leaves.items() if n.startswith("weight"))
+    )
     with torch.no_grad():
         output, state = dual(leaves, **options)
     assert launches == ["states"] * 4  # 5 chunks, 2 at a time

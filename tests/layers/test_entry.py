@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from lineate.layers import GatedDeltaNet, LayerState, Memory, TokenCache
 from lineate.layers.context import Segment, Told, check_splits
+from lineate.layers.registry import kind_of
+from lineate.layers.registry import letters as all_letters
 from lineate.models import (
     AttentionConfig,
     FeedConfig,
@@ -16,12 +18,14 @@ from lineate.models import (
     MemoryConfig,
     preset,
 )
-from lineate.models.config import LETTERS, MEMORY_LETTERS
 from lineate.models.hybrid import make_mixer
 from lineate.training.config import TrainConfig
 from lineate.training.context import context_parallel
 from lineate.training.distributed import World
 from lineate.training.prepare import prepare
+
+LETTERS = all_letters()
+MEMORY_LETTERS = "".join(letter for letter in LETTERS if kind_of(letter).learns)
 
 HIDDEN = 16
 letters = pytest.mark.parametrize("letter", LETTERS)

@@ -10,7 +10,7 @@ from memories import CLOSE, check_close, floats
 from torch import Tensor
 
 from lineate.layers.lact import LaCT, last_tokens, window_attention
-from lineate.memory import RULES, lact_scan, run_reference
+from lineate.memory import MEMORY_RULES, chunks, run_reference
 from lineate.memory.lact import fresh_state, lact, lact_state
 from lineate.memory.parts import orthogonalise
 
@@ -127,17 +127,17 @@ def test_gradients_of_y_and_some_of_the_state(t, names):
     check_gradients(got, wanted, leaves, names)
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("most", [1, 2])
 @pytest.mark.parametrize("position", [0, 2])
-def test_blocks_of_any_size_are_the_same(position, chunks, monkeypatch):
+def test_runs_of_any_size_are_the_same(position, most, monkeypatch):
     inputs, state = make(t=25)
     state = middle(state, position)
     leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
     wanted = lact(*inputs, state, chunk=4)
     size = 2 * 2 * 3 * 6 * 5  # of the matrices of a chunk
-    monkeypatch.setattr(lact_scan, "_MOST", chunks * size)
-    blocks = lact_scan.cut_blocks(25, position, 4, size)
-    assert max(block.m for block in blocks) == chunks and sum(block.m * block.c for block in blocks) == 25
+    monkeypatch.setattr(chunks, "LARGEST_TENSOR", most * size)
+    runs = chunks.cut_runs(25, position, 4, size)
+    assert max(run.n for run in runs) == most and sum(run.n * run.length for run in runs) == 25
     got = lact(*inputs, state, chunk=4)
     check_close(got, wanted, rtol=1e-12, atol=1e-12)
     check_gradients(got, wanted, leaves, "weights sums previous norms momentum")
@@ -209,7 +209,7 @@ def test_equals_the_generic_reference():
     weights = {f"W{i}": state[f"weights_{i}"][0] for i in range(3)}
     gates = {f"rate.W{i}": rates[..., i] for i in range(3)} | {"momentum": momentum}
     y, end = lact(q, k, v, rates, momentum, state, chunk=4)
-    wanted, final = run_reference(replace(RULES["LaCT"], chunk=4), q, k, v, gates, weights)
+    wanted, final = run_reference(replace(MEMORY_RULES["LaCT"], chunk=4), q, k, v, gates, weights)
     torch.testing.assert_close(y, wanted, **CLOSE)
     for i in range(3):
         torch.testing.assert_close(end[f"weights_{i}"], final.weights[f"W{i}"], **CLOSE)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import lineate
 from lineate.layers.least_squares import LeastSquares
-from lineate.memory import RULES, run_reference
+from lineate.memory import MEMORY_RULES, run_reference
 from lineate.memory.least_squares import empty_state, least_squares
 
 B, H, K, V = 2, 2, 5, 3
@@ -98,7 +98,7 @@ def test_is_a_row_of_the_table(decay, beta):
     gates = {name: x for name, x in (("log_decay", log_decay), ("rate", weight)) if x is not None}
     leaves = [x for x in (q, k, v, log_decay, weight) if x is not None]
     y, after = run_reference(
-        RULES["least squares"], q, k, v, gates, {"S": torch.zeros(H, K, V, dtype=torch.float64)}, ridge=0.3
+        MEMORY_RULES["least squares"], q, k, v, gates, {"S": torch.zeros(H, K, V, dtype=torch.float64)}, ridge=0.3
     )
     for form in ("recurrent", "chunkwise"):
         got, state = least_squares(q, k, v, log_decay, weight, ridge=0.3, restore=False, chunk=4, form=form)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import lineate
-from lineate.memory import AFFINE, LINEAR, RULES, SWIGLU, TTT_MLP, normed, run_head, run_reference
+from lineate.memory import AFFINE, MATRIX, MEMORY_RULES, SWIGLU, TTT_MLP, normed, run_head, run_reference
 from lineate.memory.parts import clip, layer_norm, orthogonalise
 
 B, T, H, HV, K, V = 2, 9, 1, 2, 4, 3
@@ -58,7 +58,7 @@ def test_five_rules_are_rows(name, op, decay, corrects, packed):
     leaves = [*inputs.values(), *gates.values(), state]
 
     expected = op(q, k, v, *gates.values(), state=state, cu_seqlens=bounds, form="recurrent")
-    output, after = run_reference(RULES[name], q * K**-0.5, k, v, gates, {"S": state}, cu_seqlens=bounds)
+    output, after = run_reference(MEMORY_RULES[name], q * K**-0.5, k, v, gates, {"S": state}, cu_seqlens=bounds)
     got = output, after.weights["S"]
     assert error(got, expected) < 1e-12
     weights = [torch.randn_like(x) for x in expected]
@@ -74,7 +74,7 @@ def test_kda_decays_before_it_compares():
     """Explicit matrices: (I - beta k k^T) Diag(a) S + beta k v^T."""
     k, v, S = unit(draw(1, K)), draw(1, V, seed=1), draw(K, V, seed=2)
     a, beta = torch.rand(1, K, dtype=torch.float64), torch.tensor([0.7], dtype=torch.float64)
-    _, after = run_head(RULES["KDA"], k, k, v, {"log_decay": a.log(), "rate": beta}, {"S": S})
+    _, after = run_head(MEMORY_RULES["KDA"], k, k, v, {"log_decay": a.log(), "rate": beta}, {"S": S})
     eye = torch.eye(K, dtype=torch.float64)
     outer = k.T @ k
     assert error([after.weights["S"]], [(eye - beta * outer) @ torch.diag(a[0]) @ S + beta * k.T @ v]) < 1e-14
@@ -88,7 +88,7 @@ def test_least_squares_is_the_minimum(decay):
     gates = {"rate": torch.rand(T, dtype=torch.float64) + 0.1}
     if decay:
         gates["log_decay"] = torch.rand(T, dtype=torch.float64).log() / 4
-    y, after = run_head(RULES["least squares"], q, k, v, gates, {"S": S0}, ridge=0.3)
+    y, after = run_head(MEMORY_RULES["least squares"], q, k, v, gates, {"S": S0}, ridge=0.3)
     decays = gates.get("log_decay", torch.zeros(T, dtype=torch.float64)).cumsum(0)
     for t in range(T):
         w = gates["rate"][: t + 1] * (decays[t] - decays[: t + 1]).exp()
@@ -106,7 +106,7 @@ def test_ttt_linear_is_the_dual_form():
     q, k, v = draw(2 * c, d), draw(2 * c, d, seed=1), draw(2 * c, d, seed=2)
     W, b, gamma, beta = draw(d, d, seed=3), draw(d, seed=4), draw(d, seed=5), draw(d, seed=6)
     rate, learned = torch.rand(2 * c, dtype=torch.float64), draw(c, seed=7, scale=0.6)
-    rule = replace(RULES["TTT-Linear"], chunk=c)
+    rule = replace(MEMORY_RULES["TTT-Linear"], chunk=c)
     weights = {"W": W, "b": b, "gamma": gamma, "beta": beta}
     y, after = run_head(rule, q, k, v, {"rate": rate, "position": learned}, weights)
     factor = (1 / torch.arange(1, c + 1, dtype=torch.float64) + learned).clamp(min=0)
@@ -139,7 +139,7 @@ def test_ttt_mlp_takes_the_gradient_of_both_layers():
         "beta": draw(d, seed=8),
     }
     rate = torch.rand(c, dtype=torch.float64)
-    y, after = run_head(replace(RULES["TTT-MLP"], chunk=c), q, k, v, {"rate": rate}, weights)
+    y, after = run_head(replace(MEMORY_RULES["TTT-MLP"], chunk=c), q, k, v, {"rate": rate}, weights)
 
     def total(W1, b1, W2, b2):
         f = F.gelu(k @ W1 + b1, approximate="tanh") @ W2 + b2
@@ -160,7 +160,7 @@ def test_titans_linear_is_the_closed_form():
     q, k, v, M = draw(2 * c, d), draw(2 * c, d, seed=1), draw(2 * c, V, seed=2), draw(d, V, seed=3)
     alpha, eta, theta = (torch.rand(2 * c, dtype=torch.float64) for _ in range(3))
     gates = {"log_decay": torch.log1p(-alpha), "momentum": eta, "rate": theta}
-    y, after = run_head(replace(RULES["Titans"], chunk=c), q, k, v, gates, {"S": M})
+    y, after = run_head(replace(MEMORY_RULES["Titans"], chunk=c), q, k, v, gates, {"S": M})
     S, expected = torch.zeros_like(M), []
     for i in (0, c):
         own = slice(i, i + c)
@@ -185,7 +185,7 @@ def test_lact_is_the_closed_form():
     weights = {"W0": draw(e, d), "W1": draw(d, e, seed=1), "W2": draw(e, d, seed=2)}
     rates = {f"rate.{name}": torch.rand(t, dtype=torch.float64) for name in weights}
     momentum = torch.rand(t, dtype=torch.float64)
-    rule = replace(RULES["LaCT"], chunk=c)
+    rule = replace(MEMORY_RULES["LaCT"], chunk=c)
     y, after = run_head(rule, q, k, v, {**rates, "momentum": momentum}, weights)
     norms = {name: x.norm(dim=1, keepdim=True) for name, x in weights.items()}
     new, last, expected = dict(weights), {name: torch.zeros_like(x) for name, x in weights.items()}, []
@@ -229,7 +229,7 @@ def inputs_of(name, rows=1, t=T, d=4, e=6):
         "S": (d, d), "W": (d, d), "b": (d,), "gamma": (d,), "beta": (d,),
         "W1": (d, e), "b1": (e,), "W2": (e, d), "b2": (d,), "W0": (e, d),
     }  # fmt: skip
-    rule = RULES[name]
+    rule = MEMORY_RULES[name]
     names = (*rule.model.learned, *(("gamma", "beta") if name.startswith("TTT") else ()))
     weights = {
         n: draw(2, *((e, d) if name == "LaCT" and n == "W2" else (d, e) if n == "W1" else shapes[n]), seed=9)
@@ -303,21 +303,22 @@ def test_clipped_titans_stays_finite():
 
 def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="needs chunk=1, got 4; use gradient_at='start'"):
-        replace(RULES["KDA"], chunk=4)
+        replace(MEMORY_RULES["KDA"], chunk=4)
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
-        replace(RULES["Titans"], chunk=0)
-    assert (LINEAR.learned, AFFINE.learned) == (("S",), ("W", "b"))
+        replace(MEMORY_RULES["Titans"], chunk=0)
+    assert (MATRIX.learned, AFFINE.learned) == (("S",), ("W", "b"))
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"name": 3}, TypeError, "name must be a str, got int"),
-        ({"model": "S^T x"}, TypeError, r"model must be a lineate\.memory\.Model \(LINEAR, .*deep\(n\).*, got str"),
-        ({"model": None}, TypeError, r"model must be a lineate\.memory\.Model .*, got NoneType"),
+        ({"model": "S^T x"}, TypeError, r"must be a lineate\.memory\.MemoryModel \(MATRIX, .*deep\(n\).*, got str"),
+        ({"model": None}, TypeError, r"model must be a lineate\.memory\.MemoryModel .*, got NoneType"),
         ({"loss": "huber"}, TypeError, "loss must be a function .*: correlation, squared_error, .* got 'huber'"),
         ({"loss": None}, TypeError, "loss must be a function .*got None"),
-        ({"optimiser": "adam"}, ValueError, "optimiser must be one of 'sgd', .*'muon', 'least squares', got 'adam'"),
+        ({"optimiser": "adam"}, ValueError, r"optimiser must be one of 'sgd', .*'least squares', .* got 'adam'"),
+        ({"optimiser": "moun"}, ValueError, r"a function of \(gradients, .* got 'moun'; did you mean 'muon'\?"),
         ({"optimiser": None}, ValueError, "optimiser must be one of 'sgd', .* got None"),
         ({"optimiser": ["sgd"]}, ValueError, r"optimiser must be one of 'sgd', .* got \['sgd'\]"),
         ({"forgetting": "head"}, TypeError, r"forgetting must be a tuple .*'none', 'head', 'channel', got 'head'"),
@@ -338,7 +339,7 @@ def test_errors_say_what_to_do():
 def test_wrong_fields_of_a_rule(change, error, message):
     """When the rule is made, not when it runs."""
     with pytest.raises(error, match=message):
-        replace(RULES["DeltaNet"], **change)
+        replace(MEMORY_RULES["DeltaNet"], **change)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +354,7 @@ def test_wrong_fields_of_a_rule(change, error, message):
 )
 def test_wrong_fields_of_a_model(change, error, message):
     with pytest.raises(error, match=message):
-        replace(LINEAR, **change)
+        replace(MATRIX, **change)
 
 
 def test_wrong_gates_and_weights():
@@ -366,11 +367,59 @@ def test_wrong_gates_and_weights():
     ):  # fmt: skip
         given = changed if name == "DeltaNet" else gates | changed
         with pytest.raises(ValueError, match=message):
-            run_reference(RULES[name], q, k, v, given, weights)
+            run_reference(MEMORY_RULES[name], q, k, v, given, weights)
     without = {name: x for name, x in gates.items() if name != "momentum"}
     with pytest.raises(ValueError, match="gates must have 'momentum' for Titans, got log_decay, rate"):
         run_reference(rule, q, k, v, without, weights)
     with pytest.raises(ValueError, match=r"weights must have S, which S\^T x learns, got W"):
         run_reference(rule, q, k, v, gates, {"W": weights["S"]})
-    with pytest.raises(TypeError, match=r"rule must be a MemoryRule, such as RULES\['DeltaNet'\], got str"):
+    with pytest.raises(TypeError, match=r"rule must be a MemoryRule, such as MEMORY_RULES\['DeltaNet'\], got str"):
         run_reference("DeltaNet", q, k, v, gates, weights)
+
+
+def momentum_step(gradients, carried, gates):
+    """What "momentum" does."""
+    steps = {name: gates["momentum"] * carried[name] - gates["rate"] * x for name, x in gradients.items()}
+    return steps, steps
+
+
+@pytest.mark.parametrize("name", ["Titans", "Titans MLP"])
+def test_an_optimiser_and_a_loss_can_be_functions(name):
+    """A function that does what a named optimiser does has its bits, in two calls too, and its gradients."""
+    rule, q, k, v, gates, weights = inputs_of(name)
+
+    def half_squared(model, weights, k, v):
+        return (model(weights, k) - v).square().sum() / 2
+
+    own = replace(rule, optimiser=momentum_step, loss=half_squared)
+    results = []
+    for each in (rule, own):
+        y, state = run_reference(each, q, k, v, gates, weights)
+        cut = q.shape[1] // 2
+        parts, after = [], None
+        for part in (slice(0, cut), slice(cut, None)):
+            tokens = (x[:, part] for x in (q, k, v))
+            some, after = run_reference(each, *tokens, {n: x[:, part] for n, x in gates.items()}, weights, after)
+            parts.append(some)
+        assert torch.cat(parts, 1).equal(y)
+        grads = torch.autograd.grad(y.square().sum(), list(gates.values()))
+        results.append([y, *state.weights.values(), *state.momentum.values(), *grads])
+    assert all(x.equal(z) for x, z in zip(*results, strict=True))
+
+
+def test_an_optimiser_that_is_a_function_reads_gates_of_any_name():
+    rule, q, k, v, gates, weights = inputs_of("Titans")
+
+    def signs(gradients, carried, gates):
+        return {name: -gates["size"] * x.sign() for name, x in gradients.items()}, {}
+
+    y, _ = run_reference(replace(rule, optimiser=signs, chunk=1), q, k, v, {"size": gates["rate"]}, weights)
+    assert y.isfinite().all()
+    with pytest.raises(ValueError, match=r"optimiser must return steps for S, got W; it is called as \(gradients"):
+        run_reference(replace(rule, optimiser=lambda *given: ({"W": 0}, {})), q, k, v, gates, weights)
+
+
+@pytest.mark.parametrize("former, name", [("RULES", "MEMORY_RULES"), ("LINEAR", "MATRIX"), ("Model", "MemoryModel")])
+def test_former_names_still_stand(former, name):
+    with pytest.warns(DeprecationWarning, match=f"lineate.memory.{former} is now {name}"):
+        assert getattr(lineate.memory, former) is getattr(lineate.memory, name)

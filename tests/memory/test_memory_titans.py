@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from memories import CLOSE, check_close, floats
 from torch import Tensor
 
-from lineate.memory import LINEAR, RULES, deep, run_reference
-from lineate.memory.titans import EPS, titans, titans_state
+from lineate.memory import MATRIX, MEMORY_RULES, deep, run_reference
+from lineate.memory.titans import titans, titans_state
+from lineate.memory.titans.model import NORM_EPS
 
 CASES = {
     "linear": {},
@@ -28,7 +29,7 @@ def answer(weights: list[Tensor], x: Tensor, residual: bool, norm: bool) -> Tens
     y = x
     for i, w in enumerate(weights):
         y = (F.silu(y) if i else y) @ w
-    y = F.layer_norm(y, y.shape[-1:], eps=EPS) if norm else y
+    y = F.layer_norm(y, y.shape[-1:], eps=NORM_EPS) if norm else y
     return y + x if residual else y
 
 
@@ -119,9 +120,9 @@ def test_without_a_position_rows_begin_a_chunk(t):
 @pytest.mark.parametrize("case", ["linear", "linear, clipped", "mlp", "mlp, residual"])
 def test_equals_the_generic_reference(case):
     (q, k, v, theta, eta, alpha), state = make(case)
-    model = LINEAR if "linear" in case else deep(2, residual="residual" in case)
+    model = MATRIX if "linear" in case else deep(2, residual="residual" in case)
     weights = {name: state[f"weights_{i}"] for i, name in enumerate(model.learned)}
-    rule = replace(RULES["Titans"], model=model, chunk=4, clip=CASES[case].get("clip"))
+    rule = replace(MEMORY_RULES["Titans"], model=model, chunk=4, clip=CASES[case].get("clip"))
     begun = state | {name: torch.zeros_like(x) for name, x in state.items() if "momentum" in name}
     y, end = titans(q, k, v, theta, eta, alpha, begun, chunk=4, **CASES[case])
     gates = {"rate": theta, "momentum": eta, "log_decay": torch.log1p(-alpha)}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lineate.layers import Memory
 from lineate.layers.rope import rotate, turns
 from lineate.layers.ttt import TTTMLP, TTTLinear, TTTMixer
-from lineate.memory import RULES, run_reference
+from lineate.memory import MEMORY_RULES, run_reference
 from lineate.memory.ttt import ttt
 
 HEADS, DIM, CHUNK = 2, 6, 4
@@ -137,7 +137,7 @@ def test_packed_equals_autograd(model):
 @pytest.mark.parametrize("packed", [False, True])
 def test_dual_equals_the_reference_of_all_memories(model, packed):
     """lineate.memory.run_reference, whose factors are max(0, 1/i + learned_i), some of them 0 here."""
-    rule = replace(RULES["TTT-Linear" if model == "linear" else "TTT-MLP"], chunk=CHUNK)
+    rule = replace(MEMORY_RULES["TTT-Linear" if model == "linear" else "TTT-MLP"], chunk=CHUNK)
     bounds = torch.tensor([0, 5, 11]) if packed else None
     named = draw(model, 1 if packed else 2, 11, rows=2)
     learned = torch.tensor([0.1, -0.2, -0.5, 0.3], dtype=torch.float64)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lineate.models import HybridLM
-from lineate.models.checkpoint import Checkpoint
-from lineate.models.families import empty_model, kimi_linear, make_plan, read_config, save_pretrained
+from lineate.models.families import kimi_linear, make_plan, read_config
 from lineate.models.families.values import Values
+from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.loading import check_plan, check_tensors
+from lineate.models.files.safetensors import CheckpointError, Entry
+from lineate.models.hybrid import empty_model, save_pretrained
 from lineate.models.inspect import describe, print_description, rows
-from lineate.models.loading import check_plan, check_tensors
-from lineate.models.safetensors import CheckpointError, Entry
 
 transformers = pytest.importorskip("transformers")
 

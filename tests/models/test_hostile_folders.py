@@ -26,7 +26,7 @@ READ = """
 import json, os, resource, sys
 from pathlib import Path
 from lineate.models import HybridLM
-from lineate.models.families import empty_model
+from lineate.models.hybrid import empty_model
 from lineate.models.inspect import describe
 from lineate.models.presets import preset
 from lineate.planning.memory import plan_memory

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 from lineate.cli import build_app
 from lineate.models import HybridLM, preset
-from lineate.models.families import save_pretrained
-from lineate.models.hub import is_hub_name, open_headers
+from lineate.models.files.hub import is_hub_name, open_headers
+from lineate.models.files.safetensors import CheckpointError
+from lineate.models.hybrid import save_pretrained
 from lineate.models.inspect import describe
-from lineate.models.safetensors import CheckpointError
 from lineate.planning import plan_memory, read_model
 from lineate.training.tokenizer import Bytes
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from lineate.models import HybridLM
-from lineate.models.checkpoint import Checkpoint, save
-from lineate.models.families import empty_model, save_pretrained
-from lineate.models.loading import MismatchError, Piece, Plan, load, stored_dtype
+from lineate.models.files.checkpoint import Checkpoint, save
+from lineate.models.files.loading import LoadingPlan, MismatchError, Piece, load, stored_dtype
+from lineate.models.files.safetensors import DTYPES, CheckpointError, read_header
+from lineate.models.hybrid import empty_model, save_pretrained
 from lineate.models.presets import preset
-from lineate.models.safetensors import DTYPES, CheckpointError, read_header
 
 
 def random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_the_safetensors_package_reads_ours_and_we_read_its(tmp_path):
 
 
 def test_reading_into_other_dtypes_layouts_and_shapes(tmp_path, monkeypatch):
-    monkeypatch.setattr("lineate.models.safetensors.BUFFER_BYTES", 64)  # many turns of the buffer
+    monkeypatch.setattr("lineate.models.files.safetensors.BUFFER_BYTES", 64)  # many turns of the buffer
     x = torch.randn(12, 1, 10)
     save(tmp_path, {"x": x}, {})
     checkpoint = Checkpoint.open(tmp_path)
@@ -249,7 +249,7 @@ def test_failed_save_leaves_nothing(tmp_path, monkeypatch):
         if len(written) % 2 == 0:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lineate.models.safetensors.os.fsync", full)
+    monkeypatch.setattr("lineate.models.files.safetensors.os.fsync", full)
     for folder in ("old", "new"):
         with pytest.raises(OSError, match="No space left"):
             save(tmp_path / folder, {f"x{i}": torch.randn(10) for i in range(3)}, {}, max_shard_bytes=40)
@@ -308,7 +308,7 @@ def test_pieces_become_a_model(tmp_path, dtype):
     tensors = small_tensors()
     save(tmp_path, tensors, {})
     model = small()
-    load(model, Plan(PIECES, (r"^mtp\.",)), Checkpoint.open(tmp_path), dtype=dtype)
+    load(model, LoadingPlan(PIECES, (r"^mtp\.",)), Checkpoint.open(tmp_path), dtype=dtype)
     whole = torch.cat((tensors["top"], tensors["rest"][4:5], tensors["turned"].t())).to(dtype)
     assert same(model.both.weight.data, whole)
     assert same(model.A_log.data, tensors["log"].flatten())  # stays float32
@@ -326,7 +326,7 @@ def test_everything_wrong_is_told_at_once_and_nothing_is_made(tmp_path):
     save(tmp_path, tensors, {})
     model = small()
     with pytest.raises(MismatchError) as error:
-        load(model, Plan(PIECES, (r"^mtp\.",)), Checkpoint.open(tmp_path), dtype=torch.float32)
+        load(model, LoadingPlan(PIECES, (r"^mtp\.",)), Checkpoint.open(tmp_path), dtype=torch.float32)
     text = str(error.value)
     assert str(tmp_path) in text
     assert "turned: expected shape (3, 1)" in text
@@ -343,17 +343,17 @@ def test_a_file_that_ends_early_leaves_the_model_as_it_was(tmp_path):
     file.write_bytes(file.read_bytes()[:-60])
     model = small()
     with pytest.raises(CheckpointError, match="cut while being read"):
-        load(model, Plan(PIECES, (r"^mtp\.",)), checkpoint, dtype=torch.float32)
+        load(model, LoadingPlan(PIECES, (r"^mtp\.",)), checkpoint, dtype=torch.float32)
     assert all(x.device.type == "meta" for x in model.state_dict().values())
 
 
-def changed(**pieces: list[Piece]) -> Plan:
-    return Plan(PIECES | {name.replace("_", "."): value for name, value in pieces.items()}, ("mtp",))
+def changed(**pieces: list[Piece]) -> LoadingPlan:
+    return LoadingPlan(PIECES | {name.replace("_", "."): value for name, value in pieces.items()}, ("mtp",))
 
 
 WRONG_PLANS = {
-    "target of no name": Plan(PIECES | {"more": []}),
-    "target left out": Plan({name: pieces for name, pieces in PIECES.items() if name != "count"}),
+    "target of no name": LoadingPlan(PIECES | {"more": []}),
+    "target left out": LoadingPlan({name: pieces for name, pieces in PIECES.items() if name != "count"}),
     "rows left out": changed(both_weight=PIECES["both.weight"][:2]),
     "rows filled twice": changed(both_weight=[*PIECES["both.weight"][:2], Piece("rest", (6, 3), (1,), (0, 1))]),
     "too few elements": changed(both_weight=[Piece("top", (2, 3), (slice(0, 4),))]),
@@ -372,7 +372,7 @@ def test_buffers_that_no_checkpoint_has(tmp_path):
     model = small()
     model.register_buffer("table", torch.zeros(3), persistent=False)
     with pytest.raises(RuntimeError, match="buffer table is in no checkpoint"):
-        load(model, Plan(PIECES, ("mtp",)), Checkpoint.open(tmp_path), dtype=torch.float32)
+        load(model, LoadingPlan(PIECES, ("mtp",)), Checkpoint.open(tmp_path), dtype=torch.float32)
 
 
 def test_stored_dtype_is_that_of_most_bytes(tmp_path):
@@ -486,7 +486,6 @@ def test_loading_to_a_gpu(own, dtype):
 MEASURE = """
 import os, re, sys, torch
 from lineate.models import HybridLM
-from lineate.models import families  # imported before the measurement starts
 torch.zeros(4, 4) @ torch.zeros(4, 4)
 pages = int(open("/proc/self/statm").read().split()[1])
 before = pages * os.sysconf("SC_PAGE_SIZE")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.layers.registry import letters as all_letters
 from lineate.models import (
     PRESETS,
     AttentionConfig,
@@ -20,7 +21,8 @@ from lineate.models import (
     ModelState,
     preset,
 )
-from lineate.models.config import LETTERS
+
+LETTERS = all_letters()
 
 VOCAB = 61
 CONFIG = HybridConfig(

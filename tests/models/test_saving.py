@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from lineate.layers import GatedDeltaNet, RMSNorm, ShortConvolution, SwiGLU, Titans, TTTLinear
 from lineate.models import HybridLM, preset
 from lineate.models.config import ExpertsConfig
-from lineate.models.families import check_saveable
+from lineate.models.hybrid import check_saveable
 from lineate.training.distributed import World
 from lineate.training.prepare import prepare
 

@@ -14,15 +14,17 @@ from runs import assert_same_bits, everything, make_config
 from torch import Tensor
 
 import lineate
-from lineate.explore.pictures import MODULES, Options, find
+from lineate.explore.pictures import MODULES, PictureOptions, find
 from lineate.generation import generate
 from lineate.layers.convolution import short_convolution
+from lineate.layers.learning_costs import learning_bytes
+from lineate.layers.registry import letters as all_letters
 from lineate.models import ExpertsConfig, HybridLM
-from lineate.models.config import LETTERS
 from lineate.models.presets import tiny
-from lineate.planning.activations import learning_bytes
 from lineate.tasks.registry import TASKS
 from lineate.training.prepare import train
+
+LETTERS = all_letters()
 
 
 @contextmanager
@@ -176,7 +178,7 @@ def test_tasks_and_plans(elsewhere):
 def test_pictures(name, elsewhere):
     """Their numbers, but for times; of a model for those that have one."""
     with elsewhere():
-        assert find(name).compute(Options(quick=True))
+        assert find(name).compute(PictureOptions(quick=True))
 
 
 def test_new_models_are_made_where_asked(elsewhere):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lineate import gated_delta_rule, kimi_delta_attention
-from lineate.memory import RULES, run_head
+from lineate.memory import MEMORY_RULES, run_head
 
 
 def one_point(S, k, target, rate, penalty):
@@ -80,5 +80,5 @@ def test_titans_without_momentum_is_gated_delta_net_under_other_names():
     k, v, beta, start, after = walk(gated_delta_rule, log_decay)
     kept = log_decay.exp()
     gates = {"rate": kept * beta, "log_decay": log_decay, "momentum": torch.zeros_like(beta)}
-    _, state = run_head(replace(RULES["Titans"], chunk=1), k, k, v / kept[:, None], gates, {"S": start})
+    _, state = run_head(replace(MEMORY_RULES["Titans"], chunk=1), k, k, v / kept[:, None], gates, {"S": start})
     torch.testing.assert_close(state.weights["S"], after[-1], rtol=1e-10, atol=1e-10)

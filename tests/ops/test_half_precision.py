@@ -17,6 +17,7 @@ import lineate
 from lineate import half, processor
 from lineate.layers import GatedDeltaNet, SwiGLU
 from lineate.layers.projection import project
+from lineate.layers.registry import letters as all_letters
 from lineate.models import (
     AttentionConfig,
     ExpertsConfig,
@@ -29,10 +30,11 @@ from lineate.models import (
     loss,
     preset,
 )
-from lineate.models.config import LETTERS
 from lineate.models.inspect import describe, rows
 from lineate.native import product as native
 from lineate.native.build import available
+
+LETTERS = all_letters()
 
 BF16, F16 = torch.bfloat16, torch.float16
 halves = pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])

@@ -36,12 +36,12 @@ import lineate
 from lineate.layers.convolution import short_convolution
 from lineate.layers.feed import glu
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
-from lineate.memory import lact_scan
-from lineate.memory import titans as titans_rule
-from lineate.memory import ttt as ttt_rule
 from lineate.memory.lact import lact
-from lineate.models.checkpoint import Checkpoint
-from lineate.models.safetensors import write_tensors
+from lineate.memory.lact import scan as lact_scan
+from lineate.memory.titans import op as titans_rule
+from lineate.memory.ttt import dual as ttt_rule
+from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.safetensors import write_tensors
 
 
 class Marked(Tensor):

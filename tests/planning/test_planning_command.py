@@ -389,7 +389,7 @@ class TestFigures:
     )  # fmt: skip
     def test_no_text_leaves_the_figure_or_another_panel(self, name, pattern, machine):
         pytest.importorskip("matplotlib")
-        from lineate.explore.style import styled
+        from lineate.figures import styled
         from lineate.planning.plots import draw_report
 
         contexts = tuple(2**n for n in range(6, 21))
@@ -402,7 +402,7 @@ class TestFigures:
     @pytest.mark.parametrize("name, last", [("qwen3-next-80b", 131072), ("kimi-linear-48b", 2**20), ("small", 300)])
     def test_linear_axes(self, name, last):
         pytest.importorskip("matplotlib")
-        from lineate.explore.style import styled
+        from lineate.figures import styled
         from lineate.planning.plots import draw_report
 
         contexts = tuple(sorted({1 + (last - 1) * i // 64 for i in range(65)}))
@@ -439,7 +439,7 @@ class TestFigures:
 
     def test_teaching(self):
         pytest.importorskip("matplotlib")
-        from lineate.explore.style import styled
+        from lineate.figures import styled
         from lineate.planning.plots import draw_teaching
 
         with styled():

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lineate.chunk_op import _empty_outputs
 from lineate.forms.chunkwise import _forward
+from lineate.layers.learning_costs import COSTS
 from lineate.models import (
     AttentionConfig,
     ExpertsConfig,
@@ -43,7 +44,6 @@ from lineate.planning import (
 )
 from lineate.planning.compute import rule_flops
 from lineate.planning.hardware import bound, training_bound
-from lineate.planning.learning import CHUNKS
 from lineate.training.optim import make_optimizer
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -154,7 +154,9 @@ def test_flops_of_memories_that_learn(name: str) -> None:
 
 def test_chunks_are_the_mixers_own() -> None:
     config = odd("TPNCE", memory=MemoryConfig(3, 10))
-    assert {letter: make_mixer(config, letter).chunk for letter in "TPNCE"} == CHUNKS
+    assert {letter: make_mixer(config, letter).chunk for letter in "TPNCE"} == {
+        letter: costs.chunk for letter, costs in COSTS.items()
+    }
 
 
 # ---- times: no bound is above what was measured on an H200

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.models.scaling import Machine, Shape, Step, tables
+from bench.models.scaling import Machine, ModelShape, TrainingStep, tables
 from lineate.models.presets import preset
 
 ROOT = Path(__file__).parents[2]
@@ -15,8 +15,8 @@ def test_the_document_has_these_tables():
 
 
 def test_numbers_worked_by_hand():
-    kimi = Shape.of(preset("kimi-linear-48b"))
-    step = Step(kimi, data=16, context=64)
+    kimi = ModelShape.of(preset("kimi-linear-48b"))
+    step = TrainingStep(kimi, data=16, context=64)
     assert 48.5e9 < kimi.parameters < 49.5e9 and 3e9 < kimi.active + 163840 * 2304 < 3.6e9
     assert kimi.root == 2 * 163840 * 2304 + 2304
     assert step.gpus == 1024 and step.own_tokens == 16384

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from lineate.cli import build_app
 from lineate.models import HybridLM, preset
-from lineate.models.checkpoint import save
-from lineate.models.safetensors import CheckpointError
+from lineate.models.files.checkpoint import save
+from lineate.models.files.safetensors import CheckpointError
 from lineate.terminal import DOT, console, printable
 from lineate.training.config import TrainConfig
 from lineate.training.report import Report

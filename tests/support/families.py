@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.models.checkpoint import Checkpoint, save
+from lineate.models.files.checkpoint import Checkpoint, save
 
 VOCAB = 97
 WITH_EXPERTS = ("qwen3_next", "qwen3_5_moe", "kimi_linear")

@@ -7,13 +7,15 @@ from io import StringIO
 import pytest
 import torch
 
-from lineate.models.config import LETTERS
+from lineate.layers.registry import letters as all_letters
 from lineate.tasks.model import LABELS, RULES, ModelOptions, label, make_config
-from lineate.tasks.progress import TRUST, Cost, Progress, duration, estimate, lanes, whole
+from lineate.tasks.progress import TRUST, Progress, RunCost, duration, estimate, lanes, whole
 from lineate.tasks.quick import QUICK
 from lineate.tasks.registry import TASKS
 from lineate.tasks.runner import Cell, TrainOptions, run_cells, train_cell
 from lineate.tasks.task import Sizes
+
+LETTERS = all_letters()
 
 TRAIN = TrainOptions(steps=4, rows=2, eval_every=2, test_rows=4, test_pairs=(2,), test_lengths=(16, 32))
 CELLS = [Cell("recall", rule, seed, Sizes(16, 2, 32), ModelOptions(16), TRAIN) for rule in "LG" for seed in (0, 1)]
@@ -109,7 +111,7 @@ def watched(terminal, lanes=1):
 
     clock, out = Clock(), StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
-    costs = dict.fromkeys(CELLS, Cost(step=10.0, last=20.0, steps=4))  # 60 s each
+    costs = dict.fromkeys(CELLS, RunCost(step=10.0, last=20.0, steps=4))  # 60 s each
     return Progress(costs, lanes, console, clock), clock, out
 
 
@@ -171,8 +173,8 @@ def test_the_watcher_is_told_every_step_and_line(jobs):
 def test_before_a_long_run_the_command_says_how_long_and_what_is_shorter(monkeypatch):
     from lineate.tasks import command
 
-    small = dict.fromkeys(CELLS, Cost(0.1, 1.0, 290))
-    long = dict.fromkeys(CELLS, Cost(10.0, 0.0, 200))
+    small = dict.fromkeys(CELLS, RunCost(0.1, 1.0, 290))
+    long = dict.fromkeys(CELLS, RunCost(10.0, 0.0, 200))
     said = list(command._outlook(long, 1, lambda: small))
     assert said[0] == "4 runs of at most 4 steps: about 2 h 13 min on this machine; --quick takes about 2 min"
     assert "--seeds, --steps and --minutes" in said[1]

@@ -16,7 +16,7 @@ import torch
 from runs import assert_same_bits, everything, make_config
 
 from lineate.models import HybridLM
-from lineate.models import safetensors as files
+from lineate.models.files import safetensors as files
 from lineate.training import checkpoint
 from lineate.training.config import TrainConfig
 from lineate.training.loop import Trainer, TrainingStopped
@@ -33,7 +33,7 @@ from pathlib import Path
 from lineate.training.config import TrainConfig
 from lineate.training.loop import Trainer
 from lineate.training.prepare import prepare
-from lineate.models import safetensors
+from lineate.models.files import safetensors
 left = int(sys.argv[3])
 def counted(call):
     def counting(*args, **kwargs):
@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_for_everything_ends_with_a_message(
 
     for owner in (files, checkpoint):
         monkeypatch.setattr(owner, "write_bytes", full)
-    monkeypatch.setattr("lineate.models.checkpoint.write_tensors", full)
+    monkeypatch.setattr("lineate.models.files.checkpoint.write_tensors", full)
     size = trainer.report.position
     monkeypatch.setattr(trainer.report, "_file", FullFile(trainer.report._file))
     with pytest.raises(

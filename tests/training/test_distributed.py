@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lineate.models import HybridLM
 from lineate.models.config import AttentionConfig, ExpertsConfig, FeedConfig, HybridConfig, LinearConfig
-from lineate.models.safetensors import CheckpointError
+from lineate.models.files.safetensors import CheckpointError
 from lineate.training import optim
 from lineate.training.batches import Batch
 from lineate.training.checkpoint import write_state

@@ -17,8 +17,8 @@ from ranks import run_ranks
 from runs import make_config
 
 from lineate.models import HybridLM
+from lineate.models.files.safetensors import write_tensors
 from lineate.models.presets import tiny
-from lineate.models.safetensors import write_tensors
 from lineate.training.checkpoint import read_tensors, write_json
 from lineate.training.config import TrainConfig
 from lineate.training.prepare import prepare, train

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lineate import folders
 from lineate.training import sources, tokenizer, tokens
 from lineate.training.batches import Batch, Batches
 from lineate.training.sources import documents, fingerprint
@@ -543,7 +544,7 @@ def test_errors_of_the_sources_leave_no_half_file(tmp_path):
 def test_default_cache_folder(monkeypatch, tmp_path, data):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("LINEATE_CACHE", raising=False)
-    assert tokens.default_cache_folder() == tmp_path / "xdg" / "lineate"
+    assert folders.cache_folder() == tmp_path / "xdg" / "lineate"
     monkeypatch.setenv("LINEATE_CACHE", str(tmp_path / "own"))
     assert TokenStore.open_or_make(data, make_tokenizer("bytes", ())).path.parent == tmp_path / "own"
 

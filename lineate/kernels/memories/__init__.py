@@ -1,1 +1,1 @@
-"""The walks of the memories that learn, on a GPU."""
+"""Kernels of the memories that learn: they walk from chunk to chunk on a GPU."""

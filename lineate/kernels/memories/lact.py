@@ -1,4 +1,4 @@
-"""The steps of LaCT's scan that are no products, one launch each: lineate.memory.lact_steps, by the same names.
+"""The steps of LaCT's scan that are no products, one launch each: the same names as in lineate/memory/lact/steps.py.
 
 With a | u `r c 2E`, z `r c E` and rates `r c 3`, one token at a time:
 
@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.layers.ops import glu
-from lineate.memory.lact_steps import Unit
-from lineate.memory.parts import NORM_EPS, ROW_EPS
 
 __all__ = [
     "change",
@@ -37,7 +35,7 @@ __all__ = [
 
 @triton.jit
 def _silu(a):
-    """silu, its slope, and the slope's slope."""
+    """Return silu(a), its slope, and the slope's slope."""
     gate = tl.sigmoid(a)
     opened = a * gate
     fall = gate * (1.0 - gate)
@@ -55,7 +53,7 @@ def _load_rates(rates, r, rows):
 
 @triton.jit
 def _places(r, j, rows, E: tl.constexpr):
-    """Which of a tile are there, where they lie in `rows E`, and, of their first half, in `rows 2E`."""
+    """Return which elements of a tile exist, where they lie in `rows E`, and where in the first half of `rows 2E`."""
     has = (r < rows)[:, None] & (j < E)[None, :]
     r = r.to(tl.int64)[:, None]
     return has, r * E + j[None, :], r * (2 * E) + j[None, :]
@@ -63,7 +61,7 @@ def _places(r, j, rows, E: tl.constexpr):
 
 @triton.jit
 def _tile(E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
-    """Rows and columns of this program's tile."""
+    """Return the rows and columns of this program's tile."""
     BLOCKS: tl.constexpr = (E + BE - 1) // BE
     r = (tl.program_id(0) // BLOCKS) * ROWS + tl.arange(0, ROWS)
     return r, (tl.program_id(0) % BLOCKS) * BE + tl.arange(0, BE)
@@ -71,7 +69,7 @@ def _tile(E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def write_tokens(au, z, rates, s, hidden, rows, E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
-    """s and hidden of a tile a program."""
+    """Store s and hidden; one program takes one tile."""
     r, j = _tile(E, ROWS, BE)
     has, at, wide = _places(r, j, rows, E)
     u = tl.load(au + wide + E, mask=has, other=0.0)
@@ -87,11 +85,11 @@ def write_tokens(au, z, rates, s, hidden, rows, E: tl.constexpr, ROWS: tl.conste
 def write_tokens_backward(
     au, z, rates, ds, dhidden, drates, rows, E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr
 ):  # fmt: skip
-    """With e_i = rate_i times the gradient of what W_i is written, in the place of a | u and z:
+    """Overwrite a | u and z by their gradients; e_i is rate_i times the gradient by what is written into W_i:
 
         da = z (e0 u silu'' + e2 silu') + e1 u silu'    du = e0 z silu' + e1 silu    dz = e0 u silu' + e2 silu
 
-    s and hidden take the place of their gradients. One program ROWS whole rows.
+    Also overwrite ds and dhidden by s and hidden. One program takes ROWS whole rows.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rate0, rate1, rate2 = _load_rates(rates, r, rows)
@@ -125,7 +123,7 @@ def write_tokens_backward(
 
 @triton.jit(do_not_specialize=["rows"])
 def read_tokens_backward(au, dhidden, dau, rows, E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr):
-    """da = dhidden u silu'(a), du = dhidden silu(a); silu(a) u takes the place of its gradient."""
+    """Store da = dhidden u silu'(a), du = dhidden silu(a), and overwrite dhidden by silu(a) u."""
     r, j = _tile(E, ROWS, BE)
     has, at, wide = _places(r, j, rows, E)
     u = tl.load(au + wide + E, mask=has, other=0.0)
@@ -136,18 +134,18 @@ def read_tokens_backward(au, dhidden, dau, rows, E: tl.constexpr, ROWS: tl.const
     tl.store(dhidden + at, opened * u, mask=has)
 
 
-# Matrices: one program a matrix of N numbers for C, some rows of W0 and W2 or columns of W1^T for M.
+# Matrices: for C one program takes a matrix of N numbers; for M some rows of W0 and W2, or columns of W1^T.
 
 
 @triton.jit
 def _load_change(sums, previous, mean, at, has):
-    """C, fused by hand, so that both passes have the same bits."""
+    """Return C, with the multiplication and addition fused by hand, so that both passes have the same bits."""
     return tl.fma(mean, tl.load(previous + at, mask=has, other=0.0), tl.load(sums + at, mask=has, other=0.0))
 
 
 @triton.jit
 def make_change(sums, mean, previous, changes, x, eps, N: tl.constexpr, BN: tl.constexpr):
-    """C and C / (|C| + eps)."""
+    """Store C and C / (|C| + eps)."""
     n = tl.program_id(0)
     j = n.to(tl.int64) * N + tl.arange(0, BN)
     momentum = tl.load(mean + n // 3)
@@ -167,7 +165,7 @@ def make_change(sums, mean, previous, changes, x, eps, N: tl.constexpr, BN: tl.c
 def make_change_backward(
     dx, x, size, inverse, base, mean, dchanges, dprevious, N: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """dC = base + dx size - x <dx, x> / |C|, dprevious = mean dC; base may be None."""
+    """Store dC = base + dx size - x <dx, x> / |C| and dprevious = mean dC; base may be None."""
     n = tl.program_id(0)
     j = n.to(tl.int64) * N + tl.arange(0, BN)
     products = tl.zeros((BN,), tl.float32)
@@ -190,7 +188,7 @@ def make_change_backward(
 
 @triton.jit
 def _load_sum(x, y, at, has):
-    """x + y, of which y may be None."""
+    """Return x + y; y may be None."""
     found = tl.load(x + at, mask=has, other=0.0)
     if y is not None:
         found += tl.load(y + at, mask=has, other=0.0)
@@ -199,7 +197,7 @@ def _load_sum(x, y, at, has):
 
 @triton.jit
 def _bend(dnorm, scale, length):
-    """<given, x> norm / (l (l + eps)^2), 0 at length 0."""
+    """Return <given, x> norm / (l (l + eps)^2), 0 at length 0."""
     return tl.where(length > 0, dnorm * scale / tl.where(length > 0, length, 1.0), 0.0)
 
 
@@ -207,7 +205,7 @@ def _bend(dnorm, scale, length):
 def _rescale_rows(
     x, step, given, norms, out, dnorms, eps, i, E: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Rows i of W0 and W2."""
+    """Rescale the rows i of W0 and W2."""
     j = tl.arange(0, BD)
     has = (i < 2 * E)[:, None] & (j < D)[None, :]
     at = i[:, None] * D + j[None, :]
@@ -228,7 +226,7 @@ def _rescale_rows(
 def _rescale_columns(
     x, step, given, norms, out, dnorms, eps, j, E: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Columns j of W1^T, which lies behind W0 and W2."""
+    """Rescale the columns j of W1^T, which lies behind W0 and W2."""
     squares = tl.zeros((BR, BC), tl.float32)
     products = tl.zeros((BR, BC), tl.float32)
     for first in range(0, E, BR):
@@ -263,12 +261,12 @@ def rescale_lines(
     x, step, given, rows, columns, out, drows, dcolumns, eps,
     E: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """x + step with its lines rescaled; or, with given, the gradients by x and the norms. l: the length of a line.
+    """Store x + step with its lines rescaled; or, with given, the gradients by x and the norms. l: a line's length.
 
         out = x norm / (l + eps)
         dx = given norm / (l + eps) - x <given, x> norm / (l (l + eps)^2),  dnorm = <given, x> / (l + eps)
 
-    Of every M first programs for rows of W0 and W2, then programs for columns of W1^T.
+    Each M has first the programs for rows of W0 and W2, then those for columns of W1^T.
     """
     ROW_BLOCKS: tl.constexpr = (2 * E + ROWS - 1) // ROWS
     PROGRAMS: tl.constexpr = ROW_BLOCKS + (D + BC - 1) // BC
@@ -295,7 +293,7 @@ def rescale_lines(
 
 
 def _token_tiles(z: Tensor, elements: int) -> tuple[int, dict[str, int]]:
-    """How many tokens there are, and the tile of so many elements."""
+    """Return how many tokens there are, and the sizes of a tile of so many elements."""
     e = z.shape[-1]
     width = min(1024, next_power(e))
     return z.numel() // e, {"E": e, "ROWS": max(elements // width, 1), "BE": width, "num_warps": 4}
@@ -306,6 +304,7 @@ def _programs(rows: int, tile: dict[str, int]) -> int:
 
 
 def writes(au: Tensor, z: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """Do what steps.writes does."""
     s, hidden = torch.empty_like(au), torch.empty_like(z)
     rows, tile = _token_tiles(z, 2048)
     with torch.cuda.device_of(z):
@@ -314,12 +313,14 @@ def writes(au: Tensor, z: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def writes_backward(au: Tensor, z: Tensor, rates: Tensor, ds: Tensor, dhidden: Tensor, drates: Tensor) -> None:
+    """Do what steps.writes_backward does."""
     rows, tile = _token_tiles(z, 1024)
     with torch.cuda.device_of(z):
         start(write_tokens_backward, (ceil_div(rows, tile["ROWS"]),))(au, z, rates, ds, dhidden, drates, rows, **tile)
 
 
 def glu_backward(au: Tensor, dhidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Do what steps.glu_backward does."""
     dau = torch.empty_like(au)
     rows, tile = _token_tiles(dhidden, 2048)
     with torch.cuda.device_of(au):
@@ -331,38 +332,47 @@ def _matrix_tiles(e: int, d: int) -> dict[str, int]:
     return {"N": e * d, "BN": min(8192, next_power(e * d)), "num_warps": 16}
 
 
-def change(sums: Tensor, mean: Tensor, previous: Tensor, out: Tensor) -> Tensor:
+def change(sums: Tensor, mean: Tensor, previous: Tensor, out: Tensor, eps: float) -> Tensor:
+    """Do what steps.change does."""
     r, e, d = sums.shape[0], sums.shape[1] // 3, sums.shape[2]
     x = sums.new_empty(3 * r, e, d)
     with torch.cuda.device_of(sums):
-        start(make_change, (3 * r,))(sums, mean.contiguous(), previous, out, x, NORM_EPS, **_matrix_tiles(e, d))
+        start(make_change, (3 * r,))(sums, mean.contiguous(), previous, out, x, eps, **_matrix_tiles(e, d))
     return x
 
 
-def change_backward(dx: Tensor, at: Unit, base: Tensor | None, mean: Tensor, out: Tensor) -> Tensor:
+def change_backward(
+    dx: Tensor, at: tuple[Tensor, Tensor, Tensor], base: Tensor | None, mean: Tensor, out: Tensor
+) -> Tensor:  # fmt: skip
+    """Do what steps.change_backward does; `at` is x, size and inverse of the unit matrices."""
+    x, size, inverse = at
     dprevious = torch.empty_like(out)
     base = None if base is None else base.contiguous()
     with torch.cuda.device_of(dx):
         start(make_change_backward, (dx.shape[0],))(
-            dx.contiguous(), at.x.contiguous(), at.size.contiguous(), at.inverse.contiguous(), base, mean.contiguous(),
+            dx.contiguous(), x.contiguous(), size.contiguous(), inverse.contiguous(), base, mean.contiguous(),
             out, dprevious, **_matrix_tiles(*dx.shape[1:]),
         )  # fmt: skip
     return dprevious
 
 
-def rescale(matrices: Tensor, step: Tensor, norms: Sequence[Tensor], out: Tensor) -> None:
-    _rescale(matrices, step, None, norms, out, (None, None))
+def rescale(matrices: Tensor, step: Tensor, norms: Sequence[Tensor], out: Tensor, eps: float) -> None:
+    """Do what steps.rescale does."""
+    _rescale(matrices, step, None, norms, out, (None, None), eps)
 
 
-def rescale_backward(given: Tensor, moved: Tensor, norms: Sequence[Tensor], dnorms: Sequence[Tensor]) -> Tensor:
+def rescale_backward(
+    given: Tensor, moved: Tensor, norms: Sequence[Tensor], dnorms: Sequence[Tensor], eps: float
+) -> Tensor:  # fmt: skip
+    """Do what steps.rescale_backward does."""
     dmoved = torch.empty_like(moved)
-    _rescale(moved, None, given.contiguous(), norms, dmoved, dnorms)
+    _rescale(moved, None, given.contiguous(), norms, dmoved, dnorms, eps)
     return dmoved
 
 
 def _rescale(
     x: Tensor, step: Tensor | None, given: Tensor | None, norms: Sequence[Tensor], out: Tensor,
-    dnorms: Sequence[Tensor | None],
+    dnorms: Sequence[Tensor | None], eps: float,
 ) -> None:  # fmt: skip
     r, e, d = x.shape[0], x.shape[1] // 3, x.shape[2]
     wide = next_power(d)
@@ -370,5 +380,5 @@ def _rescale(
     programs = r * (ceil_div(2 * e, tile["ROWS"]) + ceil_div(d, tile["BC"]))
     with torch.cuda.device_of(x):
         start(rescale_lines, (programs,))(
-            x, step, given, *(y.contiguous() for y in norms), out, *dnorms, ROW_EPS, E=e, D=d, **tile, num_warps=4
+            x, step, given, *(y.contiguous() for y in norms), out, *dnorms, eps, E=e, D=d, **tile, num_warps=4
         )

@@ -1,10 +1,13 @@
-"""What LaCT's network reads of a fused projection, in one launch each way.
+"""The features that LaCT's network reads, made from a fused projection in one launch each way.
 
     f = silu(scale x + offset),  y = f / sqrt(sum over a head of f^2 + eps)        of q and k
     y = silu(x)                                                                    of v
 
 A program: tiles [ROWS, BD] of tokens of one head of q, k or v. All arithmetic is float32.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -14,13 +17,14 @@ from torch import Tensor
 from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.layers.ops import as_rows, check_dtypes, register_op, strides_of
 
-EPS = 1e-6
+NORMALIZE_EPS = 1e-6
+"""Added to the squared length of what is normalised."""
 _PROGRAMS = 4096  # enough for any device; a constant, so that no result depends on the device
 
 
 @triton.jit
 def _load(x, scale, offset, r, rows, stride, j, D: tl.constexpr, H: tl.constexpr):
-    """Tile x of head number program_id(1) of q | k | v, its scale and offset (1 and 0 of v), silu, slope, mask."""
+    """Return the tile x of head program_id(1) of q | k | v, its scale (1 for v), silu, slope and mask."""
     head = tl.program_id(1)
     has = (r < rows)[:, None] & (j < D)[None, :]
     tile = tl.load(x + r[:, None] * tl.cast(stride, tl.int64) + head * D + j[None, :], mask=has, other=0.0)
@@ -35,7 +39,7 @@ def _load(x, scale, offset, r, rows, stride, j, D: tl.constexpr, H: tl.constexpr
 
 @triton.jit
 def _choose(q, k, v, H: tl.constexpr):
-    """The one of program_id(1)."""
+    """Return the one of q, k and v that program_id(1) works on."""
     part = tl.program_id(1) // H
     x = q
     if part == 1:
@@ -49,7 +53,7 @@ def _choose(q, k, v, H: tl.constexpr):
 def make_features(
     x, scale, offset, q, k, v, rows, stride, eps, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """x `rows q | k | v`, H D each -> q, k, v `rows H D`."""
+    """Store q, k, v `rows H D` of x `rows q | k | v`, H D channels each."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BD)
     _, _, f, _, has = _load(x, scale, offset, r, rows, stride, j, D, H)
@@ -64,9 +68,9 @@ def make_features_backward(
     x, scale, offset, dq, dk, dv, dx, partials, rows, tiles, stride, eps,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """df = r (dy - y <dy, y>), r = 1 / sqrt(sum f^2 + eps), of v dy;  dz = df silu',  dx = dz scale.
+    """Store dx = dz scale, dz = df silu', df = r (dy - y <dy, y>), r = 1 / sqrt(sum f^2 + eps); for v, df = dy.
 
-    One program `tiles` tiles; its parts of dscale = sum dz x and doffset = sum dz go to partials `programs 2 2HD`.
+    One program takes `tiles` tiles; its dscale = sum dz x and doffset = sum dz go to partials `programs 2 2HD`.
     """
     j = tl.arange(0, BD)
     head = tl.program_id(1)
@@ -108,7 +112,16 @@ def _features(x: Tensor, scale: Tensor, offset: Tensor, heads: int) -> tuple[Ten
     tile = _tile(d, 2048)
     with torch.cuda.device_of(x):
         start(make_features, (ceil_div(rows, tile["ROWS"]), 3 * heads))(
-            x, scale.contiguous(), offset.contiguous(), *found, rows, *strides_of(x, 1), EPS, H=heads, D=d, **tile
+            x,
+            scale.contiguous(),
+            offset.contiguous(),
+            *found,
+            rows,
+            *strides_of(x, 1),
+            NORMALIZE_EPS,
+            H=heads,
+            D=d,
+            **tile,
         )
     return found
 
@@ -132,18 +145,18 @@ def _backward(
         partials = torch.empty(programs, 2, *scale.shape, dtype=torch.float32, device=x.device)
         start(make_features_backward, (programs, 3 * heads))(
             x, scale.contiguous(), offset.contiguous(), *(y.contiguous() for y in (dq, dk, dv)), dx, partials,
-            rows, tiles, *strides_of(x, 1), EPS, H=heads, D=d, **tile,
+            rows, tiles, *strides_of(x, 1), NORMALIZE_EPS, H=heads, D=d, **tile,
         )  # fmt: skip
     dscale, doffset = partials.sum(0)
     return dx, dscale.to(scale.dtype, copy=True), doffset.to(offset.dtype, copy=True)
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.heads = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(backward, ctx, *gradients):  # type: ignore[no-untyped-def]
+def _differentiate(backward: Callable[..., Any], ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     x, scale, offset = ctx.saved_tensors
     shape = (*x.shape[:-1], ctx.heads, scale.shape[1] // ctx.heads)
     dq, dk, dv = (x.new_zeros(shape) if d is None else d for d in gradients)
@@ -154,7 +167,14 @@ _run = register_op("lact_features", _features, _room, _backward, _backward_room,
 
 
 def features(x: Tensor, scale: Tensor, offset: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x `b t q | k | v`, scale and offset `2 heads*d` of q and k -> q', k', v' `b t heads d`, in the dtype of x."""
+    """Return q', k', v' `b t heads d` of x `b t q | k | v`, in its dtype.
+
+    Args:
+        x: The projection.
+        scale: What scales q and k, `2 heads*d`.
+        offset: What is then added to them, `2 heads*d`.
+        heads: Heads of each.
+    """
     check_dtypes(x=x, scale=scale, offset=offset)
     found: tuple[Tensor, Tensor, Tensor] = _run((x, scale, offset), heads)
     return found

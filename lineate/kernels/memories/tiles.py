@@ -16,11 +16,11 @@ from torch import Tensor
 from lineate.kernels.launching import ceil_div, next_power
 
 PRECISION = tl.constexpr("ieee")
-"""Of all products; "tf32x3" is the same to float32 on tensor cores."""
+"""The precision of all products; "tf32x3" gives the same float32 results on tensor cores."""
 NARROWEST = 16
 """Rows or columns of a shared matrix that a program has, at least."""
 WARPS_ALONE, WARPS_TOGETHER = 8, 4
-"""Of a program that has all of a matrix (4 would spill 16 tokens of 64 channels), and of those that share it."""
+"""Warps of a program that has all of a matrix (4 would spill 16 tokens of 64 channels), and of those that share one."""
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def dot(x, y):
 
 @triton.jit
 def load_tile(x, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """x[i, j] of a matrix `ROWS COLUMNS`, 0 outside."""
+    """Load x[i, j] of a matrix `ROWS COLUMNS`, 0 outside."""
     mask = (i[:, None] < ROWS) & (j[None, :] < COLUMNS)
     return tl.load(x + i[:, None] * COLUMNS + j[None, :], mask=mask, other=0.0)
 
@@ -43,14 +43,14 @@ def store_tile(x, value, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def own_room(room, arrived, NUMBERS: tl.constexpr, PARTS: tl.constexpr):
-    """Where the summands of NUMBERS numbers and the counter of this program's group lie, which is program_id(0)."""
+    """Return where this program's group, program_id(0), has its summands of NUMBERS numbers, and its counter."""
     group = tl.program_id(0).to(tl.int64)
     return room + group * (2 * PARTS * NUMBERS), arrived + group
 
 
 @triton.jit
 def put_part(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's summand x[i, j]; room `2 PARTS ROWS COLUMNS` is the group's, one half for every other turn."""
+    """Store this program's summand x[i, j] in the group's room `2 PARTS ROWS COLUMNS`, whose halves alternate."""
     if PARTS > 1:
         size = ROWS * COLUMNS
         store_tile(room + ((turn % 2) * PARTS + tl.program_id(1)) * size, x, i, j, ROWS, COLUMNS)
@@ -58,7 +58,7 @@ def put_part(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUM
 
 @triton.jit
 def meet(arrived, turn, PARTS: tl.constexpr):
-    """Waits for the group; arrived: its counter, 0 before turn 0."""
+    """Wait for the group; arrived: its counter, 0 before turn 0."""
     if PARTS > 1:
         tl.debug_barrier()  # what other threads stored is there for the group
         seen = tl.atomic_add(arrived, 1, sem="acq_rel") + 1
@@ -69,7 +69,7 @@ def meet(arrived, turn, PARTS: tl.constexpr):
 
 @triton.jit
 def add_parts(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of the group's summands, after they met; of one program alone x."""
+    """Return the sum of the group's summands, after the group met; x if one program is the whole group."""
     if PARTS > 1:
         size = ROWS * COLUMNS
         mask = (i[:, None] < ROWS) & (j[None, :] < COLUMNS)
@@ -80,37 +80,50 @@ def add_parts(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLU
     return x
 
 
+class Walk(NamedTuple):
+    """Which cells the programs of a walk go through: cell base[j] + row is the row's j-th chunk."""
+
+    base: Tensor
+    """The first cell of each chunk, int32."""
+    chunks: Tensor
+    """How many chunks each row has, int32: at least 1, and no row has more than the one before it."""
+    cells: int
+
+
 class Sharing(NamedTuple):
     """How the programs of a group share the rows or columns of a matrix."""
 
     parts: int
     """Programs of a group."""
     slice: int
-    """Rows or columns of each."""
+    """Rows or columns of each program."""
     tile: int
-    """Of these at a time."""
+    """Rows or columns that a program takes at a time."""
 
     def room(self, groups: int, numbers: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """For summands of so many numbers, and the counters of those who arrived."""
+        """Return room for summands of so many numbers, and the groups' counters."""
         room = torch.empty(groups, 2, self.parts, numbers, device=device)
         return room, torch.zeros(groups, dtype=torch.int32, device=device)
 
     @property
     def options(self) -> dict[str, int]:
-        """Of the launch. One stage: loads fetched ahead would overtake the stores of the chunk before."""
+        """The options of the launch. One stage: loads fetched ahead would overtake the stores of the chunk before."""
         if self.parts == 1:
             return {"num_warps": WARPS_ALONE, "num_stages": 1}
         return {"num_warps": WARPS_TOGETHER, "num_stages": 1, "launch_cooperative_grid": True}
 
 
 def share(groups: int, width: int, tile: int, device: torch.device) -> Sharing:
-    """So many groups, tiles of at most `tile`: as many programs as run at one time; one each where no GPU is there."""
+    """Return how so many groups share their matrices, in tiles of at most `tile`.
+
+    A group gets as many programs as the GPU runs at one time, and one program where there is no GPU.
+    """
     most = min(ceil_div(width, NARROWEST), _multiprocessors(device) // groups) if device.type == "cuda" else 1
     return divided(width, tile, 1 << (max(most, 1).bit_length() - 1))
 
 
 def divided(width: int, tile: int, parts: int) -> Sharing:
-    """Among so many programs; the last may have less, or nothing."""
+    """Return how so many programs share a matrix; the last ones may have less, or nothing."""
     own = ceil_div(width, parts)
     tile = min(tile_size(own), tile)
     return Sharing(parts, ceil_div(own, tile) * tile, tile)
@@ -118,9 +131,10 @@ def divided(width: int, tile: int, parts: int) -> Sharing:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def tile_size(n: int) -> int:
-    """The tile of n rows or columns: a power of two, and tl.dot takes no less than 16."""
+    """Return the tile of n rows or columns: a power of two, and at least 16 for tl.dot."""
     return max(next_power(n), 16)

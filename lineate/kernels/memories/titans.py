@@ -10,10 +10,10 @@ makes goes to the slot of the row's next chunk, behind the last one to slot (cel
 from there: nothing stays in registers. All arithmetic is float32. Where a cell has no token, last = moving = 0.
 
 The last matrix is walked in tiles of BN of its rows, which for two matrices are columns of the first. Two matrices are
-shared by as many programs as the GPU runs at one time, each with a slice of these rows (kernels/tiles.py).
+shared by as many programs as the GPU runs at one time, each with a slice of these rows (kernels/memories/tiles.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lineate.kernels.launching import start
 from lineate.kernels.memories.tiles import (
+    Walk,
     add_parts,
     divided,
     dot,
@@ -35,28 +36,28 @@ from lineate.kernels.memories.tiles import (
 )
 
 WIDEST = 128
-"""Keys and values of a memory of two matrices, values of one."""
+"""The most channels of keys and values for two matrices, and of values for one."""
 LONGEST = 64
-"""Tokens of a chunk."""
+"""The most tokens of a chunk."""
 TILE = 4096
-"""Elements of a tile of a matrix; of chunks of more than 16 tokens, or wide heads, half as many fit into registers."""
+"""Elements of a tile of a matrix; for chunks over 16 tokens or wide heads, half as many fit into registers."""
 
 
 @triton.jit
 def _tokens(x, slot, c, CHUNK: tl.constexpr):
-    """`C 1`: one number a token."""
+    """Load one number a token, `C 1`."""
     return tl.load(x + slot * CHUNK + c, mask=c < CHUNK, other=0.0)[:, None]
 
 
 @triton.jit
 def _silu_slope(z, s):
-    """silu'(z); s = sigmoid(z)."""
+    """Return silu'(z); s = sigmoid(z)."""
     return s * (1.0 + z * (1.0 - s))
 
 
 @triton.jit
 def _centre(x, has, WIDTH: tl.constexpr):
-    """x - mean x over the columns that there are."""
+    """Return x - mean x over the columns that exist."""
     return tl.where(has, x - tl.sum(x, 1)[:, None] / WIDTH, 0.0)
 
 
@@ -67,9 +68,9 @@ def _mean(x, y, WIDTH: tl.constexpr):
 
 @triton.jit
 def _error(z, target, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
-    """dloss/dz = r P(g), P(u) = u - mean u - x mean(u x): r = 1 / sigma, x = (z - mean z) r, g = x - target.
+    """Return dloss/dz = r P(g), P(u) = u - mean u - x mean(u x): r = 1 / sigma, x = (z - mean z) r, g = x - target.
 
-    Returns it, c = z - mean z, r, and g. EPS None: there is no norm.
+    Then c = z - mean z, r, and g. EPS None: there is no norm.
     """
     centred = z
     r = z
@@ -86,7 +87,7 @@ def _error(z, target, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _error_backward(dG, G, centred, r, g, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
-    """dz of _error."""
+    """Return dz from the gradient dG by what _error returns."""
     dz = dG
     if EPS is not None:
         x = centred * r
@@ -102,7 +103,7 @@ def _error_backward(dG, G, centred, r, g, has, EPS: tl.constexpr, WIDTH: tl.cons
 def _advance(
     M, S, old, new, i, j, x, G, last, moving, b, f, carried, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """A tile of M' and S'."""
+    """Store a tile of M' and S'."""
     weights = load_tile(M + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
     momentum = load_tile(S + old * (ROWS * COLUMNS), i, j, ROWS, COLUMNS)
     weights = b * weights + f * momentum - dot(tl.trans(x * last), G)
@@ -117,7 +118,7 @@ def walk_states(
     CHUNK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """M and S at the start of every cell and after the last one; those of chunk 0 are there.
+    """Store M and S at the start of every cell and after the last one; those of chunk 0 are given.
 
     k `cells h c KEYS`, target `cells h c VALUES`, last and moving `cells h c`, ends `cells h 3`: b, f, carried.
     M2, S2 `slots ROWS VALUES` are the last matrix; M1, S1 `slots KEYS ROWS` the one before it, or None (ROWS = KEYS).
@@ -209,7 +210,7 @@ def walk_states(
 def _retreat(
     A, B, dM, dS, slot, before, i, j, x, dz, back, G, b, f, carried, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Gradients of a tile of M and S at a cell's start, which are those at the end of the cell before.
+    """Store the gradients of a tile of M and S at a cell's start, which are those at the end of the cell before.
 
     x^T dz is what z = x M gives to M, back^T G, if there is one, what G M^T gives.
     """
@@ -227,7 +228,7 @@ def _retreat(
 
 @triton.jit
 def _written(A, B, slot, i, j, x, last, moving, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """dG = -(last (x A) + moving (x B)), of a tile of A and B."""
+    """Return dG = -(last (x A) + moving (x B)) for a tile of A and B."""
     size = ROWS * COLUMNS
     dG = last * dot(x, load_tile(A + slot * size, i, j, ROWS, COLUMNS))
     return -dG - moving * dot(x, load_tile(B + slot * size, i, j, ROWS, COLUMNS))
@@ -240,9 +241,9 @@ def walk_adjoints(
     CHUNK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, EPS: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """A and B, the gradients of M and S at every cell's end, from the last chunk to the first.
+    """Store A and B, the gradients of M and S at every cell's end, from the last chunk to the first.
 
-    Those of each row's last cell are there; those of its start go to slot (cells + row) * heads + head. dM, dS: what
+    Those of each row's last cell are given; those of its start go to slot (cells + row) * heads + head. dM, dS: what
     reads the matrices at a cell's start. Before the clipping: z `cells h c VALUES`, z1 and back = G_2 M_2^T
     `cells h c ROWS`. terms (None: no clipping) `4 cells h c`: the scale s, e |x|^2 and e |G|^2 of the last matrix,
     e |x|^2 of the first, e = (ds/dsize) / size. room `3 programs c ROWS`, for gradients of G_1 (twice) and x_2.
@@ -363,18 +364,36 @@ def walk_adjoints(
         slot = before
 
 
-class Walk(NamedTuple):
-    """Which cells a row has: cell base[j] + row is its j-th."""
-
-    base: Tensor
-    """For every chunk, int32."""
-    chunks: Tensor
-    """Of every row, int32, at least 1; no row has more than the one before it."""
-    cells: int
-
-
-Matrices = list[Tensor]
+MatrixList = list[Tensor]
 """One or two, `slots h in out` with a slot for each cell, then one for each row."""
+
+
+class Cells(NamedTuple):
+    """What a walk takes of all cells: k and target, and the factors of what is there at a chunk's end."""
+
+    k: Tensor
+    """`cells h c KEYS`."""
+    target: Tensor
+    """`cells h c VALUES`."""
+    last: Tensor
+    """`cells h c`: how much of each gradient is in M at the end."""
+    moving: Tensor
+    """`cells h c`: how much of it is in S at the end."""
+    ends: Tensor
+    """`cells h 3`: b, f, carried."""
+
+
+class Made(NamedTuple):
+    """What the forward made of all cells, before the clipping."""
+
+    z: Tensor
+    """`cells h c VALUES`."""
+    z1: Tensor | None
+    """`cells h c ROWS`, for two matrices."""
+    back: Tensor | None
+    """G_2 M_2^T `cells h c ROWS`, for two matrices."""
+    terms: Tensor | None
+    """`4 cells h c`, the terms of the clipping (walk_adjoints); None: no clipping."""
 
 
 def fits(chunk: int, sizes: list[int]) -> bool:
@@ -382,7 +401,9 @@ def fits(chunk: int, sizes: list[int]) -> bool:
     return len(sizes) in (2, 3) and chunk <= LONGEST and max([sizes[-1], *sizes[:-2]]) <= WIDEST
 
 
-def _launch(kernel, walk: Walk, k: Tensor, M: Matrices, eps: float | None, tensors: tuple[object, ...]) -> None:
+def _launch(
+    kernel: Any, walk: Walk, k: Tensor, M: MatrixList, eps: float | None, tensors: tuple[object, ...]
+) -> None:  # fmt: skip
     heads, chunk, keys = k.shape[1:]
     rows, values = M[-1].shape[2:]
     C, BK, BV = (tile_size(n) for n in (chunk, keys, values))
@@ -400,34 +421,43 @@ def _launch(kernel, walk: Walk, k: Tensor, M: Matrices, eps: float | None, tenso
         )  # fmt: skip
 
 
-def _of_first(matrices: Matrices) -> Tensor | None:
+def _of_first(matrices: MatrixList) -> Tensor | None:
     return matrices[0] if len(matrices) == 2 else None
 
 
 def fill_states(
-    k: Tensor, target: Tensor, last: Tensor, moving: Tensor, ends: Tensor, walk: Walk, M: Matrices, S: Matrices,
-    clip: float | None, eps: float | None,
+    cells: Cells, walk: Walk, M: MatrixList, S: MatrixList, clip: float | None, eps: float | None
 ) -> None:  # fmt: skip
-    """walk_states into M and S, whose slots of chunk 0 are filled."""
+    """Run walk_states into M and S, whose slots of chunk 0 are filled; eps None: there is no norm."""
+    k = cells.k
     heads, programs = k.shape[1], walk.chunks.shape[0] * k.shape[1]
     hidden = k.new_empty(programs, k.shape[2], M[-1].shape[2]) if len(M) == 2 else None
     tensors = (
-        k, target, last, moving, ends, walk.base, walk.chunks, _of_first(M), _of_first(S), M[-1], S[-1], hidden,
-        walk.cells, heads, clip,
+        *cells, walk.base, walk.chunks, _of_first(M), _of_first(S), M[-1], S[-1], hidden, walk.cells, heads, clip
     )  # fmt: skip
     _launch(walk_states, walk, k, M, eps, tensors)
 
 
 def fill_adjoints(
-    k: Tensor, target: Tensor, last: Tensor, moving: Tensor, ends: Tensor, z: Tensor, z1: Tensor | None,
-    back: Tensor | None, terms: Tensor | None, walk: Walk, M: Matrices, dM: Matrices, dS: Matrices, A: Matrices,
-    B: Matrices, eps: float | None,
+    cells: Cells, made: Made, walk: Walk, M: MatrixList, given: tuple[MatrixList, MatrixList],
+    found: tuple[MatrixList, MatrixList], eps: float | None,
 ) -> None:  # fmt: skip
-    """walk_adjoints into A and B, whose slots of each row's last cell are filled."""
+    """Run walk_adjoints.
+
+    Args:
+        cells: What the walk takes of all cells.
+        made: What the forward made of them.
+        walk: Which cells each row has.
+        M: The matrices at every cell's start.
+        given: dM and dS, what reads the matrices at a cell's start.
+        found: A and B, to be filled; their slots of each row's last cell are filled already.
+        eps: Added to the variance in the layer norm; None: there is no norm.
+    """
+    k, (dM, dS), (A, B) = cells.k, given, found
     heads, programs = k.shape[1], walk.chunks.shape[0] * k.shape[1]
     room = k.new_empty(3, programs, k.shape[2], M[-1].shape[2]) if len(M) == 2 else None
     tensors = (
-        k, target, z, z1, back, terms, last, moving, ends, walk.base, walk.chunks, M[-1], _of_first(dM), _of_first(dS),
-        dM[-1], dS[-1], _of_first(A), _of_first(B), A[-1], B[-1], room, walk.cells, heads,
+        k, cells.target, *made, cells.last, cells.moving, cells.ends, walk.base, walk.chunks, M[-1],
+        _of_first(dM), _of_first(dS), dM[-1], dS[-1], _of_first(A), _of_first(B), A[-1], B[-1], room, walk.cells, heads,
     )  # fmt: skip
     _launch(walk_adjoints, walk, k, M, eps, tensors)

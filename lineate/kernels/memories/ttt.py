@@ -14,7 +14,7 @@ stays in registers; two go through memory, where the next cell's are wanted anyw
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lineate.kernels.launching import start
 from lineate.kernels.memories.tiles import (
+    Walk,
     add_parts,
     dot,
     load_tile,
@@ -35,8 +36,9 @@ from lineate.kernels.memories.tiles import (
 )
 
 LONGEST_CHUNK, WIDEST_HEAD, LARGEST_TILE = 64, 128, 4096
-"""Of what fits into shared memory: tokens, channels, and their product, both as powers of two."""
+"""What fits into shared memory: tokens, channels, and their product, both as powers of two."""
 MOST_LAYERS = 2
+"""Layers of a model that the kernels serve."""
 
 # 2 sqrt(2 / pi) and .044715 times it: gelu(z) = z sigmoid(z (_SLOPE + _CUBIC z^2)), the one with tanh.
 _SLOPE, _CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.07135481627260025)
@@ -44,14 +46,14 @@ _SLOPE, _CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.07135481627260
 
 @triton.jit
 def _gelu(z):
-    """gelu(z) and its derivative."""
+    """Return gelu(z) and its derivative."""
     s = tl.sigmoid(z * (_SLOPE + _CUBIC * z * z))
     return z * s, s + z * s * (1.0 - s) * (_SLOPE + 3.0 * _CUBIC * z * z)
 
 
 @triton.jit
 def _gelu_second(z):
-    """The second derivative."""
+    """Return the second derivative of gelu."""
     s = tl.sigmoid(z * (_SLOPE + _CUBIC * z * z))
     slope = _SLOPE + 3.0 * _CUBIC * z * z  # of the sigmoid's argument
     return s * (1.0 - s) * (2.0 * slope + 6.0 * _CUBIC * z * z + z * slope * slope * (1.0 - 2.0 * s))
@@ -59,7 +61,7 @@ def _gelu_second(z):
 
 @triton.jit
 def _load(x, n, i, j, I: tl.constexpr, J: tl.constexpr):
-    """Matrix n of x `... I J` at rows i and columns j, 0 outside."""
+    """Load matrix n of x `... I J` at rows i and columns j, 0 outside."""
     return load_tile(x + n * (I * J), i, j, I, J)
 
 
@@ -80,19 +82,19 @@ def _store_line(x, n, j, value, J: tl.constexpr):
 
 @triton.jit
 def _mean(u, D: tl.constexpr):
-    """Over the D channels that there are: u is 0 in others."""
+    """Return the mean over the D channels that exist; u is 0 in others."""
     return tl.sum(u, 1)[:, None] / D
 
 
 @triton.jit
 def _project(u, x, d, D: tl.constexpr):
-    """P u."""
+    """Return P u."""
     return tl.where((d < D)[None, :], u - _mean(u, D), 0.0) - x * _mean(u * x, D)
 
 
 @triton.jit
 def _norm_gradient(z, target, square, d, eps, D: tl.constexpr):
-    """G of the last layer, and x, r and g."""
+    """Return G of the last layer, and x, r and g."""
     centred = tl.where((d < D)[None, :], z - _mean(z, D), 0.0)
     r = tl.rsqrt(_mean(centred * centred, D) + eps)
     x = centred * r
@@ -102,27 +104,27 @@ def _norm_gradient(z, target, square, d, eps, D: tl.constexpr):
 
 @triton.jit
 def _norm_gradient_backward(dG, G, x, r, g, square, d, D: tl.constexpr):
-    """dz = r (P dx - x mean(dG G)) with dx = gamma^2 r P dG - r (dG mean(g x) + g mean(dG x))."""
+    """Return dz = r (P dx - x mean(dG G)) with dx = gamma^2 r P dG - r (dG mean(g x) + g mean(dG x))."""
     dx = r * (square[None, :] * _project(dG, x, d, D) - dG * _mean(g * x, D) - g * _mean(dG * x, D))
     return r * (_project(dx, x, d, D) - x * _mean(dG * G, D))
 
 
 @triton.jit
 def _matrix(slot, H: tl.constexpr):
-    """Which matrix of this program's head: the slot's."""
+    """Return the number of the matrix of this program's head in a slot."""
     return slot.to(tl.int64) * H + tl.program_id(0) % H
 
 
 @triton.jit
 def _after(base, j, count, row, cells):
-    """The slot of the state after the row's j-th chunk: the next cell's, or, behind all cells, the row's last."""
+    """Return the slot of the state after the row's j-th chunk: the next cell's, or, behind all cells, the row's."""
     following = tl.load(base + j + 1, mask=j + 1 < count, other=0) + row
     return tl.where(j + 1 < count, following, cells + row)
 
 
 @triton.jit
 def _before(base, j, row, rows):
-    """The slot of the gradient before the row's j-th chunk: behind the rows' first, that at the end of a cell."""
+    """Return the slot of the gradient before the row's j-th chunk: the end of the cell before, or the row's start."""
     previous = tl.load(base + j - 1, mask=j > 0, other=0) + rows + row
     return tl.where(j > 0, previous, row)
 
@@ -132,7 +134,7 @@ def linear_states(
     k, target, write, square, w, b, base, counts, cells, eps,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Fills w `slots*h d d` and b `slots*h d`: cells, then rows' ends; the rows' first cells are given."""
+    """Fill w `slots*h d d` and b `slots*h d`: cells, then rows' ends; the rows' first cells are given."""
     row = tl.program_id(0) // H
     c, d = tl.arange(0, BC), tl.arange(0, BD)
     count = tl.load(counts + row)
@@ -157,7 +159,7 @@ def mlp_states(
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """As linear_states, for w1 `slots*h d m`, b1 `slots*h m`, w2 `slots*h m d` and b2 `slots*h d`.
+    """Do what linear_states does for two layers: w1 `slots*h d m`, b1 `slots*h m`, w2 `slots*h m d` and b2 `slots*h d`.
 
     PARTS programs share a head, SLICE of the m channels each; room `programs 2 PARTS BC BD` and arrived `programs`.
     """
@@ -204,11 +206,11 @@ def linear_adjoints(
     k, target, write, square, z, asked, dw, db, aw, ab, base, counts, rows, eps,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Fills aw and ab, the gradients by the weights at the end of each cell: rows' starts, then cells.
+    """Fill aw and ab, the gradients by the weights at the end of each cell: rows' starts, then cells.
 
-    Those of rows' last cells are given. A cell's readers use its weights, with gradients dw and db, and its G, with the
-    gradient `asked`. With A, a at the end of a cell, its start has dw + A + k^T dz and db + a + sum dz, where dz comes
-    from dG = asked - w (k A + a).
+    Those at the ends of the rows' last cells are given. A cell's readers use its weights, with gradients dw and db,
+    and its G, with the gradient `asked`. With A, a at the end of a cell, its start has dw + A + k^T dz and db + a +
+    sum dz, where dz comes from dG = asked - w (k A + a).
     """
     row = tl.program_id(0) // H
     c, d = tl.arange(0, BC), tl.arange(0, BD)
@@ -238,7 +240,7 @@ def mlp_adjoints(
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """As linear_adjoints, for two layers; back = G_2 W_2^T, so that G_1 = back gelu'(z_1). Besides what is asked:
+    """Do what linear_adjoints does for two layers; back = G_2 W_2^T, G_1 = back gelu'(z_1). Besides what is asked:
 
     dG_1 = -w (k A_1 + a_1),  dback = dG_1 gelu'(z_1),  dG_2 = -w (x_2 A_2 + a_2) + dback W_2,  dz_2 from dG_2
     dx_2 = -w G_2 A_2^T + dz_2 W_2^T,  dz_1 = dG_1 back gelu''(z_1) + dx_2 gelu'(z_1)
@@ -299,6 +301,19 @@ def mlp_adjoints(
 # Launches
 
 
+class Cells(NamedTuple):
+    """What the writers of all cells have."""
+
+    k: Tensor
+    """`cells*h c d`."""
+    target: Tensor
+    """`cells*h c d`."""
+    write: Tensor
+    """`cells*h c 1`: the rates, 0 where nothing is written."""
+    square: Tensor
+    """gamma^2, `h 1 d`."""
+
+
 def serves(chunk: int, widths: list[int]) -> bool:
     """Whether there are kernels for chunks of so many tokens and layers of these input widths, the head's first."""
     if chunk > LONGEST_CHUNK or widths[0] > WIDEST_HEAD or len(widths) > MOST_LAYERS:
@@ -306,22 +321,21 @@ def serves(chunk: int, widths: list[int]) -> bool:
     return tile_size(chunk) * tile_size(widths[0]) <= LARGEST_TILE
 
 
-def _launch(
-    kernel: Any, tensors: Sequence[Tensor], k: Tensor, square: Tensor, weights: list[Tensor], *numbers: float
-) -> None:  # fmt: skip
-    """Over the heads of all rows, which the weights have first."""
-    (c, d), programs = k.shape[1:], weights[0].shape[0]
-    sizes = {"H": square.shape[0], "C": c, "D": d, "BC": tile_size(c), "BD": tile_size(d)}
+def _launch(kernel: Any, tensors: Sequence[Tensor], cells: Cells, weights: list[Tensor], *numbers: float) -> None:
+    """Launch a walk over the heads of all rows; weights `rows*h ...` say how many there are."""
+    (c, d), programs = cells.k.shape[1:], weights[0].shape[0]
+    sizes = {"H": cells.square.shape[0], "C": c, "D": d, "BC": tile_size(c), "BD": tile_size(d)}
     tile = sizes["BC"] * sizes["BD"]
+    grid: tuple[int, ...] = (programs,)
+    room: tuple[Tensor, ...] = ()
     if len(weights) == 2:
         how = {"num_warps": 8, "num_stages": 2 if tile < LARGEST_TILE else 1}
-        grid, room = (programs,), ()
     else:
-        sharing = share(programs, weights[0].shape[2], max(2**16 // tile, 16), k.device)
+        sharing = share(programs, weights[0].shape[2], max(2**16 // tile, 16), cells.k.device)
         sizes |= {"M": weights[0].shape[2], "BM": sharing.tile, "PARTS": sharing.parts, "SLICE": sharing.slice}
         how = sharing.options
-        grid, room = (programs, sharing.parts), sharing.room(programs, tile, k.device)
-    with torch.cuda.device_of(k):
+        grid, room = (programs, sharing.parts), sharing.room(programs, tile, cells.k.device)
+    with torch.cuda.device_of(cells.k):
         start(kernel, grid)(*tensors, *numbers, *room, **sizes, **how)
 
 
@@ -329,41 +343,52 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
     return [x.contiguous() for x in tensors]
 
 
-def states(
-    k: Tensor, target: Tensor, write: Tensor, square: Tensor, weights: list[Tensor], base: Tensor, counts: Tensor,
-    eps: float,
-) -> list[Tensor]:  # fmt: skip
-    """The weights at the start of every cell, then those at the end of every row, `(cells + rows)*h ...`.
+def states(cells: Cells, weights: list[Tensor], walk: Walk, eps: float) -> list[Tensor]:
+    """Return the weights at the start of every cell, then those at the end of every row, `(cells + rows)*h ...`.
 
-    k, target `cells*h c d`; write `cells*h c 1`; square `h 1 d`; weights: W_1, b_1, ... at the rows' starts,
-    `rows*h d n` and `rows*h 1 n`; base: the first cell of each chunk; counts: each row's chunks, 1 or more, most first.
+    Args:
+        cells: What the writers have.
+        weights: W_1, b_1, ... at the rows' starts, `rows*h d n` and `rows*h 1 n`.
+        walk: Which cells each row has.
+        eps: Added to the variance in LN.
     """
-    n, first = k.shape[0], weights[0].shape[0]
+    n, first = cells.k.shape[0], weights[0].shape[0]
     found = [x.new_empty(n + first, *x.shape[1:]) for x in weights]
     for x, y in zip(found, weights, strict=True):
         x[:first] = y
     kernel = linear_states if len(weights) == 2 else mlp_states
-    tensors = *_dense(k, target, write, square), *found, base, counts
-    _launch(kernel, tensors, k, square, weights, n // square.shape[0], eps)
+    tensors = *_dense(*cells), *found, walk.base, walk.chunks
+    _launch(kernel, tensors, cells, weights, n // cells.square.shape[0], eps)
     return found
 
 
 def adjoints(
-    k: Tensor, target: Tensor, write: Tensor, square: Tensor, values: list[Tensor], asked: list[Tensor],
-    grads: list[Tensor], finals: list[Tensor], base: Tensor, counts: Tensor, eps: float,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """The gradients by the weights at the start of every row, and by those at the end of every cell.
+    cells: Cells,
+    values: list[Tensor],
+    asked: list[Tensor],
+    grads: list[Tensor],
+    finals: list[Tensor],
+    walk: Walk,
+    eps: float,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients by the weights at the start of every row, and by those at the end of every cell.
 
-    values: z, or of two layers z_1, z_2, G_2 W_2^T and W_2; asked: the readers' gradients by G, or by x_2, G_1 and G_2;
-    grads: theirs by the cells' weights; finals: those that came for the rows' last weights; others as in `states`.
+    Args:
+        cells: What the writers have.
+        values: z, or for two layers z_1, z_2, G_2 W_2^T and W_2.
+        asked: The readers' gradients by G, or by x_2, G_1 and G_2.
+        grads: The readers' gradients by the cells' weights.
+        finals: The gradients that came for the weights at the rows' ends.
+        walk: Which cells each row has.
+        eps: Added to the variance in LN.
     """
-    h, first = square.shape[0], finals[0].shape[0]
+    h, first, device = cells.square.shape[0], finals[0].shape[0], cells.k.device
     rows = first // h
-    last = rows + base[counts - 1] + torch.arange(rows, device=k.device)
-    found = [x.new_empty(first + k.shape[0], *x.shape[1:]) for x in finals]
+    last = rows + walk.base[walk.chunks - 1] + torch.arange(rows, device=device)
+    found = [x.new_empty(first + cells.k.shape[0], *x.shape[1:]) for x in finals]
     for x, y in zip(found, finals, strict=True):
         x.unflatten(0, (-1, h)).index_copy_(0, last, y.unflatten(0, (-1, h)))
     kernel = linear_adjoints if len(grads) == 2 else mlp_adjoints
-    tensors = *_dense(k, target, write, square, *values, *asked, *grads), *found, base, counts
-    _launch(kernel, tensors, k, square, finals, rows, eps)
+    tensors = *_dense(*cells, *values, *asked, *grads), *found, walk.base, walk.chunks
+    _launch(kernel, tensors, cells, finals, rows, eps)
     return [x[:first] for x in found], [x[first:] for x in found]

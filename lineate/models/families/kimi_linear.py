@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from lineate.models.config import ExpertsConfig, HybridConfig, LatentConfig, LinearConfig
-from lineate.models.families.layout import Layout, Part, Shape
+from lineate.models.families.builder import Part, PlanBuilder, Shape
+from lineate.models.families.family import CheckpointFamily
 from lineate.models.families.values import Values, shortest
 from lineate.models.fields import show
-from lineate.models.loading import Plan
+from lineate.models.files.loading import LoadingPlan
 
-SIGNATURE = r"\.self_attn\.(forget_gate\.)?f_a_proj\.weight$"
 EXPERT_NAMES = [("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")]
 
 
@@ -92,7 +92,7 @@ def _linear(v: Values, eps: float) -> LinearConfig:
 
 
 def _letters(v: Values, n_layers: int) -> str:
-    """One letter a layer; full_attn_layers counts from 1."""
+    """Return one letter a layer; full_attn_layers counts from 1."""
     if v.get("layer_types") is not None:
         return v.layer_letters("K", "M")
     part = Values("kimi_linear", v.mapping("linear_attn_config"))
@@ -119,26 +119,26 @@ def _dense_layers(v: Values, n_layers: int) -> tuple[int, ...]:
     return tuple(range(min(n_layers, v.number("first_k_dense_replace", default=1, least=0))))
 
 
-def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> Plan:
-    """Where every tensor of the model comes from."""
-    layout = Layout(config, shapes)
-    layout.ends()
+def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> LoadingPlan:
+    """Return where every tensor of the model comes from."""
+    builder = PlanBuilder(config, shapes)
+    builder.ends()
     for i in range(config.n_layers):
-        source = f"{layout.prefix}layers.{i}"
-        layout.norms(i, f"{source}.input_layernorm.weight", f"{source}.post_attention_layernorm.weight")
+        source = f"{builder.prefix}layers.{i}"
+        builder.norms(i, f"{source}.input_layernorm.weight", f"{source}.post_attention_layernorm.weight")
         if config.letters[i] == "K":
-            _delta(layout, i, f"{source}.self_attn")
+            _delta(builder, i, f"{source}.self_attn")
         else:
-            _latent(layout, i, f"{source}.self_attn")
-        _feed(layout, i, source)
-    return layout.plan()
+            _latent(builder, i, f"{source}.self_attn")
+        _feed(builder, i, source)
+    return builder.plan()
 
 
-def _delta(layout: Layout, i: int, source: str) -> None:
-    linear, hidden, target = layout.config.linear, layout.config.hidden_size, f"layers.{i}.mixer"
+def _delta(builder: PlanBuilder, i: int, source: str) -> None:
+    linear, hidden, target = builder.config.linear, builder.config.hidden_size, f"layers.{i}.mixer"
     assert linear is not None and linear.decay_rank and linear.gate_rank
     inside = f"{source}.forget_gate"
-    gates = inside if f"{inside}.A_log" in layout.shapes else source
+    gates = inside if f"{inside}.A_log" in builder.shapes else source
     keys, values, hv = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim, linear.value_heads
     parts = [
         Part(f"{source}.q_proj.weight", (keys, hidden)),
@@ -148,43 +148,46 @@ def _delta(layout: Layout, i: int, source: str) -> None:
         Part(f"{source}.g_a_proj.weight", (linear.gate_rank, hidden)),
         Part(f"{source}.b_proj.weight", (hv, hidden)),
     ]
-    layout.stack(f"{target}.in_proj.weight", parts)
-    layout.copy(f"{target}.decay_proj.weight", f"{gates}.f_b_proj.weight", (hv * linear.key_dim, linear.decay_rank))
-    layout.copy(f"{target}.gate_proj.weight", f"{source}.g_b_proj.weight", (values, linear.gate_rank))
-    layout.convolution(i, source)
-    layout.delta(i, source, gates, "o_norm", "o_proj")
+    builder.stack(f"{target}.in_proj.weight", parts)
+    builder.copy(f"{target}.decay_proj.weight", f"{gates}.f_b_proj.weight", (hv * linear.key_dim, linear.decay_rank))
+    builder.copy(f"{target}.gate_proj.weight", f"{source}.g_b_proj.weight", (values, linear.gate_rank))
+    builder.convolution(i, source)
+    builder.delta(i, source, gates, "o_norm", "o_proj")
 
 
-def _latent(layout: Layout, i: int, source: str) -> None:
-    latent, hidden, target = layout.config.latent, layout.config.hidden_size, f"layers.{i}.mixer"
+def _latent(builder: PlanBuilder, i: int, source: str) -> None:
+    latent, hidden, target = builder.config.latent, builder.config.hidden_size, f"layers.{i}.mixer"
     assert latent is not None
     heads, rank = latent.heads, latent.rank
     parts = [
         Part(f"{source}.q_proj.weight", (heads * (latent.nope_dim + latent.rope_dim), hidden)),
         Part(f"{source}.kv_a_proj_with_mqa.weight", (rank + latent.rope_dim, hidden)),
     ]
-    layout.stack(f"{target}.in_proj.weight", parts)
-    layout.copy(f"{target}.latent_norm.weight", f"{source}.kv_a_layernorm.weight", (rank,))
+    builder.stack(f"{target}.in_proj.weight", parts)
+    builder.copy(f"{target}.latent_norm.weight", f"{source}.kv_a_layernorm.weight", (rank,))
     up = (heads * (latent.nope_dim + latent.value_dim), rank)
-    layout.copy(f"{target}.up_proj.weight", f"{source}.kv_b_proj.weight", up)
-    layout.copy(f"{target}.out_proj.weight", f"{source}.o_proj.weight", (hidden, heads * latent.value_dim))
+    builder.copy(f"{target}.up_proj.weight", f"{source}.kv_b_proj.weight", up)
+    builder.copy(f"{target}.out_proj.weight", f"{source}.o_proj.weight", (hidden, heads * latent.value_dim))
 
 
-def _feed(layout: Layout, i: int, source: str) -> None:
-    """Under mlp or block_sparse_moe, dense layers too."""
-    config, target = layout.config, f"layers.{i}.feed"
+def _feed(builder: PlanBuilder, i: int, source: str) -> None:
+    """Take the feed-forward, under mlp or block_sparse_moe; dense layers too."""
+    config, target = builder.config, f"layers.{i}.feed"
     if not config.has_experts(i):
         assert config.feed is not None
         names = [f"{source}.{part}" for part in ("mlp", "block_sparse_moe")]
-        there = next((name for name in names if f"{name}.gate_proj.weight" in layout.shapes), names[0])
-        layout.dense(target, there, config.feed.size)
+        there = next((name for name in names if f"{name}.gate_proj.weight" in builder.shapes), names[0])
+        builder.dense(target, there, config.feed.size)
         return
     experts = config.experts
     assert experts is not None
     names = [f"{source}.{part}" for part in ("block_sparse_moe", "mlp")]
-    there = next((name for name in names if f"{name}.gate.weight" in layout.shapes), names[0])
-    layout.copy(f"{target}.router.weight", f"{there}.gate.weight", (experts.count, config.hidden_size))
-    layout.copy(f"{target}.router_bias", f"{there}.gate.e_score_correction_bias", (experts.count,))
-    layout.experts(i, there, EXPERT_NAMES)
+    there = next((name for name in names if f"{name}.gate.weight" in builder.shapes), names[0])
+    builder.copy(f"{target}.router.weight", f"{there}.gate.weight", (experts.count, config.hidden_size))
+    builder.copy(f"{target}.router_bias", f"{there}.gate.e_score_correction_bias", (experts.count,))
+    builder.experts(i, there, EXPERT_NAMES)
     if experts.shared_size:
-        layout.dense(f"{target}.shared", f"{there}.shared_experts", experts.shared_size)
+        builder.dense(f"{target}.shared", f"{there}.shared_experts", experts.shared_size)
+
+
+FAMILY = CheckpointFamily(("kimi_linear",), config_from, plan, r"\.self_attn\.(forget_gate\.)?f_a_proj\.weight$")

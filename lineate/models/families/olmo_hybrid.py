@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lineate.models.config import HybridConfig
-from lineate.models.families.layout import Layout, Part, Shape
+from lineate.models.families.builder import Part, PlanBuilder, Shape
+from lineate.models.families.family import CheckpointFamily
 from lineate.models.families.values import Values, shortest
-from lineate.models.loading import Plan
-
-SIGNATURE = r"\.linear_attn\.g_proj\.weight$"
+from lineate.models.files.loading import LoadingPlan
 
 
 def config_from(values: dict[str, Any]) -> HybridConfig:
@@ -45,27 +44,30 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
     )
 
 
-def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> Plan:
-    """Where every tensor of the model comes from."""
-    layout = Layout(config, shapes)
-    layout.ends()
+def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> LoadingPlan:
+    """Return where every tensor of the model comes from."""
+    builder = PlanBuilder(config, shapes)
+    builder.ends()
     linear, hidden = config.linear, config.hidden_size
     assert linear is not None and config.feed is not None
     keys, values, hv = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim, linear.value_heads
     rows = {"q": keys, "k": keys, "v": values, "g": values, "b": hv, "a": hv}
     for i in range(config.n_layers):
-        source = f"{layout.prefix}layers.{i}"
-        layout.dense(f"layers.{i}.feed", f"{source}.mlp", config.feed.size)
-        after = layout.first(f"{source}.post_attention_layernorm.weight", f"{source}.feedforward_layer_norm.weight")
+        source = f"{builder.prefix}layers.{i}"
+        builder.dense(f"layers.{i}.feed", f"{source}.mlp", config.feed.size)
+        after = builder.first(f"{source}.post_attention_layernorm.weight", f"{source}.feedforward_layer_norm.weight")
         if config.letters[i] == "A":
-            layout.attention(i, f"{source}.self_attn")
-            layout.norms(i, after, f"{source}.post_feedforward_layernorm.weight")
+            builder.attention(i, f"{source}.self_attn")
+            builder.norms(i, after, f"{source}.post_feedforward_layernorm.weight")
             continue
-        before = layout.first(f"{source}.input_layernorm.weight", f"{source}.attention_layer_norm.weight")
-        layout.norms(i, before, after)
+        before = builder.first(f"{source}.input_layernorm.weight", f"{source}.attention_layer_norm.weight")
+        builder.norms(i, before, after)
         own = f"{source}.linear_attn"
         parts = [Part(f"{own}.{name}_proj.weight", (count, hidden)) for name, count in rows.items()]
-        layout.stack(f"layers.{i}.mixer.in_proj.weight", parts)
-        layout.convolution(i, own)
-        layout.delta(i, own, own, "o_norm", "o_proj")
-    return layout.plan()
+        builder.stack(f"layers.{i}.mixer.in_proj.weight", parts)
+        builder.convolution(i, own)
+        builder.delta(i, own, own, "o_norm", "o_proj")
+    return builder.plan()
+
+
+FAMILY = CheckpointFamily(("olmo_hybrid",), config_from, plan, r"\.linear_attn\.g_proj\.weight$")

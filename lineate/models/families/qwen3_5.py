@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lineate.models.config import HybridConfig
-from lineate.models.families.layout import Layout, Part, Shape
+from lineate.models.families.builder import Part, PlanBuilder, Shape
+from lineate.models.families.family import CheckpointFamily
 from lineate.models.families.qwen3_next import qwen_block, qwen_config
 from lineate.models.families.values import Values
-from lineate.models.loading import Plan
-
-SIGNATURE = r"\.linear_attn\.in_proj_qkv\.weight$"
+from lineate.models.files.loading import LoadingPlan
 
 
 def config_from(values: dict[str, Any]) -> HybridConfig:
@@ -24,18 +23,26 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
     return qwen_config(v, dense, renormalize=True)
 
 
-def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> Plan:
-    """Where every tensor of the model comes from."""
-    layout = Layout(config, shapes)
-    layout.ends()
+def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> LoadingPlan:
+    """Return where every tensor of the model comes from."""
+    builder = PlanBuilder(config, shapes)
+    builder.ends()
     linear, hidden = config.linear, config.hidden_size
     assert linear is not None
     keys, values = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim
     rows = {"qkv": 2 * keys + values, "z": values, "b": linear.value_heads, "a": linear.value_heads}
     for i in range(config.n_layers):
-        qwen_block(layout, i)
+        qwen_block(builder, i)
         if config.letters[i] == "G":
-            source = f"{layout.prefix}layers.{i}.linear_attn"
+            source = f"{builder.prefix}layers.{i}.linear_attn"
             parts = [Part(f"{source}.in_proj_{name}.weight", (count, hidden)) for name, count in rows.items()]
-            layout.stack(f"layers.{i}.mixer.in_proj.weight", parts)
-    return layout.plan()
+            builder.stack(f"layers.{i}.mixer.in_proj.weight", parts)
+    return builder.plan()
+
+
+FAMILY = CheckpointFamily(
+    ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    config_from,
+    plan,
+    r"\.linear_attn\.in_proj_qkv\.weight$",
+)

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lineate.models.config import ExpertsConfig, HybridConfig
-from lineate.models.families.layout import Layout, Part, Shape
+from lineate.models.families.builder import Part, PlanBuilder, Shape
+from lineate.models.families.family import CheckpointFamily
 from lineate.models.families.values import Values, shortest
-from lineate.models.loading import Plan
+from lineate.models.files.loading import LoadingPlan
 
-SIGNATURE = r"\.linear_attn\.in_proj_qkvz\.weight$"
-"""A tensor that no other family has."""
 EXPERT_NAMES = [("gate_proj", "up_proj", "down_proj")]
 
 
@@ -29,7 +28,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
 
 
 def qwen_config(v: Values, dense: tuple[int, ...], renormalize: bool) -> HybridConfig:
-    """What Qwen3-Next and Qwen3.5 share; dense: the layers without experts."""
+    """Return the configuration of Qwen3-Next and Qwen3.5; dense: the layers without experts."""
     v.must_be("hidden_act", "silu", "no other activation is supported")
     v.must_be("attn_output_gate", True, "attention without its output gate is not supported")
     n_layers = v.layers()
@@ -66,40 +65,40 @@ def qwen_config(v: Values, dense: tuple[int, ...], renormalize: bool) -> HybridC
     )
 
 
-def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> Plan:
-    """Where every tensor of the model comes from."""
-    layout = Layout(config, shapes)
-    layout.ends()
+def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> LoadingPlan:
+    """Return where every tensor of the model comes from."""
+    builder = PlanBuilder(config, shapes)
+    builder.ends()
     for i in range(config.n_layers):
-        qwen_block(layout, i)
+        qwen_block(builder, i)
         if config.letters[i] == "G":
-            _interleaved(layout, i, f"{layout.prefix}layers.{i}.linear_attn")
-    return layout.plan()
+            _interleaved(builder, i, f"{builder.prefix}layers.{i}.linear_attn")
+    return builder.plan()
 
 
-def qwen_block(layout: Layout, i: int) -> None:
-    """A block without the input projection of its linear layer."""
-    config, source, target = layout.config, f"{layout.prefix}layers.{i}", f"layers.{i}"
-    layout.norms(i, f"{source}.input_layernorm.weight", f"{source}.post_attention_layernorm.weight")
+def qwen_block(builder: PlanBuilder, i: int) -> None:
+    """Take a block without the input projection of its linear layer."""
+    config, source, target = builder.config, f"{builder.prefix}layers.{i}", f"layers.{i}"
+    builder.norms(i, f"{source}.input_layernorm.weight", f"{source}.post_attention_layernorm.weight")
     if config.letters[i] == "A":
-        layout.attention(i, f"{source}.self_attn")
+        builder.attention(i, f"{source}.self_attn")
     else:
-        layout.convolution(i, f"{source}.linear_attn")
-        layout.delta(i, f"{source}.linear_attn", f"{source}.linear_attn", "norm", "out_proj")
+        builder.convolution(i, f"{source}.linear_attn")
+        builder.delta(i, f"{source}.linear_attn", f"{source}.linear_attn", "norm", "out_proj")
     if not config.has_experts(i):
         assert config.feed is not None
-        layout.dense(f"{target}.feed", f"{source}.mlp", config.feed.size)
+        builder.dense(f"{target}.feed", f"{source}.mlp", config.feed.size)
         return
     assert config.experts is not None
     hidden = config.hidden_size
-    layout.copy(f"{target}.feed.router.weight", f"{source}.mlp.gate.weight", (config.experts.count, hidden))
-    layout.experts(i, f"{source}.mlp", EXPERT_NAMES)
-    layout.dense(f"{target}.feed.shared", f"{source}.mlp.shared_expert", config.experts.shared_size)
-    layout.copy(f"{target}.feed.shared_gate.weight", f"{source}.mlp.shared_expert_gate.weight", (1, hidden))
+    builder.copy(f"{target}.feed.router.weight", f"{source}.mlp.gate.weight", (config.experts.count, hidden))
+    builder.experts(i, f"{source}.mlp", EXPERT_NAMES)
+    builder.dense(f"{target}.feed.shared", f"{source}.mlp.shared_expert", config.experts.shared_size)
+    builder.copy(f"{target}.feed.shared_gate.weight", f"{source}.mlp.shared_expert_gate.weight", (1, hidden))
 
 
-def _interleaved(layout: Layout, i: int, source: str) -> None:
-    linear, hidden = layout.config.linear, layout.config.hidden_size
+def _interleaved(builder: PlanBuilder, i: int, source: str) -> None:
+    linear, hidden = builder.config.linear, builder.config.hidden_size
     assert linear is not None
     ratio = linear.value_heads // linear.heads
     parts = []
@@ -112,4 +111,7 @@ def _interleaved(layout: Layout, i: int, source: str) -> None:
             for h in range(linear.heads):
                 first = h * group + sum(widths[:index])
                 parts.append(Part(f"{source}.{name}.weight", (linear.heads * group, hidden), (first, first + width)))
-    layout.stack(f"layers.{i}.mixer.in_proj.weight", parts)
+    builder.stack(f"layers.{i}.mixer.in_proj.weight", parts)
+
+
+FAMILY = CheckpointFamily(("qwen3_next",), config_from, plan, r"\.linear_attn\.in_proj_qkvz\.weight$")

@@ -4,7 +4,7 @@ from typing import Any
 
 from lineate.models.config import AttentionConfig, FeedConfig, LinearConfig
 from lineate.models.fields import MOST_CHANNELS, MOST_LAYERS, MOST_NUMBER, check_whole_numbers, show
-from lineate.models.safetensors import CheckpointError
+from lineate.models.files.safetensors import CheckpointError
 
 _NONE = object()
 
@@ -23,21 +23,21 @@ class Values:
         return CheckpointError(f"config.json of family {self.family} {text}")
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The first of these keys that is there."""
+        """Return the first of these keys that is there."""
         for name in names:
             if name in self.values:
                 return self.values[name]
         return default
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """What an object under this key has; nothing if it is null or not there."""
+        """Return what an object under this key has; nothing if it is null or not there."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(f"must have an object in {name}, got {show(value)}")
         return value or {}
 
     def words(self, name: str) -> list[str] | None:
-        """A list of words, if it is there: one for every layer."""
+        """Return a list of words, if it is there: one for every layer."""
         value = self.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(word, str) for word in value)):
             raise self.error(f"must have a list of words in {name}, got {show(value)}")
@@ -46,7 +46,7 @@ class Values:
         return value
 
     def numbers(self, name: str) -> list[int]:
-        """A list of whole numbers; empty if it is null or not there."""
+        """Return a list of whole numbers; empty if it is null or not there."""
         value = self.get(name)
         if value is None:
             return []
@@ -57,7 +57,7 @@ class Values:
         return list(value)
 
     def flag(self, *names: str, default: bool) -> bool:
-        """true or false under the first of these keys that is there and not null; null alone does not mean true."""
+        """Return the flag under the first of these keys that is there and not null; null alone does not mean true."""
         given = [self.values[name] for name in names if name in self.values]
         value = next((x for x in given if x is not None), None if given and default else default)
         if not isinstance(value, bool):
@@ -67,7 +67,7 @@ class Values:
     def number(
         self, *names: str, default: Any = _NONE, kind: type = int, least: int = 1, most: int = MOST_CHANNELS
     ) -> Any:
-        """A number under the first of these keys that is there and not null; least and most: of whole ones."""
+        """Return the number under the first of these keys that is not null; least and most bound whole ones."""
         found = [(name, self.values[name]) for name in names if self.values.get(name) is not None]
         if not found and default is not _NONE:
             return default
@@ -85,29 +85,29 @@ class Values:
         return kind(value)
 
     def layers(self) -> int:
-        """How many there are."""
+        """Return how many layers there are."""
         return int(self.number("num_hidden_layers", most=MOST_LAYERS))
 
     def must_be(self, name: str, allowed: Any, why: str, default: Any = _NONE) -> None:
-        """A key that, if it is there, may have one value."""
+        """Raise if a key is there and has another value than this."""
         value = self.values.get(name, allowed if default is _NONE else default)
         if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
             raise self.error(f"must have {name} = {allowed!r}, got {show(value)}; {why}")
 
     def eos(self) -> tuple[int, ...]:
-        """Tokens that end a text."""
+        """Return the tokens that end a sequence."""
         return token_ids("eos_token_id", self.get("eos_token_id"))
 
     def token(self, name: str) -> int | None:
-        """A token's number, if it has one."""
+        """Return a token's number, if it has one."""
         return self.number(name, default=None, least=-MOST_NUMBER, most=MOST_NUMBER)
 
     def longest(self, *names: str) -> int | None:
-        """The longest text it was trained on, if that is said."""
+        """Return the longest sequence it was trained on, if that is said."""
         return self.number(*names, default=None, most=MOST_NUMBER)
 
     def layer_letters(self, linear: str, full: str) -> str:
-        """One letter a layer, from layer_types or from full_attention_interval."""
+        """Return one letter a layer, from layer_types or from full_attention_interval."""
         types = self.words("layer_types")
         if types is None:
             interval = self.number("full_attention_interval", default=4)
@@ -118,7 +118,7 @@ class Values:
         return "".join(letters[kind] for kind in types)
 
     def rope(self, head_dim: int, factor: float) -> tuple[int, float]:
-        """How many channels of a head are rotated, and the base; (0, ...) if the base is null: no positions."""
+        """Return how many channels of a head are rotated, and the base; (0, ...) if the base is null: no positions."""
         part = self.mapping("rope_parameters") or self.mapping("rope_scaling")
         part = Values(self.family, part).mapping("full_attention") or part
         kind = part.get("rope_type", part.get("type", "default"))
@@ -131,7 +131,7 @@ class Values:
         return int(head_dim * share), float(both.number("rope_theta", kind=float))
 
     def grouped_linear(self, norm_eps: float, beta_scale: float = 1.0) -> LinearConfig:
-        """Gated DeltaNet's sizes as Qwen and OLMo name them."""
+        """Return Gated DeltaNet's sizes as Qwen and OLMo name them."""
         return LinearConfig(
             heads=self.number("linear_num_key_heads"),
             value_heads=self.number("linear_num_value_heads"),
@@ -143,7 +143,7 @@ class Values:
         )
 
     def attention(self, factor: float, gated: bool, qk_norm: str) -> AttentionConfig:
-        """Softmax attention; factor: which part of a head is rotated, unless the config says so."""
+        """Return softmax attention's sizes; factor: which part of a head is rotated, unless the config says so."""
         heads = self.number("num_attention_heads")
         head_dim = self.number("head_dim", default=self.number("hidden_size") // heads)
         rotary_dim, theta = self.rope(head_dim, factor)
@@ -159,19 +159,19 @@ class Values:
         )
 
     def feed(self, needed: bool) -> FeedConfig | None:
-        """The dense feed-forward, if any layer has one."""
+        """Return the size of the dense feed-forward, if any layer has one."""
         return FeedConfig(self.number("intermediate_size")) if needed else None
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """One token, a list of them, or none."""
+    """Return one token, a list of them, or none, as a tuple."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     check_whole_numbers(name, values)
     return tuple(values)
 
 
 def shortest(letters: str) -> str:
-    """The shortest pattern that, tiled, gives these letters."""
+    """Return the shortest pattern that, tiled, gives these letters."""
     for length in range(1, len(letters)):
         if letters[length:] == letters[:-length]:
             return letters[:length]

@@ -57,7 +57,7 @@ def check_whole(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _differences(name: str, module: nn.Module | None, reference: nn.Module | None) -> Iterator[tuple[str, str]]:
-    """What differs, in words, and what to do about it; the parts of a part of another class are not looked at."""
+    """Yield what differs, in words, and what to do about it; the parts of a part of another class are not looked at."""
     kind, expected = _class_of(module), _class_of(reference)
     if kind is not expected:
         package = next((key for key in REMEDIES if kind.__module__.startswith(key)), "")
@@ -83,7 +83,7 @@ def _changed_settings(module: nn.Module, reference: nn.Module) -> Iterator[str]:
 
 
 def _shadowed(module: nn.Module, keys: Iterable[str]) -> Iterator[str]:
-    """Of these attributes, those that stand before another thing of that name in the class."""
+    """Yield those of these attributes that stand before another thing of that name in the class."""
     for key in keys:
         value = vars(module)[key]
         if key not in HOW_IT_RUNS and hasattr(type(module), key) and not _is_wrapped(module, key, value):
@@ -103,7 +103,7 @@ def _changed_tensors(module: nn.Module, reference: nn.Module) -> Iterator[str]:
 
 
 def _class_of(module: nn.Module | None) -> type:
-    """Its class; that of a module sharded by FSDP2, which makes a subclass, is the one it had before."""
+    """Return its class; that of a module sharded by FSDP2, which makes a subclass, is the one it had before."""
     kind = type(module)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
@@ -126,12 +126,12 @@ def _is_wrapped(module: nn.Module, key: str, value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A plain value, or the class of another: a tensor's numbers would fill the screen."""
+    """Return a plain value, or the class of another: a tensor's numbers would fill the screen."""
     return f"{value!r:.80}" if isinstance(value, PLAIN) else f"a {type(value).__name__}"
 
 
 def _shown(kind: type, other: type) -> str:
-    """A class by its name, and by its module where that alone tells two apart."""
+    """Return a class by its name, and by its module where that alone tells two apart."""
     if kind is type(None):
         return "nothing"
     return kind.__qualname__ if kind.__qualname__ != other.__qualname__ else f"{kind.__module__}.{kind.__qualname__}"

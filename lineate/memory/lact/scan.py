@@ -8,18 +8,17 @@ The three matrices are one, M = [W0; W2; W1^T] `3e d`, e the hidden channels, so
     C = sums + mean of momentum * C of the last chunk
     M = M + NewtonSchulz(C), rows of W0 and W2 and columns of W1^T rescaled
 
-A block is some chunks of one size that are done together where they do not wait for each other. Backward, from the last
-block to the first, with L the gradient by M at a chunk's end and T that by its sums:
+A run is some chunks of one length that are done together where they do not wait for each other. Backward, from the last
+run to the first, with L the gradient by M at a chunk's end and T that by its sums:
 
-    1. the whole block: what q reads, and what the forward did not keep
+    1. the whole run: what q reads, and what the forward did not keep
     2. from chunk to chunk: L -> T, by Newton-Schulz backwards; T -> da, du, dz; these -> L of the chunk before
-    3. the whole block: dk = s T + [da du] [W0; W2], dv = hid T + dz W1^T
+    3. the whole run: dk = s T + [da du] [W0; W2], dv = hid T + dz W1^T
 
-Shapes: r = rows * heads, m chunks of a block, c tokens of a chunk.
+Shapes: r = rows * heads, m chunks of a run, c tokens of a chunk.
 """
 
 from collections.abc import Sequence
-from itertools import groupby, pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -27,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lineate.memory import lact_steps
+import lineate.memory.lact.steps as torch_steps
+from lineate.memory.chunks import Run, cut_runs
 from lineate.memory.gpu import on_gpu
-from lineate.memory.lact_steps import (
+from lineate.memory.lact.steps import (
     Course,
     Unit,
     add_times,
@@ -39,82 +39,67 @@ from lineate.memory.lact_steps import (
     times,
     unit,
 )
+from lineate.memory.parts import NORM_EPS, ROW_EPS
 from lineate.rule import full_precision
 from lineate.tracing import in_memory, needs_grad, uncompiled
 
-_MOST = 2**26  # numbers of one tensor of a block: 256 MiB
+
+class ScanState(NamedTuple):
+    """The state of all rows and heads; None: zeros."""
+
+    matrices: Tensor
+    """M `r 3e d`."""
+    sums: Tensor | None
+    """`r 3e d`."""
+    previous: Tensor | None
+    """C of the last chunk, `r 3e d`."""
+    total: Tensor | None
+    """The sum of momentum in the chunk so far, `r`."""
 
 
-class Block(NamedTuple):
-    """m chunks of c tokens each from token `first` on; ends: they are written, not only added to the sums."""
+class ScanOptions(NamedTuple):
+    """What a scan needs beside tensors."""
 
-    first: int
-    m: int
-    c: int
-    ends: bool
-
-    def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x `b t h ...` -> `m*r c ...`, in one copy."""
-        own = self.of(x).to(dtype, memory_format=torch.contiguous_format)
-        return own.reshape(-1, self.c, *own.shape[4:]).contiguous()
-
-    def of(self, x: Tensor) -> Tensor:
-        """The block's part of x `b t h ...`, as `m b h c ...`."""
-        own = x[:, self.first : self.first + self.m * self.c].unflatten(1, (self.m, self.c))
-        return own.permute(1, 0, 3, 2, *range(4, own.dim()))
-
-    def put(self, x: Tensor, own: Tensor) -> None:
-        """own `m*r c ...` -> its part of x `b t h ...`."""
-        place = self.of(x)
-        place.copy_(own.view(place.shape))
-
-
-def cut_blocks(t: int, position: int, chunk: int, numbers: int) -> list[Block]:
-    """Those of t tokens that begin at this position of a chunk; numbers: of one chunk's largest tensor."""
-    starts = [0, *range(chunk - position, t, chunk)] if t else []
-    sizes = [stop - start for start, stop in pairwise([*starts, t])]
-    ends = [True] * (len(sizes) - 1) + [(position + t) % chunk == 0] * (t > 0)
-    blocks, first, most = [], 0, max(_MOST // max(numbers, 1), 1)
-    for (c, end), group in groupby(zip(sizes, ends, strict=True)):
-        left = len(list(group))
-        while left:
-            m = min(left, most)
-            blocks.append(Block(first, m, c, end))
-            first, left = first + m * c, left - m
-    return blocks
-
-
-State = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""M, sums and C of the last chunk `r 3e d`, and the sum of momentum `r`; None: 0."""
+    position: int
+    """Where all rows stand in their chunks."""
+    chunk: int
+    muon: bool
+    keep: bool
+    """Whether there will be a backward."""
 
 
 @uncompiled
 def scan(
-    tokens: Sequence[Tensor], state: State, norms: tuple[Tensor, Tensor], position: int, chunk: int, muon: bool
+    tokens: Sequence[Tensor], state: ScanState, norms: tuple[Tensor, Tensor], position: int, chunk: int, muon: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """y like v, and the four of the state at the end; all rows stand at this position of a chunk.
+    """Return y like v, and the four tensors of the state at the end.
 
-    tokens: q, k, v `b t h d`, rates `b t h 3`, momentum `b t h`; norms: of the rows of W0 and W2 `r 2e 1`, and of the
-    columns of W1^T `r 1 d`.
+    Args:
+        tokens: q, k, v `b t h d`, rates `b t h 3`, momentum `b t h`.
+        state: The state at the beginning.
+        norms: The lengths of the rows of W0 and W2 `r 2e 1`, and of the columns of W1^T `r 1 d`.
+        position: Where all rows stand in their chunks.
+        chunk: Tokens of a chunk.
+        muon: Whether steps are orthogonalised.
     """
     tensors = in_memory((*tokens, *state, *norms))
-    y, *end = _Scan.apply(position, chunk, muon, needs_grad(*tensors), *tensors)
+    y, *end = _Scan.apply(ScanOptions(position, chunk, muon, needs_grad(*tensors)), *tensors)
     return y, end
 
 
 def _steps(x: Tensor) -> ModuleType:
-    """Where the steps are that have kernels on a GPU."""
+    """Return the module of the steps: torch's, or the kernels' on a GPU."""
     if not on_gpu(x):
-        return lact_steps
+        return torch_steps
     from lineate.kernels.memories import lact  # triton, at its first use
 
     return lact
 
 
-def _means(block: Block, momentum: Tensor, total: Tensor | None, chunk: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Sums of momentum in the chunks, and their means, `m r` both."""
-    sums = block.of(momentum).sum(-1, dtype=dtype).flatten(1)
-    if block.first == 0 and total is not None:
+def _means(run: Run, momentum: Tensor, total: Tensor | None, chunk: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return the sums of momentum in the chunks, and their means, `m r` both."""
+    sums = run.view(momentum).sum(-1, dtype=dtype).flatten(1)
+    if run.first == 0 and total is not None:
         sums[0] += total
     return sums, sums / chunk
 
@@ -125,26 +110,26 @@ def _plus(x: Tensor, y: Tensor | None) -> Tensor:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, position: int, chunk: int, muon: bool, keep: bool,
-        q: Tensor, k: Tensor, v: Tensor, rates: Tensor, momentum: Tensor,
-        matrices: Tensor, sums: Tensor | None, previous: Tensor | None, total: Tensor | None, *norms: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    def forward(ctx: Any, options: ScanOptions, *tensors: Any) -> tuple[Tensor, ...]:
+        """Tensors: the five of the tokens, the four of the state, the two norms."""
+        position, chunk, muon, keep = options
+        q, k, v, rates, momentum, *_ = tensors
+        (matrices, sums, previous, total), norms = ScanState(*tensors[5:9]), tensors[9:]
         (rows, _, d), e, dtype, steps = matrices.shape, matrices.shape[1] // 3, matrices.dtype, _steps(matrices)
         kept: list[Tensor] = []
-        blocks = cut_blocks(q.shape[1], position, chunk, rows * max(2 * min(chunk, q.shape[1]) * e, 3 * e * d))
-        ctx.options, first = (blocks, chunk, muon), total
+        runs = cut_runs(q.shape[1], position, chunk, rows * max(2 * min(chunk, q.shape[1]) * e, 3 * e * d))
+        ctx.options, first = (runs, chunk, muon), total
         y, adding = v.new_empty(v.shape), sums is not None
         sums = torch.zeros_like(matrices) if sums is None else sums.clone()
         places = halves(sums)
-        for block in blocks:
-            own_q, own_k, own_v, own_rates = (block.cut(x, dtype) for x in (q, k, v, rates))
-            totals, means = _means(block, momentum, first, chunk, dtype)
+        for run in runs:
+            own_q, own_k, own_v, own_rates = (run.cells(x, dtype) for x in (q, k, v, rates))
+            totals, means = _means(run, momentum, first, chunk, dtype)
             # M at the start of each chunk and, if it ends, of the next one; C before it and after
-            held, changes = (matrices.new_empty(block.m + block.ends, *matrices.shape) for _ in range(2))
+            held, changes = (matrices.new_empty(run.n + run.ends, *matrices.shape) for _ in range(2))
             held[0], changes[0] = matrices, 0 if previous is None else previous
             starts, ends, uppers, lowers = (x.unbind() for x in (held, changes, *(x.mT for x in halves(held))))
-            chunks = (x.unflatten(0, (block.m, rows)).unbind() for x in (own_k, own_v, own_rates))
+            chunks = (x.unflatten(0, (run.n, rows)).unbind() for x in (own_k, own_v, own_rates))
             for i, (one_k, one_v, one_rates) in enumerate(zip(*chunks, strict=True)):
                 s, hidden = steps.writes(times(one_k, uppers[i]), times(one_v, lowers[i]), one_rates)
                 for place, x, given in zip(places, (s, hidden), (one_k, one_v), strict=True):
@@ -153,19 +138,20 @@ class _Scan(torch.autograd.Function):
                     else:
                         times(x.mT, given, out=place)
                 adding = False
-                if not block.ends:
+                if not run.ends:
                     continue
                 if muon:
-                    step = newton_schulz(steps.change(sums, means[i], ends[i], ends[i + 1])).reshape(sums.shape)
+                    x = steps.change(sums, means[i], ends[i], ends[i + 1], NORM_EPS)
+                    step = newton_schulz(x).reshape(sums.shape)
                 else:
                     step = torch.addcmul(sums, means[i, :, None, None], ends[i], out=ends[i + 1])
-                steps.rescale(starts[i], step, norms, starts[i + 1])
-            upper, lower = halves(held[: block.m].flatten(0, 1))
-            block.put(y, times(steps.glu(times(own_q, upper.mT)), lower))
+                steps.rescale(starts[i], step, norms, starts[i + 1], ROW_EPS)
+            upper, lower = halves(held[: run.n].flatten(0, 1))
+            run.store(y, times(steps.glu(times(own_q, upper.mT)), lower))
             matrices, previous, total = held[-1], changes[-1], totals[-1]
             if keep:
                 kept += [held, changes]
-        if blocks and blocks[-1].ends:
+        if runs and runs[-1].ends:
             sums, total = torch.zeros_like(matrices), None
         previous = torch.zeros_like(matrices) if previous is None else previous
         total = matrices.new_zeros(rows) if total is None else total
@@ -178,29 +164,29 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         dy, *by_end = in_memory((dy, *dstate))
         q, k, v, rates, momentum, total, *saved = ctx.saved_tensors
-        blocks, chunk, muon = ctx.options
-        norms, slots = saved[:2], list(zip(blocks, saved[2::2], saved[3::2], strict=True))
+        runs, chunk, muon = ctx.options
+        norms, slots = saved[:2], list(zip(runs, saved[2::2], saved[3::2], strict=True))
         back = _Backward([q, k, v, rates, momentum], total, norms, chunk, muon, *by_end)
         with full_precision(q):
-            for block, held, changes in reversed(slots):
-                starts = held[: block.m]
-                by_matrices = back.read(block, torch.zeros_like(v) if dy is None else dy, starts)
-                if block is blocks[-1] and back.asleep(block):
-                    last = block._replace(first=block.first + (block.m - 1) * block.c, m=1)
+            for run, held, changes in reversed(slots):
+                starts = held[: run.n]
+                by_matrices = back.read(run, torch.zeros_like(v) if dy is None else dy, starts)
+                if run is runs[-1] and back.asleep(run):
+                    last = run._replace(first=run.first + (run.n - 1) * run.length, n=1)
                     for x in back.dtokens[1:]:
-                        last.of(x).zero_()
-                    block = block._replace(m=block.m - 1)
+                        last.view(x).zero_()
+                    run = run._replace(n=run.n - 1)
                     back.dmatrices = _plus(by_matrices[-1], back.dmatrices)
-                if block.m:
-                    back.write(block, starts[: block.m], changes, by_matrices)
+                if run.n:
+                    back.write(run, starts[: run.n], changes, by_matrices)
         given = (back.dmatrices, back.dsums, back.dprevious, back.dtotal)  # parts of larger tensors
-        asked = zip(given, ctx.needs_input_grad[9:13], strict=True)
+        asked = zip(given, ctx.needs_input_grad[6:10], strict=True)
         by_state = [x.clone() if need and x is not None else None for x, need in asked]
-        return *[None] * 4, *back.dtokens, *by_state, *back.dnorms
+        return None, *back.dtokens, *by_state, *back.dnorms
 
 
 class _Backward:
-    """From block to block: gradients by tokens and norms, to be filled in, and by the state where a block begins."""
+    """From run to run: gradients by tokens and norms, to be filled in, and by the state where a run begins."""
 
     def __init__(
         self, tokens: list[Tensor], total: Tensor | None, norms: list[Tensor], chunk: int, muon: bool,
@@ -212,28 +198,28 @@ class _Backward:
         self.dtokens = [x.new_empty(x.shape) for x in tokens]
         self.dnorms = [torch.zeros_like(x) for x in norms]
 
-    def asleep(self, block: Block) -> bool:
+    def asleep(self, run: Run) -> bool:
         """Whether nobody asks what the last chunk of all wrote."""
-        if block.ends:  # its sums are used up
+        if run.ends:  # its sums are used up
             self.dsums = self.dtotal = None
             return self.dmatrices is None and self.dprevious is None
         return self.dsums is None and self.dtotal is None
 
-    def read(self, block: Block, dy: Tensor, starts: Tensor) -> Tensor:
+    def read(self, run: Run, dy: Tensor, starts: Tensor) -> Tensor:
         """dq; returns the gradient by M at the start of each chunk, `m r 3e d`."""
-        q, dy = (block.cut(x, starts.dtype) for x in (self.tokens[0], dy))
+        q, dy = (run.cells(x, starts.dtype) for x in (self.tokens[0], dy))
         upper, lower = halves(starts.flatten(0, 1))
         hidden, dau = self.steps.glu_backward(times(q, upper.mT), times(dy, lower.mT))
-        block.put(self.dtokens[0], times(dau, upper))
+        run.store(self.dtokens[0], times(dau, upper))
         found = torch.empty_like(starts)
         for place, x, given in zip(halves(found.flatten(0, 1)), (dau, hidden), (q, dy), strict=True):
             times(x.mT, given, out=place)
         return found
 
-    def write(self, block: Block, starts: Tensor, changes: Tensor, by_matrices: Tensor) -> None:
+    def write(self, run: Run, starts: Tensor, changes: Tensor, by_matrices: Tensor) -> None:
         """dk, dv, drates, dmomentum; by_matrices: what q asks of M at the start of each chunk, to which is added."""
         m, rows = starts.shape[:2]
-        k, v, rates = (block.cut(x, starts.dtype) for x in self.tokens[1:4])
+        k, v, rates = (run.cells(x, starts.dtype) for x in self.tokens[1:4])
         upper, lower = halves(starts.flatten(0, 1))
         # The loop puts gradients into s and hidden; then these take their place, and gradients that of au and z.
         au, z = times(k, upper.mT), times(v, lower.mT)
@@ -242,8 +228,8 @@ class _Backward:
         tensors = [x.unflatten(0, (m, rows)) for x in (k, v, au, z, rates, s, hidden, drates)]
         tensors += [by_matrices[:m], *halves(by_matrices[:m]), by_sums, *(x.mT for x in halves(by_sums))]
         chunks = list(zip(*(x.unbind() for x in tensors), strict=True))
-        _, means = _means(block, self.tokens[4], self.total, self.chunk, starts.dtype)
-        ends = _Ends(self.steps, starts, changes[1 : m + 1], means, self.norms, self.muon) if block.ends else None
+        _, means = _means(run, self.tokens[4], self.total, self.chunk, starts.dtype)
+        ends = _Ends(self.steps, starts, changes[1 : m + 1], means, self.norms, self.muon) if run.ends else None
         for i, (one_k, one_v, *values, asked, asked_upper, asked_lower, by, by_upper, by_lower) in zip(
             reversed(range(m)), reversed(chunks), strict=True
         ):
@@ -270,13 +256,15 @@ class _Backward:
                 total += x.sum(0)
         else:
             dtotals = by_sums.new_zeros(1, rows) if self.dtotal is None else self.dtotal[None]
-        for x, own in zip(self.dtokens[1:], (dk, dv, drates, dtotals[..., None].expand(m, rows, block.c)), strict=True):
-            block.put(x, own)
+        for x, own in zip(
+            self.dtokens[1:], (dk, dv, drates, dtotals[..., None].expand(m, rows, run.length)), strict=True
+        ):
+            run.store(x, own)
         self.dsums, self.dtotal = by_sums[0], dtotals[0]
 
 
 class _Ends:
-    """The ends of a block's chunks again, all at once, and their gradients, one by one; starts, changes `m r 3e d`."""
+    """The ends of a run's chunks again, all at once, and their gradients, one by one; starts, changes `m r 3e d`."""
 
     def __init__(
         self, steps: ModuleType, starts: Tensor, changes: Tensor, means: Tensor, norms: list[Tensor], muon: bool
@@ -296,7 +284,8 @@ class _Ends:
     def backward(self, i: int, given: Tensor | None, base: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
         """From the gradient by M after chunk i: those by M and C before it; out takes that by its C, base included."""
         given = torch.zeros_like(out) if given is None else given
-        dmoved = self.steps.rescale_backward(given, self.moved[i], self.norms, [x[i] for x in self.dnorms])
+        dnorms = [x[i] for x in self.dnorms]
+        dmoved = self.steps.rescale_backward(given, self.moved[i], self.norms, dnorms, ROW_EPS)
         if not self.course:
             out.copy_(_plus(dmoved, base))
             return dmoved, out * self.means[i, :, None, None]

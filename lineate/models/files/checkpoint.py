@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.models.safetensors import (
+from lineate.models.files.safetensors import (
     LONGEST_HEADER,
     NAMES,
     CheckpointError,
@@ -59,11 +59,11 @@ class Checkpoint:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def extra(self, name: str) -> dict[str, Any]:
-        """Another JSON file of the folder; empty if there is none."""
+        """Return what another JSON file of the folder holds; empty if there is none."""
         return read_json(self.folder / name) if (self.folder / name).is_file() else {}
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in its own dtype."""
+        """Return one tensor, on the CPU, in its own dtype."""
         entry = self._find(name)
         target = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self.read_into(name, target)
@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def read_json(file: Path, most: int = LONGEST_CONFIG) -> dict[str, Any]:
-    """The object that a JSON file of at most so many bytes has."""
+    """Return the object that a JSON file of at most so many bytes has."""
     if not file.is_file():
         raise CheckpointError(f"{file.parent}: expected a file {file.name}, got none; a checkpoint is a folder with it")
     try:
@@ -196,7 +196,7 @@ def save(
 
 
 def _shards(tensors: Mapping[str, Tensor], most: int) -> dict[str, dict[str, Tensor]]:
-    """Tensors by file, none above `most` bytes unless one tensor alone is."""
+    """Return the tensors by file, none above `most` bytes unless one tensor alone is."""
     parts: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():

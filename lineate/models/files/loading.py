@@ -17,8 +17,8 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor, nn
 
-from lineate.models.checkpoint import Checkpoint
-from lineate.models.safetensors import CheckpointError
+from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.safetensors import CheckpointError
 from lineate.terminal import console, printable
 
 KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
@@ -35,7 +35,7 @@ class Piece:
 
     source: str
     shape: tuple[int, ...]
-    """That the source must have."""
+    """The shape that the source must have."""
     into: tuple[int | slice, ...] = ()
     """Index of the part of the target that it fills, row-major."""
     rows: tuple[int, int] | None = None
@@ -45,11 +45,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadingPlan:
     """How a model is made of a checkpoint."""
 
     pieces: Mapping[str, Sequence[Piece]]
-    """For every parameter and buffer of the model."""
+    """The pieces of every parameter and buffer of the model."""
     ignored: tuple[str, ...] = ()
     """Patterns of tensors that the model does not need."""
     equal: tuple[tuple[str, str], ...] = ()
@@ -90,7 +90,7 @@ class _Target:
 
 def load(
     model: nn.Module,
-    plan: Plan,
+    plan: LoadingPlan,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
@@ -124,8 +124,8 @@ def load(
             target.module.register_buffer(target.key, target.made)
 
 
-def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: Plan) -> None:
-    """Every element of every tensor of the model is filled exactly once; otherwise the plan is wrong, not the file."""
+def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: LoadingPlan) -> None:
+    """Raise unless every element of the model is filled exactly once: else the plan is wrong, not the file."""
     if plan.pieces.keys() != shapes.keys():
         different = sorted(plan.pieces.keys() ^ shapes.keys())
         raise RuntimeError(f"the plan and the model must name the same tensors, got only in one: {different[:8]}")
@@ -144,8 +144,8 @@ def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: Plan) -> None:
                 raise RuntimeError(f"{piece} must have as many elements as its part of {name} {shape}")
 
 
-def check_tensors(plan: Plan, checkpoint: Checkpoint, floating: set[str], hint: str = "") -> None:
-    """Every planned tensor is there, in its shape, and every other one is known to be superfluous."""
+def check_tensors(plan: LoadingPlan, checkpoint: Checkpoint, floating: set[str], hint: str = "") -> None:
+    """Raise unless every planned tensor is there, in its shape, and every other one is known to be superfluous."""
     missing: dict[str, None] = {}
     misshapen: dict[str, None] = {}
     used = {name for pair in plan.equal for name in pair}
@@ -171,7 +171,7 @@ def check_tensors(plan: Plan, checkpoint: Checkpoint, floating: set[str], hint: 
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The floating dtype of at least 16 bits that most bytes are in."""
+    """Return the floating dtype of at least 16 bits that most bytes are in."""
     sizes: dict[torch.dtype, int] = {}
     for entry in checkpoint.entries.values():
         if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
@@ -201,7 +201,7 @@ def _dtype_of(name: str, like: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for one tensor; large ones on the CPU have pages of their own, as torch's allocator may take 25% more."""
+    """Return memory for one tensor; large ones on a CPU get their own pages: torch's allocator may take 25% more."""
     nbytes = shape.numel() * dtype.itemsize
     if device.type != "cpu" or nbytes < OWN_PAGES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.empty(shape, dtype=dtype, device=device)
@@ -213,7 +213,7 @@ def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def _box(into: tuple[int | slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """First and last + 1 index of every dim."""
+    """Return first and last + 1 index of every dim."""
     box = [(0, size) for size in shape]
     for dim, index in enumerate(into):
         if isinstance(index, int):
@@ -235,14 +235,14 @@ def _disjoint(boxes: list[list[tuple[int, int]]], dim: int) -> bool:
 
 
 def _place(checkpoint: Checkpoint, piece: Piece) -> tuple[str, int]:
-    """Where it lies: pieces are read in this order, so that files are read from front to end."""
+    """Return where it lies: pieces are read in this order, so that files are read from front to end."""
     entry = checkpoint.entries[piece.source]
     first = 0 if piece.rows is None else piece.rows[0] * math.prod(entry.shape[1:]) * entry.dtype.itemsize
     return str(entry.file), entry.start + first
 
 
 def _fill(checkpoint: Checkpoint, piece: Piece, made: Tensor) -> int:
-    """Fill one part; the bytes that were read."""
+    """Fill one part, and return how many bytes were read."""
     part = made[piece.into] if piece.into else made
     itemsize = checkpoint.entries[piece.source].dtype.itemsize
     if piece.take is None:
@@ -276,7 +276,7 @@ def _check_equal(checkpoint: Checkpoint, first: str, second: str) -> None:
 
 @contextmanager
 def _bar(checkpoint: Checkpoint, jobs: Sequence[tuple[Piece, str]], progress: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes, if it is wanted, stderr is a terminal and rich is there."""
+    """Show a progress bar in bytes, if it is wanted, stderr is a terminal and rich is there."""
     bar = None
     if progress and sys.stderr.isatty():
         try:

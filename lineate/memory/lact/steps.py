@@ -1,6 +1,6 @@
 """The steps of LaCT's scan and their gradients, by hand: products, Newton-Schulz; what tokens read and write; C and M.
 
-The last two in the forms of torch; lineate.kernels.memories.lact has them in one launch each, by the same names.
+Here they are in torch; lineate.kernels.memories.lact has the last two as one kernel each, by the same names.
 
 All tensors are batches of matrices, float32 or float64, and no graph is made. M = [W0; W2; W1^T] `r 3e d`, e hidden
 channels; `a | u` and `s` are `r c 2e`; z and hidden `r c e`; rates `r c 3`.
@@ -13,25 +13,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.memory.parts import MUON_STEPS, NORM_EPS, ROW_EPS
+from lineate.memory.parts import MUON_STEPS, NORM_EPS
 
 # Products. A CPU's libraries want the second matrix without gaps (products.py).
 
 
 def times(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
-    """x y."""
+    """Return x y."""
     return torch.bmm(x, y if y.is_cuda else y.contiguous(), out=out)
 
 
 def add_times(
     base: Tensor, x: Tensor, y: Tensor, beta: float = 1.0, alpha: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """beta base + alpha x y."""
+    """Return beta base + alpha x y."""
     return torch.baddbmm(base, x, y if y.is_cuda else y.contiguous(), beta=beta, alpha=alpha, out=out)
 
 
 def halves(x: Tensor) -> tuple[Tensor, ...]:
-    """[W0; W2] and W1^T of M `... 3e d`."""
+    """Return [W0; W2] and W1^T of M `... 3e d`."""
     e = x.shape[-2] // 3
     return x.split((2 * e, e), -2)
 
@@ -43,7 +43,7 @@ Course = list[tuple[Tensor, ...]]
 
 
 def newton_schulz(x: Tensor, course: Course | None = None) -> Tensor:
-    """All steps from matrices of norm 1, three launches each; their course goes into a list."""
+    """Take all steps from matrices of norm 1, three launches each; their course is appended to a list."""
     y = _laid(x, x)
     for a, b, c in MUON_STEPS:
         square = times(y, y.mT)
@@ -55,7 +55,7 @@ def newton_schulz(x: Tensor, course: Course | None = None) -> Tensor:
 
 
 def newton_schulz_backward(dx: Tensor, course: Course) -> Tensor:
-    """With G = dP + dP^T, dP = dX' X^T:  dX = a dX' + P dX' + (H + H^T) X,  H = b/2 G + c G (X X^T)."""
+    """Return dX: with G = dP + dP^T, dP = dX' X^T,  dX = a dX' + P dX' + (H + H^T) X,  H = b/2 G + c G (X X^T)."""
     d = _laid(dx, dx)
     for (a, b, c), (x, square, inner) in zip(reversed(MUON_STEPS), reversed(course), strict=True):
         both = times(d, x.mT)
@@ -67,7 +67,7 @@ def newton_schulz_backward(dx: Tensor, course: Course) -> Tensor:
 
 
 def _laid(x: Tensor, like: Tensor) -> Tensor:
-    """x, turned if `like` has more rows than columns."""
+    """Return x, turned if `like` has more rows than columns."""
     return x if like.shape[-2] <= like.shape[-1] else x.mT
 
 
@@ -75,13 +75,13 @@ def _laid(x: Tensor, like: Tensor) -> Tensor:
 
 
 def glu(au: Tensor) -> Tensor:
-    """silu(a) u."""
+    """Return silu(a) u."""
     a, u = au.chunk(2, -1)
     return F.silu(a).mul_(u)
 
 
 def glu_backward(au: Tensor, dhidden: Tensor) -> tuple[Tensor, Tensor]:
-    """silu(a) u, and the gradient by a | u."""
+    """Return silu(a) u, and the gradient by a | u."""
     a, u = au.chunk(2, -1)
     _, opened, slope = _silu(a)
     dau = torch.empty_like(au)
@@ -92,7 +92,7 @@ def glu_backward(au: Tensor, dhidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def writes(au: Tensor, z: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """s = [rate0 z u silu'(a), rate2 z silu(a)] and hidden = rate1 silu(a) u."""
+    """Return s = [rate0 z u silu'(a), rate2 z silu(a)] and hidden = rate1 silu(a) u."""
     a, u = au.chunk(2, -1)
     rate0, rate1, rate2 = rates.split(1, -1)
     gate, opened, slope = _silu(a)
@@ -104,7 +104,7 @@ def writes(au: Tensor, z: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def writes_backward(au: Tensor, z: Tensor, rates: Tensor, ds: Tensor, dhidden: Tensor, drates: Tensor) -> None:
-    """Gradients take the place of a | u and z, s and hidden that of their gradients; drates is filled.
+    """Overwrite a | u and z by their gradients, and ds and dhidden by s and hidden; fill drates.
 
     silu'' = gate (1 - gate) (2 + a (1 - 2 gate)), with e_i = rate_i times the gradient of what W_i is written:
 
@@ -129,7 +129,7 @@ def writes_backward(au: Tensor, z: Tensor, rates: Tensor, ds: Tensor, dhidden: T
 
 
 def _silu(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gate, silu and its slope."""
+    """Return the gate, silu and its slope."""
     gate = a.sigmoid()
     opened = a * gate
     return gate, opened, torch.addcmul(opened, opened, gate, value=-1).add_(gate)
@@ -146,21 +146,21 @@ class Unit(NamedTuple):
     inverse: Tensor
 
 
-def unit(changes: Tensor) -> Unit:
-    """Of C `... 3e d`."""
+def unit(changes: Tensor, eps: float = NORM_EPS) -> Unit:
+    """Return the unit matrices of C `... 3e d`."""
     flat = changes.reshape(-1, changes.shape[-2] // 3, changes.shape[-1])
     norm = torch.linalg.matrix_norm(flat, keepdim=True)
-    size = 1 / (norm + NORM_EPS)
+    size = 1 / (norm + eps)
     return Unit(flat * size, size, torch.where(norm > 0, 1 / norm, 0))
 
 
-def change(sums: Tensor, mean: Tensor, previous: Tensor, out: Tensor) -> Tensor:
-    """C = sums + mean * previous into out, mean `r`; returns the x of its unit."""
-    return unit(torch.addcmul(sums, mean[:, None, None], previous, out=out)).x
+def change(sums: Tensor, mean: Tensor, previous: Tensor, out: Tensor, eps: float) -> Tensor:
+    """Store C = sums + mean * previous in out, mean `r`, and return the x of its unit."""
+    return unit(torch.addcmul(sums, mean[:, None, None], previous, out=out), eps).x
 
 
 def change_backward(dx: Tensor, at: Unit, base: Tensor | None, mean: Tensor, out: Tensor) -> Tensor:
-    """dC = base + dx size - x <dx, x> / |C| into out; returns mean * dC, the gradient by previous."""
+    """Store dC = base + dx size - x <dx, x> / |C| in out, and return mean * dC, the gradient by previous."""
     dot = (dx * at.x).sum((-1, -2), keepdim=True) * at.inverse
     place = out.view(dx.shape)
     torch.mul(dx, at.size, out=place).addcmul_(at.x, dot, value=-1)
@@ -169,15 +169,17 @@ def change_backward(dx: Tensor, at: Unit, base: Tensor | None, mean: Tensor, out
     return out * mean[:, None, None]
 
 
-def rescale(matrices: Tensor, step: Tensor, norms: Sequence[Tensor], out: Tensor) -> None:
-    """M + step, the rows of W0, W2 and W1 rescaled to these norms, `r 2e 1` and `r 1 d`."""
+def rescale(matrices: Tensor, step: Tensor, norms: Sequence[Tensor], out: Tensor, eps: float) -> None:
+    """Store M + step in out, the rows of W0, W2 and W1 rescaled to these norms, `r 2e 1` and `r 1 d`."""
     moved = matrices + step
     for dim, part, norm, place in zip((-1, -2), halves(moved), norms, halves(out), strict=True):
-        torch.mul(part, norm / (torch.linalg.vector_norm(part, dim=dim, keepdim=True) + ROW_EPS), out=place)
+        torch.mul(part, norm / (torch.linalg.vector_norm(part, dim=dim, keepdim=True) + eps), out=place)
 
 
-def rescale_backward(given: Tensor, moved: Tensor, norms: Sequence[Tensor], dnorms: Sequence[Tensor]) -> Tensor:
-    """The gradient by moved = M + step; that by the norms into dnorms. l: the length of a row.
+def rescale_backward(
+    given: Tensor, moved: Tensor, norms: Sequence[Tensor], dnorms: Sequence[Tensor], eps: float
+) -> Tensor:
+    """Return the gradient by moved = M + step, and store that by the norms in dnorms. l: the length of a row.
 
     dmoved = given norm / (l + eps) - moved <given, moved> norm / (l (l + eps)^2)
     """
@@ -185,7 +187,7 @@ def rescale_backward(given: Tensor, moved: Tensor, norms: Sequence[Tensor], dnor
     parts = zip((-1, -2), halves(given), halves(moved), norms, dnorms, halves(dmoved), strict=True)
     for dim, d, x, norm, dnorm, place in parts:
         length = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
-        torch.div(torch.sum(d * x, dim, keepdim=True), length + ROW_EPS, out=dnorm)
-        scale = norm / (length + ROW_EPS)
+        torch.div(torch.sum(d * x, dim, keepdim=True), length + eps, out=dnorm)
+        scale = norm / (length + eps)
         torch.mul(d, scale, out=place).addcmul_(x, torch.where(length > 0, dnorm * scale / length, 0), value=-1)
     return dmoved

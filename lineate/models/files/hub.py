@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from lineate.models.checkpoint import INDEX, SINGLE, Checkpoint, read_json
-from lineate.models.safetensors import LONGEST_HEADER, CheckpointError, Entry, make_entry
+from lineate.models.files.checkpoint import INDEX, SINGLE, Checkpoint, read_json
+from lineate.models.files.safetensors import LONGEST_HEADER, CheckpointError, Entry, make_entry
 from lineate.names import user_path
 
 ALL = ["*.json", "*.safetensors"]
@@ -78,7 +78,7 @@ def _fetch_entries(name: str, folder: Path) -> dict[str, Entry]:
 
 
 def _why(name: str, error: Exception) -> CheckpointError:
-    """What went wrong, by the names of the library's errors, which moved between its versions; or in its own words."""
+    """Return what went wrong, by the names of the library's errors, as they moved between versions, or in its words."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         reason = "its owner asks for an agreement; accept it on the model's page, then run hf auth login"

@@ -15,38 +15,45 @@ and from dG and dx to k and v again by autograd. Kept between forward and backwa
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lineate.kernels.memories.titans import Walk, fill_adjoints, fill_states
+from lineate.kernels.memories.tiles import Walk
+from lineate.kernels.memories.titans import Cells, Made, MatrixList, fill_adjoints, fill_states
+from lineate.memory.chunks import walk_places
 from lineate.memory.gpu import kept
 from lineate.memory.products import product
-from lineate.memory.titans import EPS, Factors, Options, clipped, gradients, read, where
+from lineate.memory.titans.model import NORM_EPS, Factors, TitansOptions, clipped, gradients, read, select
 from lineate.rule import full_precision
 from lineate.tracing import in_memory, uncompiled
-
-Matrices = list[Tensor]
 
 
 @uncompiled
 def scan(
     qkv: Sequence[Tensor],
     factors: Factors,
-    weights: Matrices,
-    momentum: Matrices,
+    weights: MatrixList,
+    momentum: MatrixList,
     counts: list[int],
     complete: list[list[bool]],
-    options: Options,
-) -> tuple[Tensor, Matrices, Matrices, Matrices]:
-    """Cells of some chunks, from M and S at their start, `rows h in out` -> y; M, S and the chunk's start after them.
+    options: TitansOptions,
+) -> tuple[Tensor, MatrixList, MatrixList, MatrixList]:
+    """Return y of all cells of some chunks; then M, S and the chunk's start after them.
 
-    counts, complete: as in Grid, of these chunks. All rows have a first one, and begin it.
+    Args:
+        qkv: q, k, v `cells h c d`.
+        factors: What the gates come to in every cell.
+        weights: M at the rows' starts, `rows h in out`.
+        momentum: S, likewise.
+        counts: For each chunk, how many rows have it. All rows have a first one, and begin it.
+        complete: For each chunk and row, whether the row reaches the chunk's end.
+        options: What the memory is like.
     """
-    depth, (walk, chunks) = len(weights), _walk(tuple(counts), qkv[0].device)
+    depth, (base, of_rows, chunks) = len(weights), walk_places(tuple(counts), qkv[0].device)
+    walk = Walk(base, of_rows, sum(counts))
     ended = tuple(complete[n - 1][row] for row, n in enumerate(chunks))
     tensors = in_memory((*qkv, *factors, *weights, *momentum))
     y, *after = _Scan.apply(walk, options, all(ended), *tensors)
@@ -54,16 +61,8 @@ def scan(
     if not start:
         start = weights
     elif any(ended):
-        start = where(_flags(ended, qkv[0].device), weights, start)
+        start = select(_flags(ended, qkv[0].device), weights, start)
     return y, weights, momentum, start
-
-
-@kept
-def _walk(counts: tuple[int, ...], device: torch.device) -> tuple[Walk, list[int]]:
-    """Of chunks that so many rows have; and how many chunks each row has."""
-    chunks = (torch.tensor(counts, device="cpu")[:, None] > torch.arange(counts[0], device="cpu")).sum(0)  # rows
-    base = torch.tensor([0, *accumulate(counts)][:-1], device="cpu")
-    return Walk(base.int().to(device), chunks.int().to(device), sum(counts)), chunks.tolist()
 
 
 @kept
@@ -71,27 +70,15 @@ def _flags(values: tuple[bool, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)
 
 
-class _Given(NamedTuple):
-    """What a kernel takes of all cells: k and target, and the factors of what is there at a chunk's end."""
-
-    k: Tensor
-    target: Tensor
-    last: Tensor
-    """`cells h c`, as moving."""
-    moving: Tensor
-    ends: Tensor
-    """b, f, carried: `cells h 3`."""
-
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor, factors: Factors, residual: bool) -> "_Given":
-        ends = torch.cat((factors.kept[..., -1, :], factors.pushed[..., -1, :], factors.carried[..., 0, :]), -1)
-        found = k, v - k if residual else v, factors.written[..., -1, :], factors.moving.squeeze(-1), ends
-        return cls(*(x.detach().contiguous() for x in found))
+def _cells(k: Tensor, v: Tensor, factors: Factors, residual: bool) -> Cells:
+    ends = torch.cat((factors.kept[..., -1, :], factors.pushed[..., -1, :], factors.carried[..., 0, :]), -1)
+    found = k, v - k if residual else v, factors.written[..., -1, :], factors.moving.squeeze(-1), ends
+    return Cells(*(x.detach().contiguous() for x in found))
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, walk: Walk, options: Options, ended: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, walk: Walk, options: TitansOptions, ended: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         """q, k, v, factors, M and S of each row -> y, M and S after its last cell; M at its start if not ended."""
         (q, k, v), factors, initial = tensors[:3], Factors(*tensors[3:8]), tensors[8:]
         clip, residual, norm = options
@@ -99,9 +86,8 @@ class _Scan(torch.autograd.Function):
         rooms = [_room(x, walk) for x in initial]
         for room, x in zip(rooms, initial, strict=True):
             room[: x.shape[0]] = x
-        fill_states(
-            *_Given.of(k, v, factors, residual), walk, rooms[:depth], rooms[depth:], clip, EPS if norm else None
-        )
+        cells_of = _cells(k, v, factors, residual)
+        fill_states(cells_of, walk, rooms[:depth], rooms[depth:], clip, NORM_EPS if norm else None)
         states = [x[:cells] for x in rooms]
         M, S = states[:depth], states[depth:]
         inputs, _, grads = gradients(k, v, M, options)
@@ -131,7 +117,7 @@ def _last(walk: Walk) -> Tensor:
 
 
 def _backward(
-    saved: Sequence[Tensor], walk: Walk, options: Options, dy: Tensor, after: Sequence[Tensor]
+    saved: Sequence[Tensor], walk: Walk, options: TitansOptions, dy: Tensor, after: Sequence[Tensor]
 ) -> list[Tensor]:
     """The gradients of q, k, v, factors, M and S, from those of y, M and S after the last cell and M at its start."""
     depth, cells = (len(saved) - 8) // 2, walk.cells
@@ -143,7 +129,7 @@ def _backward(
         y = read(q, factors, M, S, inputs, writes, options)
         direct = list(torch.autograd.grad(y, leaves, dy, retain_graph=True, materialize_grads=True))
     direct, dstates = direct[:8], direct[8:]
-    ends = _adjoints(saved, walk, options, inputs, before, grads, dstates, after)
+    ends = _adjoints(saved, walk, options, (inputs, before, grads), dstates, after)
     del dstates
     dq, dk, dv, *dfactors = direct
     dinputs, dwrites = _written(leaves[3:], inputs, writes, [x[:cells] for x in ends], dfactors)
@@ -154,15 +140,16 @@ def _backward(
 def _adjoints(
     saved: Sequence[Tensor],
     walk: Walk,
-    options: Options,
-    inputs: Matrices,
-    before: Matrices,
-    grads: Matrices,
-    dstates: Matrices,
+    options: TitansOptions,
+    made: tuple[MatrixList, MatrixList, MatrixList],
+    dstates: MatrixList,
     after: Sequence[Tensor],
-) -> Matrices:
-    """A of each matrix, then B: a slot for each cell, then the gradients at the start of each row."""
-    clip, residual, norm = options
+) -> MatrixList:
+    """Return A of each matrix, then B: a slot for each cell, then the gradients at the start of each row.
+
+    made: what `gradients` returned for all cells.
+    """
+    (clip, residual, norm), (inputs, before, grads) = options, made
     (k, v), factors, depth = saved[1:3], Factors(*saved[3:8]), len(inputs)
     last = _last(walk)
     for dM, begun in zip(dstates, after[2 * depth :], strict=False):  # none if all ended
@@ -174,15 +161,15 @@ def _adjoints(
     M = list(saved[8 : 8 + depth])
     z = [x.detach().contiguous() for x in before]
     back = product(grads[-1].detach(), M[-1].mT).contiguous() if depth == 2 else None
+    terms = None if clip is None else _clipping([x.detach() for x in inputs], [x.detach() for x in grads], clip)
     fill_adjoints(
-        *_Given.of(k, v, factors, residual), z[-1], z[0] if depth == 2 else None, back,
-        None if clip is None else _clipping([x.detach() for x in inputs], [x.detach() for x in grads], clip),
-        walk, M, dstates[:depth], dstates[depth:], ends[:depth], ends[depth:], EPS if norm else None,
+        _cells(k, v, factors, residual), Made(z[-1], z[0] if depth == 2 else None, back, terms), walk, M,
+        (dstates[:depth], dstates[depth:]), (ends[:depth], ends[depth:]), NORM_EPS if norm else None,
     )  # fmt: skip
     return ends
 
 
-def _clipping(inputs: Matrices, grads: Matrices, clip: float) -> Tensor:
+def _clipping(inputs: MatrixList, grads: MatrixList, clip: float) -> Tensor:
     """`4 cells h c`: scale s; e |x|^2 and e |G|^2 of the last matrix, e |x|^2 of the first, e = (ds/dsize) / size."""
     xx, gg = ([x.square().sum(-1) for x in part] for part in (inputs, grads))
     square = torch.stack([x * g for x, g in zip(xx, gg, strict=True)]).sum(0)
@@ -193,8 +180,8 @@ def _clipping(inputs: Matrices, grads: Matrices, clip: float) -> Tensor:
 
 
 def _written(
-    given: Sequence[Tensor], inputs: Matrices, writes: Matrices, ends: Matrices, dfactors: Matrices
-) -> tuple[Matrices, Matrices]:
+    given: Sequence[Tensor], inputs: MatrixList, writes: MatrixList, ends: MatrixList, dfactors: MatrixList
+) -> tuple[MatrixList, MatrixList]:
     """dx and dG of what is written, from A and B; the gradients of the factors are added to dfactors."""
     depth = len(inputs)
     factors, states = Factors(*(x.detach() for x in given[:5])), [x.detach() for x in given[5:]]

@@ -16,26 +16,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lineate.kernels.memories import ttt as kernels
-from lineate.memory.ttt import Weights, gradients, read
+from lineate.kernels.memories.tiles import Walk
+from lineate.memory.chunks import walk_places
+from lineate.memory.ttt.model import Layers, gradients, read
 from lineate.rule import full_precision
 from lineate.tracing import in_memory, uncompiled
 
 
 @uncompiled
 def scan(
-    weights: Weights, parts: tuple[Tensor, ...], square: Tensor, base: Tensor, counts: Tensor, eps: float
-) -> tuple[Tensor, Weights]:
-    """What the last layer reads in all cells, and the weights at the end of each row.
+    weights: Layers, parts: tuple[Tensor, ...], square: Tensor, sizes: tuple[int, ...], eps: float
+) -> tuple[Tensor, Layers]:
+    """Return what the last layer reads in all cells, and the weights at the end of each row.
 
-    weights: at the rows' starts; parts: q, k, target `cells*h c d`, mask, scores `cells*h c c`, write `cells*h c 1`;
-    square `h 1 d`; base: the first cell of each chunk; counts: each row's chunks, at least 1, most first.
+    Args:
+        weights: The layers at the rows' starts.
+        parts: q, k, target `cells*h c d`, mask, scores `cells*h c c`, write `cells*h c 1`.
+        square: gamma^2, `h 1 d`.
+        sizes: For each chunk, how many rows have it; all rows have the first.
+        eps: Added to the variance in LN.
     """
+    base, counts, _ = walk_places(sizes, parts[0].device)
     flat = [x for pair in weights for x in pair]
-    y, *flat = _Scan.apply(base, counts, eps, *in_memory((*parts, square, *flat)))
+    y, *flat = _Scan.apply(Walk(base, counts, sum(sizes)), eps, *in_memory((*parts, square, *flat)))
     return y, _pairs(flat)
 
 
-def _pairs(flat: list[Tensor]) -> Weights:
+def _pairs(flat: list[Tensor]) -> Layers:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
@@ -45,21 +52,21 @@ def _every(square: Tensor, cells: Tensor) -> Tensor:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, base: Tensor, counts: Tensor, eps: float, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, walk: Walk, eps: float, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, target, mask, scores, write, square, *weights = tensors
-        slots = kernels.states(k, target, write, square, weights, base, counts, eps)
+        slots = kernels.states(kernels.Cells(k, target, write, square), weights, walk, eps)
         n = k.shape[0]
         cells = _pairs([x[:n] for x in slots])
         y = read(cells, gradients(cells, k, target, _every(square, k), eps), q, mask, scores)
-        ctx.save_for_backward(base, counts, *tensors[:7], *slots)
-        ctx.eps = eps
+        ctx.save_for_backward(*tensors[:7], *slots)
+        ctx.walk, ctx.eps = walk, eps
         return y, *(x[n:].clone() for x in slots)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *dfinal: Tensor) -> tuple[Tensor | None, ...]:
         dy, *finals = in_memory((dy, *dfinal))
-        base, counts, *saved = ctx.saved_tensors
+        saved = ctx.saved_tensors
         q, k, target, mask, scores, write, square = (x.detach().requires_grad_() for x in saved[:7])
         cells = [x[: k.shape[0]].requires_grad_() for x in saved[7:]]
         with torch.enable_grad(), full_precision(k):
@@ -75,9 +82,8 @@ class _Scan(torch.autograd.Function):
         del y, found
         with full_precision(k):
             values = [*made.before, *made.back, *cells[2:3]]
-            initial, ends = kernels.adjoints(
-                k, target, write, square, values, asked, by_cells, finals, base, counts, ctx.eps
-            )
+            cut_cells = kernels.Cells(k, target, write, square)
+            initial, ends = kernels.adjoints(cut_cells, values, asked, by_cells, finals, ctx.walk, ctx.eps)
             del by_cells
             # <L, W'> = <L, W> - sum_s write_s <x_s L_W + L_b, G_s>
             dwrite = torch.zeros_like(write)
@@ -91,4 +97,4 @@ class _Scan(torch.autograd.Function):
                 asked[i] = asked[i] - x
             dk, dtarget, dsquare = torch.autograd.grad(shared, (k, target, square), asked)
         dk = dk - by_inputs[0]
-        return None, None, None, dq, dk, dtarget, dmask, dscores, dwrite, dsquare, *(x.clone() for x in initial)
+        return None, None, dq, dk, dtarget, dmask, dscores, dwrite, dsquare, *(x.clone() for x in initial)

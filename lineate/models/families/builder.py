@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lineate.models.config import HybridConfig
-from lineate.models.loading import Piece, Plan
-from lineate.models.safetensors import CheckpointError
+from lineate.models.files.loading import LoadingPlan, Piece
+from lineate.models.files.safetensors import CheckpointError
 
 Shape = tuple[int, ...]
 IGNORED = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.", r"rotary_emb\.inv_freq$")
@@ -24,7 +24,7 @@ class Part(NamedTuple):
     rows: tuple[int, int] | None = None
 
 
-class Layout:
+class PlanBuilder:
     """Collects the pieces of a plan for a checkpoint whose tensors have these shapes."""
 
     def __init__(self, config: HybridConfig, shapes: Mapping[str, Shape]) -> None:
@@ -34,24 +34,24 @@ class Layout:
         self.pieces: dict[str, list[Piece]] = {}
         self.equal: list[tuple[str, str]] = []
 
-    def plan(self) -> Plan:
-        return Plan(self.pieces, IGNORED, tuple(self.equal))
+    def plan(self) -> LoadingPlan:
+        return LoadingPlan(self.pieces, IGNORED, tuple(self.equal))
 
     def first(self, *names: str) -> str:
-        """The first name that the checkpoint has; the first of all if it has none."""
+        """Return the first name that the checkpoint has; the first of all if it has none."""
         return next((name for name in names if name in self.shapes), names[0])
 
     def shape(self, source: str, *allowed: Shape) -> Shape:
-        """The source's shape if it is one of these, else the first, which will be reported as expected."""
+        """Return the source's shape if it is one of these, else the first, which will be reported as expected."""
         found = self.shapes.get(source, allowed[0])
         return found if found in allowed else allowed[0]
 
     def copy(self, target: str, source: str, *allowed: Shape) -> None:
-        """The whole of a tensor, in one of these shapes, row-major."""
+        """Take the whole of a tensor, in one of these shapes, row-major."""
         self.pieces[target] = [Piece(source, self.shape(source, *allowed))]
 
     def stack(self, target: str, parts: Sequence[Part]) -> None:
-        """Rows of several tensors, one below the other."""
+        """Take rows of several tensors, one below the other."""
         pieces, row = [], 0
         for part in parts:
             count = part.shape[0] if part.rows is None else part.rows[1] - part.rows[0]
@@ -60,7 +60,7 @@ class Layout:
         self.pieces[target] = pieces
 
     def ends(self) -> None:
-        """Embedding, final norm, head."""
+        """Take embedding, final norm and head."""
         c, prefix = self.config, self.prefix
         embed = f"{prefix}embed_tokens.weight"
         self.copy("embed.weight", embed, (c.vocab_size, c.hidden_size))
@@ -74,12 +74,12 @@ class Layout:
             self.equal.append((embed, head))
 
     def norms(self, layer: int, mixer: str, feed: str) -> None:
-        """The two norms of a block."""
+        """Take the two norms of a block."""
         self.copy(f"layers.{layer}.mixer_norm.weight", mixer, (self.config.hidden_size,))
         self.copy(f"layers.{layer}.feed_norm.weight", feed, (self.config.hidden_size,))
 
     def delta(self, layer: int, source: str, gates: str, norm: str, out: str) -> None:
-        """What all linear layers have: A_log, dt_bias, norm, output projection."""
+        """Take what all linear layers have: A_log, dt_bias, norm, output projection."""
         linear = self.config.linear
         assert linear is not None
         hv, target = linear.value_heads, f"layers.{layer}.mixer"
@@ -93,7 +93,7 @@ class Layout:
         )
 
     def convolution(self, layer: int, source: str) -> None:
-        """Over q | k | v: one tensor, or three, which may have been cut elsewhere than between q, k and v."""
+        """Take the convolution over q | k | v: one tensor, or three, which need not be cut between q, k and v."""
         linear = self.config.linear
         assert linear is not None
         keys, values, size = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim, linear.conv_size
@@ -111,7 +111,7 @@ class Layout:
         self.stack(target, [Part(name, shape) for name, shape in zip(three, shapes, strict=True)])
 
     def attention(self, layer: int, source: str) -> None:
-        """q_proj (with the gate, head by head), k_proj, v_proj, their norms, o_proj."""
+        """Take q_proj (with the gate, head by head), k_proj, v_proj, their norms, o_proj."""
         c, attention = self.config, self.config.attention
         assert attention is not None
         heads, kv, dim, target = attention.heads, attention.kv_heads, attention.head_dim, f"layers.{layer}.mixer"
@@ -137,14 +137,14 @@ class Layout:
             self.copy(f"{target}.{name}_norm.weight", f"{source}.{name}_norm.weight", (width,))
 
     def dense(self, target: str, source: str, size: int) -> None:
-        """gate_proj, up_proj, down_proj."""
+        """Take gate_proj, up_proj and down_proj."""
         hidden = self.config.hidden_size
         parts = [Part(f"{source}.{name}_proj.weight", (size, hidden)) for name in ("gate", "up")]
         self.stack(f"{target}.gate_up_proj.weight", parts)
         self.copy(f"{target}.down_proj.weight", f"{source}.down_proj.weight", (hidden, size))
 
     def experts(self, layer: int, source: str, names: Sequence[tuple[str, str, str]]) -> None:
-        """Experts in one tensor, or one by one; names: what gate, up and down of one expert may be called."""
+        """Take the experts in one tensor, or one by one; names: what gate, up and down of one expert may be called."""
         experts, hidden, target = self.config.experts, self.config.hidden_size, f"layers.{layer}.feed"
         assert experts is not None
         fused = f"{source}.experts.gate_up_proj", f"{source}.experts.down_proj"
@@ -166,7 +166,7 @@ class Layout:
         self.pieces[f"{target}.experts_gate_up"], self.pieces[f"{target}.experts_down"] = into, back
 
     def _fused_experts(self, target: str, gate_up: str, down: str) -> None:
-        """As we hold them, or both transposed. Where one tensor could be either, the other one decides."""
+        """Take the experts as we hold them, or both transposed; where one tensor could be either, the other decides."""
         experts, hidden = self.config.experts, self.config.hidden_size
         assert experts is not None
         ours: dict[str, Shape] = {

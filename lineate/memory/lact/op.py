@@ -1,17 +1,4 @@
-"""LaCT: a SwiGLU network per head that reads many tokens, then takes one large step.
-
-    f(x) = W1 (silu(W0 x) * W2 x)                                   W0, W2 `dh d`; W1 `d dh`
-    y_t = f(q_t)                                                    apply: the weights are those of the chunk's start
-    dW = sum over the chunk of -rate_s grad(-<f(k_s), v_s>)  + mean over the chunk of momentum_s * dW of the last one
-    W = rows of (W + NewtonSchulz(dW)) rescaled to their first norms      update: at the end of a whole chunk only
-
-With a = W0 k, u = W2 k, hid = silu(a) u, back = W1^T v:
-
-    dW0 = sum rate0 (back u silu'(a)) k^T      dW1 = sum rate1 v hid^T      dW2 = sum rate2 (back silu(a)) k^T
-
-A chunk that is not yet whole is not written, but its sums are kept: what follows goes on as if it had never stopped.
-The state has a fixed size, whatever the chunk: weights, sums, the last dW, and the rows' norms.
-"""
+"""The op of LaCT: its checks, its state, one token at a time, and rows grouped by their positions."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -21,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.memory.lact_scan import scan
-from lineate.memory.lact_steps import halves
+from lineate.memory.chunks import check_chunk
+from lineate.memory.lact.scan import ScanState, scan
+from lineate.memory.lact.steps import halves
 from lineate.memory.parts import orthogonalise, renormalise, row_norms
 from lineate.memory.products import product
 from lineate.precision import full_precision_backward
@@ -34,17 +22,27 @@ _MATRICES = range(3)
 
 
 def lact_state(weights: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
-    """The state of `rows` rows that begin with W0, W1, W2, `h rows columns` each."""
+    """Return the state of rows at a chunk's start: the weights, no sums, no momentum.
+
+    Args:
+        weights: W0, W1, W2 that every row begins with, `h out in` each.
+        rows: How many rows there are.
+    """
     return _filled({name: x.contiguous() for name, x in fresh_state(weights, rows).items()})
 
 
 def fresh_state(weights: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
-    """That part of lact_state which the rest follows from, without a copy: all that `lact` needs of rows that begin."""
+    """Return the minimal initial state, without a copy: the weights only; `lact` derives the rest.
+
+    Args:
+        weights: W0, W1, W2 that every row begins with, `h out in` each.
+        rows: How many rows there are.
+    """
     return {f"weights_{i}": x.to(compute_dtype(x.dtype)).expand(rows, -1, -1, -1) for i, x in enumerate(weights)}
 
 
 def _filled(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With what is missing, in the order of lact_state."""
+    """Return the state with what it lacks, in the order of lact_state."""
     filled: dict[str, Tensor] = {}
     for i in _MATRICES:
         filled[f"weights_{i}"] = weights = state[f"weights_{i}"]
@@ -72,11 +70,27 @@ def lact(
     muon: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """q, k, v `b t h d`; rates `b t h 3`, of W0, W1, W2; momentum `b t h` or None -> `b t h d` and the state.
+    """Return y_t = f(q_t), and the state after the last token of each row.
 
-    state: of `lact_state`, or of an earlier call, also in the middle of a chunk. Where only weights are there, norms
-    are theirs and the rest is 0; without position all rows are at a chunk's start, and no GPU need be asked. muon
-    False: plain steps. Over more than one token there are first derivatives only.
+    A call of more than one token has first derivatives only.
+
+    Args:
+        q: Queries `b t h d`.
+        k: Keys `b t h d`.
+        v: Values `b t h d`.
+        rates: The step sizes of each token's write in W0, W1 and W2, `b t h 3`.
+        momentum: How much of the last chunk's change is added, `b t h`, of which a chunk takes the mean; None: nothing.
+        state: What `lact_state` or an earlier call returned, also in the middle of a chunk. If it has the weights only,
+            their rows' lengths are the norms and all else is 0. Without position all rows are at a chunk's start, and
+            no GPU is asked where they are.
+        chunk: Tokens that are written together, in one step.
+        muon: Whether the step is orthogonalised; False: it is the sum of gradients itself.
+        cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
+            these sequences.
+
+    Returns:
+        y `b t h d` in the dtype of v, and the state: weights_0, sums_0, previous_0, norms_0, weights_1, ..., momentum
+        `rows h` and position `rows`.
     """
     _check(q, k, v, rates, momentum, state, chunk, cu_seqlens)
     dtype, t = compute_dtype(q.dtype), q.shape[1]
@@ -124,7 +138,7 @@ def lact(
 def _run(
     tokens: tuple[Tensor, ...], state: Mapping[str, Tensor], position: int, chunk: int, muon: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rows that all stand at this position; tokens `n t h ...`, t may be 0."""
+    """Run rows that all stand at this position; tokens `n t h ...`, t may be 0."""
     if transformed():
         return _walk(tokens, _filled(state), position, chunk, muon)
     n, t, h = tokens[0].shape[:3]
@@ -140,7 +154,7 @@ def _run(
     else:
         upper, lower = halves(matrices)
         norms = row_norms(upper), row_norms(lower.mT).mT
-    y, end = scan(tokens, (matrices, sums, previous, total), norms, position, chunk, muon)
+    y, end = scan(tokens, ScanState(matrices, sums, previous, total), norms, position, chunk, muon)
     after = {"momentum": end[3].view(n, h), "position": torch.full((n,), (position + t) % chunk, device=y.device)}
     for name, x in zip(("weights", "sums", "previous"), end, strict=False):
         W0, W2, W1 = x.unflatten(0, (n, h)).chunk(3, 2)
@@ -155,7 +169,7 @@ def _run(
 def _walk(
     tokens: Sequence[Tensor], state: dict[str, Tensor], position: int, chunk: int, muon: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """_run in steps that torch.func can look into."""
+    """Do what _run does, in steps that torch.func can look into."""
     dtype = state["weights_0"].dtype
     cuts = [0, *range(chunk - position, tokens[0].shape[1], chunk), tokens[0].shape[1]]
     sizes = [end - start for start, end in pairwise(cuts)]
@@ -170,7 +184,7 @@ def _walk(
 
 
 def _apply(tokens: Sequence[Tensor], state: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Tokens of one chunk `n h c ...`: the outputs, and the state with their gradients in its sums."""
+    """Return the outputs of tokens of one chunk, `n h c ...`, and the state with their gradients in its sums."""
     q, k, v, rates, momentum = tokens
     W0, W1, W2 = (state[f"weights_{i}"] for i in _MATRICES)
     y = product(F.silu(product(q, W0.mT)) * product(q, W2.mT), W1.mT)
@@ -191,7 +205,7 @@ def _apply(tokens: Sequence[Tensor], state: Mapping[str, Tensor]) -> tuple[Tenso
 
 
 def _update(state: dict[str, Tensor], chunk: int, muon: bool) -> dict[str, Tensor]:
-    """The end of a chunk."""
+    """Return the state after the end of a chunk."""
     after = dict(state)
     mean = (state["momentum"] / chunk)[..., None, None]
     changes = [state[f"sums_{i}"] + mean * state[f"previous_{i}"] for i in _MATRICES]
@@ -234,8 +248,7 @@ def _check(
         raise ValueError(f"rates must have shape (b, t, h, 3) = {(b, t, h, 3)}, got {tuple(rates.shape)}")
     if momentum is not None and momentum.shape != (b, t, h):
         raise ValueError(f"momentum must have shape (b, t, h) = {(b, t, h)} or be None, got {tuple(momentum.shape)}")
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    check_chunk(chunk)
     W0 = state.get("weights_0")
     wanted = compute_dtype(q.dtype)
     if W0 is None or W0.shape[:2] != (rows, h) or W0.shape[3] != width or W0.dtype != wanted:

@@ -68,7 +68,7 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Of its first byte in the file."""
+    """Where its first byte lies in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +76,7 @@ class Entry:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """All tensors of one file; every length, offset and shape is checked against the file's size."""
+    """Return all tensors of one file; every length, offset and shape is checked against the file's size."""
     try:
         size = file.stat().st_size
         with file.open("rb") as handle:
@@ -112,7 +112,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def parse_json(text: bytes) -> Any:
-    """JSON of anyone's making: no key twice, and no number so long that computing with it would take all day."""
+    """Parse JSON of anyone's making: no key twice, and no number so long that computing with it would take all day."""
     return json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_int=_whole_number)
 
 
@@ -131,7 +131,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_name(file: Path, name: str, most: int = LONGEST_NAME) -> None:
-    """A name of anyone's making that can be printed in a message, and asked a file system for."""
+    """Raise unless a name of anyone's making can be printed in a message, and asked a file system for."""
     if len(name) > most or not (name.isascii() or SURROGATES.search(name) is None):
         raise CheckpointError(
             f"{file}: names must be text of at most {most} characters, got one of {len(name)}: {ascii(name)[:80]}"
@@ -168,7 +168,7 @@ def make_entry(file: Path, name: str, value: Any, base: int) -> Entry:
 
 
 def _check_offsets(file: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
-    """The data is gapless, without overlap, and ends with the file."""
+    """Raise unless the data is gapless, without overlap, and ends with the file."""
     end, last = base, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start != end:
@@ -239,7 +239,7 @@ class Reader:
             part.copy_(self._through(handle, name, entry, part.numel()).view(part.shape))
 
     def _through(self, handle: FileIO, name: str, entry: Entry, count: int) -> Tensor:
-        """The next elements of the file, in the buffer."""
+        """Return the next elements of the file, in the buffer."""
         nbytes = count * entry.dtype.itemsize
         if self._buffer is None or self._buffer.numel() < nbytes:
             self._buffer = torch.empty(min(max(nbytes, 2**16), BUFFER_BYTES), dtype=torch.uint8, device="cpu")
@@ -249,7 +249,7 @@ class Reader:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor of any dtype."""
+    """Return the bytes of a contiguous CPU tensor of any dtype."""
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr()))
 
@@ -287,7 +287,7 @@ def _after(first: bytes, rest: Iterable[memoryview]) -> Iterable[bytes | memoryv
 
 
 def _bytes_of(tensor: Tensor) -> Iterable[memoryview]:
-    """Row-major bytes; what is not contiguous CPU memory, or not what it holds, is copied some rows at a time."""
+    """Yield row-major bytes; what is not contiguous CPU memory, or not what it holds, is copied some rows at a time."""
     if tensor.numel() == 0:
         return
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_virtual(tensor):

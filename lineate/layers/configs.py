@@ -1,0 +1,151 @@
+"""The sizes of the mixers: one frozen dataclass for each group of mixers that share them.
+
+`check_sizes` raises what a field alone cannot tell; `describe` is one line for people. A field's metadata may have
+`choices`, the values it takes, and `least`, its smallest number (lineate/models/fields.py reads them).
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """The mixers with a fixed-size memory.
+
+    Args:
+        heads: key heads.
+        value_heads: a multiple of heads: each key head serves value_heads / heads of them.
+        key_dim: channels of a key.
+        value_dim: channels of a value.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        decay_rank: width of the low-rank projection to the decay per channel (K, R); None is value_dim.
+        gate_rank: the same for the output gate (K); None is value_dim.
+        beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid", which is what published KDA (K) has.
+        feature_map: feature map of linear attention (L), "identity" or "elu+1".
+    """
+
+    heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int = field(default=4, metadata={"least": 0})
+    decay_rank: int | None = None
+    gate_rank: int | None = None
+    beta_scale: float = 1.0
+    norm_eps: float = 1e-6
+    gate_activation: str = field(default="silu", metadata={"choices": ("silu", "sigmoid")})
+    feature_map: str = field(default="elu+1", metadata={"choices": ("identity", "elu+1")})
+
+    def check_sizes(self) -> None:
+        """Raise if value heads cannot be shared out among the key heads."""
+        if self.value_heads % self.heads:
+            raise ValueError(
+                f"LinearConfig.value_heads must be a multiple of heads = {self.heads}, got {self.value_heads}"
+            )
+
+    def describe(self) -> str:
+        """Return the sizes in words."""
+        heads = f"{self.heads} key heads of {self.key_dim}, {self.value_heads} value heads of {self.value_dim}"
+        return f"{heads}, convolution over {self.conv_size} tokens"
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The mixers whose memory learns while it reads (T, P, N, C, E).
+
+    Args:
+        heads: heads, each with a memory of its own.
+        head_dim: channels of a head.
+        chunk: tokens that share one gradient point (E: between two restored ridges); None is the mixer's own.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        titans: Titans' memory (N), "linear" or "mlp".
+        window: tokens that LaCT's attention (C) sees; None is its chunk, 0: no attention.
+    """
+
+    heads: int
+    head_dim: int
+    chunk: int | None = None
+    conv_size: int = field(default=4, metadata={"least": 0})
+    titans: str = field(default="linear", metadata={"choices": ("linear", "mlp")})
+    window: int | None = field(default=None, metadata={"least": 0})
+
+    def describe(self) -> str:
+        """Return the sizes in words."""
+        chunk = "" if self.chunk is None else f", chunks of {self.chunk}"
+        return f"{self.heads} heads of {self.head_dim}{chunk}"
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Softmax attention (A).
+
+    Args:
+        heads: query heads, a multiple of kv_heads.
+        kv_heads: heads of keys and values.
+        head_dim: channels of a head.
+        rotary_dim: the first so many channels of a head are rotated; 0: no positions.
+        rope_theta: base of the rotation's frequencies.
+        gated: output * sigmoid(gate) before the output projection.
+        qk_norm: RMSNorm of q and k: of every "head", of all heads together ("full"), or None.
+        bias: whether the projections have a bias.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int = 0
+    rope_theta: float = 10000.0
+    gated: bool = True
+    qk_norm: str | None = field(default="head", metadata={"choices": ("head", "full", None)})
+    bias: bool = False
+
+    def check_sizes(self) -> None:
+        """Raise if heads do not divide each other, or if the rotated channels are odd or too many."""
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"AttentionConfig.heads must be a multiple of kv_heads = {self.kv_heads}, got {self.heads}"
+            )
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(
+                f"AttentionConfig.rotary_dim must be even and at most head_dim = {self.head_dim}, got {self.rotary_dim}"
+            )
+
+    def describe(self) -> str:
+        """Return the sizes in words."""
+        rope = f"{self.rotary_dim} rotated, base {self.rope_theta:g}" if self.rotary_dim else "no positions"
+        gate = ", output gate" if self.gated else ""
+        return f"{self.heads} heads of {self.head_dim}, {self.kv_heads} for keys and values, {rope}{gate}"
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention (M): keys and values are made from one latent vector a token.
+
+    Args:
+        heads: heads of queries, keys and values.
+        rank: channels of the latent vector, which is all that is kept (with rope_dim more).
+        nope_dim: channels of a key that come from the latent vector.
+        rope_dim: channels of a key that all heads share.
+        value_dim: channels of a value.
+        rope_theta: base of the rotation of the shared channels; None: they carry no positions.
+        norm_eps: epsilon of the latent vector's norm.
+    """
+
+    heads: int
+    rank: int
+    nope_dim: int = field(metadata={"least": 0})
+    rope_dim: int = field(metadata={"least": 0})
+    value_dim: int
+    rope_theta: float | None = None
+    norm_eps: float = 1e-6
+
+    def check_sizes(self) -> None:
+        """Raise if the rotated channels are odd."""
+        if self.rope_theta is not None and self.rope_dim % 2:
+            raise ValueError(f"LatentConfig.rope_dim must be even to be rotated, got {self.rope_dim}")
+
+    def describe(self) -> str:
+        """Return the sizes in words."""
+        dims = f"keys {self.nope_dim} + {self.rope_dim} shared, values {self.value_dim}"
+        return f"{self.heads} heads, latent {self.rank}, {dims}"

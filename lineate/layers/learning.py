@@ -1,0 +1,131 @@
+"""What all mixers whose memory learns while it reads have in common: TTT, Titans, LaCT and least squares.
+
+q | k | v | ... = in_proj(x)         one projection for everything
+q | k | v = silu(conv(q | k | v))    the short convolution; with conv_size 0 neither it nor its silu
+o, memory = learn(q | k | v, ...)    the memory, from the state of an earlier call or from its learned beginning
+y = out_proj(o)
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lineate import checks
+from lineate.layers.configs import MemoryConfig
+from lineate.layers.convolution import ShortConvolution, convolution_spec
+from lineate.layers.entry import check_call
+from lineate.layers.projection import project
+from lineate.layers.registry import ModelSizes
+from lineate.layers.state import Memory, TensorSpec
+from lineate.memory.chunks import check_chunk
+from lineate.rule import compute_dtype
+
+
+class LearningMixer(nn.Module):
+    """A mixer whose memory learns: projections, the short convolution, and the state.
+
+    A subclass makes its own parameters and norm, calls `finish`, and has `memory_spec` and `learn`. Sequences are not
+    split over ranks (context parallelism): their memory cannot be handed on, so there is no `context`, and a segment is
+    refused.
+    """
+
+    beside: ClassVar[tuple[str, ...]] = ("conv",)
+    """Tensors of the state that are not the memory's."""
+    expansion: float = 0
+    """Hidden channels of the memory's model over those of a head; 0: it has none."""
+
+    def __init__(
+        self, hidden_size: int, heads: int, *, splits: tuple[int, ...], chunk: int, conv_size: int, norm_eps: float
+    ) -> None:
+        """Make in_proj and the convolution.
+
+        Args:
+            hidden_size: Channels of x.
+            heads: Heads of the memory.
+            splits: The widths of q | k | v and of all else that in_proj makes.
+            chunk: Tokens that share one gradient point; for least squares, those between two restored ridges.
+            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            norm_eps: Added to what the norms divide by.
+        """
+        check_chunk(chunk)
+        super().__init__()
+        self.heads, self.splits, self.chunk, self.norm_eps = heads, splits, chunk, norm_eps
+        self.in_proj = nn.Linear(hidden_size, sum(splits), bias=False)
+        self.conv = ShortConvolution(splits[0], conv_size) if conv_size else None
+
+    def finish(self, width: int) -> None:
+        """Make out_proj, from so many channels, and give all parameters their first values."""
+        self.out_proj = nn.Linear(width, self.in_proj.in_features, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Give the memory's own parameters their first values."""
+        raise NotImplementedError
+
+    def memory_spec(self, dtype: torch.dtype, wide: torch.dtype) -> list[TensorSpec]:
+        """Return the tensors of the state behind the convolution's; dtype of projections, wide of the memory."""
+        raise NotImplementedError
+
+    def learn(
+        self, x: Tensor, mixed: Tensor, gates: list[Tensor], state: Memory | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what out_proj reads, `b t width`, and the new tensors of the state.
+
+        Args:
+            x: The input of the layer, `b t hidden`.
+            mixed: q | k | v, behind the convolution.
+            gates: The other parts of in_proj's result.
+            state: The state before x, or None.
+            cu_seqlens: The bounds of packed sequences, or None.
+        """
+        raise NotImplementedError
+
+    @property
+    def state_spec(self) -> tuple[TensorSpec, ...]:
+        """The tensors of the state."""
+        dtype = self.in_proj.weight.dtype
+        return (*convolution_spec(self.conv, dtype), *self.memory_spec(dtype, compute_dtype(dtype)))
+
+    def forward(
+        self, x: Tensor, state: Memory | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Memory]:
+        """Return y `b t hidden`, and the state: the memory, and the convolution's last inputs.
+
+        Args:
+            x: `b t hidden`.
+            state: What an earlier call returned, to continue; None: x begins its sequences.
+            cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`.
+        """
+        check_call(self, x, state, cu_seqlens)
+        mixed, *gates = project(self.in_proj, x).split(self.splits, -1)
+        tensors: dict[str, Tensor] = {}
+        if self.conv is not None:
+            mixed, tensors["conv"] = self.conv(mixed, None if state is None else state["conv"], cu_seqlens)
+        y, memory = self.learn(x, mixed, gates, state, cu_seqlens)
+        return project(self.out_proj, y), Memory(tensors | memory)
+
+    def memory_of(self, state: Memory) -> dict[str, Tensor]:
+        """Return the memory's part of a state."""
+        return {name: y for name, y in state.tensors.items() if name not in self.beside}
+
+
+def rows_of(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Return how many rows the state of a call has: the batch, or the packed sequences."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def shared_sizes(model: ModelSizes, memory: MemoryConfig) -> dict[str, Any]:
+    """Return what the constructors of all these mixers take from a configuration."""
+    sizes = {"hidden_size": model.hidden_size, "heads": memory.heads, "conv_size": memory.conv_size}
+    return sizes if memory.chunk is None else {**sizes, "chunk": memory.chunk}
+
+
+def check_chunked(name: str, choice: Any, allowed: tuple[str, ...]) -> None:
+    """Check a choice that has a chunked form for some names only; functions run in the reference."""
+    if callable(choice):
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, which have a chunked form, got a function; "
+            "lineate.memory.run_reference takes any model, loss and optimiser in a MemoryRule"
+        )
+    checks.check_choice(name, choice, allowed)

@@ -1,0 +1,134 @@
+"""What the mixers with a fixed-size memory cost: operations, and bytes that the backward keeps.
+
+Counted as lineate/planning/compute.py and lineate/planning/activations.py say. k and v are the channels of a head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lineate.dispatch import CHUNK_SIZES, RECURRENT_UP_TO
+from lineate.flops import Heads
+from lineate.layers.configs import LinearConfig
+from lineate.layers.registry import ModelSizes, Operations
+
+
+@dataclass(frozen=True)
+class LinearCosts:
+    """How the costs of one rule differ from those of the others."""
+
+    gates: Callable[[LinearConfig], int]
+    """Columns of in_proj behind q | k | v."""
+    kept: Callable[[LinearConfig, bool], float]
+    """(config, half) -> bytes a token that the gates and feature maps keep."""
+    inner: Callable[[LinearConfig], int] = lambda config: 0
+    """Elements of the low-rank projections behind in_proj."""
+    corrects: bool = False
+    """Whether the rule compares with what the memory has before it writes."""
+    per_channel: bool = False
+    """Whether the decay is one per key channel."""
+    fused: bool = False
+    """Whether the gates go into the rule as they were projected: then only one token is served by recurrence."""
+    sums_keys: bool = False
+    """Whether the memory has one more column, the sum of the keys."""
+
+    def operations(self) -> Operations:
+        """Return the counts of the rule."""
+        return Operations(self.projections, self.mixing, self.mixing_one)
+
+    def projections(self, model: ModelSizes, x: LinearConfig) -> int:
+        """Return the products with weights, per token."""
+        keys, values = x.heads * x.key_dim, x.value_heads * x.value_dim
+        return 2 * (model.hidden_size * (2 * keys + 2 * values + self.gates(x)) + self.inner(x))
+
+    def mixing(self, x: LinearConfig, tokens: int, convention: str) -> int:
+        """Return the operations of the rule on a whole sequence."""
+        if convention == "least":
+            return tokens * self.recurrence(x) - self._spared(x, tokens)
+        if tokens <= (1 if self.fused else RECURRENT_UP_TO):
+            return tokens * self._heads(x).recurrent(1)
+        return self._heads(x).chunkwise(tokens)
+
+    def mixing_one(self, x: LinearConfig, context: int, convention: str) -> int:
+        """Return the operations of the rule on one token, whatever came before."""
+        return self.recurrence(x) if convention == "least" else self._heads(x).recurrent(1)
+
+    def recurrence(self, x: LinearConfig) -> int:
+        """Return the operations of the recurrence on a token: read with q, write, and compare if the rule corrects."""
+        return 2 * (3 if self.corrects else 2) * x.value_heads * x.key_dim * self.columns(x)
+
+    def columns(self, x: LinearConfig) -> int:
+        """Return the columns of a head's memory."""
+        return x.value_dim + self.sums_keys
+
+    def kept_bytes(self, x: LinearConfig, half: bool) -> float:
+        """Return the bytes a token that the backward keeps.
+
+        These are in_proj's output, that of the convolution, the gates, states between chunks, the rule's output and
+        the norm's.
+        """
+        e = 2 if half else 4
+        values = x.value_heads * x.value_dim
+        width = 2 * x.heads * x.key_dim + values
+        states = e * x.value_heads * x.key_dim * self.columns(x) / CHUNK_SIZES["triton" if half else "native"]
+        convolved = width if x.conv_size else 0
+        return e * (width + self.gates(x) + convolved + 2 * values) + self.kept(x, half) + states
+
+    def _spared(self, x: LinearConfig, tokens: int) -> int:
+        """Return what the recurrence spares at most: the state is empty at first, and near tokens can be compared."""
+        near, reads = min(tokens, x.key_dim), 2 if self.corrects else 1
+        pairs = near * (near + 1) // 2
+        return 2 * reads * x.value_heads * self.columns(x) * (near * x.key_dim - pairs)
+
+    def _heads(self, x: LinearConfig) -> Heads:
+        return Heads(x.heads, x.value_heads, x.key_dim, self.columns(x), self.corrects, self.per_channel)
+
+
+def values_of(x: LinearConfig) -> int:
+    """Return the channels of all value heads."""
+    return x.value_heads * x.value_dim
+
+
+def decay_rank(x: LinearConfig) -> int:
+    """Return the width of the low-rank projection to the decay."""
+    return x.value_dim if x.decay_rank is None else x.decay_rank
+
+
+def gate_rank(x: LinearConfig) -> int:
+    """Return the width of the low-rank projection to the output gate."""
+    return x.value_dim if x.gate_rank is None else x.gate_rank
+
+
+def _features_kept(x: LinearConfig, half: bool) -> float:
+    e, columns = 2 if half else 4, x.value_dim + 1
+    return e * (2 * x.heads * x.key_dim + 2 * x.value_heads * columns) + 9 * x.value_heads
+
+
+def _channels_kept(x: LinearConfig, half: bool) -> float:
+    """Return the bytes of KDA's gates: its Triton kernels read them as they were projected."""
+    e, channels = 2 if half else 4, x.value_heads * x.key_dim
+    return e * (values_of(x) + (channels if half else 3 * channels)) + (0 if half else 8 * x.value_heads)
+
+
+# Gates are float32 whatever the products are; the Triton kernels of the fused rules read them as they were projected.
+LINEAR = LinearCosts(values_of, _features_kept, sums_keys=True)
+GATED_LINEAR = LinearCosts(
+    lambda x: decay_rank(x) + values_of(x),
+    lambda x, half: 4 * x.value_heads * x.key_dim * (2 if half else 3),
+    inner=lambda x: decay_rank(x) * x.value_heads * x.key_dim,
+    per_channel=True,
+)
+DELTA = LinearCosts(lambda x: values_of(x) + x.value_heads, lambda x, half: 8 * x.value_heads, corrects=True)
+GATED_DELTA = LinearCosts(
+    lambda x: values_of(x) + 2 * x.value_heads,
+    lambda x, half: 0 if half else 20 * x.value_heads,
+    corrects=True,
+    fused=True,
+)
+KIMI_DELTA = LinearCosts(
+    lambda x: decay_rank(x) + gate_rank(x) + x.value_heads,
+    _channels_kept,
+    inner=lambda x: decay_rank(x) * x.value_heads * x.key_dim + gate_rank(x) * values_of(x),
+    corrects=True,
+    per_channel=True,
+    fused=True,
+)

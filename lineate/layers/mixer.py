@@ -1,0 +1,258 @@
+"""What the token mixers with a fixed-size memory have in common, all of the same parts.
+
+q | k | v | ... = in_proj(x)         one projection for everything
+q | k | v = silu(conv(q | k | v))    the short convolution
+o, S = rule(q, k, v, gates, S)       lineate's ops
+y = out_proj(norm(o) * act(z))       z: the output gate
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lineate import checks
+from lineate.call import Inputs
+from lineate.decoding import decode
+from lineate.fused import fused_delta_rule
+from lineate.layers.carry import enter_convolution, run_rule
+from lineate.layers.configs import LinearConfig
+from lineate.layers.context import Bounds, Context, segment_of
+from lineate.layers.convolution import ShortConvolution, convolution_spec
+from lineate.layers.entry import check_call
+from lineate.layers.norm import GatedRMSNorm
+from lineate.layers.projection import project
+from lineate.layers.registry import ModelSizes
+from lineate.layers.state import Memory, TensorSpec
+from lineate.ops import (
+    Attended,
+    delta_rule,
+    gated_delta_rule,
+    gated_linear_attention,
+    kimi_delta_attention,
+    linear_attention,
+)
+from lineate.rule import activate, compute_dtype, normalize
+
+
+class LinearMixer(nn.Module):
+    """What the mixers with a fixed-size memory have in common.
+
+    Each names its `gates`, the rows of in_proj behind q | k | v, and says in `rule_inputs` what its rule is called
+    with. Each of `heads` key heads serves value_heads / heads value heads. KimiDeltaAttention has a sigmoid on its
+    output gate by default, as Kimi Linear does, the others silu, as Qwen3-Next does.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        heads: key heads.
+        value_heads: value heads, a multiple of heads; None is heads.
+        key_dim: channels of a key; None is hidden_size / heads.
+        value_dim: channels of a value; None is key_dim.
+        conv_size: tokens that the short convolution sees; 0: no convolution.
+        norm_eps: epsilon of the output norm.
+        gate_activation: activation of the output gate, "silu" or "sigmoid".
+        decay_rank: width of the low-rank projection to the decay; None is value_dim.
+        gate_rank: width of the low-rank projection to the output gate; None is value_dim.
+    """
+
+    gates: ClassVar[tuple[str, ...]]
+    """How wide each gate is: "values" hv*v, "heads" hv, or a rank."""
+    options: ClassVar[tuple[str, ...]] = ()
+    """Arguments beside those that all have in common; LinearConfig has fields of the same names."""
+    normalize_qk: ClassVar[bool] = False
+    """Whether the rule normalises q and k."""
+    beta_scale: float = 1.0
+    """beta lies in (0, beta_scale) where it is made from a raw logit."""
+    context: Context | None = None
+    """Set: x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        value_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+        gate_activation: str = "silu",
+        decay_rank: int | None = None,
+        gate_rank: int | None = None,
+    ) -> None:
+        super().__init__()
+        checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
+        value_heads = heads if value_heads is None else value_heads
+        key_dim = hidden_size // heads if key_dim is None else key_dim
+        value_dim = key_dim if value_dim is None else value_dim
+        if value_heads % heads:
+            raise ValueError(f"value_heads must be a multiple of heads = {heads}, got {value_heads}")
+        self.heads, self.value_heads, self.key_dim, self.value_dim = heads, value_heads, key_dim, value_dim
+        self.width = 2 * heads * key_dim + value_heads * value_dim  # of q | k | v
+        widths = {
+            "values": value_heads * value_dim, "heads": value_heads,
+            "decay_rank": value_dim if decay_rank is None else decay_rank,
+            "gate_rank": value_dim if gate_rank is None else gate_rank,
+        }  # fmt: skip
+        self.splits = (self.width, *(widths[gate] for gate in self.gates))
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
+        self.conv = ShortConvolution(self.width, conv_size) if conv_size else None
+        self.norm = GatedRMSNorm(value_dim, norm_eps, activation=gate_activation)
+        self.out_proj = nn.Linear(value_heads * value_dim, hidden_size, bias=False)
+        self.add_gates()
+
+    @classmethod
+    def from_config(cls, model: ModelSizes, config: LinearConfig) -> Self:
+        """Make the mixer of a configuration, for the model around it."""
+        common = ("value_heads", "key_dim", "value_dim", "conv_size", "norm_eps", "gate_activation")
+        arguments: dict[str, Any] = {name: getattr(config, name) for name in (*common, *cls.options)}
+        return cls(model.hidden_size, config.heads, **arguments)
+
+    def add_gates(self) -> None:
+        """Add the parameters of the gates beside in_proj, if there are any."""
+
+    @property
+    def state_spec(self) -> tuple[TensorSpec, ...]:
+        dtype = self.in_proj.weight.dtype
+        memory = TensorSpec("memory", (self.value_heads, self.key_dim, self.memory_columns), compute_dtype(dtype))
+        return (*convolution_spec(self.conv, dtype), memory)
+
+    @property
+    def memory_columns(self) -> int:
+        return self.value_dim
+
+    def forward(self, x: Tensor, state: Memory | None = None, cu_seqlens: Bounds = None) -> tuple[Tensor, Memory]:
+        """Mix the tokens of x `b t hidden`; the state is the memory and the convolution's last inputs.
+
+        Args:
+            x: `b t hidden`; with cu_seqlens `1 t hidden`.
+            state: what an earlier call returned, to continue its sequences; None: they begin here.
+            cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
+        """
+        check_call(self, x, state, cu_seqlens)
+        segment, packed = segment_of(self.context, x, cu_seqlens)
+        mixed, *gates = self.project(x)
+        tensors: dict[str, Tensor] = {}
+        if self.conv is not None:
+            inputs = None if state is None else state["conv"]
+            if segment is not None:
+                mixed, inputs = enter_convolution(segment, mixed, inputs, self.conv.weight.shape[1] - 1)
+            mixed, tensors["conv"] = self.conv(mixed, inputs, packed)
+        q, k, v = self._split(mixed)
+        memory, owned = (None, False) if state is None else (state["memory"], state.owned)
+        bounds = packed if segment is None else segment
+        (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, bounds, owned)
+        y = self.norm(output, z.unflatten(-1, (self.value_heads, self.value_dim)))
+        return project(self.out_proj, y.flatten(2)), Memory(tensors)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return in_proj(x), cut into q | k | v and the gates.
+
+        On a GPU, rows of 16-bit numbers whose size is no multiple of 16 bytes multiply half as fast: then the few
+        columns of the gates per head, which come last, are a product of their own.
+        """
+        heads = sum(gate == "heads" for gate in self.gates)
+        aligned = sum(self.splits) % 8 == 0 or not heads or not x.is_cuda
+        if aligned or x.shape[1] == 1 or type(self.in_proj) is not nn.Linear:
+            return project(self.in_proj, x).split(self.splits, -1)
+        weight: Tensor = self.in_proj.weight
+        wide, narrow = weight.split((sum(self.splits[:-heads]), sum(self.splits[-heads:])))
+        return (
+            *F.linear(x, wide).split(self.splits[:-heads], -1),
+            *F.linear(x, narrow).split(self.splits[-heads:], -1),
+        )
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cut q | k | v into heads."""
+        keys = self.heads * self.key_dim
+        q, k, v = mixed.split((keys, keys, self.width - 2 * keys), -1)
+        q, k = (y.unflatten(-1, (self.heads, self.key_dim)) for y in (q, k))
+        return q, k, v.unflatten(-1, (self.value_heads, self.value_dim))
+
+    def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
+        """Return what the rule is called with: its gates, or raw ones together with A_log.
+
+        Which of log_decay and beta are given decides which rule runs. A mixer of your own overrides this method.
+        """
+        raise NotImplementedError
+
+    def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
+        """Return z `b t hv*v`, before its activation."""
+        return gates[self.gates.index("values")]
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return q or k `b t h k` as the rule uses it."""
+        return normalize(x) if self.normalize_qk else x
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
+    ) -> tuple[Attended[Tensor], Tensor]:
+        """Run the rule, and return the output gate too. owned: the memory may be overwritten, and returned."""
+        inputs = self.rule_inputs(q, k, v, gates)
+        tensors = [x for x in inputs[:5] if x is not None]  # q, k, v, log_decay, beta
+        op: Callable[..., Attended[Tensor]]
+        if inputs.A_log is None:
+            op = partial(_op_of(inputs), normalize_qk=self.normalize_qk)
+        else:
+            op = partial(self._from_raw_gates, inputs.A_log, inputs.dt_bias, owned)
+        return run_rule(op, tensors, memory, bounds, corrects=inputs.beta is not None), self.output_gate(gates)
+
+    def _from_raw_gates(
+        self, A_log: Tensor, dt_bias: Tensor | None, owned: bool, *tensors: Tensor, state: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Attended[Tensor]:  # fmt: skip
+        q, k, v, gate, write = tensors
+        inputs = Inputs(q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias)
+        return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned)
+
+    def trace(self, x: Tensor) -> Inputs:
+        """Return what the rule uses on a sequence x `1 t hidden`: features or unit keys, and gates as activated."""
+        mixed, *gates = self.project(x)
+        if self.conv is not None:
+            mixed, _ = self.conv(mixed)
+        q, k, v = (y.to(compute_dtype(y.dtype)) for y in self._split(mixed))
+        inputs = self.rule_inputs(q, k, v, gates)
+        log_decay, beta = inputs.log_decay, inputs.beta
+        if inputs.A_log is not None:
+            log_decay, beta = activate(log_decay, beta, inputs.A_log, inputs.dt_bias, self.beta_scale)
+        return Inputs(self.features(inputs.q), self.features(inputs.k), inputs.v, log_decay, beta)
+
+
+def delta_from_raw_gates(inputs: Inputs, beta_scale: float, in_place: bool = False) -> Attended[Tensor]:
+    """Run fused_delta_rule; one token a row takes one launch on a copy of the memory on a GPU, else the recurrent form.
+
+    Args:
+        inputs: what the rule is called with, its gates raw.
+        beta_scale: beta lies in (0, beta_scale).
+        in_place: whether that launch may overwrite the memory, and return it.
+    """
+    q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias = inputs
+    assert gate is not None and write is not None and A_log is not None
+    if q.shape[1] == 1 and cu_seqlens is None:
+        if not q.is_cuda:
+            log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
+            assert log_decay is not None and beta is not None
+            op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
+            return op(q, k, v, log_decay, beta, state=state, normalize_qk=True)
+        if state is not None and not torch.is_grad_enabled():
+            state = state if in_place else state.clone()
+            output = decode(
+                q, k, v, gate, write,
+                state=state, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
+            )  # fmt: skip
+            return Attended(output, state)
+    return fused_delta_rule(
+        q, k, v, gate, write, A_log, dt_bias, beta_scale=beta_scale, state=state, cu_seqlens=cu_seqlens
+    )
+
+
+def _op_of(inputs: Inputs) -> Callable[..., Attended[Tensor]]:
+    """Return the rule that has these gates."""
+    if inputs.beta is None:
+        return linear_attention if inputs.log_decay is None else gated_linear_attention
+    if inputs.log_decay is None:
+        return delta_rule
+    return gated_delta_rule if inputs.log_decay.dim() == 3 else kimi_delta_attention

@@ -1,0 +1,24 @@
+"""The row of a checkpoint family."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lineate.models.config import HybridConfig
+from lineate.models.files.loading import LoadingPlan
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CheckpointFamily:
+    """How the checkpoints of a family are read."""
+
+    model_types: tuple[str, ...]
+    """What config.json may say as model_type."""
+    config_from: Callable[[dict[str, Any]], HybridConfig]
+    """Reads config.json."""
+    plan: Callable[[HybridConfig, Mapping[str, Shape]], LoadingPlan]
+    """(config, shapes of the tensors) -> where every tensor of the model comes from."""
+    signature: str
+    """Matches the name of a tensor that no other family has."""

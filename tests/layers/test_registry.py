@@ -1,0 +1,69 @@
+"""Rows of the registry: what they count is what is measured, and what a rule is traced with gives its output."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lineate
+from lineate.layers import kind_of, kinds
+from lineate.layers.configs import LinearConfig
+from lineate.layers.measuring import kept_bytes, operations_of
+from lineate.layers.registry import Sizes
+from lineate.models import preset
+
+LINEAR = "".join(kind.letter for kind in kinds() if kind.section == "linear")
+CONFIG = LinearConfig(heads=2, value_heads=4, key_dim=16, value_dim=8)
+
+
+@pytest.mark.parametrize("letter", LINEAR + "AM")
+def test_measured_operations_are_the_counted_ones(letter):
+    """On torch's meta device, and extrapolated where a sequence is long."""
+    kind, model = kind_of(letter), preset("tiny", pattern=letter)
+    part = CONFIG if letter in LINEAR else model.part(kind)
+    counted, measured = kind.operations, operations_of(replace(kind, operations=None), model)
+    products = counted.projections(model, part)
+    made = measured.projections(model, part) - products  # latent attention: keys and values are made as it mixes
+    assert (made > 0) == (letter == "M")
+    for tokens in (64, 100, 1536, 5000, 2**18):
+        found = measured.mixing(part, tokens, "executed") + tokens * made
+        assert found == counted.mixing(part, tokens, "executed"), tokens
+    for context in (63, 2**18) if letter in LINEAR else ():
+        assert measured.mixing_one(part, context, "executed") == counted.mixing_one(part, context, "executed")
+
+
+@pytest.mark.parametrize("letter", LINEAR)
+def test_measured_bytes_are_the_counted_ones(letter):
+    kind = kind_of(letter)
+    measured = kept_bytes(replace(kind, kept_bytes=None), Sizes(32), CONFIG, half=False)
+    assert measured == pytest.approx(kind.kept_bytes(CONFIG, False), rel=0.02)
+
+
+@pytest.mark.parametrize("letter", LINEAR)
+def test_a_trace_gives_the_output_of_the_rule(letter):
+    torch.manual_seed(0)
+    kind, x = kind_of(letter), torch.randn(1, 21, 32)
+    mixer = kind.make(Sizes(32), CONFIG)
+    found = kind.trace(mixer, x)
+    caught = []
+    mixer.norm.register_forward_pre_hook(lambda norm, inputs: caught.append(inputs[0]))
+    _, state = mixer(x)
+    tensors = [y for y in found[:5] if y is not None]
+    options = {"feature_map": "identity", "normalize": True} if letter == "L" else {}
+    output, memory = getattr(lineate, kind.name)(*tensors, **options)
+    torch.testing.assert_close(output, caught[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(memory, state["memory"], rtol=1e-4, atol=1e-5)
+    if kind.name.endswith("rule") or letter == "K":
+        torch.testing.assert_close(F.normalize(found.k, dim=-1), found.k, rtol=1e-4, atol=1e-4)
+
+
+def test_every_row_says_how_it_looks_and_is_called():
+    rows = kinds()
+    for name in ("letter", "name", "label", "short"):
+        assert len({getattr(kind, name) for kind in rows}) == len(rows), name
+    looks = {kind.look for kind in rows}
+    assert len(looks) == len(rows) - 1  # latent attention is drawn as the softmax attention that it is
+    assert [kind.letter for kind in rows if kind.grows] == ["A", "M"]
+    assert "".join(kind.letter for kind in rows if kind.learns) == "TPNCE"
+    assert all(kind.built_in and kind.operations and kind.kept_bytes for kind in rows)
