@@ -91,7 +91,7 @@ def run_picture(asked: PictureArguments) -> None:
         formats = _formats(asked.formats)
         if several and "tokens" in given:
             raise ValueError("--tokens has another range in every picture; name one picture, or leave it out")
-        options = [_options(each, given, several) for each in chosen]
+        options = [options_for(each, given, several) for each in chosen]
         if asked.source is not None and (given or several):
             wrong = "name one picture, not all" if several else f"leave out --{next(iter(given))}"
             raise ValueError(f"--from has the numbers of one picture: {wrong}")
@@ -116,7 +116,7 @@ def make(
         numbers = picture.compute(options)
         numbers["seconds_to_compute"] = round(time.perf_counter() - began, 2)
         save_numbers(picture.name, numbers, numbers_path)
-        numbers = load_numbers(picture.name, numbers_path)  # drawn from what a file can hold, always
+        numbers = load_numbers(picture.name, numbers_path)  # always draw what a file can hold
     else:
         numbers = load_numbers(picture.name, source)
     with styled():
@@ -133,7 +133,7 @@ def make(
     return paths if source is not None else [*paths, numbers_path]
 
 
-def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "PictureOptions":
+def options_for(picture: "Picture", given: dict[str, Any], several: bool) -> "PictureOptions":
     """Return what the picture uses of what was given; one picture must use all of it, several may leave some out."""
     from lineate.explore.pictures import PictureOptions
 
@@ -144,7 +144,7 @@ def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "Pictu
             uses = ", ".join(f"--{use}" for use in picture.uses) or "none"
             raise ValueError(f"--{name} has no meaning for {picture.name}, whose options are {uses}; leave it out")
     chosen = {name: value for name, value in given.items() if name in picture.uses}
-    if several and picture.name == "growth" and "model" not in given:  # of the rules: these are for other pictures
+    if several and picture.name == "growth" and "model" not in given:  # it then shows the rules, which read no text
         chosen = {name: value for name, value in chosen.items() if name not in ("text", "layer")}
     for name, least in (("layer", 0), ("head", 0), ("tokens", 1), ("seed", 0)):
         if name in chosen and not least <= chosen[name] < 2**63:

@@ -1,4 +1,4 @@
-"""The built-in small model: a hybrid trained for some seconds on the standard library's text, once, and kept."""
+"""The built-in small model: a hybrid that is trained once, in seconds on the standard library's text, and kept."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ SMALL_CONFIG = HybridConfig(
     feed=FeedConfig(128),
 )  # fmt: skip
 """The model has layers of both gated delta rules, so that it shows forgetting per head and per channel."""
-STEPS, ROWS, LENGTH, RATE = 45, 5, 128, 2e-2
+TRAINING_STEPS, ROWS, LENGTH, RATE = 45, 5, 128, 2e-2
 CHARACTERS = 2_000_000
 """How many characters of text it learns from."""
 VERSION = 1
@@ -34,9 +34,9 @@ VERSION = 1
 def small_model() -> HybridLM:
     """Return the model from the user's cache folder, else train it now (about 7 s) and keep it there if possible."""
     folder = cache_folder() / f"small-{_fingerprint()}"
-    with suppress(Exception):  # whatever is wrong with the cache costs only time
+    with suppress(Exception):  # a damaged cache costs only time
         return HybridLM.from_pretrained(folder, progress=False)
-    model = train_small(STEPS)
+    model = train_small(TRAINING_STEPS)
     with suppress(OSError):
         _keep(model, folder)
     return model
@@ -88,7 +88,7 @@ def _windows(text: Tensor) -> Tensor:
 
 
 def _fingerprint() -> str:
-    what = [SMALL_CONFIG.to_dict(), STEPS, ROWS, LENGTH, RATE, CHARACTERS, VERSION]
+    what = [SMALL_CONFIG.to_dict(), TRAINING_STEPS, ROWS, LENGTH, RATE, CHARACTERS, VERSION]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 

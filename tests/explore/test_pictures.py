@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from lineate import figures
 from lineate.cli import build_app
 from lineate.explore import attention, growth, small, state
-from lineate.explore.command import _options, make, read_text
+from lineate.explore.command import make, options_for, read_text
 from lineate.explore.memories import FIXED_SIZE
 from lineate.explore.pictures import MODULES, PictureOptions, find, load_numbers, save_numbers
 from lineate.explore.subject import open_subject, run_rule, trace
@@ -35,7 +35,7 @@ OURS = ("state", "attention", "growth")
 def quick_small_model(monkeypatch, tmp_path):
     """The built-in model is not trained, and the user's cache is left alone."""
     monkeypatch.setattr(small, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(small, "STEPS", 0)
+    monkeypatch.setattr(small, "TRAINING_STEPS", 0)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_attention_of_the_hand_made_tokens():
     assert weight("linear_attention", "?A", "A") == weight("linear_attention", "?A", "A'") == 1
     assert weight("delta_rule", "?A", "A") == 0 and weight("delta_rule", "?A", "A'") == 1
     assert weight("delta_rule", "?C", "C") == 1 and abs(weight("delta_rule", "?C", "B")) < 1e-6
-    assert weight("gated_linear_attention", "?A", "A") == pytest.approx(attention.FADE**5, abs=1e-3)
+    assert weight("gated_linear_attention", "?A", "A") == pytest.approx(attention.FADE_A_TOKEN**5, abs=1e-3)
     for value in ("A", "B", "C", "A'"):
         assert weight("gated_delta_rule", "?A", value) == weight("gated_delta_rule", "?B", value) == 0
     assert weight("kimi_delta_attention", "?A", "A'") == 0
@@ -482,10 +482,10 @@ def test_bad_input_is_one_line_before_any_work(run, tmp_path, monkeypatch, check
 
 def test_all_pictures_take_a_text_and_a_layer():
     given = {"text": "some words", "layer": 2}
-    chosen = {name: _options(find(name), given, several=True) for name in MODULES}
+    chosen = {name: options_for(find(name), given, several=True) for name in MODULES}
     assert chosen["state"].layer == 2 and chosen["state"].text == "some words"
     assert chosen["growth"] == PictureOptions()  # of the rules, which read no text
-    assert _options(find("growth"), given | {"model": "tiny"}, several=True).text == "some words"
+    assert options_for(find("growth"), given | {"model": "tiny"}, several=True).text == "some words"
 
 
 def test_text_is_a_text_or_a_file(tmp_path):

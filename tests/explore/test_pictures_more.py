@@ -12,7 +12,7 @@ import torch
 from lineate.explore import forgetting, lengths, load, memories, pictures, subject
 from lineate.explore.command import make
 from lineate.explore.cost import CostSetting, MeasuredCost
-from lineate.explore.memories import FIXED_SIZE, LABELS, Setting
+from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, RecallSetting
 from lineate.explore.pictures import PictureOptions
 from lineate.models import HybridLM
 from lineate.models.presets import preset
@@ -23,7 +23,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from lineate.figures import styled
+from lineate.figures import label_of, styled
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_forgetting_is_drawn(pattern: str, tmp_path: Path) -> None:
     figure = drawn("forgetting", numbers, tmp_path)
     assert len(figure.axes) == (1 if pattern == "GGGA" else 3)
     named = [text.get_text().partition(",")[0] for text in figure.axes[0].get_legend().get_texts()]
-    assert named == list(dict.fromkeys(LABELS[layer["rule"]] for layer in numbers["layers"]))
+    assert named == list(dict.fromkeys(label_of(layer["rule"]) for layer in numbers["layers"]))
     lines = [line for line in figure.axes[0].lines if line.get_marker() != "None"]
     for line, layer in zip(lines, numbers["layers"], strict=True):
         expected = [torch.tensor(own).quantile(0.5).item() for own in layer["half_life_median"]]
@@ -185,7 +185,7 @@ def test_memories_fill_the_bytes_they_may_have(recalled: dict[str, Any]) -> None
 
 
 def test_recall_is_what_the_demo_measures(recalled: dict[str, Any]) -> None:
-    setting = Setting(key_dim=recalled["channels"], trials=recalled["trials"], seed=recalled["seed"])
+    setting = RecallSetting(key_dim=recalled["channels"], trials=recalled["trials"], seed=recalled["seed"])
     for index, count in enumerate(recalled["pairs"]):
         keys, values = memories.pairs(setting, count, setting.generator())
         for rule, own in (("linear_attention", []), ("delta_rule", [1.0])):
@@ -207,7 +207,7 @@ def test_correcting_holds_more_than_adding(recalled: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", load.MEMORIES)
 def test_reading_writes_nothing_and_later_pairs_matter(name: str) -> None:
     """The same answers twice; a memory of other values answers otherwise."""
-    memory, setting = load.MEMORIES[name], Setting(key_dim=16, trials=2)
+    memory, setting = load.MEMORIES[name], RecallSetting(key_dim=16, trials=2)
     k, v = memories.pairs(setting, 16, setting.generator())
     _, other = memories.pairs(setting, 16, torch.Generator().manual_seed(9))
     with torch.inference_mode():
@@ -261,7 +261,7 @@ def test_cost_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     threads = torch.get_num_threads()
     numbers = lengths.compute(PictureOptions(quick=True))
     assert torch.get_num_threads() == threads and numbers["threads"] == 1
-    assert set(numbers["bytes"]) == set(LABELS) and numbers["bytes"]["delta_rule"] == (2 * 32 * 32 * 4,) * 2
+    assert set(numbers["bytes"]) == set(DEMO_RULES) and numbers["bytes"]["delta_rule"] == (2 * 32 * 32 * 4,) * 2
     check_text(drawn("cost", numbers, tmp_path))
 
 
