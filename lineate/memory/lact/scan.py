@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import lineate.memory.lact.steps as torch_steps
-from lineate.memory.chunks import Run, cut_runs
+from lineate.memory.chunks import ChunkRun, cut_runs
 from lineate.memory.gpu import on_gpu
 from lineate.memory.lact.steps import (
     Course,
@@ -39,7 +39,7 @@ from lineate.memory.lact.steps import (
     times,
     unit,
 )
-from lineate.memory.parts import NORM_EPS, ROW_EPS
+from lineate.memory.parts import MUON_EPS, ROW_EPS
 from lineate.rule import full_precision
 from lineate.tracing import in_memory, needs_grad, uncompiled
 
@@ -96,7 +96,7 @@ def _steps(x: Tensor) -> ModuleType:
     return lact
 
 
-def _means(run: Run, momentum: Tensor, total: Tensor | None, chunk: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _means(run: ChunkRun, momentum: Tensor, total: Tensor | None, chunk: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return the sums of momentum in the chunks, and their means, `m r` both."""
     sums = run.view(momentum).sum(-1, dtype=dtype).flatten(1)
     if run.first == 0 and total is not None:
@@ -141,7 +141,7 @@ class _Scan(torch.autograd.Function):
                 if not run.ends:
                     continue
                 if muon:
-                    x = steps.change(sums, means[i], ends[i], ends[i + 1], NORM_EPS)
+                    x = steps.change(sums, means[i], ends[i], ends[i + 1], MUON_EPS)
                     step = newton_schulz(x).reshape(sums.shape)
                 else:
                     step = torch.addcmul(sums, means[i, :, None, None], ends[i], out=ends[i + 1])
@@ -198,14 +198,14 @@ class _Backward:
         self.dtokens = [x.new_empty(x.shape) for x in tokens]
         self.dnorms = [torch.zeros_like(x) for x in norms]
 
-    def asleep(self, run: Run) -> bool:
+    def asleep(self, run: ChunkRun) -> bool:
         """Whether nobody asks what the last chunk of all wrote."""
         if run.ends:  # its sums are used up
             self.dsums = self.dtotal = None
             return self.dmatrices is None and self.dprevious is None
         return self.dsums is None and self.dtotal is None
 
-    def read(self, run: Run, dy: Tensor, starts: Tensor) -> Tensor:
+    def read(self, run: ChunkRun, dy: Tensor, starts: Tensor) -> Tensor:
         """dq; returns the gradient by M at the start of each chunk, `m r 3e d`."""
         q, dy = (run.cells(x, starts.dtype) for x in (self.tokens[0], dy))
         upper, lower = halves(starts.flatten(0, 1))
@@ -216,7 +216,7 @@ class _Backward:
             times(x.mT, given, out=place)
         return found
 
-    def write(self, run: Run, starts: Tensor, changes: Tensor, by_matrices: Tensor) -> None:
+    def write(self, run: ChunkRun, starts: Tensor, changes: Tensor, by_matrices: Tensor) -> None:
         """dk, dv, drates, dmomentum; by_matrices: what q asks of M at the start of each chunk, to which is added."""
         m, rows = starts.shape[:2]
         k, v, rates = (run.cells(x, starts.dtype) for x in self.tokens[1:4])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.memory.parts import MUON_STEPS, NORM_EPS
+from lineate.memory.parts import MUON_EPS, MUON_STEPS
 
 # Products. A CPU's libraries want the second matrix without gaps (products.py).
 
@@ -146,7 +146,7 @@ class Unit(NamedTuple):
     inverse: Tensor
 
 
-def unit(changes: Tensor, eps: float = NORM_EPS) -> Unit:
+def unit(changes: Tensor, eps: float = MUON_EPS) -> Unit:
     """Return the unit matrices of C `... 3e d`."""
     flat = changes.reshape(-1, changes.shape[-2] // 3, changes.shape[-1])
     norm = torch.linalg.matrix_norm(flat, keepdim=True)
