@@ -3,8 +3,8 @@
 A row is one sequence of the batch, or one of the sequences packed into it. A cell is one chunk of one row. A row that
 stands at position p of its chunk begins at slot p of its first cell.
 
-    Chunks   rows of any length and position (TTT, Titans, least squares); made by `lay_out`
-    Run      some chunks of equal length of rows that all stand at one position (LaCT); made by `cut_runs`
+    Chunks     rows of any length and position (TTT, Titans, least squares); made by `lay_out`
+    ChunkRun   some chunks of equal length of rows that all stand at one position (LaCT); made by `cut_runs`
 """
 
 from itertools import accumulate, groupby, pairwise
@@ -192,7 +192,7 @@ _kept_layout = kept(_lay_out)
 
 
 def _conjugate(counts: list[int], n: int) -> list[int]:
-    """For each i below n, how many counts are larger: rows that have a chunk, or chunks that a row has."""
+    """Return for each i below n how many counts are larger: rows that have a chunk, or chunks that a row has."""
     equal = [0] * (n + 1)
     for count in counts:
         equal[count] += 1
@@ -219,7 +219,7 @@ def walk_places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
     return base.to(device), torch.tensor(counts, dtype=torch.int32, device="cpu").to(device), counts
 
 
-class Run(NamedTuple):
+class ChunkRun(NamedTuple):
     """Some chunks of equal length, of rows that all stand at one position of their chunks."""
 
     first: int
@@ -247,7 +247,7 @@ class Run(NamedTuple):
         place.copy_(own.view(place.shape))
 
 
-def cut_runs(tokens: int, position: int, chunk: int, numbers: int) -> list[Run]:
+def cut_runs(tokens: int, position: int, chunk: int, numbers: int) -> list[ChunkRun]:
     """Cut tokens that begin at this position of a chunk into runs.
 
     Args:
@@ -264,6 +264,6 @@ def cut_runs(tokens: int, position: int, chunk: int, numbers: int) -> list[Run]:
         left = len(list(group))
         while left:
             n = min(left, most)
-            runs.append(Run(first, n, length, end))
+            runs.append(ChunkRun(first, n, length, end))
             first, left = first + n * length, left - n
     return runs

@@ -33,7 +33,7 @@ MUON_STEPS = (
     (2.8366, -3.0525, 1.2012),
 )
 """LaCT's five Newton-Schulz steps: X <- a X + b (X X^T) X + c (X X^T)^2 X."""
-NORM_EPS, ROW_EPS = 1e-7, 1e-5
+MUON_EPS, ROW_EPS = 1e-7, 1e-5
 """Added to the norm of what is orthogonalised, and to the length of a row that is rescaled."""
 
 
@@ -169,7 +169,7 @@ def reconstruction(model: MemoryModel, weights: NamedWeights, k: Tensor, v: Tens
     return ((model(weights, k) - k) - (v - k)).square().sum() / 2
 
 
-def orthogonalise(x: Tensor, eps: float = NORM_EPS) -> Tensor:
+def orthogonalise(x: Tensor, eps: float = MUON_EPS) -> Tensor:
     """Return nearly U V^T of x = U D V^T `... m n`, by five Newton-Schulz steps (Muon)."""
     wide = x.shape[-2] <= x.shape[-1]
     y = x if wide else x.mT

@@ -19,7 +19,7 @@ from lineate.layers import LaCT
 from lineate.memory.lact import lact
 from lineate.memory.lact import scan as lact_scan
 from lineate.memory.lact import steps as plain
-from lineate.memory.parts import NORM_EPS, ROW_EPS
+from lineate.memory.parts import MUON_EPS, ROW_EPS
 from lineate.rule import normalize
 
 pytest.importorskip("triton")
@@ -61,7 +61,7 @@ def token_step(steps, name: str, au: Tensor, z: Tensor, rates: Tensor) -> list[T
 def matrix_step(steps, name: str, M: Tensor, other: Tensor, mean: Tensor, norms: list[Tensor]) -> list[Tensor]:
     out, flat = torch.empty_like(M), (-1, M.shape[1] // 3, M.shape[2])
     if name == "change":
-        return [steps.change(M, mean, other, out, NORM_EPS), out]
+        return [steps.change(M, mean, other, out, MUON_EPS), out]
     if name == "rescale":
         steps.rescale(M, other, norms, out, ROW_EPS)
         return [out]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lineate.memory import MATRIX, MEMORY_RULES, deep, run_reference
 from lineate.memory.titans import titans, titans_state
-from lineate.memory.titans.model import NORM_EPS
+from lineate.memory.titans.model import LAYER_NORM_EPS
 
 CASES = {
     "linear": {},
@@ -29,7 +29,7 @@ def answer(weights: list[Tensor], x: Tensor, residual: bool, norm: bool) -> Tens
     y = x
     for i, w in enumerate(weights):
         y = (F.silu(y) if i else y) @ w
-    y = F.layer_norm(y, y.shape[-1:], eps=NORM_EPS) if norm else y
+    y = F.layer_norm(y, y.shape[-1:], eps=LAYER_NORM_EPS) if norm else y
     return y + x if residual else y
 
 

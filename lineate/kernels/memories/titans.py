@@ -368,7 +368,7 @@ MatrixList = list[Tensor]
 """One or two, `slots h in out` with a slot for each cell, then one for each row."""
 
 
-class Cells(NamedTuple):
+class TitansCells(NamedTuple):
     """What a walk takes of all cells: k and target, and the factors of what is there at a chunk's end."""
 
     k: Tensor
@@ -426,7 +426,7 @@ def _of_first(matrices: MatrixList) -> Tensor | None:
 
 
 def fill_states(
-    cells: Cells, walk: Walk, M: MatrixList, S: MatrixList, clip: float | None, eps: float | None
+    cells: TitansCells, walk: Walk, M: MatrixList, S: MatrixList, clip: float | None, eps: float | None
 ) -> None:  # fmt: skip
     """Run walk_states into M and S, whose slots of chunk 0 are filled; eps None: there is no norm."""
     k = cells.k
@@ -439,7 +439,7 @@ def fill_states(
 
 
 def fill_adjoints(
-    cells: Cells, made: Made, walk: Walk, M: MatrixList, given: tuple[MatrixList, MatrixList],
+    cells: TitansCells, made: Made, walk: Walk, M: MatrixList, given: tuple[MatrixList, MatrixList],
     found: tuple[MatrixList, MatrixList], eps: float | None,
 ) -> None:  # fmt: skip
     """Run walk_adjoints.

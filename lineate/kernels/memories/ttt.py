@@ -301,7 +301,7 @@ def mlp_adjoints(
 # Launches
 
 
-class Cells(NamedTuple):
+class TTTCells(NamedTuple):
     """What the writers of all cells have."""
 
     k: Tensor
@@ -321,7 +321,7 @@ def serves(chunk: int, widths: list[int]) -> bool:
     return tile_size(chunk) * tile_size(widths[0]) <= LARGEST_TILE
 
 
-def _launch(kernel: Any, tensors: Sequence[Tensor], cells: Cells, weights: list[Tensor], *numbers: float) -> None:
+def _launch(kernel: Any, tensors: Sequence[Tensor], cells: TTTCells, weights: list[Tensor], *numbers: float) -> None:
     """Launch a walk over the heads of all rows; weights `rows*h ...` say how many there are."""
     (c, d), programs = cells.k.shape[1:], weights[0].shape[0]
     sizes = {"H": cells.square.shape[0], "C": c, "D": d, "BC": tile_size(c), "BD": tile_size(d)}
@@ -343,7 +343,7 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
     return [x.contiguous() for x in tensors]
 
 
-def states(cells: Cells, weights: list[Tensor], walk: Walk, eps: float) -> list[Tensor]:
+def states(cells: TTTCells, weights: list[Tensor], walk: Walk, eps: float) -> list[Tensor]:
     """Return the weights at the start of every cell, then those at the end of every row, `(cells + rows)*h ...`.
 
     Args:
@@ -363,7 +363,7 @@ def states(cells: Cells, weights: list[Tensor], walk: Walk, eps: float) -> list[
 
 
 def adjoints(
-    cells: Cells,
+    cells: TTTCells,
     values: list[Tensor],
     asked: list[Tensor],
     grads: list[Tensor],

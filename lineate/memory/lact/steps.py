@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.memory.parts import MUON_STEPS, NORM_EPS
+from lineate.memory.parts import MUON_EPS, MUON_STEPS
 
 # Products. A CPU's libraries want the second matrix without gaps (products.py).
 
@@ -139,14 +139,17 @@ def _silu(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Unit(NamedTuple):
-    """C / (|C| + eps) of each of the three matrices, `3r e d`, 1 / (|C| + eps) and 1 / |C|, 0 if |C| is."""
+    """Each of the three matrices C over its norm."""
 
     x: Tensor
+    """C / (|C| + eps), `3r e d`."""
     size: Tensor
+    """1 / (|C| + eps)."""
     inverse: Tensor
+    """1 / |C|, 0 if |C| is."""
 
 
-def unit(changes: Tensor, eps: float = NORM_EPS) -> Unit:
+def unit(changes: Tensor, eps: float = MUON_EPS) -> Unit:
     """Return the unit matrices of C `... 3e d`."""
     flat = changes.reshape(-1, changes.shape[-2] // 3, changes.shape[-1])
     norm = torch.linalg.matrix_norm(flat, keepdim=True)

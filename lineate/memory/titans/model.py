@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lineate.memory.products import product
 
-NORM_EPS = 1e-6
+LAYER_NORM_EPS = 1e-6
 """Added to the variance in the optional layer norm."""
 
 
@@ -85,7 +85,7 @@ def gradients(
     z = before[-1]
     if norm:
         centred = z - z.mean(-1, keepdim=True)
-        inverse = torch.rsqrt(centred.square().mean(-1, keepdim=True) + NORM_EPS)
+        inverse = torch.rsqrt(centred.square().mean(-1, keepdim=True) + LAYER_NORM_EPS)
         unit = centred * inverse
         error = unit - v + k if residual else unit - v
         G = (error - error.mean(-1, keepdim=True) - unit * (error * unit).mean(-1, keepdim=True)) * inverse
@@ -124,5 +124,5 @@ def read(
         x = F.silu(x) if i else x
         old = factors.kept * product(x, weights[i]) + factors.pushed * product(x, momentum[i])
         x = old - product(product(x, own.mT) * factors.written, G)
-    y = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) if norm else x
+    y = F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS) if norm else x
     return y + q if residual else y

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lineate.kernels.memories.tiles import Walk
-from lineate.kernels.memories.titans import Cells, Made, MatrixList, fill_adjoints, fill_states
+from lineate.kernels.memories.titans import Made, MatrixList, TitansCells, fill_adjoints, fill_states
 from lineate.memory.chunks import walk_places
 from lineate.memory.gpu import kept
 from lineate.memory.products import product
-from lineate.memory.titans.model import NORM_EPS, Factors, TitansOptions, clipped, gradients, read, select
+from lineate.memory.titans.model import LAYER_NORM_EPS, Factors, TitansOptions, clipped, gradients, read, select
 from lineate.rule import full_precision
 from lineate.tracing import in_memory, uncompiled
 
@@ -70,16 +70,19 @@ def _flags(values: tuple[bool, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)
 
 
-def _cells(k: Tensor, v: Tensor, factors: Factors, residual: bool) -> Cells:
+def _cells(k: Tensor, v: Tensor, factors: Factors, residual: bool) -> TitansCells:
     ends = torch.cat((factors.kept[..., -1, :], factors.pushed[..., -1, :], factors.carried[..., 0, :]), -1)
     found = k, v - k if residual else v, factors.written[..., -1, :], factors.moving.squeeze(-1), ends
-    return Cells(*(x.detach().contiguous() for x in found))
+    return TitansCells(*(x.detach().contiguous() for x in found))
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, walk: Walk, options: TitansOptions, ended: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v, factors, M and S of each row -> y, M and S after its last cell; M at its start if not ended."""
+        """Return y, M and S after each row's last cell, and M at its start if it has not ended.
+
+        Tensors: q, k, v, the factors, M and S of each row.
+        """
         (q, k, v), factors, initial = tensors[:3], Factors(*tensors[3:8]), tensors[8:]
         clip, residual, norm = options
         cells, depth = walk.cells, len(initial) // 2
@@ -87,7 +90,7 @@ class _Scan(torch.autograd.Function):
         for room, x in zip(rooms, initial, strict=True):
             room[: x.shape[0]] = x
         cells_of = _cells(k, v, factors, residual)
-        fill_states(cells_of, walk, rooms[:depth], rooms[depth:], clip, NORM_EPS if norm else None)
+        fill_states(cells_of, walk, rooms[:depth], rooms[depth:], clip, LAYER_NORM_EPS if norm else None)
         states = [x[:cells] for x in rooms]
         M, S = states[:depth], states[depth:]
         inputs, _, grads = gradients(k, v, M, options)
@@ -111,7 +114,7 @@ def _room(like: Tensor, walk: Walk) -> Tensor:
 
 
 def _last(walk: Walk) -> Tensor:
-    """Each row's last cell."""
+    """Return each row's last cell."""
     rows = torch.arange(walk.chunks.shape[0], device=walk.chunks.device)
     return walk.base[(walk.chunks - 1).long()] + rows
 
@@ -164,13 +167,16 @@ def _adjoints(
     terms = None if clip is None else _clipping([x.detach() for x in inputs], [x.detach() for x in grads], clip)
     fill_adjoints(
         _cells(k, v, factors, residual), Made(z[-1], z[0] if depth == 2 else None, back, terms), walk, M,
-        (dstates[:depth], dstates[depth:]), (ends[:depth], ends[depth:]), NORM_EPS if norm else None,
+        (dstates[:depth], dstates[depth:]), (ends[:depth], ends[depth:]), LAYER_NORM_EPS if norm else None,
     )  # fmt: skip
     return ends
 
 
 def _clipping(inputs: MatrixList, grads: MatrixList, clip: float) -> Tensor:
-    """`4 cells h c`: scale s; e |x|^2 and e |G|^2 of the last matrix, e |x|^2 of the first, e = (ds/dsize) / size."""
+    """Return `4 cells h c`: the scale s, e |x|^2 and e |G|^2 of the last matrix, e |x|^2 of the first.
+
+    e = (ds/dsize) / size.
+    """
     xx, gg = ([x.square().sum(-1) for x in part] for part in (inputs, grads))
     square = torch.stack([x * g for x, g in zip(xx, gg, strict=True)]).sum(0)
     size = square.clamp_min(1e-30).sqrt()

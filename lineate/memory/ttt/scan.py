@@ -54,7 +54,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, walk: Walk, eps: float, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, target, mask, scores, write, square, *weights = tensors
-        slots = kernels.states(kernels.Cells(k, target, write, square), weights, walk, eps)
+        slots = kernels.states(kernels.TTTCells(k, target, write, square), weights, walk, eps)
         n = k.shape[0]
         cells = _pairs([x[:n] for x in slots])
         y = read(cells, gradients(cells, k, target, _every(square, k), eps), q, mask, scores)
@@ -82,7 +82,7 @@ class _Scan(torch.autograd.Function):
         del y, found
         with full_precision(k):
             values = [*made.before, *made.back, *cells[2:3]]
-            cut_cells = kernels.Cells(k, target, write, square)
+            cut_cells = kernels.TTTCells(k, target, write, square)
             initial, ends = kernels.adjoints(cut_cells, values, asked, by_cells, finals, ctx.walk, ctx.eps)
             del by_cells
             # <L, W'> = <L, W> - sum_s write_s <x_s L_W + L_b, G_s>
