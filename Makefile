@@ -13,7 +13,7 @@ STAMP := $(VENV)/.stamp
 PIP   := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu check bench clean
+.PHONY: help demo test test-all test-gpu check docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,9 +44,16 @@ check: $(STAMP) ## lint, check the format, check the types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+$(VENV)/.docs: $(STAMP)
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## build the documentation, with the reference, into site/
+	$(VENV)/bin/mkdocs build --strict --quiet
+
 bench: $(STAMP) ## measure the ops on the CPU
 	$(VENV)/bin/python -m bench.rules.cpu
 
 clean: ## remove caches, builds and outputs; keep .venv
-	rm -rf build dist out bench/out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build dist out site bench/out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
