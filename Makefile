@@ -49,7 +49,7 @@ $(VENV)/.docs: $(STAMP)
 	@touch $@
 
 docs: $(VENV)/.docs ## build the documentation, with the reference, into site/
-	$(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 bench: $(STAMP) ## measure the ops on the CPU
 	$(VENV)/bin/python -m bench.rules.cpu

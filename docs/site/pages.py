@@ -1,6 +1,7 @@
-"""A hook of mkdocs: the pages link to files beside docs/, which are no part of the site.
+"""A hook of mkdocs: what a page needs to read on the site as it reads beside the code.
 
-The site shows such a link as its text with the file's path behind it.
+- A link to a file outside docs/, which is no part of the site, becomes its text with the file's path behind it.
+- <a, b> in prose is an inner product, not a tag of HTML.
 """
 
 import posixpath
@@ -8,10 +9,11 @@ import re
 from typing import Any
 
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)#\s]*)[^)]*\)")
+CODE = re.compile(r"(^```.*?^```|^    .*?$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return the page's text without links that lead out of docs/."""
+    """Return the text of a page for the site."""
     folder = posixpath.dirname(f"docs/{page.file.src_uri}")
 
     def shown(match: re.Match[str]) -> str:
@@ -21,4 +23,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return match.group()
         return text if path in text or text.strip("`/") == path else f"{text} (`{path}`)"
 
-    return LINK.sub(shown, markdown)
+    parts = CODE.split(LINK.sub(shown, markdown))
+    parts[::2] = [re.sub(r"<(?=\w)", "&lt;", prose) for prose in parts[::2]]
+    return "".join(parts)
