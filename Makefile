@@ -13,7 +13,7 @@ STAMP := $(VENV)/.stamp
 PIP   := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu check docs bench clean
+.PHONY: help demo test test-all test-gpu check bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,7 @@ $(VENV)/.docs: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
+.PHONY: docs
 docs: $(VENV)/.docs ## build the documentation, with the reference, into site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
