@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import lineate
-from lineate import layers
+from lineate import layers, memory
 from lineate.layers import registry
 from lineate.models import HybridLM, preset
 from lineate.rule import normalize, read
@@ -122,26 +122,27 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.skipif(not hasattr(layers, "register"), reason="mixers cannot be registered yet")
+@pytest.mark.skipif(not hasattr(memory, "MATRIX"), reason="what its programs import is not there yet")
 @torch.no_grad()
-def test_the_rule_of_contributing_md(monkeypatch):
-    """Several writes a token, after the equation; its model continues where it stopped."""
+def test_the_programs_of_contributing_md(monkeypatch):
+    """Its rule, several writes a token, is that of the equation; a model of it continues where it stopped."""
     monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))  # other tests must not see its row
     names: dict[str, Any] = {}
-    (text,) = programs(ROOT / "CONTRIBUTING.md")
-    exec(compile(text, "CONTRIBUTING.md", "exec"), names)
+    for text in programs(ROOT / "CONTRIBUTING.md"):
+        exec(compile(text, "CONTRIBUTING.md", "exec"), names)
+    assert names["y"].shape == (1, 10, 2, 8)  # of the memory
     b, t, n, h, d = 2, 7, 3, 2, 4
     q, (k, v) = torch.randn(b, t, h, d).double(), torch.randn(2, b, t, n, h, d).double()
     log_decay, beta = -torch.rand(b, t, h).double(), 2 * torch.rand(b, t, n, h).double()
     output, state = names["gated_delta_product"](q, k, v, log_decay, beta)
-    memory, unit = torch.zeros(b, h, d, d).double(), normalize(k)
+    S, unit = torch.zeros(b, h, d, d).double(), normalize(k)
     for i in range(t):
-        memory = log_decay[:, i].exp()[..., None, None] * memory
+        S = log_decay[:, i].exp()[..., None, None] * S
         for j in range(n):
-            error = v[:, i, j] - read(memory, unit[:, i, j])
-            memory = memory + (beta[:, i, j, :, None] * unit[:, i, j]).unsqueeze(-1) * error.unsqueeze(-2)
-        torch.testing.assert_close(output[:, i], read(memory, normalize(q[:, i])) / d**0.5)
-    torch.testing.assert_close(state, memory)
+            error = v[:, i, j] - read(S, unit[:, i, j])
+            S = S + (beta[:, i, j, :, None] * unit[:, i, j]).unsqueeze(-1) * error.unsqueeze(-2)
+        torch.testing.assert_close(output[:, i], read(S, normalize(q[:, i])) / d**0.5)
+    torch.testing.assert_close(state, S)
     model, ids = names["model"], torch.randint(256, (2, 20))
     first = model(ids[:, :11])
     continued = model(ids[:, 11:], state=first.state).logits
