@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,14 @@ def test_the_tree_is_there_and_whole():
     folders = [file.parent for file in package.glob("**/__init__.py") if file.parent != package]
     paths = {file.relative_to(ROOT).as_posix() for file in (*modules, *folders)}
     assert sorted(paths - named) == []
+
+
+def test_the_version_is_written_once():
+    """In lineate/__init__.py, from where setuptools takes it; the changelog has an entry for it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lineate.__version__"}
+    assert f"\n## {lineate.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_readme_is_short():
