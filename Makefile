@@ -44,9 +44,17 @@ check: $(STAMP) ## lint, check the format, check the types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+$(VENV)/.docs: $(STAMP)
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+.PHONY: docs
+docs: $(VENV)/.docs ## build the documentation, with the reference, into site/
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
 bench: $(STAMP) ## measure the ops on the CPU
 	$(VENV)/bin/python -m bench.rules.cpu
 
 clean: ## remove caches, builds and outputs; keep .venv
-	rm -rf build dist out bench/out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build dist out site bench/out *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -4,19 +4,25 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from lineate import layers
+import lineate
+from lineate import layers, memory
+from lineate.layers import registry
 from lineate.models import HybridLM, preset
+from lineate.rule import normalize, read
 from lineate.tasks.model import ModelOptions, make_config
 from lineate.training.command import run_generate
 from lineate.training.tokenizer import Bytes
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "bench/results/README.md"])
 
 
 def programs(page: Path) -> list[str]:
@@ -42,6 +48,7 @@ def _pairs():
     ("page", "count", "given"),
     [
         ("README.md", 1, dict),  # the second reads a checkpoint from the hub
+        ("docs/from-fla.md", None, dict),
         ("docs/serving.md", None, dict),
         ("docs/models.md", 2, _mixer_inputs),  # the third changes transformers
         ("docs/memory.md", None, _pairs),
@@ -60,11 +67,147 @@ def test_programs_run(page, count, given):
         exec(compile(text, page, "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page has behind its #."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links(page):
-    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if not link.startswith("http"):
-            assert (page.parent / link).exists(), link
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+COMING = frozenset(
+    """
+    lineate/figures.py lineate/folders.py lineate/kernels/architectures.py lineate/kernels/stages.py
+    lineate/memory/chunks.py lineate/memory/lact lineate/memory/least_squares lineate/memory/titans
+    lineate/memory/ttt lineate/models/files lineate/options.py lineate/registrar.py
+    """.split()  # noqa: SIM905
+)
+"""Paths of the tree that are not there yet."""
+
+
+def tree() -> set[str]:
+    """Paths that the tree of docs/architecture.md names."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    folders: list[str] = []
+    named: set[str] = set()
+    for line in text[text.index("## The tree") :].splitlines():
+        if match := re.match(r"    ( *)(\S+(?:, \S+)*)(?:  |$)", line):
+            folders, names = folders[: len(match[1]) // 2], match[2].split(", ")
+            named |= {"/".join([*folders, name.rstrip("/")]) for name in names}
+            if names[0].endswith("/"):
+                folders.append(names[0].rstrip("/"))
+    return named
+
+
+def test_the_tree_is_there_and_whole():
+    """It names every folder of lineate and every module at its top, and nothing that is not there."""
+    named = tree()
+    assert sorted(path for path in named - COMING if not (ROOT / path).exists()) == []
+    package = ROOT / "lineate"
+    modules = [file for file in package.glob("*.py") if file.name != "__init__.py"]
+    folders = [file.parent for file in package.glob("**/__init__.py") if file.parent != package]
+    paths = {file.relative_to(ROOT).as_posix() for file in (*modules, *folders)}
+    assert sorted(paths - named) == []
+
+
+def test_the_version_is_written_once():
+    """In lineate/__init__.py, from where setuptools takes it; the changelog has an entry for it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lineate.__version__"}
+    assert f"\n## {lineate.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.skipif(not hasattr(memory, "MATRIX"), reason="what its programs import is not there yet")
+@torch.no_grad()
+def test_the_programs_of_contributing_md(monkeypatch):
+    """Its rule, several writes a token, is that of the equation; a model of it continues where it stopped."""
+    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))  # other tests must not see its row
+    names: dict[str, Any] = {}
+    for text in programs(ROOT / "CONTRIBUTING.md"):
+        exec(compile(text, "CONTRIBUTING.md", "exec"), names)
+    assert names["y"].shape == (1, 10, 2, 8)  # of the memory
+    b, t, n, h, d = 2, 7, 3, 2, 4
+    q, (k, v) = torch.randn(b, t, h, d).double(), torch.randn(2, b, t, n, h, d).double()
+    log_decay, beta = -torch.rand(b, t, h).double(), 2 * torch.rand(b, t, n, h).double()
+    output, state = names["gated_delta_product"](q, k, v, log_decay, beta)
+    S, unit = torch.zeros(b, h, d, d).double(), normalize(k)
+    for i in range(t):
+        S = log_decay[:, i].exp()[..., None, None] * S
+        for j in range(n):
+            error = v[:, i, j] - read(S, unit[:, i, j])
+            S = S + (beta[:, i, j, :, None] * unit[:, i, j]).unsqueeze(-1) * error.unsqueeze(-2)
+        torch.testing.assert_close(output[:, i], read(S, normalize(q[:, i])) / d**0.5)
+    torch.testing.assert_close(state, S)
+    model, ids = names["model"], torch.randint(256, (2, 20))
+    first = model(ids[:, :11])
+    continued = model(ids[:, 11:], state=first.state).logits
+    torch.testing.assert_close(continued, model(ids).logits[:, 11:])
+
+
+def _fla_weights(kind: str, h: int, hv: int, k: int, v: int, hidden: int) -> dict[str, torch.Tensor]:
+    """Random weights under the names and in the shapes of fla's layer."""
+    sizes = {"q_proj": (h * k, hidden), "k_proj": (h * k, hidden), "v_proj": (hv * v, hidden), "b_proj": (hv, hidden)}
+    if kind == "GatedDeltaNet":
+        sizes |= {"g_proj": (hv * v, hidden), "a_proj": (hv, hidden), "o_proj": (hidden, hv * v)}
+    else:
+        sizes |= {"f_proj.0": (v, hidden), "f_proj.1": (hv * k, v), "g_proj.0": (v, hidden), "g_proj.1": (hv * v, v)}
+        sizes |= {"o_proj": (hidden, hv * v)}
+    sizes |= {f"{x}_conv1d": (hv * v if x == "v" else h * k, 1, 4) for x in "qkv"}
+    weights = {f"{name}.weight": torch.randn(size) / size[-1] ** 0.5 for name, size in sizes.items()}
+    rates = hv if kind == "GatedDeltaNet" else hv * k
+    return weights | {
+        "o_norm.weight": torch.rand(v), "A_log": torch.randn(hv), "dt_bias": torch.randn(rates),
+        "g_proj.1.bias": torch.zeros(hv * v),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["GatedDeltaNet", "KimiDeltaAttention"])
+@torch.no_grad()
+def test_weights_of_fla_load_as_from_fla_md_says(kind):
+    """The loaded layer computes what fla's layer means, written here in its own names."""
+    names: dict[str, Any] = {}
+    for text in programs(ROOT / "docs/from-fla.md"):
+        exec(compile(text, "from-fla.md", "exec"), names)
+    h, hv, k, v = 2, 4, 16, 32
+    ours = getattr(layers, kind)(64, h, value_heads=hv, key_dim=k, value_dim=v, norm_eps=1e-5)
+    w, x = _fla_weights(kind, h, hv, k, v, 64), torch.randn(2, 30, 64)
+    load = names["load_gated_delta_net" if kind == "GatedDeltaNet" else "load_kimi_delta_attention"]
+    load(ours, w)
+
+    def read(name):
+        return x @ w[f"{name}_proj.weight"].mT if f"{name}_proj.weight" in w else (
+            x @ w[f"{name}_proj.0.weight"].mT @ w[f"{name}_proj.1.weight"].mT
+        )  # fmt: skip
+
+    def conv(name):
+        weight = w[f"{name}_conv1d.weight"]
+        return F.silu(F.conv1d(F.pad(read(name).mT, (3, 0)), weight, groups=len(weight))).mT
+
+    heads = [conv("q").unflatten(-1, (h, k)), conv("k").unflatten(-1, (h, k)), conv("v").unflatten(-1, (hv, v))]
+    z, beta = read("g").unflatten(-1, (hv, v)), read("b").sigmoid()
+    if kind == "GatedDeltaNet":
+        log_decay = -w["A_log"].exp() * F.softplus(read("a") + w["dt_bias"])
+        output, gate = lineate.gated_delta_rule(*heads, log_decay, beta, normalize_qk=True).output, F.silu(z)
+    else:
+        raw = (read("f") + w["dt_bias"]).unflatten(-1, (hv, k))
+        log_decay = -w["A_log"].exp()[:, None] * F.softplus(raw)
+        output, gate = lineate.kimi_delta_attention(*heads, log_decay, beta, normalize_qk=True).output, z.sigmoid()
+    normed = output * torch.rsqrt(output.square().mean(-1, keepdim=True) + 1e-5) * w["o_norm.weight"]
+    torch.testing.assert_close(ours(x)[0], (normed * gate).flatten(2) @ w["o_proj.weight"].mT)
 
 
 def _gate(mixer):

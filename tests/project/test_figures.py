@@ -111,3 +111,116 @@ def test_memories_on_a_gpu():
             and mib == f"{row.get('train_mib', 0):.0f}"
             for row in found
         ), name
+
+
+def _faster(ratio):
+    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2f}x".lstrip("0")
+
+
+def _digits(x):
+    """Three of them, and no zero before the point."""
+    return (f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 1 else f"{x:.3f}").lstrip("0")
+
+
+def _cpu(machine, rule, who, what, table="prefill", tokens=2048):
+    file = f"cpu-{machine}{'-decode' if table == 'decode' else ''}.json"
+    (row,) = [
+        row for row in _results(file)["times"][table]
+        if (row["rule"], row["who"], row["what"], row["t"]) == (rule, who, what, tokens)
+    ]  # fmt: skip
+    return 1000 * row["min"]
+
+
+def _gpu(case, who):
+    found = [row for row in _results("gpu-h200.json")["results"] if (row["case"], row["who"]) == (case, who)]
+    return found[0] if found else None
+
+
+def test_readme():
+    n1 = ("neoverse-n1", "gdn")
+    (token,) = [
+        row for row in _results("models-gpu-h200.json")["results"]
+        if (row["model"], row["what"]) == ("GGGA", "decode 1 rows after 1024")
+    ]  # fmt: skip
+    gdn, few, kda = "gdn {} 1,32768,16,64", "gdn forward 1,32768,2,8", "kda forward from raw gates 1,8192,96,96"
+    wanted = {
+        "Gated DeltaNet, 2048 tokens, forward": [
+            _cpu(*n1, who, "forward") for who in ("lineate", "transformers")
+        ],
+        "Gated DeltaNet, 2048 tokens, forward+backward": [
+            _cpu(*n1, who, "forward+backward") for who in ("lineate", "transformers")
+        ],
+        "Gated DeltaNet, 16384 tokens, forward": [
+            _cpu(*n1, "lineate", "forward", "scaling", 16384),
+            _cpu("neoverse-n1", "softmax", "SDPA", "forward", "scaling", 16384),
+        ],
+        "Kimi Delta Attention, 2048 tokens, forward": [
+            _cpu("neoverse-n1", "kda", who, "forward") for who in ("lineate", "transformers")
+        ],
+        "Gated DeltaNet 1, 32768, 16, 64, forward": [
+            _gpu(gdn.format("forward"), who)["graph_ms"] for who in ("ours", "fla")
+        ],
+        "Gated DeltaNet 1, 32768, 16, 64, forward+backward": [
+            _gpu(gdn.format("forward+backward"), who)["graph_ms"] for who in ("ours", "fla")
+        ],
+        "Kimi Delta Attention from raw gates 1, 8192, 96, 96, forward": [
+            _gpu(kda, who)["graph_ms"] for who in ("ours", "fla")
+        ],
+        "Gated DeltaNet 1, 32768, 2, 8, forward": [_gpu(few, who)["graph_ms"] for who in ("ours", "flashqla")],
+        "a token of a Qwen3-Next-like model of 8 layers, CUDA graph": [token["graph"], token["transformers"]],
+    }  # fmt: skip
+    shown = _rows("README.md", 5)
+    assert set(shown) == {*wanted, "", "---"}
+    for name, (ours, theirs) in wanted.items():
+        _, lineate, other, faster = shown[name]
+        assert (lineate, other.split()[-1], faster) == (_digits(ours), _digits(theirs), _faster(theirs / ours)), name
+
+
+def test_speed_on_a_cpu():
+    names = {"Gated DeltaNet": "gdn", "Kimi Delta Attention": "kda"}
+    rows = {name: cells for name, cells in _rows("docs/speed.md", 4).items() if name.split(", ")[0] in names}
+    assert len(rows) == 7
+    for name, (*shown, other) in rows.items():
+        rule, what = names[name.split(", ")[0]], name.split(", ")[1]
+        table, tokens = ("scaling", 16384) if "16384" in name else ("prefill", 2048)
+        if what == "one token":
+            table, what, tokens = "decode", "step", 1
+        for machine, cell in zip(("neoverse-n1", "xeon-avx512"), shown, strict=True):
+            if cell != "not run":
+                ours = _cpu(machine, rule, "lineate", what, table, tokens)
+                theirs = _cpu(machine, "softmax" if other == "SDPA" else rule, other, what, table, tokens)
+                ms = f"{ours:.2f}".lstrip("0") if ours < 1 else _digits(ours)
+                assert cell == f"{ms} ms, {_faster(theirs / ours)} faster", (name, machine)
+
+
+def test_speed_on_a_gpu():
+    shown = {name: cells for name, cells in _rows("docs/speed.md", 6).items() if name[0] in "gkdl"}
+    assert set(shown) == {row["case"] for row in _results("gpu-h200.json")["results"]} - {
+        "gdn decode 1,1,32,32", "kda decode 1,1,32,32",
+    }  # fmt: skip
+    for case, (ours, fla, others, *mib) in shown.items():
+        for figure, memory, who in ((ours, mib[0], "ours"), (fla, mib[1], "fla")):
+            row = _gpu(case, who)
+            wanted = ("not run", "") if row is None else (_digits(row["graph_ms"]), f"{row['extra_bytes'] / 2**20:.0f}")
+            assert (figure, memory) == wanted, (case, who)
+        found = {who: _gpu(case, who.lower()) for who in ("FlashQLA", "FlashKDA", "SDPA")}
+        assert others == ", ".join(f"{who} {_digits(row['graph_ms'])}" for who, row in found.items() if row), case
+
+
+def test_speed_of_models():
+    """On a GPU in ms, on a CPU times faster than transformers."""
+    shown = _rows("docs/speed.md", 4)
+    for row in _results("models-gpu-h200.json")["results"]:
+        what = "prefill 8192" if row["what"].startswith("prefill") else f"a token of {row['what'].split()[1]} row"
+        (cells,) = [
+            cells for name, cells in shown.items()
+            if f"({row['model']})" in name and name.removesuffix("s").endswith(what)
+        ]  # fmt: skip
+        wanted = [row["transformers"], row["lineate"], row.get("graph")]
+        assert cells == ["" if x is None else f"{_digits(x)} ms" for x in wanted], row["what"]
+    shown = _rows("docs/speed.md", 3)
+    for column, machine in enumerate(("neoverse-n1", "xeon-avx512")):
+        for pattern, name in (("KKKM", "Kimi"), ("GGGA", "Qwen3-Next")):
+            found = [row for row in _results(f"models-cpu-{machine}.json")["results"] if pattern in row["model"]]
+            cells = shown[f"`HybridLM`, {name}-like, 8 layers: prefill 2048, decode"]
+            assert cells[column] == ", ".join(_faster(row["faster_by_minimum"]) for row in found), (machine, name)
