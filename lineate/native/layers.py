@@ -7,15 +7,14 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import make_direct
 from lineate.native.build import library, why_not
-from lineate.tracing import in_memory, recorded, transformed
+from lineate.registrar import register_op
+from lineate.tracing import transformed
 
 MOST_TAPS = 4
 """Convolutions of more are left to torch."""
@@ -40,57 +39,6 @@ def _ready() -> bool:
 
 # What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
 _ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _differentiable(
-    name: str,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    fake_forward: Callable[..., Any],
-    fake_backward: Callable[..., Any],
-    tensors: int,
-) -> Callable[..., Any]:
-    """forward(tensors, options) with backward(gradients, tensors, options), which returns those of the first tensors.
-
-    As the ops `lineate::<name>` and `lineate::<name>_backward` for the compiler and for tensors that only pretend;
-    otherwise straight to the functions: on a token at a time, an op would cost more than its arithmetic.
-    """
-    forward_op = torch.library.custom_op(f"lineate::{name}", forward, mutates_args=())
-    backward_op = torch.library.custom_op(f"lineate::{name}_backward", backward, mutates_args=())
-    forward_op.register_fake(fake_forward)
-    backward_op.register_fake(fake_backward)
-
-    def save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        ctx.set_materialize_grads(not isinstance(output, tuple))
-        ctx.save_for_backward(*inputs[:tensors])
-        ctx.options = inputs[tensors:]
-
-    def differentiate(run, ctx, *arrived):  # type: ignore[no-untyped-def]
-        given = ctx.saved_tensors
-        made = run(*arrived, *given, *ctx.options)
-        made = (made,) if isinstance(made, Tensor) else made
-        found = [None if x is None else gradient for x, gradient in zip(given, made, strict=False)]
-        return *found, *[None] * (tensors - len(found) + len(ctx.options))
-
-    forward_op.register_autograd(functools.partial(differentiate, backward_op), setup_context=save)
-
-    direct = make_direct(forward, backward, backward_op, save, differentiate)
-
-    def run(*inputs: Any) -> Any:
-        if recorded():
-            return forward_op(*inputs)
-        wanted = virtual = False
-        for x in inputs[:tensors]:
-            if x is not None:
-                if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-                    return forward_op(*inputs)
-                wanted = wanted or x.requires_grad
-                virtual = virtual or x.is_neg() or x._is_zerotensor()
-        if virtual:
-            inputs = (*in_memory(inputs[:tensors]), *inputs[tensors:])
-        return direct(*inputs) if wanted and torch.is_grad_enabled() else forward(*inputs)
-
-    return run
 
 
 @functools.cache
@@ -210,12 +158,12 @@ def _fake_convolution(x, weight, state, cu_seqlens):  # type: ignore[no-untyped-
     return _like(x), _state(x, weight.shape[1] - 1, cu_seqlens)
 
 
-_run_convolution = _differentiable(
+_run_convolution = register_op(
     "short_convolution_native",
     _convolution,
     _convolution_backward,
-    _fake_convolution,
-    lambda dy, dfinal, x, weight, state, cu_seqlens: _convolution_grads(x, weight, state),
+    fake=_fake_convolution,
+    fake_backward=lambda dy, dfinal, x, weight, state, cu_seqlens: _convolution_grads(x, weight, state),
     tensors=4,
 )
 
@@ -297,12 +245,12 @@ def _locate(x: Tensor | None) -> tuple[int, int, int, int]:
     return (x.data_ptr(), i, j, k)
 
 
-_run_norm = _differentiable(
+_run_norm = register_op(
     "rms_norm_native",
     _norm,
     _norm_backward,
-    lambda x, *_: _like(x),
-    lambda dy, x, weight, gate, *_: _norm_grads(x, weight, gate),
+    fake=lambda x, *_: _like(x),
+    fake_backward=lambda dy, x, weight, gate, *_: _norm_grads(x, weight, gate),
     tensors=3,
 )
 
@@ -350,11 +298,11 @@ def _flat(x: Tensor) -> tuple[Tensor, int]:
     return x, x.stride(0)
 
 
-_run_glu = _differentiable(
+_run_glu = register_op(
     "glu_native",
     _glu,
     _glu_backward,
-    lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
-    lambda dy, x: _like(x),
+    fake=lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    fake_backward=lambda dy, x: _like(x),
     tensors=1,
 )

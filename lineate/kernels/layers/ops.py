@@ -1,17 +1,12 @@
 """The kernels of layers.py and rotary.py as torch ops with shapes and autograd, and the functions that layers call."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import make_direct
 from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.rotary import turn
-from lineate.tracing import in_memory, is_eager, needs_grad
+from lineate.registrar import register_op
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (2, 3, 4)
@@ -20,35 +15,6 @@ WIDEST_NORM = 8192
 
 # Enough programs for any device; a constant, so that no result depends on the device.
 _PROGRAMS = 2048
-
-
-def register_op(
-    name: str, forward: Callable[..., Any], room: Callable[..., Any], backward: Callable[..., Any],
-    backward_room: Callable[..., Any], save: Callable[..., None], differentiate: Callable[..., Any],
-) -> Callable[..., Any]:  # fmt: skip
-    """The ops lineate::<name>_triton and its backward, and what runs them: eager calls without torch.library between.
-
-    save(ctx, inputs, output) keeps what differentiate(backward, ctx, *gradients) needs.
-    """
-    forward_op = torch.library.custom_op(f"lineate::{name}_triton", forward, mutates_args=())
-    backward_op = torch.library.custom_op(f"lineate::{name}_triton_backward", backward, mutates_args=())
-    forward_op.register_fake(room)
-    backward_op.register_fake(backward_room)
-
-    def keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        ctx.set_materialize_grads(False)
-        save(ctx, inputs, output)
-
-    forward_op.register_autograd(partial(differentiate, backward_op), setup_context=keep)
-
-    direct = make_direct(forward, backward, backward_op, keep, differentiate)
-
-    def run(tensors: tuple[Tensor | None, ...], *options: object) -> Any:
-        if not is_eager(*tensors):
-            return forward_op(*tensors, *options)
-        return (direct if needs_grad(*tensors) else forward)(*in_memory(tensors), *options)
-
-    return run
 
 
 def _unit(sizes: tuple[int, ...]) -> int:
@@ -181,9 +147,15 @@ def _differentiate_convolution(backward, ctx, dy, dfinal):  # type: ignore[no-un
 
 
 _run_convolution = register_op(
-    "short_convolution", _convolve, _convolve_room, _convolve_backward, _convolve_backward_room,
-    _save_convolution, _differentiate_convolution,
-)  # fmt: skip
+    "short_convolution_triton",
+    _convolve,
+    _convolve_backward,
+    fake=_convolve_room,
+    fake_backward=_convolve_backward_room,
+    tensors=4,
+    save=_save_convolution,
+    differentiate=_differentiate_convolution,
+)
 
 
 def short_convolution(
@@ -197,7 +169,7 @@ def short_convolution(
     check_dtypes(x=x, weight=weight)
     if weight.shape[1] not in SIZES:
         raise ValueError(f"weight must have shape (channels, size) with size in {SIZES}, got {tuple(weight.shape)}")
-    return _run_convolution((x, weight, state, cu_seqlens))
+    return _run_convolution(x, weight, state, cu_seqlens)
 
 
 # The norms
@@ -282,8 +254,15 @@ def _differentiate_norm(backward, ctx, dy):  # type: ignore[no-untyped-def]
 
 
 _run_norm = register_op(
-    "norm", _norm, _norm_room, _norm_backward, _norm_backward_room, _save_norm, _differentiate_norm
-)  # fmt: skip
+    "norm_triton",
+    _norm,
+    _norm_backward,
+    fake=_norm_room,
+    fake_backward=_norm_backward_room,
+    tensors=3,
+    save=_save_norm,
+    differentiate=_differentiate_norm,
+)
 
 
 def rms_norm(
@@ -292,7 +271,7 @@ def rms_norm(
     """x / sqrt(mean x^2 + eps) * weight (zero-centred: 1 + weight) over the last dimension, in dtype (None: x's)."""
     check_dtypes(x=x, weight=weight)
     _check_width(x)
-    return _run_norm((x, None, weight), eps, "", zero_centred, x.dtype if dtype is None else dtype)
+    return _run_norm(x, None, weight, eps, "", zero_centred, x.dtype if dtype is None else dtype)
 
 
 def gated_rms_norm(
@@ -305,7 +284,7 @@ def gated_rms_norm(
         raise ValueError(f"activation must be 'silu' or 'sigmoid', got {activation!r}")
     if gate.shape != x.shape:
         raise ValueError(f"gate must have the shape of x = {tuple(x.shape)}, got {tuple(gate.shape)}")
-    return _run_norm((x, gate, weight), eps, activation, False, x.dtype)
+    return _run_norm(x, gate, weight, eps, activation, False, x.dtype)
 
 
 def _check_width(x: Tensor) -> None:
@@ -370,13 +349,22 @@ def _save_glu(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs)
 
 
-_run_glu = register_op("glu", _glu, _glu_room, _glu_backward, _glu_backward_room, _save_glu, _differentiate_glu)
+_run_glu = register_op(
+    "glu_triton",
+    _glu,
+    _glu_backward,
+    fake=_glu_room,
+    fake_backward=_glu_backward_room,
+    tensors=1,
+    save=_save_glu,
+    differentiate=_differentiate_glu,
+)
 
 
 def glu(x: Tensor) -> Tensor:
     """silu(gate) * up of gate | up."""
     check_dtypes(x=x)
-    return _run_glu((x,))
+    return _run_glu(x)
 
 
 # Rotary positions
@@ -421,7 +409,14 @@ def _differentiate_rotate(backward, ctx, dy):  # type: ignore[no-untyped-def]
 
 
 _run_rotate = register_op(
-    "rotate", _rotate, _rotate_room, _rotate_backward, _rotate_backward_room, _save_rotate, _differentiate_rotate
+    "rotate_triton",
+    _rotate,
+    _rotate_backward,
+    fake=_rotate_room,
+    fake_backward=_rotate_backward_room,
+    tensors=3,
+    save=_save_rotate,
+    differentiate=_differentiate_rotate,
 )
 
 
@@ -435,4 +430,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
                 f"{name} must be float32 of shape ([b,] t, n), n at most {x.shape[-1] // 2}, for x {tuple(x.shape)}, "
                 f"got {table.dtype} of {tuple(table.shape)}"
             )
-    return _run_rotate((x, cos.contiguous(), sin.contiguous()), False)
+    return _run_rotate(x, cos.contiguous(), sin.contiguous(), False)

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, next_power, start
-from lineate.kernels.layers.ops import as_rows, check_dtypes, register_op, strides_of
+from lineate.kernels.layers.ops import as_rows, check_dtypes, strides_of
+from lineate.registrar import register_op
 
 EPS = 1e-6
 _PROGRAMS = 4096  # enough for any device; a constant, so that no result depends on the device
@@ -150,11 +151,14 @@ def _differentiate(backward, ctx, *gradients):  # type: ignore[no-untyped-def]
     return *backward(dq, dk, dv, x, scale, offset, ctx.heads), None
 
 
-_run = register_op("lact_features", _features, _room, _backward, _backward_room, _save, _differentiate)
+_run = register_op(
+    "lact_features_triton", _features, _backward, fake=_room, fake_backward=_backward_room, tensors=3, save=_save,
+    differentiate=_differentiate,
+)  # fmt: skip
 
 
 def features(x: Tensor, scale: Tensor, offset: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """x `b t q | k | v`, scale and offset `2 heads*d` of q and k -> q', k', v' `b t heads d`, in the dtype of x."""
     check_dtypes(x=x, scale=scale, offset=offset)
-    found: tuple[Tensor, Tensor, Tensor] = _run((x, scale, offset), heads)
+    found: tuple[Tensor, Tensor, Tensor] = _run(x, scale, offset, heads)
     return found
