@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineate.call import Inputs
 from lineate.forms.softmax import KeyValueCache
 from lineate.rule import Rule, compute_dtype
 
@@ -17,8 +18,9 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LETTERS = "(b, t, h, k)"
 
 
-def check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> None:
-    """The tensors of one call, against each other and against what the rule takes."""
+def check_inputs(rule: Rule, inputs: Inputs) -> None:
+    """Check q, k, v and the gates of one call against each other and against what the rule takes."""
+    q, k, v, log_decay, beta = inputs[:5]
     check_qkv(q, k, v)
     b, t, hv, value_dim = v.shape
     key_dim = q.shape[-1]
@@ -181,12 +183,11 @@ def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: T
         )
 
 
-def check_raw_gates(
-    gate: Tensor, write: Tensor, A_log: Tensor, dt_bias: Tensor | None, beta_scale: float, q: Tensor, v: Tensor
-) -> None:
-    """gate `b t hv` or `b t hv k`, write `b t hv`, A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel)."""
+def check_raw_gates(inputs: Inputs, beta_scale: float) -> None:
+    """Check gate `b t hv` or `b t hv k`, write `b t hv`, A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel)."""
+    q, v, gate = inputs.q, inputs.v, inputs.log_decay
     b, t, hv, key_dim = *v.shape[:3], q.shape[3]
-    named = {"gate": gate, "write": write, "A_log": A_log, "dt_bias": dt_bias}
+    named = {"gate": gate, "write": inputs.beta, "A_log": inputs.A_log, "dt_bias": inputs.dt_bias}
     for name, x in named.items():
         if x is None and name == "dt_bias":
             continue
@@ -197,7 +198,7 @@ def check_raw_gates(
                 f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
             )
         check_device(name, x, q)
-    per_channel = gate.dim() == 4
+    per_channel = gate is not None and gate.dim() == 4
     shapes: dict[str, dict[str, tuple[int, ...]]] = {
         "gate": {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)},
         "write": {"(b, t, hv)": (b, t, hv)},
@@ -267,7 +268,7 @@ def check_slot_values(
             raise ValueError(f"slots must have one for each token, at least {longest} a row, got {slots.shape[1]}")
 
 
-def check_decode_state(state: Tensor, q: Tensor, v: Tensor, rows: int, *, pooled: bool) -> None:
+def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *, pooled: bool) -> None:
     """`rows hv k v`, or a pool `n_slots hv k v`, that can be written in place."""
     if not isinstance(state, Tensor):
         raise TypeError(f"state must be a torch.Tensor, got {type(state).__name__}; start from torch.zeros")
@@ -282,17 +283,9 @@ def check_decode_state(state: Tensor, q: Tensor, v: Tensor, rows: int, *, pooled
         raise ValueError("state must have memory of its own for each row, got an expanded view; call .contiguous()")
 
 
-def check_decode_gates(
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    beta_scale: float,
-    raw_gates: bool,
-    q: Tensor,
-    v: Tensor,
-) -> None:
-    """What raw gates need and others must not have; either gate may be None."""
+def check_decode_gates(inputs: Inputs, beta_scale: float, raw_gates: bool) -> None:
+    """Check what raw gates need and others must not have; either gate may be None."""
+    q, v, log_decay, A_log, dt_bias = inputs.q, inputs.v, inputs.log_decay, inputs.A_log, inputs.dt_bias
     _check_number("beta_scale", beta_scale)
     if not abs(beta_scale) <= sys.float_info.max:
         raise ValueError(f"beta_scale must be finite, got {_shown(beta_scale)}; 1 and 2 are usual")
@@ -303,7 +296,7 @@ def check_decode_gates(
         if beta_scale != 1:
             raise ValueError(f"beta_scale is for raw gates, got {beta_scale} and raw_gates=False; multiply beta by it")
         return
-    if log_decay is None and beta is None:
+    if log_decay is None and inputs.beta is None:
         raise ValueError("raw_gates=True needs log_decay or beta, got neither; leave it False")
     if log_decay is None:
         if A_log is not None or dt_bias is not None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
+from lineate.call import Inputs, Options, Request
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops import Attended, gated_delta_rule, kimi_delta_attention
 from lineate.rule import activate
@@ -36,26 +37,21 @@ def fused_delta_rule(
     >>> out, state = lineate.fused_delta_rule(q, k, v, a, b, A_log, dt_bias)
     """
     checks.check_qkv(q, k, v)
-    checks.check_raw_gates(gate, write, A_log, dt_bias, beta_scale, q, v)
+    checks.check_raw_gates(Inputs(q, k, v, gate, write, A_log=A_log, dt_bias=dt_bias), beta_scale)
     if dt_bias is not None:
         dt_bias = dt_bias.view(gate.shape[2:])
-    rule = select_rule(gate, write)
-    plan = check_and_resolve(
-        rule, q, k, v, gate, write,
-        scale=scale, state=state, cu_seqlens=cu_seqlens, form="chunkwise", backend=backend, chunk_size=None,
-        normalize_qk=normalize_qk,
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias)
+    request = Request(scale, "chunkwise", backend, None, normalize_qk)
+    plan, options = check_and_resolve(select_rule(gate, write), inputs, request)
     if plan.backend == "triton":
         from lineate.kernels import ops as kernels  # triton, at its first use
 
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if state is None:
-            state = empty_state(q, v, cu_seqlens, torch.float32)
-        output, final = kernels.chunkwise(
-            q, k, v, gate, write, state, cu_seqlens, corrects=True, scale=scale, normalize_qk=normalize_qk,
-            A_log=A_log, dt_bias=dt_bias, beta_scale=float(beta_scale),
-        )  # fmt: skip
-        return Attended(output, final)
+            inputs = Inputs(
+                q, k, v, gate, write, empty_state(q, v, cu_seqlens, torch.float32), cu_seqlens, A_log, dt_bias
+            )
+        options = Options(True, options.scale, normalize_qk, beta_scale=float(beta_scale), raw_gates=True)
+        return Attended(*kernels.chunkwise(inputs, options))
     log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
     assert log_decay is not None and beta is not None
     op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule

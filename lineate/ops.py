@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.call import Inputs, Options, Request
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.forms.chunkwise import chunkwise
 from lineate.forms.packing import Form, run_chunked, run_packed
@@ -90,9 +91,8 @@ def linear_attention(
     dtype = v.dtype
     if normalize:
         q, k, v = with_ones(q, k, v)
-    attended = _attend(
-        LINEAR, q, k, v, None, None, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, None, None, state, cu_seqlens)
+    attended = _attend(LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
     return Attended(divide_by_last(attended.output, dtype), attended.state) if normalize else attended
 
 
@@ -114,9 +114,8 @@ def gated_linear_attention(
 
     log_decay is `b t hv` (per head) or `b t hv k` (per key channel).
     """
-    return _attend(
-        GATED_LINEAR, q, k, v, log_decay, None, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, log_decay, None, state, cu_seqlens)
+    return _attend(GATED_LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 def delta_rule(
@@ -139,9 +138,8 @@ def delta_rule(
     and overflows (keys of N(0, 1): 1e12 within 20 tokens); on a CPU UnstableMemoryWarning says so, once.
     beta may be `b t hv v`, one rate per value channel, in the recurrent form.
     """
-    return _attend(
-        DELTA, q, k, v, None, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, None, beta, state, cu_seqlens)
+    return _attend(DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 def gated_delta_rule(
@@ -163,9 +161,8 @@ def gated_delta_rule(
 
     log_decay is `b t hv`. Keys should have unit length (normalize_qk=True), or the memory may overflow: see delta_rule.
     """
-    return _attend(
-        GATED_DELTA, q, k, v, log_decay, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    return _attend(GATED_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 def kimi_delta_attention(
@@ -188,9 +185,8 @@ def kimi_delta_attention(
     log_decay is `b t hv k`. Decay comes before the comparison. Keys should have unit length (normalize_qk=True), or the
     memory may overflow: see delta_rule.
     """
-    return _attend(
-        KIMI_DELTA, q, k, v, log_decay, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    return _attend(KIMI_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 def softmax_attention(
@@ -235,133 +231,46 @@ def attention_matrix(
     gate, hv = log_decay if log_decay is not None else beta, q.shape[2]
     if isinstance(gate, Tensor) and gate.dim() > 2:
         hv = gate.shape[2] // hv * hv or hv  # a wrong number is the gate's, not that of values that are not there
-    checks.check_inputs(select_rule(log_decay, beta), q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta)
+    inputs = Inputs(q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta)
+    checks.check_inputs(select_rule(log_decay, beta), inputs)
     checks.check_decay(log_decay)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
     watch_writes(k, beta, normalize_qk)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    corrects = beta is not None
+    options = Options(beta is not None, q.shape[-1] ** -0.5 if scale is None else scale, normalize_qk)
     with full_precision(q):
-        return _attention_matrix(q, k, log_decay, beta, corrects=corrects, scale=scale, normalize_qk=normalize_qk)
+        return _attention_matrix(inputs, options)
 
 
-def _attend(
-    rule: Rule,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    scale: float | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    form: str,
-    backend: str,
-    chunk_size: int | None,
-    normalize_qk: bool,
-) -> Attended[Tensor]:
-    """Check, choose, run."""
-    plan = check_and_resolve(
-        rule,
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        scale=scale,
-        state=state,
-        cu_seqlens=cu_seqlens,
-        form=form,
-        backend=backend,
-        chunk_size=chunk_size,
-        normalize_qk=normalize_qk,
-    )
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if state is None:
+def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
+    """Check the call, choose its form and backend, and run it."""
+    plan, options = check_and_resolve(rule, inputs, request)
+    if inputs.state is None:
+        q, k, v, log_decay, beta, _, cu_seqlens = inputs[:7]
         state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype))
-    if plan.backend == "triton":
-        checks.check_decay(log_decay)
-        watch_writes(k, beta, normalize_qk)
-        return Attended(
-            *_attend_triton(plan.form, rule, q, k, v, log_decay, beta, scale, state, cu_seqlens, normalize_qk)
-        )
+        inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
     native = plan.backend == "native"
-    if plan.form == "chunkwise" and not transformed():
-        run_chunks = native_ops.chunkwise if native else chunkwise
-        output, final = run_chunks(
-            q,
-            k,
-            v,
-            log_decay,
-            beta,
-            state,
-            cu_seqlens,
-            corrects=rule.corrects,
-            scale=scale,
-            normalize_qk=normalize_qk,
-            chunk_size=plan.chunk_size,
-        )
-        return Attended(output, final)
+    if plan.form == "chunkwise" and plan.backend != "triton" and not transformed():
+        return Attended(*(native_ops.chunkwise if native else chunkwise)(inputs, options))
     if native:
-        output, final = native_ops.recurrent(
-            q, k, v, log_decay, beta, state, cu_seqlens, corrects=rule.corrects, scale=scale, normalize_qk=normalize_qk
-        )
-        return Attended(output, final)
-    checks.check_decay(log_decay)
-    watch_writes(k, beta, normalize_qk)
-    run: Form = partial(
-        recurrent if plan.form == "recurrent" else parallel,
-        corrects=rule.corrects,
-        scale=scale,
-        normalize_qk=normalize_qk,
-    )
-    if plan.form == "chunkwise":  # transformed
-        run = partial(run_chunked, run, plan.chunk_size)
-    return Attended(*_attend_torch(run, q, k, v, log_decay, beta, state, cu_seqlens))
+        return Attended(*native_ops.recurrent(inputs, options))
+    checks.check_decay(inputs.log_decay)
+    watch_writes(inputs.k, inputs.beta, options.normalize_qk)
+    if plan.backend == "triton":
+        from lineate.kernels import ops as kernels  # triton, at its first use
+
+        return Attended(*(kernels.recurrent if plan.form == "recurrent" else kernels.chunkwise)(inputs, options))
+    run: Form = recurrent if plan.form == "recurrent" else parallel
+    if plan.form == "chunkwise":  # inside a transform
+        run = partial(run_chunked, run)
+    return Attended(*_attend_torch(run, inputs, options))
 
 
 @full_precision_backward
-def _attend_torch(
-    run: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    with full_precision(q):
-        if cu_seqlens is None:
-            output, final = run(q, k, v, log_decay, beta, state)
-        else:
-            output, final = run_packed(run, q, k, v, log_decay, beta, state, cu_seqlens)
-        return output.to(v.dtype), final
-
-
-def _attend_triton(
-    form: str,
-    rule: Rule,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    scale: float,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    normalize_qk: bool,
-) -> tuple[Tensor, Tensor]:
-    from lineate.kernels import ops as kernels  # triton, at its first use
-
-    if form == "recurrent":
-        return kernels.recurrent(
-            q, k, v, log_decay, beta, state, cu_seqlens, scale=scale, normalize_qk=normalize_qk
-        )  # fmt: skip
-    return kernels.chunkwise(
-        q, k, v, log_decay, beta, state, cu_seqlens, corrects=rule.corrects, scale=scale, normalize_qk=normalize_qk
-    )
+def _attend_torch(run: Form, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    with full_precision(inputs.q):
+        output, final = run(inputs, options) if inputs.cu_seqlens is None else run_packed(run, inputs, options)
+        return output.to(inputs.v.dtype), final
 
 
 def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor] | None:
