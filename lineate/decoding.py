@@ -1,4 +1,4 @@
-"""Decoding: a few tokens a row, the memory updated in place, as one torch op.
+"""Decoding: runs a few tokens a row and updates the memory in place, as one torch op.
 
     decode(q, k, v, log_decay, beta, state=pool, slots=slots)      # on a GPU one kernel launch, fit for a CUDA graph
 
@@ -52,25 +52,39 @@ def decode(
 ) -> Tensor:
     """Run t >= 1 tokens a row through the memory, write the new memory into `state`, return the output `b t hv v`.
 
-    q, k `b t h k`; v `b t hv v`; log_decay `b t hv` or `b t hv k`; beta `b t hv` or `b t hv v`; a gate may be None.
-    A row is one of b batch rows, or, with cu_seqlens (n_seqs + 1,) and b = 1, one of the packed texts. No gradients.
-
-    state        `rows hv k v` float32 (float64 for float64 inputs), modified; with slots a pool `n_slots hv k v`, of
-                 which only the named slots are modified
-    slots        (rows,) int: the slot of each row. Or one for each token, (b, t), (n_seqs, longest text) when packed:
-                 the memory after token i of a row goes to slots[row, i], so that a rejected guess can be taken back;
-                 needs start_slots. A negative slot is not written
-    start_slots  (rows,) int: the slot each row starts from; None is slots. Rows may share one. A row that starts from
-                 a negative slot is idle: its output is 0 and it writes nothing
-    scale        multiplies the output; None is 1/sqrt(k)
-    normalize_qk l2-normalise q and k inside
-    raw_gates    log_decay is the raw gate x of log_decay = -exp(A_log) * softplus(x + dt_bias), with A_log (hv,) and
-                 dt_bias (hv,), (hv, k) or None; beta the raw logit x of beta = beta_scale * sigmoid(x)
-    backend      "auto", "torch" or "triton": one launch that reads and writes the state once. Same bits for the same
-                 row, whatever else is in the batch and however its tokens are split into calls
+    A row is one of b batch rows, or, with cu_seqlens and b = 1, one of the packed sequences. There are no gradients.
+    The gates select the rule as in `explain`. A row has the same bits whatever else is in the batch, and however its
+    tokens are split into calls.
 
     No slot may be written by two rows, or written by one and read by another. On a CPU values are checked. On a GPU,
-    where looking at them would wait, the kernel touches no slot outside the pool: a row that starts there gives NaN.
+    where looking at them would wait for the device, the kernel touches no slot outside the pool; a row that starts
+    there gives NaN.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), or None for a rule that does not forget.
+        beta: `b t hv`, `b t hv v` (one rate per value channel), or None for a rule that only accumulates.
+        state: `rows hv k v` float32 (float64 for float64 inputs), modified; with slots a pool `n_slots hv k v`, of
+            which only the named slots are modified.
+        slots: `rows`, int: the slot of each row. Or one slot for each token, `b t` (packed: `n_seqs` by the longest
+            sequence): the memory after token i of a row goes to slots[row, i], so that a rejected guess can be taken
+            back; this needs start_slots. A negative slot is not written.
+        start_slots: `rows`, int: the slot each row starts from; None is slots. Rows may share one. A row that
+            starts from a negative slot is idle: its output is 0 and it writes nothing.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        scale: multiplies the output; None is 1/sqrt(k).
+        normalize_qk: whether q and k are l2-normalised inside.
+        raw_gates: whether log_decay is the raw gate x of log_decay = -exp(A_log) * softplus(x + dt_bias), and beta the
+            raw logit x of beta = beta_scale * sigmoid(x).
+        A_log: `hv`, for raw gates.
+        dt_bias: `hv`, `hv k` or None, for raw gates.
+        beta_scale: the largest beta of raw gates.
+        backend: "auto", "torch" or "triton": one launch that reads and writes the state once.
+
+    Returns:
+        The output `b t hv v`, in the dtype of v.
     """
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
     request = _Request(scale, normalize_qk, raw_gates, beta_scale, backend)

@@ -42,7 +42,7 @@ class Plan:
     chunk_size: int
     """Tokens a chunk: 1 for the recurrent form, t for the parallel one."""
     reason: str
-    """One clause a choice."""
+    """Why, in one clause for each choice."""
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.form}, {self.backend}, chunks of {self.chunk_size}\n  {self.reason}"
@@ -167,6 +167,23 @@ def explain(
     >>> print(lineate.explain(q, k, v, log_decay, beta))
     gated_delta_rule: chunkwise, native, chunks of 32
       form 'chunkwise': linear in t, quadratic only inside a chunk; backend 'native' runs float32 on a CPU
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), or None for a rule that does not forget.
+        beta: `b t hv`, `b t hv v`, or None for a rule that only accumulates.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        The plan; print it, or read its fields.
     """
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
     request = Request(scale, form, backend, chunk_size, normalize_qk)

@@ -1,4 +1,4 @@
-"""The delta rules from what a layer's projections give: norms, gates and rates inside the kernels."""
+"""The delta rules from raw gates, as a layer's projections give them; the kernels compute norms, gates and rates."""
 
 import torch
 from torch import Tensor
@@ -26,15 +26,32 @@ def fused_delta_rule(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Attended[Tensor]:
-    """Gated DeltaNet (gate `b t hv`) or Kimi Delta Attention (gate `b t hv k`) from raw gates.
+    """Run Gated DeltaNet (gate `b t hv`) or Kimi Delta Attention (gate `b t hv k`) from raw gates.
 
         log_decay = -exp(A_log) softplus(gate + dt_bias)      beta = beta_scale sigmoid(write)
 
-    write `b t hv`; A_log `hv`; dt_bias `hv`, or `hv k` (also flat) per channel. beta_scale = 2 allows negative
-    eigenvalues. On a GPU the activations and the l2-normalisation of q and k happen inside the kernels, forward and
-    backward; elsewhere they are plain torch in front of the same op. Everything differentiates.
+    On a GPU the activations and the l2-normalisation of q and k happen inside the kernels, forward and backward;
+    elsewhere they are plain torch in front of the same op. Everything differentiates.
 
     >>> out, state = lineate.fused_delta_rule(q, k, v, a, b, A_log, dt_bias)
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        gate: the raw gate of log_decay, `b t hv` (per head) or `b t hv k` (per key channel).
+        write: the raw logit of beta, `b t hv`.
+        A_log: the logarithm of each head's speed of forgetting, `hv`.
+        dt_bias: added to gate: `hv`, or `hv k` (also flat) for a gate per channel; None adds nothing.
+        beta_scale: the largest beta; 2 allows negative eigenvalues.
+        normalize_qk: whether q and k are l2-normalised inside.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
     checks.check_qkv(q, k, v)
     checks.check_raw_gates(Inputs(q, k, v, gate, write, A_log=A_log, dt_bias=dt_bias), beta_scale)

@@ -1,26 +1,21 @@
 """The five public ops, softmax attention beside them, and the attention matrix of each.
 
-Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural log, <= 0, per
-token; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). Keywords, the same on all:
-
-    scale         multiplies the output; None is 1/sqrt(k)
-    state         the memory to continue from; None is an empty one
-    cu_seqlens    (n_seqs + 1,) int: texts packed into one row (b = 1) that never see each other;
-                  states are then `n_seqs hv k v`
-    form          "auto", "recurrent", "chunkwise" or "parallel"
-    backend       "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU)
-    chunk_size    tokens a chunk of the chunkwise form; None takes the backend's own
-    normalize_qk  l2-normalise q and k inside
-
+Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural logarithm, at most
+0, per token; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). All ops have the same keywords.
 The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain` says what would run.
 
-Everything differentiates backwards. Inside of torch.func (vmap, grad, jvp, ...) and forward mode only torch's own
-functions run, of any form, and differentiate any number of times; elsewhere form="recurrent" and "parallel" alone
-differentiate twice. On a GPU, where looking would wait, the kernels check neither cu_seqlens nor log_decay <= 0; nor is
-log_decay checked where torch.func maps or differentiates it, and in compiled "recurrent" and "parallel" torch forms.
-Autocast changes no result and no first derivative of these ops, wherever the backward runs; compiled "recurrent" and
-"parallel" torch forms alone take autocast's dtype in their backward. torch.jit.trace records the ops; as any trace, it
-keeps the form that was chosen, and whether gradients were wanted.
+Gradients. Every op differentiates backwards. Inside torch.func (vmap, grad, jvp, ...) and forward mode every form runs
+torch's own functions, which differentiate any number of times; elsewhere only form="recurrent" and "parallel"
+differentiate twice.
+
+Checks. On a GPU, where looking at values would wait for the device, the kernels check neither cu_seqlens nor
+log_decay <= 0. log_decay is also not checked where torch.func maps or differentiates it, and in the compiled
+"recurrent" and "parallel" forms of torch.
+
+Autocast changes no result and no first derivative of these ops, wherever the backward runs. The one exception are the
+compiled "recurrent" and "parallel" forms of torch, whose backward takes autocast's dtype.
+
+torch.jit.trace records the ops. Like any trace, it keeps the form that was chosen, and whether gradients were wanted.
 """
 
 from collections.abc import Callable
@@ -51,10 +46,12 @@ State = TypeVar("State")
 
 
 class Attended(NamedTuple, Generic[State]):
-    """What every op returns: the output `b t hv v`, and the memory after the last token."""
+    """What every op returns: the output, and the memory after the last token."""
 
     output: Tensor
+    """`b t hv v`, in the dtype of v."""
     state: State
+    """`b hv k v`, or `n_seqs hv k v` for packed sequences; a KeyValueCache for softmax attention."""
 
 
 def linear_attention(
@@ -74,9 +71,25 @@ def linear_attention(
 ) -> Attended[Tensor]:
     """Accumulate every pair: S_t = S_{t-1} + phi(k_t) v_t^T, o_t = scale * S_t^T phi(q_t).
 
-    feature_map is phi: "identity", "elu+1", or any callable on `b t h k` (it may change k). With normalize=True the
-    output is divided by phi(q_t) . sum of the keys so far; the state then has v + 1 columns, the last one that sum
-    (float16, whose range such sums exceed, is computed as float32).
+    With normalize=True the output is divided by phi(q_t) . (sum of the keys so far). The state then has v + 1 columns,
+    of which the last is that sum; float16, whose range such sums exceed, is computed as float32.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+        feature_map: phi: "identity", "elu+1", or any callable on `b t h k`, which may change k.
+        normalize: whether to divide the output by phi(q_t) . (sum of the keys so far).
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
     checks.check_qkv(q, k, v)
     checks.check_flag("normalize", normalize)
@@ -112,7 +125,21 @@ def gated_linear_attention(
 ) -> Attended[Tensor]:
     """Forget, then accumulate: S_t = Diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T (RetNet, Mamba-2, GLA).
 
-    log_decay is `b t hv` (per head) or `b t hv k` (per key channel).
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head) or `b t hv k` (per key channel): natural logarithm, at most 0, per token.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
     inputs = Inputs(q, k, v, log_decay, None, state, cu_seqlens)
     return _attend(GATED_LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
@@ -135,8 +162,23 @@ def delta_rule(
     """Correct instead of adding: S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T (DeltaNet).
 
     Keys should have unit length (normalize_qk=True). Outside of 0 <= beta |k|^2 <= 2 the memory grows with every token
-    and overflows (keys of N(0, 1): 1e12 within 20 tokens); on a CPU UnstableMemoryWarning says so, once.
-    beta may be `b t hv v`, one rate per value channel, in the recurrent form.
+    and overflows (keys of N(0, 1) reach 1e12 within 20 tokens); on a CPU, UnstableMemoryWarning says so once.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
     inputs = Inputs(q, k, v, None, beta, state, cu_seqlens)
     return _attend(DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
@@ -159,7 +201,24 @@ def gated_delta_rule(
 ) -> Attended[Tensor]:
     """Forget per head, then correct: S' = exp(log_decay_t) S_{t-1}, S_t = S' + beta_t k_t (v_t - S'^T k_t)^T.
 
-    log_decay is `b t hv`. Keys should have unit length (normalize_qk=True), or the memory may overflow: see delta_rule.
+    Keys should have unit length (normalize_qk=True), or the memory may overflow: see delta_rule.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv`: natural logarithm of the decay, at most 0, per token.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
     return _attend(GATED_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
@@ -182,8 +241,25 @@ def kimi_delta_attention(
 ) -> Attended[Tensor]:
     """Forget per key channel, then correct: S' = Diag(exp(log_decay_t)) S_{t-1}, then as gated_delta_rule.
 
-    log_decay is `b t hv k`. Decay comes before the comparison. Keys should have unit length (normalize_qk=True), or the
-    memory may overflow: see delta_rule.
+    The decay comes before the comparison. Keys should have unit length (normalize_qk=True), or the memory may overflow:
+    see delta_rule.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv k`: natural logarithm of the decay, at most 0, per token.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
     return _attend(KIMI_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
@@ -202,6 +278,18 @@ def softmax_attention(
     """Causal softmax attention in the same shapes, for comparison: o_t = sum_j softmax_j(scale q_t . k_j) v_j, j <= t.
 
     Its state is the key/value cache, which grows by one key and one value a token.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        scale: multiplies the scores; None is 1/sqrt(k).
+        state: the cache to continue from; None is an empty one.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the cache after the last token.
     """
     checks.check_qkv(q, k, v)
     checks.check_scale(scale)
@@ -222,15 +310,26 @@ def attention_matrix(
     scale: float | None = None,
     normalize_qk: bool = False,
 ) -> Tensor:
-    """A `b hv t t`, lower triangular, with output A V from an empty memory: what each token reads of each value.
+    """Return A `b hv t t`, lower triangular, with output A V from an empty memory: what each token reads of each value.
 
     The gates select the rule as in `explain`; without gates it is linear attention.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        log_decay: `b t hv` (per head) or `b t hv k` (per key channel), at most 0; None: nothing is forgotten.
+        beta: the rate of writing, `b t hv`; None for a rule that only accumulates.
+        scale: multiplies the matrix; None is 1/sqrt(k).
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        The matrix, float32 (float64 for float64 inputs).
     """
     checks.check_qkv(q, k, q)
     checks.check_one_rate(beta)
     gate, hv = log_decay if log_decay is not None else beta, q.shape[2]
     if isinstance(gate, Tensor) and gate.dim() > 2:
-        hv = gate.shape[2] // hv * hv or hv  # a wrong number is the gate's, not that of values that are not there
+        hv = gate.shape[2] // hv * hv or hv  # rounded down, so that the message about a wrong number names the gate
     inputs = Inputs(q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta)
     checks.check_inputs(select_rule(log_decay, beta), inputs)
     checks.check_decay(log_decay)
@@ -281,14 +380,14 @@ def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Ten
 
 
 def with_ones(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With a last column of v whose memory is the sum of keys, for divide_by_last; float16 as float32."""
+    """Append a column of ones to v, whose memory is the sum of keys, for divide_by_last; float16 becomes float32."""
     if v.dtype == torch.float16:  # sums over many tokens exceed its range before they are divided
         q, k, v = q.float(), k.float(), v.float()
     return q, k, torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)
 
 
 def divide_by_last(output: Tensor, dtype: torch.dtype, smallest: float = 1e-6) -> Tensor:
-    """Divided by the last column, q . sum of keys, kept at least `smallest` away from 0; in this dtype."""
+    """Divide by the last column, q . (sum of keys), kept at least `smallest` away from 0; return this dtype."""
     total = output[..., -1:]
     total = torch.where(total.abs() < smallest, torch.copysign(total.new_full((), smallest), total), total)
     return (output[..., :-1] / total).to(dtype)
