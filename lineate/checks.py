@@ -1,4 +1,4 @@
-"""Every shape, dtype, device and range message: argument, what was expected, what came, and the remedy."""
+"""The checks of arguments. A message names the argument, what was expected, what came, and the remedy."""
 
 import sys
 import tempfile
@@ -48,7 +48,7 @@ def check_inputs(rule: Rule, inputs: Inputs) -> None:
 
 
 def check_one_rate(beta: Tensor | None) -> None:
-    """Not one beta per value channel: each channel would have an attention matrix of its own."""
+    """Refuse one beta per value channel: each channel would have an attention matrix of its own."""
     if isinstance(beta, Tensor) and beta.dim() == 4:
         raise ValueError(
             f"beta must have shape (b, t, hv) for one matrix a head, got {tuple(beta.shape)}; "
@@ -57,13 +57,13 @@ def check_one_rate(beta: Tensor | None) -> None:
 
 
 def check_decay(log_decay: Tensor | None) -> None:
-    """No number above 0, whatever else is NaN."""
+    """Raise if a number is above 0, whatever else is NaN; values that cannot be looked at pass."""
     if log_decay is not None and is_concrete(log_decay):
         check_decay_values(log_decay)
 
 
 def check_decay_values(log_decay: Tensor) -> None:
-    """The same of values that are there; the native backend looks while it computes and calls this to complain."""
+    """Raise if a number is above 0. The native backend looks while it computes, and calls this for the message."""
     largest = log_decay.amax().item()
     if largest != largest:  # a NaN hides the others
         largest = log_decay.masked_fill(log_decay.isnan(), -torch.inf).amax().item()
@@ -75,11 +75,11 @@ def check_decay_values(log_decay: Tensor) -> None:
 
 
 LEAST_LEFT = -25.0
-"""The logarithm of what may be left of a pair of least squares after a chunk: e^-25 is as little as float64 bears."""
+"""The least sum of log_decay over a chunk of least squares: float64 bears no smaller weight of a pair than e^-25."""
 
 
 def check_forgetting(total: Tensor, chunk: int) -> None:
-    """total: the sums of log_decay over chunks, for least squares."""
+    """Check `total`, the sums of log_decay over chunks, for least squares."""
     if is_concrete(total) and total.numel() and total.amin().item() < LEAST_LEFT:
         raise ValueError(
             f"log_decay must sum to at least {LEAST_LEFT:g} over chunk = {chunk} tokens for least squares, whose ridge "
@@ -88,7 +88,7 @@ def check_forgetting(total: Tensor, chunk: int) -> None:
 
 
 def check_position(position: Tensor, rows: int, chunk: int) -> None:
-    """Of a state: where each row stands in its chunk."""
+    """Check the part of a state that says where each row stands in its chunk."""
     if position.shape != (rows,) or position.dtype != torch.int64:
         raise ValueError(
             f"state['position'] must be int64 of shape (rows,) = ({rows},), "
@@ -102,7 +102,7 @@ def check_position(position: Tensor, rows: int, chunk: int) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k `b t h k`, v `b t hv v`, hv a multiple of h, one floating dtype, one device."""
+    """Check q, k `b t h k` and v `b t hv v`: hv is a multiple of h; all have one floating dtype and one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -141,7 +141,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int) -> None:
-    """state `b hv k v`, or `n_seqs hv k v` with packed sequences, in float32 (float64 for float64 inputs)."""
+    """Check a state `b hv k v` (packed: `n_seqs hv k v`) in float32, or float64 for float64 inputs."""
     if state is None:
         return
     if not isinstance(state, Tensor):
@@ -163,7 +163,7 @@ def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int) ->
 
 
 def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
-    """The key/value cache of softmax attention: `b p h k` and `b p hv v`, packed exactly when the call is."""
+    """Check the cache of softmax attention, `b p h k` and `b p hv v`; it must be packed exactly when the call is."""
     if cache is None:
         return
     if not isinstance(cache, KeyValueCache):
@@ -179,7 +179,7 @@ def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: T
         raise ValueError("state must come from a call with cu_seqlens exactly when this one has it")
     if cu_seqlens is not None and cache.cu_seqlens is not None and cache.cu_seqlens.shape != cu_seqlens.shape:
         raise ValueError(
-            f"state must hold {cu_seqlens.shape[0] - 1} texts like cu_seqlens, got {cache.cu_seqlens.shape[0] - 1}"
+            f"state must hold {cu_seqlens.shape[0] - 1} sequences like cu_seqlens, got {cache.cu_seqlens.shape[0] - 1}"
         )
 
 
@@ -217,7 +217,7 @@ def check_raw_gates(inputs: Inputs, beta_scale: float) -> None:
 
 
 def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: Tensor, *, packed: bool) -> None:
-    """slots `rows` or one for each token, start_slots `rows`, of a pool; what their values are, check_slot_values."""
+    """Check slots (`rows`, or one for each token) and start_slots (`rows`), but not their values: check_slot_values."""
     for name, x in (("slots", slots), ("start_slots", start_slots)):
         if x is None:
             continue
@@ -236,7 +236,7 @@ def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: 
     else:
         right = slots.shape == (rows,)
     if not right:
-        each = f"({first}, longest text) = ({rows}, ...)" if packed else f"({first}, t) = {(rows, q.shape[1])}"
+        each = f"({first}, longest sequence) = ({rows}, ...)" if packed else f"({first}, t) = {(rows, q.shape[1])}"
         raise ValueError(f"slots must have shape ({first},) = ({rows},) or {each}, got {tuple(slots.shape)}")
     if slots.dim() == 2 and start_slots is None:
         raise ValueError("slots for each token need start_slots, where each row starts, got start_slots=None")
@@ -247,7 +247,7 @@ def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: 
 def check_slot_values(
     slots: Tensor | None, start_slots: Tensor | None, cu_seqlens: Tensor | None, n_slots: int
 ) -> None:
-    """Inside the pool, and no row touches what another one writes; only where looking does not wait for a GPU."""
+    """Check that slots lie in the pool and no row touches what another one writes; on a GPU nothing is looked at."""
     if slots is None or slots.device.type != "cpu":
         return
     for name, x in (("slots", slots), ("start_slots", start_slots)):
@@ -269,7 +269,7 @@ def check_slot_values(
 
 
 def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *, pooled: bool) -> None:
-    """`rows hv k v`, or a pool `n_slots hv k v`, that can be written in place."""
+    """Check a state `rows hv k v`, or a pool `n_slots hv k v`, that can be written in place."""
     if not isinstance(state, Tensor):
         raise TypeError(f"state must be a torch.Tensor, got {type(state).__name__}; start from torch.zeros")
     sizes = (v.shape[2], q.shape[3], v.shape[3])
@@ -322,7 +322,7 @@ def check_decode_gates(inputs: Inputs, beta_scale: float, raw_gates: bool) -> No
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
-    """cu_seqlens `n_seqs + 1`: 0, the ends of the packed texts in order, t."""
+    """Check cu_seqlens `n_seqs + 1`: 0, the ends of the packed sequences in order, the last of them t."""
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor):
@@ -338,7 +338,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
         )
     if b != 1:
         raise ValueError(
-            f"cu_seqlens needs the texts packed into one row, b = 1, got b = {b}; reshape to (1, b * t, ...)"
+            f"cu_seqlens needs the sequences packed into one row, b = 1, got b = {b}; reshape to (1, b * t, ...)"
         )
     if not is_concrete(cu_seqlens):
         return
@@ -350,7 +350,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
 
 
 def check_scale(scale: float | None) -> None:
-    """A finite number, or None for 1/sqrt(k)."""
+    """Check a scale: a finite number, or None for 1/sqrt(k)."""
     if scale is None:
         return
     if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -360,7 +360,7 @@ def check_scale(scale: float | None) -> None:
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
-    """A positive int, or None for the backend's own."""
+    """Check a chunk size: a positive int, or None for the backend's own."""
     if chunk_size is None:
         return
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
@@ -370,13 +370,13 @@ def check_chunk_size(chunk_size: int | None) -> None:
 
 
 def check_flag(name: str, flag: bool) -> None:
-    """A bool, so that a tensor or a shifted argument does not pass for one."""
+    """Check that flag is a bool, so that a tensor or a shifted argument does not pass for one."""
     if not isinstance(flag, bool):
         raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
 
 
 def check_choice(name: str, choice: str, allowed: Sequence[str]) -> None:
-    """One of a few words."""
+    """Check that choice is one of a few words."""
     if choice not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
 
@@ -390,12 +390,12 @@ def _decay_remedy(rule: Rule, log_decay: Tensor, shapes: dict[str, tuple[int, ..
 
 
 def _swapped(shape: torch.Size) -> tuple[int, ...]:
-    """The shape after transpose(1, 2)."""
+    """Return the shape after transpose(1, 2)."""
     return (shape[0], shape[2], shape[1], *shape[3:])
 
 
 def _head_first(*names: str) -> str:
-    """The hint for tensors whose heads come before their tokens, as torch's scaled_dot_product_attention has them."""
+    """Return the hint for tensors whose heads precede their tokens, as in torch's scaled_dot_product_attention."""
     if len(names) == 1:
         return f"; {names[0]} looks like (b, heads, t, ...): pass {names[0]}.transpose(1, 2)"
     listed = f"{', '.join(names[:-1])} and {names[-1]}"
@@ -403,14 +403,14 @@ def _head_first(*names: str) -> str:
 
 
 def _gate_hint(name: str, x: Tensor, allowed: list[tuple[int, ...]]) -> str:
-    """If a gate fits after transpose(1, 2): it has its heads first, or q, k and v have (tokens outnumber heads)."""
+    """Return a hint if a gate fits after transpose(1, 2): its heads come first, or those of q, k and v do."""
     if x.dim() < 3 or _swapped(x.shape) not in allowed:
         return ""
-    return _head_first(name) if x.shape[1] < x.shape[2] else _head_first("q", "k", "v")
+    return _head_first(name) if x.shape[1] < x.shape[2] else _head_first("q", "k", "v")  # tokens outnumber heads
 
 
 def _check_tensor(name: str, x: Any, q: Tensor, missing: str) -> None:
-    """missing: the remedy for None."""
+    """Check the type, dtype and device of a gate; missing: the remedy for None."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{name} must be a torch.Tensor, got {type(x).__name__}" + (f"; {missing}" if x is None else "")
@@ -431,16 +431,16 @@ def _check_number(name: str, x: Any) -> None:
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Whether values may be looked at: not while recording, of what vmap maps, or where that would wait for a GPU."""
+    """Whether the values of x may be looked at: not while recording, inside vmap, or where that waits for a GPU."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it may only pretend to have values
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it may have no values
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
 
 
 def _shown(x: float) -> str:
-    """A number for a message; of a long int its first digits, which Python refuses to write out in full."""
+    """Return a number for a message; for a long int its size, since Python refuses to write it out in full."""
     if isinstance(x, int) and x.bit_length() > 64:
         return f"an int of {x.bit_length()} bits"
     return str(x)
@@ -461,7 +461,7 @@ def check_out(folder: Path) -> None:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Make the folder and a file in it that is gone again; why that cannot be done, or None."""
+    """Make the folder and, for a moment, a file in it; return why that cannot be done, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

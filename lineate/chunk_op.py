@@ -123,13 +123,14 @@ def save_states(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def differentiate(backward, ctx, *gradients):  # type: ignore[no-untyped-def]
     """Return the gradients of a chunkwise op's arguments: backward(doutput, dfinal, *saved tensors, *options)."""
-    *tensors, states, _ = ctx.saved_tensors
+    saved = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
+    *tensors, states, _ = saved
     _check_kept(states)
     arrived = [
         states.new_zeros(shape, dtype=dtype) if x is None else x
         for x, (shape, dtype) in zip(gradients[:2], ctx.results, strict=True)
     ]
-    *grads, dstate = backward(*arrived, *ctx.saved_tensors, *ctx.options)
+    *grads, dstate = backward(*arrived, *saved, *ctx.options)
     grads = [None if x is None else dx for x, dx in zip(tensors, grads, strict=True)]
     return *grads, dstate, *[None] * 6
 

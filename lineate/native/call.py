@@ -17,7 +17,7 @@ from lineate.stability import warn_unstable
 
 _LAYOUT = struct.Struct("12q" + "5q" * 12 + "7q" + "d")  # Call in chunkwise.c
 _NO_TENSOR = (0, 0, 0, 0, 0)
-_NO_MEMORY, _POSITIVE_DECAY, _UNSTABLE = 1, 2, 4  # bits of what an entry returns
+_NO_MEMORY, _POSITIVE_DECAY, _UNSTABLE = 1, 2, 4  # bits of what an entry point returns
 
 
 class Tensors(NamedTuple):

@@ -1,4 +1,4 @@
-"""The native backend's forms: chunkwise with its backward, and recurrent for decoding."""
+"""The forms of the native backend: chunkwise with its backward, and recurrent for decoding."""
 
 import torch
 from torch import Tensor
