@@ -26,7 +26,7 @@ from lineate.models.families import empty_model
 from lineate.models.hybrid import HybridLM, next_token_loss
 from lineate.models.saving import check_described
 from lineate.models.state import ModelState
-from lineate.texts import locate
+from lineate.sequences import locate
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel

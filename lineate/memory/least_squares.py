@@ -39,7 +39,7 @@ from lineate import checks
 from lineate.memory.products import product
 from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
-from lineate.texts import locate, text_lengths
+from lineate.sequences import locate, sequence_lengths
 
 SMALLEST_WEIGHT = 1e-12
 """The chunked form takes a beta below this for this: its square root has no gradient at 0."""
@@ -215,7 +215,7 @@ def _by_length(
     aligned: all rows begin a chunk.
     """
     assert inputs[0] is not None
-    lengths = () if cu_seqlens is None else text_lengths(cu_seqlens)
+    lengths = () if cu_seqlens is None else sequence_lengths(cu_seqlens)
     groups: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
         groups.setdefault(max(-(-length // chunk), 1).bit_length(), []).append(row)
@@ -243,7 +243,7 @@ def _by_length(
 def _lay_out(q: Tensor, begin: Tensor | None, cu_seqlens: Tensor | None, c: int) -> _Layout:
     """begin: the slot of each row's first token, below c; None: 0."""
     b, t = q.shape[:2]
-    lengths = [t] * b if cu_seqlens is None else text_lengths(cu_seqlens)
+    lengths = [t] * b if cu_seqlens is None else sequence_lengths(cu_seqlens)
     rows = len(lengths)
     spare = 0 if begin is None else c - 1  # room for any place: looking would wait for a GPU
     n = -(-(max(lengths) + spare) // c)

@@ -28,7 +28,7 @@ from lineate.memory.grid import lay_out
 from lineate.memory.products import product
 from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
-from lineate.texts import text_lengths
+from lineate.sequences import sequence_lengths
 
 EPS = 1e-6
 """Of the optional layer norm."""
@@ -93,7 +93,7 @@ def titans(
             start = where(position == 0, weights, start)
             return y.transpose(1, 2).to(v.dtype), _state(weights, momentum, start, position)
 
-        lengths = (t,) * b if cu_seqlens is None else text_lengths(cu_seqlens)
+        lengths = (t,) * b if cu_seqlens is None else sequence_lengths(cu_seqlens)
         grid = lay_out(tuple(state["position"].tolist()) if known else (0,) * rows, lengths, chunk, q.device)
         tokens = [grid.cells(x) for x in tokens]  # cells h chunk ...
         factors = _factors(tokens[3:], grid.filled[:, None])

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.memory.gpu import kept
-from lineate.texts import locate, text_lengths
+from lineate.sequences import locate, sequence_lengths
 
 
 class Layout(NamedTuple):
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(q: Tensor, position: Tensor | None, chunk: int, cu_seqlens: Tensor | None) -> Layout:
-    lengths = (q.shape[1],) * q.shape[0] if cu_seqlens is None else text_lengths(cu_seqlens)
+    lengths = (q.shape[1],) * q.shape[0] if cu_seqlens is None else sequence_lengths(cu_seqlens)
     make = _lay_out if position is not None else _from_the_start
     return make(lengths, position, chunk, cu_seqlens is not None, q.device, q.dtype)
 
