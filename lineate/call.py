@@ -1,6 +1,7 @@
-"""One call of a rule as two values: what it is called with, and how.
+"""One call of a rule as values: what it is called with, what its caller asks for, and how it runs.
 
-The public ops and `torch.library` take flat arguments; everything between them passes these two.
+The public ops and `torch.library` take flat arguments; everything between them passes these values. They are named
+tuples because one-token calls make them for every token, and because torch.compile traces them.
 """
 
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """What a rule is called with. An absent gate is None; an absent state is an empty memory."""
+    """The tensors of a call. An absent gate is None; an absent state is an empty memory."""
 
     q: Tensor
     """`b t h k`."""
@@ -20,7 +21,7 @@ class Inputs(NamedTuple):
     log_decay: Tensor | None = None
     """`b t hv`, `b t hv k`, or None; the raw gate if A_log is given."""
     beta: Tensor | None = None
-    """`b t hv`, or None; the raw logit if A_log is given."""
+    """`b t hv`, `b t hv v`, or None; the raw logit if A_log is given."""
     state: Tensor | None = None
     """`b hv k v`; `n_seqs hv k v` for packed sequences."""
     cu_seqlens: Tensor | None = None
@@ -31,8 +32,23 @@ class Inputs(NamedTuple):
     """`hv`, or `hv k`; only beside A_log."""
 
 
+class Request(NamedTuple):
+    """What the caller of an op asks for, before it is checked."""
+
+    scale: float | None = None
+    """Multiplies the output; None is 1/sqrt(k)."""
+    form: str = "auto"
+    """'auto', 'recurrent', 'chunkwise' or 'parallel'."""
+    backend: str = "auto"
+    """'auto', 'torch', 'native' or 'triton'."""
+    chunk_size: int | None = None
+    """Tokens a chunk; None takes the backend's own size."""
+    normalize_qk: bool = False
+    """Whether q and k are l2-normalised inside."""
+
+
 class Options(NamedTuple):
-    """How a rule is called: everything that is not a tensor."""
+    """How a call runs: everything that is not a tensor."""
 
     corrects: bool
     """Whether the rule writes the error (delta rules) or the value itself."""
@@ -40,7 +56,9 @@ class Options(NamedTuple):
     """Multiplies the output."""
     normalize_qk: bool = False
     """Whether q and k are l2-normalised inside."""
-    chunk_size: int | None = None
-    """Tokens a chunk, for the backends that let one choose."""
+    chunk_size: int = 64
+    """Tokens a chunk; the triton kernels take no other size than 64."""
     beta_scale: float = 1.0
     """beta lies in (0, beta_scale) where it is made from a raw logit."""
+    raw_gates: bool = False
+    """Whether the gates are raw: `lineate.decode` also takes a raw logit without A_log."""

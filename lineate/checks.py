@@ -1,4 +1,4 @@
-"""Every shape, dtype, device and range message: argument, what was expected, what came, and the remedy."""
+"""The checks of arguments. A message names the argument, what was expected, what came, and the remedy."""
 
 import sys
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineate.call import Inputs
 from lineate.forms.softmax import KeyValueCache
 from lineate.rule import Rule, compute_dtype
 
@@ -15,8 +16,9 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LETTERS = "(b, t, h, k)"
 
 
-def check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> None:
-    """The tensors of one call, against each other and against what the rule takes."""
+def check_inputs(rule: Rule, inputs: Inputs) -> None:
+    """Check q, k, v and the gates of one call against each other and against what the rule takes."""
+    q, k, v, log_decay, beta = inputs[:5]
     check_qkv(q, k, v)
     b, t, hv, value_dim = v.shape
     key_dim = q.shape[-1]
@@ -44,7 +46,7 @@ def check_inputs(rule: Rule, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor 
 
 
 def check_one_rate(beta: Tensor | None) -> None:
-    """Not one beta per value channel: each channel would have an attention matrix of its own."""
+    """Refuse one beta per value channel: each channel would have an attention matrix of its own."""
     if isinstance(beta, Tensor) and beta.dim() == 4:
         raise ValueError(
             f"beta must have shape (b, t, hv) for one matrix a head, got {tuple(beta.shape)}; "
@@ -53,13 +55,13 @@ def check_one_rate(beta: Tensor | None) -> None:
 
 
 def check_decay(log_decay: Tensor | None) -> None:
-    """No number above 0, whatever else is NaN."""
+    """Raise if a number is above 0, whatever else is NaN; values that cannot be looked at pass."""
     if log_decay is not None and is_concrete(log_decay):
         check_decay_values(log_decay)
 
 
 def check_decay_values(log_decay: Tensor) -> None:
-    """The same of values that are there; the native backend looks while it computes and calls this to complain."""
+    """Raise if a number is above 0. The native backend looks while it computes, and calls this for the message."""
     largest = log_decay.amax().item()
     if largest != largest:  # a NaN hides the others
         largest = log_decay.masked_fill(log_decay.isnan(), -torch.inf).amax().item()
@@ -71,11 +73,11 @@ def check_decay_values(log_decay: Tensor) -> None:
 
 
 LEAST_LEFT = -25.0
-"""The logarithm of what may be left of a pair of least squares after a chunk: e^-25 is as little as float64 bears."""
+"""The least sum of log_decay over a chunk of least squares: float64 bears no smaller weight of a pair than e^-25."""
 
 
 def check_forgetting(total: Tensor, chunk: int) -> None:
-    """total: the sums of log_decay over chunks, for least squares."""
+    """Check `total`, the sums of log_decay over chunks, for least squares."""
     if is_concrete(total) and total.numel() and total.amin().item() < LEAST_LEFT:
         raise ValueError(
             f"log_decay must sum to at least {LEAST_LEFT:g} over chunk = {chunk} tokens for least squares, whose ridge "
@@ -84,7 +86,7 @@ def check_forgetting(total: Tensor, chunk: int) -> None:
 
 
 def check_position(position: Tensor, rows: int, chunk: int) -> None:
-    """Of a state: where each row stands in its chunk."""
+    """Check the part of a state that says where each row stands in its chunk."""
     if position.shape != (rows,) or position.dtype != torch.int64:
         raise ValueError(
             f"state['position'] must be int64 of shape (rows,) = ({rows},), "
@@ -98,7 +100,7 @@ def check_position(position: Tensor, rows: int, chunk: int) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q, k `b t h k`, v `b t hv v`, hv a multiple of h, one floating dtype, one device."""
+    """Check q, k `b t h k` and v `b t hv v`: hv is a multiple of h; all have one floating dtype and one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -137,7 +139,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int) -> None:
-    """state `b hv k v`, or `n_seqs hv k v` with packed sequences, in float32 (float64 for float64 inputs)."""
+    """Check a state `b hv k v` (packed: `n_seqs hv k v`) in float32, or float64 for float64 inputs."""
     if state is None:
         return
     if not isinstance(state, Tensor):
@@ -159,7 +161,7 @@ def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int) ->
 
 
 def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
-    """The key/value cache of softmax attention: `b p h k` and `b p hv v`, packed exactly when the call is."""
+    """Check the cache of softmax attention, `b p h k` and `b p hv v`; it must be packed exactly when the call is."""
     if cache is None:
         return
     if not isinstance(cache, KeyValueCache):
@@ -175,16 +177,15 @@ def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: T
         raise ValueError("state must come from a call with cu_seqlens exactly when this one has it")
     if cu_seqlens is not None and cache.cu_seqlens is not None and cache.cu_seqlens.shape != cu_seqlens.shape:
         raise ValueError(
-            f"state must hold {cu_seqlens.shape[0] - 1} texts like cu_seqlens, got {cache.cu_seqlens.shape[0] - 1}"
+            f"state must hold {cu_seqlens.shape[0] - 1} sequences like cu_seqlens, got {cache.cu_seqlens.shape[0] - 1}"
         )
 
 
-def check_raw_gates(
-    gate: Tensor, write: Tensor, A_log: Tensor, dt_bias: Tensor | None, beta_scale: float, q: Tensor, v: Tensor
-) -> None:
-    """gate `b t hv` or `b t hv k`, write `b t hv`, A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel)."""
+def check_raw_gates(inputs: Inputs, beta_scale: float) -> None:
+    """Check gate `b t hv` or `b t hv k`, write `b t hv`, A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel)."""
+    q, v, gate = inputs.q, inputs.v, inputs.log_decay
     b, t, hv, key_dim = *v.shape[:3], q.shape[3]
-    named = {"gate": gate, "write": write, "A_log": A_log, "dt_bias": dt_bias}
+    named = {"gate": gate, "write": inputs.beta, "A_log": inputs.A_log, "dt_bias": inputs.dt_bias}
     for name, x in named.items():
         if x is None and name == "dt_bias":
             continue
@@ -195,7 +196,7 @@ def check_raw_gates(
                 f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
             )
         check_device(name, x, q)
-    per_channel = gate.dim() == 4
+    per_channel = gate is not None and gate.dim() == 4
     shapes: dict[str, dict[str, tuple[int, ...]]] = {
         "gate": {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)},
         "write": {"(b, t, hv)": (b, t, hv)},
@@ -214,7 +215,7 @@ def check_raw_gates(
 
 
 def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: Tensor, *, packed: bool) -> None:
-    """slots `rows` or one for each token, start_slots `rows`, of a pool; what their values are, check_slot_values."""
+    """Check slots (`rows`, or one for each token) and start_slots (`rows`), but not their values: check_slot_values."""
     for name, x in (("slots", slots), ("start_slots", start_slots)):
         if x is None:
             continue
@@ -233,7 +234,7 @@ def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: 
     else:
         right = slots.shape == (rows,)
     if not right:
-        each = f"({first}, longest text) = ({rows}, ...)" if packed else f"({first}, t) = {(rows, q.shape[1])}"
+        each = f"({first}, longest sequence) = ({rows}, ...)" if packed else f"({first}, t) = {(rows, q.shape[1])}"
         raise ValueError(f"slots must have shape ({first},) = ({rows},) or {each}, got {tuple(slots.shape)}")
     if slots.dim() == 2 and start_slots is None:
         raise ValueError("slots for each token need start_slots, where each row starts, got start_slots=None")
@@ -244,7 +245,7 @@ def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: 
 def check_slot_values(
     slots: Tensor | None, start_slots: Tensor | None, cu_seqlens: Tensor | None, n_slots: int
 ) -> None:
-    """Inside the pool, and no row touches what another one writes; only where looking does not wait for a GPU."""
+    """Check that slots lie in the pool and no row touches what another one writes; on a GPU nothing is looked at."""
     if slots is None or slots.device.type != "cpu":
         return
     for name, x in (("slots", slots), ("start_slots", start_slots)):
@@ -265,8 +266,8 @@ def check_slot_values(
             raise ValueError(f"slots must have one for each token, at least {longest} a row, got {slots.shape[1]}")
 
 
-def check_decode_state(state: Tensor, q: Tensor, v: Tensor, rows: int, *, pooled: bool) -> None:
-    """`rows hv k v`, or a pool `n_slots hv k v`, that can be written in place."""
+def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *, pooled: bool) -> None:
+    """Check a state `rows hv k v`, or a pool `n_slots hv k v`, that can be written in place."""
     if not isinstance(state, Tensor):
         raise TypeError(f"state must be a torch.Tensor, got {type(state).__name__}; start from torch.zeros")
     sizes = (v.shape[2], q.shape[3], v.shape[3])
@@ -280,17 +281,9 @@ def check_decode_state(state: Tensor, q: Tensor, v: Tensor, rows: int, *, pooled
         raise ValueError("state must have memory of its own for each row, got an expanded view; call .contiguous()")
 
 
-def check_decode_gates(
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    beta_scale: float,
-    raw_gates: bool,
-    q: Tensor,
-    v: Tensor,
-) -> None:
-    """What raw gates need and others must not have; either gate may be None."""
+def check_decode_gates(inputs: Inputs, beta_scale: float, raw_gates: bool) -> None:
+    """Check what raw gates need and others must not have; either gate may be None."""
+    q, v, log_decay, A_log, dt_bias = inputs.q, inputs.v, inputs.log_decay, inputs.A_log, inputs.dt_bias
     _check_number("beta_scale", beta_scale)
     if not abs(beta_scale) <= sys.float_info.max:
         raise ValueError(f"beta_scale must be finite, got {_shown(beta_scale)}; 1 and 2 are usual")
@@ -301,7 +294,7 @@ def check_decode_gates(
         if beta_scale != 1:
             raise ValueError(f"beta_scale is for raw gates, got {beta_scale} and raw_gates=False; multiply beta by it")
         return
-    if log_decay is None and beta is None:
+    if log_decay is None and inputs.beta is None:
         raise ValueError("raw_gates=True needs log_decay or beta, got neither; leave it False")
     if log_decay is None:
         if A_log is not None or dt_bias is not None:
@@ -327,7 +320,7 @@ def check_decode_gates(
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
-    """cu_seqlens `n_seqs + 1`: 0, the ends of the packed texts in order, t."""
+    """Check cu_seqlens `n_seqs + 1`: 0, the ends of the packed sequences in order, the last of them t."""
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor):
@@ -343,7 +336,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
         )
     if b != 1:
         raise ValueError(
-            f"cu_seqlens needs the texts packed into one row, b = 1, got b = {b}; reshape to (1, b * t, ...)"
+            f"cu_seqlens needs the sequences packed into one row, b = 1, got b = {b}; reshape to (1, b * t, ...)"
         )
     if not is_concrete(cu_seqlens):
         return
@@ -355,7 +348,7 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, b: int, t: int) -> None:
 
 
 def check_scale(scale: float | None) -> None:
-    """A finite number, or None for 1/sqrt(k)."""
+    """Check a scale: a finite number, or None for 1/sqrt(k)."""
     if scale is None:
         return
     if isinstance(scale, bool) or not isinstance(scale, int | float):
@@ -365,7 +358,7 @@ def check_scale(scale: float | None) -> None:
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
-    """A positive int, or None for the backend's own."""
+    """Check a chunk size: a positive int, or None for the backend's own."""
     if chunk_size is None:
         return
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
@@ -375,13 +368,13 @@ def check_chunk_size(chunk_size: int | None) -> None:
 
 
 def check_flag(name: str, flag: bool) -> None:
-    """A bool, so that a tensor or a shifted argument does not pass for one."""
+    """Check that flag is a bool, so that a tensor or a shifted argument does not pass for one."""
     if not isinstance(flag, bool):
         raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
 
 
 def check_choice(name: str, choice: str, allowed: Sequence[str]) -> None:
-    """One of a few words."""
+    """Check that choice is one of a few words."""
     if choice not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
 
@@ -395,12 +388,12 @@ def _decay_remedy(rule: Rule, log_decay: Tensor, shapes: dict[str, tuple[int, ..
 
 
 def _swapped(shape: torch.Size) -> tuple[int, ...]:
-    """The shape after transpose(1, 2)."""
+    """Return the shape after transpose(1, 2)."""
     return (shape[0], shape[2], shape[1], *shape[3:])
 
 
 def _head_first(*names: str) -> str:
-    """The hint for tensors whose heads come before their tokens, as torch's scaled_dot_product_attention has them."""
+    """Return the hint for tensors whose heads precede their tokens, as in torch's scaled_dot_product_attention."""
     if len(names) == 1:
         return f"; {names[0]} looks like (b, heads, t, ...): pass {names[0]}.transpose(1, 2)"
     listed = f"{', '.join(names[:-1])} and {names[-1]}"
@@ -408,14 +401,14 @@ def _head_first(*names: str) -> str:
 
 
 def _gate_hint(name: str, x: Tensor, allowed: list[tuple[int, ...]]) -> str:
-    """If a gate fits after transpose(1, 2): it has its heads first, or q, k and v have (tokens outnumber heads)."""
+    """Return a hint if a gate fits after transpose(1, 2): its heads come first, or those of q, k and v do."""
     if x.dim() < 3 or _swapped(x.shape) not in allowed:
         return ""
-    return _head_first(name) if x.shape[1] < x.shape[2] else _head_first("q", "k", "v")
+    return _head_first(name) if x.shape[1] < x.shape[2] else _head_first("q", "k", "v")  # tokens outnumber heads
 
 
 def _check_tensor(name: str, x: Any, q: Tensor, missing: str) -> None:
-    """missing: the remedy for None."""
+    """Check the type, dtype and device of a gate; missing: the remedy for None."""
     if not isinstance(x, Tensor):
         raise TypeError(
             f"{name} must be a torch.Tensor, got {type(x).__name__}" + (f"; {missing}" if x is None else "")
@@ -436,16 +429,16 @@ def _check_number(name: str, x: Any) -> None:
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Whether values may be looked at: not while recording, of what vmap maps, or where that would wait for a GPU."""
+    """Whether the values of x may be looked at: not while recording, inside vmap, or where that waits for a GPU."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it may only pretend to have values
+    if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it may have no values
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(x) and not torch._C._len_torch_dispatch_stack()
 
 
 def _shown(x: float) -> str:
-    """A number for a message; of a long int its first digits, which Python refuses to write out in full."""
+    """Return a number for a message; for a long int its size, since Python refuses to write it out in full."""
     if isinstance(x, int) and x.bit_length() > 64:
         return f"an int of {x.bit_length()} bits"
     return str(x)

@@ -1,4 +1,4 @@
-"""Decoding: a few tokens a row, the memory updated in place, as one torch op.
+"""Decoding: runs a few tokens a row and updates the memory in place, as one torch op.
 
     decode(q, k, v, log_decay, beta, state=pool, slots=slots)      # on a GPU one kernel launch, fit for a CUDA graph
 
@@ -7,11 +7,13 @@ The equation is rule.step's; the gates select the rule as in `explain`. Training
 
 import importlib.util
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lineate import checks
+from lineate.call import Inputs, Options
 from lineate.dispatch import (
     KNOWN_AT_MOST,
     TRANSFORMED,
@@ -19,6 +21,7 @@ from lineate.dispatch import (
     Signature,
     call_signature,
     interpreted,
+    resolve_scale,
     select_rule,
 )
 from lineate.rule import activate, compute_dtype, full_precision, normalize, step
@@ -49,48 +52,118 @@ def decode(
 ) -> Tensor:
     """Run t >= 1 tokens a row through the memory, write the new memory into `state`, return the output `b t hv v`.
 
-    q, k `b t h k`; v `b t hv v`; log_decay `b t hv` or `b t hv k`; beta `b t hv` or `b t hv v`; a gate may be None.
-    A row is one of b batch rows, or, with cu_seqlens (n_seqs + 1,) and b = 1, one of the packed texts. No gradients.
-
-    state        `rows hv k v` float32 (float64 for float64 inputs), modified; with slots a pool `n_slots hv k v`, of
-                 which only the named slots are modified
-    slots        (rows,) int: the slot of each row. Or one for each token, (b, t), (n_seqs, longest text) when packed:
-                 the memory after token i of a row goes to slots[row, i], so that a rejected guess can be taken back;
-                 needs start_slots. A negative slot is not written
-    start_slots  (rows,) int: the slot each row starts from; None is slots. Rows may share one. A row that starts from
-                 a negative slot is idle: its output is 0 and it writes nothing
-    scale        multiplies the output; None is 1/sqrt(k)
-    normalize_qk l2-normalise q and k inside
-    raw_gates    log_decay is the raw gate x of log_decay = -exp(A_log) * softplus(x + dt_bias), with A_log (hv,) and
-                 dt_bias (hv,), (hv, k) or None; beta the raw logit x of beta = beta_scale * sigmoid(x)
-    backend      "auto", "torch" or "triton": one launch that reads and writes the state once. Same bits for the same
-                 row, whatever else is in the batch and however its tokens are split into calls
+    A row is one of b batch rows, or, with cu_seqlens and b = 1, one of the packed sequences. There are no gradients.
+    The gates select the rule as in `explain`. A row has the same bits whatever else is in the batch, and however its
+    tokens are split into calls.
 
     No slot may be written by two rows, or written by one and read by another. On a CPU values are checked. On a GPU,
-    where looking at them would wait, the kernel touches no slot outside the pool: a row that starts there gives NaN.
+    where looking at them would wait for the device, the kernel touches no slot outside the pool; a row that starts
+    there gives NaN.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), or None for a rule that does not forget.
+        beta: `b t hv`, `b t hv v` (one rate per value channel), or None for a rule that only accumulates.
+        state: `rows hv k v` float32 (float64 for float64 inputs), modified; with slots a pool `n_slots hv k v`, of
+            which only the named slots are modified.
+        slots: `rows`, int: the slot of each row. Or one slot for each token, `b t` (packed: `n_seqs` by the longest
+            sequence): the memory after token i of a row goes to slots[row, i], so that a rejected guess can be taken
+            back; this needs start_slots. A negative slot is not written.
+        start_slots: `rows`, int: the slot each row starts from; None is slots. Rows may share one. A row that
+            starts from a negative slot is idle: its output is 0 and it writes nothing.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        scale: multiplies the output; None is 1/sqrt(k).
+        normalize_qk: whether q and k are l2-normalised inside.
+        raw_gates: whether log_decay is the raw gate x of log_decay = -exp(A_log) * softplus(x + dt_bias), and beta the
+            raw logit x of beta = beta_scale * sigmoid(x).
+        A_log: `hv`, for raw gates.
+        dt_bias: `hv`, `hv k` or None, for raw gates.
+        beta_scale: the largest beta of raw gates.
+        backend: "auto", "torch" or "triton": one launch that reads and writes the state once.
+
+    Returns:
+        The output `b t hv v`, in the dtype of v.
     """
-    tensors = (q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, A_log, dt_bias)
-    options = (scale, normalize_qk, raw_gates, beta_scale, backend)
-    signature = call_signature(tensors, options)
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
+    request = _Request(scale, normalize_qk, raw_gates, beta_scale, backend)
+    signature = call_signature((*inputs, slots, start_slots), request)
     if signature is not None:
         signature = None if state is None else (*signature, state.stride())
-    chosen = None if signature is None else _KNOWN.get(signature)
-    if chosen is None:
-        chosen = _check_and_choose(*tensors, *options)
+    known = None if signature is None else _KNOWN.get(signature)
+    if known is None:
+        known = _check_and_choose(inputs, slots, start_slots, request)
         if signature is not None and len(_KNOWN) < KNOWN_AT_MOST:
-            _KNOWN[signature] = chosen
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if signature is None and transformed():
+            _KNOWN[signature] = known
+    chosen, options = known
+    if signature is not None:
+        return _decode(inputs, slots, start_slots, options, chosen)
+    if transformed():
         raise ValueError(
             "decode must not be compiled inside of torch.func transforms or forward mode, which do not see into it; "
             "call it outside of torch.compile, or use the ops, such as lineate.gated_delta_rule"
         )
-    # Only the compiler, and tensors that only pretend, need it as an op, which costs microseconds.
-    run = _decode_op if signature is None else _decode
-    return run(*tensors, scale, normalize_qk, raw_gates, float(beta_scale), chosen)
+    # Only compilers, modes and tensors of other kinds need it as an op, which costs microseconds.
+    return _decode_op(
+        q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, A_log, dt_bias,
+        options.scale, normalize_qk, raw_gates, options.beta_scale, chosen,
+    )  # fmt: skip
+
+
+class _Request(NamedTuple):
+    """What the caller of decode asks for, before it is checked; see there."""
+
+    scale: float | None
+    normalize_qk: bool
+    raw_gates: bool
+    beta_scale: float
+    backend: str
 
 
 def _decode(
+    inputs: Inputs, slots: Tensor | None, start_slots: Tensor | None, options: Options, backend: str
+) -> Tensor:  # fmt: skip
+    """Check what only values tell, then run; compiled calls get here with the values known."""
+    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    assert state is not None
+    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
+    checks.check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
+    if state._is_zerotensor():
+        raise ValueError("state must have memory to write into, got a zero tensor; start from torch.zeros")
+    raw_gates, beta_scale, normalize_qk = options.raw_gates, options.beta_scale, options.normalize_qk
+    if not raw_gates:
+        checks.check_decay(log_decay)
+    if backend == "torch":
+        with full_precision(q):
+            dtype = compute_dtype(v.dtype)
+            if raw_gates:
+                log_decay, beta = activate(log_decay, beta, A_log, dt_bias, beta_scale, dtype)
+            log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
+            watch_writes(k, beta, normalize_qk)  # before the state is written
+            inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+            return _decode_torch(inputs, slots, start_slots, options)
+    from lineate.kernels.portable import decode as kernel  # triton, at its first use
+
+    if q.device.type == "cpu":  # the interpreter
+        rate = activate(None, beta, None, None, beta_scale)[1] if raw_gates else beta
+        watch_writes(k, rate, normalize_qk)
+    q, k, v, memory = in_memory((q, k, v, state))
+    log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
+    slots, start_slots, cu_seqlens = in_memory((slots, start_slots, cu_seqlens))
+    output = kernel.decode(
+        q, k, v, log_decay, beta, memory, slots, start_slots, cu_seqlens, A_log, dt_bias,
+        scale=options.scale, beta_scale=beta_scale, normalize_qk=normalize_qk, raw_gates=raw_gates,
+    )  # fmt: skip
+    if memory is not state:  # a view of negated numbers
+        state.copy_(memory)
+    elif not state.is_inference():
+        torch.autograd.graph.increment_version(state)  # as any torch function that writes in place does
+    return output
+
+
+@torch.library.custom_op("lineate::decode", mutates_args=("state",))
+def _decode_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -108,56 +181,9 @@ def _decode(
     beta_scale: float,
     backend: str,
 ) -> Tensor:
-    """Check what only values tell, then run; compiled calls get here with the values known."""
-    checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-    checks.check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
-    if state._is_zerotensor():
-        raise ValueError("state must have memory to write into, got a zero tensor; start from torch.zeros")
-    if not raw_gates:
-        checks.check_decay(log_decay)
-    if backend == "torch":
-        with full_precision(q):
-            dtype = compute_dtype(v.dtype)
-            if raw_gates:
-                log_decay, beta = activate(log_decay, beta, A_log, dt_bias, beta_scale, dtype)
-            log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
-            watch_writes(k, beta, normalize_qk)  # before the state is written
-            return _decode_torch(
-                q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, scale=scale, normalize_qk=normalize_qk
-            )
-    from lineate.kernels.portable import decode as kernel  # triton, at its first use
-
-    if q.device.type == "cpu":  # the interpreter
-        rate = activate(None, beta, None, None, beta_scale)[1] if raw_gates else beta
-        watch_writes(k, rate, normalize_qk)
-    q, k, v, memory = in_memory((q, k, v, state))
-    log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
-    slots, start_slots, cu_seqlens = in_memory((slots, start_slots, cu_seqlens))
-    output = kernel.decode(
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        memory,
-        slots,
-        start_slots,
-        cu_seqlens,
-        A_log,
-        dt_bias,
-        scale=scale,
-        beta_scale=beta_scale,
-        normalize_qk=normalize_qk,
-        raw_gates=raw_gates,
-    )
-    if memory is not state:  # a view of negated numbers
-        state.copy_(memory)
-    elif not state.is_inference():
-        torch.autograd.graph.increment_version(state)  # as any torch function that writes in place does
-    return output
-
-
-_decode_op = torch.library.custom_op("lineate::decode", _decode, mutates_args=("state",))
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
+    options = Options(beta is not None, scale, normalize_qk, beta_scale=beta_scale, raw_gates=raw_gates)
+    return _decode(inputs, slots, start_slots, options, backend)
 
 
 @_decode_op.register_fake
@@ -166,34 +192,25 @@ def _(q, k, v, *_):  # type: ignore[no-untyped-def]
 
 
 def _decode_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    slots: Tensor | None,
-    start_slots: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    scale: float,
-    normalize_qk: bool,
-) -> Tensor:
-    """rule.step, token by token, for all rows at once or for one text after the other."""
+    inputs: Inputs, slots: Tensor | None, start_slots: Tensor | None, options: Options
+) -> Tensor:  # fmt: skip
+    """Run rule.step token by token, for all rows at once or for one packed sequence after the other."""
+    q, k, v, log_decay, beta, state, cu_seqlens = inputs[:7]
+    assert state is not None
     t, group = q.shape[1], v.shape[2] // q.shape[2]
     dtype = compute_dtype(v.dtype)
     q, k = q.to(dtype), k.to(dtype)
-    if normalize_qk:
+    if options.normalize_qk:
         q, k = normalize(q), normalize(k)
-    q, k = ((scale * q).repeat_interleave(group, dim=2), k.repeat_interleave(group, dim=2))  # b t hv k
+    q, k = ((options.scale * q).repeat_interleave(group, dim=2), k.repeat_interleave(group, dim=2))  # b t hv k
     decay = None if log_decay is None else _at_least_4d(log_decay.exp())  # b t hv 1|k
     beta = None if beta is None else _at_least_4d(beta)  # b t hv 1|v
     output = v.new_empty(v.shape)
     start_slots = slots if start_slots is None else start_slots
     batches = [(slice(0, q.shape[0]), slice(0, q.shape[0]), 0, t)]  # rows, batch rows, first token, end
     if cu_seqlens is not None:
-        texts = enumerate(pairwise(cu_seqlens.tolist()))
-        batches = [(slice(i, i + 1), slice(0, 1), first, end) for i, (first, end) in texts]
+        sequences = enumerate(pairwise(cu_seqlens.tolist()))
+        batches = [(slice(i, i + 1), slice(0, 1), first, end) for i, (first, end) in sequences]
     for rows, batch, first, end in batches:
         if start_slots is None:
             idle, own = None, state[rows]
@@ -208,7 +225,7 @@ def _decode_torch(
                 v[batch, i].to(dtype),
                 None if decay is None else decay[batch, i],
                 None if beta is None else beta[batch, i],
-                beta is not None,
+                options.corrects,
             )
             output[batch, i] = (read if idle is None else read.masked_fill(idle[:, None, None], 0)).to(v.dtype)
             if slots is not None and slots.dim() == 2 and i - first < slots.shape[1]:
@@ -221,7 +238,7 @@ def _decode_torch(
 
 
 def _write(state: Tensor, slots: Tensor, own: Tensor, idle: Tensor | None) -> None:
-    """state[slots] = own where the row is not idle and the slot not negative."""
+    """Set state[slots] = own where the row is not idle and the slot is not negative."""
     kept = slots >= 0 if idle is None else (slots >= 0) & ~idle
     state[slots[kept].long()] = own[kept]
 
@@ -230,30 +247,17 @@ def _at_least_4d(x: Tensor) -> Tensor:
     return x if x.dim() == 4 else x.unsqueeze(-1)
 
 
-# Calls that passed every check, by all that the checks depend on, with the backend chosen: decoding makes the same call
-# for every token of every layer.
-_KNOWN: dict[Signature, str] = {}
+# The backend and the options of calls that passed every check, by all that these depend on: decoding makes the same
+# call for every token of every layer.
+_KNOWN: dict[Signature, tuple[str, Options]] = {}
 
 
 def _check_and_choose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    slots: Tensor | None,
-    start_slots: Tensor | None,
-    cu_seqlens: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    scale: float | None,
-    normalize_qk: bool,
-    raw_gates: bool,
-    beta_scale: float,
-    backend: str,
-) -> str:
-    """All checks of one call but those of values, then 'torch' or 'triton'."""
+    inputs: Inputs, slots: Tensor | None, start_slots: Tensor | None, request: _Request
+) -> tuple[str, Options]:
+    """Check everything about one call except values; return 'torch' or 'triton', and how to run it."""
+    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    scale, normalize_qk, raw_gates, beta_scale, backend = request
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
@@ -261,13 +265,14 @@ def _check_and_choose(
     for name, gate in (("log_decay", log_decay), ("beta", beta)):
         if gate is not None and not isinstance(gate, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(gate).__name__}")
-    checks.check_inputs(select_rule(log_decay, beta), q, k, v, log_decay, beta)
+    checks.check_inputs(select_rule(log_decay, beta), inputs)
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
     checks.check_device("cu_seqlens", cu_seqlens, q)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     checks.check_slots(slots, start_slots, rows, q, packed=cu_seqlens is not None)
     checks.check_decode_state(state, q, v, rows, pooled=slots is not None)
-    checks.check_decode_gates(log_decay, beta, A_log, dt_bias, beta_scale, raw_gates, q, v)
+    assert state is not None
+    checks.check_decode_gates(inputs, beta_scale, raw_gates)
     named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
     for name, x in {**named, "A_log": A_log, "dt_bias": dt_bias}.items():
         if needs_grad(x):
@@ -275,18 +280,20 @@ def _check_and_choose(
                 f"{name} must not require grad: decode writes into state and has no gradients; "
                 "call it under torch.no_grad(), or train with the ops, such as lineate.gated_delta_rule"
             )
+    scale = resolve_scale(scale, q.shape[-1])
+    options = Options(beta is not None, scale, normalize_qk, beta_scale=float(beta_scale), raw_gates=raw_gates)
     if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
-        return "torch"
+        return "torch", options
     obstacle = _obstacle(q, state)
     if obstacle is None:
-        return "triton"
+        return "triton", options
     if backend == "triton":
         raise ValueError(f"backend='triton' cannot serve this call: {obstacle}; use backend='torch'")
-    return "torch"
+    return "torch", options
 
 
 def _obstacle(q: Tensor, state: Tensor) -> str | None:
-    """What about this call the kernel does not do, or None."""
+    """Return what about this call the kernel does not do, or None."""
     if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
         return f"it needs CUDA tensors, got {q.device.type}"
     if q.dtype == torch.float64:

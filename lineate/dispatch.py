@@ -1,4 +1,4 @@
-"""Which form and backend run a call, decided in one pure function, and `explain`, which tells."""
+"""Chooses the form and the backend of a call in one pure function; `explain` tells the choice and its reasons."""
 
 import importlib
 import os
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks, flops
+from lineate.call import Inputs, Options, Request
 from lineate.native.build import why_not
 from lineate.processor import why_wide
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
@@ -23,7 +24,7 @@ CHUNK_SIZES = {"torch": flops.CHUNK, "native": 32, "triton": 64}
 # The widest key and value heads that the triton kernels hold in registers.
 TRITON_WIDTH = 256
 TRANSFORMED = "torch.func transforms and forward mode know torch's functions alone"
-"""Why another backend than torch cannot run inside of them."""
+"""Why only the torch backend runs inside a transform."""
 # Up to this many tokens the token loop beats setting up a chunk (bench/rules/cpu.py, table "short").
 RECURRENT_UP_TO = 8
 
@@ -41,59 +42,66 @@ class Plan:
     chunk_size: int
     """Tokens a chunk: 1 for the recurrent form, t for the parallel one."""
     reason: str
-    """One clause a choice."""
+    """Why, in one clause for each choice."""
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.form}, {self.backend}, chunks of {self.chunk_size}\n  {self.reason}"
 
 
-def resolve(
-    rule: Rule,
-    *,
-    t: int,
-    width: int,
-    packed: bool,
-    beta_per_channel: bool,
-    needs_grad: bool,
-    transformed: bool,
-    device: str,
-    dtype: torch.dtype,
-    no_native: str | None,
-    no_triton: str | None,
-    form: str,
-    backend: str,
-    chunk_size: int | None,
-    wide: str | None = None,
-) -> Plan:
-    """`auto` becomes a choice; an explicit request that cannot be served raises, never falls back.
+@dataclass(frozen=True)
+class Facts:
+    """What a choice depends on beside the rule and the request."""
 
-    width is the larger of k and v. transformed: in a torch.func transform or forward mode, which only torch's own
-    functions know. no_native and no_triton say why that backend cannot run on this machine, or are None if it can.
-    wide: what there is to say of a dtype that this processor does not multiply.
-    """
-    if beta_per_channel and form not in ("auto", "recurrent"):
+    t: int
+    """Tokens a row."""
+    width: int
+    """The larger of k and v."""
+    packed: bool = False
+    """Whether there are cu_seqlens."""
+    beta_per_channel: bool = False
+    """Whether beta has one rate per value channel."""
+    needs_grad: bool = False
+    """Whether autograd will want a backward."""
+    transformed: bool = False
+    """Whether the call is inside a torch.func transform or forward mode, which know torch's own functions alone."""
+    device: str = "cpu"
+    """The type of the tensors' device."""
+    dtype: torch.dtype = torch.float32
+    """The dtype of q, k and v."""
+    no_native: str | None = None
+    """Why the native backend cannot run on this machine, or None."""
+    no_triton: str | None = None
+    """Why the triton backend cannot run on this machine, or None."""
+    wide: str | None = None
+    """What to say about a dtype that this processor does not multiply, or None."""
+
+
+def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
+    """Turn 'auto' into a choice; an explicit request that cannot be served raises, it never falls back."""
+    form, backend, t = request.form, request.backend, facts.t
+    if facts.beta_per_channel and form not in ("auto", "recurrent"):
         raise ValueError(
             f"form={form!r} needs beta of shape (b, t, hv); one beta per value channel (b, t, hv, v) "
             "is supported by form='recurrent' only"
         )
     if form != "auto":
         why_form = f"form {form!r} as asked"
-    elif beta_per_channel:
+    elif facts.beta_per_channel:
         form, why_form = "recurrent", "form 'recurrent' because beta has one rate per value channel"
-    elif t <= RECURRENT_UP_TO and not packed and not needs_grad:
+    elif t <= RECURRENT_UP_TO and not facts.packed and not facts.needs_grad:
         form, why_form = "recurrent", f"form 'recurrent' because t is at most {RECURRENT_UP_TO}: decoding"
     else:
         form, why_form = "chunkwise", "form 'chunkwise': linear in t, quadratic only inside a chunk"
 
     obstacles = {
-        "native": _native_obstacle(form, beta_per_channel, needs_grad, device, dtype) or no_native,
-        "triton": no_triton or _triton_obstacle(form, needs_grad, device, dtype, width, chunk_size),
+        "native": _native_obstacle(form, facts) or facts.no_native,
+        "triton": facts.no_triton or _triton_obstacle(form, facts, request.chunk_size),
         "torch": None,
     }
-    if transformed:
+    if facts.transformed:
         for name in ("native", "triton"):
             obstacles[name] = obstacles[name] or TRANSFORMED
-    own = "triton" if device == "cuda" else "native"  # the backend made for the device
+    own = "triton" if facts.device == "cuda" else "native"  # the backend made for the device
     if backend == "auto":
         backend = own if obstacles[own] is None else "torch"
         found = {"triton": "runs kernels made for a GPU", "native": "runs float32 on a CPU"}
@@ -102,42 +110,38 @@ def resolve(
         if obstacles[backend] is not None:
             raise ValueError(f"backend={backend!r} cannot serve this call: {obstacles[backend]}; use backend='torch'")
         why_backend = f"backend {backend!r} as asked"
-    chunk_size = CHUNK_SIZES[backend] if chunk_size is None else chunk_size
+    chunk_size = CHUNK_SIZES[backend] if request.chunk_size is None else request.chunk_size
     size = {"recurrent": 1, "chunkwise": min(chunk_size, t), "parallel": t}[form]
-    return Plan(rule.name, form, backend, size, "; ".join(x for x in (why_form, why_backend, wide) if x))
+    return Plan(rule.name, form, backend, size, "; ".join(x for x in (why_form, why_backend, facts.wide) if x))
 
 
-def _native_obstacle(
-    form: str, beta_per_channel: bool, needs_grad: bool, device: str, dtype: torch.dtype
-) -> str | None:
-    """What about this call the native backend does not do, or None."""
-    if device != "cpu":
-        return f"the native backend needs CPU tensors, got {device}"
-    if dtype == torch.float64:
+def _native_obstacle(form: str, facts: Facts) -> str | None:
+    """Return what about this call the native backend does not do, or None."""
+    if facts.device != "cpu":
+        return f"the native backend needs CPU tensors, got {facts.device}"
+    if facts.dtype == torch.float64:
         return "the native backend computes in float32, got float64 inputs"
     if form == "parallel":
         return "the native backend has no parallel form"
-    if form == "recurrent" and beta_per_channel:
+    if form == "recurrent" and facts.beta_per_channel:
         return "the native backend takes no beta per value channel"
-    if form == "recurrent" and needs_grad:
+    if form == "recurrent" and facts.needs_grad:
         return "the native recurrent form has no gradients"
     return None
 
 
-def _triton_obstacle(
-    form: str, needs_grad: bool, device: str, dtype: torch.dtype, width: int, chunk_size: int | None
-) -> str | None:
-    """What about this call the triton kernels do not do, or None."""
-    if device == "cpu" and dtype != torch.float32:
-        return f"triton's interpreter computes float32 only, got {str(dtype).removeprefix('torch.')}"
-    if dtype == torch.float64:
+def _triton_obstacle(form: str, facts: Facts, chunk_size: int | None) -> str | None:
+    """Return what about this call the triton kernels do not do, or None."""
+    if facts.device == "cpu" and facts.dtype != torch.float32:
+        return f"triton's interpreter computes float32 only, got {str(facts.dtype).removeprefix('torch.')}"
+    if facts.dtype == torch.float64:
         return "the triton kernels compute in float32, got float64 inputs"
     if form == "parallel":
         return "the triton backend has no parallel form"
-    if form == "recurrent" and needs_grad:
+    if form == "recurrent" and facts.needs_grad:
         return "the triton recurrent form has no gradients"
-    if width > TRITON_WIDTH:
-        return f"the triton kernels take k and v up to {TRITON_WIDTH}, got {width}"
+    if facts.width > TRITON_WIDTH:
+        return f"the triton kernels take k and v up to {TRITON_WIDTH}, got {facts.width}"
     if form == "chunkwise" and chunk_size not in (None, CHUNK_SIZES["triton"]):
         return f"the triton kernels work in chunks of {CHUNK_SIZES['triton']}, got chunk_size={chunk_size}"
     return None
@@ -163,28 +167,33 @@ def explain(
     >>> print(lineate.explain(q, k, v, log_decay, beta))
     gated_delta_rule: chunkwise, native, chunks of 32
       form 'chunkwise': linear in t, quadratic only inside a chunk; backend 'native' runs float32 on a CPU
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), or None for a rule that does not forget.
+        beta: `b t hv`, `b t hv v`, or None for a rule that only accumulates.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        The plan; print it, or read its fields.
     """
-    plan = check_and_resolve(
-        select_rule(log_decay, beta),
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        scale=scale,
-        state=state,
-        cu_seqlens=cu_seqlens,
-        form=form,
-        backend=backend,
-        chunk_size=chunk_size,
-        normalize_qk=normalize_qk,
-    )
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    request = Request(scale, form, backend, chunk_size, normalize_qk)
+    plan, _ = check_and_resolve(select_rule(log_decay, beta), inputs, request)
     checks.check_decay(log_decay)
     return plan
 
 
 def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
-    """The row of the table that takes these gates."""
+    """Return the row of the table that takes these gates."""
     if beta is None:
         return LINEAR if log_decay is None else GATED_LINEAR
     if log_decay is None:
@@ -192,15 +201,15 @@ def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
     return KIMI_DELTA if isinstance(log_decay, Tensor) and log_decay.dim() == 4 else GATED_DELTA
 
 
-# Plans of calls that passed every check, by all that the checks and the plan depend on: decoding makes the same call
-# for every token, and looking at it again would take a fifth of the step.
-_KNOWN: dict[Signature, Plan] = {}
+# Plans and options of calls that passed every check, by all that they depend on: decoding makes the same call for every
+# token, and looking at it again would take a fifth of the step.
+_KNOWN: dict[Signature, tuple[Plan, Options]] = {}
 KNOWN_AT_MOST = 1024
 _PLAIN = frozenset((float, int, str, bool, type(None)))
 
 
 def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> Signature | None:
-    """All of a call but the values of its tensors, or None where checks must look again: odd types, and recording."""
+    """Return all of a call but the values of its tensors; None where checks must look again: odd types, recording."""
     if recorded():
         return None
     types = tuple(map(type, options))
@@ -217,65 +226,54 @@ def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ..
     return tuple(parts)
 
 
-def check_and_resolve(
-    rule: Rule,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    *,
-    scale: float | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    form: str,
-    backend: str,
-    chunk_size: int | None,
-    normalize_qk: bool,
-) -> Plan:
-    """All checks of one call, then its plan."""
-    options = (scale, form, backend, chunk_size, normalize_qk)
+def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Plan, Options]:
+    """Check everything about one call except the values of its gates; return its plan and how to run it."""
     signature = None  # the values of cu_seqlens are looked at every time
-    if cu_seqlens is None:
-        signature = call_signature((q, k, v, log_decay, beta, state), options)
+    if inputs.cu_seqlens is None:
+        signature = call_signature(inputs[:6], request)
     if signature is not None:
-        signature = (rule, *signature)
+        signature = (rule.name, *signature)
         if signature in _KNOWN:
             return _KNOWN[signature]
-    checks.check_choice("form", form, FORMS)
-    checks.check_choice("backend", backend, BACKENDS)
-    checks.check_chunk_size(chunk_size)
-    checks.check_scale(scale)
-    checks.check_flag("normalize_qk", normalize_qk)
-    checks.check_inputs(rule, q, k, v, log_decay, beta)
-    b, t = q.shape[:2]
+    q, k, v, log_decay, beta, state, cu_seqlens = inputs[:7]
+    checks.check_choice("form", request.form, FORMS)
+    checks.check_choice("backend", request.backend, BACKENDS)
+    checks.check_chunk_size(request.chunk_size)
+    checks.check_scale(request.scale)
+    checks.check_flag("normalize_qk", request.normalize_qk)
+    checks.check_inputs(rule, inputs)
+    b, t, _, key_dim = q.shape
     checks.check_cu_seqlens(cu_seqlens, b, t)
     n_states = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    checks.check_state(state, v, q.shape[-1], n_states)
-    plan = resolve(
-        rule,
-        t=t,
-        width=max(q.shape[-1], v.shape[-1]),
+    checks.check_state(state, v, key_dim, n_states)
+    device = q.device.type
+    facts = Facts(
+        t,
+        width=max(key_dim, v.shape[-1]),
         packed=cu_seqlens is not None,
         beta_per_channel=beta is not None and beta.dim() == 4,
         needs_grad=needs_grad(q, k, v, log_decay, beta, state),
         transformed=transformed(),
-        device=q.device.type,
+        device=device,
         dtype=q.dtype,
-        no_native=_no_native() if q.device.type == "cpu" and backend in ("auto", "native") else None,
-        no_triton=why_no_triton(q.device.type) if q.device.type == "cuda" or backend == "triton" else None,
-        form=form,
-        backend=backend,
-        chunk_size=chunk_size,
-        wide=why_wide(q.dtype) if q.device.type == "cpu" else None,
+        no_native=_no_native() if device == "cpu" and request.backend in ("auto", "native") else None,
+        no_triton=why_no_triton(device) if device == "cuda" or request.backend == "triton" else None,
+        wide=why_wide(q.dtype) if device == "cpu" else None,
     )
+    plan = resolve(rule, facts, request)
+    options = Options(rule.corrects, resolve_scale(request.scale, key_dim), request.normalize_qk, plan.chunk_size)
     if signature is not None and len(_KNOWN) < KNOWN_AT_MOST:
-        _KNOWN[signature] = plan
-    return plan
+        _KNOWN[signature] = plan, options
+    return plan, options
+
+
+def resolve_scale(scale: float | None, key_dim: int) -> float:
+    """Return the scale asked for, or 1/sqrt(k) for None."""
+    return key_dim**-0.5 if scale is None else float(scale)
 
 
 def _no_native() -> str | None:
-    """Why the native backend cannot run on this machine, or None; compiles it the first time."""
+    """Return why the native backend cannot run on this machine, or None; compile it the first time."""
     return why_not()
 
 
@@ -292,7 +290,7 @@ interpreted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def why_no_triton(device: str) -> str | None:
-    """Why the triton kernels cannot run on this device, or None; imports them. Triton's interpreter runs on a CPU."""
+    """Import the kernels and return why they cannot run on this device, or None; the interpreter runs on a CPU."""
     if device != "cuda" and not (device == "cpu" and interpreted()):
         return f"the triton kernels need CUDA tensors, got {device}"
     try:
@@ -306,11 +304,11 @@ why_no_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels_run() -> bool:
-    """Whether kernels may be called for CUDA tensors: triton is there, and nothing like vmap is at work."""
+    """Whether kernels may be called for CUDA tensors: triton is installed, and no transform such as vmap is active."""
     return why_no_triton("cuda") is None and not transformed()
 
 
 def empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Zeros `b hv k v`, or `n_seqs hv k v` with packed sequences."""
+    """Return zeros `b hv k v`, or `n_seqs hv k v` with packed sequences."""
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return torch.zeros(rows, v.shape[2], q.shape[3], v.shape[3], dtype=dtype, device=v.device)

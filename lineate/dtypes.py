@@ -1,4 +1,4 @@
-"""Dtypes by name: one parser for arguments in Python and on the command line."""
+"""Parses the names of dtypes, for arguments in Python and on the command line."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ HALF_AND_SINGLE: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 FLOATING = HALF_AND_SINGLE | {"fp64": torch.float64, "float64": torch.float64}
-"""What a model computes in."""
+"""The dtypes that a model computes in."""
 
 
 def parse_dtype(
@@ -34,6 +34,6 @@ def parse_dtype(
 
 
 def full_name(name: Any) -> Any:
-    """Return "bfloat16" for "bf16", and so on; what is no short name is left as it is."""
+    """Return "bfloat16" for "bf16", and so on; any other value is returned as it is."""
     known = FLOATING.get(name) if isinstance(name, str) else None
     return name if known is None else str(known).removeprefix("torch.")

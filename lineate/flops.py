@@ -1,8 +1,9 @@
-"""Operations of the rules, for lineate.planning and for torch.utils.flop_counter, which looks up a formula for each op.
+"""Counts the operations of the rules, for lineate.planning and for torch.utils.flop_counter.
 
-A multiply-add counts as 2. What counts are the matrix products of plain torch, whichever backend runs: those of a chunk
+A multiply-add counts as 2. Only the matrix products of plain torch count, whichever backend runs: those of a chunk
 (forms/chunk.py: scores, reads, output, write), or of a token (its reads; the write is no product). The native and the
-triton backend count as torch in its chunks of 64; a backward counts as two forwards, without what it computes again.
+triton backend count as torch in its chunks of 64. A backward counts as two forwards; what it computes again does not
+count.
 """
 
 import sys
@@ -16,12 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 CHUNK = 64
-"""Tokens a chunk of plain torch, where a call does not say."""
+"""Tokens a chunk of plain torch, unless a call says otherwise."""
 _BLOCK = 16  # rows of a chunk that share a reference point of the decay per channel
 
 
 class Heads(NamedTuple):
-    """What the operations of a token or a chunk depend on."""
+    """The sizes that the operations of a token or a chunk depend on."""
 
     keys: int
     values: int
@@ -41,17 +42,17 @@ class Heads(NamedTuple):
         return scores + self.values * 2 * (s * c * k * v + c * c * v + c * k * v)
 
     def chunkwise(self, tokens: int, size: int = CHUNK) -> int:
-        """Return the operations of a text in chunks of `size`."""
+        """Return the operations of a sequence in chunks of `size`."""
         whole, rest = divmod(tokens, size)
         return whole * self.chunk(size) + (self.chunk(rest) if rest else 0)
 
     def recurrent(self, tokens: int) -> int:
-        """Return the operations of a text token by token."""
+        """Return the operations of a sequence token by token."""
         return tokens * 2 * (2 if self.corrects else 1) * self.values * self.key_dim * self.value_dim
 
 
 def announce() -> None:
-    """Tell torch's counter of operations our formulas: those at work, and those to come.
+    """Tell our formulas to torch's counters of operations: the active ones, and those to come.
 
     Importing it would take longer than importing lineate, so this waits until a mode is there that may be one.
     """
@@ -61,7 +62,7 @@ def announce() -> None:
     at_work = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, counters._FlopCounterMode)]
     registries = [counters.flop_registry, *(mode.counter.flop_registry for mode in at_work)]
     for name, count in _COUNTS.items():
-        packet = getattr(torch.ops.lineate, name, None)  # kernels may not be imported
+        packet = getattr(torch.ops.lineate, name, None)  # the kernels may not be imported
         if packet is not None and any(packet not in registry for registry in registries):
             formula = _formula(packet, count)
             for registry in registries:
@@ -85,7 +86,7 @@ def _heads(given: dict[str, Any]) -> Heads:
 
 
 def _lengths(given: dict[str, Any]) -> list[int]:
-    """Return the tokens of each text; of bounds that only pretend to have values, all tokens as one text."""
+    """Return the tokens of each sequence; if the bounds have no values, all tokens count as one sequence."""
     (b, t), bounds = given["q"].shape[:2], given["cu_seqlens"]
     if bounds is None:
         return [t] * b
@@ -121,4 +122,4 @@ _COUNTS: dict[str, Callable[[dict[str, Any]], int]] = {
     "recurrent_triton": _recurrent,
     "decode": _recurrent,
 }
-"""By the names of the ops."""
+"""The operations of each op, by its name."""

@@ -1,9 +1,10 @@
-"""The delta rules from what a layer's projections give: norms, gates and rates inside the kernels."""
+"""The delta rules from raw gates, as a layer's projections give them; the kernels compute norms, gates and rates."""
 
 import torch
 from torch import Tensor
 
 from lineate import checks
+from lineate.call import Inputs, Options, Request
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops import Attended, gated_delta_rule, kimi_delta_attention
 from lineate.rule import activate
@@ -25,37 +26,49 @@ def fused_delta_rule(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Attended[Tensor]:
-    """Gated DeltaNet (gate `b t hv`) or Kimi Delta Attention (gate `b t hv k`) from raw gates.
+    """Run Gated DeltaNet (gate `b t hv`) or Kimi Delta Attention (gate `b t hv k`) from raw gates.
 
         log_decay = -exp(A_log) softplus(gate + dt_bias)      beta = beta_scale sigmoid(write)
 
-    write `b t hv`; A_log `hv`; dt_bias `hv`, or `hv k` (also flat) per channel. beta_scale = 2 allows negative
-    eigenvalues. On a GPU the activations and the l2-normalisation of q and k happen inside the kernels, forward and
-    backward; elsewhere they are plain torch in front of the same op. Everything differentiates.
+    On a GPU the activations and the l2-normalisation of q and k happen inside the kernels, forward and backward;
+    elsewhere they are plain torch in front of the same op. Everything differentiates.
 
     >>> out, state = lineate.fused_delta_rule(q, k, v, a, b, A_log, dt_bias)
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        gate: the raw gate of log_decay, `b t hv` (per head) or `b t hv k` (per key channel).
+        write: the raw logit of beta, `b t hv`.
+        A_log: the logarithm of each head's speed of forgetting, `hv`.
+        dt_bias: added to gate: `hv`, or `hv k` (also flat) for a gate per channel; None adds nothing.
+        beta_scale: the largest beta; 2 allows negative eigenvalues.
+        normalize_qk: whether q and k are l2-normalised inside.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
     checks.check_qkv(q, k, v)
-    checks.check_raw_gates(gate, write, A_log, dt_bias, beta_scale, q, v)
+    checks.check_raw_gates(Inputs(q, k, v, gate, write, A_log=A_log, dt_bias=dt_bias), beta_scale)
     if dt_bias is not None:
         dt_bias = dt_bias.view(gate.shape[2:])
-    rule = select_rule(gate, write)
-    plan = check_and_resolve(
-        rule, q, k, v, gate, write,
-        scale=scale, state=state, cu_seqlens=cu_seqlens, form="chunkwise", backend=backend, chunk_size=None,
-        normalize_qk=normalize_qk,
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias)
+    request = Request(scale, "chunkwise", backend, None, normalize_qk)
+    plan, options = check_and_resolve(select_rule(gate, write), inputs, request)
     if plan.backend == "triton":
         from lineate.kernels import ops as kernels  # triton, at its first use
 
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if state is None:
-            state = empty_state(q, v, cu_seqlens, torch.float32)
-        output, final = kernels.chunkwise(
-            q, k, v, gate, write, state, cu_seqlens, corrects=True, scale=scale, normalize_qk=normalize_qk,
-            A_log=A_log, dt_bias=dt_bias, beta_scale=float(beta_scale),
-        )  # fmt: skip
-        return Attended(output, final)
+            inputs = Inputs(
+                q, k, v, gate, write, empty_state(q, v, cu_seqlens, torch.float32), cu_seqlens, A_log, dt_bias
+            )
+        options = Options(True, options.scale, normalize_qk, beta_scale=float(beta_scale), raw_gates=True)
+        return Attended(*kernels.chunkwise(inputs, options))
     log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
     assert log_decay is not None and beta is not None
     op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule

@@ -1,13 +1,13 @@
-"""Products of 16-bit matrices on a CPU that has none: the same numbers through float32.
+"""Multiplies 16-bit matrices through float32, on a CPU that has no instructions for them.
 
     y = round(wide(x) wide(W)^T + wide(bias))       summed in float32, rounded once
 
-torch's own products in bfloat16 take up to hundreds of times as long there. Weights stay as they are: blocks of their
-rows that fit a cache are widened one after another, so that a model's memory does not double. Under autocast the
-operands are not rounded first; the result has autocast's dtype.
+On such a CPU, torch's own products in bfloat16 take up to hundreds of times as long. Weights stay as they are: blocks
+of their rows that fit a cache are widened one after another, so that a model's memory does not double. Under autocast
+the operands are not rounded first; the result has autocast's dtype.
 
-Where a compiler or a transform looks at the call, it is plain torch without blocks. Tensors that have products of their
-own, such as quantised weights, are left to these.
+Where a compiler or a transform looks at the call, plain torch runs, without blocks. Tensors with products of their own,
+such as quantised weights, keep these.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,12 +26,12 @@ from lineate.processor import multiplies
 from lineate.tracing import is_eager, needs_grad
 
 BLOCK = 2**20
-"""Elements that are widened at a time: 4 MB, which also keeps the allocator from mapping new pages for every block."""
+"""Elements that are widened at a time: 4 MB, small enough that the allocator reuses its pages for every block."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 def half_dtype(x: Tensor) -> torch.dtype | None:
-    """The 16-bit dtype of products with x, if they must go through float32; None: torch multiplies."""
+    """Return the 16-bit dtype of products with x if they must go through float32; None if torch multiplies."""
     dtype = x.dtype
     if torch.is_autocast_enabled("cpu") and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype("cpu")
@@ -39,7 +39,7 @@ def half_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias; x `... k`, weight `m k`, bias `m`."""
+    """Return x weight^T + bias; x `... k`, weight `m k`, bias `m`."""
     dtype = half_dtype(x)
     if dtype is None or not _multiply(x, weight, bias) or weight.dim() != 2:
         return F.linear(x, weight, bias)
@@ -51,7 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
-    """x y."""
+    """Return x y."""
     dtype = half_dtype(x)
     if dtype is None or not _multiply(x, y, None):
         return x @ y
@@ -60,7 +60,7 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def multiply_heads(x: Tensor, y: Tensor) -> Tensor:
-    """x_h y_h of every head h; x `b t h n`, y `h n m` -> `b t h m`."""
+    """Return x_h y_h for every head h; x `b t h n`, y `h n m` -> `b t h m`."""
     dtype = half_dtype(x)
     if dtype is None or not _multiply(x, y, None):
         return torch.einsum("bthn,hnm->bthm", x, y)
@@ -81,7 +81,7 @@ def attention(
     scale: float | None = None,
     shared_keys: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention; q `b heads t k`, k and v `b kv n k|v`, kv < heads only with shared_keys."""
+    """Run F.scaled_dot_product_attention; q `b heads t k`, k and v `b kv n k|v`, kv < heads only with shared_keys."""
     # torch wants bools, which comparisons of sizes are not in a graph for any length, nor inside torch.jit.trace.
     causal, shared_keys = True if causal else False, True if shared_keys else False  # noqa: SIM210
     dtype = half_dtype(q)
@@ -95,15 +95,15 @@ def attention(
     with _without_autocast():
         if k.numel() <= BLOCK or not is_eager(q, k, v) or needs_grad(q, k, v):
             return softmax(q.float(), k.float(), v.float()).to(dtype)
-        large = k[0, 0].numel() >= BLOCK // 16  # else looking at each head by itself costs more than widening
+        large = k[0, 0].numel() >= BLOCK // 16  # for small heads, a loop over heads costs more than widening
         if q.shape[2] <= 128 and large and not causal and not shared_keys:
             return _attend_few(q, k, v, mask, q.shape[3] ** -0.5 if scale is None else scale, dtype)
-        heads = zip(*(x.chunk(k.shape[1], 1) for x in (q, k, v)), strict=True)  # those of the keys
+        heads = zip(*(x.chunk(k.shape[1], 1) for x in (q, k, v)), strict=True)  # one for each head of the keys
         return torch.cat([softmax(*(x.float() for x in own)).to(dtype) for own in heads], 1)
 
 
 def _attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
-    """attention of few queries over many keys, which are not stored wide; q `b heads t k`, k and v `b heads n k|v`."""
+    """Run attention of few queries over many keys without storing these wide; q `b heads t k`, k, v `b heads n k|v`."""
     output = torch.empty(*q.shape[:3], v.shape[3], dtype=dtype, device=q.device)
     for row, head in product(range(q.shape[0]), range(q.shape[1])):
         scores = scale * wide_linear(q[row, head], k[row, head])
@@ -115,7 +115,7 @@ def _attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: flo
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """linear of operands of any dtype through float32, in blocks; not under autocast."""
+    """Return x weight^T + bias for operands of any dtype through float32, in blocks; autocast must be off."""
     if not is_eager(x, weight, bias):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
     rows = x.reshape(-1, x.shape[-1])
@@ -132,7 +132,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: to
 
 
 def times(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight in float32; x `n m`, weight `m k` of any dtype; not under autocast."""
+    """Return x weight in float32; x `n m`, weight `m k` of any dtype; autocast must be off."""
     if needs_grad(x, weight) or weight.dtype == torch.float32 or not is_eager(x, weight):
         return x.float() @ weight.float()
     found = native.combine(x, weight) if weight.stride(1) == 1 else native.product(x, weight.mT)
@@ -147,7 +147,7 @@ def times(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _outer(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """x^T y in dtype; x `n m`, y `n k`."""
+    """Return x^T y in dtype; x `n m`, y `n k`."""
     x, y = x.T, y.float()
     if needs_grad(x, y) or x.shape[0] * y.shape[1] <= BLOCK:
         return (x.float() @ y).to(dtype)
@@ -158,7 +158,7 @@ def _outer(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class LinearThroughFloat32(TorchFunctionMode):
-    """Within it, F.linear is `linear`: for modules that wrap a linear layer, or have hooks."""
+    """A mode in which F.linear is `linear`, for modules that wrap a linear layer or have hooks."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -167,17 +167,17 @@ class LinearThroughFloat32(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """linear with the names that F.linear has."""
+    """Run linear, with the argument names of F.linear."""
     return linear(input, weight, bias)
 
 
 def _without_autocast() -> AbstractContextManager[object]:
-    """Float32 stays float32; entering autocast takes longer than asking for it."""
+    """Switch autocast off if it is on, so that float32 stays float32; asking first is the cheaper way."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
 def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch would multiply these: of one dtype, or of any under autocast; else it says what is wrong."""
+    """Whether torch would multiply these: they have one dtype, or any under autocast. If not, torch raises."""
     if not (_is_plain(x) and _is_plain(y)):
         return False
     if torch.is_autocast_enabled("cpu"):
@@ -186,7 +186,7 @@ def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether x has no products of its own; a subclass that changes nothing has none."""
+    """Whether x has no products of its own; a subclass that overrides nothing has none."""
     kind = type(x)
     if kind in (Tensor, torch.nn.Parameter):
         return True
@@ -196,7 +196,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _blocks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of the weight, and these in float32; what was yielded before is overwritten."""
+    """Yield slices of rows, and these rows of the weight in float32; each overwrites the one before."""
     size = max(64, BLOCK // weight.shape[1])
     buffer = torch.empty(min(size, len(weight)), weight.shape[1], dtype=torch.float32, device=weight.device)
     for start in range(0, len(weight), size):

@@ -1,26 +1,21 @@
 """The five public ops, softmax attention beside them, and the attention matrix of each.
 
-Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural log, <= 0, per
-token; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). Keywords, the same on all:
-
-    scale         multiplies the output; None is 1/sqrt(k)
-    state         the memory to continue from; None is an empty one
-    cu_seqlens    (n_seqs + 1,) int: texts packed into one row (b = 1) that never see each other;
-                  states are then `n_seqs hv k v`
-    form          "auto", "recurrent", "chunkwise" or "parallel"
-    backend       "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU)
-    chunk_size    tokens a chunk of the chunkwise form; None takes the backend's own
-    normalize_qk  l2-normalise q and k inside
-
+Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural logarithm, at most
+0, per token; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). All ops have the same keywords.
 The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain` says what would run.
 
-Everything differentiates backwards. Inside of torch.func (vmap, grad, jvp, ...) and forward mode only torch's own
-functions run, of any form, and differentiate any number of times; elsewhere form="recurrent" and "parallel" alone
-differentiate twice. On a GPU, where looking would wait, the kernels check neither cu_seqlens nor log_decay <= 0; nor is
-log_decay checked where torch.func maps or differentiates it, and in compiled "recurrent" and "parallel" torch forms.
-Autocast changes no result and no first derivative of these ops, wherever the backward runs; compiled "recurrent" and
-"parallel" torch forms alone take autocast's dtype in their backward. torch.jit.trace records the ops; as any trace, it
-keeps the form that was chosen, and whether gradients were wanted.
+Gradients. Every op differentiates backwards. Inside torch.func (vmap, grad, jvp, ...) and forward mode every form runs
+torch's own functions, which differentiate any number of times; elsewhere only form="recurrent" and "parallel"
+differentiate twice.
+
+Checks. On a GPU, where looking at values would wait for the device, the kernels check neither cu_seqlens nor
+log_decay <= 0. log_decay is also not checked where torch.func maps or differentiates it, and in the compiled
+"recurrent" and "parallel" forms of torch.
+
+Autocast changes no result and no first derivative of these ops, wherever the backward runs. The one exception are the
+compiled "recurrent" and "parallel" forms of torch, whose backward takes autocast's dtype.
+
+torch.jit.trace records the ops. Like any trace, it keeps the form that was chosen, and whether gradients were wanted.
 """
 
 from collections.abc import Callable
@@ -32,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.call import Inputs, Options, Request
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.forms.chunkwise import chunkwise
 from lineate.forms.packing import Form, run_chunked, run_packed
@@ -50,10 +46,12 @@ State = TypeVar("State")
 
 
 class Attended(NamedTuple, Generic[State]):
-    """What every op returns: the output `b t hv v`, and the memory after the last token."""
+    """What every op returns: the output, and the memory after the last token."""
 
     output: Tensor
+    """`b t hv v`, in the dtype of v."""
     state: State
+    """`b hv k v`, or `n_seqs hv k v` for packed sequences; a KeyValueCache for softmax attention."""
 
 
 def linear_attention(
@@ -73,9 +71,25 @@ def linear_attention(
 ) -> Attended[Tensor]:
     """Accumulate every pair: S_t = S_{t-1} + phi(k_t) v_t^T, o_t = scale * S_t^T phi(q_t).
 
-    feature_map is phi: "identity", "elu+1", or any callable on `b t h k` (it may change k). With normalize=True the
-    output is divided by phi(q_t) . sum of the keys so far; the state then has v + 1 columns, the last one that sum
-    (float16, whose range such sums exceed, is computed as float32).
+    With normalize=True the output is divided by phi(q_t) . (sum of the keys so far). The state then has v + 1 columns,
+    of which the last is that sum; float16, whose range such sums exceed, is computed as float32.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+        feature_map: phi: "identity", "elu+1", or any callable on `b t h k`, which may change k.
+        normalize: whether to divide the output by phi(q_t) . (sum of the keys so far).
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
     checks.check_qkv(q, k, v)
     checks.check_flag("normalize", normalize)
@@ -90,9 +104,8 @@ def linear_attention(
     dtype = v.dtype
     if normalize:
         q, k, v = with_ones(q, k, v)
-    attended = _attend(
-        LINEAR, q, k, v, None, None, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, None, None, state, cu_seqlens)
+    attended = _attend(LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
     return Attended(divide_by_last(attended.output, dtype), attended.state) if normalize else attended
 
 
@@ -112,11 +125,24 @@ def gated_linear_attention(
 ) -> Attended[Tensor]:
     """Forget, then accumulate: S_t = Diag(exp(log_decay_t)) S_{t-1} + k_t v_t^T (RetNet, Mamba-2, GLA).
 
-    log_decay is `b t hv` (per head) or `b t hv k` (per key channel).
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head) or `b t hv k` (per key channel): natural logarithm, at most 0, per token.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
-    return _attend(
-        GATED_LINEAR, q, k, v, log_decay, None, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, log_decay, None, state, cu_seqlens)
+    return _attend(GATED_LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 def delta_rule(
@@ -136,12 +162,26 @@ def delta_rule(
     """Correct instead of adding: S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T (DeltaNet).
 
     Keys should have unit length (normalize_qk=True). Outside of 0 <= beta |k|^2 <= 2 the memory grows with every token
-    and overflows (keys of N(0, 1): 1e12 within 20 tokens); on a CPU UnstableMemoryWarning says so, once.
-    beta may be `b t hv v`, one rate per value channel, in the recurrent form.
+    and overflows (keys of N(0, 1) reach 1e12 within 20 tokens); on a CPU, UnstableMemoryWarning says so once.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
-    return _attend(
-        DELTA, q, k, v, None, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, None, beta, state, cu_seqlens)
+    return _attend(DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 def gated_delta_rule(
@@ -161,11 +201,27 @@ def gated_delta_rule(
 ) -> Attended[Tensor]:
     """Forget per head, then correct: S' = exp(log_decay_t) S_{t-1}, S_t = S' + beta_t k_t (v_t - S'^T k_t)^T.
 
-    log_decay is `b t hv`. Keys should have unit length (normalize_qk=True), or the memory may overflow: see delta_rule.
+    Keys should have unit length (normalize_qk=True), or the memory may overflow: see delta_rule.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv`: natural logarithm of the decay, at most 0, per token.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
-    return _attend(
-        GATED_DELTA, q, k, v, log_decay, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    return _attend(GATED_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 def kimi_delta_attention(
@@ -185,12 +241,28 @@ def kimi_delta_attention(
 ) -> Attended[Tensor]:
     """Forget per key channel, then correct: S' = Diag(exp(log_decay_t)) S_{t-1}, then as gated_delta_rule.
 
-    log_decay is `b t hv k`. Decay comes before the comparison. Keys should have unit length (normalize_qk=True), or the
-    memory may overflow: see delta_rule.
+    The decay comes before the comparison. Keys should have unit length (normalize_qk=True), or the memory may overflow:
+    see delta_rule.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv k`: natural logarithm of the decay, at most 0, per token.
+        beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        form: "auto", "recurrent", "chunkwise" or "parallel".
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        chunk_size: tokens a chunk of the chunkwise form; None takes the backend's own size.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
-    return _attend(
-        KIMI_DELTA, q, k, v, log_decay, beta, scale, state, cu_seqlens, form, backend, chunk_size, normalize_qk
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    return _attend(KIMI_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
 def softmax_attention(
@@ -206,6 +278,18 @@ def softmax_attention(
     """Causal softmax attention in the same shapes, for comparison: o_t = sum_j softmax_j(scale q_t . k_j) v_j, j <= t.
 
     Its state is the key/value cache, which grows by one key and one value a token.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        scale: multiplies the scores; None is 1/sqrt(k).
+        state: the cache to continue from; None is an empty one.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        Attended(output, state): the output `b t hv v` in the dtype of v, and the cache after the last token.
     """
     checks.check_qkv(q, k, v)
     checks.check_scale(scale)
@@ -226,142 +310,66 @@ def attention_matrix(
     scale: float | None = None,
     normalize_qk: bool = False,
 ) -> Tensor:
-    """A `b hv t t`, lower triangular, with output A V from an empty memory: what each token reads of each value.
+    """Return A `b hv t t`, lower triangular, with output A V from an empty memory: what each token reads of each value.
 
     The gates select the rule as in `explain`; without gates it is linear attention.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        log_decay: `b t hv` (per head) or `b t hv k` (per key channel), at most 0; None: nothing is forgotten.
+        beta: the rate of writing, `b t hv`; None for a rule that only accumulates.
+        scale: multiplies the matrix; None is 1/sqrt(k).
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        The matrix, float32 (float64 for float64 inputs).
     """
     checks.check_qkv(q, k, q)
     checks.check_one_rate(beta)
     gate, hv = log_decay if log_decay is not None else beta, q.shape[2]
     if isinstance(gate, Tensor) and gate.dim() > 2:
-        hv = gate.shape[2] // hv * hv or hv  # a wrong number is the gate's, not that of values that are not there
-    checks.check_inputs(select_rule(log_decay, beta), q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta)
+        hv = gate.shape[2] // hv * hv or hv  # rounded down, so that the message about a wrong number names the gate
+    inputs = Inputs(q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta)
+    checks.check_inputs(select_rule(log_decay, beta), inputs)
     checks.check_decay(log_decay)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
     watch_writes(k, beta, normalize_qk)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    corrects = beta is not None
+    options = Options(beta is not None, q.shape[-1] ** -0.5 if scale is None else scale, normalize_qk)
     with full_precision(q):
-        return _attention_matrix(q, k, log_decay, beta, corrects=corrects, scale=scale, normalize_qk=normalize_qk)
+        return _attention_matrix(inputs, options)
 
 
-def _attend(
-    rule: Rule,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    scale: float | None,
-    state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    form: str,
-    backend: str,
-    chunk_size: int | None,
-    normalize_qk: bool,
-) -> Attended[Tensor]:
-    """Check, choose, run."""
-    plan = check_and_resolve(
-        rule,
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        scale=scale,
-        state=state,
-        cu_seqlens=cu_seqlens,
-        form=form,
-        backend=backend,
-        chunk_size=chunk_size,
-        normalize_qk=normalize_qk,
-    )
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if state is None:
+def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
+    """Check the call, choose its form and backend, and run it."""
+    plan, options = check_and_resolve(rule, inputs, request)
+    if inputs.state is None:
+        q, k, v, log_decay, beta, _, cu_seqlens = inputs[:7]
         state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype))
-    if plan.backend == "triton":
-        checks.check_decay(log_decay)
-        watch_writes(k, beta, normalize_qk)
-        return Attended(
-            *_attend_triton(plan.form, rule, q, k, v, log_decay, beta, scale, state, cu_seqlens, normalize_qk)
-        )
+        inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
     native = plan.backend == "native"
-    if plan.form == "chunkwise" and not transformed():
-        run_chunks = native_ops.chunkwise if native else chunkwise
-        output, final = run_chunks(
-            q,
-            k,
-            v,
-            log_decay,
-            beta,
-            state,
-            cu_seqlens,
-            corrects=rule.corrects,
-            scale=scale,
-            normalize_qk=normalize_qk,
-            chunk_size=plan.chunk_size,
-        )
-        return Attended(output, final)
+    if plan.form == "chunkwise" and plan.backend != "triton" and not transformed():
+        return Attended(*(native_ops.chunkwise if native else chunkwise)(inputs, options))
     if native:
-        output, final = native_ops.recurrent(
-            q, k, v, log_decay, beta, state, cu_seqlens, corrects=rule.corrects, scale=scale, normalize_qk=normalize_qk
-        )
-        return Attended(output, final)
-    checks.check_decay(log_decay)
-    watch_writes(k, beta, normalize_qk)
-    run: Form = partial(
-        recurrent if plan.form == "recurrent" else parallel,
-        corrects=rule.corrects,
-        scale=scale,
-        normalize_qk=normalize_qk,
-    )
-    if plan.form == "chunkwise":  # transformed
-        run = partial(run_chunked, run, plan.chunk_size)
-    return Attended(*_attend_torch(run, q, k, v, log_decay, beta, state, cu_seqlens))
+        return Attended(*native_ops.recurrent(inputs, options))
+    checks.check_decay(inputs.log_decay)
+    watch_writes(inputs.k, inputs.beta, options.normalize_qk)
+    if plan.backend == "triton":
+        from lineate.kernels import ops as kernels  # triton, at its first use
+
+        return Attended(*(kernels.recurrent if plan.form == "recurrent" else kernels.chunkwise)(inputs, options))
+    run: Form = recurrent if plan.form == "recurrent" else parallel
+    if plan.form == "chunkwise":  # inside a transform
+        run = partial(run_chunked, run)
+    return Attended(*_attend_torch(run, inputs, options))
 
 
 @full_precision_backward
-def _attend_torch(
-    run: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    with full_precision(q):
-        if cu_seqlens is None:
-            output, final = run(q, k, v, log_decay, beta, state)
-        else:
-            output, final = run_packed(run, q, k, v, log_decay, beta, state, cu_seqlens)
-        return output.to(v.dtype), final
-
-
-def _attend_triton(
-    form: str,
-    rule: Rule,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    scale: float,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    normalize_qk: bool,
-) -> tuple[Tensor, Tensor]:
-    from lineate.kernels import ops as kernels  # triton, at its first use
-
-    if form == "recurrent":
-        return kernels.recurrent(
-            q, k, v, log_decay, beta, state, cu_seqlens, scale=scale, normalize_qk=normalize_qk
-        )  # fmt: skip
-    return kernels.chunkwise(
-        q, k, v, log_decay, beta, state, cu_seqlens, corrects=rule.corrects, scale=scale, normalize_qk=normalize_qk
-    )
+def _attend_torch(run: Form, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    with full_precision(inputs.q):
+        output, final = run(inputs, options) if inputs.cu_seqlens is None else run_packed(run, inputs, options)
+        return output.to(inputs.v.dtype), final
 
 
 def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor] | None:
@@ -372,14 +380,14 @@ def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Ten
 
 
 def with_ones(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With a last column of v whose memory is the sum of keys, for divide_by_last; float16 as float32."""
+    """Append a column of ones to v, whose memory is the sum of keys, for divide_by_last; float16 becomes float32."""
     if v.dtype == torch.float16:  # sums over many tokens exceed its range before they are divided
         q, k, v = q.float(), k.float(), v.float()
     return q, k, torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)
 
 
 def divide_by_last(output: Tensor, dtype: torch.dtype, smallest: float = 1e-6) -> Tensor:
-    """Divided by the last column, q . sum of keys, kept at least `smallest` away from 0; in this dtype."""
+    """Divide by the last column, q . (sum of keys), kept at least `smallest` away from 0; return this dtype."""
     total = output[..., -1:]
     total = torch.where(total.abs() < smallest, torch.copysign(total.new_full((), smallest), total), total)
     return (output[..., :-1] / total).to(dtype)

@@ -1,4 +1,4 @@
-"""Backward without autocast of what runs without it: autograd's own products would take bfloat16 inside of autocast."""
+"""Keeps autocast out of the backward: autograd's own products would take bfloat16 inside of autocast."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -15,10 +15,10 @@ R = TypeVar("R")
 
 
 def full_precision_backward(run: Callable[P, R]) -> Callable[P, R]:
-    """A function over tensors whose first derivative is as precise inside of torch.autocast as outside.
+    """Return run with a first derivative that is as precise inside of torch.autocast as outside.
 
-    run itself switches autocast off (`full_precision`). Autograd works later, in whatever autocast there is then, so
-    the nodes that run made switch it off around themselves. Unless a backward begins inside of autocast, this costs one
+    run itself switches autocast off (`full_precision`). The backward happens later, perhaps inside of autocast, so the
+    nodes that run made switch it off around themselves. Unless a backward begins inside of autocast, this costs one
     hook for each result.
     """
 
@@ -26,7 +26,7 @@ def full_precision_backward(run: Callable[P, R]) -> Callable[P, R]:
     def wrapped(*args: P.args, **named: P.kwargs) -> R:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transformed():
             return run(*args, **named)
-        first = torch._C._autograd._get_sequence_nr()  # of the nodes that run makes
+        first = torch._C._autograd._get_sequence_nr()  # the first number of the nodes that run makes
         result = run(*args, **named)
         _protect_results(result, first, {x.grad_fn for x in _tensors((args, named))})
         return result
@@ -37,7 +37,7 @@ def full_precision_backward(run: Callable[P, R]) -> Callable[P, R]:
 def _protect_results(result: Any, first: int, given: set[Node | None]) -> None:
     """Let the last nodes protect those before them when a backward arrives inside of autocast.
 
-    Those made before `first`, or `given` with the inputs (threads count their nodes apart), are not run's.
+    Nodes made before `first`, and those `given` with the inputs (each thread numbers its own nodes), are not run's.
     """
     found = {x.grad_fn: x.device.type for x in _tensors(result) if x.grad_fn is not None}
     for node, device in found.items():
@@ -46,7 +46,7 @@ def _protect_results(result: Any, first: int, given: set[Node | None]) -> None:
 
 
 class _Once:
-    """Protects all nodes from some on down to the first, when it is called first."""
+    """Protects some nodes and all before them, down to the first of run, when it is called for the first time."""
 
     def __init__(self, nodes: list[Node | None], device: str, first: int, given: set[Node | None]) -> None:
         self.nodes, self.device, self.first, self.given = nodes, device, first, given
@@ -85,7 +85,7 @@ def _protect(node: Node, device: str, at_first: Callable[[], None] | None = None
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    """All tensors in tuples and dictionaries."""
+    """Yield all tensors in tuples, lists and dictionaries."""
     if isinstance(result, Tensor):
         yield result
     elif isinstance(result, dict | tuple | list):

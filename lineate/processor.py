@@ -1,4 +1,4 @@
-"""What this CPU multiplies in hardware: whether products of 16-bit matrices go through float32 (lineate.half)."""
+"""Tells what this CPU multiplies in hardware, so whether 16-bit products go through float32 (lineate.half)."""
 
 import functools
 import os
@@ -8,8 +8,7 @@ import torch
 
 _SWITCHES = {torch.bfloat16: "LINEATE_CPU_BF16", torch.float16: "LINEATE_CPU_FP16"}
 _FEATURES = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
-"""As /proc/cpuinfo names them. An ARM that adds in float16 is not among them: sums of that range and precision are what
-float32 avoids."""
+"""The names in /proc/cpuinfo. ARM's float16 is not among them: it also sums in float16, which lineate avoids."""
 
 
 def multiplies(dtype: torch.dtype) -> bool:
@@ -44,7 +43,7 @@ def _torch_multiplies(dtype: torch.dtype) -> bool:
 
 
 def _features() -> set[str]:
-    """The instruction sets of the first core, as Linux names them; elsewhere what torch knows of an x86."""
+    """Return the instruction sets of the first core, as Linux names them; elsewhere what torch knows about an x86."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -58,7 +57,7 @@ def _features() -> set[str]:
 
 
 def why_wide(dtype: torch.dtype) -> str | None:
-    """Say that products in dtype go through float32 on this CPU, or None if they do not."""
+    """Return a clause that says that products in dtype go through float32 on this CPU, or None if they do not."""
     if multiplies(dtype):
         return None
     name = str(dtype).removeprefix("torch.")

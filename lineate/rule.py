@@ -23,7 +23,7 @@ Decay = Literal["none", "head", "channel"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table: what a rule does with the error, and what may forget."""
+    """One row of the table: whether the rule corrects, and which decays it takes."""
 
     name: str
     """The public op's name, used in messages."""
@@ -45,7 +45,7 @@ RULES = (LINEAR, GATED_LINEAR, DELTA, GATED_DELTA, KIMI_DELTA)
 def step(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, corrects: bool
 ) -> tuple[Tensor, Tensor]:
-    """One token of the equation, for any leading dimensions; returns (S_t^T q_t, S_t).
+    """Run one token of the equation, for any leading dimensions; return (S_t^T q_t, S_t).
 
     state [k, v]; q, k [k]; v [v]; decay = exp(log_decay) [1] or [k]; beta [1] or [v]; None means 1.
     """
@@ -58,17 +58,17 @@ def step(
 
 
 def read(state: Tensor, x: Tensor) -> Tensor:
-    """S^T x: what the memory [k, v] answers to x [k]."""
+    """Return S^T x, what the memory [k, v] answers to x [k]."""
     return (x.unsqueeze(-2) @ state).squeeze(-2)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the state and of all arithmetic: float64 for float64 inputs, else float32."""
+    """Return the dtype of the state and of all arithmetic: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast off for the device of x: the state and the solve stay in float32 inside a bfloat16 region."""
+    """Switch autocast off for the device of x, so that the state and the solve stay in float32."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if _has_autocast(device) else nullcontext()
 
@@ -77,12 +77,12 @@ def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
-# A constant of graphs: what torch.compiler.assume_constant_result does, without its import of torch._dynamo.
+# Graphs take the result as a constant: this is torch.compiler.assume_constant_result without importing torch._dynamo.
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def normalize(x: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """x * rsqrt(sum x^2 + epsilon) over the last dimension: the l2-normalisation of `normalize_qk`."""
+    """Return x * rsqrt(sum x^2 + epsilon) over the last dimension: the l2-normalisation of `normalize_qk`."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
 
 
@@ -94,10 +94,10 @@ def activate(
     beta_scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Raw gates: log_decay = -exp(A_log) softplus(gate + dt_bias), beta = beta_scale sigmoid(write).
+    """Return log_decay = -exp(A_log) softplus(gate + dt_bias) and beta = beta_scale sigmoid(write) from raw gates.
 
-    gate `b t hv` or `b t hv k`; write `b t hv` or `b t hv v`; A_log `hv`; dt_bias `hv`, or `hv k` per channel. Computed
-    in `dtype`; None is what the gate asks for.
+    gate `b t hv` or `b t hv k`; write `b t hv` or `b t hv v`; A_log `hv`; dt_bias `hv`, or `hv k` per channel. Both
+    are computed in `dtype`; None takes the compute dtype of the gate.
     """
     log_decay = beta = None
     if dtype is None:

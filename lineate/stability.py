@@ -1,6 +1,7 @@
-"""Whether a correcting rule's memory can grow: S = (I - beta k k^T) S + ... is stable for beta |k|^2 in [0, 2].
+"""Warns if a correcting rule's memory can grow: S = (I - beta k k^T) S + ... is stable for beta |k|^2 in [0, 2].
 
-Keys that nobody normalised overflow without a word, so on a CPU, where looking is cheap, it is said once a process.
+With keys that are not normalised the memory overflows silently. On a CPU, where looking is cheap, each process warns
+once.
 """
 
 import os
@@ -15,7 +16,7 @@ from lineate.checks import is_concrete
 ROUNDING = 0.02
 """How far beta |k|^2 may leave [0, 2]: unit keys in bfloat16 have |k|^2 up to 1 + 2^-8."""
 TOKENS_A_LOOK = 16
-"""Calls of fewer tokens are looked at once in so many tokens: for one token it would take a tenth of the step."""
+"""Shorter calls are looked at once in so many tokens: for a call of one token, looking takes a tenth of its time."""
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _warned = False
@@ -41,13 +42,13 @@ def watch_writes(k: Tensor, beta: Tensor | None, normalize_qk: bool) -> None:
     k, beta = k.detach(), beta.detach()
     least, most = torch.aminmax(beta)
     if least >= 0 and most * _squares(k).max() <= 2:
-        return  # so is every product, without making them
+        return  # then every product is in the range, and need not be computed
     if bool(((_sizes(k, beta) - 1).abs_() > 1 + ROUNDING).any()):  # NaN is not
         warn_unstable(k, beta)
 
 
 def warn_unstable(k: Tensor, beta: Tensor) -> None:
-    """Say so, the first time; where warnings are errors, every time."""
+    """Warn, the first time; where warnings are errors, every time."""
     global _warned
     if _warned:
         return
@@ -65,7 +66,7 @@ def warn_unstable(k: Tensor, beta: Tensor) -> None:
 
 
 def _sizes(k: Tensor, beta: Tensor) -> Tensor:
-    """beta |k|^2, in the shape of beta."""
+    """Return beta |k|^2, in the shape of beta."""
     squares = _squares(k).repeat_interleave(beta.shape[2] // k.shape[2], dim=2)  # b t hv
     return beta * (squares if beta.dim() == 3 else squares.unsqueeze(-1))
 
@@ -75,7 +76,7 @@ def _squares(k: Tensor) -> Tensor:
 
 
 def _callers_level() -> int:
-    """The stacklevel, seen from warn_unstable, of the first frame outside of this package and torch."""
+    """Return the stacklevel, seen from warn_unstable, of the first frame outside of this package and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back

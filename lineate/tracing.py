@@ -1,4 +1,4 @@
-"""What torch is doing around a call: recording, transforming, differentiating; and where it would put new tensors."""
+"""Tells what torch is doing around a call: recording, transforming or differentiating it."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -15,28 +15,28 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Maybe = TypeVar("Maybe", Tensor, Tensor | None)
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Types whose memory holds what they say, unless `is_virtual`; a subclass may be anything."""
+"""The types whose memory holds their values, unless `is_virtual`; a subclass may be anything."""
 
 
 def transformed() -> bool:
-    """Whether tensors may be other than what they seem to an op: in a torch.func transform, or with tangents.
+    """Whether the call is inside a torch.func transform or forward mode.
 
-    The ops know of no tangents, and cannot see what autograd wants of the tensors inside of vmap.
+    The ops ignore tangents, and inside vmap they cannot see which tensors require grad.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds; graphs are
-# guarded by the transforms and the level of forward mode that they were made in.
+# This is what torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
+# torch guards graphs by the transforms and the level of forward mode that they were made in.
 transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def recorded() -> bool:
-    """Whether a compiler, another mode or torch.jit.trace looks at calls, and must see ops."""
+    """Whether a compiler, a dispatch mode or torch.jit.trace looks at calls, and so must see ops."""
     if torch.compiler.is_compiling():
         return True
     if torch._C._len_torch_dispatch_stack():
-        announce()  # it may count operations
+        announce()  # the mode may count operations
         return True
     return torch._C._get_tracing_state() is not None
 
@@ -50,16 +50,16 @@ def is_virtual(x: Tensor) -> bool:
 
 
 def in_memory(tensors: Iterable[Maybe]) -> list[Maybe]:
-    """Return the tensors with copies of those that are virtual, for C and kernels, which read memory.
+    """Return the tensors, with virtual ones copied, for C and kernels, which read memory.
 
     torch's dispatcher does this for an op; calls that go around it must. Gradients go through the copies.
     """
-    # is_virtual(x), written out: decoding asks it of every tensor.
+    # This is is_virtual(x), written out because decoding asks it of every tensor.
     return [x.clone() if x is not None and (x.is_neg() or x._is_zerotensor()) else x for x in tensors]
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether nobody but autograd wants to see the op: no compiler, mode, transform or kind of tensor."""
+    """Whether only autograd wants to see the op: there is no compiler, mode, transform or other kind of tensor."""
     return not recorded() and all(x is None or type(x) in PLAIN for x in tensors) and not transformed()
 
 
@@ -69,14 +69,14 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
-    """run with the CPU as torch's default device: what runs for itself, such as training, is not moved by another one.
+    """Return run with the CPU as torch's default device, for programs of our own, such as training.
 
-    (torch's optimisers make tensors without naming a device; what is called inside a user's model names its own.)
+    torch's optimisers make tensors without naming a device. What is called inside a user's model names its own.
     """
 
     @wraps(run)
     def here(*args: P.args, **named: P.kwargs) -> R:
-        if torch.get_default_device().type == "cpu":  # a mode would slow down every call
+        if torch.get_default_device().type == "cpu":  # a device mode would slow down every call
             return run(*args, **named)
         with torch.device("cpu"):
             return run(*args, **named)
@@ -85,11 +85,11 @@ def cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
 
 
 def uncompiled(run: Callable[P, R]) -> Callable[P, R]:
-    """run outside the graphs of torch.compile."""
+    """Return run, kept outside the graphs of torch.compile."""
 
     @wraps(run)
     def outside(*args: P.args, **named: P.kwargs) -> R:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes seconds
             return torch.compiler.disable(run)(*args, **named)
         return run(*args, **named)
 

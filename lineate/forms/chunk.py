@@ -1,7 +1,7 @@
 """One chunk of the chunkwise form: the chunk map and its backward, on dense tensors of a few heads.
 
 n = key heads at work, nv = their value heads, r = nv / n; s = 2 readers of the state (q and k) if the rule corrects,
-else 1. The lines of forms/chunkwise.py stand here one by one.
+else 1. Each line of forms/chunkwise.py is one line here.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class ChunkGrad(NamedTuple):
 
 
 class Chunk:
-    """QK `n 2 c k` (its own, changed in place), v `nv c v`, log_decay `nv c 1|k`, beta `nv c 1`."""
+    """The tensors of one chunk: QK `n 2 c k` (changed in place), v `nv c v`, log_decay `nv c 1|k`, beta `nv c 1`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Chunk:
             self.decay = HeadDecay(None if log_decay is None else log_decay.unflatten(0, (n, self.r)), self.k, self.r)
 
     def forward(self, S: Tensor) -> Tensor:
-        """O `nv c v`; S `nv k v` becomes the next state in place."""
+        """Return O `nv c v`; S `nv k v` becomes the next state in place."""
         c = self.c
         scores = self._scores()  # nv s c c
         reads = torch.bmm(self._readers(), S)  # nv s*c v
@@ -70,7 +70,7 @@ class Chunk:
         return output
 
     def backward(self, S: Tensor, dO: Tensor, dS: Tensor) -> ChunkGrad:
-        """All gradients of the chunk that S `nv k v` entered; dS, of the next state, becomes dS of S in place."""
+        """Return the gradients of the chunk that S `nv k v` entered; dS of the next state becomes dS of S, in place."""
         n, r, s, c = self.n, self.r, self.s, self.c
         scores, readers, writers = self._scores(), self._readers(), self._writers()
         P = scores[:, 0]
@@ -118,11 +118,11 @@ class Chunk:
         return ChunkGrad(self._through_norm(dq * self.scale, 0), self._through_norm(dk, 1), dv, dlog_decay, dbeta)
 
     def _scores(self) -> Tensor:
-        """P, and M if the rule corrects: `nv s c c`."""
+        """Return P, and M if the rule corrects: `nv s c c`."""
         return self.decay.scores(self.QK[:, : self.s], self.k).flatten(0, 1)
 
     def _readers(self) -> Tensor:
-        """Qr, and Kr below it if the rule corrects: `nv s*c k`."""
+        """Return Qr, and Kr below it if the rule corrects: `nv s*c k`."""
         QK = self.QK[:, : self.s].unsqueeze(1)  # n 1 s c k
         if self.decay.readers is None:
             QK = QK.expand(-1, self.r, -1, -1, -1)
@@ -131,17 +131,17 @@ class Chunk:
         return QK.reshape(self.n * self.r, self.s * self.c, -1)
 
     def _writers(self) -> Tensor:
-        """Kw `nv c k`."""
+        """Return Kw `nv c k`."""
         k = self.k.unsqueeze(1)  # n 1 c k
         k = k.expand(-1, self.r, -1, -1) if self.decay.writers is None else k * self.decay.writers
         return k.flatten(0, 1)
 
     def _forget(self, S: Tensor) -> Tensor:
-        """e^{G_c} S, in place."""
+        """Return e^{G_c} S, computed in place."""
         return S if self.decay.last is None else S.mul_(self.decay.last.flatten(0, 1))
 
     def _unscaled(self, R: Tensor, E: Tensor, M: Tensor) -> Tensor:
-        """E - M R, which is R / beta wherever R = beta (...) is not too small for its dtype."""
+        """Return E - M R, which is R / beta wherever beta is not too small to divide by."""
         assert self.beta is not None
         tiny = self.beta.abs() < torch.finfo(R.dtype).tiny ** 0.5
         if not tiny.any():
@@ -149,13 +149,13 @@ class Chunk:
         return torch.where(tiny, E - torch.bmm(M.tril(-1), R), R / self.beta)
 
     def _sum_from_each(self, dG: Tensor) -> Tensor:
-        """log_decay_t is part of every G_i with i >= t; nothing flows through a decay of exactly 0."""
+        """Return dlog_decay: log_decay_t is part of each G_i with i >= t; nothing passes a decay of exactly 0."""
         assert self.log_decay is not None
         sums = dG.flip(1).cumsum(1).flip(1)
         return sums.masked_fill_(self.log_decay == -torch.inf, 0)
 
     def _through_norm(self, dx: Tensor, which: int) -> Tensor:
-        """From the gradient of x^ = x * norm to that of x: norm * (dx^ - x^ (x^ . dx^))."""
+        """Return the gradient of x from that of x^ = x * norm: norm * (dx^ - x^ (x^ . dx^))."""
         if self.norm is None or self.unscaled_q is None:
             return dx
         unit = self.k if which else self.unscaled_q
@@ -163,5 +163,5 @@ class Chunk:
 
 
 def _solve(A: Tensor, right: Tensor, transposed: bool = False) -> Tensor:
-    """(I + A)^{-1} right, or (I + A)^{-T} right; of A only the strictly lower triangle is read."""
+    """Return (I + A)^{-1} right, or (I + A)^{-T} right, reading only the strictly lower triangle of A."""
     return torch.linalg.solve_triangular(A.mT if transposed else A, right, upper=transposed, unitriangular=True)

@@ -13,8 +13,8 @@ Backward, from dO and dS_next, with X = (I + beta M)^{-T} dR, dE = beta X = dV, 
     dbeta = rowsum(X (E - M R))      dS = e^{G_c} dS_next + [Qr; Kr]^T Y
 
 q and k are stacked (s = 2) so that each line is one product. A chunk's work is done for a few heads at a time and stays
-in cache; kept for the backward are only the states between chunks, everything else is computed again. Forward and
-backward are one torch op each, for autograd and torch.compile alike. docs/derivation.md derives every line.
+in cache. The backward keeps only the states between chunks and computes everything else again. Forward and backward are
+one torch op each, for autograd and torch.compile alike. docs/derivation.md derives every line.
 """
 
 from collections.abc import Iterator
@@ -24,6 +24,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lineate.call import Inputs, Options
 from lineate.checks import check_decay
 from lineate.chunk_op import Grads, Outputs, register
 from lineate.forms.chunk import Chunk
@@ -31,61 +32,34 @@ from lineate.rule import compute_dtype
 from lineate.stability import watch_writes
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    outputs: Outputs,
-    *,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-    chunk_size: int,
-) -> None:
-    """q, k `b t h k`; v `b t hv v`; log_decay `b t hv` or `b t hv k`; beta `b t hv`; state `b hv k v`."""
-    check_decay(log_decay)
-    watch_writes(k, beta, normalize_qk)
+def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
+    """Fill the outputs, one chunk after the other; the shapes are those of lineate.call.Inputs."""
+    check_decay(inputs.log_decay)
+    watch_writes(inputs.k, inputs.beta, options.normalize_qk)
+    assert inputs.state is not None
     output, final, states = outputs
-    for heads in _head_blocks(q, v):
-        for text, chunks in _texts(q, chunk_size, cu_seqlens):
-            S = heads.take_state(state, text)
+    for heads in _head_blocks(inputs.q, inputs.v):
+        for sequence, chunks in _sequences(inputs, options.chunk_size):
+            S = heads.take_state(inputs.state, sequence)
             for index, tokens in chunks:
                 if states.shape[0]:
                     heads.put_state(states[index], None, S)
-                chunk = heads.load(q, k, v, log_decay, beta, tokens, corrects, scale, normalize_qk)
+                chunk = heads.load(inputs, options, tokens)
                 heads.put(output, tokens, chunk.forward(S))
-            heads.put_state(final, text, S)
+            heads.put_state(final, sequence, S)
 
 
 def _backward(
-    doutput: Tensor,
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    states: Tensor,
-    cu_seqlens: Tensor | None,
-    grads: Grads,
-    *,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-    chunk_size: int,
-) -> None:
-    """The same chunks from the last to the first, each from the state that entered it."""
+    inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Grads
+) -> None:  # fmt: skip
+    """Fill the gradients, from the last chunk to the first; each chunk starts from the state that entered it."""
     dq, dk, dv, dlog_decay, dbeta, dstate = grads
-    for heads in _head_blocks(q, v):
-        for text, chunks in _texts(q, chunk_size, cu_seqlens):
-            dS = heads.take_state(dfinal, text)
+    for heads in _head_blocks(inputs.q, inputs.v):
+        for sequence, chunks in _sequences(inputs, options.chunk_size):
+            dS = heads.take_state(dfinal, sequence)
             for index, tokens in reversed(chunks):
                 S = heads.take_state(states[index], None)
-                chunk = heads.load(q, k, v, log_decay, beta, tokens, corrects, scale, normalize_qk)
+                chunk = heads.load(inputs, options, tokens)
                 grad = chunk.backward(S, heads.take(doutput, tokens, S.dtype), dS)
                 heads.put_keys(dq, tokens, grad.q)
                 heads.put_keys(dk, tokens, grad.k)
@@ -94,28 +68,32 @@ def _backward(
                     heads.put(dlog_decay, tokens, grad.log_decay)
                 if grad.beta is not None:
                     heads.put(dbeta, tokens, grad.beta)
-            heads.put_state(dstate, text, dS)
+            heads.put_state(dstate, sequence, dS)
 
 
 chunkwise = register("chunkwise", _forward, _backward)
 
+Chunks = list[tuple[int, slice]]
+"""Each chunk's running index among all chunks, and its tokens."""
 
-def _texts(q: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> list[tuple[int | None, list[tuple[int, slice]]]]:
-    """For each text: its row in the states (None: all rows alike), and its chunks as (running index, tokens)."""
-    bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    texts: list[tuple[int | None, list[tuple[int, slice]]]] = []
+
+def _sequences(inputs: Inputs, chunk_size: int) -> list[tuple[int | None, Chunks]]:
+    """Return the row in the states of each packed sequence, and its chunks; unpacked, None (all rows alike)."""
+    packed = inputs.cu_seqlens is not None
+    bounds = inputs.cu_seqlens.tolist() if inputs.cu_seqlens is not None else [0, inputs.q.shape[1]]
+    sequences: list[tuple[int | None, Chunks]] = []
     index = 0
     for i, (start, end) in enumerate(pairwise(bounds)):
         starts = range(start, end, chunk_size)
         chunks = [(index + j, slice(x, min(x + chunk_size, end))) for j, x in enumerate(starts)]
         index += len(chunks)
-        texts.append((None if cu_seqlens is None else i, chunks))
-    return texts
+        sequences.append((i if packed else None, chunks))
+    return sequences
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """Some rows and heads of the batch, worked on together: hands out chunks as `heads c ...`, takes them back."""
+    """Some rows and heads of the batch, worked on together: it hands out chunks as `heads c ...` and stores results."""
 
     rows: slice
     """Rows of the batch."""
@@ -126,18 +104,9 @@ class _Heads:
     group: int
     """Value heads a key head."""
 
-    def load(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        beta: Tensor | None,
-        tokens: slice,
-        corrects: bool,
-        scale: float,
-        normalize_qk: bool,
-    ) -> Chunk:
+    def load(self, inputs: Inputs, options: Options, tokens: slice) -> Chunk:
+        """Return the chunk of these tokens."""
+        q, k, v, log_decay, beta = inputs[:5]
         dtype = compute_dtype(v.dtype)
         QK = torch.stack([x[self.rows, tokens, self.keys].transpose(1, 2).to(dtype) for x in (q, k)], dim=2)
         return Chunk(
@@ -145,13 +114,13 @@ class _Heads:
             self.take(v, tokens, dtype),
             None if log_decay is None else self.take(log_decay, tokens, dtype),
             None if beta is None else self.take(beta, tokens, dtype),
-            corrects=corrects,
-            scale=scale,
-            normalize_qk=normalize_qk,
+            corrects=options.corrects,
+            scale=options.scale,
+            normalize_qk=options.normalize_qk,
         )
 
     def take(self, x: Tensor, tokens: slice, dtype: torch.dtype) -> Tensor:
-        """`b t hv d` -> `nv c d`; `b t hv` -> `nv c 1`."""
+        """Return these tokens of x: `b t hv d` -> `nv c d`; `b t hv` -> `nv c 1`."""
         x = x[self.rows, tokens, self.values].transpose(1, 2)
         x = x if x.dim() == 4 else x.unsqueeze(-1)
         return x.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
@@ -166,20 +135,20 @@ class _Heads:
         place = x[self.rows, tokens, self.keys].transpose(1, 2)
         place.copy_(values.view(place.shape))
 
-    def take_state(self, states: Tensor, text: int | None) -> Tensor:
-        """A copy `nv k v` of these heads' states."""
-        rows = self.rows if text is None else slice(text, text + 1)
+    def take_state(self, states: Tensor, sequence: int | None) -> Tensor:
+        """Return a copy `nv k v` of these heads' states."""
+        rows = self.rows if sequence is None else slice(sequence, sequence + 1)
         return states[rows, self.values].clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
-    def put_state(self, states: Tensor, text: int | None, S: Tensor) -> None:
+    def put_state(self, states: Tensor, sequence: int | None, S: Tensor) -> None:
         """Store `nv k v` among the states."""
-        rows = self.rows if text is None else slice(text, text + 1)
+        rows = self.rows if sequence is None else slice(sequence, sequence + 1)
         place = states[rows, self.values]
         place.copy_(S.view(place.shape))
 
 
 def _head_blocks(q: Tensor, v: Tensor) -> Iterator[_Heads]:
-    """Few enough heads at a time that a chunk's work stays in the cache of a CPU; all at once elsewhere."""
+    """Yield blocks of heads: on a CPU few enough that a chunk's work stays in its cache, elsewhere all at once."""
     b, _, h, _ = q.shape
     group = v.shape[2] // h
     at_once = 8 * torch.get_num_threads() if q.device.type == "cpu" else b * v.shape[2]

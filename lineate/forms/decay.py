@@ -1,11 +1,12 @@
-"""What forgetting does inside one chunk: the scores, and the factors beside readers and writers of the state.
+"""Computes what forgetting does inside one chunk: the scores, and the factors of readers and writers of the state.
 
     P_ij = sum_x q_ix k_jx e^{G_ix - G_jx}  (j <= i)      M_ij = the same with k_i for q_i
     readers e^{G_i}      writers e^{G_c - G_j}      last e^{G_c}
 
 G is the inclusive cumulative sum of log_decay inside the chunk. Only this file knows whether it is per head or per
 channel. No exponent is ever positive and no two sums are subtracted: every factor is a sum or product over just the
-tokens it spans, so a reset (log_decay of -50, of -inf) is exact, and what follows it as accurate as what came before.
+tokens it spans, so a reset (log_decay of -50, of -inf) is exact, and what follows it is as accurate as what precedes
+it.
 
 Heads: n = key heads of all rows at work, r = value heads a key head serves. Tensors are `n r c ...`; q and k arrive
 stacked as QK `n s c k`, s = 2 (q and k) if the rule corrects, else 1 (q alone).
@@ -35,11 +36,11 @@ class Decay(Protocol):
         """e^{G_c}, `n r 1|k 1`."""
 
     def scores(self, QK: Tensor, k: Tensor) -> Tensor:
-        """P, and M if k is among the readers: `n r s c c`, zero above the diagonal."""
+        """Return P, and M if k is among the readers: `n r s c c`, zero above the diagonal."""
         ...
 
     def scores_backward(self, QK: Tensor, k: Tensor, scores: Tensor, dscores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From d(scores), zero above the diagonal: d(readers) `n s c k`, d(k as writer) `n c k`, dG `n r c 1|k`."""
+        """Return d(readers) `n s c k`, d(k as writer) `n c k`, dG `n r c 1|k`; dscores is 0 above the diagonal."""
         ...
 
 
@@ -47,7 +48,7 @@ class HeadDecay:
     """One decay per head, or none: the scores are plain products times D_ij = e^{G_i - G_j}."""
 
     def __init__(self, log_decay: Tensor | None, like: Tensor, r: int):
-        """log_decay `n r c 1` or None; like is k, `n c k`."""
+        """Take log_decay `n r c 1` or None; like is k, `n c k`."""
         c = like.shape[1]
         self.readers = self.writers = self.last = None
         if log_decay is None:
@@ -88,7 +89,7 @@ class ChannelDecay:
     block = 16
 
     def __init__(self, log_decay: Tensor):
-        """log_decay `n r c k`."""
+        """Take log_decay `n r c k`."""
         n, r, c, key_dim = log_decay.shape
         B = self.block
         m = -(-c // B)
@@ -132,7 +133,7 @@ class ChannelDecay:
         self.step = rho[:, :-1, -1] * first[:, 1:]  # nv m-1 k
 
     def _flush(self, factor: Tensor) -> Tensor | None:
-        """Set what is tiny to 0; returns the rows `nv m B` where that happened, or None."""
+        """Set what is tiny to 0; return the rows `nv m B` where that happened, or None."""
         small = factor < self.tiny
         if not small.any():
             return None
@@ -199,14 +200,14 @@ class ChannelDecay:
         return dreaders.sum(1), dk.sum(1), dG
 
     def _spread(self, x: Tensor) -> Tensor:
-        """`n ... c k` -> `nv ... C k`: each key head repeated for its value heads, rows filled up to whole blocks."""
+        """Repeat each key head for its value heads and fill up rows to whole blocks: `n ... c k` -> `nv ... C k`."""
         _, r, c, _ = self.shape
         if c % self.block:
             x = F.pad(x, (0, 0, 0, -c % self.block))
         return x if r == 1 else x.repeat_interleave(r, dim=0)
 
     def _exact_rows(self, at_once: int = 512) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """The rows that need the pairwise way: value head, block, row `f`, and e^{G_i - G_j} `f B k` (0 for j > i)."""
+        """Yield the rows that go pair by pair: value head, block, row `f`, and e^{G_i - G_j} `f B k` (0 for j > i)."""
         if self.exact is None:
             return
         position = torch.arange(self.block, device=self.decay.device)
@@ -221,10 +222,10 @@ class ChannelDecay:
 
 
 def times_transposed(x: Tensor, y: Tensor) -> Tensor:
-    """x y^T for batches; the copy of y^T costs a tenth of the product, a transposed right operand up to twice of it."""
+    """Return x y^T for batches. Copying y^T costs a tenth of the product; not copying it costs up to twice as much."""
     return torch.bmm(x, y.mT.contiguous())
 
 
 def _spread(x: Tensor, r: int) -> Tensor:
-    """`n ...` -> `nv ...`: each key head repeated for its value heads (no copy when there is one)."""
+    """Repeat each key head for its value heads, `n ...` -> `nv ...`; there is no copy if each has one."""
     return x if r == 1 else x.repeat_interleave(r, dim=0)

@@ -1,78 +1,59 @@
-"""Forms that know only whole sequences, run text by text of packed ones, or chunk by chunk."""
+"""Runs a form that knows only whole sequences over packed ones, sequence by sequence, or chunk by chunk."""
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lineate.call import Inputs, Options
 
-class Form(Protocol):
-    """A form over whole sequences: (q, k, v, log_decay, beta, state) -> (output, state)."""
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
+Form = Callable[[Inputs, Options], tuple[Tensor, Tensor]]
+"""A form over whole sequences: it returns the output and the final state."""
 
 
-def run_packed(
-    form: Form,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Tensors are `1 t ...`, state is `n_seqs hv k v`; a text of length 0 returns its state unchanged."""
-    bounds = check_bounds(cu_seqlens, q.shape[1])
+def run_packed(form: Form, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """Run each packed sequence by itself; one of length 0 returns its state unchanged.
+
+    Tensors are `1 t ...`, the state is `n_seqs hv k v`.
+    """
+    assert inputs.cu_seqlens is not None and inputs.state is not None
+    bounds = check_bounds(inputs.cu_seqlens, inputs.q.shape[1])
     outputs, states = [], []
     for i, (start, end) in enumerate(pairwise(bounds)):
-        own = state[i : i + 1]
+        own = inputs.state[i : i + 1]
         if end > start:
-            text = slice(start, end)
-            output, own = form(
-                q[:, text],
-                k[:, text],
-                v[:, text],
-                None if log_decay is None else log_decay[:, text],
-                None if beta is None else beta[:, text],
-                own,
-            )
+            output, own = form(_take(inputs, slice(start, end), own), options)
             outputs.append(output)
         states.append(own)
     return torch.cat(outputs, dim=1), torch.cat(states)
 
 
-def run_chunked(
-    form: Form,
-    chunk_size: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Each chunk from the state that the one before it left."""
-    outputs = []
-    for start in range(0, q.shape[1], chunk_size):
-        chunk = slice(start, start + chunk_size)
-        output, state = form(
-            q[:, chunk],
-            k[:, chunk],
-            v[:, chunk],
-            None if log_decay is None else log_decay[:, chunk],
-            None if beta is None else beta[:, chunk],
-            state,
-        )
+def run_chunked(form: Form, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """Run each chunk from the state that the one before it left."""
+    outputs, state = [], inputs.state
+    assert state is not None
+    for start in range(0, inputs.q.shape[1], options.chunk_size):
+        output, state = form(_take(inputs, slice(start, start + options.chunk_size), state), options)
         outputs.append(output)
     return torch.cat(outputs, dim=1), state
 
 
+def _take(inputs: Inputs, tokens: slice, state: Tensor) -> Inputs:
+    """Return these tokens of every row, to run from this state."""
+    log_decay, beta = inputs.log_decay, inputs.beta
+    return Inputs(
+        inputs.q[:, tokens],
+        inputs.k[:, tokens],
+        inputs.v[:, tokens],
+        None if log_decay is None else log_decay[:, tokens],
+        None if beta is None else beta[:, tokens],
+        state,
+    )
+
+
 def check_bounds(cu_seqlens: Tensor, t: int) -> list[int]:
-    """The values, checked: of compiled calls that can be done only where they run."""
+    """Return the values of cu_seqlens, checked; a compiled call can check them only where it runs."""
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != t or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens must rise from 0 to t = {t}, got {bounds}")

@@ -4,13 +4,14 @@
     A = P (I + beta M)^{-1} beta       (rule only accumulates: A = P beta)
     O = A V + (Qr - A Kr) S            (rule only accumulates: O = A V + Qr S)
 
-Written apart from the chunkwise form and differentiated by autograd, so that each checks the other. Chunk after chunk
-it is the chunkwise form for what must see torch's own functions: torch.func and forward mode.
+It shares no code with the chunkwise form and is differentiated by autograd, so that each checks the other. Run chunk
+after chunk, it is the chunkwise form for torch.func and forward mode, which must see torch's own functions.
 """
 
 import torch
 from torch import Tensor
 
+from lineate.call import Inputs, Options
 from lineate.rule import compute_dtype, normalize
 
 # exp(-800) is 0 in float64, so a reset of -inf and one of -800 are the same, and differences of sums stay finite.
@@ -19,71 +20,47 @@ _RESET = -800.0
 _BLOCK = 1 << 23
 
 
-def parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    *,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-) -> tuple[Tensor, Tensor]:
-    """q, k `b t h k`; v `b t hv v`; log_decay `b t hv` or `b t hv k`; beta `b t hv`; state `b hv k v`."""
-    q, k, G, rate = _heads_first(q, k, v, log_decay, beta, scale, normalize_qk)
-    v = v.to(q.dtype).transpose(1, 2)  # b hv t v
+def parallel(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output `b t hv v` and the final state."""
+    state = inputs.state
+    assert state is not None
+    q, k, G, rate = _heads_first(inputs, options)
+    v = inputs.v.to(q.dtype).transpose(1, 2)  # b hv t v
     P, M = _scores(q, k, G)
     readers = G.to(q.dtype).exp()  # b hv t 1|k
     writers = (G[:, :, -1:] - G).to(q.dtype).exp()
     last = readers[:, :, -1].unsqueeze(-1)  # b hv 1|k 1
-    error = v - (readers * k) @ state if corrects else v
-    R = _solve(M, rate, rate * error) if corrects else rate * error
+    error = v - (readers * k) @ state if options.corrects else v
+    R = _solve(M, rate, rate * error) if options.corrects else rate * error
     output = (readers * q) @ state + P @ R
     return output.transpose(1, 2), last * state + (writers * k).mT @ R
 
 
-def attention_matrix(
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    *,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-) -> Tensor:
-    """A `b hv t t`, lower triangular, with O = A V from an empty memory: row i is what token i reads of each value."""
-    gate = log_decay if log_decay is not None else beta
-    like = q if gate is None else q.new_empty(*gate.shape[:3], 1)
-    q, k, G, rate = _heads_first(q, k, like, log_decay, beta, scale, normalize_qk)
+def attention_matrix(inputs: Inputs, options: Options) -> Tensor:
+    """Return A `b hv t t`, lower triangular, with O = A V from an empty memory: row i is what token i reads.
+
+    Of the values only the number of heads and the dtype are used.
+    """
+    q, k, G, rate = _heads_first(inputs, options)
     P, M = _scores(q, k, G)
-    if not corrects:
+    if not options.corrects:
         return P * rate.mT
     # A = P (I + beta M)^{-1} beta, as the solution of A beta^{-1} (I + beta M) = P without dividing by beta.
     unit = torch.diag_embed(rate.squeeze(-1))
     return P @ _solve(M, rate, unit)
 
 
-def _heads_first(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    scale: float,
-    normalize_qk: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q (scaled), k `b hv t k`; G `b hv t 1|k` in float64; beta `b hv t 1`."""
+def _heads_first(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q (scaled) and k `b hv t k`, G `b hv t 1|k` in float64, and beta `b hv t 1`."""
+    q, k, v, log_decay, beta = inputs[:5]
     dtype = compute_dtype(v.dtype)
     b, t = q.shape[:2]
     hv = v.shape[2]
     q, k = q.to(dtype), k.to(dtype)
-    if normalize_qk:
+    if options.normalize_qk:
         q, k = normalize(q), normalize(k)
     group = hv // q.shape[2]
-    q, k = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (q * scale, k))
+    q, k = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (q * options.scale, k))
     if log_decay is None:
         G = torch.zeros(b, hv, t, 1, dtype=torch.float64, device=q.device)
     else:
@@ -94,7 +71,7 @@ def _heads_first(
 
 
 def _scores(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """P (j <= i) and M (j < i) `b hv t t`; every exponent that is evaluated is <= 0: masked before exp."""
+    """Return P (j <= i) and M (j < i) `b hv t t`. The mask comes before exp: every exponent evaluated is <= 0."""
     b, hv, t, key_dim = q.shape
     future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
     if G.shape[-1] == 1:
@@ -112,5 +89,5 @@ def _scores(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _solve(M: Tensor, rate: Tensor, right: Tensor) -> Tensor:
-    """(I + beta M)^{-1} right, by forward substitution."""
+    """Return (I + beta M)^{-1} right, by forward substitution."""
     return torch.linalg.solve_triangular(rate * M, right, upper=False, unitriangular=True)

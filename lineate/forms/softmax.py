@@ -18,17 +18,17 @@ class KeyValueCache(NamedTuple):
     values: Tensor
     """`b t hv v`."""
     cu_seqlens: Tensor | None = None
-    """The bounds of the packed texts in the cache, or None."""
+    """The bounds of the packed sequences in the cache, or None."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by keys and values."""
+        """The bytes that keys and values take."""
         return self.keys.nbytes + self.values.nbytes
 
     def __repr__(self) -> str:
-        """Shapes alone: the values of a long text would fill the screen, and on a GPU have to be waited for."""
+        """Show shapes alone: the values would fill the screen, and on a GPU be waited for."""
         keys, values = (f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (self.keys, self.values))
-        packed = "" if self.cu_seqlens is None else f", {self.cu_seqlens.shape[0] - 1} packed texts"
+        packed = "" if self.cu_seqlens is None else f", {self.cu_seqlens.shape[0] - 1} packed sequences"
         return f"KeyValueCache(keys {keys}, values {values} on {self.keys.device}{packed}, nbytes={self.nbytes})"
 
 
@@ -42,7 +42,10 @@ def softmax(
     scale: float,
     normalize_qk: bool,
 ) -> tuple[Tensor, KeyValueCache]:
-    """q, k `b t h k`; v `b t hv v`; a cache of p earlier tokens makes token i see the first p + i + 1 keys."""
+    """Return the output and the new cache; with p tokens in the cache, token i sees the first p + i + 1 keys.
+
+    q, k `b t h k`; v `b t hv v`.
+    """
     if normalize_qk:
         dtype = compute_dtype(v.dtype)
         q, k = (normalize(x.to(dtype)).to(v.dtype) for x in (q, k))
@@ -69,7 +72,7 @@ def softmax(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q `b t h k` over the last t of the keys `b p+t h k`; key heads are repeated for their value heads."""
+    """Run q `b t h k` over keys `b p+t h k`, of which its tokens are the last; repeat key heads for value heads."""
     t, total = q.shape[1], k.shape[1]
     group = v.shape[2] // q.shape[2]
     q, k = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (q, k))

@@ -25,7 +25,7 @@ from lineate.models.config import HybridConfig
 from lineate.models.files.saving import check_described
 from lineate.models.hybrid import HybridLM, empty_model, next_token_loss
 from lineate.models.state import ModelState
-from lineate.texts import locate
+from lineate.sequences import locate
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel

@@ -1,16 +1,15 @@
-"""The kernels as torch ops with shapes and autograd: what torch.compile and autograd see of them."""
-
-from functools import partial
+"""The kernels of the rules as torch ops: what torch.compile and autograd see of them."""
 
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import arrived, check_kept, expect_gradients, make_direct
+from lineate.call import Inputs, Options
+from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
-from lineate.kernels.call import Gates, count_slots, make_call
+from lineate.kernels.call import Call, Gates, count_slots, make_call
 from lineate.kernels.pipeline import Gradients
 from lineate.kernels.portable import decode as decoding
-from lineate.tracing import in_memory, is_eager, needs_grad
+from lineate.registrar import register_op
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -31,10 +30,10 @@ def _forward(
     beta_scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, final state, and, to keep for the backward, the states entering each chunk."""
+    """Return the output, the final state, and the states that enter each chunk, which a backward needs."""
     output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
-    gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
-    call = make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
+    inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
+    call = _make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
     state = state.contiguous()
     with torch.cuda.device_of(q):
         kernels.compile_ahead(call, state, keep)
@@ -42,11 +41,9 @@ def _forward(
     return output, final, states
 
 
-_forward_op = torch.library.custom_op("lineate::chunkwise_triton", _forward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep):  # type: ignore[no-untyped-def]
+def _fake(
+    q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep
+):  # type: ignore[no-untyped-def]  # fmt: skip
     return _empty_outputs(q, v, state, cu_seqlens, keep)
 
 
@@ -67,11 +64,11 @@ def _backward(
     normalize_qk: bool,
     beta_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate; those of absent inputs have no elements."""
-    grads = _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias, cu_seqlens)
+    """Return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate; those of absent inputs have no elements."""
+    inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
+    grads = _empty_grads(inputs, dfinal)
     dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
-    gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
-    call = make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
+    call = _make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
     outside = call.gates_outside  # their gradients come after those of log_decay and beta
     if outside:
         dlog_decay, dbeta = (_room(x, cu_seqlens, torch.float32) for x in (dlog_decay, dbeta))
@@ -92,36 +89,45 @@ def _backward(
     return grads
 
 
-_backward_op = torch.library.custom_op("lineate::chunkwise_triton_backward", _backward, mutates_args=())
-
-
-@_backward_op.register_fake
-def _(
+def _fake_backward(
     doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens, corrects, scale, normalize_qk,
     beta_scale
 ):  # type: ignore[no-untyped-def]  # fmt: skip
-    return _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias, cu_seqlens)
+    return _empty_grads(Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias), dfinal)
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    expect_gradients(ctx, output)
-    q, k, v, log_decay, beta, A_log, dt_bias, _, cu_seqlens, *ctx.options, _ = inputs
-    ctx.save_for_backward(q, k, v, log_decay, beta, A_log, dt_bias, output[2], cu_seqlens)
+_run = register_op(
+    "chunkwise_triton",
+    _forward,
+    _backward,
+    fake=_fake,
+    fake_backward=_fake_backward,
+    tensors=9,
+    save=save_states,
+    differentiate=differentiate,
+    hidden=2,
+    keeps=True,
+)
 
 
-def _differentiate(backward, ctx, doutput, dfinal, _):  # type: ignore[no-untyped-def]
-    saved = ctx.saved_tensors
-    check_kept(saved[7])
-    doutput, dfinal = arrived(ctx, saved[2], doutput, dfinal)
-    *grads, dstate = backward(doutput, dfinal, *saved, *ctx.options)
-    grads = [None if x is None else dx for x, dx in zip(saved[:7], grads, strict=True)]
-    return *grads, dstate, *[None] * 6
+def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output and the final state. With A_log, log_decay is the raw gate and beta the raw logit."""
+    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    output, final, _ = _run(
+        q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens,
+        options.corrects, options.scale, options.normalize_qk, options.beta_scale,
+    )  # fmt: skip
+    return output, final
 
 
-_forward_op.register_autograd(partial(_differentiate, _backward_op), setup_context=_save)
+def _options(A_log: Tensor | None, corrects: bool, scale: float, normalize_qk: bool, beta_scale: float) -> Options:
+    return Options(corrects, scale, normalize_qk, beta_scale=beta_scale, raw_gates=A_log is not None)
 
 
-_direct = make_direct(_forward, _backward, _backward_op, _save, _differentiate, hidden=2)
+def _make_call(inputs: Inputs, options: Options) -> Call:
+    q, k, v, log_decay, beta, _, cu_seqlens, A_log, dt_bias = inputs
+    gates = Gates(log_decay, beta, A_log, dt_bias, options.beta_scale)
+    return make_call(q, k, v, gates, cu_seqlens, options.corrects, options.scale, options.normalize_qk)
 
 
 def _empty_outputs(
@@ -134,17 +140,8 @@ def _empty_outputs(
     return _room(v, cu_seqlens), _room(state, cu_seqlens), states
 
 
-def _empty_grads(
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> Grads:
+def _empty_grads(inputs: Inputs, dfinal: Tensor) -> Grads:
+    q, k, v, log_decay, beta, _, cu_seqlens, A_log, dt_bias = inputs
     gates = (q.new_empty(0) if x is None else _room(x, cu_seqlens) for x in (log_decay, beta, A_log, dt_bias))
     dlog_decay, dbeta, dA_log, ddt_bias = gates
     dq, dk, dv, dstate = (_room(x, cu_seqlens) for x in (q, k, v, dfinal))
@@ -152,39 +149,17 @@ def _empty_grads(
 
 
 def _room(like: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a result; of zeros where tokens may lie outside every text (bounds on a GPU are not looked at)."""
+    """Return memory for a result; zeros where tokens may lie outside every sequence (bounds on a GPU are unchecked)."""
     return like.new_empty(like.shape, dtype=dtype) if cu_seqlens is None else like.new_zeros(like.shape, dtype=dtype)
 
 
-def chunkwise(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    beta_scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Output and final state. With A_log, log_decay is the raw gate and beta the raw logit."""
-    tensors = [q, k, v, log_decay, beta, A_log, dt_bias, state]
-    keep = needs_grad(*tensors)
-    run = _forward_op
-    if is_eager(*tensors, cu_seqlens):
-        run = _direct if keep else _forward
-        *tensors, cu_seqlens = in_memory((*tensors, cu_seqlens))
-    output, final, _ = run(*tensors, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep)
-    return output, final
+def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output and the final state, token by token in one launch, without gradients: decoding."""
+    return _recurrent(*inputs[:7], options.scale, options.normalize_qk)
 
 
 @torch.library.custom_op("lineate::recurrent_triton", mutates_args=())
-def recurrent(
+def _recurrent(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -195,7 +170,7 @@ def recurrent(
     scale: float,
     normalize_qk: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Token by token in one launch, without gradients: decoding, with the state copied first."""
+    """Decode into a copy of the state."""
     final = state.clone(memory_format=torch.contiguous_format)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
     output = decoding.decode(
@@ -205,6 +180,6 @@ def recurrent(
     return output, final
 
 
-@recurrent.register_fake
+@_recurrent.register_fake
 def _(q, k, v, log_decay, beta, state, cu_seqlens, scale, normalize_qk):  # type: ignore[no-untyped-def]
     return v.new_empty(v.shape), state.new_empty(state.shape)

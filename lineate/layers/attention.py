@@ -23,7 +23,7 @@ from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.opaque import opaque
-from lineate.texts import text_lengths
+from lineate.sequences import sequence_lengths
 
 _PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -50,14 +50,14 @@ def attend_new(
         if torch.compiler.is_compiling():  # a graph cannot wait for the lengths; bounds of them serve as well
             longest = t, n
         else:
-            longest = max(text_lengths(cu_seqlens)), max(text_lengths(key_bounds))
+            longest = max(sequence_lengths(cu_seqlens)), max(sequence_lengths(key_bounds))
         return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, longest, window)
     return _attend_texts(q, k, v, cu_seqlens, key_bounds, scale)
 
 
 def _text_by_text(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, key_bounds: Tensor, scale: float) -> Tensor:
     """Run attend_new on packed sequences, one after another."""
-    lengths, seen = text_lengths(cu_seqlens), text_lengths(key_bounds)
+    lengths, seen = sequence_lengths(cu_seqlens), sequence_lengths(key_bounds)
     texts = zip(q.split(lengths, 1), k.split(seen, 1), v.split(seen, 1), strict=True)
     return torch.cat([_softmax_last(*qkv, scale) for qkv in texts if qkv[0].shape[1]], 1)
 

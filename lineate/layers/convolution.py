@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from lineate.layers.gpu import kernels_for
 from lineate.layers.state import TensorSpec
 from lineate.native import layers as native
-from lineate.texts import locate
+from lineate.sequences import locate
 
 
 def short_convolution(

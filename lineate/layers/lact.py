@@ -18,7 +18,7 @@ from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.lact import fresh_state, lact
 from lineate.rule import compute_dtype, normalize
-from lineate.texts import text_lengths
+from lineate.sequences import sequence_lengths
 
 _BLOCK = 512  # queries that share one mask
 
@@ -169,7 +169,7 @@ class LaCT(LearningMixer):
             y, new["keys"], new["values"] = window_attention(q, k, v, self.window, past)
         else:
             found = []
-            for row, own in enumerate(zip(*(x.split(text_lengths(cu_seqlens), 1) for x in (q, k, v)), strict=True)):
+            for row, own in enumerate(zip(*(x.split(sequence_lengths(cu_seqlens), 1) for x in (q, k, v)), strict=True)):
                 own_past = None if past is None else (past[0][row, None], past[1][row, None], past[2][row, None])
                 found.append(window_attention(own[0], own[1], own[2], self.window, own_past))
             y = torch.cat([own[0] for own in found], 1)

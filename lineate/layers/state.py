@@ -13,7 +13,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from lineate.texts import locate
+from lineate.sequences import locate
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.memory.gpu import kept
-from lineate.texts import locate, text_lengths
+from lineate.sequences import locate, sequence_lengths
 
 LARGEST_TENSOR = 2**26
 """Numbers of the largest tensor of a run: 256 MiB in float32."""
@@ -123,7 +123,7 @@ def lay_out(
         even: Whether all rows get room for the same number of chunks; None: if they are not packed.
     """
     packed = cu_seqlens is not None
-    lengths = (like.shape[1],) * like.shape[0] if cu_seqlens is None else text_lengths(cu_seqlens)
+    lengths = (like.shape[1],) * like.shape[0] if cu_seqlens is None else sequence_lengths(cu_seqlens)
     make = _lay_out if isinstance(positions, Tensor) else _kept_layout
     return make(lengths, positions, chunk, packed, not packed if even is None else even, like.device)
 

@@ -1,1 +1,1 @@
-"""The CPU backend in C: compiled for the machine it runs on at first use, never needed to import lineate."""
+"""The CPU backend in C. Its first use compiles it for the machine it runs on; importing lineate never needs it."""

@@ -1,4 +1,4 @@
-"""Compile the C files for this machine once, keep the result, and load it."""
+"""Compiles the C files for this machine once, keeps the result, and loads it."""
 
 import ctypes
 import functools
@@ -31,7 +31,7 @@ def available() -> bool:
 
 @functools.cache
 def why_not() -> str | None:
-    """None if the native backend can run here, else the reason."""
+    """Return why the native backend cannot run here, or None if it can."""
     try:
         library()
     except NativeUnavailable as reason:
@@ -41,7 +41,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The compiled C code; raises NativeUnavailable."""
+    """Return the compiled C code, or raise NativeUnavailable."""
     if os.environ.get("LINEATE_NATIVE", "1") == "0":
         raise NativeUnavailable("it is switched off by LINEATE_NATIVE=0")
     if os.name != "posix":
@@ -54,10 +54,10 @@ def library() -> ctypes.CDLL:
 
 
 def load_or_build(command: list[str], folder: Path) -> ctypes.CDLL:
-    """Return the library that this command makes, from the folder if a whole one is there, else compiled into it.
+    """Return the library that this command makes; compile it into the folder unless a complete one is there.
 
-    What is kept is named native-<what it is made of>-<sha256 of the file>.so, so that a file cut short is known by its
-    name, and the file and its checksum are put in place by one rename.
+    A kept file is named native-<fingerprint of what it is made of>-<sha256 of the file>.so, so that a file cut short
+    does not match its name, and one rename puts the file and its checksum in place.
     """
     start = f"native-{_fingerprint(command)}-"
     _clean(folder)
@@ -74,7 +74,7 @@ def load_or_build(command: list[str], folder: Path) -> ctypes.CDLL:
             if file != built:
                 _remove(file)
         return _load(built)
-    except _Unfit as reason:  # another program changes what is in the folder
+    except _Unfit as reason:  # another program has changed the folder
         raise NativeUnavailable(f"the compiled code in {folder} is not loaded: {reason}") from None
 
 
@@ -85,8 +85,8 @@ class _Unfit(Exception):
 def _load(file: Path) -> ctypes.CDLL:
     """Load a library whose content has the checksum of its name, and which nobody but us and root can write.
 
-    What was looked at is what is loaded: both go through one descriptor, which stays open, because the loader knows a
-    library by this name.
+    The file that is checked is the file that is loaded: both go through one descriptor, which stays open, because the
+    loader knows a library by this name.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
@@ -114,7 +114,7 @@ def _load(file: Path) -> ctypes.CDLL:
 
 
 def _writers(found: os.stat_result) -> str:
-    """Say who else than us and root can write a file or folder, or nothing."""
+    """Return a clause that says who besides us and root can write a file or folder; empty if nobody can."""
     if found.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {found.st_uid}, who can put any code there"
     if found.st_mode & stat.S_IWOTH:
@@ -125,7 +125,7 @@ def _writers(found: os.stat_result) -> str:
 
 
 def _alone_in(group: int) -> bool:
-    """Whether this is the private group that many systems give each user, so that it may write what the user may."""
+    """Whether this is the private group that many systems give each user; it may write what the user may."""
     import grp
     import pwd
 
@@ -141,7 +141,7 @@ def _machine_flag() -> str:
 
 
 def _fingerprint(command: list[str]) -> str:
-    """Changes with the sources, the compiler and the processor: a home folder may be shared by several machines."""
+    """Return a digest of the sources, the compiler and the processor: several machines may share a home folder."""
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in _SOURCES))
     digest.update("\0".join(command).encode())
     try:
@@ -175,13 +175,13 @@ def _cache_folder() -> Path:
 
 
 _LONGEST = 300
-"""Seconds that a compiler gets."""
+"""Seconds after which a compiler is stopped."""
 _BUILDING = "building-"
-"""What folders are called in which one works."""
+"""How the names of the folders begin in which a compiler works."""
 
 
 def _clean(folder: Path) -> None:
-    """Remove what compilers left that were killed, known by its age; those at work are younger."""
+    """Remove what killed compilers left; what is younger may belong to one at work."""
     for left in (*folder.glob(_BUILDING + "*"), *folder.glob("tmp*.so")):
         try:
             if time.time() - left.lstat().st_mtime > 2 * _LONGEST:
@@ -191,7 +191,7 @@ def _clean(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """As far as we may."""
+    """Remove a file or folder, as far as we are allowed to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -202,7 +202,7 @@ def _remove(path: Path) -> None:
 
 
 def _compile(command: list[str], folder: Path, start: str) -> Path:
-    """Build in a folder of its own, write the result to the disk and rename it: nobody ever sees half a file.
+    """Build in a folder of its own, write the result to the disk and rename it, so that nobody ever sees half a file.
 
     Several processes may do so at a time; each has a folder of its own, and the last one's file stays.
     """

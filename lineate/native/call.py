@@ -1,4 +1,4 @@
-"""From tensors to the C code and back: one structure of 64-bit words, three entry points."""
+"""Calls the C code of the rules: one structure of 64-bit words, three entry points."""
 
 import ctypes
 import functools
@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lineate.call import Options
 from lineate.checks import check_decay_values
 from lineate.native.build import library
 from lineate.stability import warn_unstable
 
 _LAYOUT = struct.Struct("12q" + "5q" * 12 + "7q" + "d")  # Call in chunkwise.c
 _NO_TENSOR = (0, 0, 0, 0, 0)
-_NO_MEMORY, _POSITIVE_DECAY, _UNSTABLE = 1, 2, 4  # bits of what an entry returns
+_NO_MEMORY, _POSITIVE_DECAY, _UNSTABLE = 1, 2, 4  # bits of what an entry point returns
 
 
 class Tensors(NamedTuple):
@@ -46,31 +47,23 @@ class States(NamedTuple):
     dstate: Tensor | None = None
 
 
-def run(
-    entry: str,
-    tensors: Tensors,
-    states: States,
-    cu_seqlens: Tensor | None,
-    *,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-    chunk_size: int,
-) -> None:
+def run(entry: str, tensors: Tensors, states: States, cu_seqlens: Tensor | None, options: Options) -> None:
     """Fill the structure and call `lineate_<entry>`."""
-    assert tensors.beta is not None or not corrects  # it would be read
+    corrects, scale, normalize_qk, chunk_size = options[:4]
+    assert tensors.beta is not None or not corrects  # C would read it
     b, t, h, key_dim = tensors.q.shape
     hv, value_dim = tensors.v.shape[2:]
     decay = 0 if tensors.log_decay is None else tensors.log_decay.dim() - 2
-    texts, starts, first_chunk = b, None, None
+    sequences, starts, first_chunk = b, None, None
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         chunks = [-(-(end - start) // chunk_size) for start, end in pairwise(bounds)]
-        texts = len(chunks)
+        sequences = len(chunks)
         starts = (ctypes.c_int64 * len(bounds))(*bounds)
         first_chunk = (ctypes.c_int64 * len(chunks))(*accumulate([0, *chunks[:-1]]))
     threads = torch.get_num_threads()
-    words: list[int] = [b, t, h, hv // h, key_dim, value_dim, chunk_size, texts, decay, corrects, normalize_qk, threads]
+    sizes = (b, t, h, hv // h, key_dim, value_dim, chunk_size, sequences)
+    words: list[int] = [*sizes, decay, corrects, normalize_qk, threads]
     for x in tensors:
         words += _NO_TENSOR if x is None else (x.data_ptr(), *x.stride()[:3], x.dtype is torch.bfloat16)
     words += [0 if x is None else x.data_ptr() for x in states]
@@ -87,7 +80,7 @@ def run(
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """float32 or bfloat16 with a dense last dimension; a copy only where that is not so yet."""
+    """Return x in float32 or bfloat16 with a dense last dimension; a copy only if it is not so already."""
     if x is None:
         return None
     x = x if x.dtype is torch.float32 or x.dtype is torch.bfloat16 else x.float()

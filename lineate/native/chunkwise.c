@@ -1,6 +1,6 @@
 // The chunkwise and recurrent forms for a CPU, in float32: the same equations and names as forms/chunkwise.py and rule.py.
 //
-// One unit of work is one key head of one text: its states stay in cache from the first token to the last, and its
+// One unit of work is one key head of one sequence: its states stay in cache from the first token to the last, and its
 // result depends on nothing else, so the bits are the same in any batch, order and number of threads.
 // Rows are tokens. Every matrix in scratch memory has its rows and columns filled up with zeros to whole tiles.
 //
@@ -138,13 +138,13 @@ typedef struct {  // b t heads d, the last dimension dense; strides in elements
 } Tensor;
 
 typedef struct {  // words of 64 bits, filled in by call.py
-    i64 b, t, h, group, key_dim, value_dim, chunk, texts;
+    i64 b, t, h, group, key_dim, value_dim, chunk, sequences;
     i64 decay, corrects, normalize, threads;
     Tensor q, k, v, log_decay, beta, output;        // forward
     Tensor doutput, dq, dk, dv, dlog_decay, dbeta;  // backward
-    const float *state, *dfinal;                    // texts hv k v
+    const float *state, *dfinal;                    // sequences hv k v
     float *final, *states, *dstate;                 // states: n b hv k v, or NULL
-    const i64 *starts, *first_chunk;                // texts + 1, texts; NULL: every row is one text
+    const i64 *starts, *first_chunk;                // sequences + 1, sequences; NULL: every row is one sequence
     double scale;
 } Call;
 
@@ -433,12 +433,13 @@ static void forward_chunk(Scratch *s, const Call *a, i64 row, i64 start, i64 hea
     multiply(K, V, c, s->KW, 1, s->ldk, s->R, ldv, S, ldv, 1);  // S = e^{G_c} S + Kw^T R
 }
 
-static void forward_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
+static void forward_sequence(Scratch *s, const Call *a, i64 sequence, i64 key_head) {
     const i64 hv = a->h * a->group, size = a->key_dim * a->value_dim, one = s->K * s->ldv;
-    const i64 row = a->starts ? 0 : text, begin = a->starts ? a->starts[text] : 0, end = a->starts ? a->starts[text + 1] : a->t;
-    i64 chunk = a->first_chunk ? a->first_chunk[text] : 0;
+    const i64 row = a->starts ? 0 : sequence, begin = a->starts ? a->starts[sequence] : 0;
+    const i64 end = a->starts ? a->starts[sequence + 1] : a->t;
+    i64 chunk = a->first_chunk ? a->first_chunk[sequence] : 0;
     for (i64 j = 0; j < a->group; j++)
-        get_state(s->S + j * one, s->ldv, a->state + (text * hv + key_head * a->group + j) * size, a, s->K);
+        get_state(s->S + j * one, s->ldv, a->state + (sequence * hv + key_head * a->group + j) * size, a, s->K);
     for (i64 start = begin; start < end; start += a->chunk, chunk++) {
         load_keys(s, a, row, start, least(a->chunk, end - start), key_head);
         if (a->decay != CHANNEL) plain_products(s, a);
@@ -449,7 +450,7 @@ static void forward_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
         }
     }
     for (i64 j = 0; j < a->group; j++)
-        put_state(a->final + (text * hv + key_head * a->group + j) * size, s->S + j * one, s->ldv, a);
+        put_state(a->final + (sequence * hv + key_head * a->group + j) * size, s->S + j * one, s->ldv, a);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
@@ -646,12 +647,13 @@ static void store_keys(Scratch *s, const Call *a, i64 row, i64 start, i64 head) 
         }
 }
 
-static void backward_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
+static void backward_sequence(Scratch *s, const Call *a, i64 sequence, i64 key_head) {
     const i64 hv = a->h * a->group, size = a->key_dim * a->value_dim, one = s->K * s->ldv;
-    const i64 row = a->starts ? 0 : text, begin = a->starts ? a->starts[text] : 0, end = a->starts ? a->starts[text + 1] : a->t;
-    const i64 first = a->first_chunk ? a->first_chunk[text] : 0, chunks = (end - begin + a->chunk - 1) / a->chunk;
+    const i64 row = a->starts ? 0 : sequence, begin = a->starts ? a->starts[sequence] : 0;
+    const i64 end = a->starts ? a->starts[sequence + 1] : a->t;
+    const i64 first = a->first_chunk ? a->first_chunk[sequence] : 0, chunks = (end - begin + a->chunk - 1) / a->chunk;
     for (i64 j = 0; j < a->group; j++)
-        get_state(s->dS + j * one, s->ldv, a->dfinal + (text * hv + key_head * a->group + j) * size, a, s->K);
+        get_state(s->dS + j * one, s->ldv, a->dfinal + (sequence * hv + key_head * a->group + j) * size, a, s->K);
     for (i64 n = chunks - 1; n >= 0; n--) {
         i64 start = begin + n * a->chunk;
         load_keys(s, a, row, start, least(a->chunk, end - start), key_head);
@@ -665,7 +667,7 @@ static void backward_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
         store_keys(s, a, row, start, key_head);
     }
     for (i64 j = 0; j < a->group; j++)
-        put_state(a->dstate + (text * hv + key_head * a->group + j) * size, s->dS + j * one, s->ldv, a);
+        put_state(a->dstate + (sequence * hv + key_head * a->group + j) * size, s->dS + j * one, s->ldv, a);
 }
 
 // ---- recurrent -----------------------------------------------------------------------------------------------------
@@ -714,14 +716,15 @@ static void recurrent_token(const Call *a, const float *from, float *to, const f
     }
 }
 
-static void recurrent_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
+static void recurrent_sequence(Scratch *s, const Call *a, i64 sequence, i64 key_head) {
     const i64 hv = a->h * a->group, size = a->key_dim * a->value_dim;
-    const i64 row = a->starts ? 0 : text, begin = a->starts ? a->starts[text] : 0, end = a->starts ? a->starts[text + 1] : a->t;
+    const i64 row = a->starts ? 0 : sequence, begin = a->starts ? a->starts[sequence] : 0;
+    const i64 end = a->starts ? a->starts[sequence + 1] : a->t;
     float *q = s->X, *k = s->X + s->rows * s->ldk;
     for (i64 j = 0; j < a->group; j++) {
         const i64 head = key_head * a->group + j;
-        const float *from = a->state + (text * hv + head) * size;
-        float *S = a->final + (text * hv + head) * size;
+        const float *from = a->state + (sequence * hv + head) * size;
+        float *S = a->final + (sequence * hv + head) * size;
         if (begin == end) memcpy(S, from, size * sizeof(float));
         for (i64 i = begin; i < end; i++, from = S) {
             float beta = 1;
@@ -741,7 +744,7 @@ static void recurrent_text(Scratch *s, const Call *a, i64 text, i64 key_head) {
 enum { NO_MEMORY = 1, POSITIVE_DECAY = 2, UNSTABLE = 4 };  // bits of what is returned
 enum { WORTH_A_THREAD = 1 << 17 };  // elements of state updated: what a thread should get to be worth starting
 
-typedef void (*Work)(Scratch *, const Call *, i64 text, i64 key_head);
+typedef void (*Work)(Scratch *, const Call *, i64 sequence, i64 key_head);
 
 typedef struct {
     const Call *call;
@@ -760,7 +763,7 @@ static void *run(void *argument) {
 #endif
     if (allocate(&scratch, job->call, job->mode)) atomic_fetch_or(&job->failed, NO_MEMORY);
     else {
-        const i64 units = job->call->texts * job->call->h;
+        const i64 units = job->call->sequences * job->call->h;
         for (i64 i; (i = atomic_fetch_add(&job->next, 1)) < units;)
             job->work(&scratch, job->call, i / job->call->h, i % job->call->h);
         for (int i = 0; i < LANES; i++)
@@ -776,9 +779,9 @@ static void *run(void *argument) {
 
 static int start(const Call *call, Work work, int mode) {
     Job job = {.call = call, .work = work, .mode = mode};
-    i64 work_in_all = call->texts * call->h * call->group * (call->starts ? 1 : call->t) * call->key_dim * call->value_dim;
+    i64 work_in_all = call->sequences * call->h * call->group * (call->starts ? 1 : call->t) * call->key_dim * call->value_dim;
     i64 useful = mode == RECURRENT ? 1 + work_in_all / WORTH_A_THREAD : call->threads;
-    i64 helpers = least(least(call->threads, useful), call->texts * call->h) - 1, started = 0;
+    i64 helpers = least(least(call->threads, useful), call->sequences * call->h) - 1, started = 0;
     pthread_t *threads = helpers > 0 ? malloc(helpers * sizeof *threads) : NULL;
     for (; threads && started < helpers; started++)
         if (pthread_create(threads + started, NULL, run, &job)) break;
@@ -788,6 +791,6 @@ static int start(const Call *call, Work work, int mode) {
     return atomic_load(&job.failed);
 }
 
-int lineate_forward(const Call *call) { return start(call, forward_text, FORWARD); }
-int lineate_backward(const Call *call) { return start(call, backward_text, BACKWARD); }
-int lineate_recurrent(const Call *call) { return start(call, recurrent_text, RECURRENT); }
+int lineate_forward(const Call *call) { return start(call, forward_sequence, FORWARD); }
+int lineate_backward(const Call *call) { return start(call, backward_sequence, BACKWARD); }
+int lineate_recurrent(const Call *call) { return start(call, recurrent_sequence, RECURRENT); }

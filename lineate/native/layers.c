@@ -166,11 +166,11 @@ static void spread(void (*work)(const void *, i64), const void *call, i64 units,
 enum { SIZES = 4, SLAB = 512, BLOCK = 64 };  // taps; channels of a unit; tokens summed in float
 
 typedef struct {  // words of 64 bits, filled in by layers.py; strides in elements, the last dimension of x and dy dense
-    i64 b, t, channels, size, texts, threads;
-    const float *x, *weight, *state;  // b t channels; channels size; texts channels past, or NULL
+    i64 b, t, channels, size, sequences, threads;
+    const float *x, *weight, *state;  // b t channels; channels size; sequences channels past, or NULL
     i64 x_row, x_token, state_row, state_channel, state_tap;
-    const i64 *starts;  // texts + 1, or NULL: every row is one text
-    float *y, *final;   // b t channels; texts past channels
+    const i64 *starts;  // sequences + 1, or NULL: every row is one sequence
+    float *y, *final;   // b t channels; sequences past channels
     const float *dy, *dfinal;
     i64 dy_row, dy_token;
     float *dx, *dweight, *dstate;  // as x, weight and final; dstate may be NULL
@@ -187,7 +187,7 @@ typedef struct {                                    // of one unit
 typedef struct {
     i64 row, begin, n;  // tokens
     const float *front[SIZES];
-} Text;
+} Sequence;
 
 INLINE i64 slab_width(const Conv *a) {
     i64 width = blocks(blocks(a->channels, 4 * a->threads), 64) * 64;
@@ -200,10 +200,11 @@ INLINE void load_weight(Slab *s, const Conv *a, int size) {
         for (int i = 0; i < size; i++) s->weight[i][c] = w[c * size + i];
 }
 
-INLINE Text find_text(Slab *s, const Conv *a, i64 text, int past) {
-    Text found = {.row = text, .n = a->t};
-    if (a->starts) found.row = 0, found.begin = a->starts[text], found.n = a->starts[text + 1] - a->starts[text];
-    const float *from = a->state ? a->state + text * a->state_row + s->first * a->state_channel : NULL;
+INLINE Sequence find_sequence(Slab *s, const Conv *a, i64 sequence, int past) {
+    Sequence found = {.row = sequence, .n = a->t};
+    const i64 *start = a->starts ? a->starts + sequence : NULL;
+    if (start) found.row = 0, found.begin = start[0], found.n = start[1] - start[0];
+    const float *from = a->state ? a->state + sequence * a->state_row + s->first * a->state_channel : NULL;
     for (int i = 0; i < past; i++) {
         found.front[i] = s->front[i];
         if (!from) memset(s->front[i], 0, s->n * sizeof(float));
@@ -219,9 +220,9 @@ INLINE Text find_text(Slab *s, const Conv *a, i64 text, int past) {
 }
 
 // The slab's inputs at a token, which may be one before the first.
-INLINE const float *inputs(const Slab *s, const Conv *a, const Text *text, int past, i64 token) {
-    if (token < 0) return text->front[token + past];
-    return a->x + text->row * a->x_row + (text->begin + token) * a->x_token + s->first;
+INLINE const float *inputs(const Slab *s, const Conv *a, const Sequence *sequence, int past, i64 token) {
+    if (token < 0) return sequence->front[token + past];
+    return a->x + sequence->row * a->x_row + (sequence->begin + token) * a->x_token + s->first;
 }
 
 // y at `tokens` tokens or, if tokens is 1, `vectors` vectors of channels.
@@ -245,13 +246,13 @@ INLINE void forward_vectors(const Slab *s, const float *const *x, float *const *
     EACH store(out[k % tokens] + c + k / tokens * LANES, y[k], n);
 }
 
-INLINE void forward_tokens(const Slab *s, const Conv *a, const Text *text, i64 token, int size, int tokens) {
+INLINE void forward_tokens(const Slab *s, const Conv *a, const Sequence *sequence, i64 token, int size, int tokens) {
     const float *x[FEW + SIZES];
     float *out[FEW];
     const i64 channels = s->n;
-    for (int j = 0; j < tokens + size - 1; j++) x[j] = inputs(s, a, text, size - 1, token - size + 1 + j);
+    for (int j = 0; j < tokens + size - 1; j++) x[j] = inputs(s, a, sequence, size - 1, token - size + 1 + j);
     for (int k = 0; k < tokens; k++)
-        out[k] = a->y + (text->row * a->t + text->begin + token + k) * a->channels + s->first;
+        out[k] = a->y + (sequence->row * a->t + sequence->begin + token + k) * a->channels + s->first;
     if (tokens == 1) SWEEP(channels, forward_vectors(s, x, out, size, 1, count, c, n));
     else {
         i64 c = 0;
@@ -262,14 +263,14 @@ INLINE void forward_tokens(const Slab *s, const Conv *a, const Text *text, i64 t
 
 INLINE void forward_slab(Slab *s, const Conv *a, int size) {
     load_weight(s, a, size);
-    for (i64 i = 0; i < a->texts; i++) {
-        Text text = find_text(s, a, i, size - 1);
+    for (i64 i = 0; i < a->sequences; i++) {
+        Sequence sequence = find_sequence(s, a, i, size - 1);
         i64 token = 0;
-        for (; token + FEW <= text.n; token += FEW) forward_tokens(s, a, &text, token, size, FEW);
-        for (; token < text.n; token++) forward_tokens(s, a, &text, token, size, 1);
+        for (; token + FEW <= sequence.n; token += FEW) forward_tokens(s, a, &sequence, token, size, FEW);
+        for (; token < sequence.n; token++) forward_tokens(s, a, &sequence, token, size, 1);
         for (int j = 0; j < size - 1; j++)
             memcpy(a->final + (i * (size - 1) + j) * a->channels + s->first,
-                   inputs(s, a, &text, size - 1, text.n - size + 1 + j), s->n * sizeof(float));
+                   inputs(s, a, &sequence, size - 1, sequence.n - size + 1 + j), s->n * sizeof(float));
     }
 }
 
@@ -298,20 +299,20 @@ INLINE void backward_vector(Slab *s, const float *const *x, const float *const *
 }
 
 // Where the gradient of the inputs at a token goes.
-INLINE float *gradients(Slab *s, const Conv *a, const Text *text, i64 which, int past, i64 token) {
-    if (token >= 0) return a->dx + (text->row * a->t + text->begin + token) * a->channels + s->first;
+INLINE float *gradients(Slab *s, const Conv *a, const Sequence *sequence, i64 which, int past, i64 token) {
+    if (token >= 0) return a->dx + (sequence->row * a->t + sequence->begin + token) * a->channels + s->first;
     if (!a->dstate) return s->unused[token + past];
     return a->dstate + (which * past + token + past) * a->channels + s->first;
 }
 
-INLINE void backward_tokens(Slab *s, const Conv *a, const Text *text, i64 which, i64 token, int size, int tokens) {
+INLINE void backward_tokens(Slab *s, const Conv *a, const Sequence *sequence, i64 which, i64 token, int size, int tokens) {
     const int past = size - 1;
     const float *x[FEW + SIZES], *dout[FEW];
     float *dx[FEW];
-    for (int j = 0; j < tokens + past; j++) x[j] = inputs(s, a, text, past, token - past + j);
+    for (int j = 0; j < tokens + past; j++) x[j] = inputs(s, a, sequence, past, token - past + j);
     for (int k = 0; k < tokens; k++) {
-        dout[k] = a->dy + text->row * a->dy_row + (text->begin + token + k) * a->dy_token + s->first;
-        dx[k] = gradients(s, a, text, which, past, token - past + k);
+        dout[k] = a->dy + sequence->row * a->dy_row + (sequence->begin + token + k) * a->dy_token + s->first;
+        dx[k] = gradients(s, a, sequence, which, past, token - past + k);
     }
     i64 c = 0;
     for (; c + LANES <= s->n; c += LANES) backward_vector(s, x, dout, dx, size, tokens, c, LANES);
@@ -330,18 +331,18 @@ INLINE void backward_slab(Slab *s, const Conv *a, int size) {
     load_weight(s, a, size);
     memset(s->sums, 0, sizeof s->sums);
     memset(s->dweight, 0, sizeof s->dweight);
-    for (i64 i = 0; i < a->texts; i++) {
-        Text text = find_text(s, a, i, past);
+    for (i64 i = 0; i < a->sequences; i++) {
+        Sequence sequence = find_sequence(s, a, i, past);
         memset(s->carry, 0, sizeof s->carry);
-        for (i64 start = 0; start < text.n; start += BLOCK) {
-            const i64 stop = least(start + BLOCK, text.n);
+        for (i64 start = 0; start < sequence.n; start += BLOCK) {
+            const i64 stop = least(start + BLOCK, sequence.n);
             i64 token = start;
-            for (; token + FEW <= stop; token += FEW) backward_tokens(s, a, &text, i, token, size, FEW);
-            for (; token < stop; token++) backward_tokens(s, a, &text, i, token, size, 1);
+            for (; token + FEW <= stop; token += FEW) backward_tokens(s, a, &sequence, i, token, size, FEW);
+            for (; token < stop; token++) backward_tokens(s, a, &sequence, i, token, size, 1);
             add_up(s, size);
         }
         for (int j = 0; j < past; j++) {
-            float *to = gradients(s, a, &text, i, past, text.n - past + j);
+            float *to = gradients(s, a, &sequence, i, past, sequence.n - past + j);
             const float *more = a->dfinal ? a->dfinal + (i * past + j) * a->channels + s->first : NULL;
             for (i64 c = 0; c < s->n; c++) to[c] = s->carry[j][c] + (more ? more[c] : 0);
         }

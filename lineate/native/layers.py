@@ -1,24 +1,23 @@
-"""The parts of a layer around the op in C, in float32 on a CPU: short convolution with silu, RMSNorm, glu.
+"""The parts of a layer around the op, in C for float32 on a CPU: short convolution with silu, RMSNorm, glu.
 
-The functions of lineate.layers that call these say what they compute.
+The functions of lineate.layers that call these document what they compute.
 """
 
 import ctypes
 import functools
 import struct
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.chunk_op import make_direct
 from lineate.native.build import library, why_not
-from lineate.tracing import in_memory, recorded, transformed
+from lineate.registrar import register_op
+from lineate.tracing import transformed
 
 MOST_TAPS = 4
-"""Convolutions of more are left to torch."""
+"""torch runs convolutions with more taps."""
 ACTIVATIONS = ("", "silu", "sigmoid")
 
 _CONVOLUTION = struct.Struct("24q")  # Conv, Norm and Glu in layers.c
@@ -27,7 +26,7 @@ _GLU = struct.Struct("9q")
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """Whether the C code can run on these: all float32 on a CPU, outside of vmap, jvp and the like."""
+    """Whether the C code can run on these: all are float32 on a CPU, and no transform such as vmap is active."""
     for x in tensors:
         if x is not None and (x.dtype is not torch.float32 or not x.is_cpu):
             return False
@@ -42,57 +41,6 @@ def _ready() -> bool:
 _ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _differentiable(
-    name: str,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    fake_forward: Callable[..., Any],
-    fake_backward: Callable[..., Any],
-    tensors: int,
-) -> Callable[..., Any]:
-    """forward(tensors, options) with backward(gradients, tensors, options), which returns those of the first tensors.
-
-    As the ops `lineate::<name>` and `lineate::<name>_backward` for the compiler and for tensors that only pretend;
-    otherwise straight to the functions: on a token at a time, an op would cost more than its arithmetic.
-    """
-    forward_op = torch.library.custom_op(f"lineate::{name}", forward, mutates_args=())
-    backward_op = torch.library.custom_op(f"lineate::{name}_backward", backward, mutates_args=())
-    forward_op.register_fake(fake_forward)
-    backward_op.register_fake(fake_backward)
-
-    def save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        ctx.set_materialize_grads(not isinstance(output, tuple))
-        ctx.save_for_backward(*inputs[:tensors])
-        ctx.options = inputs[tensors:]
-
-    def differentiate(run, ctx, *arrived):  # type: ignore[no-untyped-def]
-        given = ctx.saved_tensors
-        made = run(*arrived, *given, *ctx.options)
-        made = (made,) if isinstance(made, Tensor) else made
-        found = [None if x is None else gradient for x, gradient in zip(given, made, strict=False)]
-        return *found, *[None] * (tensors - len(found) + len(ctx.options))
-
-    forward_op.register_autograd(functools.partial(differentiate, backward_op), setup_context=save)
-
-    direct = make_direct(forward, backward, backward_op, save, differentiate)
-
-    def run(*inputs: Any) -> Any:
-        if recorded():
-            return forward_op(*inputs)
-        wanted = virtual = False
-        for x in inputs[:tensors]:
-            if x is not None:
-                if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-                    return forward_op(*inputs)
-                wanted = wanted or x.requires_grad
-                virtual = virtual or x.is_neg() or x._is_zerotensor()
-        if virtual:
-            inputs = (*in_memory(inputs[:tensors]), *inputs[tensors:])
-        return direct(*inputs) if wanted and torch.is_grad_enabled() else forward(*inputs)
-
-    return run
-
-
 @functools.cache
 def _entry(name: str) -> Callable[[bytes], int]:
     function = library()[f"lineate_{name}"]
@@ -101,12 +49,12 @@ def _entry(name: str) -> Callable[[bytes], int]:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """With a dense last dimension."""
+    """Return x with a dense last dimension."""
     return x if x.stride()[-1] == 1 else x.contiguous()
 
 
 def _like(x: Tensor) -> Tensor:
-    """A new tensor of this shape, contiguous."""
+    """Return a new contiguous tensor of this shape."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -120,14 +68,14 @@ def _address(x: Tensor | None) -> int:
 def short_convolution(
     x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As lineate.layers.convolution.short_convolution, for up to MOST_TAPS taps."""
+    """Run lineate.layers.convolution.short_convolution for up to MOST_TAPS taps."""
     return _run_convolution(x, weight, state, cu_seqlens)
 
 
 def _convolution(
     x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """silu(y) `b t channels` and the new state `rows channels size-1`, whose channels are dense."""
+    """Return silu(y) `b t channels` and the new state `rows channels size-1`, whose channels are dense."""
     y, final = _like(x), _state(x, weight.shape[1] - 1, cu_seqlens)
     _convolve("convolution", x, weight, state, cu_seqlens, (y, final), (None, None), (None, None, None))
     return y, final
@@ -141,7 +89,7 @@ def _convolution_backward(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, and dstate, empty without a state."""
+    """Return dx, dweight and dstate, which is empty without a state."""
     dy = torch.zeros_like(x) if dy is None else dy
     dfinal = None if dfinal is None else dfinal.transpose(1, 2).contiguous()
     dx, dweight, dstate = grads = _convolution_grads(x, weight, state)
@@ -156,14 +104,14 @@ def _convolution_grads(x: Tensor, weight: Tensor, state: Tensor | None) -> tuple
 
 
 def _state(x: Tensor, past: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Room for the last inputs of each text."""
+    """Return memory for the last inputs of each sequence."""
     b, _, channels = x.shape
     rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return x.new_empty_strided((rows, channels, past), _strides(channels, past))
 
 
 def _strides(channels: int, past: int) -> tuple[int, int, int]:
-    """Of `rows channels past` in memory as `rows past channels`."""
+    """Return the strides of `rows channels past` that lies in memory as `rows past channels`."""
     return (channels * past, 1, channels)
 
 
@@ -177,7 +125,7 @@ def _convolve(
     arrived: tuple[Tensor | None, Tensor | None],
     grads: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
-    """arrived: dy with a dense last dimension, dfinal `rows size-1 channels` contiguous."""
+    """Call the C code. arrived: dy with a dense last dimension, dfinal `rows size-1 channels` contiguous."""
     b, t, channels = x.shape
     known, size = weight.shape
     rows = b
@@ -210,12 +158,12 @@ def _fake_convolution(x, weight, state, cu_seqlens):  # type: ignore[no-untyped-
     return _like(x), _state(x, weight.shape[1] - 1, cu_seqlens)
 
 
-_run_convolution = _differentiable(
+_run_convolution = register_op(
     "short_convolution_native",
     _convolution,
     _convolution_backward,
-    _fake_convolution,
-    lambda dy, dfinal, x, weight, state, cu_seqlens: _convolution_grads(x, weight, state),
+    fake=_fake_convolution,
+    fake_backward=lambda dy, dfinal, x, weight, state, cu_seqlens: _convolution_grads(x, weight, state),
     tensors=4,
 )
 
@@ -224,12 +172,12 @@ _run_convolution = _differentiable(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
-    """x / sqrt(mean x^2 + eps) * weight over the last dimension; zero-centred: * (1 + weight)."""
+    """Return x / sqrt(mean x^2 + eps) * weight over the last dimension; zero-centred: * (1 + weight)."""
     return _run_norm(x, weight, None, eps, zero_centred, "")
 
 
 def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float, activation: str) -> Tensor:
-    """rms_norm(x) * activation(gate): "silu" or "sigmoid"; gate in the shape of x."""
+    """Return rms_norm(x) * activation(gate), "silu" or "sigmoid"; gate has the shape of x."""
     return _run_norm(x, weight, gate, eps, False, activation)
 
 
@@ -242,7 +190,7 @@ def _norm(x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, zero_centr
 def _norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, zero_centred: bool, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dgate (empty without a gate)."""
+    """Return dx, dweight and dgate, which is empty without a gate."""
     dx, dweight, dgate = _norm_grads(x, weight, gate)
     _normalize("norm_backward", x, weight, gate, dy, (None, dx, dgate, dweight), eps, zero_centred, activation)
     return dx, dweight, dgate
@@ -263,7 +211,7 @@ def _normalize(
     zero_centred: bool,
     activation: str,
 ) -> None:
-    """results: y, dx, dgate, dweight."""
+    """Call the C code, which fills results: y, dx, dgate, dweight."""
     shape = x.shape
     size = shape[-1]
     if weight.shape != (size,):
@@ -285,24 +233,24 @@ def _normalize(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """At most three dimensions of dense rows."""
+    """Return x as dense rows in at most three dimensions."""
     return _dense(x if x.dim() <= 4 else x.reshape(-1, x.shape[-1]))
 
 
 def _locate(x: Tensor | None) -> tuple[int, int, int, int]:
-    """Rows in layers.c."""
+    """Return the address and the strides of x: Rows in layers.c."""
     if x is None:
         return (0, 0, 0, 0)
     i, j, k, _ = (0, 0, 0, *x.stride())[-4:]
     return (x.data_ptr(), i, j, k)
 
 
-_run_norm = _differentiable(
+_run_norm = register_op(
     "rms_norm_native",
     _norm,
     _norm_backward,
-    lambda x, *_: _like(x),
-    lambda dy, x, weight, gate, *_: _norm_grads(x, weight, gate),
+    fake=lambda x, *_: _like(x),
+    fake_backward=lambda dy, x, weight, gate, *_: _norm_grads(x, weight, gate),
     tensors=3,
 )
 
@@ -311,7 +259,7 @@ _run_norm = _differentiable(
 
 
 def glu(x: Tensor) -> Tensor:
-    """silu(gate) * up of gate | up."""
+    """Return silu(gate) * up, where x is gate | up."""
     return _run_glu(x)
 
 
@@ -328,7 +276,7 @@ def _glu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _gate(entry: str, x: Tensor, dy: Tensor | None, results: tuple[Tensor | None, Tensor | None]) -> None:
-    """results: y, dx."""
+    """Call the C code, which fills results: y, dx."""
     width = x.shape[-1]
     if width % 2:
         raise ValueError(f"x must hold gate | up, an even last dimension, got {tuple(x.shape)}")
@@ -343,18 +291,18 @@ def _gate(entry: str, x: Tensor, dy: Tensor | None, results: tuple[Tensor | None
 
 
 def _flat(x: Tensor) -> tuple[Tensor, int]:
-    """With dense rows at one distance, and that distance."""
+    """Return x with dense rows at equal distances, and that distance."""
     if x.is_contiguous():
         return x, x.shape[-1]
     x = _dense(x.reshape(-1, x.shape[-1]))
     return x, x.stride(0)
 
 
-_run_glu = _differentiable(
+_run_glu = register_op(
     "glu_native",
     _glu,
     _glu_backward,
-    lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
-    lambda dy, x: _like(x),
+    fake=lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    fake_backward=lambda dy, x: _like(x),
     tensors=1,
 )

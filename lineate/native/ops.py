@@ -1,8 +1,9 @@
-"""The native backend's forms: chunkwise with its backward, and recurrent for decoding."""
+"""The forms of the native backend: chunkwise with its backward, and recurrent for decoding."""
 
 import torch
 from torch import Tensor
 
+from lineate.call import Inputs, Options
 from lineate.chunk_op import Grads, Outputs, register
 from lineate.forms.packing import check_bounds
 from lineate.native.call import States, Tensors, dense, run
@@ -11,23 +12,10 @@ from lineate.tracing import PLAIN, recorded
 _NO_STATES = torch.empty(0, device="cpu")
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    outputs: Outputs,
-    *,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-    chunk_size: int,
-    entry: str = "forward",
-) -> None:
-    """q, k `b t h k`; v `b t hv v`; log_decay `b t hv` or `b t hv k`; beta `b t hv`; state `b hv k v`."""
+def _forward(inputs: Inputs, options: Options, outputs: Outputs, entry: str = "forward") -> None:
+    """Fill the outputs; the shapes are those of lineate.call.Inputs."""
+    q, k, v, log_decay, beta, state, cu_seqlens = inputs[:7]
+    assert state is not None
     output, final, states = outputs
     written = _dense(output)
     run(
@@ -35,53 +23,33 @@ def _forward(
         Tensors(_dense(q), _dense(k), _dense(v), dense(log_decay), dense(beta), written),
         States(state=state.contiguous(), final=final, states=states if states.shape[0] else None),
         cu_seqlens,
-        corrects=corrects,
-        scale=scale,
-        normalize_qk=normalize_qk,
-        chunk_size=chunk_size,
+        options,
     )
     if written is not output:
         output.copy_(written)
 
 
 def _backward(
-    doutput: Tensor,
-    dfinal: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    states: Tensor,
-    cu_seqlens: Tensor | None,
-    grads: Grads,
-    *,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-    chunk_size: int,
-) -> None:
-    """The same chunks from the last to the first, each from the state that entered it."""
+    inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Grads
+) -> None:  # fmt: skip
+    """Fill the gradients, from the last chunk to the first; each chunk starts from the state that entered it."""
     *wanted, dstate = grads
     written = [dense(x) for x in wanted]
     run(
         "backward",
         Tensors(
-            _dense(q),
-            _dense(k),
-            _dense(v),
-            dense(log_decay),
-            dense(beta),
+            _dense(inputs.q),
+            _dense(inputs.k),
+            _dense(inputs.v),
+            dense(inputs.log_decay),
+            dense(inputs.beta),
             None,
             _dense(doutput),
             *(x if x is not None and x.dim() > 1 else None for x in written),
         ),
         States(dfinal=dfinal.contiguous(), states=states, dstate=dstate),
-        cu_seqlens,
-        corrects=corrects,
-        scale=scale,
-        normalize_qk=normalize_qk,
-        chunk_size=chunk_size,
+        inputs.cu_seqlens,
+        options,
     )
     for x, y in zip(wanted, written, strict=True):
         if y is not None and y is not x:
@@ -97,7 +65,17 @@ def _dense(x: Tensor) -> Tensor:
 chunkwise = register("chunkwise_native", _forward, _backward)
 
 
-def _recurrent(
+def _recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    if inputs.cu_seqlens is not None:
+        check_bounds(inputs.cu_seqlens, inputs.q.shape[1])
+    assert inputs.state is not None
+    output, final = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.v, inputs.state))
+    _forward(inputs, options, (output, final, _NO_STATES), "recurrent")
+    return output, final
+
+
+@torch.library.custom_op("lineate::recurrent_native", mutates_args=())
+def _recurrent_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -109,28 +87,8 @@ def _recurrent(
     scale: float,
     normalize_qk: bool,
 ) -> tuple[Tensor, Tensor]:
-    if cu_seqlens is not None:
-        check_bounds(cu_seqlens, q.shape[1])
-    output, final = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (v, state))
-    _forward(
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        state,
-        cu_seqlens,
-        (output, final, _NO_STATES),
-        corrects=corrects,
-        scale=scale,
-        normalize_qk=normalize_qk,
-        chunk_size=1,
-        entry="recurrent",
-    )
-    return output, final
-
-
-_recurrent_op = torch.library.custom_op("lineate::recurrent_native", _recurrent, mutates_args=())
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    return _recurrent(inputs, Options(corrects, scale, normalize_qk, chunk_size=1))
 
 
 @_recurrent_op.register_fake
@@ -138,28 +96,16 @@ def _(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
-def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    corrects: bool,
-    scale: float,
-    normalize_qk: bool,
-) -> tuple[Tensor, Tensor]:
-    """Token by token, without gradients: decoding.
+def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """Run token by token, without gradients: decoding. options.chunk_size must be 1.
 
-    Only what records calls, tensors of other kinds and virtual ones need an op, which costs microseconds.
+    An op costs microseconds, so only what needs one gets it: what records calls, and tensors of other kinds or virtual.
     """
-    run_tokens = _recurrent
-    if recorded():
-        run_tokens = _recurrent_op
-    else:
-        for x in (q, k, v, log_decay, beta, state):  # one loop, since every token of decoding goes through it
+    as_op = recorded()
+    if not as_op:
+        for x in inputs[:6]:  # one loop, since every token of decoding goes through it
             if x is not None and (type(x) not in PLAIN or x.is_neg() or x._is_zerotensor()):
-                run_tokens = _recurrent_op
-    return run_tokens(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk)
+                as_op = True
+    if as_op:
+        return _recurrent_op(*inputs[:7], options.corrects, options.scale, options.normalize_qk)
+    return _recurrent(inputs, options)

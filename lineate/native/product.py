@@ -1,4 +1,4 @@
-"""Products of few rows with a matrix of 16 bit in C: its elements are widened where they are multiplied."""
+"""Multiplies few rows with a 16-bit matrix in C, which widens each element where it multiplies it."""
 
 import ctypes
 import functools
@@ -11,26 +11,26 @@ from torch import Tensor
 from lineate.native.build import library, why_not
 
 MOST_ROWS = 16
-"""Of x; for more, widening blocks of the matrix for a float32 product is faster."""
+"""The most rows of x; for more, widening blocks of the matrix for a float32 product is faster."""
 
 _PRODUCT = struct.Struct("9q")  # Product in layers.c
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor | None:
-    """x weight^T in float32, x `n k`, weight `m k`; None where the C code cannot do it."""
+    """Return x weight^T in float32, x `n k`, weight `m k`; None where the C code cannot do it."""
     return _run("product", x, weight, weight.shape[0]) if x.shape[1] == weight.shape[1] else None
 
 
 def combine(x: Tensor, weight: Tensor) -> Tensor | None:
-    """x weight in float32, x `n m`, weight `m k`; None where the C code cannot do it."""
+    """Return x weight in float32, x `n m`, weight `m k`; None where the C code cannot do it."""
     return _run("combine", x, weight, weight.shape[1]) if x.shape[1] == weight.shape[0] else None
 
 
 def _run(entry: str, x: Tensor, weight: Tensor, width: int) -> Tensor | None:
     if not (x.shape[0] <= MOST_ROWS and weight.dtype in _HALVES and weight.stride(1) == 1) or why_not() is not None:
         return None
-    if weight.is_neg() or weight._is_zerotensor() or x._is_zerotensor():  # their memory is not what it says
+    if weight.is_neg() or weight._is_zerotensor() or x._is_zerotensor():  # their memory does not hold their values
         return None
     x = x.float().contiguous().resolve_neg()
     y = torch.empty(x.shape[0], width, dtype=torch.float32, device="cpu")

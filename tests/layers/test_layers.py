@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lineate import texts
+from lineate import sequences
 from lineate.layers import (
     DeltaNet,
     GatedAttention,
@@ -285,11 +285,11 @@ def test_lengths_of_texts_are_looked_for_once_but_a_change_is_seen(monkeypatch):
     looked = []
     monkeypatch.setattr(Tensor, "diff", lambda x, diff=Tensor.diff: looked.append(x) or diff(x))
     bounds = torch.tensor([0, 3, 10])
-    assert [texts.text_lengths(bounds) for _ in range(3)] == [(3, 7)] * 3 and len(looked) == 3
-    monkeypatch.setattr(texts, "_may_be_kept", lambda x: True)  # as on a GPU
-    assert [texts.text_lengths(bounds) for _ in range(3)] == [(3, 7)] * 3 and len(looked) == 4
+    assert [sequences.sequence_lengths(bounds) for _ in range(3)] == [(3, 7)] * 3 and len(looked) == 3
+    monkeypatch.setattr(sequences, "_may_be_kept", lambda x: True)  # as on a GPU
+    assert [sequences.sequence_lengths(bounds) for _ in range(3)] == [(3, 7)] * 3 and len(looked) == 4
     bounds[1] = 8
-    assert texts.text_lengths(bounds) == (8, 2)
+    assert sequences.sequence_lengths(bounds) == (8, 2)
 
 
 def test_gated_attention_is_its_equation():

@@ -363,7 +363,7 @@ def test_bad_calls():
         ({"input_ids": ids, "attention_mask": ids * 0}, ValueError, "attention_mask must have a token"),
         ({"input_ids": ids, "labels": ids[:, 1:]}, ValueError, r"labels must have shape \(b, t\) = \(2, 5\)"),
         ({"input_ids": ids, "attention_mask": ids[:1]}, ValueError, r"attention_mask must have shape \(b, t\)"),
-        ({"input_ids": ids, "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens needs the texts packed"),
+        ({"input_ids": ids, "cu_seqlens": torch.tensor([0, 5])}, ValueError, "cu_seqlens needs the sequences packed"),
         ({"input_ids": ids, "attention_mask": ids.tolist()}, TypeError, "attention_mask must be a torch.Tensor, got l"),
         ({"input_ids": ids, "attention_mask": added}, ValueError, r"attention_mask must be bool, .* \(mask == 0\)"),
         ({"input_ids": ids, "attention_mask": 2 - hole}, ValueError, "attention_mask must be bool, or 1 for tokens"),

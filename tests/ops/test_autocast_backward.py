@@ -19,7 +19,7 @@ AUTOCAST = {"forward too": (True, True), "backward alone": (False, True)}
 
 
 def gradients(call: Callable[..., Any], given: list[Tensor], forward: bool, backward: bool) -> list[Tensor]:
-    """Of a sum over all results; forward, backward: whether inside of autocast."""
+    """Return the gradients of a sum over all results; forward, backward: whether these run inside of autocast."""
     leaves = [x.detach().clone().requires_grad_() for x in given]
     with torch.autocast("cpu", torch.bfloat16, enabled=forward):
         results = call(*leaves)

@@ -441,7 +441,7 @@ WRONG: list[tuple[str, dict[str, object], type[Exception], str]] = [
     ("a slot read and written", {"state": POOL, "slots": torch.tensor([3, 4]), "start_slots": torch.tensor([4, 2])},
      ValueError, "start_slots[0] = 4 is written by row 1; let it write elsewhere"),
     ("packed and batched", {"cu_seqlens": torch.tensor([0, 3])}, ValueError,
-     "cu_seqlens needs the texts packed into one row, b = 1, got b = 2; reshape to (1, b * t, ...)"),
+     "cu_seqlens needs the sequences packed into one row, b = 1, got b = 2; reshape to (1, b * t, ...)"),
     ("beta float", {"beta": 0.5}, TypeError, "beta must be a torch.Tensor, got float"),
     ("log_decay float", {"log_decay": -0.5}, TypeError, "log_decay must be a torch.Tensor, got float"),
     ("log_decay per key head", {"log_decay": zeros(2, 3, 2)}, ValueError,
@@ -501,7 +501,7 @@ def test_wrong_calls(changes, error, message):
 def test_wrong_packed_slots():
     call = inputs_of(GATED_DELTA, Shape(1, 3, 2, 4, 3, 5), texts=6)
     options = {"cu_seqlens": bounds((2, 1)), "start_slots": PAIR}
-    message = r"^slots must have shape \(n_seqs,\) = \(2,\) or \(n_seqs, longest text\) = \(2, ...\), got \(3,\)$"
+    message = r"^slots must have shape \(n_seqs,\) = \(2,\) or \(n_seqs, longest sequence\) = \(2, ...\), got \(3,\)$"
     with pytest.raises(ValueError, match=message):
         decode(**call, **options, slots=torch.tensor([0, 1, 2]))
     with pytest.raises(ValueError, match=r"^slots must have one for each token, at least 2 a row, got 1$"):

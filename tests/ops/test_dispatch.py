@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lineate
 from lineate import rule
-from lineate.dispatch import resolve, why_no_triton
+from lineate.call import Request
+from lineate.dispatch import Facts, resolve, why_no_triton
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 NO_COMPILER = "no C compiler was found"
@@ -203,6 +204,13 @@ REFUSED = [
 ]
 
 
+def choose(the_rule: rule.Rule, call: dict[str, object]) -> lineate.Plan:
+    """Return the plan of a call, from the names of what it depends on and asks for."""
+    request = {name: x for name, x in call.items() if name in Request._fields}
+    facts = {name: x for name, x in call.items() if name not in request}
+    return resolve(the_rule, Facts(**facts), Request(**request))
+
+
 def label(changes: dict[str, object]) -> str:
     return ", ".join(f"{name}={x}" for name, x in changes.items()) or "defaults"
 
@@ -213,13 +221,13 @@ def test_served(the_rule, row):
     changes, form, backend, chunk_size, why_form, why_backend = row
     call = {**DEFAULTS, **changes}
     reason = f"{why_form.format(t=call['t'], form=form)}; {why_backend}"
-    assert resolve(the_rule, **call) == lineate.Plan(the_rule.name, form, backend, chunk_size, reason)
+    assert choose(the_rule, call) == lineate.Plan(the_rule.name, form, backend, chunk_size, reason)
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[label(x) for x, _ in REFUSED])
 def test_refused(changes, message):
     with pytest.raises(ValueError) as caught:
-        resolve(rule.GATED_DELTA, **{**DEFAULTS, **changes})
+        choose(rule.GATED_DELTA, {**DEFAULTS, **changes})
     assert str(caught.value) == message
 
 
@@ -244,7 +252,7 @@ def test_an_explicit_request_is_served_or_refused_but_never_replaced():
     for values in itertools.product(*choices.values()):
         call = dict(zip(choices, values, strict=True))
         try:
-            plan = resolve(rule.DELTA, **call)
+            plan = choose(rule.DELTA, call)
         except ValueError:
             refused += 1
             assert (call["form"], call["backend"]) != ("auto", "auto")

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lineate.chunk_op import _empty_outputs
+from lineate.call import Inputs, Options
+from lineate.chunk_op import empty_outputs
 from lineate.forms.chunkwise import _forward
 from lineate.layers.learning_costs import COSTS
 from lineate.models import (
@@ -55,10 +56,10 @@ def inside(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, beta: Any, state: Te
            out_val: Any) -> int:  # fmt: skip
     """torch's count of what the chunkwise op runs."""
     corrects, scale, normalize_qk, chunk_size, keep = rest
-    outputs = _empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
-    options = dict(corrects=corrects, scale=scale, normalize_qk=normalize_qk, chunk_size=chunk_size)
+    outputs = empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
-        _forward(q, k, v, log_decay, beta, state, cu_seqlens, outputs, **options)
+        _forward(inputs, Options(corrects, scale, normalize_qk, chunk_size), outputs)
     return counter.get_total_flops()
 
 

@@ -1,68 +1,34 @@
-"""The kernels of layers.py and rotary.py as torch ops with shapes and autograd, and the functions that layers call."""
-
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+"""The kernels of rows.py and rotary.py as torch ops, and the functions that layers call."""
 
 import torch
 from torch import Tensor
 
-from lineate.chunk_op import make_direct
 from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.rotary import turn
-from lineate.tracing import in_memory, is_eager, needs_grad
+from lineate.registrar import register_op
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (2, 3, 4)
-"""Of the convolution."""
+"""The sizes of a convolution that the kernels take."""
 WIDEST_NORM = 8192
 
 # Enough programs for any device; a constant, so that no result depends on the device.
 _PROGRAMS = 2048
 
 
-def register_op(
-    name: str, forward: Callable[..., Any], room: Callable[..., Any], backward: Callable[..., Any],
-    backward_room: Callable[..., Any], save: Callable[..., None], differentiate: Callable[..., Any],
-) -> Callable[..., Any]:  # fmt: skip
-    """The ops lineate::<name>_triton and its backward, and what runs them: eager calls without torch.library between.
-
-    save(ctx, inputs, output) keeps what differentiate(backward, ctx, *gradients) needs.
-    """
-    forward_op = torch.library.custom_op(f"lineate::{name}_triton", forward, mutates_args=())
-    backward_op = torch.library.custom_op(f"lineate::{name}_triton_backward", backward, mutates_args=())
-    forward_op.register_fake(room)
-    backward_op.register_fake(backward_room)
-
-    def keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        ctx.set_materialize_grads(False)
-        save(ctx, inputs, output)
-
-    forward_op.register_autograd(partial(differentiate, backward_op), setup_context=keep)
-
-    direct = make_direct(forward, backward, backward_op, keep, differentiate)
-
-    def run(tensors: tuple[Tensor | None, ...], *options: object) -> Any:
-        if not is_eager(*tensors):
-            return forward_op(*tensors, *options)
-        return (direct if needs_grad(*tensors) else forward)(*in_memory(tensors), *options)
-
-    return run
-
-
 def _unit(sizes: tuple[int, ...]) -> int:
-    """How many elements strides are counted in: 8 if all are multiples of it, which lets a thread load 16 bytes."""
+    """Return how many elements strides are counted in: 8 if all are multiples of it, so a thread can load 16 bytes."""
     return 8 if all(size % 8 == 0 for size in sizes) else 1
 
 
 def strides_of(x: Tensor, dims: int) -> tuple[int, ...]:
-    """The first ones; 0 for a dimension of one element, whose stride says nothing and must not choose a variant."""
+    """Return the first strides; 0 for a dimension of one element, whose stride is arbitrary and must not matter."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(x.shape[:dims], x.stride(), strict=False))
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """x itself if its last dimension is contiguous (a view of one fused projection is), else a copy."""
+    """Return x if its last dimension is contiguous, as in a view of a fused projection, else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -76,12 +42,12 @@ def check_dtypes(**tensors: Tensor) -> None:
 
 
 def _walks(b: int, t: int, channel_blocks: int) -> tuple[int, int]:
-    """Tokens a program walks, and programs a batch row (times channel_blocks)."""
+    """Return how many tokens a program walks, and how many programs a batch row has (times channel_blocks)."""
     walk = min(max(ceil_div(b * t * channel_blocks, 4 * _PROGRAMS) * 4, 16), 128)
     return walk, ceil_div(t, walk)
 
 
-def _texts(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor | None]:
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor | None]:
     if cu_seqlens is None:
         return x.shape[0], None
     return cu_seqlens.shape[0] - 1, cu_seqlens.to(x.device).contiguous()
@@ -90,15 +56,15 @@ def _texts(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor | None]:
 def _convolve_room(
     x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    texts = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
-    return y, x.new_empty(texts, x.shape[2], weight.shape[1] - 1)
+    return y, x.new_empty(sequences, x.shape[2], weight.shape[1] - 1)
 
 
 def _convolve(
     x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y, and the last inputs of each text."""
+    """Return y, and the last inputs of each sequence."""
     y, final = _convolve_room(x, weight, state, cu_seqlens)
     b, t, channels = x.shape
     x, weight = _dense_rows(x), weight.contiguous()
@@ -115,10 +81,10 @@ def _convolve(
             return y, final
         block = min(512, next_power(channels))
         channel_blocks = ceil_div(channels, block)
-        texts, bounds = _texts(x, cu_seqlens)
+        sequences, bounds = _sequences(x, cu_seqlens)
         walk, blocks = _walks(b, t, channel_blocks)
-        start(kernels.convolve, ((b * blocks + texts) * channel_blocks,))(
-            x, weight, state, bounds, y, final, t, texts, walk, blocks, b * blocks, x_row // unit, x_token // unit,
+        start(kernels.convolve, ((b * blocks + sequences) * channel_blocks,))(
+            x, weight, state, bounds, y, final, t, sequences, walk, blocks, b * blocks, x_row // unit, x_token // unit,
             **constants, BC=block, num_warps=4,
         )  # fmt: skip
     return y, final
@@ -134,7 +100,7 @@ def _convolve_backward_room(
 def _convolve_backward(
     dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dstate, which has no elements if there was no state."""
+    """Return dx, dweight and dstate, which has no elements if there was no state."""
     dx, dweight, dstate = _convolve_backward_room(dy, dfinal, x, weight, state, cu_seqlens)
     b, t, channels = x.shape
     x, dy, weight = _dense_rows(x), _dense_rows(dy), weight.contiguous()
@@ -147,12 +113,12 @@ def _convolve_backward(
     channel_blocks = ceil_div(channels, block)
     size = weight.shape[1]
     with torch.cuda.device_of(x):
-        texts, bounds = _texts(x, cu_seqlens)
+        sequences, bounds = _sequences(x, cu_seqlens)
         walk, blocks = _walks(b, t, channel_blocks)
         partials = torch.empty(b * blocks, size, channels, dtype=torch.float32, device=x.device)
-        start(kernels.convolve_backward, ((b * blocks + (texts if given else 0)) * channel_blocks,))(
+        start(kernels.convolve_backward, ((b * blocks + (sequences if given else 0)) * channel_blocks,))(
             x, weight, state, bounds, dy, dfinal, dx, dstate if given else None, partials,
-            t, texts, walk, blocks, b * blocks, *(s // unit for s in strides),
+            t, sequences, walk, blocks, b * blocks, *(s // unit for s in strides),
             CHANNELS=channels, SIZE=size, BC=block, UNIT=unit, num_warps=4,
         )  # fmt: skip
         _add_partials(partials, dweight)
@@ -160,7 +126,7 @@ def _convolve_backward(
 
 
 def _add_partials(partials: Tensor, total: Tensor) -> None:
-    """partials `count size channels` -> total `channels size`, turned round (or `1 channels` -> `channels`)."""
+    """Add up partials `count size channels` into total `channels size` (size 1: `channels`)."""
     count, size, channels = partials.shape
     start(kernels.add_partials, (ceil_div(size * channels, 32),))(
         partials, total, count, CHANNELS=channels, SIZE=size, ROWS=32, BC=32, num_warps=4
@@ -181,30 +147,36 @@ def _differentiate_convolution(backward, ctx, dy, dfinal):  # type: ignore[no-un
 
 
 _run_convolution = register_op(
-    "short_convolution", _convolve, _convolve_room, _convolve_backward, _convolve_backward_room,
-    _save_convolution, _differentiate_convolution,
-)  # fmt: skip
+    "short_convolution_triton",
+    _convolve,
+    _convolve_backward,
+    fake=_convolve_room,
+    fake_backward=_convolve_backward_room,
+    tensors=4,
+    save=_save_convolution,
+    differentiate=_differentiate_convolution,
+)
 
 
 def short_convolution(
     x: Tensor, weight: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """lineate.layers.short_convolution: y `b t channels` and the new state `rows channels size-1`.
+    """Run lineate.layers.short_convolution: return y `b t channels` and the new state `rows channels size-1`.
 
     Bounds are not looked at, because that would wait for the device: nothing outside x is touched, and tokens outside
-    every text give 0.
+    every sequence give 0.
     """
     check_dtypes(x=x, weight=weight)
     if weight.shape[1] not in SIZES:
         raise ValueError(f"weight must have shape (channels, size) with size in {SIZES}, got {tuple(weight.shape)}")
-    return _run_convolution((x, weight, state, cu_seqlens))
+    return _run_convolution(x, weight, state, cu_seqlens)
 
 
 # The norms
 
 
 def _in_heads(x: Tensor) -> Tensor:
-    """x `... size` as `outer heads size`; a copy only if its memory does not allow it."""
+    """Return x `... size` as `outer heads size`; a copy only if its memory does not allow a view."""
     return _dense_rows(x).reshape(-1, x.shape[-2] if x.dim() > 3 else 1, x.shape[-1])
 
 
@@ -247,7 +219,7 @@ def _norm_backward_room(
 def _norm_backward(
     dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: str, zero_centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx, dgate (no elements if there was no gate) and dweight."""
+    """Return dx, dgate (without elements if there was no gate) and dweight."""
     dx, dgate, dweight = _norm_backward_room(dy, x, gate, weight, eps, activation, zero_centred)
     x, dy = _in_heads(x), _in_heads(dy)
     gate = None if gate is None else _in_heads(gate)
@@ -277,35 +249,43 @@ def _save_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _differentiate_norm(backward, ctx, dy):  # type: ignore[no-untyped-def]
     if dy is None:
         return (None,) * 7
-    dx, dgate, dweight = backward(dy, *ctx.saved_tensors, *ctx.options)
-    return dx, None if ctx.saved_tensors[1] is None else dgate, dweight, None, None, None, None
+    x, gate, weight = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
+    dx, dgate, dweight = backward(dy, x, gate, weight, *ctx.options)
+    return dx, None if gate is None else dgate, dweight, None, None, None, None
 
 
 _run_norm = register_op(
-    "norm", _norm, _norm_room, _norm_backward, _norm_backward_room, _save_norm, _differentiate_norm
-)  # fmt: skip
+    "norm_triton",
+    _norm,
+    _norm_backward,
+    fake=_norm_room,
+    fake_backward=_norm_backward_room,
+    tensors=3,
+    save=_save_norm,
+    differentiate=_differentiate_norm,
+)
 
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, *, zero_centred: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x / sqrt(mean x^2 + eps) * weight (zero-centred: 1 + weight) over the last dimension, in dtype (None: x's)."""
+    """Return x / sqrt(mean x^2 + eps) * weight (zero-centred: 1 + weight) over the last dimension; dtype None: x's."""
     check_dtypes(x=x, weight=weight)
     _check_width(x)
-    return _run_norm((x, None, weight), eps, "", zero_centred, x.dtype if dtype is None else dtype)
+    return _run_norm(x, None, weight, eps, "", zero_centred, x.dtype if dtype is None else dtype)
 
 
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu"
 ) -> Tensor:  # fmt: skip
-    """x / sqrt(mean x^2 + eps) * weight * activation(gate) over the last dimension, in the dtype of x."""
+    """Return x / sqrt(mean x^2 + eps) * weight * activation(gate) over the last dimension, in the dtype of x."""
     check_dtypes(x=x, gate=gate, weight=weight)
     _check_width(x)
     if activation not in ("silu", "sigmoid"):
         raise ValueError(f"activation must be 'silu' or 'sigmoid', got {activation!r}")
     if gate.shape != x.shape:
         raise ValueError(f"gate must have the shape of x = {tuple(x.shape)}, got {tuple(gate.shape)}")
-    return _run_norm((x, gate, weight), eps, activation, False, x.dtype)
+    return _run_norm(x, gate, weight, eps, activation, False, x.dtype)
 
 
 def _check_width(x: Tensor) -> None:
@@ -317,12 +297,12 @@ def _check_width(x: Tensor) -> None:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x `... n` as `rows n`; a copy only if its memory does not allow it."""
+    """Return x `... n` as `rows n`; a copy only if its memory does not allow a view."""
     return _dense_rows(x).reshape(-1, x.shape[-1])
 
 
 def _unit_tiles(rows: int, n: int, elements: int) -> tuple[dict[str, int], int]:
-    """A tile of so many elements, and how many of them there are."""
+    """Return a tile of so many elements, and how many of them there are."""
     width = min(1024, next_power(n))
     tile = {"ROWS": elements // width, "BN": width}
     return tile, ceil_div(rows, tile["ROWS"]) * ceil_div(n, width)
@@ -370,13 +350,22 @@ def _save_glu(ctx, inputs, output):  # type: ignore[no-untyped-def]
     ctx.save_for_backward(*inputs)
 
 
-_run_glu = register_op("glu", _glu, _glu_room, _glu_backward, _glu_backward_room, _save_glu, _differentiate_glu)
+_run_glu = register_op(
+    "glu_triton",
+    _glu,
+    _glu_backward,
+    fake=_glu_room,
+    fake_backward=_glu_backward_room,
+    tensors=1,
+    save=_save_glu,
+    differentiate=_differentiate_glu,
+)
 
 
 def glu(x: Tensor) -> Tensor:
-    """silu(gate) * up of gate | up."""
+    """Return silu(gate) * up, where x is gate | up."""
     check_dtypes(x=x)
-    return _run_glu((x,))
+    return _run_glu(x)
 
 
 # Rotary positions
@@ -421,12 +410,19 @@ def _differentiate_rotate(backward, ctx, dy):  # type: ignore[no-untyped-def]
 
 
 _run_rotate = register_op(
-    "rotate", _rotate, _rotate_room, _rotate_backward, _rotate_backward_room, _save_rotate, _differentiate_rotate
+    "rotate_triton",
+    _rotate,
+    _rotate_backward,
+    fake=_rotate_room,
+    fake_backward=_rotate_backward_room,
+    tensors=3,
+    save=_save_rotate,
+    differentiate=_differentiate_rotate,
 )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `b t heads d`, its first 2 n channels turned by the angles of cos and sin `[b] t n`, float32."""
+    """Return x `b t heads d` with its first 2 n channels turned by the angles of cos and sin `[b] t n`, float32."""
     check_dtypes(x=x)
     for name, table in (("cos", cos), ("sin", sin)):
         shapes = [(*x.shape[k:2], cos.shape[-1]) for k in (0, 1)]
@@ -435,4 +431,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
                 f"{name} must be float32 of shape ([b,] t, n), n at most {x.shape[-1] // 2}, for x {tuple(x.shape)}, "
                 f"got {table.dtype} of {tuple(table.shape)}"
             )
-    return _run_rotate((x, cos.contiguous(), sin.contiguous()), False)
+    return _run_rotate(x, cos.contiguous(), sin.contiguous(), False)

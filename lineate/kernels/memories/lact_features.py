@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, next_power, start
-from lineate.kernels.layers.ops import as_rows, check_dtypes, register_op, strides_of
+from lineate.kernels.layers.ops import as_rows, check_dtypes, strides_of
+from lineate.registrar import register_op
 
 NORMALIZE_EPS = 1e-6
 """Added to the squared length of what is normalised."""
@@ -163,7 +164,10 @@ def _differentiate(backward: Callable[..., Any], ctx: Any, *gradients: Tensor | 
     return *backward(dq, dk, dv, x, scale, offset, ctx.heads), None
 
 
-_run = register_op("lact_features", _features, _room, _backward, _backward_room, _save, _differentiate)
+_run = register_op(
+    "lact_features_triton", _features, _backward, fake=_room, fake_backward=_backward_room, tensors=3, save=_save,
+    differentiate=_differentiate,
+)  # fmt: skip
 
 
 def features(x: Tensor, scale: Tensor, offset: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,5 +180,5 @@ def features(x: Tensor, scale: Tensor, offset: Tensor, heads: int) -> tuple[Tens
         heads: Heads of each.
     """
     check_dtypes(x=x, scale=scale, offset=offset)
-    found: tuple[Tensor, Tensor, Tensor] = _run((x, scale, offset), heads)
+    found: tuple[Tensor, Tensor, Tensor] = _run(x, scale, offset, heads)
     return found

@@ -15,7 +15,7 @@ from lineate.memory.parts import orthogonalise, renormalise, row_norms
 from lineate.memory.products import product
 from lineate.precision import full_precision_backward
 from lineate.rule import compute_dtype, full_precision
-from lineate.texts import text_lengths
+from lineate.sequences import sequence_lengths
 from lineate.tracing import transformed
 
 _MATRICES = range(3)
@@ -117,7 +117,7 @@ def lact(
         groups = [[row for row, at in enumerate(positions) if at == p] for p in sorted(set(positions))]
         if cu_seqlens is not None:
             groups = [[row] for row in range(rows)]
-            lengths = text_lengths(cu_seqlens)
+            lengths = sequence_lengths(cu_seqlens)
             parts = list(zip(*(x.split(lengths, 1) for x in tokens), strict=True))
         elif len(groups) == 1:
             return _run(tokens, state, positions[0], chunk, muon)

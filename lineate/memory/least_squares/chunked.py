@@ -10,7 +10,7 @@ from torch import Tensor
 from lineate import checks
 from lineate.memory.chunks import Chunks, lay_out
 from lineate.memory.products import product
-from lineate.texts import text_lengths
+from lineate.sequences import sequence_lengths
 
 SMALLEST_WEIGHT = 1e-12
 """The chunked form takes a beta below this for this: its square root has no gradient at 0."""
@@ -43,7 +43,7 @@ def run_chunks(
         aligned: Whether all rows begin a chunk.
     """
     assert inputs[0] is not None
-    lengths = () if cu_seqlens is None else text_lengths(cu_seqlens)
+    lengths = () if cu_seqlens is None else sequence_lengths(cu_seqlens)
     groups: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
         groups.setdefault(max(-(-length // chunk), 1).bit_length(), []).append(row)

@@ -1,15 +1,18 @@
-"""Packed texts: how long they are, which a GPU is asked once for a tensor of bounds, and where their tokens stand."""
+"""Packed sequences: how long each is, and where its tokens are. A GPU is asked once for each tensor of bounds."""
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _KNOWN = WeakTensorKeyDictionary()
-"""Of tensors on GPUs that are still used: their version, and the lengths."""
+"""The version and the lengths of each tensor of bounds on a GPU that is still used."""
 
 
-def text_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Tokens of every text. Bounds on a GPU must not be changed behind torch's back (`.data`, kernels of others)."""
+def sequence_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Return the tokens of every sequence.
+
+    Bounds on a GPU must not be changed in a way that torch does not see (`.data`, kernels of others).
+    """
     if not _may_be_kept(cu_seqlens):
         return tuple(cu_seqlens.diff().tolist())
     known: tuple[int, tuple[int, ...]] = _KNOWN.get(cu_seqlens, (-1, ()))
@@ -21,14 +24,17 @@ def text_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
 
 
 def _may_be_kept(cu_seqlens: Tensor) -> bool:
-    """Looking costs nothing on a CPU; a graph would keep lengths for ever; inference mode counts no versions."""
+    """Whether lengths may be kept. On a CPU looking costs nothing; a graph would keep them for ever.
+
+    Inference mode counts no versions.
+    """
     if not cu_seqlens.is_cuda or torch.compiler.is_compiling() or cu_seqlens.is_inference():
         return False
     return not torch.cuda.is_current_stream_capturing()
 
 
 def locate(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """For every token of packed texts, so many in all: which text, and where in it."""
+    """Return, for every token of packed sequences with so many tokens in all, its sequence and its place in it."""
     at = torch.arange(tokens, device=cu_seqlens.device)
     # Nothing waits for a GPU, nor fails there if the bounds are wrong.
     rows = torch.searchsorted(cu_seqlens[1:].contiguous(), at, right=True).clamp(max=cu_seqlens.shape[0] - 2)
