@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
+from lineate.call import Inputs, Options
 from lineate.dispatch import (
     KNOWN_AT_MOST,
     TRANSFORMED,
@@ -125,7 +126,8 @@ def _decode(
             return _decode_torch(
                 q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, scale=scale, normalize_qk=normalize_qk
             )
-    from lineate.kernels.portable import decode as kernel  # triton, at its first use
+    from lineate.kernels import pipeline  # triton, at its first use
+    from lineate.kernels.stages import Slots
 
     if q.device.type == "cpu":  # the interpreter
         rate = activate(None, beta, None, None, beta_scale)[1] if raw_gates else beta
@@ -133,23 +135,9 @@ def _decode(
     q, k, v, memory = in_memory((q, k, v, state))
     log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
     slots, start_slots, cu_seqlens = in_memory((slots, start_slots, cu_seqlens))
-    output = kernel.decode(
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        memory,
-        slots,
-        start_slots,
-        cu_seqlens,
-        A_log,
-        dt_bias,
-        scale=scale,
-        beta_scale=beta_scale,
-        normalize_qk=normalize_qk,
-        raw_gates=raw_gates,
-    )
+    inputs = Inputs(q, k, v, log_decay, beta, memory, cu_seqlens, A_log, dt_bias)
+    options = Options(beta is not None, scale, normalize_qk, beta_scale=beta_scale)
+    output = pipeline.decode(inputs, Slots(slots, start_slots), options, raw_gates)
     if memory is not state:  # a view of negated numbers
         state.copy_(memory)
     elif not state.is_inference():

@@ -5,11 +5,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lineate.call import Inputs, Options
 from lineate.chunk_op import arrived, check_kept, expect_gradients, make_direct
 from lineate.kernels import pipeline as kernels
-from lineate.kernels.call import Gates, count_slots, make_call
-from lineate.kernels.pipeline import Gradients
-from lineate.kernels.portable import decode as decoding
+from lineate.kernels.call import count_slots, make_call
+from lineate.kernels.stages import Gradients, Slots
 from lineate.tracing import in_memory, is_eager, needs_grad
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -33,11 +33,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, final state, and, to keep for the backward, the states entering each chunk."""
     output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
-    gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
-    call = make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
+    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
+    call = make_call(inputs, Options(corrects, scale, normalize_qk, beta_scale=beta_scale))
     state = state.contiguous()
     with torch.cuda.device_of(q):
-        kernels.compile_ahead(call, state, keep)
         kernels.forward(call, state, output, final, states if keep else None)
     return output, final, states
 
@@ -70,8 +69,8 @@ def _backward(
     """dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate; those of absent inputs have no elements."""
     grads = _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias, cu_seqlens)
     dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
-    gates = Gates(log_decay, beta, A_log, dt_bias, beta_scale)
-    call = make_call(q, k, v, gates, cu_seqlens, corrects, scale, normalize_qk)
+    inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
+    call = make_call(inputs, Options(corrects, scale, normalize_qk, beta_scale=beta_scale))
     outside = call.gates_outside  # their gradients come after those of log_decay and beta
     if outside:
         dlog_decay, dbeta = (_room(x, cu_seqlens, torch.float32) for x in (dlog_decay, dbeta))
@@ -198,10 +197,8 @@ def recurrent(
     """Token by token in one launch, without gradients: decoding, with the state copied first."""
     final = state.clone(memory_format=torch.contiguous_format)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
-    output = decoding.decode(
-        q, k, v, log_decay, beta, final, None, None, cu_seqlens, None, None,
-        scale=scale, beta_scale=1.0, normalize_qk=normalize_qk, raw_gates=False,
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, log_decay, beta, final, cu_seqlens)
+    output = kernels.decode(inputs, Slots(), Options(beta is not None, scale, normalize_qk), raw_gates=False)
     return output, final
 
 

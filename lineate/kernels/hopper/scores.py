@@ -12,7 +12,6 @@ The inverse T = (I - N)^-1 by doubling, X <- X + X N_l X where N_l is N inside t
     level 5       two wgmma of 64 x 32 x 32: rows 32.. from columns ..32
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -24,11 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.walk import _exp2, barrier, describe, describe_rows, describe_squares
-from lineate.kernels.launching import start
+from lineate.kernels.hopper.parts import _exp2, barrier
 from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LOG2E, READ_K, READ_Q, WRITE
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
-from lineate.kernels.portable.split import PROGRAMS
 
 
 @gluon.jit
@@ -443,23 +440,3 @@ def head_scores(
         rows = next_rows
         item = next_item
     tma.store_wait(0)
-
-
-def head_scores_hopper(
-    q: Tensor, k: Tensor, P: Tensor | None, T: Tensor | None, factors: Tensor, wild: Tensor | None,
-    bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None, scale: float,
-    *, gated: bool, corrects: bool, normalize: bool,
-) -> None:  # fmt: skip
-    """The launch, for bfloat16 and if hopper.fits; if the rule corrects, invert_wild must follow. P None: just T."""
-    _, t, h, K = q.shape
-    slots, hv = factors.shape[:2]
-    items = slots * h
-    side_by_side = 4 if h < hv or P is None else 3 if normalize else 2  # on a multiprocessor; measured
-    squares = [describe_squares(x) for x in (P, T) if x is not None]
-    start(head_scores, (min(side_by_side * PROGRAMS, items),))(
-        describe_rows(q, K), describe_rows(k, K), squares[0], squares[-1],
-        describe(factors, slots * hv * FACTORS.value, 64, 64, [4, 64]), factors, wild, bounds, first_slots, slot_texts,
-        t, items, q.stride(2), k.stride(2), scale,
-        H=h, R=hv // h, K=K, GATED=gated, CORRECTS=corrects, NORMALIZE=normalize, PACKED=bounds is not None,
-        SCORES=P is not None, num_warps=4, maxnreg=128,
-    )  # fmt: skip
