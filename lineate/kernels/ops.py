@@ -1,6 +1,8 @@
 """The kernels as torch ops with shapes and autograd: what torch.compile and autograd see of them."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,10 +97,10 @@ _backward_op = torch.library.custom_op("lineate::chunkwise_triton_backward", _ba
 
 
 @_backward_op.register_fake
-def _(
+def _(  # type: ignore[no-untyped-def]
     doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens, corrects, scale, normalize_qk,
     beta_scale
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     return _empty_grads(dfinal, q, k, v, log_decay, beta, A_log, dt_bias, cu_seqlens)
 
 
@@ -174,7 +176,7 @@ def chunkwise(
     """Output and final state. With A_log, log_decay is the raw gate and beta the raw logit."""
     tensors = [q, k, v, log_decay, beta, A_log, dt_bias, state]
     keep = needs_grad(*tensors)
-    run = _forward_op
+    run: Callable[..., Any] = _forward_op
     if is_eager(*tensors, cu_seqlens):
         run = _direct if keep else _forward
         *tensors, cu_seqlens = in_memory((*tensors, cu_seqlens))

@@ -17,7 +17,7 @@ from lineate.call import Inputs, Options
 from lineate.kernels.architectures import architecture_of, stages_for
 from lineate.kernels.call import CHUNK, Call, Gates, aligned, find_sequences
 from lineate.kernels.launching import ceil_div, compile_only, multiprocessors
-from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, Slots, Stages
+from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, RawGradients, Slots, Stages
 
 # A walk of fewer chunks is not worth cutting, and no segment has fewer than these.
 LEAST_CHUNKS = 256
@@ -67,8 +67,8 @@ def raw_gate_gradients(
     gates: Gates, dlog_decay: Tensor, dbeta: Tensor, dgate: Tensor, dwrite: Tensor, dA_log: Tensor, ddt_bias: Tensor
 ) -> None:
     """Fill the last four from the gradients of log_decay and beta per head, all without gaps."""
-    stages = architecture_of(dlog_decay.device)
-    stages.raw_gate_gradients(gates, dlog_decay, dbeta, dgate, dwrite, dA_log, ddt_bias)
+    raw = RawGradients(dgate, dwrite, dA_log, ddt_bias)
+    architecture_of(dlog_decay.device).raw_gate_gradients(gates, dlog_decay, dbeta, raw)
 
 
 def decode(inputs: Inputs, slots: Slots, options: Options, raw_gates: bool) -> Tensor:

@@ -103,6 +103,16 @@ class Gradients(NamedTuple):
     dt_bias: Tensor | None = None
 
 
+class RawGradients(NamedTuple):
+    """Where the gradients of raw gates per head go, all without gaps."""
+
+    gate: Tensor
+    write: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    """Left alone if the call has no dt_bias."""
+
+
 class Slots(NamedTuple):
     """Where the states of the rows lie in the pool that a decoding call is given; see lineate.decode."""
 
@@ -149,10 +159,8 @@ class Stages(Protocol):
         """Fill the gradients of every chunk's inputs. grads.v holds what the backward walk left in dvalues."""
 
     @staticmethod
-    def raw_gate_gradients(
-        gates: Gates, dlog_decay: Tensor, dbeta: Tensor, dgate: Tensor, dwrite: Tensor, dA_log: Tensor, ddt_bias: Tensor
-    ) -> None:
-        """Fill the last four from the gradients of log_decay and beta per head, all without gaps."""
+    def raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
+        """Fill the gradients of raw gates from those of log_decay and beta per head, which have no gaps."""
 
     @staticmethod
     def decode(inputs: Inputs, slots: Slots, options: Options, raw_gates: bool) -> Tensor:

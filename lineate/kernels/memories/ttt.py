@@ -313,6 +313,8 @@ def _launch(
     (c, d), programs = k.shape[1:], weights[0].shape[0]
     sizes = {"H": square.shape[0], "C": c, "D": d, "BC": tile_size(c), "BD": tile_size(d)}
     tile = sizes["BC"] * sizes["BD"]
+    grid: tuple[int, ...]
+    room: tuple[Tensor, ...]
     if len(weights) == 2:
         how = {"num_warps": 8, "num_stages": 2 if tile < LARGEST_TILE else 1}
         grid, room = (programs,), ()

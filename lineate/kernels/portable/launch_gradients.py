@@ -12,7 +12,7 @@ from lineate.kernels.portable.channel import channel_gradients, channel_residual
 from lineate.kernels.portable.configurations import launch, narrow, power, precision
 from lineate.kernels.portable.gates import head_gates_backward
 from lineate.kernels.portable.launch_scores import spans_like
-from lineate.kernels.stages import Around, Gradients, Prepared
+from lineate.kernels.stages import Around, Gradients, Prepared, RawGradients
 
 
 def fill_head_gradients(call: Call, ready: Prepared, around: Around, grads: Gradients) -> None:
@@ -160,18 +160,16 @@ def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads:
         grads.dt_bias.copy_(ddt_bias.sum(0).view_as(grads.dt_bias))
 
 
-def raw_gate_gradients(
-    gates: Gates, dlog_decay: Tensor, dbeta: Tensor, dgate: Tensor, dwrite: Tensor, dA_log: Tensor, ddt_bias: Tensor
-) -> None:
-    """Fill the last four from the gradients of log_decay and beta per head, all without gaps."""
+def fill_raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
+    """Fill the gradients of raw gates from those of log_decay and beta per head, which have no gaps."""
     hv = dlog_decay.shape[-1]
     tokens, heads, block = dlog_decay.numel() // hv, min(16, next_power(hv)), 128
     programs = ceil_div(tokens, block)
     sums = dlog_decay.new_empty(programs, 2, hv)
     start(head_gates_backward, (programs, ceil_div(hv, heads)))(
-        gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, dlog_decay, dbeta, dgate, dwrite, sums, tokens,
+        gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, dlog_decay, dbeta, raw.gate, raw.write, sums, tokens,
         gates.beta_scale, HV=hv, HEADS=heads, BT=block, BIAS=gates.dt_bias is not None, **launch("head_gates"),
     )  # fmt: skip
-    dA_log.copy_(sums[:, 0].sum(0))
+    raw.A_log.copy_(sums[:, 0].sum(0))
     if gates.dt_bias is not None:
-        ddt_bias.copy_(sums[:, 1].sum(0))
+        raw.dt_bias.copy_(sums[:, 1].sum(0))

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
-from lineate.kernels.call import Call
+from lineate.kernels.call import Call, Gates
 from lineate.kernels.portable import launch_gradients, launch_scores, launch_walks
 from lineate.kernels.portable.decode import decode
 from lineate.kernels.portable.split import CHAIN_WIDTH
-from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, Prepared, Slots
+from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, Prepared, RawGradients, Slots
 
 
 class PortableStages:
@@ -115,7 +115,10 @@ class PortableStages:
         work = launch_gradients.fill_residuals(self.call, ready, around, grads)
         launch_gradients.fill_channel_gradients(self.call, around, work, grads)
 
-    raw_gate_gradients = staticmethod(launch_gradients.raw_gate_gradients)
+    @staticmethod
+    def raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
+        """Fill the gradients of raw gates from those of log_decay and beta per head, which have no gaps."""
+        launch_gradients.fill_raw_gate_gradients(gates, dlog_decay, dbeta, raw)
 
     @staticmethod
     def decode(inputs: Inputs, slots: Slots, options: Options, raw_gates: bool) -> Tensor:
