@@ -1,4 +1,4 @@
-"""hopper_gradients.py for rules that only accumulate, where R is v and dV is there already.
+"""The gradients of gradients.py for rules that only accumulate: R equals v, and dV has already been computed.
 
     dP = tril(dO V^T) D      dq = (dO S) read_q + dP k      dk = (V dS) write + dP^T q
 

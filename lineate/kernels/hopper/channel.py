@@ -1,8 +1,8 @@
-"""channel_scores of channel.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
+"""The channel_scores of portable/channel.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
 
 Blocks of 16 rows, of the decay d (log2) of one channel: W_i its sum over (a, i] with a the block's first row, E_i over
 (i, end of block], B the whole block's. A thread holds 16 rows of a block, so that W is a sum of its own registers, and
-every factor of channel.py is a product of few, none above 1 but 1 / F:
+every factor of portable/channel.py is a product of few, none above 1 but 1 / F:
 
     F = 2^W                               the pairs inside a block: q F, k F against k / F
     R = F 2^{d_a}                         from the block's start: readers
@@ -13,8 +13,8 @@ every factor of channel.py is a product of few, none above 1 but 1 / F:
 
 Rules that only accumulate have no M, T and Kr: their keys are writers alone.
 
-A row whose 1 / F is not a good number (channel.py: good) is wild, as one is that solve.py calls so: nothing is made of
-the rows from the first wild one on. The second launch, of channel_scores, does that, by the levels.
+A row whose 1 / F is not a good number (portable/channel.py: good) is wild, as are those that portable/solve.py calls so: nothing is made of
+the rows from the first wild one on. The second launch, of the portable channel_scores, makes them, by the levels.
 """
 
 from triton.experimental import gluon
@@ -268,7 +268,7 @@ def channel_scores(
         for x in gl.static_range(len(ready)):
             mbarrier.wait(ready[x], phase)
         phase ^= 1
-        if rows < 64:  # what follows is another text's
+        if rows < 64:  # what follows is another sequence's
             for x in gl.static_range(len(tiles)):
                 _zero_below(tiles[x], rows, flat)
             fence_async_shared()

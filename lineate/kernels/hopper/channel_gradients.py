@@ -1,6 +1,6 @@
-"""channel_state_gradients and channel_gradients of channel.py in one kernel for Hopper (sm_90), in Gluon.
+"""The channel_state_gradients and channel_gradients of portable/channel.py in one kernel for Hopper (sm_90), in Gluon.
 
-A unit is a chunk, a value head and 64 of its key channels. Blocks of 16 rows; W and F = 2^W as in hopper_channel.py:
+A unit is a chunk, a value head and 64 of its key channels. Blocks of 16 rows; W and F = 2^W as in channel.py:
 the decay (log2) since the block's first row a, that row's own not counted. All that a row reads is F times what row a
 would read, and what it writes 1 / F times what row a would write. So the reference is moved from block to block in the
 accumulators (per channel: s_b = 2^{from a of block b - 1 to a of block b}), and every pair of blocks takes the same
@@ -16,7 +16,7 @@ Rules that only accumulate have no M and no ak, and their R is V.
 dlog_decay_r is what is read at rows >= r less what is written at rows >= r to be read in the chunk, plus what rows < r
 write to the state, plus S.dS e^{G_c}: one running sum in registers.
 
-A unit with a row whose 1 / F is not a good number is marked in wild `slot hv 2`: both plain kernels do it again.
+A unit with a row whose 1 / F is not a good number is marked in wild `slot hv 2`: both Triton kernels do it again.
 """
 
 from triton.experimental import gluon
@@ -198,7 +198,7 @@ def channel_gradients(
         gl.store(wild + u, gl.to_tensor(0).to(gl.int8))
         for x in gl.static_range(len(of_states)):
             mbarrier.wait(ready_1[x], phase)
-        if rows < 64:  # what follows is another text's
+        if rows < 64:  # what follows is another sequence's
             for x in gl.static_range(len(ready_rows)):
                 mbarrier.wait(ready_rows[x], phase)
                 _zero_below(tiles_rows[x], rows, flat)

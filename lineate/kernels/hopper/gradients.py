@@ -1,11 +1,11 @@
-"""backward.py's head_residuals, head_gradients and gather in one kernel for Hopper (sm_90), in Gluon.
+"""The head_residuals, head_gradients and gather of portable/backward.py in one kernel for Hopper (sm_90), in Gluon.
 
     E = v - (k S) read_k      R = T (beta E)      dP = tril(dO R^T) D      XR = tril(X R^T, -1) D      dV = beta X
     dq = (dO S) read_q + dP k
     dk = (R dS) write - (X S) beta read_k + dP^T q + dM k + dM^T k         dM = -beta XR
 
-A program takes chunk and key head after chunk and key head, 132 programs at a time, and in each the R value heads one
-after another (a unit each). Its warps are three groups of four, who wait for each other only where they need something:
+A program takes chunk and key head after chunk and key head, one program a multiprocessor, and in each the R value heads
+one after another (a unit each). Its warps are three groups of four, who wait for each other only where they need something:
 
     q side    k S  [E]  T E  [R]  dO S  dO R^T  [dP]  q k^T  dP k                    dq, summed over R in registers
     k side    X S  X R^T  [dM]  k k^T  R dS  dM k  dM^T k  dP^T q                    dk, likewise; dbeta
@@ -39,7 +39,7 @@ from lineate.kernels.portable.gates import BETA, FACTORS, LAST
 
 @gluon.jit
 def _give_keys(kept_k, kept_q, ready_k, ready_q, signals, stage, phase, rows):
-    """q and k of an item, 0 below the text's last row."""
+    """q and k of an item, 0 below the sequence's last row."""
     mbarrier.wait(ready_k.index(stage), phase)
     mbarrier.wait(ready_q.index(stage), phase)
     if rows < 64:

@@ -22,7 +22,7 @@ def _half(ring, stage, FIRST: gl.constexpr):
 
 @gluon.jit
 def _segment(text, segment, bounds, first_slots, t, segments, PACKED: gl.constexpr):
-    """First token, length and first slot of a text, and the chunks that are this segment's: from begin to end."""
+    """First token, length and first slot of a sequence, and the chunks that are this segment's: from begin to end."""
     if PACKED:
         start = gl.load(bounds + text).to(gl.int32)
         length = gl.load(bounds + text + 1).to(gl.int32) - start
@@ -82,7 +82,7 @@ def _ring(source, STAGES: gl.constexpr):
 
 @gluon.jit
 def _trim(ring, ready, stage, phase, rows):
-    """Once a tile is there: 0 in what lies below a text's last row."""
+    """Once a tile is there: 0 in what lies below a sequence's last row."""
     mbarrier.wait(ready.index(stage), phase)
     tile = ring.index(stage)
     across: gl.constexpr = tile.shape[1] // 8
@@ -101,7 +101,7 @@ def _factor(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _store_rows(tile, at, stride, rows):
-    """The first rows of a tile, which another text's follow."""
+    """The first rows of a tile, which another sequence's follow."""
     across: gl.constexpr = tile.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
     i = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]

@@ -1,8 +1,8 @@
-"""head_scores of scores.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
+"""The head_scores of portable/scores.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
 
 A warp has 16 rows of the chunk (the accumulator's layout), a thread 2 x 16 entries. From q k^T, k k^T and the factors
 of the decay it makes P and N = -beta M as packed pairs of 16 bits, cut by bitwise masks to the lower triangle, to the
-rows of the text and (N) to those before the first wild one: nothing not finite passes, and the future changes no bit.
+rows of the sequence and (N) to those before the first wild one: only finite numbers pass, the future changes no bit.
 
 The inverse T = (I - N)^-1 by doubling, X <- X + X N_l X where N_l is N inside the blocks (2, 1) of level l alone:
 
@@ -61,7 +61,7 @@ def _and_or(x, a, y):
 
 @gluon.jit
 def _pick(a, b, c, d, w):
-    """Of four tiles that of this warp; w int16, the warp's number."""
+    """The one of four tiles that is this warp's; w int16, the warp's number."""
     return gl.inline_asm_elementwise(
         "{.reg .pred m, n; .reg .b32 y, z; setp.lt.u32 m, $5, 131072; setp.lt.u32 n, $5, 65536;"
         " selp.b32 y, $1, $2, n; setp.lt.u32 n, $5, 196608; selp.b32 z, $3, $4, n; selp.b32 $0, y, z, m;}",

@@ -1,4 +1,4 @@
-"""The state's walk of state.py for Hopper (sm_90), in Gluon: TMA, mbarriers, wgmma in flight.
+"""The forward walk of portable/state.py for Hopper (sm_90), in Gluon: TMA, mbarriers, wgmma in flight.
 
     E = V - Kr S      R = T (beta E)      (rule only accumulates: R = V)
     O = Qr S + P R    S <- e^{G_c} S + Kw^T R
@@ -109,7 +109,7 @@ def _round(x):
 
 @gluon.jit
 def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr):
-    """P, to the bit as hopper_scores.py makes it. zero: 0, which the compiler does not know, or it keeps the mask."""
+    """P, to the bit as scores.py makes it. zero: 0, which the compiler does not know, or it keeps the mask."""
     i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + zero
     j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     if GATED:
@@ -222,7 +222,7 @@ def forward_state(
     held0 = gl.convert_layout(S0.to(dtype), left)
     held1 = gl.convert_layout(S1.to(dtype), left)
     KS = none
-    rows = length - (begin + count - 1) * 64  # of the last chunk; it may end early, and what follows is another text's
+    rows = length - (begin + count - 1) * 64  # of the last chunk; it may end early: what follows is another sequence's
     if (count == 1) & (rows < 64):
         _trim(kept_k, ready_k, 0, 0, rows)
         _trim(kept_v, ready_v, 0, 0, rows)

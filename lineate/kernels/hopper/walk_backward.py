@@ -1,4 +1,4 @@
-"""The walk back of state.py for Hopper (sm_90), in Gluon; hopper.py is the way there.
+"""The backward walk of portable/state.py for Hopper (sm_90), in Gluon; walk.py is the forward one.
 
     dR = P^T dO + Kw dS      X = T^T dR      dE = beta X      (rule only accumulates: dV = dR)
     dS <- e^{G_c} dS + Qr^T dO - Kr^T dE
@@ -12,7 +12,7 @@ for):
 
 Tiles come in through rings of buffers: STAGES for k, q and T; OTHERS for the factors and w; EARLY for dO and P, which
 are used up one chunk ahead and so are filled again one chunk sooner. What is written leaves, and buffers are filled
-again, while the next Kw dS is computed. As in hopper.py no product is in flight around the loop's end.
+again, while the next Kw dS is computed. As in walk.py no product is in flight around the loop's end.
 """
 
 from triton.experimental import gluon
@@ -40,7 +40,7 @@ def _places(token, at, column_k, column_q, CORRECTS: gl.constexpr):
 
 @gluon.jit
 def _other_places(token, at, column_k, ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr):
-    """Of factors, w."""
+    """Where the tiles of factors and w lie."""
     places = ((at * ROWS, 0),)
     if CHANNEL and CORRECTS:
         places += ((token, column_k),)
@@ -182,7 +182,7 @@ def backward_state(
     none = gl.zeros([BV, 64], gl.float32, acc)
     held0 = gl.convert_layout(dS0.to(dtype), left)
     held1 = gl.convert_layout(dS1.to(dtype), left)
-    rows = length - (end - 1) * 64  # of the last chunk; it may end early, and what follows is another text's
+    rows = length - (end - 1) * 64  # of the last chunk; it may end early, and what follows is another sequence's
     partial = (count > 0) & (rows < 64)
     if partial:
         _trim(kept_dO, ready_dO, 0, 0, rows)

@@ -3,8 +3,9 @@
     y_t = silu(u_t),  u_t = sum_a w_a x_{t-a}        a = 0 .. SIZE - 1 the age of an input
 
 A program walks along the tokens of BC channels with the last inputs in registers, so each input is read once. Tokens
-are numbered within their batch row; a text (a sequence) is that row, or one of the sequences packed into it. Behind the
-programs that walk come some more, one a sequence and BC channels, for the state. All arithmetic is float32.
+are numbered within their batch row; a sequence (`text` in the code) is that row, or one of the sequences packed into
+it. Behind the programs that walk come some more, one a sequence and BC channels, for the state. All arithmetic is
+float32.
 """
 
 import triton
@@ -15,7 +16,7 @@ from lineate.kernels.layers.rows import _sigmoid
 
 @triton.jit
 def _find_text(bounds, texts, token, t):
-    """The packed text of a token: how many bounds are not behind it, less one. -1 or `texts` if it is in none."""
+    """The packed sequence of a token: how many bounds are not behind it, less one. -1 or `texts` if it is in none."""
     j = tl.arange(0, 128)
     count = tl.zeros((128,), tl.int32)
     for first in range(0, texts + 1, 128):
@@ -26,7 +27,7 @@ def _find_text(bounds, texts, token, t):
 
 @triton.jit
 def _text(bounds, row, texts, t):
-    """First token and end of a packed text, both within 0 .. t; of no text, a first token that no walk comes to."""
+    """First token and end of a packed sequence, both within 0 .. t; for none, a first token that no walk comes to."""
     exists = (row >= 0) & (row < texts)
     start = tl.load(bounds + row, mask=exists, other=0).to(tl.int64)
     end = tl.load(bounds + row + 1, mask=row < texts, other=t).to(tl.int64)
@@ -37,7 +38,7 @@ def _text(bounds, row, texts, t):
 
 @triton.jit
 def _before(x, stride, state, row, offset, c, has, AGE: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """The input AGE tokens before token number `offset` of a text, which is at x: the text's, or its state's."""
+    """The input AGE tokens before token number `offset` of a sequence, which is at x: its own, or its state's."""
     found = tl.load(x - AGE * stride + c, mask=has & (offset >= AGE), other=0.0).to(tl.float32)
     if state is not None:
         at = state + (tl.cast(row, tl.int64) * CHANNELS + c) * (SIZE - 1) + (SIZE - 1 + offset - AGE)
@@ -105,7 +106,7 @@ def convolve(
     x, weight, state, bounds, y, final, t, texts, walk, blocks, walks, x_row, x_token,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """y and the last SIZE - 1 inputs of each text. Strides are in units of UNIT elements: multiples one can see.
+    """y and the last SIZE - 1 inputs of each sequence. Strides are in units of UNIT elements: multiples one can see.
 
     `walks` programs (times blocks of channels) of `walk` tokens each, `blocks` of them a batch row.
     """
@@ -153,7 +154,7 @@ def convolve(
             if PACKED:
                 token = first + i + s
                 if (token >= end) & (row < texts):
-                    while (token >= end) & (row < texts):  # past empty texts
+                    while (token >= end) & (row < texts):  # past empty sequences
                         row += 1
                         start, end = _text(bounds, row, texts, t)
                     x1, x2, x3 = _window(x + s * stride, stride, state, row, token - start, c, has, SIZE, CHANNELS)
@@ -197,7 +198,7 @@ def convolve_one(
 def _last_gradient(
     dfinal, row, j, c, has, there, SIZE: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """The gradient that came for place j of a text's new state."""
+    """The gradient that came for place j of a sequence's new state."""
     at = dfinal + (tl.cast(row, tl.int64) * CHANNELS + c) * (SIZE - 1) + j
     return tl.load(at, mask=has & there, other=0.0).to(tl.float32)
 
@@ -207,7 +208,7 @@ def _state_gradient(
     x, stride, state, dy, dy_stride, dfinal, dstate, row, length, c, has, w0, w1, w2, w3,
     SIZE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Of the SIZE - 1 inputs before a text, by their age at its first token: what its first tokens saw of them."""
+    """The gradients of the SIZE - 1 inputs before a sequence, from what its first tokens saw of them."""
     x1, x2, x3 = _window(x, stride, state, row, 0, c, has, SIZE, CHANNELS)
     d1 = tl.zeros_like(x1)
     d2 = tl.zeros_like(x1)
@@ -234,7 +235,7 @@ def _state_gradient(
         x3 = x2
         x2 = x1
         x1 = x0
-    if dfinal is not None:  # a text shorter than the state keeps some of the old one
+    if dfinal is not None:  # a sequence shorter than the state keeps some of the old one
         d1 += _last_gradient(dfinal, row, SIZE - 2 - length, c, has, length <= SIZE - 2, SIZE, CHANNELS)
         if SIZE > 2:
             d2 += _last_gradient(dfinal, row, SIZE - 3 - length, c, has, length <= SIZE - 3, SIZE, CHANNELS)
@@ -321,7 +322,7 @@ def convolve_backward(
             token = first + i + s
             if PACKED:
                 if (token >= end) & (row < texts):
-                    while (token >= end) & (row < texts):  # past empty texts
+                    while (token >= end) & (row < texts):  # past empty sequences
                         row += 1
                         start, end = _text(bounds, row, texts, t)
                     x1, x2, x3 = _window(x + s * stride, stride, state, row, token - start, c, has, SIZE, CHANNELS)
@@ -336,7 +337,7 @@ def convolve_backward(
                 dw2 = tl.fma(own, x2, dw2)
             if SIZE > 3:
                 dw3 = tl.fma(own, x3, dw3)
-            # dx, unless the other token is of another text
+            # dx, unless the other token is of another sequence
             du1 = du
             du2 = du
             du3 = du

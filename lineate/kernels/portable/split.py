@@ -18,7 +18,7 @@ def chain(
 ):  # fmt: skip
     """entries `pair segment k v`: the state entering each segment (leaving it if REVERSE), from outer `pair k v` on.
 
-    maps `pair segment k (v + k)`: B, then A. A program has BV value columns of one text and head.
+    maps `pair segment k (v + k)`: B, then A. A program has BV value columns of one sequence and head.
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
