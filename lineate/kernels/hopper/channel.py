@@ -13,8 +13,9 @@ every factor of portable/channel.py is a product of few, none above 1 but 1 / F:
 
 Rules that only accumulate have no M, T and Kr: their keys are writers alone.
 
-A row whose 1 / F is not a good number (portable/channel.py: good) is wild, as are those that portable/solve.py calls so: nothing is made of
-the rows from the first wild one on. The second launch, of the portable channel_scores, makes them, by the levels.
+A row whose 1 / F is not a good number (portable/channel.py: good) is wild, as are those that portable/solve.py finds:
+nothing is made of the rows from the first wild one on. The second launch, of the portable channel_scores, makes them by
+the levels.
 """
 
 from triton.experimental import gluon

@@ -5,7 +5,7 @@
     dk = (R dS) write - (X S) beta read_k + dP^T q + dM k + dM^T k         dM = -beta XR
 
 A program takes chunk and key head after chunk and key head, one program a multiprocessor, and in each the R value heads
-one after another (a unit each). Its warps are three groups of four, who wait for each other only where they need something:
+one after another (a unit each). Its warps are three groups of four, which wait for each other only where they must:
 
     q side    k S  [E]  T E  [R]  dO S  dO R^T  [dP]  q k^T  dP k                    dq, summed over R in registers
     k side    X S  X R^T  [dM]  k k^T  R dS  dM k  dM^T k  dP^T q                    dk, likewise; dbeta
