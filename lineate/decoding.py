@@ -143,7 +143,8 @@ def _decode(
             watch_writes(k, beta, normalize_qk)  # before the state is written
             inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
             return _decode_torch(inputs, slots, start_slots, options)
-    from lineate.kernels.portable import decode as kernel  # triton, at its first use
+    from lineate.kernels import pipeline  # triton, at its first use
+    from lineate.kernels.stages import Slots
 
     if q.device.type == "cpu":  # the interpreter
         rate = activate(None, beta, None, None, beta_scale)[1] if raw_gates else beta
@@ -151,10 +152,8 @@ def _decode(
     q, k, v, memory = in_memory((q, k, v, state))
     log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
     slots, start_slots, cu_seqlens = in_memory((slots, start_slots, cu_seqlens))
-    output = kernel.decode(
-        q, k, v, log_decay, beta, memory, slots, start_slots, cu_seqlens, A_log, dt_bias,
-        scale=options.scale, beta_scale=beta_scale, normalize_qk=normalize_qk, raw_gates=raw_gates,
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, log_decay, beta, memory, cu_seqlens, A_log, dt_bias)
+    output = pipeline.decode(inputs, Slots(slots, start_slots), options)
     if memory is not state:  # a view of negated numbers
         state.copy_(memory)
     elif not state.is_inference():

@@ -1,4 +1,4 @@
-"""Launching kernels; and, before the first launch of a kind, compiling all that a call needs side by side.
+"""How kernels are launched; and, before the first launch of a kind, how all that a call needs is compiled side by side.
 
 Triton compiles a kernel when it is first launched, one after another: a call with its backward would wait for the sum
 of them. compile_only goes through a call's launches without launching, each kernel compiled by a thread of a pool.
@@ -8,21 +8,22 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import torch
 import triton
 
 _only_compile: ContextVar[bool] = ContextVar("lineate_only_compile", default=False)
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """kernel[grid]; inside compile_only it launches nothing."""
+    """Return kernel[grid]; inside compile_only it launches nothing."""
     return partial(kernel.run, grid=grid, warmup=_only_compile.get())
 
 
 def compile_only(function: Callable[[], None]) -> None:
-    """function(), whose launches only compile. What does not compile will say so when it is launched."""
+    """Call a function whose launches only compile. What does not compile will say so when it is launched."""
 
     def compile_all() -> None:
         _only_compile.set(True)
@@ -37,11 +38,19 @@ def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has; for a CPU, where the interpreter runs, as many as an H200 has."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def ceil_div(a: int, b: int) -> int:
-    """(triton.cdiv takes 5 us on the host.)"""
+    """Return a / b, rounded up. (triton.cdiv takes 5 us on the host.)"""
     return -(-a // b)
 
 
 def next_power(n: int) -> int:
-    """The least power of two that is not less."""
+    """Return the least power of two that is not less than n."""
     return 1 << (n - 1).bit_length()

@@ -6,9 +6,8 @@ from torch import Tensor
 from lineate.call import Inputs, Options
 from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
-from lineate.kernels.call import Call, Gates, count_slots, make_call
-from lineate.kernels.pipeline import Gradients
-from lineate.kernels.portable import decode as decoding
+from lineate.kernels.call import count_slots, make_call
+from lineate.kernels.stages import Gradients, Slots
 from lineate.registrar import register_op
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -33,17 +32,16 @@ def _forward(
     """Return the output, the final state, and the states that enter each chunk, which a backward needs."""
     output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
     inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
-    call = _make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
+    call = make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
     state = state.contiguous()
     with torch.cuda.device_of(q):
-        kernels.compile_ahead(call, state, keep)
         kernels.forward(call, state, output, final, states if keep else None)
     return output, final, states
 
 
-def _fake(
+def _fake(  # type: ignore[no-untyped-def]
     q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     return _empty_outputs(q, v, state, cu_seqlens, keep)
 
 
@@ -68,7 +66,7 @@ def _backward(
     inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
     grads = _empty_grads(inputs, dfinal)
     dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
-    call = _make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
+    call = make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
     outside = call.gates_outside  # their gradients come after those of log_decay and beta
     if outside:
         dlog_decay, dbeta = (_room(x, cu_seqlens, torch.float32) for x in (dlog_decay, dbeta))
@@ -89,10 +87,10 @@ def _backward(
     return grads
 
 
-def _fake_backward(
+def _fake_backward(  # type: ignore[no-untyped-def]
     doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens, corrects, scale, normalize_qk,
     beta_scale
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     return _empty_grads(Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias), dfinal)
 
 
@@ -122,12 +120,6 @@ def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 
 def _options(A_log: Tensor | None, corrects: bool, scale: float, normalize_qk: bool, beta_scale: float) -> Options:
     return Options(corrects, scale, normalize_qk, beta_scale=beta_scale, raw_gates=A_log is not None)
-
-
-def _make_call(inputs: Inputs, options: Options) -> Call:
-    q, k, v, log_decay, beta, _, cu_seqlens, A_log, dt_bias = inputs
-    gates = Gates(log_decay, beta, A_log, dt_bias, options.beta_scale)
-    return make_call(q, k, v, gates, cu_seqlens, options.corrects, options.scale, options.normalize_qk)
 
 
 def _empty_outputs(
@@ -173,10 +165,8 @@ def _recurrent(
     """Decode into a copy of the state."""
     final = state.clone(memory_format=torch.contiguous_format)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
-    output = decoding.decode(
-        q, k, v, log_decay, beta, final, None, None, cu_seqlens, None, None,
-        scale=scale, beta_scale=1.0, normalize_qk=normalize_qk, raw_gates=False,
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, log_decay, beta, final, cu_seqlens)
+    output = kernels.decode(inputs, Slots(), Options(beta is not None, scale, normalize_qk))
     return output, final
 
 

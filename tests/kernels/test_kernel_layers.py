@@ -788,8 +788,8 @@ def test_nothing_waits_for_the_device(lengths):
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 def test_one_compilation_for_every_batch_and_length(packed):
     """Neither t nor b nor the number of texts may compile anything again; a single token has its own kernel."""
-    module = importlib.import_module("lineate.kernels.layers.rows")
-    kernels = [x for x in vars(module).values() if hasattr(x, "device_caches")]
+    modules = [importlib.import_module(f"lineate.kernels.layers.{name}") for name in ("convolution", "rows")]
+    kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
 
     def compilations() -> list[int]:
         return [sum(len(cache[0]) for cache in x.device_caches.values()) for x in kernels]

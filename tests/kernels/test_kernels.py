@@ -217,12 +217,9 @@ CHANNEL_ROWS = [GATED_LINEAR_CHANNEL, KIMI_DELTA]
 @pytest.mark.parametrize("row", CHANNEL_ROWS, ids=str)
 def test_decay_per_channel_in_gluon(row, wild, gates, packed, normalize, monkeypatch):
     """The Gluon kernels take both rules; what is wild (a few tokens, all channels or three) the plain ones do again."""
-    chunkwise = importlib.import_module("lineate.kernels.pipeline")
     taken = []
-    for module, name in (
-        (chunkwise.hopper_channel, "channel_scores_hopper"),
-        (chunkwise.hopper_channel_gradients, "channel_gradients_hopper"),
-    ):
+    for file, name in (("launch_scores", "fill_channel_scores"), ("launch_gradients", "fill_channel_gradients")):
+        module = importlib.import_module(f"lineate.kernels.hopper.{file}")
 
         def note(*given: object, name: str = name, launch: object = getattr(module, name), **options: object) -> None:
             taken.append(name)
@@ -239,7 +236,7 @@ def test_decay_per_channel_in_gluon(row, wild, gates, packed, normalize, monkeyp
         inputs["q"], inputs["k"] = inputs["q"] * 3, inputs["k"] * 3
     check(row, inputs, BF16, normalize_qk=normalize, **({"cu_seqlens": bounds(texts)} if packed else {}))
     if torch.cuda.get_device_capability() == (9, 0):
-        assert set(taken) == {"channel_scores_hopper", "channel_gradients_hopper"}
+        assert set(taken) == {"fill_channel_scores", "fill_channel_gradients"}
 
 
 @pytest.mark.gpu
@@ -248,10 +245,11 @@ def test_decay_per_channel_in_gluon(row, wild, gates, packed, normalize, monkeyp
 @pytest.mark.parametrize("row", [row for row in ROWS if row.decay != "channel"], ids=str)
 def test_scores_made_in_the_walk(row, packed, training, monkeypatch):
     """To the bits of those made before it: which of the two is done depends on how many texts there are."""
-    from lineate.kernels import pipeline as chunkwise
+    from lineate.kernels.architectures import architecture_of
 
     asked = []
-    choose = chunkwise.scores_in_walk
+    architecture = architecture_of(torch.device("cuda", torch.cuda.current_device()))
+    choose = architecture.scores_in_walk
     texts = (200, 1, 0, 64, 129, 50)
     shape = Shape(1 if packed else len(texts), sum(texts), 24, 24, 128, 128)
     inputs = convert(draw(row, shape, texts=len(texts)), BF16.dtype)
@@ -270,7 +268,7 @@ def test_scores_made_in_the_walk(row, packed, training, monkeypatch):
             asked.append(choose(*arguments))
             return allowed and asked[-1]
 
-        monkeypatch.setattr(chunkwise, "scores_in_walk", decide)
+        monkeypatch.setattr(architecture, "scores_in_walk", decide)
         results.append(run(row, inputs, BF16, None if training else (), **options))
         assert not results[-1].output[:, : sum(texts[:-1])].isnan().any()
     on_hopper = torch.cuda.get_device_capability() == (9, 0)
@@ -1021,7 +1019,7 @@ def cuts(monkeypatch):
 
     def set_cuts(segments: object = None, slice_bytes: int | None = None) -> None:
         if segments is not None:
-            monkeypatch.setattr(chunkwise, "count_segments", lambda chunks, programs: segments(chunks))
+            monkeypatch.setattr(chunkwise, "count_segments", lambda chunks, *_: segments(chunks))
         if slice_bytes is not None:
             monkeypatch.setattr(chunkwise, "SLICE_BYTES", slice_bytes)
 
@@ -1231,21 +1229,27 @@ def test_wild_systems(how, row, path):
     check(row, convert(inputs, path.dtype), path, how)
 
 
+def call_of(inputs: Inputs, corrects: bool, normalize: bool = False, beta_scale: float = 1.0) -> object:
+    """The call that the stages get of these inputs."""
+    calls, kernels = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.call")
+    options = calls.Options(corrects, 1.0, normalize, beta_scale=beta_scale)
+    return kernels.make_call(calls.Inputs(**{name: x for name, x in inputs.items() if name != "state"}), options)
+
+
 @pytest.mark.parametrize("normalize", [False, True], ids=["", "normalize"])
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 @pytest.mark.parametrize("path", [param(INTERPRETER)])
 def test_wild_rows_are_made_anew(row, path, normalize, monkeypatch):
     """As with bfloat16 inputs: products of float16 up to the first wild row, of float32 from there on."""
-    calls, chunkwise = (importlib.import_module(f"lineate.kernels.{name}") for name in ("call", "pipeline"))
+    stages = importlib.import_module("lineate.kernels.portable.stages").PortableStages
     inputs = convert(draw(row, LEAN._replace(t=150)), path.dtype)
     inputs["k"][:, 100:] *= 1.7
     inputs["beta"][:, 100:] = 1.0
     inputs["beta"][:, 30] = -0.5
-    gates = calls.Gates(inputs["log_decay"], inputs["beta"])
-    call = calls.make_call(inputs["q"], inputs["k"], inputs["v"], gates, None, True, 1.0, normalize)
-    expected = chunkwise.prepare(call).T
-    monkeypatch.setattr(calls.Call, "products", ("fp16", "tf32x3"))
-    got = chunkwise.prepare(call).T
+    call = call_of(inputs, True, normalize)
+    expected = stages(call).prepare().T
+    monkeypatch.setattr(stages, "products", ("fp16", "tf32x3"))
+    got = stages(call).prepare().T
     for slot, first in ((0, 30), (1, CHUNK if normalize else 36), (2, CHUNK if normalize else 0)):
         assert (got - expected)[slot].abs().max() < 1e-3
         assert same_bits(got[slot, :, first:], expected[slot, :, first:])
@@ -1255,13 +1259,16 @@ def test_wild_rows_are_made_anew(row, path, normalize, monkeypatch):
 @pytest.fixture
 def as_on_hopper(monkeypatch):
     """Has calls take the Gluon launches of decay per channel, and puts others in their place."""
-    calls, chunkwise = (pytest.importorskip(f"lineate.kernels.{name}") for name in ("call", "pipeline"))
+    hopper = pytest.importorskip("lineate.kernels.hopper.stages")
 
-    def replace_launches(scores: object, gradients: object = None) -> None:
-        monkeypatch.setattr(calls.Call, "channel_on_hopper", True)
-        monkeypatch.setattr(calls.Call, "products", ("fp16", "tf32x3"))
-        monkeypatch.setattr(chunkwise.hopper_channel, "channel_scores_hopper", scores)
-        monkeypatch.setattr(chunkwise.hopper_channel_gradients, "channel_gradients_hopper", gradients)
+    class Stages(hopper.HopperStages):
+        takes_call, takes_channel, products = False, True, ("fp16", "tf32x3")
+
+    def replace_launches(scores: object, gradients: object = None) -> type:
+        monkeypatch.setattr(hopper.launch_scores, "fill_channel_scores", scores)
+        monkeypatch.setattr(hopper.launch_gradients, "fill_channel_gradients", gradients)
+        monkeypatch.setattr(importlib.import_module("lineate.kernels.pipeline"), "stages_for", Stages)
+        return Stages
 
     return replace_launches
 
@@ -1270,27 +1277,24 @@ def as_on_hopper(monkeypatch):
 @pytest.mark.parametrize("row", CHANNEL_ROWS, ids=str)
 def test_scores_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
     """Whatever lies from a chunk's first wild row on, and of what looks ahead, becomes the plain kernel's."""
-    calls, chunkwise = (importlib.import_module(f"lineate.kernels.{name}") for name in ("call", "pipeline"))
-    inputs = convert(draw(row, LEAN._replace(t=150), "reset -50"), path.dtype)
-    given = inputs["q"], inputs["k"], inputs["v"], calls.Gates(inputs["log_decay"], inputs.get("beta"))
-    expected = chunkwise.prepare(calls.make_call(*given, None, row.corrects, 1.0, False), for_backward=True)
+    portable = importlib.import_module("lineate.kernels.portable.stages").PortableStages
+    call = call_of(convert(draw(row, LEAN._replace(t=150), "reset -50"), path.dtype), row.corrects)
+    expected = portable(call).prepare(for_backward=True)
     first_wild = (30, CHUNK, 0)
 
-    def leave(*given: object, **_: object) -> None:
-        Qr, Kr, Kw, P, M, T, factors, wild = given[6:14]
-        wild[:, 0] = torch.tensor(first_wild)
+    def leave(_: object, ready: NamedTuple) -> None:
+        ready.wild[:, 0] = torch.tensor(first_wild)
         for slot, first in enumerate(first_wild):
             tokens = slice(slot * CHUNK, slot * CHUNK + first)
-            for x, y in ((Qr, expected.q), (Kr, expected.k)):
+            for x, y in ((ready.q, expected.q), (ready.k, expected.k)):
                 x[:, tokens] = y[:, tokens]
-            for x, y in ((P, expected.P), (M, expected.M), (T, expected.T)):
+            for x, y in ((ready.P, expected.P), (ready.M, expected.M), (ready.T, expected.T)):
                 if x is not None:
                     x[slot, :, :first] = y[slot, :, :first]
             if first == CHUNK:
-                Kw[:, tokens], factors[slot] = expected.w[:, tokens], expected.factors[slot]
+                ready.w[:, tokens], ready.factors[slot] = expected.w[:, tokens], expected.factors[slot]
 
-    as_on_hopper(leave)
-    got = chunkwise.prepare(calls.make_call(*given, None, row.corrects, 1.0, False), for_backward=True)
+    got = as_on_hopper(leave)(call).prepare(for_backward=True)
     assert (got.T is None) == (got.M is None) == (not row.corrects)
     for name in ("q", "k", "w", "P", "M", "T", "factors"):
         x, y = getattr(got, name), getattr(expected, name)
@@ -1305,15 +1309,14 @@ def test_gradients_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
     expected = run(row, inputs, path)
     wild_units = torch.tensor([[[1, 0]], [[0, 1]]])
 
-    def all_wild(*given: object, **_: object) -> None:
-        given[13].zero_()
+    def all_wild(_: object, ready: NamedTuple) -> None:
+        ready.wild.zero_()
 
-    def leave(*given: object, **_: object) -> None:
-        wild = given[18]
-        wild.copy_(wild_units)
+    def leave(call: object, ready: NamedTuple, around: NamedTuple, work: NamedTuple, grads: NamedTuple) -> None:
+        work.wild.copy_(wild_units)
         for slot, _, x in (wild_units == 0).nonzero().tolist():
             part = slice(None), slice(slot * CHUNK, (slot + 1) * CHUNK), slice(None), slice(x * 64, x * 64 + 64)
-            for x, name in zip(given[13:16], ("q", "k", "log_decay"), strict=True):
+            for x, name in ((work.dq, "q"), (work.dk, "k"), (grads.log_decay, "log_decay")):
                 x[part] = expected.grads[name][part] + 1
 
     as_on_hopper(all_wild, leave)
@@ -1326,12 +1329,12 @@ def test_gradients_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
 
 def test_wild_rows_are_looked_for_unless_there_can_be_none():
     """Unit keys and beta = 2 sigmoid(logit) at most: no second launch. Decay per channel can always be wild."""
-    calls = pytest.importorskip("lineate.kernels.call")
+    stages = pytest.importorskip("lineate.kernels.portable.stages").PortableStages
     x = torch.zeros(1, 5, 2, 16, dtype=torch.bfloat16)
 
-    def launches(log_decay: Tensor, normalize: bool, **raw: object) -> int:
-        gates = calls.Gates(log_decay, x[..., 0], **raw)
-        return len(calls.make_call(x, x, x, gates, None, True, 1.0, normalize).products)
+    def launches(log_decay: Tensor, normalize: bool, A_log: Tensor | None = None, beta_scale: float = 1.0) -> int:
+        inputs = {"q": x, "k": x, "v": x, "log_decay": log_decay, "beta": x[..., 0], "A_log": A_log}
+        return len(stages(call_of(inputs, True, normalize, beta_scale)).products)
 
     assert launches(x[..., 0], True, A_log=x[0, 0, :, 0], beta_scale=2.0) == 1
     assert launches(x[..., 0], True, A_log=x[0, 0, :, 0], beta_scale=2.1) == 2

@@ -337,19 +337,15 @@ def test_parameters_are_fine_without_grad():
 @pytest.mark.parametrize("path", KERNEL)
 def test_the_kernel_touches_nothing_outside_the_pool(path):
     """Values are not looked at on a GPU: a slot that does not exist answers NaN, and is not written."""
-    from lineate.kernels.portable import decode as kernel
+    from lineate import call
+    from lineate.kernels import pipeline
+    from lineate.kernels.stages import Slots
 
     inputs = {name: x.to(path[0]) for name, x in inputs_of(GATED_DELTA, SHAPE._replace(b=3, t=1), texts=4).items()}
     before = inputs["state"].clone()
     slots = torch.tensor([4, 1, 2], device=path[0])
-    output = kernel.decode(
-        *(inputs[name] for name in ("q", "k", "v", "log_decay", "beta", "state")),
-        *(slots, None, None, None, None),
-        scale=1.0,
-        beta_scale=1.0,
-        normalize_qk=False,
-        raw_gates=False,
-    )
+    given = call.Inputs(*(inputs[name] for name in ("q", "k", "v", "log_decay", "beta", "state")))
+    output = pipeline.decode(given, Slots(slots), call.Options(corrects=True, scale=1.0))
     assert output[0].isnan().all() and not output[1:].isnan().any()
     assert_untouched(inputs["state"].cpu(), before.cpu(), [1, 2])
 

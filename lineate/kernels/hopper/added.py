@@ -1,4 +1,4 @@
-"""hopper_gradients.py for rules that only accumulate, where R is v and dV is there already.
+"""The gradients of gradients.py for rules that only accumulate: R equals v, and dV has already been computed.
 
     dP = tril(dO V^T) D      dq = (dO S) read_q + dP k      dk = (V dS) write + dP^T q
 
@@ -6,7 +6,6 @@ Two warpgroups, each with all 64 tokens and half the columns of every product. I
 bound by that: S and dO come two units ahead, q and k an item, v and dS a unit.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,12 +16,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.gradients import _chunk, _inverse_norms, _rates, _through_norm, _within
-from lineate.kernels.hopper.walk import _expect, _factor, _fetch, _ring, _trim, barrier, describe, describe_rows
-from lineate.kernels.hopper.walk_backward import _store_rows
-from lineate.kernels.launching import start
+from lineate.kernels.hopper.parts import (
+    _chunk,
+    _expect,
+    _factor,
+    _fetch,
+    _inverse_norms,
+    _rates,
+    _ring,
+    _store_rows,
+    _through_norm,
+    _trim,
+    _within,
+    barrier,
+)
 from lineate.kernels.portable.gates import COARSE, FACTORS, FINE, LAST, READ_Q, WRITE
-from lineate.kernels.portable.split import PROGRAMS
 
 ADDED_PARTS = gl.constexpr(3)  # of sums: what is summed along rows, each warpgroup's columns; along columns
 
@@ -277,25 +285,3 @@ def added_gradients(
         token = next_token
         rows = next_rows
     tma.store_wait(0)
-
-
-def added_gradients_hopper(
-    q: Tensor, k: Tensor, v: Tensor, factors: Tensor, states: Tensor, dstates: Tensor, doutput: Tensor,
-    dq: Tensor, dk: Tensor, sums: Tensor | None,
-    bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None, count: int, scale: float,
-    *, normalize_qk: bool,
-) -> None:  # fmt: skip
-    """The launch; as head_gradients_hopper, sums in ADDED_PARTS."""
-    b, t, h, K = q.shape
-    hv, V = v.shape[2:]
-    slots = states.shape[0]
-    memories = (describe(x, slots * hv * V, K, K, [V, K]) for x in (states, dstates))
-    rows = (describe(x, b * t, n * 128, n * 128, [64, 128]) for x, n in ((doutput, hv), (dq, h), (dk, h)))
-    start(added_gradients, (min(PROGRAMS, slots * h),))(
-        describe_rows(q, K), describe_rows(k, K), describe_rows(v, V),
-        describe(factors, factors.numel() // 64, 64, 64, [8, 64]), *memories, *rows,
-        factors, factors if sums is None else sums, dq, dk,
-        bounds, first_slots, slot_texts, t, slots, count, q.stride(2), k.stride(2), v.stride(2), scale,
-        HV=hv, R=hv // h, K=K, V=V, GATED=sums is not None, NORMALIZE=normalize_qk, PACKED=bounds is not None,
-        num_warps=8,
-    )  # fmt: skip

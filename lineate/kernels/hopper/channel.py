@@ -1,8 +1,8 @@
-"""channel_scores of channel.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
+"""The channel_scores of portable/channel.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
 
 Blocks of 16 rows, of the decay d (log2) of one channel: W_i its sum over (a, i] with a the block's first row, E_i over
 (i, end of block], B the whole block's. A thread holds 16 rows of a block, so that W is a sum of its own registers, and
-every factor of channel.py is a product of few, none above 1 but 1 / F:
+every factor of portable/channel.py is a product of few, none above 1 but 1 / F:
 
     F = 2^W                               the pairs inside a block: q F, k F against k / F
     R = F 2^{d_a}                         from the block's start: readers
@@ -13,12 +13,11 @@ every factor of channel.py is a product of few, none above 1 but 1 / F:
 
 Rules that only accumulate have no M, T and Kr: their keys are writers alone.
 
-A row whose 1 / F is not a good number (channel.py: good) is wild, as one is that solve.py calls so: nothing is made of
-the rows from the first wild one on. The second launch, of channel_scores, does that, by the levels.
+A row whose 1 / F is not a good number (portable/channel.py: good) is wild, as are those that portable/solve.py finds:
+nothing is made of the rows from the first wild one on. The second launch, of the portable channel_scores, makes them by
+the levels.
 """
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -30,23 +29,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.walk import _chunk_bounds, _exp2, barrier, describe_rows, describe_squares
-from lineate.kernels.launching import start
+from lineate.kernels.hopper.channel_parts import (
+    _add,
+    _ask,
+    _bounds,
+    _cube,
+    _diagonal,
+    _flat,
+    _opaque,
+    _reciprocal,
+    _softplus,
+    _zero_below,
+)
+from lineate.kernels.hopper.parts import _exp2, barrier
 from lineate.kernels.portable.channel import BF16_LIMIT
 from lineate.kernels.portable.gates import FLOOR, LOG2E
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
-from lineate.kernels.portable.split import PROGRAMS
-
-
-@gluon.jit
-def _reciprocal(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _opaque(x):
-    """x, such that what follows from it is not computed before the loop and spilled."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -55,69 +53,10 @@ def _sigmoid(x):
 
 
 @gluon.jit
-def _softplus(x):
-    """softplus of gates.py."""
-    y = _exp2(gl.abs(x) * -LOG2E)
-    p = 0.00512610212 * y - 0.0290740646
-    p = p * y + 0.0775160866
-    p = p * y - 0.136022476
-    p = p * y + 0.190768807
-    p = p * y - 0.24835399
-    p = p * y + 0.333181217
-    p = p * y - 0.49999445
-    p = p * y + 0.999999966
-    return gl.maximum(x, 0.0) + p * y
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _bounds(u, bounds, first_slots, slot_texts, t, HV: gl.constexpr, PACKED: gl.constexpr):
-    """First token, number of rows and head of a unit."""
-    start, rows = _chunk_bounds(u // HV, bounds, first_slots, slot_texts, t, PACKED)
-    return start, rows, u % HV
-
-
-@gluon.jit
-def _zero_below(tile, rows, layout: gl.constexpr):
-    i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-    tile.store(gl.where(i < rows, tile.load(layout), 0.0))
-
-
-@gluon.jit
-def _ask(sources, places, tiles, ready, there):
-    """One chunk's tiles of q, k (and gates), each of 64 x 64, with a barrier of its own."""
-    for x in gl.static_range(len(sources)):
-        mbarrier.expect(ready[x], sources[x].block_type.nbytes, pred=there)
-    for x in gl.static_range(len(sources)):
-        tma.async_copy_global_to_shared(sources[x], places[x], ready[x], tiles[x], pred=there)
-
-
-@gluon.jit
-def _diagonal(x, layout: gl.constexpr):
-    i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
-    j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
-    return gl.sum(gl.where(i == j, x, 0.0), 1)
-
-
-@gluon.jit
 def _gram(a0, a1, b0, b1, none):
     """A B^T of two tiles of 64 channels each, in flight."""
     r = warpgroup_mma(a0, b0.permute([1, 0]), none, use_acc=False, is_async=True)
     return warpgroup_mma(a1, b1.permute([1, 0]), r, is_async=True)
-
-
-@gluon.jit
-def _cube(x, layout: gl.constexpr):
-    return gl.convert_layout(gl.reshape(x, [4, 16, 64]), layout, assert_trivial=True)
-
-
-@gluon.jit
-def _flat(x, layout: gl.constexpr):
-    return gl.convert_layout(gl.reshape(x, [64, 64]), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -330,7 +269,7 @@ def channel_scores(
         for x in gl.static_range(len(ready)):
             mbarrier.wait(ready[x], phase)
         phase ^= 1
-        if rows < 64:  # what follows is another text's
+        if rows < 64:  # what follows is another sequence's
             for x in gl.static_range(len(tiles)):
                 _zero_below(tiles[x], rows, flat)
             fence_async_shared()
@@ -478,31 +417,3 @@ def channel_scores(
 @gluon.jit
 def _turn(x, small: gl.constexpr):
     return gl.convert_layout(gl.permute(x, [0, 2, 1]), small)
-
-
-def fits(q: Tensor, log_decay: Tensor) -> bool:
-    """Whether channel_scores_hopper can take these, if hopper.fits; log_decay `b t hv k` is contiguous."""
-    return q.dtype == torch.bfloat16 and q.shape[3] == 128 and log_decay.element_size() <= 4
-
-
-def channel_scores_hopper(
-    q: Tensor, k: Tensor, log_decay: Tensor, beta: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None,
-    Qr: Tensor, Kr: Tensor, Kw: Tensor, P: Tensor, M: Tensor | None, T: Tensor | None, factors: Tensor,
-    wild: Tensor, norms: Tensor | None, bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None,
-    scale: float, beta_scale: float, *, normalize: bool,
-) -> None:  # fmt: skip
-    """The launch; the second one, of channel_scores with AGAIN, must follow.
-
-    For the backward it keeps M and, if normalize, norms `slot hv 2 c`: scale / |q_i| and 1 / |k_i|. beta, M and T are
-    None if the rule only accumulates, and Kr is not written.
-    """
-    t, h, hv = q.shape[1], q.shape[2], log_decay.shape[2]
-    units = P.shape[0] * hv
-    start(channel_scores, (min(2 * PROGRAMS, units),))(
-        describe_rows(q, 64), describe_rows(k, 64), describe_rows(log_decay, 64),
-        describe_squares(P), describe_squares(P if M is None else M), describe_squares(P if T is None else T),
-        beta, A_log, log_decay if dt_bias is None else dt_bias, Qr, Kr, Kw, factors, wild, norms,
-        bounds, first_slots, slot_texts, t, units, q.stride(2), k.stride(2), scale, beta_scale,
-        HV=hv, R=hv // h, CORRECTS=T is not None, NORMALIZE=normalize, RAW=A_log is not None,
-        BIAS=dt_bias is not None, KEEP=M is not None or norms is not None, PACKED=bounds is not None, num_warps=4,
-    )  # fmt: skip

@@ -1,6 +1,6 @@
-"""channel_state_gradients and channel_gradients of channel.py in one kernel for Hopper (sm_90), in Gluon.
+"""The channel_state_gradients and channel_gradients of portable/channel.py in one kernel for Hopper (sm_90), in Gluon.
 
-A unit is a chunk, a value head and 64 of its key channels. Blocks of 16 rows; W and F = 2^W as in hopper_channel.py:
+A unit is a chunk, a value head and 64 of its key channels. Blocks of 16 rows; W and F = 2^W as in channel.py:
 the decay (log2) since the block's first row a, that row's own not counted. All that a row reads is F times what row a
 would read, and what it writes 1 / F times what row a would write. So the reference is moved from block to block in the
 accumulators (per channel: s_b = 2^{from a of block b - 1 to a of block b}), and every pair of blocks takes the same
@@ -16,10 +16,9 @@ Rules that only accumulate have no M and no ak, and their R is V.
 dlog_decay_r is what is read at rows >= r less what is written at rows >= r to be read in the chunk, plus what rows < r
 write to the state, plus S.dS e^{G_c}: one running sum in registers.
 
-A unit with a row whose 1 / F is not a good number is marked in wild `slot hv 2`: both plain kernels do it again.
+A unit with a row whose 1 / F is not a good number is marked in wild `slot hv 2`: both Triton kernels do it again.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,80 +29,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.channel import (
+from lineate.kernels.hopper.channel_parts import (
     _add,
     _ask,
     _bounds,
+    _by_rows,
+    _columns,
     _cube,
     _diagonal,
     _flat,
+    _log2,
+    _numbers,
     _opaque,
     _reciprocal,
+    _rows,
+    _scale,
     _softplus,
+    _stack2,
+    _stack8,
+    _turned,
     _zero_below,
 )
-from lineate.kernels.hopper.walk import _exp2, barrier, describe, describe_rows, describe_squares
-from lineate.kernels.launching import start as launch
+from lineate.kernels.hopper.parts import _exp2, barrier
 from lineate.kernels.portable.channel import BF16_LIMIT
 from lineate.kernels.portable.gates import FLOOR, LOG2E
-from lineate.kernels.portable.split import PROGRAMS
-
-
-@gluon.jit
-def _log2(x):
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _scale(x, f, acc: gl.constexpr):
-    """x [64, 64] times f [4, 64], a number a block and channel."""
-    x = gl.reshape(x, [4, 16, 64]) * f[:, None, :]
-    return gl.convert_layout(gl.reshape(x, [64, 64]), acc, assert_trivial=True)
-
-
-@gluon.jit
-def _numbers(board, FIRST: gl.constexpr, like):
-    """Four rows of a board as _scale takes them."""
-    three: gl.constexpr = gl.reshape(like, [4, 16, 64]).type.layout
-    return board.slice(FIRST, 4, 0).load(gl.SliceLayout(1, three))
-
-
-@gluon.jit
-def _rows(tile, FIRST: gl.constexpr):
-    return tile.slice(FIRST, 16, 0)
-
-
-@gluon.jit
-def _columns(tile, FIRST: gl.constexpr, left: gl.constexpr):
-    return tile.slice(FIRST, 16, 1).load(left)
-
-
-@gluon.jit
-def _turned(tile, FIRST: gl.constexpr, left: gl.constexpr):
-    return tile.slice(FIRST, 16, 0).permute([1, 0]).load(left)
-
-
-@gluon.jit
-def _stack2(a, b, layout: gl.constexpr):
-    """[2, 4, 64] of two [4, 64]."""
-    x = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    a = gl.convert_layout(a, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
-    b = gl.convert_layout(b, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
-    return gl.reshape(gl.where(x == 0, a, b), [8, 64])
-
-
-@gluon.jit
-def _stack8(a, b, c, d, e, f, g, layout: gl.constexpr):
-    x = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    a = gl.convert_layout(a, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
-    b = gl.convert_layout(b, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
-    c = gl.convert_layout(c, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
-    d = gl.convert_layout(d, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
-    e = gl.convert_layout(e, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
-    f = gl.convert_layout(f, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
-    g = gl.convert_layout(g, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
-    low = gl.where(x == 0, a, gl.where(x == 1, b, gl.where(x == 2, c, d)))
-    return gl.reshape(gl.where(x < 4, low, gl.where(x == 4, e, gl.where(x == 5, f, g))), [32, 64])
 
 
 @gluon.jit(do_not_specialize=["t", "units"])
@@ -249,7 +198,7 @@ def channel_gradients(
         gl.store(wild + u, gl.to_tensor(0).to(gl.int8))
         for x in gl.static_range(len(of_states)):
             mbarrier.wait(ready_1[x], phase)
-        if rows < 64:  # what follows is another text's
+        if rows < 64:  # what follows is another sequence's
             for x in gl.static_range(len(ready_rows)):
                 mbarrier.wait(ready_rows[x], phase)
                 _zero_below(tiles_rows[x], rows, flat)
@@ -523,43 +472,3 @@ def channel_gradients(
         rows = next_rows
         head = next_head
         phase ^= 1
-
-
-@gluon.jit
-def _by_rows(x, cube: gl.constexpr):
-    """[64] to [4, 16, 1]."""
-    return gl.convert_layout(gl.reshape(x, [4, 16]), gl.SliceLayout(2, cube), assert_trivial=True)[:, :, None]
-
-
-def channel_gradients_hopper(
-    q: Tensor, k: Tensor, log_decay: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    states: Tensor, dstates: Tensor, doutput: Tensor, dvalues: Tensor, residuals: Tensor, dP: Tensor, dM: Tensor | None,
-    norms: Tensor | None, dq: Tensor, dk: Tensor, dlog_decay: Tensor, dA_log: Tensor | None, ddt_bias: Tensor | None,
-    wild: Tensor, bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None, scale: float,
-) -> None:  # fmt: skip
-    """The launch, behind channel_residuals, if hopper.fits, hopper_channel.fits and v = 128.
-
-    The plain kernels follow, with AGAIN, for what is wild `slot hv 2`. norms `slot hv 2 c` (scale / |q_i|, 1 / |k_i|)
-    with normalize_qk, else None. From states on, all are contiguous (slices of tokens of such), but residuals are v as
-    call.in_rows returns it, and dM None, if the rule only accumulates. dA_log `slot hv 2`, ddt_bias `slot hv k`,
-    float32.
-    """
-    b, t, h, _ = q.shape
-    hv = log_decay.shape[2]
-    units = 2 * dP.shape[0] * hv
-    # (Of a slice of tokens, b is 1: whatever its strides say, its rows follow one another.)
-    values = (describe(x, b * t, hv * 128, hv * 128, [64, 64]) for x in (doutput, dvalues))
-    memories = (describe(x, units * 64, 128, 128, [64, 64]) for x in (states, dstates))
-    tma_gates = log_decay.dtype == q.dtype
-    queries = describe_rows(q, 64)
-    launch(channel_gradients, (min(2 * PROGRAMS, units),))(
-        queries, describe_rows(k, 64), describe_rows(log_decay, 64) if tma_gates else queries,
-        *memories, *values, describe_rows(residuals, 64),
-        describe_squares(dP), describe_squares(dP if dM is None else dM),
-        log_decay, dP, wild if norms is None else norms, A_log, log_decay if dt_bias is None else dt_bias,
-        dq, dk, dlog_decay, wild if dA_log is None else dA_log, wild if ddt_bias is None else ddt_bias, wild,
-        bounds, first_slots, slot_texts, t, units, q.stride(2), k.stride(2),
-        None if dM is not None else residuals.stride(2), scale,
-        HV=hv, R=hv // h, CORRECTS=dM is not None, NORMALIZE=norms is not None, RAW=A_log is not None,
-        BIAS=dt_bias is not None, PACKED=bounds is not None, TMA_GATES=tma_gates, num_warps=4,
-    )  # fmt: skip

@@ -1,8 +1,8 @@
-"""head_scores of scores.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
+"""The head_scores of portable/scores.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
 
 A warp has 16 rows of the chunk (the accumulator's layout), a thread 2 x 16 entries. From q k^T, k k^T and the factors
 of the decay it makes P and N = -beta M as packed pairs of 16 bits, cut by bitwise masks to the lower triangle, to the
-rows of the text and (N) to those before the first wild one: nothing not finite passes, and the future changes no bit.
+rows of the sequence and (N) to those before the first wild one: only finite numbers pass, the future changes no bit.
 
 The inverse T = (I - N)^-1 by doubling, X <- X + X N_l X where N_l is N inside the blocks (2, 1) of level l alone:
 
@@ -12,7 +12,6 @@ The inverse T = (I - N)^-1 by doubling, X <- X + X N_l X where N_l is N inside t
     level 5       two wgmma of 64 x 32 x 32: rows 32.. from columns ..32
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -24,11 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.walk import _exp2, barrier, describe, describe_rows, describe_squares
-from lineate.kernels.launching import start
+from lineate.kernels.hopper.parts import _exp2, barrier
 from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LOG2E, READ_K, READ_Q, WRITE
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
-from lineate.kernels.portable.split import PROGRAMS
 
 
 @gluon.jit
@@ -64,7 +61,7 @@ def _and_or(x, a, y):
 
 @gluon.jit
 def _pick(a, b, c, d, w):
-    """Of four tiles that of this warp; w int16, the warp's number."""
+    """The one of four tiles that is this warp's; w int16, the warp's number."""
     return gl.inline_asm_elementwise(
         "{.reg .pred m, n; .reg .b32 y, z; setp.lt.u32 m, $5, 131072; setp.lt.u32 n, $5, 65536;"
         " selp.b32 y, $1, $2, n; setp.lt.u32 n, $5, 196608; selp.b32 z, $3, $4, n; selp.b32 $0, y, z, m;}",
@@ -443,23 +440,3 @@ def head_scores(
         rows = next_rows
         item = next_item
     tma.store_wait(0)
-
-
-def head_scores_hopper(
-    q: Tensor, k: Tensor, P: Tensor | None, T: Tensor | None, factors: Tensor, wild: Tensor | None,
-    bounds: Tensor | None, first_slots: Tensor | None, slot_texts: Tensor | None, scale: float,
-    *, gated: bool, corrects: bool, normalize: bool,
-) -> None:  # fmt: skip
-    """The launch, for bfloat16 and if hopper.fits; if the rule corrects, invert_wild must follow. P None: just T."""
-    _, t, h, K = q.shape
-    slots, hv = factors.shape[:2]
-    items = slots * h
-    side_by_side = 4 if h < hv or P is None else 3 if normalize else 2  # on a multiprocessor; measured
-    squares = [describe_squares(x) for x in (P, T) if x is not None]
-    start(head_scores, (min(side_by_side * PROGRAMS, items),))(
-        describe_rows(q, K), describe_rows(k, K), squares[0], squares[-1],
-        describe(factors, slots * hv * FACTORS.value, 64, 64, [4, 64]), factors, wild, bounds, first_slots, slot_texts,
-        t, items, q.stride(2), k.stride(2), scale,
-        H=h, R=hv // h, K=K, GATED=gated, CORRECTS=corrects, NORMALIZE=normalize, PACKED=bounds is not None,
-        SCORES=P is not None, num_warps=4, maxnreg=128,
-    )  # fmt: skip

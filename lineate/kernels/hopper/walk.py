@@ -1,4 +1,4 @@
-"""The state's walk of state.py for Hopper (sm_90), in Gluon: TMA, mbarriers, wgmma in flight.
+"""The forward walk of portable/state.py for Hopper (sm_90), in Gluon: TMA, mbarriers, wgmma in flight.
 
     E = V - Kr S      R = T (beta E)      (rule only accumulates: R = V)
     O = Qr S + P R    S <- e^{G_c} S + Kw^T R
@@ -17,10 +17,6 @@ the next Kr S is computed. ptxas allows no product in flight around the loop's e
 no register of the last.
 """
 
-from functools import lru_cache
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,72 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lineate.kernels.launching import start
+from lineate.kernels.hopper.parts import _exp2, _expect, _factor, _fetch, _half, _ring, _segment, _trim, barrier
 from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LAST, LOG2E, READ_K, READ_Q, WRITE
-
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7, triton 3.6
-
-
-@gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _half(ring, stage, FIRST: gl.constexpr):
-    """64 columns of a tile."""
-    return ring.index(stage).slice(FIRST, 64, 1)
-
-
-@gluon.jit
-def _segment(text, segment, bounds, first_slots, t, segments, PACKED: gl.constexpr):
-    """First token, length and first slot of a text, and the chunks that are this segment's: from begin to end."""
-    if PACKED:
-        start = gl.load(bounds + text).to(gl.int32)
-        length = gl.load(bounds + text + 1).to(gl.int32) - start
-        slot = gl.load(first_slots + text).to(gl.int32)
-    else:
-        start = text * t
-        length = t
-        slot = text * ((t + 63) // 64)
-    chunks = (length + 63) // 64
-    per_segment = (chunks + segments - 1) // segments
-    begin = segment * per_segment
-    return start, length, slot, begin, gl.minimum(begin + per_segment, chunks)
-
-
-@gluon.jit
-def _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED: gl.constexpr):
-    """chunk_bounds of layout.py, in 32 bits."""
-    if PACKED:
-        text = gl.load(slot_texts + slot).to(gl.int32)
-        start = gl.load(bounds + text).to(gl.int32)
-        end = gl.load(bounds + text + 1).to(gl.int32)
-        start += (slot - gl.load(first_slots + text).to(gl.int32)) * 64
-        rows = gl.minimum(gl.maximum(end - start, 0), 64)
-    else:
-        chunks = (t + 63) // 64
-        text = slot // chunks
-        begin = (slot % chunks) * 64
-        start = text * t + begin
-        rows = gl.minimum(t - begin, 64)
-    return start, rows
-
-
-@gluon.jit
-def _expect(sources, ready, stage, there):
-    """Before _fetch."""
-    for x in gl.static_range(len(sources)):
-        mbarrier.expect(ready[x].index(stage), sources[x].block_type.nbytes, pred=there)
-
-
-@gluon.jit
-def _fetch(sources, kept, ready, places, stage, there):
-    """Ask for one chunk's tiles; each has its own barrier (with one for all, the threads would meet before each)."""
-    for x in gl.static_range(len(sources)):
-        tma.async_copy_global_to_shared(sources[x], places[x], ready[x].index(stage), kept[x].index(stage), pred=there)
 
 
 @gluon.jit
@@ -114,36 +47,6 @@ def _places(
     if CHANNEL and CORRECTS:
         places += ((token, column_k),)
     return places
-
-
-@gluon.jit
-def _ring(source, STAGES: gl.constexpr):
-    """Buffers for STAGES tiles, and their barriers."""
-    shape: gl.constexpr = source.block_type.shape
-    kept = gl.allocate_shared_memory(source.dtype, [STAGES, shape[0], shape[1]], source.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(ready.index(s), count=1)
-    return kept, ready
-
-
-@gluon.jit
-def _trim(ring, ready, stage, phase, rows):
-    """Once a tile is there: 0 in what lies below a text's last row."""
-    mbarrier.wait(ready.index(stage), phase)
-    tile = ring.index(stage)
-    across: gl.constexpr = tile.shape[1] // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
-    i = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    for x in gl.static_range(4):  # few registers at a time
-        part = tile.slice(x * 16, 16, 0)
-        part.store(gl.where(i < rows - x * 16, part.load(layout), 0.0))
-
-
-@gluon.jit
-def _factor(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
-    """One vector of 64, as a row: [1, 64]."""
-    return kept_factors.index(stage).slice(ROW, 1, 0).load(layout)
 
 
 @gluon.jit
@@ -206,7 +109,7 @@ def _round(x):
 
 @gluon.jit
 def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr):
-    """P, to the bit as hopper_scores.py makes it. zero: 0, which the compiler does not know, or it keeps the mask."""
+    """P, to the bit as scores.py makes it. zero: 0, which the compiler does not know, or it keeps the mask."""
     i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + zero
     j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     if GATED:
@@ -319,7 +222,7 @@ def forward_state(
     held0 = gl.convert_layout(S0.to(dtype), left)
     held1 = gl.convert_layout(S1.to(dtype), left)
     KS = none
-    rows = length - (begin + count - 1) * 64  # of the last chunk; it may end early, and what follows is another text's
+    rows = length - (begin + count - 1) * 64  # of the last chunk; it may end early: what follows is another sequence's
     if (count == 1) & (rows < 64):
         _trim(kept_k, ready_k, 0, 0, rows)
         _trim(kept_v, ready_v, 0, 0, rows)
@@ -499,140 +402,3 @@ def forward_state(
             if H == 2:
                 gl.store(base + i + (j + 64) * V, S1)
         tma.store_wait(0)
-
-
-SHARED = 232448  # bytes of shared memory a program may have on sm_90
-
-
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def fits(q: Tensor, k: Tensor, v: Tensor, slots: int, texts: int) -> bool:
-    """Whether forward_state_hopper can take these (as call.in_rows returns them)."""
-    K, hv, V = q.shape[3], v.shape[2], v.shape[3]
-    return (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and K in (64, 128)
-        and V % 64 == 0
-        and all(x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (q, k, v))
-        and max(slots * hv * max(64, V), v.shape[0] * v.shape[1]) < 2**30
-        and all(x.shape[2] * x.stride(2) < 2**31 for x in (q, k, v))
-        and texts * hv < 2**16
-        and _is_hopper(q.device)
-    )
-
-
-@lru_cache
-def layout(columns: int, bits: int) -> gl.NVMMASharedLayout:
-    """Swizzled for the tensor cores; float32 (factors) row by row."""
-    return gl.NVMMASharedLayout(min(128, columns * 2) if bits == 16 else 0, bits, 2)
-
-
-def describe(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) -> TensorDescriptor:
-    """x as [rows, columns], rows `stride` apart, cut into boxes. What TensorDescriptor would check, fits() has."""
-    made = object.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides, made.block_shape = x, [rows, columns], [stride, 1], box
-    made.layout, made.padding = layout(box[1], x.element_size() * 8), "zero"
-    if _FIELDS > 6:  # triton 3.7
-        made.round_f32_to_tf32 = False
-    return made
-
-
-def describe_rows(x: Tensor, columns: int) -> TensorDescriptor:
-    """x `b t heads k` as call.in_rows makes it: chunks of 64 tokens, so many columns of a head."""
-    width = (x.shape[2] - 1) * x.stride(2) + x.shape[3]
-    return describe(x, x.shape[0] * x.shape[1], width, x.stride(1), [64, columns])
-
-
-def describe_squares(x: Tensor) -> TensorDescriptor:
-    """P or T, `slot hv 64 64`."""
-    return describe(x, x.shape[0] * x.shape[1] * 64, 64, 64, [64, 64])
-
-
-_FIELDS = len(TensorDescriptor.__dataclass_fields__)
-
-
-def shared_bytes(
-    K: int, BV: int, stages: int, outs: int, *, channel: bool, corrects: bool, keep: bool, scores: bool
-) -> int:
-    tiles = K * (3 if channel and corrects else 2) + BV + 64 * (corrects + (not scores))
-    rows = _box_rows(K, channel)
-    made = 2 * 64 * 128 if scores else 0
-    return stages * (128 * tiles + 256 * rows) + made + outs * 2 * BV * (64 + (K if keep else 0)) + 1024
-
-
-def _box_rows(K: int, channel: bool) -> int:
-    """Rows of 64 factors that a box holds: the least power of two."""
-    return 8 if not channel else 4 if K == 128 else 2
-
-
-def configuration(K: int, block: int, **choices: bool) -> tuple[int, int]:
-    """Stages and buffers for what is written: the most that shared memory holds."""
-    for stages, outs in ((3, 2), (3, 1), (2, 2), (2, 1)):
-        if shared_bytes(K, block, stages, outs, **choices) <= SHARED:
-            return stages, outs
-    raise ValueError(f"lineate: a state of {K} x {block} does not fit into shared memory")
-
-
-def forward_state_hopper(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    v: Tensor,
-    P: Tensor | None,
-    T: Tensor | None,
-    factors: Tensor,
-    starts: Tensor | None,
-    output: Tensor | None,
-    final: Tensor,
-    states: Tensor | None,
-    bounds: Tensor | None,
-    first_slots: Tensor | None,
-    count: int,
-    packed: bool,
-    *,
-    scale: float,
-    gated: bool,
-    channel: bool,
-    corrects: bool,
-    segments: int = 1,
-    block: int = 64,
-    map_only: bool = False,
-) -> None:
-    """The launch; arguments as of state.py's forward_state. map_only: final gets the maps; no starts, no output.
-
-    P None: it is made in the walk (bfloat16, without channel). scale, gated: for that.
-    count: of texts. q, k, w, v: as call.in_rows makes them; w is k without channel. block: 64 or 128 columns.
-    """
-    b, t, h, K = q.shape
-    hv, V = v.shape[2:]
-    slots = factors.shape[0]
-    scores = P is None and not map_only
-    stages, outs = configuration(
-        K, block, channel=channel, corrects=corrects, keep=states is not None, scores=scores
-    )  # fmt: skip
-    rows = _box_rows(K, channel)
-    numbers = factors.numel() // 64
-
-    P_tiles = describe_rows(q, 64) if P is None else describe_squares(P)  # (q's give the layout alone)
-    k_tiles = describe_rows(k if corrects or not channel else w, K)
-    output_tiles = P_tiles if output is None else describe(output, b * t, hv * V, hv * V, [64, block])
-    columns = V + K if map_only else V
-    start(forward_state, (columns // block, count * hv, segments))(
-        describe_rows(q, K),
-        k_tiles,
-        describe_rows(w, K) if channel and corrects else k_tiles,
-        describe_rows(v, block),
-        P_tiles,
-        P_tiles if T is None else describe_squares(T),
-        describe(factors, numbers, 64, 64, [rows, 64]),
-        output_tiles,
-        output_tiles if states is None else describe(states, slots * hv * V, K, K, [block, K]),
-        starts, final, output, bounds, first_slots, t, segments, q.stride(2), k.stride(2), v.stride(2), scale,
-        HV=hv, R=hv // h, K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
-        CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=map_only, PACKED=packed,
-        SCORES=scores, GATED=gated, num_warps=block // 16,
-    )  # fmt: skip

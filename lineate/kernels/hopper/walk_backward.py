@@ -1,4 +1,4 @@
-"""The walk back of state.py for Hopper (sm_90), in Gluon; hopper.py is the way there.
+"""The backward walk of portable/state.py for Hopper (sm_90), in Gluon; walk.py is the forward one.
 
     dR = P^T dO + Kw dS      X = T^T dR      dE = beta X      (rule only accumulates: dV = dR)
     dS <- e^{G_c} dS + Qr^T dO - Kr^T dE
@@ -12,10 +12,9 @@ for):
 
 Tiles come in through rings of buffers: STAGES for k, q and T; OTHERS for the factors and w; EARLY for dO and P, which
 are used up one chunk ahead and so are filled again one chunk sooner. What is written leaves, and buffers are filled
-again, while the next Kw dS is computed. As in hopper.py no product is in flight around the loop's end.
+again, while the next Kw dS is computed. As in walk.py no product is in flight around the loop's end.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,24 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.walk import (
-    SHARED,
-    _box_rows,
-    _expect,
-    _factor,
-    _fetch,
-    _half,
-    _ring,
-    _segment,
-    _trim,
-    barrier,
-    describe,
-    describe_rows,
-    describe_squares,
-)
-from lineate.kernels.launching import start
+from lineate.kernels.hopper.parts import _expect, _factor, _fetch, _half, _ring, _segment, _store_rows, _trim, barrier
 from lineate.kernels.portable.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
-from lineate.kernels.portable.split import PROGRAMS
 
 
 @gluon.jit
@@ -57,7 +40,7 @@ def _places(token, at, column_k, column_q, CORRECTS: gl.constexpr):
 
 @gluon.jit
 def _other_places(token, at, column_k, ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr):
-    """Of factors, w."""
+    """Where the tiles of factors and w lie."""
     places = ((at * ROWS, 0),)
     if CHANNEL and CORRECTS:
         places += ((token, column_k),)
@@ -104,18 +87,6 @@ def _leave(leaving0, leaving1, stage, held0, held1, layout: gl.constexpr, H: gl.
     leaving0.index(stage).store(gl.convert_layout(held0, layout))
     if H == 2:
         leaving1.index(stage).store(gl.convert_layout(held1, layout))
-
-
-@gluon.jit
-def _store_rows(tile, at, stride, rows):
-    """The first rows of a tile, which another text's follow."""
-    across: gl.constexpr = tile.shape[1] // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
-    i = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    j = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
-    for x in gl.static_range(4):  # few registers at a time
-        part = tile.slice(x * 16, 16, 0).load(layout)
-        gl.store(at + (i + x * 16) * stride + j, part, mask=i < rows - x * 16)
 
 
 @gluon.jit(do_not_specialize=["t"], do_not_specialize_on_alignment=["segments"])
@@ -211,7 +182,7 @@ def backward_state(
     none = gl.zeros([BV, 64], gl.float32, acc)
     held0 = gl.convert_layout(dS0.to(dtype), left)
     held1 = gl.convert_layout(dS1.to(dtype), left)
-    rows = length - (end - 1) * 64  # of the last chunk; it may end early, and what follows is another text's
+    rows = length - (end - 1) * 64  # of the last chunk; it may end early, and what follows is another sequence's
     partial = (count > 0) & (rows < 64)
     if partial:
         _trim(kept_dO, ready_dO, 0, 0, rows)
@@ -409,78 +380,3 @@ def backward_state(
         if H == 2:
             gl.store(base + i + (j + 64) * V, dS1)
     tma.store_wait(0)
-
-
-def shared_bytes(
-    K: int, BV: int, stages: int, others: int, early: int, outs: int, channel: bool, corrects: bool
-) -> int:  # fmt: skip
-    ring = stages * 128 * (2 * K + (64 if corrects else 0)) + early * 128 * (64 + BV)
-    ring += (others + channel) * 256 * _box_rows(K, channel) + (others * 128 * K if channel and corrects else 0)
-    return ring + outs * 2 * BV * (64 + K) + 512
-
-
-def configuration(K: int, channel: bool, corrects: bool, block: int) -> tuple[int, int, int, int]:
-    """STAGES, OTHERS, EARLY and OUTS: the most that shared memory holds."""
-    for each in ((3, 3, 2, 2), (3, 3, 2, 1), (2, 3, 2, 2), (2, 3, 2, 1), (2, 2, 2, 1)):
-        if shared_bytes(K, block, *each, channel, corrects) <= SHARED:
-            return each
-    raise ValueError(f"lineate: a state of {K} x {block} does not fit into shared memory")
-
-
-def block_of(V: int, walks: int) -> int:
-    """Value columns that a program has: 64, or 128 if those would not fit onto the device at once."""
-    return 128 if V % 128 == 0 and V // 64 * walks > PROGRAMS else 64
-
-
-def backward_state_hopper(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    P: Tensor,
-    T: Tensor,
-    factors: Tensor,
-    ends: Tensor,
-    doutput: Tensor,
-    dvalues: Tensor,
-    dstart: Tensor,
-    dstates: Tensor,
-    bounds: Tensor | None,
-    first_slots: Tensor | None,
-    count: int,
-    packed: bool,
-    *,
-    hv: int,
-    channel: bool,
-    corrects: bool,
-    segments: int = 1,
-) -> None:
-    """The launch; arguments as of state.py's backward_state, if hopper.fits.
-
-    count: of texts. q, k, w: as call.in_rows makes them; w is k without channel. doutput, dvalues, dstates:
-    contiguous.
-    """
-    b, t, h, K = q.shape
-    V = doutput.shape[-1]
-    slots = P.shape[0]
-    block = block_of(V, count * hv * segments)
-    stages, others, early, outs = configuration(K, channel, corrects, block)
-    rows = _box_rows(K, channel)
-    tokens = b * t
-
-    P_tiles = describe_squares(P)
-    k = k if corrects or not channel else w
-    k_tiles = describe_rows(k, K)
-    start(backward_state, (V // block, count * hv, segments))(
-        describe_rows(q, K),
-        k_tiles,
-        describe_rows(w, K) if channel and corrects else k_tiles,
-        P_tiles,
-        describe_squares(T) if corrects else P_tiles,
-        describe(factors, factors.numel() // 64, 64, 64, [rows, 64]),
-        describe(doutput, tokens, hv * V, hv * V, [64, block]),
-        describe(dvalues, tokens, hv * V, hv * V, [64, block]),
-        describe(dstates, slots * hv * V, K, K, [block, 64]),
-        factors, ends, dstart, dvalues, bounds, first_slots, t, segments, q.stride(2), k.stride(2),
-        HV=hv, R=hv // h, K=K, V=V, BV=block, STAGES=stages, OTHERS=others, EARLY=early, OUTS=outs,
-        CHANNEL=channel, CORRECTS=corrects, PACKED=packed, num_warps=block // 16,
-    )  # fmt: skip

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lineate.kernels.launching import ceil_div, next_power, start
+from lineate.kernels.layers import convolution
 from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.rotary import turn
 from lineate.registrar import register_op
@@ -75,7 +76,7 @@ def _convolve(
     with torch.cuda.device_of(x):
         if t == 1 and cu_seqlens is None:
             block = min(256, next_power(channels))
-            start(kernels.convolve_one, (b * ceil_div(channels, block),))(
+            start(convolution.convolve_one, (b * ceil_div(channels, block),))(
                 x, weight, state, y, final, x_row // unit, **constants, BC=block, num_warps=2
             )
             return y, final
@@ -83,7 +84,7 @@ def _convolve(
         channel_blocks = ceil_div(channels, block)
         sequences, bounds = _sequences(x, cu_seqlens)
         walk, blocks = _walks(b, t, channel_blocks)
-        start(kernels.convolve, ((b * blocks + sequences) * channel_blocks,))(
+        start(convolution.convolve, ((b * blocks + sequences) * channel_blocks,))(
             x, weight, state, bounds, y, final, t, sequences, walk, blocks, b * blocks, x_row // unit, x_token // unit,
             **constants, BC=block, num_warps=4,
         )  # fmt: skip
@@ -116,7 +117,7 @@ def _convolve_backward(
         sequences, bounds = _sequences(x, cu_seqlens)
         walk, blocks = _walks(b, t, channel_blocks)
         partials = torch.empty(b * blocks, size, channels, dtype=torch.float32, device=x.device)
-        start(kernels.convolve_backward, ((b * blocks + (sequences if given else 0)) * channel_blocks,))(
+        start(convolution.convolve_backward, ((b * blocks + (sequences if given else 0)) * channel_blocks,))(
             x, weight, state, bounds, dy, dfinal, dx, dstate if given else None, partials,
             t, sequences, walk, blocks, b * blocks, *(s // unit for s in strides),
             CHANNELS=channels, SIZE=size, BC=block, UNIT=unit, num_warps=4,

@@ -134,7 +134,7 @@ def channel_scores(
     """One program a chunk and value head, BX channels at a time. factors `slot hv BK + c`: e^{G_c}, then beta. KEEP: M.
 
     PRODUCTS and wild as of head_scores. A second launch, AGAIN, makes all that is read of a chunk's wild rows, since
-    hopper_channel.py, which may have come first, makes nothing of them; Kw and e^{G_c} look ahead, and are made anew.
+    hopper/channel.py, which may have come first, makes nothing of them; Kw and e^{G_c} look ahead, and are made anew.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)

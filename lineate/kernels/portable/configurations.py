@@ -1,8 +1,9 @@
-"""With how many warps, stages and columns the plain kernels are launched."""
+"""With how many warps, stages and columns the Triton kernels are launched."""
 
 import torch
 
-from lineate.kernels.call import CHUNK, Call, power
+from lineate.kernels.call import CHUNK, Call
+from lineate.kernels.launching import next_power
 
 # Measured on an H200 with bench/rules/gpu.py. BX, BV: key channels and value columns of a tile. Not all choices work:
 # the gradients go wrong with more stages or 32 channels (docs/kernels.md, compiler traps), so test a change on a GPU.
@@ -22,11 +23,21 @@ LAUNCH: dict[str, dict[str, int]] = {
 
 
 def launch(kernel: str, **limits: int) -> dict[str, int]:
-    """The configuration of a kernel, none of its numbers larger than `limits`."""
+    """Return the configuration of a kernel, none of its numbers larger than `limits`."""
     chosen = dict(LAUNCH[kernel])
     for name, limit in limits.items():
         chosen[name] = min(chosen[name], limit)
     return chosen
+
+
+def power(n: int) -> int:
+    """Return the tile that holds n: a power of two, at least 16."""
+    return max(16, next_power(n))
+
+
+def precision(call: Call) -> str:
+    """Return how float32 is multiplied; narrower types multiply exactly."""
+    return "tf32x3" if call.q.dtype == torch.float32 else "ieee"
 
 
 GROUP = 16  # chunks of a head that one program of invert_wild looks at; mostly there is nothing to do
@@ -36,7 +47,7 @@ AHEAD_BYTES = 190_000
 
 
 def launch_walk(kernel: str, call: Call) -> dict[str, int]:
-    """The configuration of a walk; it fetches a chunk ahead only where two of them fit."""
+    """Return the configuration of a walk; it fetches a chunk ahead only where two of them fit."""
     _, _, _, K, V = call.sizes
     config = launch(kernel, BV=power(V))
     keys, squares = (3, 2) if call.channel and call.corrects else (2, 1 + call.corrects)
@@ -47,5 +58,5 @@ def launch_walk(kernel: str, call: Call) -> dict[str, int]:
 
 
 def narrow(call: Call) -> int:
-    """The most value columns of a tile that stands beside whole keys: fewer in float32, which takes twice the room."""
+    """Return the most value columns of a tile beside whole keys: fewer in float32, which takes twice the room."""
     return min(power(call.v.shape[3]), 64 if call.q.dtype == torch.float32 else 128)

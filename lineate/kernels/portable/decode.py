@@ -7,7 +7,7 @@
 
 A program holds BV value columns of one head's state, a tile [BK, BV] in registers: loaded once, carried through all
 tokens of its row, stored once. A step moves the state in and out and hardly anything else: this is its least traffic.
-Rows are batch rows, or packed texts; the state of a row may lie anywhere in a pool of slots.
+Rows are batch rows, or packed sequences; the state of a row may lie anywhere in a pool of slots.
 """
 
 import torch
@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lineate.call import Inputs, Options
 from lineate.kernels.launching import ceil_div, next_power
 from lineate.kernels.portable.gates import softplus
+from lineate.kernels.stages import Slots
 
 
 @triton.jit
@@ -199,7 +201,7 @@ def _decode(
 
 
 def tiling(key_dim: int, value_dim: int) -> tuple[int, int]:
-    """(value columns a program, warps): the same for every batch, so that a row's bits do not depend on its company.
+    """Return value columns a program, and warps: the same for every batch, so no row's bits depend on its company.
 
     Columns: 32 are 128 bytes of a row in memory. Warps: a thread holds 64 numbers of the state, and two of q and of k,
     since an asynchronous copy takes no less than 4 bytes.
@@ -209,29 +211,20 @@ def tiling(key_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    slots: Tensor | None,
-    start_slots: Tensor | None,
-    cu_seqlens: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    *,
-    scale: float,
-    beta_scale: float,
-    normalize_qk: bool,
-    raw_gates: bool,
+    inputs: Inputs,
+    where: Slots,
+    options: Options,
     columns: int | None = None,
     warps: int | None = None,
 ) -> Tensor:
-    """One launch; returns the output `b t hv v`. The arguments are those of lineate.decode, checked there.
+    """Return the output `b t hv v` of one launch, which updates inputs.state in place; lineate.decode checks all.
 
     columns and warps replace the tiling, for measuring.
     """
+    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
+    raw_gates = options.raw_gates  # with A_log or without
+    slots, start_slots = where
+    assert state is not None
     b, t, h, key_dim = q.shape
     hv, value_dim = v.shape[2:]
     q, k, v = (_last_contiguous(x) for x in (q, k, v))
@@ -268,9 +261,9 @@ def decode(
             t,
             hv,
             state.shape[0],
-            slots.shape[1] if each_token else 0,
-            scale,
-            beta_scale,
+            slots.shape[1] if slots is not None and each_token else 0,
+            options.scale,
+            options.beta_scale,
             *(s // unit for s in strides),
             *((0, 0, 0) if log_decay is None else _strides(log_decay)),
             *((0, 0, 0) if beta is None else _strides(beta)),
@@ -286,7 +279,7 @@ def decode(
             DECAY_PER_CHANNEL=per_channel,
             BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2,
             BETA_PER_CHANNEL=beta_per_channel,
-            NORMALIZE=normalize_qk,
+            NORMALIZE=options.normalize_qk,
             RAW=raw_gates,
             EACH_TOKEN=each_token,
             num_warps=own_warps if warps is None else warps,
@@ -296,10 +289,10 @@ def decode(
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
-    """x itself if its last dimension is contiguous (a view of one fused projection is), else a copy."""
+    """Return x itself if its last dimension is contiguous (a view of one fused projection is), else a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """The first three; 0 for a dimension of one element, whose stride says nothing and must not choose a variant."""
+    """Return the first three strides; 0 for a dimension of one, whose stride must not choose a variant."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))

@@ -17,8 +17,8 @@ SMALL_BETA = tl.constexpr(0.00390625)
 # The vectors of one chunk and head with decay per head, in this order: `slot hv FACTORS c`.
 READ_Q = tl.constexpr(0)  # scale |q|^-1 e^{G_i}
 READ_K = tl.constexpr(1)  # |k|^-1 e^{G_i}
-WRITE = tl.constexpr(2)  # |k|^-1 e^{G_c - G_i}; 0 past the end of the text
-BETA = tl.constexpr(3)  # 0 past the end of the text
+WRITE = tl.constexpr(2)  # |k|^-1 e^{G_c - G_i}; 0 past the end of the sequence
+BETA = tl.constexpr(3)  # 0 past the end of the sequence
 LAST = tl.constexpr(4)  # e^{G_c}, the same in all c places
 COARSE = tl.constexpr(5)  # G_i is coarse + fine, whose differences are exact to float32 rounding
 FINE = tl.constexpr(6)

@@ -1,7 +1,8 @@
-"""Where things lie: texts, their chunks, and the rows of tokens.
+"""Where things lie: sequences, their chunks, and the rows of tokens.
 
-A text is one batch row, or one of the texts packed into one row. Chunks of all texts are numbered through; `slot` is
-that number. Buffers of one item a chunk and head are `slot hv ...`, tensors of one item a token `token heads ...`.
+A sequence (`text` in the code) is one batch row, or one of the sequences packed into one row. Chunks of all sequences
+are numbered through; `slot` is that number. Buffers of one item a chunk and head are `slot hv ...`, tensors of one item
+a token `token heads ...`.
 """
 
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def text_bounds(text, bounds, first_slots, t, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token, number of tokens and first slot of a text."""
+    """First token, number of tokens and first slot of a sequence."""
     if PACKED:
         start = tl.load(bounds + text).to(tl.int64)
         length = (tl.load(bounds + text + 1).to(tl.int64) - start).to(tl.int32)
@@ -24,7 +25,7 @@ def text_bounds(text, bounds, first_slots, t, C: tl.constexpr, PACKED: tl.conste
 
 @triton.jit
 def chunk_bounds(slot, bounds, first_slots, slot_texts, t, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token of a chunk and how many of its C rows are tokens: 0 for a slot that no text uses."""
+    """First token of a chunk and how many of its C rows are tokens: 0 for a slot that no sequence uses."""
     if PACKED:
         text = tl.load(slot_texts + slot)
         start = tl.load(bounds + text).to(tl.int64)
@@ -77,12 +78,12 @@ def larger(a, b):
 def find_slots(
     cu_seqlens, bounds, first_slots, slot_texts, t, texts, slots, BT: tl.constexpr, BS: tl.constexpr, C: tl.constexpr
 ):
-    """One program BS slots, for which it goes through all texts; the first one writes bounds and first_slots.
+    """One program BS slots, for which it goes through all sequences; the first one writes bounds and first_slots.
 
     Wrong bounds touch nothing: they are brought between 0 and t, none before an earlier one.
     """
     slot = tl.program_id(0) * BS + tl.arange(0, BS)
-    ended = tl.zeros((BS,), tl.int32)  # texts that end before a slot
+    ended = tl.zeros((BS,), tl.int32)  # sequences that end before a slot
     top = tl.zeros((), tl.int64)
     used = tl.zeros((), tl.int32)
     for begin in range(0, texts, BT):

@@ -1,4 +1,4 @@
-"""Few heads and a long text: the walk over chunks is cut into segments that run side by side, exactly.
+"""Few heads and a long sequence: the walk over chunks is cut into segments that run side by side, exactly.
 
 A segment maps the state it is given to the one it leaves, S -> A S + B. One walk finds all A and B at once (B is what
 the segment makes of an empty state, A what it makes of the identity without values); a short chain over the segments
@@ -8,17 +8,7 @@ then finds every segment's first state, and all segments walk at once. The work 
 import triton
 import triton.language as tl
 
-# One H200 runs about this many programs at a time, and a walk of fewer chunks is not worth cutting.
-PROGRAMS = 132
-LEAST_CHUNKS = 256
-LEAST_SEGMENT = 32
 CHAIN_WIDTH = 128  # of keys: a map [k, k] in float32 must fit into shared memory
-
-
-def count_segments(chunks: int, programs: int) -> int:
-    """Segments of a walk over `chunks` by `programs` programs a text; never by what else is in the batch."""
-    wanted = PROGRAMS // max(programs, 1)
-    return 1 if chunks < LEAST_CHUNKS or wanted < 3 else min(wanted, chunks // LEAST_SEGMENT)
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -28,7 +18,7 @@ def chain(
 ):  # fmt: skip
     """entries `pair segment k v`: the state entering each segment (leaving it if REVERSE), from outer `pair k v` on.
 
-    maps `pair segment k (v + k)`: B, then A. A program has BV value columns of one text and head.
+    maps `pair segment k (v + k)`: B, then A. A program has BV value columns of one sequence and head.
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pair = (tl.program_id(0) // BLOCKS).to(tl.int64)

@@ -5,7 +5,7 @@
 
 The state is held transposed, S [BV, K], value columns as rows: every product then has its left operand in registers
 (S, E, R) and its right one as it lies in memory (k, P, T), so nothing goes through shared memory but what is loaded.
-A program walks one segment of one text, for one value head and BV of its value columns.
+A program walks one segment of one pair, a sequence and a value head, for BV of its value columns.
 """
 
 import triton
@@ -33,7 +33,7 @@ def store_state(base, S, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constex
 
 @triton.jit
 def _own_part(HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MAP: tl.constexpr):
-    """Which part is this program's: first value column, text and head together, head, segment."""
+    """Which part is this program's: first value column, sequence and head together, head, segment."""
     COLUMNS: tl.constexpr = ((V + K if MAP else V) + BV - 1) // BV
     pair = tl.program_id(0) // COLUMNS
     return tl.program_id(0) % COLUMNS * BV, pair, (pair % HV).to(tl.int64), tl.program_id(2)
@@ -71,8 +71,8 @@ def forward_state(
 ):  # fmt: skip
     """q, k: the caller's with factors `slot hv FACTORS c` (decay per head), or Qr, Kr, w = Kw (CHANNEL: e^{G_c}, beta).
 
-    starts `text hv segment k v`: the state entering each segment; final `text hv k v`. KEEP: also the state entering
-    each chunk, `slot hv v k`. MAP: no output; final `text hv segment k (v + k)` is the segment's affine map instead:
+    starts `pair segment k v`: the state entering each segment; final `pair k v`. KEEP: also the state entering
+    each chunk, `slot hv v k`. MAP: no output; final `pair segment k (v + k)` is the segment's affine map instead:
     what it makes of an empty state, then of the identity without values.
     """
     first, pair, head, segment = _own_part(HV, K, V, BV, MAP)
@@ -150,7 +150,7 @@ def backward_state(
         dR = P^T dO + Kw dS      X = T^T dR      dE = beta X      (rule only accumulates: dV = dR)
         dS <- e^{G_c} dS + Qr^T dO - Kr^T dE
 
-    ends `text hv segment k v`: dS behind each segment; dstart: dS before the first. dvalues gets X (dV if the rule only
+    ends `pair segment k v`: dS behind each segment; dstart: dS before the first. dvalues gets X (dV if the rule only
     accumulates), dstates `slot hv v k` the dS that left each chunk. MAP as in forward_state, into dstart.
     """
     first, pair, head, segment = _own_part(HV, K, V, BV, MAP)

@@ -1,0 +1,141 @@
+"""What the Gluon kernels for decay per channel have in common: blocks of 16 rows, boards of numbers a block, tiles."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from lineate.kernels.hopper.parts import _chunk_bounds, _exp2
+from lineate.kernels.portable.gates import LOG2E
+
+
+@gluon.jit
+def _reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _opaque(x):
+    """x, such that what follows from it is not computed before the loop and spilled."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _softplus(x):
+    """softplus of gates.py."""
+    y = _exp2(gl.abs(x) * -LOG2E)
+    p = 0.00512610212 * y - 0.0290740646
+    p = p * y + 0.0775160866
+    p = p * y - 0.136022476
+    p = p * y + 0.190768807
+    p = p * y - 0.24835399
+    p = p * y + 0.333181217
+    p = p * y - 0.49999445
+    p = p * y + 0.999999966
+    return gl.maximum(x, 0.0) + p * y
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _bounds(u, bounds, first_slots, slot_texts, t, HV: gl.constexpr, PACKED: gl.constexpr):
+    """First token, number of rows and head of a unit."""
+    start, rows = _chunk_bounds(u // HV, bounds, first_slots, slot_texts, t, PACKED)
+    return start, rows, u % HV
+
+
+@gluon.jit
+def _zero_below(tile, rows, layout: gl.constexpr):
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    tile.store(gl.where(i < rows, tile.load(layout), 0.0))
+
+
+@gluon.jit
+def _ask(sources, places, tiles, ready, there):
+    """One chunk's tiles of q, k (and gates), each of 64 x 64, with a barrier of its own."""
+    for x in gl.static_range(len(sources)):
+        mbarrier.expect(ready[x], sources[x].block_type.nbytes, pred=there)
+    for x in gl.static_range(len(sources)):
+        tma.async_copy_global_to_shared(sources[x], places[x], ready[x], tiles[x], pred=there)
+
+
+@gluon.jit
+def _diagonal(x, layout: gl.constexpr):
+    i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
+    j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
+    return gl.sum(gl.where(i == j, x, 0.0), 1)
+
+
+@gluon.jit
+def _cube(x, layout: gl.constexpr):
+    return gl.convert_layout(gl.reshape(x, [4, 16, 64]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _flat(x, layout: gl.constexpr):
+    return gl.convert_layout(gl.reshape(x, [64, 64]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _log2(x):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _scale(x, f, acc: gl.constexpr):
+    """x [64, 64] times f [4, 64], a number a block and channel."""
+    x = gl.reshape(x, [4, 16, 64]) * f[:, None, :]
+    return gl.convert_layout(gl.reshape(x, [64, 64]), acc, assert_trivial=True)
+
+
+@gluon.jit
+def _numbers(board, FIRST: gl.constexpr, like):
+    """Four rows of a board as _scale takes them."""
+    three: gl.constexpr = gl.reshape(like, [4, 16, 64]).type.layout
+    return board.slice(FIRST, 4, 0).load(gl.SliceLayout(1, three))
+
+
+@gluon.jit
+def _rows(tile, FIRST: gl.constexpr):
+    return tile.slice(FIRST, 16, 0)
+
+
+@gluon.jit
+def _columns(tile, FIRST: gl.constexpr, left: gl.constexpr):
+    return tile.slice(FIRST, 16, 1).load(left)
+
+
+@gluon.jit
+def _turned(tile, FIRST: gl.constexpr, left: gl.constexpr):
+    return tile.slice(FIRST, 16, 0).permute([1, 0]).load(left)
+
+
+@gluon.jit
+def _stack2(a, b, layout: gl.constexpr):
+    """[2, 4, 64] of two [4, 64]."""
+    x = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    a = gl.convert_layout(a, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
+    b = gl.convert_layout(b, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
+    return gl.reshape(gl.where(x == 0, a, b), [8, 64])
+
+
+@gluon.jit
+def _stack8(a, b, c, d, e, f, g, layout: gl.constexpr):
+    x = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    a = gl.convert_layout(a, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
+    b = gl.convert_layout(b, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
+    c = gl.convert_layout(c, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
+    d = gl.convert_layout(d, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
+    e = gl.convert_layout(e, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
+    f = gl.convert_layout(f, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
+    g = gl.convert_layout(g, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
+    low = gl.where(x == 0, a, gl.where(x == 1, b, gl.where(x == 2, c, d)))
+    return gl.reshape(gl.where(x < 4, low, gl.where(x == 4, e, gl.where(x == 5, f, g))), [32, 64])
+
+
+@gluon.jit
+def _by_rows(x, cube: gl.constexpr):
+    """[64] to [4, 16, 1]."""
+    return gl.convert_layout(gl.reshape(x, [4, 16]), gl.SliceLayout(2, cube), assert_trivial=True)[:, :, None]

@@ -1,0 +1,302 @@
+"""The two groups of warps of gradients.py that multiply: the q side and the k side, and their signals."""
+# ruff: noqa: RUF059  (every group takes the same tuples apart, and uses some)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lineate.kernels.hopper.parts import _chunk, _factor, _inverse_norms, _rates, _through_norm, _within, barrier
+from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, READ_K, READ_Q, SMALL_BETA, WRITE
+
+PARTS = gl.constexpr(5)  # of sums: rows and columns of the q side, rows and columns of the k side, <S, dS>
+# Signals between the groups. All but KEYS_READY come once a unit. What is waited for to be free is so at first: these
+# waits take the parity before.
+#                              sent by      waited for by
+S_READ = gl.constexpr(0)  #      both sides   supply           S may be overwritten
+R_READY = gl.constexpr(1)  #     q side       k side, supply   R is there, and X E; v, T may be overwritten
+R_FREE = gl.constexpr(2)  #      k side       q side, supply   R, dS may be overwritten
+DQK_READY = gl.constexpr(3)  #   q side       k side, supply   dP is there; dO may be overwritten
+DQK_FREE = gl.constexpr(4)  #    k side       q side           dP may be overwritten
+KEYS_READY = gl.constexpr(5)  #  supply       both sides       q and k of an item are there, trimmed (5, 6: two buffers)
+X_READ = gl.constexpr(7)  #      k side       supply           X may be overwritten
+SIGNALS = gl.constexpr(8)
+
+
+@gluon.jit
+def _signal(signals, which):
+    """All of this group's warps have come here."""
+    barrier()
+    mbarrier.arrive(signals.index(which), count=1)
+
+
+@gluon.jit
+def _column(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
+    """One vector of 64 in a layout of one dimension."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = kept_factors._reinterpret(gl.float32, [2, FACTORS * 64], flat).index(stage)
+    return numbers.slice(ROW * 64, 64, 0).load(layout)
+
+
+@gluon.jit
+def _items(items):
+    step = gl.num_programs(0)
+    item = gl.program_id(0)
+    return item, step, gl.maximum((items - item + step - 1) // step, 0)
+
+
+@gluon.jit
+def _decay_between(kept_factors, buffer, i, j, layout: gl.constexpr):
+    """D, 0 above the diagonal."""
+    between = _rates(kept_factors, buffer, COARSE, layout) - _factor(kept_factors, buffer, COARSE, layout)
+    fine = _rates(kept_factors, buffer, FINE, layout) - _factor(kept_factors, buffer, FINE, layout)
+    return gl.exp(gl.where(i[:, None] >= j[None, :], between + fine, float("-inf")))
+
+
+@gluon.jit
+def _q_side(
+    kept, ready, signals, aside, sums, at_dq, where, scale, HV: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr,
+    NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """R, dP and dq."""
+    kept_S, kept_dS, kept_dO, kept_X, kept_v, kept_T, kept_k, kept_q, kept_factors, kept_R, kept_dQK, kept_dKK = kept
+    ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready
+    bounds, first_slots, slot_texts, t, items = where
+    dtype: gl.constexpr = kept_k.dtype
+    H: gl.constexpr = HV // R
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # [64, 128]
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64, 64]
+    along: gl.constexpr = gl.SliceLayout(1, wide)
+    down: gl.constexpr = gl.SliceLayout(1, square)
+    across: gl.constexpr = gl.SliceLayout(0, square)
+    i = gl.arange(0, 64, down)
+    j = gl.arange(0, 64, across)
+    i_wide = gl.arange(0, 64, along)
+    c_wide = gl.arange(0, 128, gl.SliceLayout(0, wide))
+    none = gl.zeros([64, 128], gl.float32, wide)
+    nothing = gl.zeros([64, 64], gl.float32, square)
+    item, step, count = _items(items)
+    slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
+    unit = 0
+    for n in range(count):
+        stage = n % 2
+        key_head = item % H
+        next_slot, next_token, next_rows = _chunk(
+            _within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
+        )
+        mbarrier.wait(signals.index(KEYS_READY + stage), (n // 2) % 2)
+        if NORMALIZE:
+            norm_q = _inverse_norms(kept_q.index(stage), wide, down)
+            norm_k = gl.convert_layout(_inverse_norms(kept_k.index(stage), wide, down), across)
+        total_q = none
+        for r in range(R):
+            at = slot * HV + key_head * R + r
+            turn = unit % 2
+            # 0, which the compiler does not know: else it keeps all operands' addresses, in more registers than are.
+            only = unit >> 24
+            goal = kept_v.index(only)
+            keys = kept_k.index(stage + only)
+            mbarrier.wait(ready_S.index(0), turn)
+            KS = warpgroup_mma(keys, kept_S.index(only).permute([1, 0]), none, use_acc=False, is_async=True)
+            mbarrier.wait(ready_factors.index(turn), (unit // 2) % 2)
+            beta = _column(kept_factors, turn, BETA, along)
+            small = gl.where((gl.abs(beta) <= SMALL_BETA) & (i_wide < rows), 1, 0)
+            some_are_small = gl.sum(small, 0) > 0
+            read_k = _rates(kept_factors, turn, READ_K, wide)
+            mbarrier.wait(ready_v.index(0), turn)
+            KS = warpgroup_mma_wait(0, deps=(KS,))
+            E = gl.where(i_wide[:, None] < rows, goal.load(wide).to(gl.float32) - KS * read_k, 0.0)
+            goal.store((E * beta[:, None]).to(dtype))
+            fence_async_shared()
+            if some_are_small:
+                mbarrier.wait(ready_X.index(0), turn)
+                aside.index(turn).store(gl.sum(kept_X.index(only).load(wide).to(gl.float32) * E, 1))
+            mbarrier.wait(ready_T.index(0), turn)
+            barrier()  # E is there for all to see
+            Rd = warpgroup_mma(kept_T.index(only), goal, none, use_acc=False, is_async=True)
+            mbarrier.wait(signals.index(R_FREE), turn ^ 1)
+            Rd = warpgroup_mma_wait(0, deps=(Rd,))
+            only = unit >> 25
+            residual = kept_R.index(only)
+            S = kept_S.index(only)
+            dO = kept_dO.index(only)
+            dQK = kept_dQK.index(only)
+            keys = kept_k.index(stage + only)
+            queries = kept_q.index(stage + only)
+            residual.store(Rd.to(dtype))
+            mbarrier.wait(ready_dO.index(0), turn)
+            OS = warpgroup_mma(dO, S, none, use_acc=False, is_async=True)
+            fence_async_shared()
+            # R is there for all to see; v, T, X have been read.
+            _signal(signals, R_READY)
+            OS = warpgroup_mma_wait(0, deps=(OS,))
+            OS = OS * _rates(kept_factors, turn, READ_Q, wide)
+            total_q = total_q + OS
+            if GATED:
+                dG = gl.sum(queries.load(wide).to(gl.float32) * OS, 1)
+                total_q, dG = warpgroup_mma_wait(0, deps=(total_q, dG))
+            else:
+                total_q = warpgroup_mma_wait(0, deps=(total_q,))
+            _signal(signals, S_READ)
+            dP = warpgroup_mma(dO, residual.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            if GATED:
+                D = _decay_between(kept_factors, turn, i, j, square)
+            mbarrier.wait(signals.index(DQK_FREE), turn ^ 1)
+            dP, total_q = warpgroup_mma_wait(0, deps=(dP, total_q))
+            dP = gl.where((i[:, None] >= j[None, :]) & (i[:, None] < rows), dP, 0.0)
+            if NORMALIZE:
+                dP = dP * norm_k[None, :] * (norm_q * scale)[:, None]
+            else:
+                dP = dP * scale
+            if GATED:
+                dP = dP * D
+            dQK.store(dP.to(dtype))
+            fence_async_shared()
+            # dP is there for all to see; dO has been read.
+            _signal(signals, DQK_READY)
+            if GATED:
+                QK = warpgroup_mma(queries, keys.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            total_q = warpgroup_mma(dQK, keys, total_q, is_async=True)
+            if GATED:
+                QK, total_q = warpgroup_mma_wait(1, deps=(QK, total_q))
+                paired = gl.where(i[:, None] == j[None, :], 0.0, dP * QK)
+                dG = dG + gl.convert_layout(gl.sum(paired, 1), along)
+                at_sums = sums + at.to(gl.int64) * (PARTS * 64)
+                gl.store(at_sums + i_wide, dG)
+                gl.store(at_sums + 64 + j, gl.sum(paired, 0) * -1.0)
+            total_q = warpgroup_mma_wait(0, deps=(total_q,))
+            unit = unit + 1
+        if NORMALIZE:
+            total_q = _through_norm(total_q, kept_q.index(stage), gl.convert_layout(norm_q, along), wide)
+        at_row = at_dq + token.to(gl.int64) * (H * 128) + key_head * 128
+        gl.store(at_row + i_wide[:, None] * (H * 128) + c_wide[None, :], total_q.to(dtype), mask=i_wide[:, None] < rows)
+        item = item + step
+        slot = next_slot
+        token = next_token
+        rows = next_rows
+
+
+@gluon.jit
+def _k_side(
+    kept, ready, signals, aside, sums, at_dk, dbeta, where, HV: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr,
+    NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """dM, dbeta and dk."""
+    kept_S, kept_dS, kept_dO, kept_X, kept_v, kept_T, kept_k, kept_q, kept_factors, kept_R, kept_dQK, kept_dKK = kept
+    ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready
+    bounds, first_slots, slot_texts, t, items = where
+    dtype: gl.constexpr = kept_k.dtype
+    H: gl.constexpr = HV // R
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # [64, 128]
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])  # [64, 64]
+    along: gl.constexpr = gl.SliceLayout(1, wide)
+    down: gl.constexpr = gl.SliceLayout(1, square)
+    across: gl.constexpr = gl.SliceLayout(0, square)
+    i = gl.arange(0, 64, down)
+    j = gl.arange(0, 64, across)
+    i_wide = gl.arange(0, 64, along)
+    c_wide = gl.arange(0, 128, gl.SliceLayout(0, wide))
+    none = gl.zeros([64, 128], gl.float32, wide)
+    nothing = gl.zeros([64, 64], gl.float32, square)
+    item, step, count = _items(items)
+    slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
+    unit = 0
+    for n in range(count):
+        stage = n % 2
+        key_head = item % H
+        next_slot, next_token, next_rows = _chunk(
+            _within(item + step, items), bounds, first_slots, slot_texts, t, H, PACKED
+        )
+        mbarrier.wait(signals.index(KEYS_READY + stage), (n // 2) % 2)
+        if NORMALIZE:
+            norm_k = _inverse_norms(kept_k.index(stage), wide, down)
+            norm_k_across = gl.convert_layout(norm_k, across)
+        total_k = none
+        for r in range(R):
+            head = key_head * R + r
+            at = slot * HV + head
+            turn = unit % 2
+            only = unit >> 24
+            X = kept_X.index(only)
+            keys = kept_k.index(stage + only)
+            mbarrier.wait(ready_X.index(0), turn)
+            mbarrier.wait(ready_S.index(0), turn)
+            XS = warpgroup_mma(X, kept_S.index(only), none, use_acc=False, is_async=True)
+            mbarrier.wait(ready_factors.index(turn), (unit // 2) % 2)
+            rate_wide = _rates(kept_factors, turn, BETA, wide) * _rates(kept_factors, turn, READ_K, wide) * -1.0
+            XS = warpgroup_mma_wait(0, deps=(XS,))
+            _signal(signals, S_READ)
+            XS = XS * rate_wide
+            total_k = total_k + XS
+            if GATED:
+                dG = gl.sum(keys.load(wide).to(gl.float32) * XS, 1)
+                total_k, dG = warpgroup_mma_wait(0, deps=(total_k, dG))
+            if GATED:
+                D = _decay_between(kept_factors, turn, i, j, square)
+            rate = _column(kept_factors, turn, BETA, down)
+            only = unit >> 25
+            X = kept_X.index(only)
+            keys = kept_k.index(stage + only)
+            residual = kept_R.index(only)
+            mbarrier.wait(signals.index(R_READY), turn)
+            XR = warpgroup_mma(X, residual.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            XR, total_k = warpgroup_mma_wait(0, deps=(XR, total_k))
+            _signal(signals, X_READ)
+            own = gl.sum(gl.where(i[:, None] == j[None, :], XR, 0.0), 1)
+            XR = gl.where((i[:, None] > j[None, :]) & (i[:, None] < rows), XR, 0.0)
+            if NORMALIZE:
+                XR = XR * norm_k_across[None, :] * norm_k[:, None]
+            if GATED:
+                XR = XR * D
+            KK = warpgroup_mma(keys, keys.permute([1, 0]), nothing, use_acc=False, is_async=True)
+            kept_dKK.index(only).store((XR * (rate * -1.0)[:, None]).to(dtype))
+            KK, XR, total_k = warpgroup_mma_wait(0, deps=(KK, XR, total_k))
+            XR = XR * KK
+            through = gl.sum(XR, 1)
+            mbarrier.wait(ready_dS.index(0), turn)
+            RdS = warpgroup_mma(residual, kept_dS.index(only), none, use_acc=False, is_async=True)
+            if GATED:
+                dG = dG - gl.convert_layout(through * rate, along)
+                at_sums = sums + at.to(gl.int64) * (PARTS * 64)
+                gl.store(at_sums + 192 + j, gl.sum(XR * rate[:, None], 0))
+            is_small = gl.abs(rate) <= SMALL_BETA
+            compared = gl.convert_layout(aside.index(turn).load(along), down)
+            drate = gl.where(is_small, compared - through, own / gl.where(is_small, 1.0, rate))
+            gl.store(dbeta + (token + i).to(gl.int64) * HV + head, drate.to(dbeta.dtype.element_ty), mask=i < rows)
+            write = _rates(kept_factors, turn, WRITE, wide)
+            fence_async_shared()
+            RdS, total_k = warpgroup_mma_wait(0, deps=(RdS, total_k))
+            # dM is there for all to see; R, dS have been read.
+            _signal(signals, R_FREE)
+            only = unit >> 26
+            dQK = kept_dQK.index(only)
+            dKK = kept_dKK.index(only)
+            keys = kept_k.index(stage + only)
+            queries = kept_q.index(stage + only)
+            RdS = RdS * write
+            total_k = total_k + RdS
+            if GATED:
+                written = gl.where(i_wide < rows - 1, gl.sum(keys.load(wide).to(gl.float32) * RdS, 1), 0.0)
+                total_k, written = warpgroup_mma_wait(0, deps=(total_k, written))
+            total_k = warpgroup_mma(dKK, keys, total_k, is_async=True)
+            total_k = warpgroup_mma(dKK.permute([1, 0]), keys, total_k, is_async=True)
+            mbarrier.wait(signals.index(DQK_READY), turn)
+            total_k = warpgroup_mma(dQK.permute([1, 0]), queries, total_k, is_async=True)
+            if GATED:
+                dlast = gl.sum(written, 0)
+                gl.store(at_sums + 128 + i_wide, dG + gl.where(i_wide == rows - 1, dlast, written * -1.0))
+            total_k = warpgroup_mma_wait(0, deps=(total_k,))
+            _signal(signals, DQK_FREE)
+            unit = unit + 1
+        if NORMALIZE:
+            total_k = _through_norm(total_k, kept_k.index(stage), gl.convert_layout(norm_k, along), wide)
+        at_row = at_dk + token.to(gl.int64) * (H * 128) + key_head * 128
+        gl.store(at_row + i_wide[:, None] * (H * 128) + c_wide[None, :], total_k.to(dtype), mask=i_wide[:, None] < rows)
+        item = item + step
+        slot = next_slot
+        token = next_token
+        rows = next_rows

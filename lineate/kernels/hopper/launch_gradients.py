@@ -1,0 +1,99 @@
+"""The launches of gradients.py, added.py and channel_gradients.py: every chunk's gradients at once.
+
+doutput, dstates and grads are contiguous. A slice of tokens of such a tensor has b = 1: whatever its strides say, its
+rows follow one another.
+"""
+
+import torch
+from torch import Tensor
+
+from lineate.kernels.call import CHUNK, Call
+from lineate.kernels.hopper.added import ADDED_PARTS, added_gradients
+from lineate.kernels.hopper.channel_gradients import channel_gradients
+from lineate.kernels.hopper.descriptors import describe, describe_rows, describe_squares
+from lineate.kernels.hopper.gradient_sides import PARTS
+from lineate.kernels.hopper.gradients import head_gradients
+from lineate.kernels.launching import multiprocessors, start
+from lineate.kernels.portable.launch_gradients import ChannelWork
+from lineate.kernels.stages import Around, Gradients, Prepared
+
+
+def fill_head_gradients(call: Call, ready: Prepared, around: Around, grads: Gradients) -> Tensor | None:
+    """Fill dq, dk, dV and, if the rule corrects, dbeta, for k = v = 128; return dG in parts, or None without decay.
+
+    dq and dk are those that the caller gets: only the gradient of log_decay is left to be made, from dG.
+    """
+    parts = (PARTS if call.corrects else ADDED_PARTS).value
+    shape = call.sequences.slots, call.v.shape[2], parts, CHUNK
+    sums = call.q.new_empty(shape, dtype=torch.float32) if call.gates.log_decay is not None else None
+    if call.corrects:
+        _launch_corrected(call, ready, around, grads, sums)
+    else:
+        _launch_added(call, ready, around, grads, sums)
+    return sums
+
+
+def _launch_corrected(call: Call, ready: Prepared, around: Around, grads: Gradients, sums: Tensor | None) -> None:
+    """Launch the kernel for rules that correct. sums `slot hv PARTS c`."""
+    t, h, hv, K, V = call.sizes
+    q, k, v, sequences, factors = call.q, call.k, call.v, call.sequences, ready.factors
+    tokens, slots = q.shape[0] * t, sequences.slots
+    assert ready.T is not None
+    values = (describe(x, tokens, hv * V, hv * V, [64, V]) for x in (around.doutput, grads.v))
+    memories = (describe(x, slots * hv * V, K, K, [V, K]) for x in (around.states, around.dstates))
+    start(head_gradients, (min(multiprocessors(q.device), slots * h),))(
+        describe_rows(q, K), describe_rows(k, K), describe_rows(v, V), describe_squares(ready.T),
+        describe(factors, factors.numel() // 64, 64, 64, [8, 64]), *memories, *values,
+        factors, grads.beta, grads.beta if sums is None else sums, grads.v, grads.q, grads.k,
+        *call.where, slots, sequences.count, q.stride(2), k.stride(2), v.stride(2), call.scale,
+        HV=hv, R=hv // h, K=K, V=V, GATED=sums is not None, NORMALIZE=call.normalize_qk, PACKED=sequences.packed,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _launch_added(call: Call, ready: Prepared, around: Around, grads: Gradients, sums: Tensor | None) -> None:
+    """Launch the kernel for rules that only accumulate. sums `slot hv ADDED_PARTS c`."""
+    t, h, hv, K, V = call.sizes
+    q, k, v, sequences, factors = call.q, call.k, call.v, call.sequences, ready.factors
+    tokens, slots = q.shape[0] * t, sequences.slots
+    memories = (describe(x, slots * hv * V, K, K, [V, K]) for x in (around.states, around.dstates))
+    rows = (
+        describe(x, tokens, n * 128, n * 128, [64, 128]) for x, n in ((around.doutput, hv), (grads.q, h), (grads.k, h))
+    )
+    start(added_gradients, (min(multiprocessors(q.device), slots * h),))(
+        describe_rows(q, K), describe_rows(k, K), describe_rows(v, V),
+        describe(factors, factors.numel() // 64, 64, 64, [8, 64]), *memories, *rows,
+        factors, factors if sums is None else sums, grads.q, grads.k,
+        *call.where, slots, sequences.count, q.stride(2), k.stride(2), v.stride(2), call.scale,
+        HV=hv, R=hv // h, K=K, V=V, GATED=sums is not None, NORMALIZE=call.normalize_qk, PACKED=sequences.packed,
+        num_warps=8,
+    )  # fmt: skip
+
+
+def fill_channel_gradients(call: Call, ready: Prepared, around: Around, work: ChannelWork, grads: Gradients) -> None:
+    """Fill dq, dk and the gradients of the gates with decay per channel, for v = 128, and mark what is left in wild.
+
+    The portable launches must follow for the blocks of 64 channels so marked. With normalize_qk, ready.norms are used.
+    """
+    t, h, hv, _, _ = call.sizes
+    q, k, gates = call.q, call.k, call.gates
+    residuals, dP, dM, dq, dk, _, dA_log, ddt_bias, wild = work
+    log_decay, norms = gates.log_decay, ready.norms
+    assert log_decay is not None
+    units = 2 * call.sequences.slots * hv
+    values = (describe(x, q.shape[0] * t, hv * 128, hv * 128, [64, 64]) for x in (around.doutput, grads.v))
+    memories = (describe(x, units * 64, 128, 128, [64, 64]) for x in (around.states, around.dstates))
+    tma_gates = log_decay.dtype == q.dtype
+    queries = describe_rows(q, 64)
+    start(channel_gradients, (min(2 * multiprocessors(q.device), units),))(
+        queries, describe_rows(k, 64), describe_rows(log_decay, 64) if tma_gates else queries,
+        *memories, *values, describe_rows(residuals, 64),
+        describe_squares(dP), describe_squares(dP if dM is None else dM),
+        log_decay, dP, wild if norms is None else norms, gates.A_log,
+        log_decay if gates.dt_bias is None else gates.dt_bias,
+        dq, dk, grads.log_decay, wild if dA_log is None else dA_log, wild if ddt_bias is None else ddt_bias, wild,
+        *call.where, units, q.stride(2), k.stride(2),
+        None if dM is not None else residuals.stride(2), call.scale,
+        HV=hv, R=hv // h, CORRECTS=dM is not None, NORMALIZE=norms is not None, RAW=gates.A_log is not None,
+        BIAS=gates.dt_bias is not None, PACKED=call.sequences.packed, TMA_GATES=tma_gates, num_warps=4,
+    )  # fmt: skip

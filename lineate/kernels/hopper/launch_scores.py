@@ -1,0 +1,48 @@
+"""The launches of scores.py and channel.py: P, T and what else of a chunk does not depend on the state."""
+
+from lineate.kernels.call import Call
+from lineate.kernels.hopper.channel import channel_scores
+from lineate.kernels.hopper.descriptors import describe, describe_rows, describe_squares
+from lineate.kernels.hopper.scores import head_scores
+from lineate.kernels.launching import multiprocessors, start
+from lineate.kernels.portable.gates import FACTORS
+from lineate.kernels.stages import Prepared
+
+
+def fill_head_scores(call: Call, ready: Prepared) -> None:
+    """Fill P, unless it is None, and T, for bfloat16; if the rule corrects, the wild rows of T must follow."""
+    _, h, hv, K, _ = call.sizes
+    q, k, slots = call.q, call.k, call.sequences.slots
+    items = slots * h
+    side_by_side = 4 if h < hv or ready.P is None else 3 if call.normalize_qk else 2  # on a multiprocessor; measured
+    squares = [describe_squares(x) for x in (ready.P, ready.T) if x is not None]
+    start(head_scores, (min(side_by_side * multiprocessors(q.device), items),))(
+        describe_rows(q, K), describe_rows(k, K), squares[0], squares[-1],
+        describe(ready.factors, slots * hv * FACTORS.value, 64, 64, [4, 64]), ready.factors, ready.wild,
+        *call.where, items, q.stride(2), k.stride(2), call.scale,
+        H=h, R=hv // h, K=K, GATED=call.gates.log_decay is not None, CORRECTS=call.corrects,
+        NORMALIZE=call.normalize_qk, PACKED=call.sequences.packed,
+        SCORES=ready.P is not None, num_warps=4, maxnreg=128,
+    )  # fmt: skip
+
+
+def fill_channel_scores(call: Call, ready: Prepared) -> None:
+    """Fill what prepare returns with decay per channel; the portable launch for wild rows must follow.
+
+    For the backward it keeps M and, with normalize_qk, norms. If the rule only accumulates, Kr is not written.
+    """
+    _, h, hv, _, _ = call.sizes
+    q, k, gates, P = call.q, call.k, call.gates, ready.P
+    assert gates.log_decay is not None and P is not None
+    units = call.sequences.slots * hv
+    start(channel_scores, (min(2 * multiprocessors(q.device), units),))(
+        describe_rows(q, 64), describe_rows(k, 64), describe_rows(gates.log_decay, 64),
+        describe_squares(P), describe_squares(P if ready.M is None else ready.M),
+        describe_squares(P if ready.T is None else ready.T),
+        gates.beta, gates.A_log, gates.log_decay if gates.dt_bias is None else gates.dt_bias,
+        ready.q, ready.k, ready.w, ready.factors, ready.wild, ready.norms,
+        *call.where, units, q.stride(2), k.stride(2), call.scale, gates.beta_scale,
+        HV=hv, R=hv // h, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk, RAW=gates.A_log is not None,
+        BIAS=gates.dt_bias is not None, KEEP=ready.M is not None or ready.norms is not None,
+        PACKED=call.sequences.packed, num_warps=4,
+    )  # fmt: skip

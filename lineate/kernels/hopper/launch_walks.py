@@ -1,0 +1,122 @@
+"""The launches of walk.py and walk_backward.py, and how many columns and buffers their programs have."""
+
+from lineate.kernels.call import Call
+from lineate.kernels.hopper.descriptors import SHARED, describe, describe_rows, describe_squares
+from lineate.kernels.hopper.walk import forward_state
+from lineate.kernels.hopper.walk_backward import backward_state
+from lineate.kernels.launching import multiprocessors, start
+from lineate.kernels.stages import BackwardWalk, ForwardWalk, Prepared
+
+
+def _box_rows(K: int, channel: bool) -> int:
+    """Return the rows of 64 factors that a box holds: the least power of two."""
+    return 8 if not channel else 4 if K == 128 else 2
+
+
+def forward_block(call: Call, segments: int) -> int:
+    """Return the value columns of a program of the forward walk: 128 if there are programs enough all the same."""
+    _, _, hv, K, V = call.sizes
+    programs = call.sequences.count * hv * segments
+    return 128 if V % 128 == 0 and K % 128 == 0 and programs >= multiprocessors(call.q.device) else 64
+
+
+def forward_bytes(call: Call, block: int, stages: int, outs: int, keep: bool, scores: bool) -> int:
+    """Return the shared memory of a program of the forward walk with so many stages and buffers of output."""
+    K, channel, corrects = call.q.shape[3], call.channel, call.corrects
+    tiles = K * (3 if channel and corrects else 2) + block + 64 * (corrects + (not scores))
+    rows = _box_rows(K, channel)
+    made = 2 * 64 * 128 if scores else 0
+    return stages * (128 * tiles + 256 * rows) + made + outs * 2 * block * (64 + (K if keep else 0)) + 1024
+
+
+def forward_buffers(call: Call, block: int, keep: bool, scores: bool) -> tuple[int, int]:
+    """Return STAGES and OUTS of the forward walk: the most that shared memory holds."""
+    for stages, outs in ((3, 2), (3, 1), (2, 2), (2, 1)):
+        if forward_bytes(call, block, stages, outs, keep, scores) <= SHARED:
+            return stages, outs
+    raise ValueError(f"lineate: a state of {call.q.shape[3]} x {block} does not fit into shared memory")
+
+
+def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
+    """Launch the forward walk. If P is None the walk makes it (bfloat16, no decay per channel)."""
+    t, _, hv, K, V = call.sizes
+    q, k, w, v, P, T = ready.q, ready.k, ready.w, call.v, ready.P, ready.T
+    sequences, channel, corrects, output, states = call.sequences, call.channel, call.corrects, walk.output, walk.states
+    scores = P is None and not walk.map_only
+    block = forward_block(call, walk.segments)
+    stages, outs = forward_buffers(call, block, states is not None, scores)
+
+    P_tiles = describe_rows(q, 64) if P is None else describe_squares(P)  # (q's give the layout alone)
+    k_tiles = describe_rows(k if corrects or not channel else w, K)
+    tokens = q.shape[0] * t
+    output_tiles = P_tiles if output is None else describe(output, tokens, hv * V, hv * V, [64, block])
+    columns = V + K if walk.map_only else V
+    start(forward_state, (columns // block, sequences.count * hv, walk.segments))(
+        describe_rows(q, K),
+        k_tiles,
+        describe_rows(w, K) if channel and corrects else k_tiles,
+        describe_rows(v, block),
+        P_tiles,
+        P_tiles if T is None else describe_squares(T),
+        describe(ready.factors, ready.factors.numel() // 64, 64, 64, [_box_rows(K, channel), 64]),
+        output_tiles,
+        output_tiles if states is None else describe(states, sequences.slots * hv * V, K, K, [block, K]),
+        walk.starts, walk.final, output, sequences.bounds, sequences.first_slots, t, walk.segments,
+        q.stride(2), k.stride(2), v.stride(2), call.scale,
+        HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
+        CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=walk.map_only, PACKED=sequences.packed,
+        SCORES=scores, GATED=call.gates.log_decay is not None, num_warps=block // 16,
+    )  # fmt: skip
+
+
+def backward_block(call: Call, segments: int) -> int:
+    """Return the value columns of a program of the backward walk: 64, or 128 if the device cannot run those at once."""
+    hv, V = call.v.shape[2:]
+    walks = call.sequences.count * hv * segments
+    return 128 if V % 128 == 0 and V // 64 * walks > multiprocessors(call.q.device) else 64
+
+
+def backward_bytes(call: Call, block: int, stages: int, others: int, early: int, outs: int) -> int:
+    """Return the shared memory of a program of the backward walk with so many buffers of each kind."""
+    K, channel, corrects = call.q.shape[3], call.channel, call.corrects
+    ring = stages * 128 * (2 * K + (64 if corrects else 0)) + early * 128 * (64 + block)
+    ring += (others + channel) * 256 * _box_rows(K, channel) + (others * 128 * K if channel and corrects else 0)
+    return ring + outs * 2 * block * (64 + K) + 512
+
+
+def backward_buffers(call: Call, block: int) -> tuple[int, int, int, int]:
+    """Return STAGES, OTHERS, EARLY and OUTS of the backward walk: the most that shared memory holds."""
+    for each in ((3, 3, 2, 2), (3, 3, 2, 1), (2, 3, 2, 2), (2, 3, 2, 1), (2, 2, 2, 1)):
+        if backward_bytes(call, block, *each) <= SHARED:
+            return each
+    raise ValueError(f"lineate: a state of {call.q.shape[3]} x {block} does not fit into shared memory")
+
+
+def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
+    """Launch the backward walk, which finds no maps. doutput, dvalues and dstates are contiguous."""
+    t, _, hv, K, V = call.sizes
+    q, w, P, T = ready.q, ready.w, ready.P, ready.T
+    sequences, channel, corrects = call.sequences, call.channel, call.corrects
+    assert P is not None and walk.dvalues is not None and walk.dstates is not None
+    block = backward_block(call, walk.segments)
+    stages, others, early, outs = backward_buffers(call, block)
+    tokens = q.shape[0] * t
+
+    P_tiles = describe_squares(P)
+    k = ready.k if corrects or not channel else w
+    k_tiles = describe_rows(k, K)
+    start(backward_state, (V // block, sequences.count * hv, walk.segments))(
+        describe_rows(q, K),
+        k_tiles,
+        describe_rows(w, K) if channel and corrects else k_tiles,
+        P_tiles,
+        P_tiles if T is None else describe_squares(T),
+        describe(ready.factors, ready.factors.numel() // 64, 64, 64, [_box_rows(K, channel), 64]),
+        describe(walk.doutput, tokens, hv * V, hv * V, [64, block]),
+        describe(walk.dvalues, tokens, hv * V, hv * V, [64, block]),
+        describe(walk.dstates, sequences.slots * hv * V, K, K, [block, 64]),
+        ready.factors, walk.ends, walk.dstart, walk.dvalues, sequences.bounds, sequences.first_slots, t, walk.segments,
+        q.stride(2), k.stride(2),
+        HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OTHERS=others, EARLY=early, OUTS=outs,
+        CHANNEL=channel, CORRECTS=corrects, PACKED=sequences.packed, num_warps=block // 16,
+    )  # fmt: skip

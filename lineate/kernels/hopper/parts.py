@@ -1,0 +1,148 @@
+"""What several Gluon kernels have in common: rings of tiles, bounds of chunks, factors and norms."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from lineate.kernels.portable.gates import FACTORS
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7, triton 3.6
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _half(ring, stage, FIRST: gl.constexpr):
+    """64 columns of a tile."""
+    return ring.index(stage).slice(FIRST, 64, 1)
+
+
+@gluon.jit
+def _segment(text, segment, bounds, first_slots, t, segments, PACKED: gl.constexpr):
+    """First token, length and first slot of a sequence, and the chunks that are this segment's: from begin to end."""
+    if PACKED:
+        start = gl.load(bounds + text).to(gl.int32)
+        length = gl.load(bounds + text + 1).to(gl.int32) - start
+        slot = gl.load(first_slots + text).to(gl.int32)
+    else:
+        start = text * t
+        length = t
+        slot = text * ((t + 63) // 64)
+    chunks = (length + 63) // 64
+    per_segment = (chunks + segments - 1) // segments
+    begin = segment * per_segment
+    return start, length, slot, begin, gl.minimum(begin + per_segment, chunks)
+
+
+@gluon.jit
+def _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED: gl.constexpr):
+    """chunk_bounds of layout.py, in 32 bits."""
+    if PACKED:
+        text = gl.load(slot_texts + slot).to(gl.int32)
+        start = gl.load(bounds + text).to(gl.int32)
+        end = gl.load(bounds + text + 1).to(gl.int32)
+        start += (slot - gl.load(first_slots + text).to(gl.int32)) * 64
+        rows = gl.minimum(gl.maximum(end - start, 0), 64)
+    else:
+        chunks = (t + 63) // 64
+        text = slot // chunks
+        begin = (slot % chunks) * 64
+        start = text * t + begin
+        rows = gl.minimum(t - begin, 64)
+    return start, rows
+
+
+@gluon.jit
+def _expect(sources, ready, stage, there):
+    """Before _fetch."""
+    for x in gl.static_range(len(sources)):
+        mbarrier.expect(ready[x].index(stage), sources[x].block_type.nbytes, pred=there)
+
+
+@gluon.jit
+def _fetch(sources, kept, ready, places, stage, there):
+    """Ask for one chunk's tiles; each has its own barrier (with one for all, the threads would meet before each)."""
+    for x in gl.static_range(len(sources)):
+        tma.async_copy_global_to_shared(sources[x], places[x], ready[x].index(stage), kept[x].index(stage), pred=there)
+
+
+@gluon.jit
+def _ring(source, STAGES: gl.constexpr):
+    """Buffers for STAGES tiles, and their barriers."""
+    shape: gl.constexpr = source.block_type.shape
+    kept = gl.allocate_shared_memory(source.dtype, [STAGES, shape[0], shape[1]], source.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(ready.index(s), count=1)
+    return kept, ready
+
+
+@gluon.jit
+def _trim(ring, ready, stage, phase, rows):
+    """Once a tile is there: 0 in what lies below a sequence's last row."""
+    mbarrier.wait(ready.index(stage), phase)
+    tile = ring.index(stage)
+    across: gl.constexpr = tile.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
+    i = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    for x in gl.static_range(4):  # few registers at a time
+        part = tile.slice(x * 16, 16, 0)
+        part.store(gl.where(i < rows - x * 16, part.load(layout), 0.0))
+
+
+@gluon.jit
+def _factor(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
+    """One vector of 64, as a row: [1, 64]."""
+    return kept_factors.index(stage).slice(ROW, 1, 0).load(layout)
+
+
+@gluon.jit
+def _store_rows(tile, at, stride, rows):
+    """The first rows of a tile, which another sequence's follow."""
+    across: gl.constexpr = tile.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
+    i = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
+    j = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
+    for x in gl.static_range(4):  # few registers at a time
+        part = tile.slice(x * 16, 16, 0).load(layout)
+        gl.store(at + (i + x * 16) * stride + j, part, mask=i < rows - x * 16)
+
+
+@gluon.jit
+def _rates(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
+    """One vector of 64, as a column: [64, 1]. (Triton 3.6 overlooks permute on tiles without a swizzle.)"""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = kept_factors._reinterpret(gl.float32, [2, FACTORS * 64], flat).index(stage)
+    return numbers.slice(ROW * 64, 64, 0).load(gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def _within(item, items):
+    """An item that is there, if any is; 0 otherwise."""
+    return gl.maximum(gl.minimum(item, items - 1), 0)
+
+
+@gluon.jit
+def _chunk(item, bounds, first_slots, slot_texts, t, H: gl.constexpr, PACKED: gl.constexpr):
+    """Slot, first token and number of rows of an item's chunk."""
+    slot = item // H
+    start, rows = _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED)
+    return slot, start, rows
+
+
+@gluon.jit
+def _inverse_norms(tile, layout: gl.constexpr, to: gl.constexpr):
+    """1 / |x_i| for the rows of a tile, [64]."""
+    x = tile.load(layout).to(gl.float32)
+    return gl.convert_layout(gl.rsqrt(gl.sum(x * x, 1) + 1e-6), to)
+
+
+@gluon.jit
+def _through_norm(total, tile, norm, layout: gl.constexpr):
+    """From the gradient of unit vectors, times the inverse norms, to the vectors'."""
+    x = tile.load(layout).to(gl.float32)
+    along = gl.sum(x * total, 1) * norm * norm
+    return total - x * along[:, None]

@@ -1,0 +1,131 @@
+"""The stages for compute capability 9.0: Gluon kernels where they take a call, the portable ones everywhere else."""
+
+from functools import cached_property
+
+import torch
+
+from lineate.kernels.call import CHUNK
+from lineate.kernels.hopper import launch_gradients, launch_scores, launch_walks
+from lineate.kernels.portable import launch_gradients as portable_gradients
+from lineate.kernels.portable import launch_scores as portable_scores
+from lineate.kernels.portable.stages import PortableStages
+from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, Prepared
+
+
+class HopperStages(PortableStages):
+    """The stages of one call on Hopper."""
+
+    @staticmethod
+    def runs_on(device: torch.device) -> bool:
+        """Whether the device has compute capability 9.0."""
+        if device.type != "cuda" or torch.version.hip is not None:
+            return False
+        return torch.cuda.get_device_capability(device) == (9, 0)
+
+    @cached_property
+    def takes_call(self) -> bool:
+        """Whether the walks in Gluon take this call: 16 bits, whole tiles, what TMA can read, indices of 32 bits."""
+        call = self.call
+        q, k, v = call.q, call.k, call.v
+        _, _, hv, K, V = call.sizes
+        return (
+            q.dtype in (torch.bfloat16, torch.float16)
+            and K in (64, 128)
+            and V % 64 == 0
+            and all(x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (q, k, v))
+            and max(call.sequences.slots * hv * max(64, V), v.shape[0] * v.shape[1]) < 2**30
+            and all(x.shape[2] * x.stride(2) < 2**31 for x in (q, k, v))
+            and call.sequences.count * hv < 2**16
+        )
+
+    @cached_property
+    def takes_channel(self) -> bool:
+        """Whether the scores and gradients in Gluon for decay per channel take this call."""
+        decay, q = self.call.gates.log_decay, self.call.q
+        return (
+            self.takes_call
+            and decay is not None
+            and self.call.channel
+            and q.dtype == torch.bfloat16
+            and q.shape[3] == 128
+            and decay.element_size() <= 4
+        )
+
+    @cached_property
+    def products(self) -> tuple[str, ...]:
+        """The products of the inverse; with decay per channel the second launch makes what channel.py leaves."""
+        return ("fp16", "tf32x3") if self.takes_channel else super().products
+
+    def variant(self, segments: int) -> tuple[object, ...]:
+        """Return what else selects the compiled kernels: the value columns of the walks' programs, too."""
+        blocks = launch_walks.forward_block(self.call, segments), launch_walks.backward_block(self.call, segments)
+        return self.products, *blocks
+
+    def scores_in_walk(self, segments: int, keep: bool) -> bool:
+        """Whether the forward walk makes P itself, to the same bits: where that was found faster."""
+        call = self.call
+        return (
+            self.takes_call
+            and call.q.dtype == torch.bfloat16
+            and not call.channel
+            and not call.normalize_qk
+            and launch_walks.forward_block(call, segments) == 128
+            and not (call.corrects and (keep or call.q.shape[2] < call.v.shape[2]))
+        )
+
+    def make_channel_room(self, for_backward: bool) -> Prepared:
+        """Return the buffers that fill_channel_scores fills; for the backward, norms too."""
+        ready = super().make_channel_room(for_backward)
+        if self.takes_channel and for_backward and self.call.normalize_qk:
+            shape = self.call.sequences.slots, self.call.v.shape[2], 2, CHUNK
+            return ready._replace(norms=self.call.q.new_empty(shape, dtype=torch.float32))
+        return ready
+
+    def fill_channel_scores(self, ready: Prepared) -> None:
+        """Fill what prepare returns with decay per channel: tame rows in Gluon, then the wild ones."""
+        if not self.takes_channel:
+            super().fill_channel_scores(ready)
+            return
+        launch_scores.fill_channel_scores(self.call, ready)
+        portable_scores.fill_channel_scores(self.call, ready, self.products[1], again=True)
+
+    def fill_head_scores(self, ready: Prepared) -> None:
+        """Fill P and T with decay per head or none."""
+        if self.takes_call and self.call.q.dtype == torch.bfloat16:
+            launch_scores.fill_head_scores(self.call, ready)
+        else:
+            super().fill_head_scores(ready)
+
+    def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:
+        """Go from chunk to chunk and fill what the walk names."""
+        if self.takes_call:
+            launch_walks.walk_forward(self.call, ready, walk)
+        else:
+            super().walk_forward(ready, walk)
+
+    def walk_backward(self, ready: Prepared, walk: BackwardWalk) -> None:
+        """Go from the last chunk to the first and fill what the walk names; the maps are Triton's."""
+        if self.takes_call and not walk.map_only:
+            launch_walks.walk_backward(self.call, ready, walk)
+        else:
+            super().walk_backward(ready, walk)
+
+    def head_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
+        """Fill the gradients with decay per head or none."""
+        if self.takes_call and self.call.q.shape[3] == self.call.v.shape[3] == 128:
+            sums = launch_gradients.fill_head_gradients(self.call, ready, around, grads)
+            portable_gradients.fill_decay_gradients(self.call, ready, sums, grads)
+        else:
+            super().head_gradients(ready, around, grads)
+
+    def channel_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
+        """Fill the gradients with decay per channel: in Gluon, then what is wild in Triton."""
+        if not (self.takes_channel and self.call.v.shape[3] == 128):
+            super().channel_gradients(ready, around, grads)
+            return
+        call = self.call
+        work = portable_gradients.fill_residuals(call, ready, around, grads)
+        shape = call.sequences.slots, call.v.shape[2], portable_gradients.count_blocks(call)
+        work = work._replace(wild=call.q.new_empty(shape, dtype=torch.int8))
+        launch_gradients.fill_channel_gradients(call, ready, around, work, grads)
+        portable_gradients.fill_channel_gradients(call, around, work, grads)

@@ -1,0 +1,175 @@
+"""The launches that make every chunk's gradients: the kernels of backward.py and channel.py."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineate.kernels.call import CHUNK, Call, Gates
+from lineate.kernels.launching import ceil_div, next_power, start
+from lineate.kernels.portable.backward import gather, head_decay_gradients, head_gradients, head_residuals
+from lineate.kernels.portable.channel import channel_gradients, channel_residuals, channel_state_gradients
+from lineate.kernels.portable.configurations import launch, narrow, power, precision
+from lineate.kernels.portable.gates import head_gates_backward
+from lineate.kernels.portable.launch_scores import spans_like
+from lineate.kernels.stages import Around, Gradients, Prepared, RawGradients
+
+
+def fill_head_gradients(call: Call, ready: Prepared, around: Around, grads: Gradients) -> None:
+    """Fill the gradients with decay per head or none."""
+    _, h, hv, K, V = call.sizes
+    q, k, v, sequences = call.q, call.k, call.v, call.sequences
+    doutput, states, dstates = around
+    decay = call.gates.log_decay is not None
+    residuals = torch.empty_like(grads.v) if call.corrects else v
+    dq, dk = _make_parts(call, grads)
+    first = launch("head_residuals", BV=narrow(call))
+    second = launch("head_gradients", BX=power(K), BV=power(V))
+    blocks = ceil_div(K, second["BX"])
+    sums = q.new_empty(sequences.slots, hv, 1 + blocks, CHUNK, dtype=torch.float32) if decay else None
+    options = {
+        "HV": hv, "R": hv // h, "K": K, "V": V, "PARTS": 1 + blocks, "C": CHUNK, "GATED": decay,
+        "CORRECTS": call.corrects, "PACKED": sequences.packed, "PRECISION": precision(call),
+    }  # fmt: skip
+    start(head_residuals, (sequences.slots, hv))(
+        q, k, v, ready.P, ready.T, ready.factors, states, doutput, grads.v, grads.beta, residuals, sums, *call.where,
+        q.stride(1), k.stride(1), v.stride(1), q.stride(2), k.stride(2), v.stride(2), call.scale,
+        BK=power(K), NORMALIZE=call.normalize_qk, EVEN=V % first["BV"] == 0, **options, **first,
+    )  # fmt: skip
+    start(head_gradients, (sequences.slots, hv, blocks))(
+        q, k, ready.P, ready.T, ready.factors, states, dstates, doutput, grads.v, residuals, sums, dq, dk, *call.where,
+        q.stride(1), k.stride(1), residuals.stride(1), q.stride(2), k.stride(2), residuals.stride(2),
+        EVEN=V % second["BV"] == 0, **options, **second,
+    )  # fmt: skip
+    fill_decay_gradients(call, ready, sums, grads)
+    _gather(call, dq, dk, grads)
+
+
+def fill_decay_gradients(call: Call, ready: Prepared, sums: Tensor | None, grads: Gradients) -> None:
+    """Fill the gradient of log_decay per head from dG, which is given in parts; do nothing without decay."""
+    if sums is None:
+        return
+    hv = sums.shape[1]
+    heads = min(16, next_power(hv))
+    start(head_decay_gradients, (call.sequences.slots, ceil_div(hv, heads)))(
+        ready.factors, sums, grads.log_decay, *call.where,
+        HV=hv, PARTS=sums.shape[2], HEADS=heads, C=CHUNK, PACKED=call.sequences.packed, **launch("head_gates"),
+    )  # fmt: skip
+
+
+def _make_parts(call: Call, grads: Gradients) -> tuple[Tensor, Tensor]:
+    """Return where the value heads' dq and dk go: straight to where they belong if gather has nothing to do."""
+    _, h, hv, _, _ = call.sizes
+    if hv == h and not call.normalize_qk:
+        return grads.q, grads.k
+    shape = *grads.q.shape[:2], hv, grads.q.shape[3]
+    return grads.q.new_empty(shape), grads.k.new_empty(shape)
+
+
+def _gather(call: Call, dq: Tensor, dk: Tensor, grads: Gradients) -> None:
+    """Go from each value head's gradients (of unit q and k, if normalised) to those of q and k."""
+    t, h, _, K, _ = call.sizes
+    if dq is grads.q:
+        return
+    for x, parts, dx in ((call.q, dq, grads.q), (call.k, dk, grads.k)):
+        tokens = x.shape[0] * t
+        start(gather, (ceil_div(tokens * h, 16),))(
+            x, parts, dx, tokens, x.stride(1), x.stride(2),
+            H=h, R=parts.shape[2] // h, K=K, BK=power(K), ROWS=16, NORMALIZE=call.normalize_qk, num_warps=4,
+        )  # fmt: skip
+
+
+class ChannelWork(NamedTuple):
+    """What the launches for decay per channel hand on to one another."""
+
+    residuals: Tensor
+    """R, `token hv v`; v itself if the rule only accumulates."""
+    dP: Tensor
+    dM: Tensor | None
+    dq: Tensor
+    """`token hv k`, or where dq belongs if gather has nothing to do."""
+    dk: Tensor
+    dG: Tensor
+    """`token hv k`."""
+    dA_log: Tensor | None
+    """`slot hv block`: one number for each block of key channels."""
+    ddt_bias: Tensor | None
+    """`slot hv k`."""
+    wild: Tensor | None = None
+    """`slot hv block`: which blocks an earlier kernel left to these launches; None if they do all of them."""
+
+
+def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients) -> ChannelWork:
+    """Fill R, dP, dM, dV and dbeta with decay per channel; return them with room for the rest."""
+    _, _, hv, K, V = call.sizes
+    q, v, gates, sequences = call.q, call.v, call.gates, call.sequences
+    config = launch("channel_residuals", BV=narrow(call))
+    residuals = torch.empty_like(v, memory_format=torch.contiguous_format) if call.corrects else v
+    assert ready.P is not None
+    dP, dM = torch.empty_like(ready.P), torch.empty_like(ready.T) if ready.T is not None else None
+    start(channel_residuals, (sequences.slots, hv))(
+        ready.k, v, ready.M, ready.T, ready.factors, around.states, around.doutput, grads.v, grads.beta, residuals,
+        dP, dM, *call.where, v.stride(1), v.stride(2), gates.beta_scale,
+        HV=hv, K=K, V=V, BK=power(K), C=CHUNK, CORRECTS=call.corrects, RAW=gates.A_log is not None,
+        PACKED=sequences.packed, EVEN=V % config["BV"] == 0, PRECISION=precision(call), **config,
+    )  # fmt: skip
+    dq, dk = _make_parts(call, grads)
+    dG = q.new_empty(*q.shape[:2], hv, K, dtype=torch.float32)
+    slots, blocks = sequences.slots, count_blocks(call)
+    dA_log = dP.new_empty(slots, hv, blocks, dtype=torch.float32) if gates.A_log is not None else None
+    ddt_bias = dP.new_empty(slots, hv, K, dtype=torch.float32) if gates.dt_bias is not None else None
+    return ChannelWork(residuals, dP, dM, dq, dk, dG, dA_log, ddt_bias)
+
+
+def count_blocks(call: Call) -> int:
+    """Return into how many blocks channel_gradients cuts the key channels."""
+    K = call.q.shape[3]
+    return ceil_div(K, launch("channel_gradients", BX=power(K))["BX"])
+
+
+def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads: Gradients) -> None:
+    """Fill the gradients of q, k and the gates with decay per channel: all of them, or the blocks left in work.wild."""
+    _, h, hv, K, V = call.sizes
+    q, k, gates, sequences = call.q, call.k, call.gates, call.sequences
+    doutput, states, dstates = around
+    residuals, dP, dM, dq, dk, dG, dA_log, ddt_bias, wild = work
+    BK = power(K)
+    spans = spans_like(q)
+    strides = q.stride(1), k.stride(1), q.stride(2), k.stride(2)
+    options = {
+        "HV": hv, "R": hv // h, "K": K, "BK": BK, "C": CHUNK, "CORRECTS": call.corrects,
+        "NORMALIZE": call.normalize_qk, "RAW": gates.A_log is not None, "BIAS": gates.dt_bias is not None,
+        "PACKED": sequences.packed, "SPLIT": q.dtype != torch.float32, "PRECISION": precision(call),
+        "AGAIN": wild is not None,
+    }  # fmt: skip
+    config = launch("channel_state_gradients", BX=BK, BV=power(V))
+    start(channel_state_gradients, (sequences.slots, hv, ceil_div(K, config["BX"])))(
+        q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
+        dq, dk, dG, wild, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
+        q.stride(2), k.stride(2), residuals.stride(2), call.scale, V=V, EVEN=V % config["BV"] == 0, **options, **config,
+    )  # fmt: skip
+    config = launch("channel_gradients", BX=BK)
+    start(channel_gradients, (sequences.slots, hv, ceil_div(K, config["BX"])))(
+        q, k, gates.log_decay, gates.A_log, gates.dt_bias, dP, dM, dq, dk, dG, grads.log_decay,
+        dA_log, ddt_bias, wild, spans, *call.where, *strides, call.scale, **options, **config,
+    )  # fmt: skip
+    _gather(call, dq, dk, grads)
+    if dA_log is not None and grads.A_log is not None:
+        grads.A_log.copy_(dA_log.sum((0, 2)))
+    if ddt_bias is not None and grads.dt_bias is not None:
+        grads.dt_bias.copy_(ddt_bias.sum(0).view_as(grads.dt_bias))
+
+
+def fill_raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
+    """Fill the gradients of raw gates from those of log_decay and beta per head, which have no gaps."""
+    hv = dlog_decay.shape[-1]
+    tokens, heads, block = dlog_decay.numel() // hv, min(16, next_power(hv)), 128
+    programs = ceil_div(tokens, block)
+    sums = dlog_decay.new_empty(programs, 2, hv)
+    start(head_gates_backward, (programs, ceil_div(hv, heads)))(
+        gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, dlog_decay, dbeta, raw.gate, raw.write, sums, tokens,
+        gates.beta_scale, HV=hv, HEADS=heads, BT=block, BIAS=gates.dt_bias is not None, **launch("head_gates"),
+    )  # fmt: skip
+    raw.A_log.copy_(sums[:, 0].sum(0))
+    if gates.dt_bias is not None:
+        raw.dt_bias.copy_(sums[:, 1].sum(0))

@@ -1,0 +1,102 @@
+"""What the kernels of gates.py, scores.py and channel.py need before a walk: buffers and launches."""
+
+import torch
+from torch import Tensor
+
+from lineate.kernels.call import CHUNK, Call
+from lineate.kernels.launching import ceil_div, next_power, start
+from lineate.kernels.portable.channel import channel_scores, make_spans
+from lineate.kernels.portable.configurations import GROUP, launch, power, precision
+from lineate.kernels.portable.gates import FACTORS, head_gates
+from lineate.kernels.portable.scores import head_scores, invert_wild
+from lineate.kernels.stages import Prepared
+
+_SPANS: dict[tuple[torch.device, bool], Tensor] = {}
+
+
+def spans_like(q: Tensor) -> Tensor:
+    """Return make_spans, made once; not kept if this call is being captured, when memory belongs to the graph."""
+    key = q.device, q.dtype == torch.float32
+    if key in _SPANS:
+        return _SPANS[key]
+    spans = make_spans(CHUNK, q)
+    if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _SPANS[key] = spans
+    return spans
+
+
+def make_channel_room(call: Call, wild: bool, for_backward: bool) -> Prepared:
+    """Return buffers for decay per channel, not filled yet. wild: whether first wild rows are looked for."""
+    _, _, hv, K, _ = call.sizes
+    q, slots = call.q, call.sequences.slots
+    P = q.new_empty(slots, hv, CHUNK, CHUNK)
+    T = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects else None
+    wild_rows = q.new_empty(slots, hv, dtype=torch.int32) if wild else None
+    M = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects and for_backward else None
+    factors = q.new_empty(slots, hv, power(K) + CHUNK, dtype=torch.float32)
+    Qr = q.new_empty(*q.shape[:2], hv, K)
+    Kw = torch.empty_like(Qr)
+    Kr = torch.empty_like(Qr) if call.corrects else Kw
+    return Prepared(Qr, Kr, Kw, P, T, M, factors, wild_rows)
+
+
+def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool) -> None:
+    """Fill the buffers; again: only what a first launch left, the rows of each chunk from its first wild one on."""
+    _, h, hv, K, _ = call.sizes
+    q, k, gates, BK = call.q, call.k, call.gates, power(K)
+    start(channel_scores, (call.sequences.slots, hv))(
+        q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, ready.q, ready.k, ready.w, ready.P, ready.M,
+        ready.T, ready.factors, ready.wild, spans_like(q), *call.where,
+        q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.beta_scale,
+        HV=hv, R=hv // h, K=K, BK=BK, C=CHUNK, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
+        RAW=gates.A_log is not None, BIAS=gates.dt_bias is not None, KEEP=ready.M is not None,
+        PACKED=call.sequences.packed, SPLIT=q.dtype != torch.float32,
+        PRECISION=precision(call), PRODUCTS=products, AGAIN=again, **launch("channel_scores", BX=BK),
+    )  # fmt: skip
+
+
+def make_head_room(call: Call, wild: bool, scores: bool) -> Prepared:
+    """Return buffers for decay per head or none, not filled yet; without P if no scores are wanted."""
+    q, slots, hv = call.q, call.sequences.slots, call.v.shape[2]
+    P = q.new_empty(slots, hv, CHUNK, CHUNK) if scores else None
+    T = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects else None
+    wild_rows = q.new_empty(slots, hv, dtype=torch.int32) if wild else None
+    factors = q.new_empty(slots, hv, FACTORS.value, CHUNK, dtype=torch.float32)
+    return Prepared(q, call.k, call.k, P, T, None, factors, wild_rows)
+
+
+def fill_factors(call: Call, ready: Prepared) -> None:
+    """Fill the factors of decay per head."""
+    hv, gates = call.v.shape[2], call.gates
+    heads = min(16, next_power(hv))
+    start(head_gates, (call.sequences.slots, ceil_div(hv, heads)))(
+        gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, ready.factors, *call.where, call.scale,
+        gates.beta_scale, HV=hv, HEADS=heads, C=CHUNK, GATED=gates.log_decay is not None, CORRECTS=call.corrects,
+        RAW=gates.A_log is not None, BIAS=gates.dt_bias is not None, PACKED=call.sequences.packed,
+        **launch("head_gates"),
+    )  # fmt: skip
+
+
+def fill_head_scores(call: Call, ready: Prepared, products: str) -> None:
+    """Fill P and T; of T, the rows before the first wild one if the products are float16's."""
+    _, h, hv, K, _ = call.sizes
+    q, k = call.q, call.k
+    R = hv // h
+    start(head_scores, (call.sequences.slots, h))(
+        q, k, ready.P, ready.T, ready.factors, ready.wild, *call.where,
+        q.stride(1), k.stride(1), q.stride(2), k.stride(2), h, call.scale,
+        R=R, K=K, BK=power(K), C=CHUNK, GATED=call.gates.log_decay is not None, CORRECTS=call.corrects,
+        NORMALIZE=call.normalize_qk, PACKED=call.sequences.packed, PRECISION=precision(call), PRODUCTS=products,
+        maxnreg=128 if R == 1 else 168, **launch("head_scores"),
+    )  # fmt: skip
+
+
+def fill_wild_rows(call: Call, ready: Prepared) -> None:
+    """Fill the rows of T from the first wild one on."""
+    _, h, hv, K, _ = call.sizes
+    k, slots = call.k, call.sequences.slots
+    start(invert_wild, (ceil_div(slots, GROUP), hv))(
+        k, ready.T, ready.factors, ready.wild, *call.where, slots, k.stride(1), k.stride(2),
+        HV=hv, R=hv // h, K=K, BK=power(K), C=CHUNK, GROUP=GROUP, GATED=call.gates.log_decay is not None,
+        NORMALIZE=call.normalize_qk, PACKED=call.sequences.packed, PRECISION=precision(call), **launch("head_scores"),
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""The launches of the walks of state.py, and of the chain over the segments of split.py."""
+
+from torch import Tensor
+
+from lineate.kernels.call import CHUNK, Call
+from lineate.kernels.launching import ceil_div, start
+from lineate.kernels.portable.configurations import launch, launch_walk, power, precision
+from lineate.kernels.portable.split import chain
+from lineate.kernels.portable.state import backward_state, forward_state
+from lineate.kernels.stages import BackwardWalk, ForwardWalk, Prepared
+
+
+def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
+    """Launch the forward walk."""
+    t, h, hv, K, V = call.sizes
+    sequences, q, k, v = call.sequences, ready.q, ready.k, call.v
+    config = launch_walk("forward_state", call)
+    BV = config["BV"]
+    columns = V + K if walk.map_only else V
+    start(forward_state, (ceil_div(columns, BV) * sequences.count * hv, 1, walk.segments))(
+        q, k, ready.w, v, ready.P, ready.T, ready.factors, walk.starts, walk.output, walk.final, walk.states,
+        sequences.bounds, sequences.first_slots, t, walk.segments,
+        q.stride(1), k.stride(1), v.stride(1), q.stride(2), k.stride(2), v.stride(2),
+        HV=hv, R=hv // h, K=K, V=V, BK=power(K), C=CHUNK, CHANNEL=call.channel, CORRECTS=call.corrects,
+        KEEP=walk.states is not None, MAP=walk.map_only, PACKED=sequences.packed,
+        EVEN=V % BV == 0 and not walk.map_only, PRECISION=precision(call), **config,
+    )  # fmt: skip
+
+
+def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
+    """Launch the backward walk."""
+    t, h, hv, K, V = call.sizes
+    sequences, q, k = call.sequences, ready.q, ready.k
+    config = launch_walk("backward_state", call)
+    BV = config["BV"]
+    columns = V + K if walk.map_only else V
+    start(backward_state, (ceil_div(columns, BV) * sequences.count * hv, 1, walk.segments))(
+        q, k, ready.w, ready.P, ready.T, ready.factors, walk.ends, walk.doutput, walk.dvalues, walk.dstart,
+        walk.dstates, sequences.bounds, sequences.first_slots, t, walk.segments,
+        q.stride(1), k.stride(1), q.stride(2), k.stride(2),
+        HV=hv, R=hv // h, K=K, V=V, BK=power(K), C=CHUNK, CHANNEL=call.channel, CORRECTS=call.corrects,
+        MAP=walk.map_only, PACKED=sequences.packed, EVEN=V % BV == 0 and not walk.map_only,
+        PRECISION=precision(call), **config,
+    )  # fmt: skip
+
+
+def chain_segments(call: Call, maps: Tensor, outer: Tensor, segments: int, reverse: bool) -> Tensor:
+    """Return the states between the segments, `pair segment k v`."""
+    _, _, hv, K, V = call.sizes
+    pairs = call.sequences.count * hv
+    entries = outer.new_empty(pairs, segments, K, V)
+    config = launch("chain", BV=power(V))
+    start(chain, (ceil_div(V, config["BV"]) * pairs,))(
+        maps, outer, entries, segments, K=K, V=V, BK=power(K), REVERSE=reverse, **config
+    )
+    return entries

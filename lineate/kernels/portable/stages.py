@@ -1,0 +1,126 @@
+"""The stages in Triton: the specification of every other architecture, and what serves every device without one."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lineate.call import Inputs, Options
+from lineate.kernels.call import Call, Gates
+from lineate.kernels.portable import launch_gradients, launch_scores, launch_walks
+from lineate.kernels.portable.decode import decode
+from lineate.kernels.portable.split import CHAIN_WIDTH
+from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, Prepared, RawGradients, Slots
+
+
+class PortableStages:
+    """The stages of one call in Triton.
+
+    Another architecture may derive from it and replace what it does better: a whole stage, or only the scores
+    (fill_head_scores, fill_channel_scores) or the gradients (head_gradients, channel_gradients).
+    """
+
+    walk_columns = 64
+    widest_chain = CHAIN_WIDTH
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    @staticmethod
+    def runs_on(device: torch.device) -> bool:
+        """Whether Triton runs there: always."""
+        return True
+
+    @cached_property
+    def products(self) -> tuple[str, ...]:
+        """The products of the inverse, one launch each: float16's for tame rows, then float32's for the wild ones.
+
+        The 11 bits of float16's products are more than bfloat16 inputs need; inputs in float16 have as many.
+        """
+        if self.call.q.dtype != torch.bfloat16:
+            return ("tf32x3",)
+        return ("fp16", "tf32x3") if self.call.corrects and not self._always_tame else ("fp16",)
+
+    @property
+    def _always_tame(self) -> bool:
+        """Whether no row can be wild: unit keys, and beta made here, from a logit (decay per channel can always be)."""
+        call = self.call
+        return call.normalize_qk and call.gates.A_log is not None and not call.channel and call.gates.beta_scale <= 2.0
+
+    def variant(self, segments: int) -> tuple[object, ...]:
+        """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
+        return (self.products,)
+
+    def scores_in_walk(self, segments: int, keep: bool) -> bool:
+        """Whether the forward walk makes P itself: never."""
+        return False
+
+    def prepare(self, scores: bool = True, for_backward: bool = False) -> Prepared:
+        """Return scores (unless the walk makes them), inverse and factors of every chunk."""
+        call = self.call
+        if call.channel:
+            ready = self.make_channel_room(for_backward)
+            self.fill_channel_scores(ready)
+            return ready
+        ready = launch_scores.make_head_room(call, self._looks_for_wild, scores)
+        launch_scores.fill_factors(call, ready)
+        if scores or call.corrects:
+            self.fill_head_scores(ready)
+            if len(self.products) > 1:
+                launch_scores.fill_wild_rows(call, ready)
+        return ready
+
+    @property
+    def _looks_for_wild(self) -> bool:
+        return self.products[0] == "fp16"
+
+    def make_channel_room(self, for_backward: bool) -> Prepared:
+        """Return the buffers that fill_channel_scores fills."""
+        return launch_scores.make_channel_room(self.call, self._looks_for_wild, for_backward)
+
+    def fill_channel_scores(self, ready: Prepared) -> None:
+        """Fill what prepare returns with decay per channel."""
+        for n, products in enumerate(self.products):
+            launch_scores.fill_channel_scores(self.call, ready, products, again=n > 0)
+
+    def fill_head_scores(self, ready: Prepared) -> None:
+        """Fill P and T with decay per head or none; of T, only the tame rows if wild ones are looked for."""
+        launch_scores.fill_head_scores(self.call, ready, self.products[0])
+
+    def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:
+        """Go from chunk to chunk and fill what the walk names."""
+        launch_walks.walk_forward(self.call, ready, walk)
+
+    def walk_backward(self, ready: Prepared, walk: BackwardWalk) -> None:
+        """Go from the last chunk to the first and fill what the walk names."""
+        launch_walks.walk_backward(self.call, ready, walk)
+
+    def chain_segments(self, maps: Tensor, outer: Tensor, segments: int, reverse: bool) -> Tensor:
+        """Return the states between the segments, `pair segment k v`, from the maps and the outer state."""
+        return launch_walks.chain_segments(self.call, maps, outer, segments, reverse)
+
+    def gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
+        """Fill the gradients of every chunk's inputs. grads.v holds what the backward walk left in dvalues."""
+        if self.call.channel:
+            self.channel_gradients(ready, around, grads)
+        else:
+            self.head_gradients(ready, around, grads)
+
+    def head_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
+        """Fill the gradients with decay per head or none."""
+        launch_gradients.fill_head_gradients(self.call, ready, around, grads)
+
+    def channel_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
+        """Fill the gradients with decay per channel."""
+        work = launch_gradients.fill_residuals(self.call, ready, around, grads)
+        launch_gradients.fill_channel_gradients(self.call, around, work, grads)
+
+    @staticmethod
+    def raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
+        """Fill the gradients of raw gates from those of log_decay and beta per head, which have no gaps."""
+        launch_gradients.fill_raw_gate_gradients(gates, dlog_decay, dbeta, raw)
+
+    @staticmethod
+    def decode(inputs: Inputs, slots: Slots, options: Options) -> Tensor:
+        """Return the output `b t hv v` of a few tokens; inputs.state is updated in place."""
+        return decode(inputs, slots, options)

@@ -1,0 +1,167 @@
+"""The seam between the sequencing of a call (pipeline.py) and the kernels of an architecture: the stages of a call.
+
+    forward     prepare: scores, inverse and factors of every chunk, all chunks at once
+                forward walk: from chunk to chunk, the state and the output
+    backward    prepare again
+                backward walk: the same walk from the last chunk to the first, for dS
+                gradients: those of every chunk at once
+    decode      a few tokens in one launch, the state updated in place
+
+A long walk may be cut into segments that run side by side (portable/split.py): a walk without values first finds the
+affine map of each segment, and chain_segments the states between them.
+
+A folder implements `Stages`: portable/ in Triton, for every device; hopper/ in Gluon, for compute capability 9.0.
+Whatever depends on a call's dtype or sizes is decided inside the folder.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lineate.call import Inputs, Options
+from lineate.kernels.call import Call, Gates
+
+
+class Prepared(NamedTuple):
+    """What of a call does not depend on the state. q, k, w are Qr, Kr, Kw if decay is per channel, else q, k, k."""
+
+    q: Tensor
+    k: Tensor
+    w: Tensor
+    P: Tensor | None
+    """`slot hv c c`; None if the forward walk makes it."""
+    T: Tensor | None
+    """`slot hv c c`; None if the rule only accumulates."""
+    M: Tensor | None
+    """`slot hv c c`, for the backward with decay per channel."""
+    factors: Tensor
+    wild: Tensor | None = None
+    """`slot hv`: the first row of each chunk that needs float32 products; None if all products are float32's."""
+    norms: Tensor | None = None
+    """`slot hv 2 c`: scale / |q_i|, 1 / |k_i|; only where one kernel finds them for another."""
+
+
+class ForwardWalk(NamedTuple):
+    """What a forward walk reads and fills. Without an output it finds the maps of the segments."""
+
+    segments: int
+    starts: Tensor | None
+    """`pair segment k v`: the state entering each segment; a pair is a sequence and a value head."""
+    output: Tensor | None
+    final: Tensor
+    """`pair k v`; for maps, `pair segment k (v + k)`."""
+    states: Tensor | None
+    """`slot hv v k`: gets the state entering each chunk, if given."""
+
+    @property
+    def map_only(self) -> bool:
+        """Whether the walk finds the affine maps of the segments instead of the output."""
+        return self.output is None
+
+
+class BackwardWalk(NamedTuple):
+    """What a backward walk reads and fills. Without dvalues it finds the maps of the segments."""
+
+    segments: int
+    doutput: Tensor
+    ends: Tensor | None
+    """`pair segment k v`: dS behind each segment."""
+    dvalues: Tensor | None
+    """Gets X, or dV if the rule only accumulates."""
+    dstart: Tensor
+    """`pair k v`: dS before the first chunk; for maps, `pair segment k (v + k)`."""
+    dstates: Tensor | None
+    """`slot hv v k`: gets the dS that left each chunk."""
+
+    @property
+    def map_only(self) -> bool:
+        """Whether the walk finds the affine maps of the segments instead of the gradients."""
+        return self.dvalues is None
+
+
+class Around(NamedTuple):
+    """What surrounds every chunk, from which its gradients are made."""
+
+    doutput: Tensor
+    states: Tensor
+    """`slot hv v k`: the state that entered each chunk."""
+    dstates: Tensor
+    """`slot hv v k`: the gradient of the state that left it."""
+
+
+class Gradients(NamedTuple):
+    """Where the gradients go, in the shapes and dtypes of what they are of; None where there is nothing to have one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+    state: Tensor
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+
+
+class RawGradients(NamedTuple):
+    """Where the gradients of raw gates per head go, all without gaps."""
+
+    gate: Tensor
+    write: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    """Left alone if the call has no dt_bias."""
+
+
+class Slots(NamedTuple):
+    """Where the states of the rows lie in the pool that a decoding call is given; see lineate.decode."""
+
+    slots: Tensor | None = None
+    """`rows`, or `rows tokens`: where each state is written; None if row i has state i."""
+    start_slots: Tensor | None = None
+    """`rows`: where each state is read, if elsewhere."""
+
+
+class Stages(Protocol):
+    """The stages of one call on one architecture."""
+
+    call: Call
+    walk_columns: int
+    """Value columns of one program of a walk, by which a walk's programs are counted before it is cut."""
+    widest_chain: int
+    """The most key channels that chain_segments takes."""
+
+    def __init__(self, call: Call) -> None: ...
+
+    @staticmethod
+    def runs_on(device: torch.device) -> bool:
+        """Whether this architecture is that of the device."""
+
+    def variant(self, segments: int) -> tuple[object, ...]:
+        """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
+
+    def scores_in_walk(self, segments: int, keep: bool) -> bool:
+        """Whether the forward walk makes P itself. keep: whether it keeps the states."""
+
+    def prepare(self, scores: bool = True, for_backward: bool = False) -> Prepared:
+        """Return scores (unless the walk makes them), inverse and factors of every chunk."""
+
+    def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:
+        """Go from chunk to chunk and fill what the walk names."""
+
+    def walk_backward(self, ready: Prepared, walk: BackwardWalk) -> None:
+        """Go from the last chunk to the first and fill what the walk names."""
+
+    def chain_segments(self, maps: Tensor, outer: Tensor, segments: int, reverse: bool) -> Tensor:
+        """Return the states between the segments, `pair segment k v`, from the maps and the outer state."""
+
+    def gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
+        """Fill the gradients of every chunk's inputs. grads.v holds what the backward walk left in dvalues."""
+
+    @staticmethod
+    def raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
+        """Fill the gradients of raw gates from those of log_decay and beta per head, which have no gaps."""
+
+    @staticmethod
+    def decode(inputs: Inputs, slots: Slots, options: Options) -> Tensor:
+        """Return the output `b t hv v` of a few tokens; inputs.state is updated in place."""

@@ -1,0 +1,151 @@
+"""The seam between the pipeline and an architecture: which stages run, in which order, and whose kernels do them."""
+
+import importlib
+
+import pytest
+import torch
+from cases import (
+    GATED_DELTA,
+    GATED_LINEAR,
+    GATED_LINEAR_CHANNEL,
+    KIMI_DELTA,
+    LINEAR,
+    Row,
+    Shape,
+    convert,
+    draw,
+    interpreted,
+)
+from torch import Tensor
+
+pytest.importorskip("triton")
+architectures = importlib.import_module("lineate.kernels.architectures")
+launching = importlib.import_module("lineate.kernels.launching")
+pipeline = importlib.import_module("lineate.kernels.pipeline")
+hopper = importlib.import_module("lineate.kernels.hopper.stages")
+portable = importlib.import_module("lineate.kernels.portable.stages")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def add_architecture(monkeypatch):
+    """Puts an architecture before all others."""
+
+    def add(stages: type) -> None:
+        monkeypatch.setattr(architectures, "ARCHITECTURES", (stages, *architectures.ARCHITECTURES))
+        architectures.architecture_of.cache_clear()
+
+    yield add
+    monkeypatch.undo()
+    architectures.architecture_of.cache_clear()
+
+
+def test_a_cpu_gets_the_portable_stages():
+    assert architectures.architecture_of(CPU) is portable.PortableStages
+
+
+def test_decisions_in_the_interpreter_are_those_of_an_h200():
+    assert launching.multiprocessors(CPU) == 132
+    assert pipeline.count_segments(256, 44, 132) == 3
+    assert pipeline.count_segments(255, 1, 132) == pipeline.count_segments(256, 45, 132) == 1
+    assert pipeline.count_segments(256, 1, 132) == 8
+
+
+@interpreted
+def test_a_new_architecture_is_one_class_and_one_line(add_architecture):
+    """Its stages run in the order that stages.py names; what it does not replace is the portable one."""
+    seen = []
+
+    class Noted(portable.PortableStages):
+        def prepare(self, *given: object, **options: object) -> object:
+            seen.append("prepare")
+            return super().prepare(*given, **options)
+
+        def walk_forward(self, *given: object) -> None:
+            seen.append("walk_forward")
+            super().walk_forward(*given)
+
+        def walk_backward(self, *given: object) -> None:
+            seen.append("walk_backward")
+            super().walk_backward(*given)
+
+        def gradients(self, *given: object) -> None:
+            seen.append("gradients")
+            super().gradients(*given)
+
+    add_architecture(Noted)
+    inputs = convert(draw(GATED_DELTA, Shape(1, 70, 1, 1, 16, 16)), torch.float32)
+    inputs["v"].requires_grad_()
+    output, _ = GATED_DELTA.op(**inputs, form="chunkwise", backend="triton")
+    assert seen == ["prepare", "walk_forward"]
+    output.sum().backward()
+    assert seen[2:] == ["prepare", "walk_backward", "gradients"]
+
+
+class Launches(list[tuple[str, str]]):
+    """Takes launches instead of a GPU: the last folder of a kernel's module, and its name."""
+
+    def start(self, kernel: object, grid: tuple[int, ...]) -> object:
+        self.append((kernel.fn.__module__.split(".")[-2], kernel.fn.__name__))
+        assert all(n > 0 for n in grid)
+        return lambda *arguments, **options: None
+
+
+@pytest.fixture
+def launches(monkeypatch, add_architecture):
+    """Has calls on a CPU take the stages of Hopper, and notes what would have been launched."""
+
+    class Everywhere(hopper.HopperStages):
+        @staticmethod
+        def runs_on(device: torch.device) -> bool:
+            return True
+
+    add_architecture(Everywhere)
+    found = Launches()
+    for folder in ("hopper", "portable"):
+        for name in ("launch_scores", "launch_walks", "launch_gradients"):
+            module = importlib.import_module(f"lineate.kernels.{folder}.{name}")
+            monkeypatch.setattr(module, "start", found.start)
+    return found
+
+
+GLUON = {
+    LINEAR: [["forward_state"], ["head_scores", "backward_state", "added_gradients"]],
+    GATED_LINEAR: [["forward_state"], ["head_scores", "backward_state", "added_gradients"]],
+    GATED_LINEAR_CHANNEL: [
+        ["channel_scores", "forward_state"],
+        ["channel_scores", "backward_state", "channel_gradients"],
+    ],
+    GATED_DELTA: [["head_scores", "forward_state"], ["head_scores", "backward_state", "head_gradients"]],
+    KIMI_DELTA: [["channel_scores", "forward_state"], ["channel_scores", "backward_state", "channel_gradients"]],
+}
+
+
+def launch_all(row: Row, inputs: dict[str, Tensor], found: Launches) -> list[list[tuple[str, str]]]:
+    """What a call and its backward launch."""
+    calls, kernels = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.call")
+    call = kernels.make_call(calls.Inputs(**inputs), calls.Options(row.corrects, 1.0))
+    state, (output, final) = inputs["state"], (torch.empty_like(inputs[name]) for name in ("v", "state"))
+    states = call.v.new_empty(call.sequences.slots, *call.v.shape[2:], call.q.shape[3])
+    grads = pipeline._empty_gradients(call, final)
+    pipeline.forward(call, state, output, final, states)
+    count = len(found)
+    pipeline.backward(call, output, final, states, grads)
+    return [found[:count], found[count:]]
+
+
+@pytest.mark.parametrize("row", GLUON, ids=str)
+def test_hopper_launches_its_own_kernels(row, launches):
+    """Without a GPU: every launch of a call that the Gluon kernels take can be made, and which of them are."""
+    inputs = convert(draw(row, Shape(12, 10, 12, 12, 128, 128)), torch.bfloat16)
+    made = [[name for folder, name in part if folder == "hopper"] for part in launch_all(row, inputs, launches)]
+    assert made == GLUON[row]
+
+
+@pytest.mark.parametrize("row", GLUON, ids=str)
+@pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 128), (torch.bfloat16, 60)], ids=["float32", "k=60"])
+def test_hopper_leaves_to_the_portable_stages_what_its_kernels_do_not_take(row, dtype, k, launches):
+    inputs = convert(draw(row, Shape(1, 70, 1, 2, k, 64)), dtype)
+    launch_all(row, inputs, launches)
+    assert launches and {folder for folder, _ in launches} == {"portable"}
