@@ -16,7 +16,7 @@ from lineate.models.checks import check_ids, check_state
 from lineate.models.hybrid import HybridLM
 from lineate.models.state import ModelState
 
-STEP = 1024
+WINDOW_STEP = 1024
 """Attention reads the caches up to a multiple of this, and is captured again when that is full."""
 
 _capturing = Lock()  # captures share a stream
@@ -169,7 +169,7 @@ class GraphedDecoder:
                     tensors[name] = old.new_zeros(self.rows, self._capacity, *old.shape[2:])
                     tensors[name][:, : self._longest] = old[:, : self._longest]
         # An eighth more, so that long texts are not captured too often.
-        self._window = min(self._capacity, _round_up(needed + needed // 8, STEP))
+        self._window = min(self._capacity, _round_up(needed + needed // 8, WINDOW_STEP))
         if self._ids.is_cuda:
             self._capture()
 

@@ -43,7 +43,7 @@ FROM_TRANSFORMERS = frozenset({
     "model_type", "auto_map", "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash", "num_labels",
     "attn_implementation", "experts_implementation", "output_attentions",
 })  # fmt: skip
-PARTS = ("embed", "layers", "norm", "head")
+MODEL_PARTS = ("embed", "layers", "norm", "head")
 
 
 class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -192,7 +192,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     def __init__(self, config: LineateConfig) -> None:
         super().__init__(config)
         model = HybridLM(config.hybrid)
-        for name in PARTS:
+        for name in MODEL_PARTS:
             setattr(self, name, getattr(model, name))
         self.gradient_checkpointing = False
         self.generation_config.eos_token_id = config.eos_token_id
@@ -206,7 +206,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         """Over the same parameters, not a copy."""
         with torch.device("meta"):
             wrapped = cls(LineateConfig.from_hybrid(model.config))
-        for name in PARTS:
+        for name in MODEL_PARTS:
             setattr(wrapped, name, getattr(model, name))
         wrapped.config.dtype = model.dtype
         return wrapped.train(model.training)
@@ -215,7 +215,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         """Over the same parameters, not a copy."""
         with torch.device("meta"):
             model = HybridLM(self.config.hybrid)
-        for name in PARTS:
+        for name in MODEL_PARTS:
             setattr(model, name, getattr(self, name))
         return model.train(self.training)
 

@@ -13,7 +13,7 @@ from lineate.layers.linear import delta_from_raw_gates
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
 
-CLOSED = -1e4  # a raw gate this low neither forgets nor writes: softplus and sigmoid of it are 0, in float16 too
+CLOSED_GATE = -1e4  # a raw gate this low neither forgets nor writes: softplus and sigmoid of it are 0, in float16 too
 
 
 class Projected(NamedTuple):
@@ -147,7 +147,7 @@ def _attend(layer: Any, x: Projected, cache: Any, mask: Tensor | None, cu_seqlen
         before, state = cache.get_conv_state(index), cache.get_recurrent_state(index)
     qkv, gate, write = x.qkv, x.gate, x.write
     if mask is not None:  # padding neither forgets nor writes
-        gate, write = (y.masked_fill(~mask.view(b, t, *[1] * (y.dim() - 2)), CLOSED) for y in (gate, write))
+        gate, write = (y.masked_fill(~mask.view(b, t, *[1] * (y.dim() - 2)), CLOSED_GATE) for y in (gate, write))
     if cu_seqlens is not None:
         if state is not None:
             raise ValueError(NOT_EMPTY)

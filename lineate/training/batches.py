@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineate.training.tokens import Layout, TokenView, permutation
+from lineate.training.tokens import JoinedSpans, TokenView, permutation
 
 NO_TARGET = -100
 
@@ -93,6 +93,6 @@ class Batches:
             torch.from_numpy(np.unique(np.concatenate(starts)).astype(np.int64)),
         )
 
-    def _make_epoch(self, epoch: int) -> Layout:
+    def _make_epoch(self, epoch: int) -> JoinedSpans:
         order = permutation(self.view.n_documents, self.seed, epoch)
-        return Layout(self.view.starts[order], self.view.lengths[order])
+        return JoinedSpans(self.view.starts[order], self.view.lengths[order])

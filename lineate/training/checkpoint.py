@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 from lineate.models.safetensors import CheckpointError, Reader, read_header, write_bytes, write_tensors
 from lineate.training.distributed import World
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
-RANKS = "ranks"
+MANIFEST_FILE = "manifest.json"
+RUN_STATE_FILE = "state.json"
+RANKS_FOLDER = "ranks"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -45,9 +45,9 @@ def checkpoints(folder: Path) -> list[Path]:
 def problem(path: Path, contents: bool = True) -> str | None:
     """Why a checkpoint cannot be used, or None; contents=False: only names and sizes are compared."""
     try:
-        manifest: dict[str, tuple[int, str]] = json.loads((path / MANIFEST).read_text())
+        manifest: dict[str, tuple[int, str]] = json.loads((path / MANIFEST_FILE).read_text())
         if not manifest:
-            return f"{MANIFEST} names no files"
+            return f"{MANIFEST_FILE} names no files"
         for name, (size, digest) in manifest.items():
             file = path / name
             if not file.is_file():
@@ -57,9 +57,9 @@ def problem(path: Path, contents: bool = True) -> str | None:
             if contents and _digest(file) != digest:
                 return f"the contents of {name} have changed"
     except FileNotFoundError:
-        return f"it has no {MANIFEST}: the save was not finished"
+        return f"it has no {MANIFEST_FILE}: the save was not finished"
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        return f"{MANIFEST} or a file cannot be read ({error})"
+        return f"{MANIFEST_FILE} or a file cannot be read ({error})"
     return None
 
 
@@ -128,7 +128,7 @@ def _finish(partial: Path, final: Path) -> None:
     for file in files:
         _sync(file)
     manifest = {str(file.relative_to(partial)): (file.stat().st_size, _digest(file)) for file in files}
-    write_bytes(partial / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    write_bytes(partial / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
     for path in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
         _sync(path)
     if final.exists():  # damaged: a whole one would have been resumed from
@@ -189,7 +189,7 @@ def load_random_state(path: Path, python: list[Any], device: torch.device) -> No
             torch.cuda.set_rng_state(tensors["cuda"], device)
         random.setstate((python[0], tuple(python[1]), python[2]))
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{file} and {STATE}: expected random states, got {error!r:.200}") from None
+        raise CheckpointError(f"{file} and {RUN_STATE_FILE}: expected random states, got {error!r:.200}") from None
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ def write_state(path: Path, model: nn.Module, optimizer: Optimizer, world: World
     if world.size > 1:
         from lineate.training.sharded import save_distributed
 
-        save_distributed(path / RANKS, model, optimizer)
+        save_distributed(path / RANKS_FOLDER, model, optimizer)
         return
     write_tensors(path / "model.safetensors", {name: x.detach() for name, x in model.state_dict().items()})
     names: dict[Tensor, str] = {x: name for name, x in model.named_parameters()}

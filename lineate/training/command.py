@@ -63,7 +63,7 @@ def run_train(given: dict[str, Any]) -> None:
     """Train with the flags that were given (not None), over a config file or a run's own config."""
     from lineate.models.hub import is_hub_name
     from lineate.models.presets import PRESETS
-    from lineate.training.loop import CONFIG, TrainingStopped
+    from lineate.training.loop import CONFIG_FILE, TrainingStopped
     from lineate.training.prepare import check_folder, prepare, restarted
 
     _print_anything()
@@ -80,7 +80,7 @@ def run_train(given: dict[str, Any]) -> None:
             raise ValueError("--resume says already where the run and its config are; leave out --out and --config")
         if resume is not None:
             check_folder(resume, True)
-            config = TrainConfig.load(resume / CONFIG, given | {"out": str(resume)})
+            config = TrainConfig.load(resume / CONFIG_FILE, given | {"out": str(resume)})
         elif file is not None:
             config = TrainConfig.load(file, given)
         else:

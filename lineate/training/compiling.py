@@ -8,7 +8,7 @@ import torch
 if TYPE_CHECKING:
     from lineate.training.loop import Trainer
 
-ROUNDS = 3
+TIMING_ROUNDS = 3
 
 
 def weigh(trainer: "Trainer") -> str:
@@ -17,7 +17,7 @@ def weigh(trainer: "Trainer") -> str:
     _seconds(trainer)
     first = time.monotonic() - begin
     compiled = eager = float("inf")
-    for _ in range(ROUNDS):
+    for _ in range(TIMING_ROUNDS):
         compiled = min(compiled, _seconds(trainer))
         with torch.compiler.set_stance("force_eager"):
             eager = min(eager, _seconds(trainer))

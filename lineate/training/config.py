@@ -10,14 +10,14 @@ from typing import Any, get_args, get_origin
 
 from lineate.dtypes import full_name
 
-CHOICES = {
+OPTION_VALUES = {
     "optimizer": ("adamw", "muon"),
     "schedule": ("cosine", "wsd"),
     "dtype": ("float32", "bfloat16"),
     "on_bad_loss": ("stop", "skip"),
     "shard": ("none", "full"),
 }
-FIXED = ("model", "pattern", "tokenizer", "length", "rows", "seed", "optimizer", "validation_fraction")
+FIXED_OPTIONS = ("model", "pattern", "tokenizer", "length", "rows", "seed", "optimizer", "validation_fraction")
 """What a resumed run cannot change: its weights, or its place in the data, would mean something else. Of data the
 contents count, not the names (prepare.py)."""
 
@@ -84,7 +84,7 @@ class TrainConfig:
         """Everything that can be wrong without looking at data or device."""
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), f.type)
-        for name, words in CHOICES.items():
+        for name, words in OPTION_VALUES.items():
             if (value := getattr(self, name)) not in words:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}")
         least = dict.fromkeys(("rows", "accumulate", "steps", "keep", "eval_batches", "context"), 1) | {"length": 2}

@@ -25,14 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-Model = TypeVar("Model", bound=nn.Module)
-Result = TypeVar("Result")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+ResultT = TypeVar("ResultT")
 
-TIMEOUT = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Of a collective. A rank that dies is noticed at once (its connections close); this is for one that hangs."""
-PATIENCE = timedelta(hours=12)
+BARRIER_TIMEOUT = timedelta(hours=12)
 """Of barrier(), behind which the others wait while rank 0 prepares data or writes a checkpoint."""
-BUCKET = 2**25
+BUCKET_ELEMENTS = 2**25
 """Gradient elements that are summed in one collective: 128 MiB in float32."""
 
 
@@ -77,12 +77,12 @@ class World:
             torch.cuda.set_device(place)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=_fresh_store(rank, size), rank=rank, world_size=size, timeout=TIMEOUT,
+            store=_fresh_store(rank, size), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT,
             device_id=place if cuda else None,
         )  # fmt: skip
         mesh = init_device_mesh(place.type, (size // context, context), mesh_dim_names=("data", "context"))
         everyone = init_device_mesh(place.type, (size,), mesh_dim_names=("everyone",))
-        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        patient = dist.new_group(backend="gloo", timeout=BARRIER_TIMEOUT)
         return cls(rank, size, local_rank, place, shard, mesh, everyone, patient)
 
     @property
@@ -110,7 +110,7 @@ class World:
         """Which of them is this rank's."""
         return self.rank // self.context_size
 
-    def wrap(self, model: Model) -> Model:
+    def wrap(self, model: ModelT) -> ModelT:
         """The same model, moved to the device, with rank 0's weights or this rank's shard of them.
 
         Every rank must have built it with the same seed. Call before making the optimizer; run it by model(...) only.
@@ -157,11 +157,11 @@ class World:
         if self.patient is not None:
             dist.barrier(group=self.patient)
 
-    def on_main(self, work: Callable[[], Result], what: str) -> Result | None:
+    def on_main(self, work: Callable[[], ResultT], what: str) -> ResultT | None:
         """on_main(), for work that may take as long as barrier() waits."""
         return on_main(work, what, self.patient)
 
-    def share(self, value: Result | None) -> Result:
+    def share(self, value: ResultT | None) -> ResultT:
         """Return rank 0's value on every rank; it is pickled, which only this job's own processes read."""
         box = [value]
         if self.mesh is not None:
@@ -179,7 +179,7 @@ class World:
             dist.destroy_process_group()
 
 
-def on_main(work: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result | None:
+def on_main(work: Callable[[], ResultT], what: str, group: dist.ProcessGroup | None = None) -> ResultT | None:
     """work() on rank 0, None on the others, which wait for it; if it fails there, it fails everywhere."""
     if not dist.is_initialized():
         return work()
@@ -223,20 +223,22 @@ def _fresh_store(rank: int, size: int) -> Any:
     before their successors have written theirs (pytorch issue 135712; machines may count restarts differently).
     Rank 0 chooses the name and tells it to all who ask in this start.
     """
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=TIMEOUT))
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=COLLECTIVE_TIMEOUT))
     name = uuid.uuid4().hex
     if rank:
         store.set(f"lineate/ask/{rank}", name)
         name = store.get(f"lineate/answer/{name}").decode()  # waits; nobody else has asked with this word
         store.add(f"lineate/here/{name}", 1)
         return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    deadline = time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
     while (here := store.add(f"lineate/here/{name}", 0)) < size - 1:
         for other in range(1, size):
             if store.check([f"lineate/ask/{other}"]):  # of this start, or left by the last one, which changes nothing
                 store.set(f"lineate/answer/{store.get(f'lineate/ask/{other}').decode()}", name)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"expected {size} ranks within {TIMEOUT}, got {here + 1}; see what the others say")
+            raise TimeoutError(
+                f"expected {size} ranks within {COLLECTIVE_TIMEOUT}, got {here + 1}; see what the others say"
+            )
         time.sleep(0.01)
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
@@ -259,7 +261,7 @@ def _device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _fully_shard(model: Model, mesh: DeviceMesh | None) -> Model:
+def _fully_shard(model: ModelT, mesh: DeviceMesh | None) -> ModelT:
     """FSDP2: a block is gathered when it runs and its gradient reduce-scattered, as a sum, when it is done."""
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
@@ -283,7 +285,7 @@ def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
             continue
         if x.grad is None:
             x.grad = torch.zeros_like(x)
-        if bucket and (x.dtype != bucket[0].dtype or sum(y.numel() for y in bucket) + x.numel() > BUCKET):
+        if bucket and (x.dtype != bucket[0].dtype or sum(y.numel() for y in bucket) + x.numel() > BUCKET_ELEMENTS):
             yield bucket
             bucket = []
         bucket.append(x)

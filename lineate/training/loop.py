@@ -29,13 +29,13 @@ from lineate.training.config import TrainConfig
 from lineate.training.diagnosis import diagnose
 from lineate.training.distributed import World
 from lineate.training.order import ShuffledBatches
-from lineate.training.report import Report, plot_loss
+from lineate.training.report import RunReporter, plot_loss
 from lineate.training.stopping import Interrupted, Signals
 from lineate.training.tokenizer import Tokenizer
 
-CONFIG = "config.json"
+CONFIG_FILE = "config.json"
 SAMPLE_TOKENS = 160
-MOST_SKIPS = 10
+MAX_SKIPPED_STEPS = 10
 """Bad steps one after the other, at which on_bad_loss="skip" stops too."""
 
 
@@ -49,7 +49,7 @@ class Trainer:
 
     config: TrainConfig
     world: World
-    report: Report
+    report: RunReporter
     tokenizer: Tokenizer
     data: dict[str, int]
     """What identifies the data: a resumed run must have the same."""
@@ -81,7 +81,7 @@ class Trainer:
         out = Path(config.out)
         self.report.open(self.step, self.position, config.tensorboard)  # before all that another process would notice
         if self.world.is_main:
-            checkpoint.write_json(out / CONFIG, config.to_dict())  # from here on the folder has a run
+            checkpoint.write_json(out / CONFIG_FILE, config.to_dict())  # from here on the folder has a run
             self.tokenizer.save(out / "tokenizer")
         size = sum(x.numel() for x in self.model.parameters())
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
@@ -235,8 +235,8 @@ class Trainer:
             "step": self.step, "looked": self.looked, "config": self.config.to_dict(), "data": self.data,
             "metrics": self.report.position, "best": self.best, "skipped": self.skipped, "random": python,
         }  # fmt: skip
-        checkpoint.write_json(folder / checkpoint.STATE, state)
-        checkpoint.write_json(folder / CONFIG, _model_config(self.model))
+        checkpoint.write_json(folder / checkpoint.RUN_STATE_FILE, state)
+        checkpoint.write_json(folder / CONFIG_FILE, _model_config(self.model))
         self.tokenizer.save(folder)
 
     def _bad_step(self, loss: float, norm: float) -> None:
@@ -246,7 +246,7 @@ class Trainer:
             where, values = diagnose(self)
         message = f"{what} is not finite at step {self.step + 1}; {where}"
         self.skipped += 1
-        if self.config.on_bad_loss == "skip" and not values and self.skipped < MOST_SKIPS:
+        if self.config.on_bad_loss == "skip" and not values and self.skipped < MAX_SKIPPED_STEPS:
             self.report.warn(f"{message}; the step is skipped")
             return
         many = f", {self.skipped} bad steps in a row" if self.skipped > 1 else ""

@@ -18,7 +18,7 @@ from lineate.layers import MixtureOfExperts
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """a X + b (X X^T) X + c (X X^T)^2 X: five of these bring singular values in (0.001, 1) to about 0.7 .. 1.2."""
-AT_ONCE = 2**26
+GATHERED_ELEMENTS = 2**26
 """Elements that Muon orthogonalises at a time, if one matrix has not more: what a rank gathers of others' shards."""
 
 
@@ -85,7 +85,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_matrices(group)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        """Matrices of one shape are orthogonalised together, up to AT_ONCE of their elements."""
+        """Matrices of one shape are orthogonalised together, up to GATHERED_ELEMENTS of their elements."""
         momentum = group["momentum"]
         shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for x in group["params"]:
@@ -99,7 +99,7 @@ class Muon(torch.optim.Optimizer):
         for same in shapes.values():
             some: list[nn.Parameter] = []
             for x in same:
-                if some and sum(y.numel() for y in some) + x.numel() > AT_ONCE:
+                if some and sum(y.numel() for y in some) + x.numel() > GATHERED_ELEMENTS:
                     self._move(some, group)
                     some = []
                 some.append(x)

@@ -19,17 +19,17 @@ from lineate.models.safetensors import CheckpointError
 from lineate.names import nearest
 from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
-from lineate.training.config import FIXED, TrainConfig
+from lineate.training.config import FIXED_OPTIONS, TrainConfig
 from lineate.training.distributed import World
-from lineate.training.loop import CONFIG, Trainer
+from lineate.training.loop import CONFIG_FILE, Trainer
 from lineate.training.optim import make_optimizer
 from lineate.training.order import ShuffledBatches
-from lineate.training.report import METRICS, PLOT, Report, need_tensorboard
+from lineate.training.report import METRICS_FILE, PLOT_FILE, RunReporter, need_tensorboard
 from lineate.training.sources import documents
 from lineate.training.tokenizer import KIND_FILE, Bytes, Tokenizer, check_name, load_tokenizer, make_tokenizer
 from lineate.training.tokens import TokenStore
 
-STATE_TYPES: dict[str, tuple[type, ...]] = {
+RUN_STATE_TYPES: dict[str, tuple[type, ...]] = {
     "step": (int,), "looked": (int,), "config": (dict,), "data": (dict,), "metrics": (int,), "skipped": (int,),
     "best": (float, int, type(None)), "random": (list,),
 }  # fmt: skip
@@ -68,7 +68,7 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     world = World.start(device, config.shard, config.context)
-    report = Report(config, world.is_main)
+    report = RunReporter(config, world.is_main)
 
     def take() -> None:
         report.lock()
@@ -86,7 +86,7 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     return trainer
 
 
-def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) -> Trainer:
+def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporter) -> Trainer:
     if config.rows % (world.data_size * config.accumulate):
         raise ValueError(
             f"rows must be a multiple of data ranks x accumulate = {world.data_size} x {config.accumulate}, "
@@ -123,7 +123,7 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
     model = _model(config, tokenizer) if saved is None else _saved_model(saved)
     for block in model.layers:
         block.recompute = config.recompute  # type: ignore[assignment]
-    by_ranks = saved is not None and (saved / checkpoint.RANKS).is_dir()
+    by_ranks = saved is not None and (saved / checkpoint.RANKS_FOLDER).is_dir()
     if saved is not None and not by_ranks:
         checkpoint.load_model(saved, model)
     model = world.wrap(model)
@@ -134,7 +134,7 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
         if by_ranks:
             from lineate.training.sharded import load_distributed
 
-            load_distributed(saved / checkpoint.RANKS, model, optimizer, options=False)  # the config's count
+            load_distributed(saved / checkpoint.RANKS_FOLDER, model, optimizer, options=False)  # the config's count
         else:
             checkpoint.load_optimizer(saved, model, optimizer)
         trainer.step, trainer.looked, trainer.saved = state["step"], state["looked"], state["step"]
@@ -150,14 +150,14 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
 def check_folder(out: Path, resume: bool) -> None:
     """The folder has a run if one is resumed, and nothing that a run would overwrite if not."""
     if resume:
-        if not (out / CONFIG).is_file():
-            raise ValueError(f"resume must be the folder of a run, got {out}, which has no {CONFIG}")
+        if not (out / CONFIG_FILE).is_file():
+            raise ValueError(f"resume must be the folder of a run, got {out}, which has no {CONFIG_FILE}")
         return
-    if (out / CONFIG).exists():
+    if (out / CONFIG_FILE).exists():
         raise ValueError(
             f"out must be a new folder, got {out}, which has a run; go on with --resume {out}, or choose another --out"
         )
-    for name in (METRICS, PLOT, "tokenizer", "checkpoints", "model"):
+    for name in (METRICS_FILE, PLOT_FILE, "tokenizer", "checkpoints", "model"):
         path = out / name
         if any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size:
             raise ValueError(
@@ -167,12 +167,12 @@ def check_folder(out: Path, resume: bool) -> None:
 
 def restarted(config: TrainConfig) -> bool:
     """Whether torchrun started this process again after a failure, and the run in config.out is this one."""
-    file = Path(config.out) / CONFIG
+    file = Path(config.out) / CONFIG_FILE
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return again and file.is_file() and TrainConfig.load(file) == config
 
 
-def _newest(folder: Path, world: World, report: Report) -> Path | None:
+def _newest(folder: Path, world: World, report: RunReporter) -> Path | None:
     """Rank 0 reads and compares the files; all take the one it found."""
     found = world.on_main(lambda: checkpoint.newest(folder, report.warn), "read the checkpoints")
     step = int(world.sum(torch.tensor(0 if found is None else int(found.name[5:]) + 1, device="cpu")))
@@ -186,11 +186,11 @@ def _newest(folder: Path, world: World, report: Report) -> Path | None:
 
 def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
     """state.json of a checkpoint, if this config may go on from it."""
-    file = path / checkpoint.STATE
+    file = path / checkpoint.RUN_STATE_FILE
     state = read_json(file)
     state.setdefault("looked", state.get("step"))  # which earlier versions did not write, and always had
     older = f"remove {path} to go on from an older checkpoint"
-    for name, kinds in STATE_TYPES.items():
+    for name, kinds in RUN_STATE_TYPES.items():
         value = state.get(name, ...)
         if not isinstance(value, kinds) or value is True or value is False or (isinstance(value, int) and value < 0):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -201,7 +201,7 @@ def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
             f"{file}: expected step {int(path.name[5:])}, as its folder says, and looked at most so much, got "
             f"{state['step']} and {state['looked']}; {older}"
         )
-    for name in FIXED:
+    for name in FIXED_OPTIONS:
         was, now = state["config"].get(name), config.to_dict()[name]
         if was != now:
             why = "; the vocabularies differ" if name == "tokenizer" else ""
@@ -298,7 +298,7 @@ def _check_context(config: TrainConfig) -> None:
 
 def _saved_model(path: Path) -> HybridLM:
     """As a checkpoint describes it, for its weights to be read into."""
-    return HybridLM(read_config(Checkpoint(path, read_json(path / CONFIG), {})))
+    return HybridLM(read_config(Checkpoint(path, read_json(path / CONFIG_FILE), {})))
 
 
 def _model(config: TrainConfig, tokenizer: Tokenizer) -> HybridLM:

@@ -10,11 +10,11 @@ from typing import Any
 from lineate.terminal import console, printable
 from lineate.training.config import TrainConfig
 
-METRICS = "metrics.jsonl"
-PLOT = "loss.png"
+METRICS_FILE = "metrics.jsonl"
+PLOT_FILE = "loss.png"
 
 
-class Report:
+class RunReporter:
     """Speaks and writes on the main rank, is silent on the others. A disk that refuses never stops the run."""
 
     def __init__(self, config: TrainConfig, main: bool) -> None:
@@ -51,7 +51,7 @@ class Report:
 
     def lock(self) -> None:
         """Make the run's folder this process's own until close(): two runs in one would spoil each other."""
-        file = self.folder / METRICS
+        file = self.folder / METRICS_FILE
         if not self.main or self._file is not None:
             return
         try:
@@ -74,7 +74,7 @@ class Report:
         """Close a run that never began; what only lock() made is removed, if nothing was put there."""
         for path in self._made if self._file is not None else ():
             try:
-                if path.name != METRICS:
+                if path.name != METRICS_FILE:
                     path.rmdir()
                 elif path.stat().st_size == 0:
                     path.unlink()
@@ -92,7 +92,9 @@ class Report:
         if position < size:
             self._file.truncate(position)
         elif position > size:
-            self.warn(f"{self.folder / METRICS} lacks lines up to step {step}: {position} bytes were saved, got {size}")
+            self.warn(
+                f"{self.folder / METRICS_FILE} lacks lines up to step {step}: {position} bytes were saved, got {size}"
+            )
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -128,7 +130,9 @@ class Report:
                 raise OSError("the disk is full")
         except OSError as error:
             self._file.truncate(size)  # no half lines
-            self._once(f"{self.folder / METRICS} lacks lines from step {values['step']} on ({error.strerror or error})")
+            self._once(
+                f"{self.folder / METRICS_FILE} lacks lines from step {values['step']} on ({error.strerror or error})"
+            )
         if self._board is not None:
             try:
                 for name, value in values.items():
@@ -212,14 +216,16 @@ def need_tensorboard() -> None:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; ValueError if one is not what a run writes."""
     found = []
-    for number, line in enumerate((folder / METRICS).read_text().splitlines(), start=1):
+    for number, line in enumerate((folder / METRICS_FILE).read_text().splitlines(), start=1):
         try:
             found.append(values := json.loads(line))
             good = isinstance(values["step"], int) and all(isinstance(x, int | float) for x in values.values())
         except (ValueError, TypeError, KeyError, RecursionError):
             good = False
         if not good:
-            raise ValueError(f"{folder / METRICS}, line {number} must have a step and its numbers, got {line!r:.80}")
+            raise ValueError(
+                f"{folder / METRICS_FILE}, line {number} must have a step and its numbers, got {line!r:.80}"
+            )
     return found
 
 
@@ -244,7 +250,7 @@ def plot_loss(folder: Path, entropy: float | None = None) -> Path:
     axes.set(xlabel="step", ylabel="nats per token", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    file = folder / PLOT
+    file = folder / PLOT_FILE
     figure.savefig(file, dpi=150)
     plt.close(figure)
     return file

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lineate.models.safetensors import CheckpointError, read_header, write_bytes
 from lineate.training.distributed import on_main
 
-STATE = "state.json"
+SHARDS_STATE_FILE = "state.json"
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -54,7 +54,7 @@ def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer 
     def finish() -> None:
         files = {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
         text = json.dumps({"files": files, "groups": groups, "scalars": scalars}, indent=1)
-        write_bytes(path / STATE, [text.encode()])
+        write_bytes(path / SHARDS_STATE_FILE, [text.encode()])
 
     on_main(finish, "write the checkpoint")
 
@@ -203,9 +203,11 @@ def _like(x: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 
 def _read_state(path: Path) -> dict[str, Any]:
     """state.json, if all the files that it names are there and whole."""
-    file = path / STATE
+    file = path / SHARDS_STATE_FILE
     if not file.is_file():
-        raise CheckpointError(f"{path}: expected a file {STATE}, got none; the save was not finished, use an older one")
+        raise CheckpointError(
+            f"{path}: expected a file {SHARDS_STATE_FILE}, got none; the save was not finished, use an older one"
+        )
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
         files, groups = dict(state["files"]), list(state["groups"])

@@ -15,19 +15,19 @@ from typing import Any
 from lineate.names import user_path
 from lineate.terminal import printable
 
-Report = Callable[[str], None]
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")  # that are read in a folder; a file that is named may have any
+MessageCallback = Callable[[str], None]
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")  # that are read in a folder; a file that is named may have any
 _REMEDY = "give 'stdlib', a file, a folder or 'hf:NAME[:SPLIT[:CONFIG]]'"
 # Of the standard library: tests, what was installed into it, generated tables of characters, and what the build wrote.
 _NOT_STDLIB = ("test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "lib-dynload")
 _NOT_STDLIB_START = ("config-", "_sysconfigdata")
 
 
-def documents(data: Sequence[str], report: Report | None = None) -> Iterator[str]:
+def documents(data: Sequence[str], report: MessageCallback | None = None) -> Iterator[str]:
     """Every text of the sources, in an order that only depends on names; what is missing is an error at once.
 
     "stdlib": the .py, .txt, .md and .rst files of the running Python's standard library, without its tests, its
-    character tables (`encodings`) and what was installed beside it. A folder: its `SUFFIXES`, recursively, nothing
+    character tables (`encodings`) and what was installed beside it. A folder: its `TEXT_SUFFIXES`, recursively, nothing
     hidden. .jsonl: the field "text" of each line. "hf:NAME[:SPLIT[:CONFIG]]": a dataset's column "text". Empty texts
     are left out. Those that are not UTF-8 are too, and `report` (a warning by default) says how many.
     """
@@ -79,11 +79,11 @@ def _files(name: str) -> list[Path]:
 
 def _folder(folder: Path) -> list[Path]:
     found = list(_walk(folder, lambda name: name.startswith(".") or name == "__pycache__"))
-    files = [file for file in found if file.suffix.lower() in SUFFIXES and file.stat().st_size]
+    files = [file for file in found if file.suffix.lower() in TEXT_SUFFIXES and file.stat().st_size]
     if not files:
         others = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in _count(found)) or "no files"
         raise ValueError(
-            f"data: {folder} holds no text: expected {' '.join(SUFFIXES)} files that are not empty, got {others}; "
+            f"data: {folder} holds no text: expected {' '.join(TEXT_SUFFIXES)} files that are not empty, got {others}; "
             "name other files one by one"
         )
     for file in files:
@@ -94,7 +94,7 @@ def _folder(folder: Path) -> list[Path]:
 def _stdlib() -> list[Path]:
     folder = Path(sysconfig.get_path("stdlib"))
     found = _walk(folder, lambda name: name in _NOT_STDLIB or name.startswith((*_NOT_STDLIB_START, "__pycache__", ".")))
-    files = [file for file in found if file.suffix in SUFFIXES and file.suffix != ".jsonl" and file.stat().st_size]
+    files = [file for file in found if file.suffix in TEXT_SUFFIXES and file.suffix != ".jsonl" and file.stat().st_size]
     if not files:
         raise ValueError(
             f"data: 'stdlib' found no sources in {folder} (a Python without them?); give a file or a folder"
@@ -120,7 +120,7 @@ def _count(files: Iterable[Path]) -> list[tuple[str, int]]:
     return Counter(file.suffix for file in files).most_common(5)
 
 
-def _read(sources: list[tuple[str, list[Path]]], report: Report) -> Iterator[str]:
+def _read(sources: list[tuple[str, list[Path]]], report: MessageCallback) -> Iterator[str]:
     skipped: list[str] = []
     for name, files in sources:
         texts = _dataset(name) if name.startswith("hf:") else _texts(files, skipped)

@@ -15,7 +15,7 @@ import numpy as np
 KIND_FILE = "tokenizer_kind.json"
 BPE_FILE = "tokenizer.json"
 END_TEXT = "<|endoftext|>"
-LEAST, MOST = 257, 2**20
+MIN_BPE_SIZE, MAX_BPE_SIZE = 257, 2**20
 """Sizes of a BPE vocabulary: 256 bytes and end-of-text; four times the largest in use, whose table fits anywhere."""
 TRAIN_CHARACTERS = 50_000_000  # of text that BPE learns from, the first ones; more changes little
 _PIECE = 1_000_000  # characters of one long document that are encoded at a time
@@ -122,10 +122,10 @@ def check_name(name: str) -> int | None:
     found = re.fullmatch(r"bpe:0*([0-9]+)", name)
     if not found:
         raise ValueError(f"tokenizer must be 'bytes' or 'bpe:SIZE' such as 'bpe:4096', got {name!r:.80}")
-    if len(found[1]) > len(str(MOST)) or (size := int(found[1])) > MOST:
-        raise ValueError(f"tokenizer must be at most 'bpe:{MOST}', got {name!r:.80}")
-    if size < LEAST:
-        raise ValueError(f"tokenizer must be at least 'bpe:{LEAST}' (256 bytes and end-of-text), got {name!r}")
+    if len(found[1]) > len(str(MAX_BPE_SIZE)) or (size := int(found[1])) > MAX_BPE_SIZE:
+        raise ValueError(f"tokenizer must be at most 'bpe:{MAX_BPE_SIZE}', got {name!r:.80}")
+    if size < MIN_BPE_SIZE:
+        raise ValueError(f"tokenizer must be at least 'bpe:{MIN_BPE_SIZE}' (256 bytes and end-of-text), got {name!r}")
     return size
 
 

@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lineate.native.build import default_cache_folder
-from lineate.training.sources import Report, documents, fingerprint, warn
+from lineate.training.sources import MessageCallback, documents, fingerprint, warn
 from lineate.training.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT_VERSION = 1
 HEADER_BYTES = 1024
 CHECKED_BYTES = 256 << 20  # of tokens: up to here their checksum is compared on opening, above only sizes and bounds
 STALE_SECONDS = 3600  # a writer that wrote nothing for so long is dead
@@ -30,7 +30,7 @@ _GROUP = 8_000_000  # characters that are encoded together
 _CHUNK = 1 << 20  # tokens that are counted together
 
 
-class Layout:
+class JoinedSpans:
     """Spans of a token file laid end to end."""
 
     def __init__(self, starts: np.ndarray, lengths: np.ndarray) -> None:
@@ -66,7 +66,7 @@ class TokenView:
 
     def unigram_entropy(self) -> float:
         """Nats per predicted token (every one but a document's first): the loss of knowing frequencies only."""
-        layout = Layout(self.starts, self.lengths)
+        layout = JoinedSpans(self.starts, self.lengths)
         counts = -np.bincount(self.tokens[self.starts], minlength=1 << 16)
         for first in range(0, self.n_tokens, _CHUNK):
             index, _, _ = layout.locate(first, min(_CHUNK, self.n_tokens - first))
@@ -94,7 +94,7 @@ class TokenStore(TokenView):
         data: Sequence[str],
         tokenizer: Tokenizer,
         cache_folder: Path | str | None = None,
-        progress: Report | None = None,
+        progress: MessageCallback | None = None,
     ) -> "TokenStore":
         """The tokens of the sources: from the cache while it is current, else made there.
 
@@ -103,7 +103,7 @@ class TokenStore(TokenView):
         """
         report = progress or (lambda line: None)
         folder = default_cache_folder() if cache_folder is None else Path(cache_folder)
-        key = hashlib.sha256(f"{FORMAT} {fingerprint(data)} {tokenizer.identity}".encode()).hexdigest()
+        key = hashlib.sha256(f"{FORMAT_VERSION} {fingerprint(data)} {tokenizer.identity}".encode()).hexdigest()
         path = folder / f"{re.sub('[^a-z0-9]', '-', tokenizer.name)}-{key[:20]}.tokens"
         try:
             return cls._open(path, key)

@@ -233,7 +233,7 @@ def test_muon_moves_few_matrices_at_a_time(monkeypatch):
     """So that a rank never holds all of a sharded model; the steps are the same."""
     found = []
     for most in (2**26, 2000):
-        monkeypatch.setattr(optim, "AT_ONCE", most)
+        monkeypatch.setattr(optim, "GATHERED_ELEMENTS", most)
         model = make_model("GAG", experts=True)
         train(World(), model, optim.make_optimizer(model, "muon", 3e-3, 0.1, (0.9, 0.95)), 2)
         found.append(model.state_dict())

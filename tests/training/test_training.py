@@ -22,7 +22,7 @@ from lineate.training.batches import Batches
 from lineate.training.command import run_generate, run_train
 from lineate.training.compiling import verdict
 from lineate.training.config import TrainConfig
-from lineate.training.loop import MOST_SKIPS, Trainer, TrainingStopped
+from lineate.training.loop import MAX_SKIPPED_STEPS, Trainer, TrainingStopped
 from lineate.training.optim import hidden_matrices, make_optimizer, orthogonalize
 from lineate.training.order import ShuffledBatches
 from lineate.training.prepare import prepare, train
@@ -413,7 +413,7 @@ def test_a_bad_loss_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_skipping_ends_when_it_cannot_help(tmp_path: Path) -> None:
     trainer = poisoned(prepare(make_config(tmp_path, on_bad_loss="skip", steps=40, save_every=0)), range(2, 40), row=1)
-    with pytest.raises(TrainingStopped, match=f"{MOST_SKIPS} bad steps in a row"):
+    with pytest.raises(TrainingStopped, match=f"{MAX_SKIPPED_STEPS} bad steps in a row"):
         trainer.run()
     trainer.close()
     trainer = prepare(make_config(tmp_path, out=str(tmp_path / "other"), on_bad_loss="skip"))

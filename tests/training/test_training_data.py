@@ -25,7 +25,7 @@ from lineate.training import sources, tokenizer, tokens
 from lineate.training.batches import Batch, Batches
 from lineate.training.sources import documents, fingerprint
 from lineate.training.tokenizer import load_tokenizer, make_tokenizer
-from lineate.training.tokens import Layout, TokenStore, TokenView, permutation
+from lineate.training.tokens import JoinedSpans, TokenStore, TokenView, permutation
 
 TEXTS = ["hello", "", "the quick brown fox", "\u00e9\u4e2d\U0001f600\x00", "a\r\nb\n\n", "<|endoftext|>", "\ufeffx"]
 END = 256
@@ -713,7 +713,7 @@ def test_far_steps_are_exact():
 
 
 def test_layout_locates_any_range():
-    layout = Layout(np.array([10, 0, 20]), np.array([2, 3, 1]))
+    layout = JoinedSpans(np.array([10, 0, 20]), np.array([2, 3, 1]))
     index, last, begins = layout.locate(1, 4)
     assert index.tolist() == [11, 0, 1, 2] and last.tolist() == [True, False, False, True] and begins.tolist() == [1]
 
