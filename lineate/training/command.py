@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 from lineate.checks import named_path
 from lineate.names import spelled, user_path
 from lineate.terminal import fail, printable
-from lineate.training.config import TrainConfig
+from lineate.training.config import CONFIG_FILE, TrainConfig
 
 if TYPE_CHECKING:
     import typer
@@ -63,7 +63,7 @@ def run_train(given: dict[str, Any]) -> None:
     """Train with the flags that were given (not None), over a config file or a run's own config."""
     from lineate.models.hub import is_hub_name
     from lineate.models.presets import PRESETS
-    from lineate.training.loop import CONFIG_FILE, TrainingStopped
+    from lineate.training.loop import TrainingStopped
     from lineate.training.prepare import check_folder, prepare, restarted
 
     _print_anything()

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 
 from lineate.dtypes import full_name
 
+CONFIG_FILE = "config.json"
 OPTION_VALUES = {
     "optimizer": ("adamw", "muon"),
     "schedule": ("cosine", "wsd"),

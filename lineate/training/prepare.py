@@ -19,9 +19,9 @@ from lineate.models.safetensors import CheckpointError
 from lineate.names import nearest
 from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
-from lineate.training.config import FIXED_OPTIONS, TrainConfig
+from lineate.training.config import CONFIG_FILE, FIXED_OPTIONS, TrainConfig
 from lineate.training.distributed import World
-from lineate.training.loop import CONFIG_FILE, Trainer
+from lineate.training.loop import Trainer
 from lineate.training.optim import make_optimizer
 from lineate.training.order import ShuffledBatches
 from lineate.training.report import METRICS_FILE, PLOT_FILE, RunReporter, need_tensorboard
@@ -128,8 +128,10 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
         checkpoint.load_model(saved, model)
     model = world.wrap(model)
     optimizer = make_optimizer(model, config.optimizer, config.lr, config.weight_decay, config.betas)
-    entropy = learn.unigram_entropy()
-    trainer = Trainer(config, world, report, tokenizer, data, batches, validation, model, optimizer, entropy)
+    trainer = Trainer(
+        config=config, world=world, report=report, tokenizer=tokenizer, data=data, batches=batches,
+        validation=validation, model=model, optimizer=optimizer, entropy=learn.unigram_entropy(),
+    )  # fmt: skip
     if saved is not None and state is not None:
         if by_ranks:
             from lineate.training.sharded import load_distributed
