@@ -1,4 +1,4 @@
-"""From a config to a Trainer: everything that can be wrong is found here, before any training."""
+"""Make a Trainer from a configuration; mistakes in options, data or checkpoints are found here, before any training."""
 
 import os
 import zlib
@@ -33,14 +33,22 @@ RUN_STATE_TYPES: dict[str, tuple[type, ...]] = {
     "step": (int,), "looked": (int,), "config": (dict,), "data": (dict,), "metrics": (int,), "skipped": (int,),
     "best": (float, int, type(None)), "random": (list,),
 }  # fmt: skip
-"""What state.json of a checkpoint has; ints are at least 0."""
+"""The keys of a checkpoint's state.json and their types; an int must be at least 0."""
 OTHER_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken", "tiktoken.model")
-"""Files of published tokenizers, which are not read."""
+"""Names of published tokenizers' files, which training cannot read."""
 
 
 @cpu_by_default
 def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
-    """Train as configured, to the end; resume: go on from the newest checkpoint in config.out."""
+    """Train a model to the end.
+
+    Args:
+        config: The options of the run.
+        resume: Whether to go on from the newest checkpoint in config.out.
+
+    Returns:
+        The trainer, with the trained model.
+    """
     trainer = prepare(config, resume=resume)
     try:
         trainer.run()
@@ -51,9 +59,14 @@ def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
 
 @cpu_by_default
 def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
-    """A run that is ready to train; ValueError or OSError, in plain words, if it cannot be.
+    """Return a run that is ready to train, or raise ValueError or OSError with the reason why there is none.
 
-    Its folder is this process's from the first look that counts; a run that cannot be prepared changes nothing in it.
+    The run's folder is locked before it is checked, so that no other process can use it. A run that cannot be prepared
+    leaves the folder as it was.
+
+    Args:
+        config: The options of the run.
+        resume: Whether to go on from the newest checkpoint in config.out.
     """
     config.check()
     check_name(config.tokenizer)
@@ -71,8 +84,9 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     report = RunReporter(config, world.is_main)
 
     def take() -> None:
+        """Lock the run's folder."""
         report.lock()
-        check_folder(out, resume)  # once more: another process may have begun, or ended, a run there since
+        check_folder(out, resume)  # again under the lock, as another process may have changed it
         if (why := checks.why_not_writable(out)) is not None:
             raise ValueError(f"out must be a folder that can be written, got {out} ({why})")
 
@@ -87,6 +101,7 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
 
 
 def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporter) -> Trainer:
+    """Make the tokenizer, the data, the model and the optimiser, from the newest checkpoint if there is one."""
     if config.rows % (world.data_size * config.accumulate):
         raise ValueError(
             f"rows must be a multiple of data ranks x accumulate = {world.data_size} x {config.accumulate}, "
@@ -100,7 +115,7 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
     state = None if saved is None else _read_state(saved, config)
     tokenizer = _tokenizer(config, saved, world)
     _check_prompt(config.prompt, tokenizer)
-    store = world.on_main(  # makes the file, which the others open
+    store = world.on_main(  # rank 0 makes the file, and the others open it
         lambda: TokenStore.open_or_make(config.data, tokenizer, config.cache, report.say), "prepare the data"
     )
     if store is None:
@@ -136,7 +151,8 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
         if by_ranks:
             from lineate.training.sharded import load_distributed
 
-            load_distributed(saved / checkpoint.RANKS_FOLDER, model, optimizer, options=False)  # the config's count
+            # Without the saved options, as those of the config apply.
+            load_distributed(saved / checkpoint.RANKS_FOLDER, model, optimizer, options=False)
         else:
             checkpoint.load_optimizer(saved, model, optimizer)
         trainer.step, trainer.looked, trainer.saved = state["step"], state["looked"], state["step"]
@@ -150,7 +166,7 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """The folder has a run if one is resumed, and nothing that a run would overwrite if not."""
+    """Raise ValueError if a run to resume has no folder, or if a new one would overwrite files."""
     if resume:
         if not (out / CONFIG_FILE).is_file():
             raise ValueError(f"resume must be the folder of a run, got {out}, which has no {CONFIG_FILE}")
@@ -168,14 +184,14 @@ def check_folder(out: Path, resume: bool) -> None:
 
 
 def restarted(config: TrainConfig) -> bool:
-    """Whether torchrun started this process again after a failure, and the run in config.out is this one."""
+    """Whether torchrun has restarted this process after a failure, with the same run in config.out."""
     file = Path(config.out) / CONFIG_FILE
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return again and file.is_file() and TrainConfig.load(file) == config
 
 
 def _newest(folder: Path, world: World, report: RunReporter) -> Path | None:
-    """Rank 0 reads and compares the files; all take the one it found."""
+    """Return the newest complete checkpoint; rank 0 verifies the files, and all ranks use what it found."""
     found = world.on_main(lambda: checkpoint.newest(folder, report.warn), "read the checkpoints")
     step = int(world.sum(torch.tensor(0 if found is None else int(found.name[5:]) + 1, device="cpu")))
     if not step and (damaged := checkpoint.checkpoints(folder)):
@@ -187,10 +203,10 @@ def _newest(folder: Path, world: World, report: RunReporter) -> Path | None:
 
 
 def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
-    """state.json of a checkpoint, if this config may go on from it."""
+    """Read state.json of a checkpoint; raise if it is damaged or this configuration cannot continue it."""
     file = path / checkpoint.RUN_STATE_FILE
     state = read_json(file)
-    state.setdefault("looked", state.get("step"))  # which earlier versions did not write, and always had
+    state.setdefault("looked", state.get("step"))  # earlier versions did not write it, and it equalled step
     older = f"remove {path} to go on from an older checkpoint"
     for name, kinds in RUN_STATE_TYPES.items():
         value = state.get(name, ...)
@@ -216,7 +232,7 @@ def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
 
 
 def _tokenizer(config: TrainConfig, saved: Path | None, world: World) -> Tokenizer:
-    """Of the checkpoint, of the model's folder, or a new one."""
+    """Return the tokenizer of the checkpoint, or of the model's folder, or else a new one."""
     own, start = Path(config.out) / "tokenizer", Path(config.model)
     if saved is not None:
         tokenizer = load_tokenizer(saved)
@@ -229,12 +245,12 @@ def _tokenizer(config: TrainConfig, saved: Path | None, world: World) -> Tokeniz
         return tokenizer
     if config.model not in PRESETS and (start / KIND_FILE).is_file():
         return load_tokenizer(start)
-    texts = documents(config.data, lambda skipped: None)  # the store says it
+    texts = documents(config.data, lambda skipped: None)  # TokenStore reports these
     return world.share(world.on_main(lambda: make_tokenizer(config.tokenizer, texts), "make the tokenizer"))
 
 
 def _check_prompt(prompt: str, tokenizer: Tokenizer) -> None:
-    """Found out now, not when the first sample is made."""
+    """Raise ValueError if the tokenizer cannot encode the prompt, rather than at the first sample."""
     try:
         tokenizer.encode(prompt)
     except ValueError as error:
@@ -242,7 +258,7 @@ def _check_prompt(prompt: str, tokenizer: Tokenizer) -> None:
 
 
 def _check_model(config: TrainConfig) -> None:
-    """Everything that can be wrong with the model and its vocabulary before data or weights are read."""
+    """Raise ValueError if the model or its vocabulary does not fit the options; reads neither data nor weights."""
     start = Path(config.model)
     if config.model in PRESETS:
         preset(config.model, config.pattern, vocab_size=1)
@@ -275,7 +291,7 @@ def _check_model(config: TrainConfig) -> None:
                 f"{', '.join(others[:3])}, which is not read yet; {name!r} would give ids that mean other tokens: "
                 "train a preset, or train this model in Python on ids of its own tokenizer"
             )
-        # Of a published model this is the only sign that they belong together; ours may have room to spare.
+        # With a published model, equal sizes are the only sign that they belong together; ours may have unused ids.
         fits = size <= vocabulary if found.family == "lineate" else size == vocabulary
     if not fits:
         raise ValueError(
@@ -285,12 +301,12 @@ def _check_model(config: TrainConfig) -> None:
 
 
 def _check_context(config: TrainConfig) -> None:
-    """Its layers can share a row among ranks, if they are to."""
+    """Raise ValueError if a row is to be shared among ranks and the model has layers that cannot do so."""
     if config.context == 1:
         return
     if config.model in PRESETS:
         sizes = preset(config.model, config.pattern, vocab_size=1)
-    elif Path(config.model).is_dir():  # a resumed run no longer needs it
+    elif Path(config.model).is_dir():  # a resumed run does not need the folder
         sizes = read_config(Checkpoint.open(Path(config.model)))
     else:
         return
@@ -299,12 +315,12 @@ def _check_context(config: TrainConfig) -> None:
 
 
 def _saved_model(path: Path) -> HybridLM:
-    """As a checkpoint describes it, for its weights to be read into."""
+    """Make the model that a checkpoint describes, without its weights yet."""
     return HybridLM(read_config(Checkpoint(path, read_json(path / CONFIG_FILE), {})))
 
 
 def _model(config: TrainConfig, tokenizer: Tokenizer) -> HybridLM:
-    """On the CPU, in float32: new, or from a folder."""
+    """Make a new model from a preset, or load one from a folder, on the CPU and in float32."""
     if config.model in PRESETS:
         sizes = preset(config.model, config.pattern, tokenizer.vocab_size)
         return HybridLM(replace(sizes, bos_token_id=tokenizer.end, eos_token_ids=(tokenizer.end,)))

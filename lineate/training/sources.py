@@ -1,4 +1,4 @@
-"""Where text comes from: the running Python's standard library, files, folders, a Hugging Face dataset."""
+"""Read texts from the running Python's standard library, from files and folders, or from a Hugging Face dataset."""
 
 import hashlib
 import importlib
@@ -16,26 +16,37 @@ from lineate.names import user_path
 from lineate.terminal import printable
 
 MessageCallback = Callable[[str], None]
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")  # that are read in a folder; a file that is named may have any
+"""Is called with a line of text to show."""
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+"""The files of a folder that are read; a file that is named itself may have any suffix."""
 _REMEDY = "give 'stdlib', a file, a folder or 'hf:NAME[:SPLIT[:CONFIG]]'"
-# Of the standard library: tests, what was installed into it, generated tables of characters, and what the build wrote.
+# Folders of the standard library that are not read: tests, installed packages, character tables, build outputs.
 _NOT_STDLIB = ("test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "lib-dynload")
 _NOT_STDLIB_START = ("config-", "_sysconfigdata")
 
 
 def documents(data: Sequence[str], report: MessageCallback | None = None) -> Iterator[str]:
-    """Every text of the sources, in an order that only depends on names; what is missing is an error at once.
+    """Yield every text of the sources, in an order that depends only on names; raise at once if a source is missing.
 
-    "stdlib": the .py, .txt, .md and .rst files of the running Python's standard library, without its tests, its
-    character tables (`encodings`) and what was installed beside it. A folder: its `TEXT_SUFFIXES`, recursively, nothing
-    hidden. .jsonl: the field "text" of each line. "hf:NAME[:SPLIT[:CONFIG]]": a dataset's column "text". Empty texts
-    are left out. Those that are not UTF-8 are too, and `report` (a warning by default) says how many.
+    A source is one of these:
+
+    - "stdlib": the .py, .txt, .md and .rst files of the running Python's standard library, without its tests, its
+      character tables (`encodings`) and installed packages.
+    - A file; of a .jsonl file, the field "text" of each line.
+    - A folder: its files with `TEXT_SUFFIXES`, recursively, except hidden ones.
+    - "hf:NAME[:SPLIT[:CONFIG]]": the column "text" of a Hugging Face dataset.
+
+    Empty texts are left out, and so are texts that are not UTF-8.
+
+    Args:
+        data: The sources.
+        report: Called with the number of texts that are not UTF-8; by default this is a warning.
     """
     return _read(_sources(data), report or warn)
 
 
 def fingerprint(data: Sequence[str]) -> str:
-    """Changes when the sources do: names, sizes and times of the files; of a dataset on the hub only its name."""
+    """Return a hash of the sources: names, sizes and times of their files; of a dataset on the hub only its name."""
     digest = hashlib.sha256()
     for name, files in _sources(data):
         digest.update(f"{name!r}\n".encode())
@@ -48,7 +59,7 @@ def fingerprint(data: Sequence[str]) -> str:
 
 
 def _sources(data: Sequence[str]) -> list[tuple[str, list[Path]]]:
-    """Each name with its files (none for a dataset), after everything that can be wrong without reading them."""
+    """Return each name with its files (none for a dataset); raise for what is wrong without reading the files."""
     if isinstance(data, str):
         raise TypeError(f"data must be a sequence of names, got the string {data!r}; use ({data!r},)")
     if not data:
@@ -57,6 +68,7 @@ def _sources(data: Sequence[str]) -> list[tuple[str, list[Path]]]:
 
 
 def _files(name: str) -> list[Path]:
+    """Return the files of one source."""
     if name == "stdlib":
         return _stdlib()
     if name.startswith("hf:"):
@@ -103,6 +115,8 @@ def _stdlib() -> list[Path]:
 
 
 def _walk(folder: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
+    """Yield the files below a folder, sorted, without names that `skip` accepts."""
+
     def stop(error: OSError) -> None:
         raise PermissionError(f"data: {error.filename} cannot be read: {error.strerror}") from error
 
@@ -117,10 +131,12 @@ def _check_readable(file: Path) -> None:
 
 
 def _count(files: Iterable[Path]) -> list[tuple[str, int]]:
+    """Count the five most common suffixes."""
     return Counter(file.suffix for file in files).most_common(5)
 
 
 def _read(sources: list[tuple[str, list[Path]]], report: MessageCallback) -> Iterator[str]:
+    """Yield the texts of the sources."""
     skipped: list[str] = []
     for name, files in sources:
         texts = _dataset(name) if name.startswith("hf:") else _texts(files, skipped)
@@ -138,6 +154,7 @@ def _read(sources: list[tuple[str, list[Path]]], report: MessageCallback) -> Ite
 
 
 def _texts(files: list[Path], skipped: list[str]) -> Iterator[str]:
+    """Yield the texts of files; names of texts that are not UTF-8 are added to `skipped`."""
     for file in files:
         if file.suffix.lower() == ".jsonl":
             yield from _json_lines(file, skipped)
@@ -173,7 +190,7 @@ def _json_lines(file: Path, skipped: list[str]) -> Iterator[str]:
 
 
 def _has_surrogate(text: str) -> bool:
-    """JSON can name half of a surrogate pair, which is no text."""
+    """Whether a text has half of a surrogate pair, which JSON can express and UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -182,6 +199,7 @@ def _has_surrogate(text: str) -> bool:
 
 
 def _dataset(name: str) -> Iterator[str]:
+    """Yield the texts of a Hugging Face dataset."""
     path, split, config = _dataset_parts(name)
     try:
         library: Any = importlib.import_module("datasets")
@@ -197,6 +215,7 @@ def _dataset(name: str) -> Iterator[str]:
 
 
 def _dataset_parts(name: str) -> tuple[str, str, str | None]:
+    """Split "hf:NAME[:SPLIT[:CONFIG]]" into name, split and configuration."""
     path, _, rest = name.removeprefix("hf:").partition(":")
     split, _, config = rest.partition(":")
     if not path:
@@ -205,4 +224,5 @@ def _dataset_parts(name: str) -> tuple[str, str, str | None]:
 
 
 def warn(message: str) -> None:
+    """Issue a warning; the default MessageCallback."""
     warnings.warn(printable(message), stacklevel=2)
