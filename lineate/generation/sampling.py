@@ -13,7 +13,9 @@ from lineate.models.checks import check_ids
 class Decoder(Protocol):
     """The part of a tokenizer that stream_text needs."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with U+FFFD for an incomplete character."""
+        ...
 
 
 def choose(

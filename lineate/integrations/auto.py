@@ -92,7 +92,11 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
 
     @classmethod
     def from_hybrid(cls, config: HybridConfig) -> "LineateConfig":
-        """Make it from a HybridConfig with the same values."""
+        """Make it from a HybridConfig with the same values.
+
+        Args:
+            config: The configuration of a HybridLM.
+        """
         return cls(**config.to_dict())
 
     @property
@@ -137,37 +141,47 @@ class LineateCache(Cache):  # type: ignore[misc]
         return f"LineateCache(rows={self.batch_size}, columns={self.columns})"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns read so far, padding included."""
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1, as a state has no largest length."""
         return -1  # which transformers reads as no limit
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether anything has been read."""
         return self.state is not None
 
     @property
     def batch_size(self) -> int:
+        """The number of rows; -1 before anything is read."""
         return -1 if self.state is None else self.state.rows
 
     @property
     def is_initialized(self) -> bool:
+        """Whether anything has been read."""
         return self.state is not None
 
     def reset(self) -> None:
+        """Forget everything that was read."""
         self.state, self.columns = None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select the rows of a beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows at these indices, in this order."""
         if self.state is not None:
             self.state = self.state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
         if self.state is not None:
             self.state = self.state.select(torch.arange(self.state.rows, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Raise ValueError, as a state cannot be cropped, unless there is nothing to remove."""
         if tokens_to_remove:
             raise ValueError(
                 f"a LineateCache cannot be cropped, got tokens_to_remove = {tokens_to_remove}; "
@@ -175,6 +189,7 @@ class LineateCache(Cache):  # type: ignore[misc]
             )
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Raise TypeError, as the model updates the state itself."""
         raise TypeError("a LineateCache holds the state of a lineate model, not the keys and values of another")
 
 
@@ -234,14 +249,22 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         return model.train(self.training)
 
     def save_pretrained(self, save_directory: str | PathLike[str], *given: Any, **named: Any) -> None:
-        """Save as transformers does; refuse a model that its configuration does not describe."""
+        """Save as transformers does; refuse a model that its configuration does not describe.
+
+        Args:
+            save_directory: The folder.
+            *given: Further arguments of transformers' save_pretrained.
+            **named: Further arguments of transformers' save_pretrained.
+        """
         check_described(self.to_hybrid(), empty_model(self.config.hybrid), around=self)
         super().save_pretrained(save_directory, *given, **named)
 
     def get_output_embeddings(self) -> nn.Linear | None:
+        """Return the head; None if it is the embedding."""
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the head."""
         if self.head is None:
             raise ValueError("set_output_embeddings needs tie_embeddings=False; the head is the embedding")
         self.head = new_embeddings

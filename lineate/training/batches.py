@@ -26,7 +26,11 @@ class Batch:
     """Whether the first sequence began on an earlier rank."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch on a device."""
+        """Return the batch on a device.
+
+        Args:
+            device: Where to.
+        """
         return replace(
             self, ids=self.ids.to(device), targets=self.targets.to(device), cu_seqlens=self.cu_seqlens.to(device)
         )

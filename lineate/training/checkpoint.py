@@ -70,7 +70,12 @@ def problem(path: Path, contents: bool = True) -> str | None:
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint that matches its manifest, and warn of newer ones that do not."""
+    """Return the newest checkpoint that matches its manifest, and warn of newer ones that do not.
+
+    Args:
+        folder: The folder of all checkpoints.
+        warn: Called with a sentence for each damaged checkpoint.
+    """
     for path in checkpoints(folder):
         if (why := problem(path)) is None:
             return path
@@ -199,7 +204,13 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
 
 
 def load_random_state(path: Path, python: list[Any], device: torch.device) -> None:
-    """Restore the random states of a checkpoint; `python` is what random_state returned second."""
+    """Restore the random states of a checkpoint.
+
+    Args:
+        path: The folder of the checkpoint.
+        python: Python's state, as random_state returned it.
+        device: The device whose state is restored beside the CPU's.
+    """
     file = path / "random.safetensors"
     tensors = read_tensors(file)
     try:
@@ -221,7 +232,14 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def write_state(path: Path, model: nn.Module, optimizer: Optimizer, world: World) -> None:
-    """Write the weights and the optimiser's state; with several ranks, all must call it."""
+    """Write the weights and the optimiser's state; with several ranks, all must call it.
+
+    Args:
+        path: The folder of the checkpoint.
+        model: The model, sharded or not.
+        optimizer: Its optimiser.
+        world: The ranks.
+    """
     if world.size > 1:
         from lineate.training.sharded import save_distributed
 
@@ -237,7 +255,12 @@ def write_state(path: Path, model: nn.Module, optimizer: Optimizer, world: World
 
 
 def load_model(path: Path, model: nn.Module) -> None:
-    """Read weights that one process wrote into a model that World.wrap has not wrapped yet."""
+    """Read weights that one process wrote into a model that World.wrap has not wrapped yet.
+
+    Args:
+        path: The folder of the checkpoint.
+        model: The model to fill.
+    """
     file = path / "model.safetensors"
     entries, state, reader = read_header(file), model.state_dict(), Reader()
     if entries.keys() != state.keys():
@@ -250,7 +273,13 @@ def load_model(path: Path, model: nn.Module) -> None:
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Read the optimiser's state by parameter names, and shard it as the parameters are sharded."""
+    """Read the optimiser's state by parameter names, and shard it as the parameters are sharded.
+
+    Args:
+        path: The folder of the checkpoint.
+        model: The model, whose parameters the optimiser trains.
+        optimizer: The optimiser to fill.
+    """
     values: dict[str, dict[str, Tensor]] = {}
     for full, value in read_tensors(path / "optimizer.safetensors").items():
         name, _, key = full.rpartition("/")

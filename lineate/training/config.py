@@ -129,7 +129,11 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
-        """Make a configuration from JSON values and check it; unknown keys are errors."""
+        """Make a configuration from JSON values and check it; unknown keys are errors.
+
+        Args:
+            values: Options by name; those left out have their defaults.
+        """
         known = {f.name: f for f in fields(cls)}
         for name in values:
             if name not in known:
@@ -169,7 +173,11 @@ class TrainConfig:
         return min(20, self.steps // 5) if self.warmup is None else self.warmup
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0.
+
+        Args:
+            step: The step.
+        """
         warmup = self.warmup_steps
         if step < warmup:
             return self.lr * (step + 1) / warmup

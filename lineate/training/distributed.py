@@ -199,7 +199,11 @@ class World:
         return on_main(work, what, self.patient)
 
     def share(self, value: ResultT | None) -> ResultT:
-        """Return rank 0's value on every rank; it is pickled between the processes of this job, not to a file."""
+        """Return rank 0's value on every rank; it is pickled between the processes of this job, not to a file.
+
+        Args:
+            value: The value on rank 0; ignored on the others.
+        """
         box = [value]
         if self.mesh is not None:
             dist.broadcast_object_list(box, src=0, group=self.patient)

@@ -57,14 +57,23 @@ class Learner:
         return total / count, count
 
     def pieces(self, batches: ShuffledBatches, step: int) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of a step."""
+        """Yield this rank's micro-batches of a step.
+
+        Args:
+            batches: Training or validation batches.
+            step: The step, from 0.
+        """
         world, many = self.world, self.config.accumulate
         for n in range(many):
             batch = batches.batch(step, world.data_rank * many + n, world.data_size * many)
             yield batch.shard(world.context_rank, world.context_size) if world.context_size > 1 else batch
 
     def logits(self, piece: Batch) -> Tensor:
-        """Return the logits `1 n vocab` of a micro-batch that is on the device."""
+        """Return the logits `1 n vocab` of a micro-batch that is on the device.
+
+        Args:
+            piece: The micro-batch.
+        """
         with self._autocast():
             return self.model(piece.ids, cu_seqlens=piece.cu_seqlens, continues=piece.continues).logits
 
@@ -81,7 +90,11 @@ class Learner:
         return float(self.world.sum(total)) / max(1, int(self.world.sum(count)))
 
     def sample(self, tokens: int = SAMPLE_TOKENS) -> str:
-        """Return config.prompt and the text with which the model continues it; the same for the same weights."""
+        """Return config.prompt and the text with which the model continues it; the same for the same weights.
+
+        Args:
+            tokens: The most tokens to generate.
+        """
         start = torch.tensor([[self.tokenizer.end, *self.tokenizer.encode(self.config.prompt)]], device="cpu")
         with self._autocast(), torch.compiler.set_stance("force_eager"):
             drawn = generate(self.model, start, tokens, temperature=0.8, top_p=0.95, seed=self.config.seed)

@@ -23,7 +23,11 @@ GATHERED_ELEMENTS = 2**26
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return by name the weights of the linear layers in the blocks, and those of experts, `count rows columns`."""
+    """Return by name the weights of the linear layers in the blocks, and those of experts, `count rows columns`.
+
+    Args:
+        model: A HybridLM.
+    """
     found: dict[str, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         if not prefix.startswith("layers."):

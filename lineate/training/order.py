@@ -49,12 +49,22 @@ class ShuffledBatches:
         )
 
     def row(self, step: int, row: int) -> int:
-        """Return which row of the stream is this row of a step."""
+        """Return which row of the stream is this row of a step.
+
+        Args:
+            step: The step, from 0.
+            row: The row of the step.
+        """
         epoch, k = divmod(step * self.rows + row, self.epoch_rows)
         return epoch * self.epoch_rows + int(self._order(epoch)[k])
 
     def documents(self, step: int, row: int) -> list[int]:
-        """Return the indices, in the view, of the documents that a row of a step overlaps."""
+        """Return the indices, in the view, of the documents that a row of a step overlaps.
+
+        Args:
+            step: The step, from 0.
+            row: The row of the step.
+        """
         epoch, offset = divmod(self.row(step, row) * self.length, self.view.n_tokens)
         index, _, _ = self.stream._epoch(epoch).locate(offset, min(self.length, self.view.n_tokens - offset))
         by_start = np.argsort(self.view.starts)

@@ -166,7 +166,12 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """Raise ValueError if a run to resume has no folder, or if a new one would overwrite files."""
+    """Raise ValueError if a run to resume has no folder, or if a new one would overwrite files.
+
+    Args:
+        out: The run's folder.
+        resume: Whether the run is to be resumed.
+    """
     if resume:
         if not (out / CONFIG_FILE).is_file():
             raise ValueError(f"resume must be the folder of a run, got {out}, which has no {CONFIG_FILE}")

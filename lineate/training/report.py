@@ -133,7 +133,11 @@ class RunReporter:
         return os.fstat(self._file.fileno()).st_size
 
     def write(self, values: dict[str, Any]) -> None:
-        """Write one line of metrics.jsonl, and TensorBoard's events."""
+        """Write one line of metrics.jsonl, and TensorBoard's events.
+
+        Args:
+            values: Numbers by name, among them "step".
+        """
         if self._file is None:
             return
         size = os.fstat(self._file.fileno()).st_size
@@ -163,7 +167,15 @@ class RunReporter:
             self.warn(text)
 
     def step(self, step: int, loss: float, lr: float, tokens: int, seconds: float) -> None:
-        """Show the progress after a step, counted from 1."""
+        """Show the progress after a step, counted from 1.
+
+        Args:
+            step: The step.
+            loss: Its loss.
+            lr: Its learning rate.
+            tokens: How many tokens it had.
+            seconds: How long it took.
+        """
         if not self.main:
             return
         assert self._first is not None
@@ -180,7 +192,12 @@ class RunReporter:
             )
 
     def sample(self, step: int, text: str) -> None:
-        """Print a sample of the model's text, with dots for control characters."""
+        """Print a sample of the model's text, with dots for control characters.
+
+        Args:
+            step: The step after which it was made.
+            text: The sample.
+        """
         lines = "\n".join(f"    | {line}" for line in printable(text).split("\n"))
         self.say(f"sample at step {step}:\n{lines}")
         if self._board is not None:
@@ -230,7 +247,11 @@ def need_tensorboard() -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl; raise ValueError if one is not what a run writes."""
+    """Return the lines of metrics.jsonl; raise ValueError if one is not what a run writes.
+
+    Args:
+        folder: The run's folder.
+    """
     found = []
     for number, line in enumerate((folder / METRICS_FILE).read_text().splitlines(), start=1):
         try:

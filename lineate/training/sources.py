@@ -46,7 +46,11 @@ def documents(data: Sequence[str], report: MessageCallback | None = None) -> Ite
 
 
 def fingerprint(data: Sequence[str]) -> str:
-    """Return a hash of the sources: names, sizes and times of their files; of a dataset on the hub only its name."""
+    """Return a hash of the sources: names, sizes and times of their files; of a dataset on the hub only its name.
+
+    Args:
+        data: The sources, as `documents` takes them.
+    """
     digest = hashlib.sha256()
     for name, files in _sources(data):
         digest.update(f"{name!r}\n".encode())

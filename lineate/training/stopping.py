@@ -83,7 +83,11 @@ class Signals:
             reader.close()
 
     def took(self, seconds: float) -> None:
-        """Adapt `grace` to the seconds that the last step took."""
+        """Adapt `grace` to the seconds that the last step took.
+
+        Args:
+            seconds: How long the step took.
+        """
         self.grace = min(max(GRACE_SECONDS, 2 * seconds), MAX_GRACE_SECONDS)
 
     @contextmanager
@@ -110,10 +114,8 @@ class Signals:
                 now = time.monotonic()
                 if deadline is None:
                     first, deadline = now, now + self.grace
-                elif (
-                    not self._came and now - first >= SAME_REQUEST_SECONDS
-                ):  # a second signal before Python could handle the first
-                    break
+                elif not self._came and now - first >= SAME_REQUEST_SECONDS:
+                    break  # a second signal, before Python could handle the first
             elif not self.busy:
                 break
         give_up()

@@ -36,17 +36,29 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, as `encode` would."""
+        """Return the ids of each text, as `encode` would.
+
+        Args:
+            texts: The texts.
+        """
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without end-of-text."""
+        """Return the ids of a text, without end-of-text.
+
+        Args:
+            text: The text.
+        """
         return self.encode_many([text])[0].tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without end-of-text; an incomplete character becomes U+FFFD."""
+        """Return the text of ids, without end-of-text; an incomplete character becomes U+FFFD.
+
+        Args:
+            ids: Token ids.
+        """
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
@@ -54,7 +66,11 @@ class Tokenizer(ABC):
         return self._decode([i for i in ids if i != self.end])
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer to a folder, for load_tokenizer."""
+        """Write the tokenizer to a folder, for load_tokenizer.
+
+        Args:
+            folder: The folder, which is made if it does not exist.
+        """
         Path(folder).mkdir(parents=True, exist_ok=True)
         kind = {"name": self.name, "vocab_size": self.vocab_size, "end": self.end, "identity": self.identity}
         _write(Path(folder) / KIND_FILE, json.dumps(kind, indent=1) + "\n")
@@ -131,7 +147,11 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def check_name(name: str) -> int | None:
-    """Return the vocabulary size of "bpe:SIZE", None for "bytes"; raise ValueError for any other name."""
+    """Return the vocabulary size of "bpe:SIZE", None for "bytes"; raise ValueError for any other name.
+
+    Args:
+        name: The name of a tokenizer.
+    """
     if name == "bytes":
         return None
     found = re.fullmatch(r"bpe:0*([0-9]+)", name)
@@ -145,7 +165,11 @@ def check_name(name: str) -> int | None:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read the tokenizer that `save` wrote to a folder."""
+    """Read the tokenizer that `save` wrote to a folder.
+
+    Args:
+        folder: The folder.
+    """
     file = Path(folder) / KIND_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no tokenizer ({KIND_FILE} is missing)")

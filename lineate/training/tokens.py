@@ -47,6 +47,10 @@ class JoinedSpans:
     def locate(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Find the tokens [first, first + count) of the concatenation.
 
+        Args:
+            first: The first token.
+            count: How many tokens.
+
         Returns:
             Their indices in the file, whether each is the last of its span, and which of them, counted from `first`,
             begin a span.
@@ -77,7 +81,11 @@ class TokenView:
         self.n_tokens = int(lengths.sum())
 
     def document(self, index: int) -> np.ndarray:
-        """Return the ids of a document as int64, with end-of-text at both ends."""
+        """Return the ids of a document as int64, with end-of-text at both ends.
+
+        Args:
+            index: The number of the document in this view.
+        """
         if not 0 <= index < self.n_documents:
             raise IndexError(f"document must be in 0..{self.n_documents - 1}, got {index}")
         start = int(self.starts[index])
@@ -203,6 +211,11 @@ def permutation(n: int, seed: int, stream: int) -> np.ndarray:
     """Return a permutation of 0..n-1 for a seed and a stream.
 
     It uses arithmetic of its own, so that the versions of libraries cannot change the order of a run's data.
+
+    Args:
+        n: How many numbers.
+        seed: The seed of the run.
+        stream: Tells apart the permutations that one seed is used for.
     """
     key = hashlib.sha256(f"{seed} {stream}".encode()).digest()
     x = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(int.from_bytes(key[:8], "little"))
