@@ -134,7 +134,7 @@ class World:
         if self.size == 1:
             return model.to(self.device)
         if self.shard == "full":
-            return _fully_shard(model, self.everyone)
+            return fully_shard_model(model, self.everyone)
         model.to(self.device)
         with torch.no_grad():
             for x in model.state_dict().values():
@@ -312,7 +312,7 @@ def _device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _fully_shard(model: ModelT, mesh: DeviceMesh | None) -> ModelT:
+def fully_shard_model(model: ModelT, mesh: DeviceMesh | None) -> ModelT:
     """Shard the model with FSDP2: a block is gathered when it runs, and its gradients are reduce-scattered as a sum."""
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 

@@ -287,7 +287,7 @@ def plot_loss(folder: Path, entropy: float | None = None) -> Path:
     checked = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(steps, losses, color="0.75", linewidth=0.8, label="training, each step")
-    axes.plot(steps, _smooth(losses), color="C0", label="training, average")
+    axes.plot(steps, smooth(losses), color="C0", label="training, average")
     if checked:
         axes.plot(*zip(*checked, strict=True), "o-", color="C1", markersize=4, label="validation")
     if entropy is not None:
@@ -301,7 +301,7 @@ def plot_loss(folder: Path, entropy: float | None = None) -> Path:
     return file
 
 
-def _smooth(values: list[float]) -> list[float]:
+def smooth(values: list[float]) -> list[float]:
     """Average exponentially over about a fortieth of the values, short enough not to lag behind a falling loss."""
     weight = 1 - 1 / max(1.0, len(values) / 40)
     total = norm = 0.0

@@ -74,7 +74,7 @@ def _sources(data: Sequence[str]) -> list[tuple[str, list[Path]]]:
 def _files(name: str) -> list[Path]:
     """Return the files of one source."""
     if name == "stdlib":
-        return _stdlib()
+        return stdlib_files()
     if name.startswith("hf:"):
         _dataset_parts(name)
         return []
@@ -107,7 +107,8 @@ def _folder(folder: Path) -> list[Path]:
     return files
 
 
-def _stdlib() -> list[Path]:
+def stdlib_files() -> list[Path]:
+    """Return the text files of the running Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     found = _walk(folder, lambda name: name in _NOT_STDLIB or name.startswith((*_NOT_STDLIB_START, "__pycache__", ".")))
     files = [file for file in found if file.suffix in TEXT_SUFFIXES and file.suffix != ".jsonl" and file.stat().st_size]

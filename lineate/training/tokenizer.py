@@ -17,8 +17,10 @@ BPE_FILE = "tokenizer.json"
 END_TEXT = "<|endoftext|>"
 MIN_BPE_SIZE, MAX_BPE_SIZE = 257, 2**20
 """Sizes that a BPE vocabulary may have: at least 256 bytes and end-of-text; at most four times the largest in use."""
-TRAIN_CHARACTERS = 50_000_000  # BPE learns from so many characters at the beginning; more would change little
-_PIECE = 1_000_000  # a long document is encoded in pieces of about this many characters
+TRAIN_CHARACTERS = 50_000_000
+"""BPE learns its merges from this many characters at the beginning of the data; more would change little."""
+PIECE_CHARACTERS = 1_000_000
+"""A long document is encoded in pieces of about this many characters."""
 # After a single newline between visible characters a text can be cut without changing its tokens.
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
 
@@ -230,7 +232,7 @@ def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
 def _pieces(text: str) -> Iterator[str]:
     """Cut a long text into pieces, to encode them in parallel, at places that no token can span."""
     start = 0
-    while len(text) - start > _PIECE and (cut := _CUT.search(text, start + _PIECE)):
+    while len(text) - start > PIECE_CHARACTERS and (cut := _CUT.search(text, start + PIECE_CHARACTERS)):
         yield text[start : cut.start()]
         start = cut.start()
     yield text[start:]

@@ -28,8 +28,10 @@ CHECKED_BYTES = 256 << 20
 """The checksum of more tokens than this is not verified on opening, only their size and the bounds."""
 STALE_SECONDS = 3600
 """A partial file that has not changed for this long was left by a process that died."""
-_GROUP = 8_000_000  # characters that are encoded at once
-_CHUNK = 1 << 20  # tokens that are counted at once
+GROUP_CHARACTERS = 8_000_000
+"""Texts are encoded in groups of about this many characters."""
+COUNTED_TOKENS = 1 << 20
+"""How many tokens unigram_entropy counts at once."""
 
 
 class JoinedSpans:
@@ -98,8 +100,8 @@ class TokenView:
         """
         layout = JoinedSpans(self.starts, self.lengths)
         counts = -np.bincount(self.tokens[self.starts], minlength=1 << 16)
-        for first in range(0, self.n_tokens, _CHUNK):
-            index, _, _ = layout.locate(first, min(_CHUNK, self.n_tokens - first))
+        for first in range(0, self.n_tokens, COUNTED_TOKENS):
+            index, _, _ = layout.locate(first, min(COUNTED_TOKENS, self.n_tokens - first))
             more = np.bincount(self.tokens[index], minlength=len(counts))
             counts = more + np.pad(counts, (0, len(more) - len(counts)))
         if not counts.any():
@@ -142,34 +144,39 @@ class TokenStore(TokenView):
         key = hashlib.sha256(f"{FORMAT_VERSION} {fingerprint(data)} {tokenizer.identity}".encode()).hexdigest()
         path = folder / f"{re.sub('[^a-z0-9]', '-', tokenizer.name)}-{key[:20]}.tokens"
         try:
-            return cls._open(path, key)
+            return cls.open(path, key)
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except _Damaged as damage:
+        except DamagedTokenFile as damage:
             (progress or warn)(f"{path} is damaged ({damage}); making it again")
         report(f"reading {', '.join(data)}")
-        _make(path, key, tokenizer, documents(data, progress))
-        store = cls._open(path, key)
+        make_token_file(path, key, tokenizer, documents(data, progress))
+        store = cls.open(path, key)
         report(f"{store.n_tokens:,} tokens of {store.n_documents:,} documents in {path}")
         return store
 
     @classmethod
-    def _open(cls, path: Path, key: str) -> "TokenStore":
-        """Map a token file and verify it."""
+    def open(cls, path: Path, key: str) -> "TokenStore":
+        """Map a token file and verify it; raise DamagedTokenFile if it is not what its header says.
+
+        Args:
+            path: The file.
+            key: The key that it was made with.
+        """
         with path.open("rb") as file:
             header = _read_header(file, key)
             n_tokens, n_documents, dtype = header["n_tokens"], header["n_documents"], np.dtype(header["dtype"])
             at = _bounds_at(n_tokens, dtype)
             size, expected = os.fstat(file.fileno()).st_size, at + 8 * (n_documents + 1)
             if size != expected:
-                raise _Damaged(f"{size} bytes, expected {expected}")
+                raise DamagedTokenFile(f"{size} bytes, expected {expected}")
             # Mapped from the open file, since another process may replace the file of this name at any time.
             tokens = np.asarray(np.memmap(file, dtype, "r", HEADER_BYTES, (n_tokens,)))
             bounds = np.asarray(np.memmap(file, np.int64, "r", at, (n_documents + 1,)))
         if zlib.crc32(bounds.data) != header["bounds_crc32"]:
-            raise _Damaged("its bounds do not match their checksum")
+            raise DamagedTokenFile("its bounds do not match their checksum")
         if tokens.nbytes <= CHECKED_BYTES and zlib.crc32(tokens.data) != header["tokens_crc32"]:
-            raise _Damaged("its tokens do not match their checksum")
+            raise DamagedTokenFile("its tokens do not match their checksum")
         return cls(path, header, tokens, bounds)
 
     def split(self, validation_fraction: float, seed: int) -> tuple[TokenView, TokenView]:
@@ -224,7 +231,7 @@ def permutation(n: int, seed: int, stream: int) -> np.ndarray:
     return np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
 
 
-class _Damaged(ValueError):
+class DamagedTokenFile(ValueError):
     """A file in the cache does not match its header; the message says how."""
 
 
@@ -233,7 +240,8 @@ def _bounds_at(n_tokens: int, dtype: np.dtype[Any]) -> int:
     return HEADER_BYTES + -(-n_tokens * dtype.itemsize // 8) * 8
 
 
-def _header_bytes(header: dict[str, Any]) -> bytes:
+def header_bytes(header: dict[str, Any]) -> bytes:
+    """Return the first bytes of a token file: the checksum of its description, and the description in JSON."""
     text = json.dumps(header, sort_keys=True).encode()
     return (hashlib.sha256(text).hexdigest().encode() + b"\n" + text + b"\n").ljust(HEADER_BYTES)
 
@@ -242,15 +250,22 @@ def _read_header(file: BinaryIO, key: str) -> dict[str, Any]:
     raw = file.read(HEADER_BYTES)
     checksum, _, text = raw.partition(b"\n")
     if len(raw) < HEADER_BYTES or hashlib.sha256(text.rstrip()).hexdigest().encode() != checksum:
-        raise _Damaged("its header does not match its checksum")
+        raise DamagedTokenFile("its header does not match its checksum")
     header: dict[str, Any] = json.loads(text)
     if header["key"] != key:
-        raise _Damaged("its header names other data")
+        raise DamagedTokenFile("its header names other data")
     return header
 
 
-def _make(path: Path, key: str, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
-    """Write a token file under a temporary name, and rename it when it is complete."""
+def make_token_file(path: Path, key: str, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+    """Write a token file under a temporary name, and rename it when it is complete.
+
+    Args:
+        path: The file to make.
+        key: Identifies sources and tokenizer; TokenStore.open must be given the same.
+        tokenizer: Encodes the texts.
+        texts: The documents.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(suffix=".partial", prefix=f"{path.name}.", dir=path.parent)
@@ -314,7 +329,7 @@ def _write(file: FileIO, folder: Path, key: str, tokenizer: Tokenizer, texts: It
     }
     sync()  # the tokens must be on the disk before the header
     file.seek(0)
-    put(_header_bytes(header))
+    put(header_bytes(header))
     sync()
 
 
@@ -325,7 +340,7 @@ def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
     for text in texts:
         group.append(text)
         characters += len(text) + 100
-        if characters >= _GROUP:
+        if characters >= GROUP_CHARACTERS:
             yield group
             group, characters = [], 0
     if group:

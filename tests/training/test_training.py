@@ -26,7 +26,7 @@ from lineate.training.loop import MAX_SKIPPED_STEPS, Trainer, TrainingStopped
 from lineate.training.optim import hidden_matrices, make_optimizer, orthogonalize
 from lineate.training.order import ShuffledBatches
 from lineate.training.prepare import prepare, train
-from lineate.training.report import _smooth, read_metrics
+from lineate.training.report import read_metrics, smooth
 from lineate.training.tokenizer import make_tokenizer
 from lineate.training.tokens import TokenStore
 
@@ -309,8 +309,8 @@ def test_bfloat16_keeps_float32_weights_and_learns(tmp_path: Path) -> None:
 def test_the_average_of_the_plot_keeps_up_with_the_loss() -> None:
     for n in (1, 12, 80, 3000):
         falling = [3 - 2 * i / n for i in range(n)]
-        assert max(abs(a - b) for a, b in zip(_smooth(falling), falling, strict=True)) < 0.06
-    noisy = _smooth([2.0 + (-1) ** i for i in range(3000)])
+        assert max(abs(a - b) for a, b in zip(smooth(falling), falling, strict=True)) < 0.06
+    noisy = smooth([2.0 + (-1) ** i for i in range(3000)])
     assert max(abs(x - 2) for x in noisy[200:]) < 0.05
 
 
