@@ -221,8 +221,8 @@ def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
             raise CheckpointError(f"{file}: expected {name} of type {names}, got {got}; {older}")
     if not state["looked"] <= state["step"] == int(path.name[5:]):
         raise CheckpointError(
-            f"{file}: expected step {int(path.name[5:])}, as its folder says, and looked at most so much, got "
-            f"{state['step']} and {state['looked']}; {older}"
+            f"{file}: expected step {int(path.name[5:])}, as its folder says, and looked no larger, got "
+            f"step {state['step']} and looked {state['looked']}; {older}"
         )
     for name in FIXED_OPTIONS:
         was, now = state["config"].get(name), config.to_dict()[name]

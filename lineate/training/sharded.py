@@ -263,7 +263,9 @@ def _check_tensors(path: Path, wanted: Shapes, found: Shapes) -> None:
             )
     for name in found:
         if name.startswith("model.") and name not in wanted:
-            raise CheckpointError(f"{path}: expected a model with {name}, got one without; it is another's checkpoint")
+            raise CheckpointError(
+                f"{path}: expected a model with {name}, got one without; it is another model's checkpoint"
+            )
 
 
 def _need_safetensors() -> None:
