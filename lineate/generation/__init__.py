@@ -1,4 +1,4 @@
-"""Text from a model: choosing tokens, one after the other."""
+"""Generating text with a model, token by token."""
 
 from lineate.generation.graphed import GraphedDecoder
 from lineate.generation.sampling import choose, generate, stream_text

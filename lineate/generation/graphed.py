@@ -1,7 +1,8 @@
-"""Decoding in a CUDA graph: all launches of a step are recorded once and replayed by one call.
+"""Decoding in a CUDA graph: the kernel launches of a step are recorded once, and one call replays them.
 
-A step of a small model is a few hundred launches, each of which costs the host more than the device. A graph replays
-them without the host, at the same addresses: memories and caches are updated in place, lengths stay on the device.
+A decoding step of a small model makes a few hundred launches, each of which takes the host longer than the device. A
+graph replays them without the host, at the same addresses. So memories and caches are updated in place, and the lengths
+stay on the device.
 """
 
 from collections import defaultdict
@@ -16,21 +17,21 @@ from lineate.models.checks import check_ids, check_state
 from lineate.models.hybrid import HybridLM
 from lineate.models.state import ModelState
 
-STEP = 1024
-"""Attention reads the caches up to a multiple of this, and is captured again when that is full."""
+WINDOW_STEP = 1024
+"""Attention reads a window of the caches, a multiple of this many tokens; a full one is widened and captured anew."""
 
-_capturing = Lock()  # captures share a stream
+_capturing = Lock()  # all captures use one stream
 
 
 class _Cache(TokenCache):
-    """The first n entries of tensors with room; append writes behind the last token of every row, in place."""
+    """The first n entries of larger tensors; append writes after the last token of every row, in place."""
 
     def __init__(self, tensors: dict[str, Tensor], n: int, where: tuple[Tensor, Tensor], after: Tensor) -> None:
         super().__init__({name: x[:, :n] for name, x in tensors.items()}, where[1])
         self.where, self.after = where, after
 
     def append(self, new: dict[str, Tensor]) -> TokenCache:
-        """With one more token in every row, new `rows 1 ...`."""
+        """Return a cache with one more token in every row, `new` being `rows 1 ...`."""
         for name, x in new.items():
             tensor = self[name]
             if x.dtype != tensor.dtype:
@@ -43,19 +44,24 @@ class _Cache(TokenCache):
 
 
 class GraphedDecoder:
-    """Decodes a token a row and call from `state`, which stays as it was; on a GPU in a CUDA graph.
+    """Decode one token of every row with each call; on a GPU in a CUDA graph.
 
         out = model(prompt, last_only=True)
         decoder = GraphedDecoder(model, out.state, room=512)
         logits = decoder(ids)                       # b 1 -> b 1 vocab; nothing waits for the device
         state = decoder.state                       # a ModelState, to continue in any other way
 
-    room: how many tokens more there is memory for; when they are used up it doubles, which copies the caches and
-    captures again. The logits are those of model(ids, state=...). Ids on a GPU are not checked. On a CPU the same
-    steps run without a graph.
+    The logits equal those of model(ids, state=...). Ids on a GPU are not checked. On a CPU the same steps run without a
+    graph.
 
-    The model must keep its weights where they are (new values in place are seen). Decoders that run at the same time
-    must do so on one CUDA stream, since torch's matrix products share their workspace.
+    The model's weights must stay at their addresses; new values written in place take effect. Decoders that run at the
+    same time must use one CUDA stream, since torch's matrix products share their workspace.
+
+    Args:
+        model: The model.
+        state: The state to continue from, such as LMOutput.state of a prefill; it is not changed.
+        room: How many more tokens to allocate memory for. When they are used up, room doubles, the caches are copied
+            and the graph is captured again.
     """
 
     @torch.inference_mode(False)
@@ -70,7 +76,7 @@ class GraphedDecoder:
             raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
         self.model, self.rows = model, state.rows
         device = model.device
-        # Kept alive, whatever becomes of the model: the graph reads them where they are now.
+        # Keep the weights alive even if the model is deleted: the graph reads them at their addresses.
         self._weights = [x.detach() for x in (*model.parameters(), *model.buffers())]
         self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
         self._even = isinstance(state.lengths, int)
@@ -97,7 +103,14 @@ class GraphedDecoder:
         self._widen()
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """The next token of every row `b 1` -> logits `b 1 vocab`, of which the caller may keep as many as wanted."""
+        """Read one token of every row.
+
+        Args:
+            ids: Tokens `b 1`.
+
+        Returns:
+            Logits `b 1 vocab` in a new tensor, which later calls do not overwrite.
+        """
         check_ids(ids, self.model.config.vocab_size)
         if ids.shape != (self.rows, 1):
             raise ValueError(f"ids must have shape (b, 1) = {(self.rows, 1)}, got {tuple(ids.shape)}")
@@ -115,7 +128,7 @@ class GraphedDecoder:
 
     @property
     def state(self) -> ModelState:
-        """The state after the last call: a copy, which later calls leave as it is."""
+        """The state after the last call, as a copy that later calls do not change."""
         lengths = self._longest if self._even else self._lengths.clone()
         layers: list[Memory | TokenCache] = []
         for n in range(len(self.model.layers)):
@@ -129,7 +142,7 @@ class GraphedDecoder:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _step(self) -> Tensor:
-        """One token of every row, in place, with nothing that waits for the device."""
+        """Read self._ids and update memories and caches in place, without waiting for the device."""
         where, after = (self._row_numbers, self._lengths), self._lengths + 1
         layers = tuple(
             Memory(self._memories[n], owned=True)
@@ -138,7 +151,7 @@ class GraphedDecoder:
             for n in range(len(self.model.layers))
         )
         enabled, dtype = self._autocast
-        # No cache of converted weights: it would be gone when the graph is replayed.
+        # Without autocast's cache of converted weights, which would be freed before the graph is replayed.
         with torch.autocast(self._ids.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
             x, new = self.model.hidden(self.model.embed(self._ids), ModelState(layers, 0))
             logits = self.model.logits(x)
@@ -146,10 +159,10 @@ class GraphedDecoder:
         for n, memory in self._memories.items():
             for name, x in memory.items():
                 found = new.layers[n][name]
-                if found is not x:  # was not overwritten
+                if found is not x:  # the layer made a new tensor
                     stale[x.dtype].append(x)
                     fresh[x.dtype].append(found)
-        for each in stale:  # one launch for all
+        for each in stale:  # one launch for each dtype
             torch._foreach_copy_(stale[each], fresh[each])
         self._lengths.copy_(after)
         return logits
@@ -157,23 +170,24 @@ class GraphedDecoder:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _widen(self) -> None:
-        """Let attention read at least one token more, in more memory if need be, and capture the step."""
-        self._graph = self._logits = None  # gives back its memory
+        """Widen the window that attention reads by at least one token, allocate memory if needed, and capture again."""
+        self._graph = self._logits = None  # frees the memory of the old graph
         needed = self._longest + 1
         if needed > self._capacity:
             if self._capacity:
                 self._room *= 2
             self._capacity = _round_up(self._longest + self._room, 64)
             for tensors in self._caches.values():
-                for name, old in tensors.items():  # zeros: what is masked must be finite
+                for name, old in tensors.items():  # zeros, since masked entries must be finite
                     tensors[name] = old.new_zeros(self.rows, self._capacity, *old.shape[2:])
                     tensors[name][:, : self._longest] = old[:, : self._longest]
-        # An eighth more, so that long texts are not captured too often.
-        self._window = min(self._capacity, _round_up(needed + needed // 8, STEP))
+        # The window grows by at least an eighth, so that long sequences are not captured too often.
+        self._window = min(self._capacity, _round_up(needed + needed // 8, WINDOW_STEP))
         if self._ids.is_cuda:
             self._capture()
 
     def _capture(self) -> None:
+        """Record one step in a CUDA graph."""
         with _capturing, torch.cuda.device(self._ids.device):
             stream, current = _capture_stream(self._ids.device), torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -186,9 +200,9 @@ class GraphedDecoder:
         self._graph = graph
 
     def _warm_up(self) -> None:
-        """Two steps, undone: they compile kernels and make workspaces, which a capture must not do."""
+        """Make two steps and undo them: they compile kernels and allocate workspaces, which a capture must not do."""
         changing = [self._lengths, *(x for memory in self._memories.values() for x in memory.values())]
-        kept = [x.clone() for x in changing]  # what is written into a cache lies behind its last token
+        kept = [x.clone() for x in changing]  # caches need no copy: steps only write after the last token
         for _ in range(2):
             self._step()
             for x, before in zip(changing, kept, strict=True):
@@ -197,7 +211,7 @@ class GraphedDecoder:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: each stream has a workspace of its own for matrix products, which is kept."""
+    """Return the one stream for all captures; each stream would keep its own workspace for matrix products."""
     return torch.cuda.Stream(device)
 
 

@@ -1,4 +1,4 @@
-"""Tokens from logits: the likeliest, or drawn at a temperature from the top k or the top p."""
+"""Choose tokens from logits: the likeliest, or drawn at a temperature from the top k or the top p."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -11,9 +11,11 @@ from lineate.models.checks import check_ids
 
 
 class Decoder(Protocol):
-    """What stream_text needs of a tokenizer."""
+    """The part of a tokenizer that stream_text needs."""
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with U+FFFD for an incomplete character."""
+        ...
 
 
 def choose(
@@ -23,9 +25,17 @@ def choose(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """logits `b vocab` -> tokens `b`. temperature 0: the likeliest. top_k: only among the k likeliest (0: all).
+    """Choose the next token of every row.
 
-    top_p: only among the likeliest whose probabilities reach p together; at least one.
+    Args:
+        logits: Logits `b vocab`.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_k: Draw only from the k likeliest tokens; 0 for all.
+        top_p: Draw only from the likeliest tokens whose probabilities together reach p, at least one token.
+        generator: Source of random numbers; torch's default if None.
+
+    Returns:
+        Tokens `b`.
     """
     check_sampling(temperature, top_k, top_p)
     if temperature == 0:
@@ -36,13 +46,14 @@ def choose(
         sorted_logits[:, top_k:] = -torch.inf
     probabilities = sorted_logits.softmax(-1)
     if top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities  # of all that are likelier
-        probabilities = probabilities.masked_fill(before >= top_p, 0)  # the first stays: nothing is before it
+        before = probabilities.cumsum(-1) - probabilities  # probability of all likelier tokens
+        probabilities = probabilities.masked_fill(before >= top_p, 0)  # always keeps the likeliest token
     drawn = torch.multinomial(probabilities, 1, generator=generator)
     return order.gather(-1, drawn)[:, 0]
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Raise ValueError if a sampling option is out of range."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
     if top_k < 0:
@@ -62,9 +73,22 @@ def generate(
     seed: int = 0,
     stop: Collection[int] = (),
 ) -> Iterator[Tensor]:
-    """Continue ids `b t`: yields the next token of every row, `b`, until all rows have had a `stop` token.
+    """Continue sequences: yield the next token of every row until every row has reached a stop token.
 
     A row that has stopped repeats its stop token. The same seed gives the same tokens on the same device.
+
+    Args:
+        model: The model.
+        ids: Prompts `b t`, all of one length.
+        max_new_tokens: The most tokens to yield.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_k: Draw only from the k likeliest tokens; 0 for all.
+        top_p: Draw only from the likeliest tokens whose probabilities together reach p.
+        seed: Seed of the draws.
+        stop: Tokens that end a row.
+
+    Yields:
+        Tokens `b`.
     """
     check_sampling(temperature, top_k, top_p)
     if max_new_tokens < 0:
@@ -101,7 +125,12 @@ def _generate(
 
 
 def stream_text(tokenizer: Decoder, tokens: Iterable[int]) -> Iterator[str]:
-    """Text as tokens come, held back while a character is incomplete."""
+    """Yield text as tokens arrive, held back while a character is incomplete.
+
+    Args:
+        tokenizer: Anything with decode(ids).
+        tokens: The token ids of one sequence.
+    """
     ids: list[int] = []
     done = ""
     for token in tokens:
@@ -110,7 +139,7 @@ def stream_text(tokenizer: Decoder, tokens: Iterable[int]) -> Iterator[str]:
         if not text.endswith("\ufffd") and text != done:
             yield text[len(done) :]
             done = text
-            if text.endswith("\n"):  # start again: decoding all of a long text for each token is quadratic
+            if text.endswith("\n"):  # forget the finished line, or decoding would take quadratic time
                 ids, done = [], ""
     if ids and (rest := tokenizer.decode(ids)[len(done) :]):
         yield rest

@@ -1,1 +1,1 @@
-"""lineate inside other libraries, one module for each; importing this package imports none of them."""
+"""Integrations with other libraries, one module each; importing this package imports none of them."""

@@ -1,10 +1,10 @@
-"""HybridLM as a transformers model: generate, Trainer and lm-evaluation-harness work on it.
+"""HybridLM as a transformers model, for generate, Trainer and lm-evaluation-harness.
 
     import lineate.integrations.auto                                # registers model_type "lineate"
     model = AutoModelForCausalLM.from_pretrained("folder of HybridLM.save_pretrained")
-    model = LineateForCausalLM.from_hybrid(HybridLM.from_pretrained("Qwen/..."))   # any family, the weights shared
+    model = LineateForCausalLM.from_hybrid(HybridLM.from_pretrained("Qwen/..."))   # any family; shares the weights
 
-The parameters have HybridLM's names, and config.json its keys: each reads the folders that the other writes.
+The parameters have HybridLM's names and config.json its keys, so each class reads the folders that the other writes.
 """
 
 from collections.abc import Callable
@@ -37,16 +37,16 @@ except ImportError as missing:
     raise ImportError(f"transformers 5 must be installed, got {missing}; run pip install 'lineate[hf]'") from missing
 
 HYBRID_FIELDS = tuple(f.name for f in fields(HybridConfig) if f.init)
-# What transformers itself may hand to a configuration beside its own fields.
+# Keys that transformers itself may pass to a configuration, beside the fields of ours.
 FROM_TRANSFORMERS = frozenset({
     "model_type", "auto_map", "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash", "num_labels",
     "attn_implementation", "experts_implementation", "output_attentions",
 })  # fmt: skip
-PARTS = ("embed", "layers", "norm", "head")
+MODEL_PARTS = ("embed", "layers", "norm", "head")
 
 
 class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
-    """The fields of HybridConfig as config.json holds them; its parts (linear, memory, attention, ...) are dicts."""
+    """The fields of HybridConfig as in config.json; its parts (linear, memory, attention, ...) are dicts."""
 
     model_type = "lineate"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -79,7 +79,7 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
     family: str = "lineate"
     mixers: dict[str, Any] | None = None
 
-    def __post_init__(self, **others: Any) -> None:  # transformers' protocol: what is no field comes here
+    def __post_init__(self, **others: Any) -> None:  # transformers passes keys that are not fields
         if unknown := sorted(set(others) - FROM_TRANSFORMERS):
             raise ValueError(
                 f"LineateConfig has unknown keys {', '.join(map(repr, unknown))}; known are {', '.join(HYBRID_FIELDS)}"
@@ -92,14 +92,20 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
 
     @classmethod
     def from_hybrid(cls, config: HybridConfig) -> "LineateConfig":
+        """Make it from a HybridConfig with the same values.
+
+        Args:
+            config: The configuration of a HybridLM.
+        """
         return cls(**config.to_dict())
 
     @property
     def hybrid(self) -> HybridConfig:
+        """The HybridConfig with the same values."""
         return HybridConfig.from_dict({name: getattr(self, name) for name in HYBRID_FIELDS})
 
     def to_dict(self) -> dict[str, Any]:
-        """Without use_cache, which Trainer sets for its own run, and without mixers if there are none."""
+        """Return the values for config.json, without use_cache, which Trainer sets for its own run, or empty mixers."""
         left_out = {"use_cache"} if self.mixers else {"use_cache", "mixers"}
         return {key: value for key, value in super().to_dict().items() if key not in left_out}
 
@@ -114,9 +120,13 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
 
 
 class LineateCache(Cache):  # type: ignore[misc]
-    """A ModelState as transformers' cache: the model moves it on in place.
+    """A ModelState as transformers' cache; the model updates it in place.
 
-    A state cannot be shortened. To return to a point keep copy.copy(cache) of it, which costs nothing.
+    A state cannot be cropped. To return to a point in the text, keep copy.copy(cache), which copies no tensors.
+
+    Args:
+        state: The state of a HybridLM to continue from; None for an empty cache.
+        columns: Columns of input_ids that the state has read, padding included.
     """
 
     is_compileable = False
@@ -132,37 +142,47 @@ class LineateCache(Cache):  # type: ignore[misc]
         return f"LineateCache(rows={self.batch_size}, columns={self.columns})"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the columns read so far, padding included."""
         return self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1  # transformers' word for none
+        """Return -1, as a state has no largest length."""
+        return -1  # which transformers reads as no limit
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether anything has been read."""
         return self.state is not None
 
     @property
     def batch_size(self) -> int:
+        """The number of rows; -1 before anything is read."""
         return -1 if self.state is None else self.state.rows
 
     @property
     def is_initialized(self) -> bool:
+        """Whether anything has been read."""
         return self.state is not None
 
     def reset(self) -> None:
+        """Forget everything that was read."""
         self.state, self.columns = None, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select the rows of a beam search."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows at these indices, in this order."""
         if self.state is not None:
             self.state = self.state.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
         if self.state is not None:
             self.state = self.state.select(torch.arange(self.state.rows, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Raise ValueError, as a state cannot be cropped, unless there is nothing to remove."""
         if tokens_to_remove:
             raise ValueError(
                 f"a LineateCache cannot be cropped, got tokens_to_remove = {tokens_to_remove}; "
@@ -170,20 +190,25 @@ class LineateCache(Cache):  # type: ignore[misc]
             )
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Raise TypeError, as the model updates the state itself."""
         raise TypeError("a LineateCache holds the state of a lineate model, not the keys and values of another")
 
 
 class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """HybridLM's modules under HybridLM's names, with transformers' forward."""
+    """A HybridLM with the interface of a transformers model; its modules have HybridLM's names.
+
+    Args:
+        config: The sizes and the pattern of the model.
+    """
 
     config_class = LineateConfig
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = True  # num_items_in_batch
+    accepts_loss_kwargs = True  # forward takes num_items_in_batch
     _input_embed_layer = "embed"
     _no_split_modules: ClassVar[list[str]] = ["Block"]
     _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"A_log", "dt_bias", "router_bias"}
-    _is_stateful = True  # refuses assisted generation, which would crop the cache
+    _is_stateful = True  # transformers then refuses assisted generation, which crops the cache
     _gradient_checkpointing_func: Callable[..., Any]
     embed: nn.Embedding
     layers: nn.ModuleList
@@ -193,42 +218,54 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     def __init__(self, config: LineateConfig) -> None:
         super().__init__(config)
         model = HybridLM(config.hybrid)
-        for name in PARTS:
+        for name in MODEL_PARTS:
             setattr(self, name, getattr(model, name))
         self.gradient_checkpointing = False
         self.generation_config.eos_token_id = config.eos_token_id
         if not self.embed.weight.is_meta:
-            for module in self.modules():  # HybridLM has initialised them
+            for module in self.modules():  # HybridLM has already initialised them
                 module._is_hf_initialized = True
         self.post_init()
 
     @classmethod
     def from_hybrid(cls, model: HybridLM) -> "LineateForCausalLM":
-        """Over the same parameters, not a copy."""
+        """Wrap a HybridLM; both share their parameters.
+
+        Args:
+            model: A model of any family.
+        """
         with torch.device("meta"):
             wrapped = cls(LineateConfig.from_hybrid(model.config))
-        for name in PARTS:
+        for name in MODEL_PARTS:
             setattr(wrapped, name, getattr(model, name))
         wrapped.config.dtype = model.dtype
         return wrapped.train(model.training)
 
     def to_hybrid(self) -> HybridLM:
-        """Over the same parameters, not a copy."""
+        """Return a HybridLM that shares this model's parameters."""
         with torch.device("meta"):
             model = HybridLM(self.config.hybrid)
-        for name in PARTS:
+        for name in MODEL_PARTS:
             setattr(model, name, getattr(self, name))
         return model.train(self.training)
 
     def save_pretrained(self, save_directory: str | PathLike[str], *given: Any, **named: Any) -> None:
-        """As transformers does, if the configuration describes the model (HybridLM.save_pretrained)."""
+        """Save as transformers does; refuse a model that its configuration does not describe.
+
+        Args:
+            save_directory: The folder.
+            *given: Further arguments of transformers' save_pretrained.
+            **named: Further arguments of transformers' save_pretrained.
+        """
         check_described(self.to_hybrid(), empty_model(self.config.hybrid), around=self)
         super().save_pretrained(save_directory, *given, **named)
 
     def get_output_embeddings(self) -> nn.Linear | None:
+        """Return the head; None if it is the embedding."""
         return self.head
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replace the head."""
         if self.head is None:
             raise ValueError("set_output_embeddings needs tie_embeddings=False; the head is the embedding")
         self.head = new_embeddings
@@ -245,13 +282,21 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast:
-        """input_ids, labels `b t`. attention_mask: 0 is padding; its last t columns count. past_key_values is moved
-        on in place. logits_to_keep: only the last so many columns; 0: all. num_items_in_batch: the loss is a sum
-        divided by this.
+        """Return logits, the loss if there are labels, and the cache.
 
-        position_ids tell packed texts apart (b = 1): each begins where they begin again at 0. Where they say nothing
-        new, beside a mask with padding or past_key_values, they are ignored. Attentions, hidden states,
-        inputs_embeds and tuples instead of a CausalLMOutputWithPast are not supported.
+        Attentions, hidden states, inputs_embeds, and tuples instead of a CausalLMOutputWithPast are not supported.
+
+        Args:
+            input_ids: Tokens `b t`.
+            attention_mask: 0 where a token is padding; its last t columns are used.
+            position_ids: With b = 1, a position of 0 begins a packed sequence. They are ignored if there is padding or
+                past_key_values.
+            past_key_values: The cache to continue from, which is updated in place.
+            labels: Targets `b t`, shifted by the model; -100 is ignored.
+            use_cache: Whether to return a cache; by default outside of training, and if past_key_values is given.
+            logits_to_keep: Return the logits of only this many last columns; 0 returns all.
+            num_items_in_batch: Divide the sum of the losses by this number instead of the number of targets.
+            return_dict: True or None.
         """
         if return_dict is False:
             raise ValueError("return_dict must be True or None, got False; the result is a CausalLMOutputWithPast")
@@ -264,7 +309,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
         (b, t), state = input_ids.shape, None if past_key_values is None else past_key_values.state
         kept = _padding(attention_mask, input_ids, 0 if past_key_values is None else past_key_values.columns)
         cu_seqlens = None
-        if kept is not None:  # rows without their padding are packed texts
+        if kept is not None:  # rows without their padding become packed sequences
             cu_seqlens = F.pad(kept.sum(1).cumsum(0), (1, 0))
             input_ids = input_ids[kept][None]
         elif position_ids is not None and state is None:
@@ -302,17 +347,17 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     def _logits(self, x: Tensor) -> Tensor:
         return HybridLM.logits(cast(HybridLM, self), x)
 
-    def adjust_generation_fn(self, *given: Any, **named: Any) -> None:  # transformers' protocol, called on loading
+    def adjust_generation_fn(self, *given: Any, **named: Any) -> None:  # transformers calls it after loading
         super().adjust_generation_fn(*given, **named)
-        if self.generation_config.eos_token_id is None:  # HybridLM writes no generation_config.json
+        if self.generation_config.eos_token_id is None:  # a folder that HybridLM wrote has no generation_config.json
             self.generation_config.eos_token_id = self.config.eos_token_id
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # generate makes no cache of its own; forward does
+        return False  # forward makes the cache, not generate
 
     def _init_weights(self, module: nn.Module) -> None:
-        """What a checkpoint lacks, and embeddings that grow. The functions of init leave what was loaded alone."""
+        """Initialise what a checkpoint lacks, and resized embeddings; `init` leaves loaded tensors unchanged."""
         std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Embedding):
             init.normal_(module.weight, 0.0, std)
@@ -335,7 +380,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
 
 
 def _padding(attention_mask: Tensor | None, input_ids: Tensor, past: int) -> Tensor | None:
-    """Which of the tokens `b t` are no padding; None if all are."""
+    """Return which tokens `b t` are not padding, or None if there is no padding."""
     if attention_mask is None:
         return None
     b, t = input_ids.shape
@@ -346,7 +391,7 @@ def _padding(attention_mask: Tensor | None, input_ids: Tensor, past: int) -> Ten
 
 
 def _packed(position_ids: Tensor, b: int, t: int) -> Tensor | None:
-    """The bounds of packed texts, from positions that begin again at 0; None if there is one text a row."""
+    """Return cu_seqlens of packed sequences, from positions that restart at 0; None if a row is one sequence."""
     if position_ids.shape not in ((b, t), (1, t)):
         raise ValueError(f"position_ids must have shape (b, t) = {(b, t)}, got {tuple(position_ids.shape)}")
     plain = torch.arange(t, device=position_ids.device)
@@ -360,12 +405,12 @@ def _packed(position_ids: Tensor, b: int, t: int) -> Tensor | None:
 
 
 def _unpacked(x: Tensor, kept: Tensor) -> Tensor:
-    """x `1 tokens n` -> `b t n`, 0 where there is padding."""
+    """Return x `1 tokens n` as `b t n`, with 0 at the padding."""
     return x.new_zeros(*kept.shape, x.shape[-1]).masked_scatter(kept[..., None], x)
 
 
 def _targets(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """How many tokens the loss is a mean of."""
+    """Count the tokens over which the loss is a mean."""
     if cu_seqlens is not None:
         labels = labels.index_fill(1, cu_seqlens[:-1][cu_seqlens.diff() > 0], -100)
     return (labels[:, 1:] != -100).sum()

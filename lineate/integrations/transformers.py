@@ -1,10 +1,10 @@
 """transformers' own Qwen3-Next, Qwen3.5, Kimi Linear and OLMo-Hybrid models on lineate.
 
     from lineate.integrations.transformers import enable
-    print(enable())                                  # models made before and after, until disable()
+    print(enable())                                  # holds for existing and new models, until disable()
 
-Replaced, on the classes: the forward of the linear layers, that of the text models, which finds the borders of packed
-texts, and that of Kimi's latent attention, for a CPU. Parameters, caches and everything else stay theirs.
+enable() replaces the `forward` of three kinds of classes: the linear layers; the text models, to find the boundaries of
+packed sequences; and Kimi's latent attention, on a CPU. Parameters, caches and everything else remain transformers'.
 """
 
 import functools
@@ -14,67 +14,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lineate.integrations.transformers_layers import (
-    Project,
-    latent_forward,
-    linear_forward,
-    project_kimi,
-    project_olmo,
-    project_qwen3_5,
-    project_qwen3_next,
-)
+from lineate.integrations.transformers_families import MODEL_PATCHES, ModelPatch
+from lineate.integrations.transformers_layers import latent_forward, linear_forward
 from lineate.integrations.transformers_packing import text_model_forward
 
-
-@dataclass(frozen=True)
-class Family:
-    """One model family: the classes to change and what is its own about the linear layer."""
-
-    name: str
-    """The folder below transformers.models."""
-    layer: str
-    """The class of the linear layer."""
-    model: str
-    """The class of the text model, which makes the masks and calls the layers."""
-    project: Project
-    """From the hidden states to what the rule takes."""
-    norm: str = "norm"
-    """The layer's gated norm."""
-    out: str = "out_proj"
-    """The layer's output projection."""
-    attention: str | None = None
-    """The class of a softmax layer with values narrower than its keys, if the family has one."""
-    borrowed: tuple[str, ...] = ("conv1d",)
-    """Children whose weights are used without calling them: accelerate's hooks must bring these first."""
-
-
-FAMILIES = (
-    Family("qwen3_next", "Qwen3NextGatedDeltaNet", "Qwen3NextModel", project_qwen3_next),
-    Family("qwen3_5", "Qwen3_5GatedDeltaNet", "Qwen3_5TextModel", project_qwen3_5),
-    Family("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet", "Qwen3_5MoeTextModel", project_qwen3_5),
-    Family(
-        "kimi_linear", "KimiLinearDeltaAttention", "KimiLinearModel", project_kimi,
-        norm="o_norm", out="o_proj", attention="KimiLinearAttention", borrowed=("conv1d", "forget_gate"),
-    ),
-    Family("olmo_hybrid", "OlmoHybridGatedDeltaNet", "OlmoHybridModel", project_olmo, norm="o_norm", out="o_proj"),
-)  # fmt: skip
-# What the layers ask of a cache; a transformers without one of these is too old.
+# Methods of a cache that our layers call; a transformers without them is too old.
 _CACHE_METHODS = (
     "get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state", "is_recording_past",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Report:
-    """What `enable` changed, or `disable` put back."""
+class EnableReport:
+    """What `enable` changed."""
 
     version: str
-    """Of transformers."""
+    """The version of transformers."""
     families: dict[str, tuple[str, ...]]
-    """For each family the functions replaced, such as 'Qwen3NextModel.forward'."""
+    """For each changed family the functions that were replaced, such as 'Qwen3NextModel.forward'."""
     skipped: dict[str, str]
-    """For each family left as it is, why."""
+    """For each family that was not changed, the reason."""
     action: str = "run on lineate"
+    """What was done, as text for the report."""
 
     def __str__(self) -> str:
         lines = [f"transformers {self.version}: {len(self.families)} families {self.action}"]
@@ -86,23 +47,28 @@ class Report:
 
 @dataclass(frozen=True)
 class _Replaced:
+    """A class whose forward is replaced."""
+
     owner: Any
-    """The class."""
+    """The class of transformers."""
     original: Callable[..., Any]
     ours: Callable[..., Any]
 
 
 _REPLACED: list[_Replaced] = []
-_REPORT: Report | None = None
+_REPORT: EnableReport | None = None
 
 
-def enable() -> Report:
-    """Run the linear layers of all families on lineate, in models that exist and in models to come; say what changed.
+def enable() -> EnableReport:
+    """Run the linear layers of all families on lineate, in existing and in new models.
 
-    Calling it again changes nothing. Packed texts are then kept apart in every layer: borders come from
-    `cu_seq_lens_q`, else from `position_ids` that do not go up by 1. Under torch.compile only `cu_seq_lens_q` is looked
-    at, as the values of the positions are not known. Padding on either side leaves the states untouched.
-    A model whose modules carry accelerate's hooks (device_map) must be loaded after this call.
+    Calling it again changes nothing. Afterwards packed sequences do not see each other in any layer: their boundaries
+    come from `cu_seq_lens_q`, or else from `position_ids` that do not increase by 1. Under torch.compile only
+    `cu_seq_lens_q` is used, since the values of the positions are not known then. Padding on either side does not
+    change the states. A model with accelerate's hooks (device_map) must be loaded after this call.
+
+    Returns:
+        Which families were changed, and which were not and why; print it.
     """
     global _REPORT
     if _REPORT is not None:
@@ -110,7 +76,7 @@ def enable() -> Report:
     version = _check_transformers()
     found: list[_Replaced] = []
     families, skipped = {}, {}
-    for family in FAMILIES:
+    for family in MODEL_PATCHES:
         try:
             replaced = _replacements(family)
         except (ImportError, AttributeError) as missing:
@@ -124,28 +90,28 @@ def enable() -> Report:
     for x in found:
         x.owner.forward = x.ours
     _REPLACED.extend(found)
-    _REPORT = Report(version, families, skipped)
+    _REPORT = EnableReport(version, families, skipped)
     return _REPORT
 
 
 def disable() -> None:
-    """Put back exactly what `enable` replaced; without a call of `enable` before it changes nothing."""
+    """Restore exactly what `enable` replaced; without an earlier `enable` this changes nothing."""
     global _REPORT
     for x in _REPLACED:
-        if x.owner.__dict__.get("forward") is x.ours:  # else someone replaced it after us: theirs to undo
+        if x.owner.__dict__.get("forward") is x.ours:  # otherwise someone else replaced it later, and must undo that
             x.owner.forward = x.original
     _REPLACED.clear()
     _REPORT = None
 
 
 def is_enabled() -> bool:
-    """Whether the families run on lineate now."""
+    """Whether `enable` is in effect."""
     return _REPORT is not None
 
 
 @contextmanager
-def enabled() -> Iterator[Report]:
-    """`with enabled(): ...`; after it things are as they were before, also if they were enabled then."""
+def enabled() -> Iterator[EnableReport]:
+    """Enable inside a `with` block, and restore afterwards what held before it, be it enabled or not."""
     before = is_enabled()
     try:
         yield enable()
@@ -155,7 +121,7 @@ def enabled() -> Iterator[Report]:
 
 
 def _check_transformers() -> str:
-    """The version of transformers, or an error that says what to install."""
+    """Return the version of transformers, or raise an error that says what to install."""
     try:
         import transformers
         from transformers.cache_utils import Cache
@@ -170,8 +136,8 @@ def _check_transformers() -> str:
     return str(transformers.__version__)
 
 
-def _replacements(family: Family) -> list[_Replaced]:
-    """Our forwards for the classes of one family; raises if a class or a helper is missing."""
+def _replacements(family: ModelPatch) -> list[_Replaced]:
+    """Make the forwards for the classes of one family; raise if transformers lacks a class or a helper."""
     module = importlib.import_module(f"transformers.models.{family.name}.modeling_{family.name}")
     layer, model = getattr(module, family.layer), getattr(module, family.model)
     original = layer.__dict__["forward"]

@@ -1,4 +1,4 @@
-"""The linear layers of transformers' models: their parameters and their cache, our convolution and our rule."""
+"""Forwards for the layers of transformers' models: their parameters and cache, lineate's convolution and rule."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,73 +14,43 @@ from lineate.layers.mixer import delta_from_raw_gates
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
 
-CLOSED = -1e4  # a raw gate this low neither forgets nor writes: softplus and sigmoid of it are 0, in float16 too
+CLOSED_GATE = -1e4
+"""A raw gate that neither forgets nor writes: its softplus and sigmoid are 0, in float16 too."""
 
 
 class Projected(NamedTuple):
-    """What a layer's projections give, before the convolution and the activations."""
+    """The outputs of a layer's projections, before the convolution and the activations."""
 
     qkv: Tensor
-    """`b t channels`: all queries, all keys, all values."""
+    """`b t channels`: the queries of all heads, then all keys, then all values."""
     output_gate: Tensor
     """`b t hv v`."""
     gate: Tensor
-    """`b t hv`, or `b t hv k` per key channel."""
+    """Raw decay gate, `b t hv`, or `b t hv k` per key channel."""
     write: Tensor
-    """`b t hv`."""
+    """Raw write gate, `b t hv`; its sigmoid times beta_scale is beta."""
     A_log: Tensor
     """`hv`."""
     dt_bias: Tensor
     """`hv`, or `hv*k` flat."""
     heads: tuple[int, int, int, int]
-    """h, hv, k, v."""
+    """The sizes h, hv, k, v."""
     beta_scale: float
 
 
 Project = Callable[[Any, Tensor], Projected]
-
-
-def project_qwen3_next(layer: Any, x: Tensor) -> Projected:
-    """Two projections whose rows are grouped by key head: q, k, its values, its output gates; write, gate."""
-    b, t = x.shape[:2]
-    h, hv, k, v = heads = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-    wide = hv // h * v  # value columns of a group
-    grouped = layer.in_proj_qkvz(x).view(b, t, h, 2 * (k + wide))
-    parts = grouped.split([k, k, wide, wide], dim=-1)
-    qkv = torch.cat([part.reshape(b, t, -1) for part in parts[:3]], dim=-1)
-    write, gate = (y.reshape(b, t, hv) for y in layer.in_proj_ba(x).view(b, t, h, -1).chunk(2, dim=-1))
-    return Projected(qkv, parts[3].reshape(b, t, hv, v), gate, write, layer.A_log, layer.dt_bias, heads, 1.0)
-
-
-def project_qwen3_5(layer: Any, x: Tensor) -> Projected:
-    heads = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-    output_gate = layer.in_proj_z(x).unflatten(-1, (heads[1], heads[3]))
-    gate, write = layer.in_proj_a(x), layer.in_proj_b(x)
-    return Projected(layer.in_proj_qkv(x), output_gate, gate, write, layer.A_log, layer.dt_bias, heads, 1.0)
-
-
-def project_olmo(layer: Any, x: Tensor) -> Projected:
-    heads = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-    qkv = torch.cat((layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)), dim=-1)
-    output_gate = layer.g_proj(x).unflatten(-1, (heads[1], heads[3]))
-    beta_scale = 2.0 if layer.allow_neg_eigval else 1.0
-    gate, write = layer.a_proj(x), layer.b_proj(x)
-    return Projected(qkv, output_gate, gate, write, layer.A_log, layer.dt_bias, heads, beta_scale)
-
-
-def project_kimi(layer: Any, x: Tensor) -> Projected:
-    """The decay and the output gate go through a low rank; all heads have one width."""
-    h, k = layer.num_heads, layer.head_dim
-    forget = layer.forget_gate
-    qkv = torch.cat((layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)), dim=-1)
-    output_gate = layer.g_b_proj(layer.g_a_proj(x)).unflatten(-1, (h, k))
-    gate = forget.f_b_proj(forget.f_a_proj(x)).unflatten(-1, (h, k))
-    write = layer.b_proj(x)
-    return Projected(qkv, output_gate, gate, write, forget.A_log.flatten(), forget.dt_bias, (h, h, k, k), 1.0)
+"""From a layer and its hidden states `b t hidden` to the inputs of the rule."""
 
 
 def linear_forward(original: Callable[..., Any], project: Project, norm: str, out: str) -> Callable[..., Any]:
-    """The forward of one family's linear layer; `original` serves what ours does not (another activation, a bias)."""
+    """Return a forward for the linear layer of one model family.
+
+    Args:
+        original: The forward of transformers, which serves layers with another activation or a convolution bias.
+        project: Computes the inputs of the rule from the hidden states.
+        norm: Name of the layer's gated norm.
+        out: Name of the layer's output projection.
+    """
 
     def forward(
         self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
@@ -99,8 +69,14 @@ def linear_forward(original: Callable[..., Any], project: Project, norm: str, ou
 
 
 def latent_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of Kimi's softmax layer, whose values are narrower than its keys: torch's fast attention on a CPU
-    wants one width (4x at 2048 tokens). `original` serves every other way to attend."""
+    """Return a forward for Kimi's softmax attention, whose values are narrower than its keys.
+
+    torch's fast attention on a CPU needs keys and values of one width, so the values are padded (4x faster at 2048
+    tokens).
+
+    Args:
+        original: The forward of transformers, which serves every other device and attention implementation.
+    """
 
     def forward(
         self: Any, hidden_states: Tensor, attention_mask: Any, past_key_values: Any = None, **kwargs: Any
@@ -131,7 +107,7 @@ def latent_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
-    """The layer's own norm, in one pass on a CPU unless someone has hooked or replaced it."""
+    """Apply the layer's own norm; on a CPU in one fused pass, unless the norm has hooks or was replaced."""
     plain = type(norm).__name__.endswith("RMSNormGated") and "forward" not in norm.__dict__
     hooked = norm._forward_hooks or norm._forward_pre_hooks
     if plain and not hooked and norm.activation in ("silu", "sigmoid") and native.serves(x, norm.weight, gate):
@@ -140,7 +116,7 @@ def _gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _attend(layer: Any, x: Projected, cache: Any, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Convolution and rule, `b t hv v`, from the cache and back into it."""
+    """Return the rule's output `b t hv v`; read the cache, if there is one, and update it."""
     b, t = x.qkv.shape[:2]
     index, size = layer.layer_idx, layer.conv_kernel_size
     before, state = None, None
@@ -148,7 +124,7 @@ def _attend(layer: Any, x: Projected, cache: Any, mask: Tensor | None, cu_seqlen
         before, state = cache.get_conv_state(index), cache.get_recurrent_state(index)
     qkv, gate, write = x.qkv, x.gate, x.write
     if mask is not None:  # padding neither forgets nor writes
-        gate, write = (y.masked_fill(~mask.view(b, t, *[1] * (y.dim() - 2)), CLOSED) for y in (gate, write))
+        gate, write = (y.masked_fill(~mask.view(b, t, *[1] * (y.dim() - 2)), CLOSED_GATE) for y in (gate, write))
     if cu_seqlens is not None:
         if state is not None:
             raise ValueError(NOT_EMPTY)
@@ -178,7 +154,7 @@ def _rule(
     x: Projected, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, write: Tensor, state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The output and the state after it; the same tensor where one token was written into it in place."""
+    """Return the output and the final state, which is the given state if a token was written into it in place."""
     dt_bias = x.dt_bias.view(gate.shape[2:])
     if state is not None:
         state = state.to(compute_dtype(v.dtype))
@@ -189,12 +165,12 @@ def _rule(
 
 
 def _last(states: Tensor, count: int) -> Tensor:
-    """The last `count` inputs of `b channels n`, zeros in front where there are fewer."""
+    """Return the last `count` inputs of `b channels n`, with zeros in front where there are fewer."""
     return F.pad(states, (max(0, count - states.shape[-1]), 0))[..., -count:] if count else states[..., :0]
 
 
 def _last_texts(mask: Tensor | None, cu_seqlens: Tensor, b: int, t: int) -> Tensor:
-    """For each row the packed text that holds its last token which is not padding."""
+    """Return, for each row, the index of the packed sequence with its last token that is not padding."""
     last = torch.arange(1, b + 1, device=cu_seqlens.device) * t - 1
     if mask is not None:
         last = last - _trailing(mask).clamp(max=t - 1)
@@ -202,14 +178,14 @@ def _last_texts(mask: Tensor | None, cu_seqlens: Tensor, b: int, t: int) -> Tens
 
 
 def _trailing(mask: Tensor) -> Tensor:
-    """How many tokens at the end of each row are padding."""
+    """Count the padding tokens at the end of each row."""
     return (mask.flip(1).cumsum(1) == 0).sum(1)
 
 
 def _keep_inputs(cache: Any, index: int, size: int, qkv: Tensor, before: Tensor | None, mask: Tensor | None) -> None:
-    """The last `size` inputs of the convolution into the cache; padding at the end of a row does not count."""
+    """Store the last `size` inputs of the convolution in the cache, without the padding at the end of a row."""
     t = qkv.shape[1]
-    if cache.is_recording_past(index):  # it keeps all of them
+    if cache.is_recording_past(index):  # the cache keeps all inputs
         cache.update_conv_state(qkv.transpose(1, 2), index, conv_kernel_size=size)
         return
     kept = qkv[:, -size:].transpose(1, 2)  # b channels size

@@ -1,4 +1,4 @@
-"""Texts packed into one row of a transformers model: where they begin, and masks that keep them apart."""
+"""Sequences packed into one row of a transformers model: where they begin, and masks that separate them."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,7 +14,11 @@ NOT_EMPTY = (
 
 
 def text_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a text model, with borders found and told to every layer where texts are packed."""
+    """Return a forward for a text model that finds packed sequences and passes their boundaries to every layer.
+
+    Args:
+        original: The forward of transformers, which does the rest.
+    """
 
     def forward(
         self: Any,
@@ -36,7 +40,12 @@ def text_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if borders is not None and given is not None:
             longest = max(end - start for start, end in pairwise(borders))
             cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=given.device)
-            names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # flash attention's
+            names = (
+                "cu_seq_lens_q",
+                "cu_seq_lens_k",
+                "max_length_q",
+                "max_length_k",
+            )  # as flash attention names them
             kwargs.update(zip(names, (cu_seqlens, cu_seqlens, longest, longest), strict=True))
             tokens = torch.arange(given.shape[0] * given.shape[1], device=given.device)
             texts = torch.searchsorted(cu_seqlens[1:].to(tokens.dtype), tokens, right=True)
@@ -61,9 +70,9 @@ def text_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 def _borders(
     b: int, t: int, attention_mask: Any, position_ids: Tensor | None, cache: Any, cu_seqlens: Tensor | None
 ) -> list[int] | None:
-    """Starts of all texts, of all rows put one after the other, and the end; None where no row is packed.
+    """Return where the sequences begin if all rows are laid end to end, and the end; None if no row is packed.
 
-    As transformers does for softmax attention, a position that is not the one before plus 1 begins a text.
+    A position that is not its predecessor plus 1 begins a sequence, as in transformers' softmax attention.
     """
     rows = range(0, b * t + 1, t)
     seen = cache is not None and t > 1 and cache.get_seq_length() > 0
@@ -77,11 +86,11 @@ def _borders(
         return sorted({*given, *rows})
     if t == 1 or position_ids is None:
         return None
-    if position_ids.dim() == 3:  # Qwen3.5: the positions in the text, then those in images; or only the latter
+    if position_ids.dim() == 3:  # Qwen3.5: positions in the text and in images, or only in images
         if position_ids.shape[0] != 4:
             return None
         position_ids = position_ids[0]
-    begins = position_ids.diff(dim=-1).expand(b, -1) != 1  # b t-1: whether token i + 1 begins a text
+    begins = position_ids.diff(dim=-1).expand(b, -1) != 1  # b t-1: whether token i + 1 begins a sequence
     if mask is not None:
         valid = mask[:, -t:].to(begins.device, torch.bool)
         begins = begins & valid[:, 1:] & valid[:, :-1]
@@ -90,19 +99,19 @@ def _borders(
     if seen:
         raise ValueError(NOT_EMPTY)
     if mask is not None:
-        begins = begins | (valid[:, 1:] != valid[:, :-1])  # padding is a text of its own
+        begins = begins | (valid[:, 1:] != valid[:, :-1])  # padding is a sequence of its own
     at = begins.nonzero()
     return sorted({*rows, *(at[:, 0] * t + at[:, 1] + 1).tolist()})
 
 
 def _masks(model: Any, given: Tensor, texts: Tensor, mask: Tensor | None, cache: Any) -> dict[str, Any]:
-    """What the text models make of an attention mask, for texts `b t` (the number of each token's text)."""
+    """Make the masks that a text model would make itself; `texts`, `b t`, has the number of each token's sequence."""
     from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 
     last = texts.shape[1] - 1
 
     def same_text(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return texts[row, query] == texts[row, key.clamp(max=last)]  # a static cache is longer: the future
+        return texts[row, query] == texts[row, key.clamp(max=last)]  # a static cache has room for future tokens
 
     like = torch.empty(*given.shape[:2], 1, dtype=model.dtype, device=given.device)
     full = create_causal_mask(

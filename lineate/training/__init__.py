@@ -1,1 +1,1 @@
-"""Training: text to tokens to batches, the loop and its checkpoints, and torch's own engine to scale it out."""
+"""Training: tokens and batches from text, the loop, its checkpoints, and training on several processes."""

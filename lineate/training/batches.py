@@ -1,4 +1,4 @@
-"""Batches as a pure function of the step: documents laid end to end, cut into rows, packed with cu_seqlens."""
+"""Batches as a pure function of the step: documents are concatenated, cut into rows, and packed with cu_seqlens."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -7,30 +7,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineate.training.tokens import Layout, TokenView, permutation
+from lineate.training.tokens import JoinedSpans, TokenView, permutation
 
 NO_TARGET = -100
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`n` tokens of packed texts: ids and targets `1 n`, cu_seqlens `texts + 1`, all int64.
-
-    targets[t] is the token after ids[t] in its document, also across a row's edge, -100 where there is none.
-    """
+    """`n` tokens of packed sequences; all tensors are int64."""
 
     ids: Tensor
+    """Tokens `1 n`."""
     targets: Tensor
+    """`1 n`: the token that follows each one in its document, also across the end of a row; -100 where none does."""
     cu_seqlens: Tensor
-    continues: bool = False  # the first text began on an earlier rank
+    """Bounds of the sequences, `sequences + 1`."""
+    continues: bool = False
+    """Whether the first sequence began on an earlier rank."""
 
     def to(self, device: torch.device | str) -> "Batch":
+        """Return the batch on a device.
+
+        Args:
+            device: Where to.
+        """
         return replace(
             self, ids=self.ids.to(device), targets=self.targets.to(device), cu_seqlens=self.cu_seqlens.to(device)
         )
 
     def shard(self, rank: int, size: int) -> "Batch":
-        """The rank's piece of the n tokens: tokens [rank n / size, (rank + 1) n / size), with its own cu_seqlens."""
+        """Return one rank's segment, tokens rank n / size to (rank + 1) n / size, with cu_seqlens of its own.
+
+        Args:
+            rank: Which segment.
+            size: How many segments of equal length to split into.
+        """
         n = self.ids.shape[1]
         if not 0 <= rank < size:
             raise ValueError(f"rank must be in 0..{size - 1} for size = {size}, got {rank}")
@@ -46,10 +57,17 @@ class Batch:
 
 
 class Batches:
-    """`batch(step)`: `rows` rows of `length` tokens of an endless stream of epochs, whatever came before.
+    """Batches of consecutive rows: `batch(step)` depends on nothing but the step.
 
-    An epoch is a permutation of the documents (by seed and epoch) laid end to end. Row r of step s is the tokens
-    [(s rows + r) length, + length) of the stream. cu_seqlens has every row's start and every document's start.
+    The documents of an epoch, in an order drawn from seed and epoch, are concatenated; the epochs form one endless
+    stream. Row r of step s has the `length` tokens of the stream from (s rows + r) length on. Every row and every
+    document begins a sequence in cu_seqlens.
+
+    Args:
+        view: The documents.
+        length: Tokens in a row.
+        rows: Rows in a step.
+        seed: Seed of the order of the documents.
     """
 
     def __init__(self, view: TokenView, length: int, rows: int, seed: int) -> None:
@@ -66,7 +84,13 @@ class Batches:
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
-        """Part `part` of `parts` equal parts of the step's rows."""
+        """Return the rows of a step.
+
+        Args:
+            step: The step, from 0.
+            part: Return only this one of `parts` equal parts of the rows.
+            parts: How many parts there are.
+        """
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}")
         if parts < 1 or self.rows % parts:
@@ -74,7 +98,7 @@ class Batches:
         if not 0 <= part < parts:
             raise ValueError(f"part must be in 0..{parts - 1} for parts = {parts}, got {part}")
         n = self.rows // parts * self.length
-        first = (step * parts + part) * n  # exact: python's integers
+        first = (step * parts + part) * n  # exact, as Python's integers do not overflow
         total = self.view.n_tokens
         ids, targets, starts = [], [], [np.arange(0, n + 1, self.length)]
         done = 0
@@ -93,6 +117,7 @@ class Batches:
             torch.from_numpy(np.unique(np.concatenate(starts)).astype(np.int64)),
         )
 
-    def _make_epoch(self, epoch: int) -> Layout:
+    def _make_epoch(self, epoch: int) -> JoinedSpans:
+        """Return the documents of an epoch in their order."""
         order = permutation(self.view.n_documents, self.seed, epoch)
-        return Layout(self.view.starts[order], self.view.lengths[order])
+        return JoinedSpans(self.view.starts[order], self.view.lengths[order])

@@ -1,13 +1,14 @@
-"""Checkpoints of a run: folders step-000123, each whole or not there.
+"""Checkpoints of a run: folders step-000123, each either complete or absent.
 
-A folder is written under another name: files, synced to the disk, then a manifest with the size and SHA-256 of each.
-It is renamed, and its parent synced. What does not match its manifest is never loaded. Safetensors and JSON only.
+A folder is written under a temporary name: first its files, synced to the disk, then a manifest with the size and
+SHA-256 of each. Then it is renamed, and its parent synced. A checkpoint that does not match its manifest is never
+loaded. All files are safetensors or JSON.
 
     manifest.json        {file: [size, sha256]}
-    state.json           step, position in the metrics, random state, what data
-    model.safetensors    optimizer.safetensors    random.safetensors    by one process
-    ranks/               by several: one file a rank (sharded.py)
-    tokenizer files, config.json of the model
+    state.json           step, size of the metrics, random state, checksums of the data
+    model.safetensors    optimizer.safetensors    random.safetensors    if one process wrote it
+    ranks/               if several did: one file a rank (sharded.py)
+    the files of the tokenizer, and config.json of the model
 """
 
 import hashlib
@@ -28,13 +29,13 @@ from torch.optim import Optimizer
 from lineate.models.files.safetensors import CheckpointError, Reader, read_header, write_bytes, write_tensors
 from lineate.training.distributed import World
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
-RANKS = "ranks"
+MANIFEST_FILE = "manifest.json"
+RUN_STATE_FILE = "state.json"
+RANKS_FOLDER = "ranks"
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All step folders, the newest first, good or not."""
+    """Return all step folders, the newest first, damaged ones included."""
     found = folder.glob("step-*") if folder.is_dir() else ()
     named = [
         (int(path.name[5:]), path) for path in found if re.fullmatch(r"step-([0-9]{6}|[1-9][0-9]{6,17})", path.name)
@@ -43,11 +44,16 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def problem(path: Path, contents: bool = True) -> str | None:
-    """Why a checkpoint cannot be used, or None; contents=False: only names and sizes are compared."""
+    """Return why a checkpoint cannot be used, or None if it can.
+
+    Args:
+        path: The folder of the checkpoint.
+        contents: Whether to compare checksums too, and not only names and sizes.
+    """
     try:
-        manifest: dict[str, tuple[int, str]] = json.loads((path / MANIFEST).read_text())
+        manifest: dict[str, tuple[int, str]] = json.loads((path / MANIFEST_FILE).read_text())
         if not manifest:
-            return f"{MANIFEST} names no files"
+            return f"{MANIFEST_FILE} names no files"
         for name, (size, digest) in manifest.items():
             file = path / name
             if not file.is_file():
@@ -57,14 +63,19 @@ def problem(path: Path, contents: bool = True) -> str | None:
             if contents and _digest(file) != digest:
                 return f"the contents of {name} have changed"
     except FileNotFoundError:
-        return f"it has no {MANIFEST}: the save was not finished"
+        return f"it has no {MANIFEST_FILE}: the save was not finished"
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        return f"{MANIFEST} or a file cannot be read ({error})"
+        return f"{MANIFEST_FILE} or a file cannot be read ({error})"
     return None
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that matches its manifest; newer ones that do not are named."""
+    """Return the newest checkpoint that matches its manifest, and warn of newer ones that do not.
+
+    Args:
+        folder: The folder of all checkpoints.
+        warn: Called with a sentence for each damaged checkpoint.
+    """
     for path in checkpoints(folder):
         if (why := problem(path)) is None:
             return path
@@ -75,9 +86,20 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:
 def save(
     folder: Path, step: int, write: Callable[[Path], None], world: World, keep: int, warn: Callable[[str], None]
 ) -> bool:
-    """Make step-NNNNNN of what `write` puts into a folder (on every rank), and prune older ones; all ranks call it.
+    """Save a checkpoint and remove older ones; all ranks must call it.
 
-    False if the disk refused (full, say): what was written is removed, a warning given, older checkpoints stay."""
+    Args:
+        folder: The folder of all checkpoints.
+        step: The step, which names the checkpoint.
+        write: Writes the files of the checkpoint into the folder that it is given; called on every rank.
+        world: The ranks.
+        keep: How many checkpoints to keep.
+        warn: Called with a sentence if the checkpoint could not be written.
+
+    Returns:
+        False if the files could not be written, for instance because the disk is full. The partial checkpoint is then
+        removed, and older ones stay.
+    """
     final, partial = folder / f"step-{step:06d}", folder / f".step-{step:06d}.part"
     failed = _try(lambda: _begin(folder, partial), world, world.is_main)
     failed = failed or _try(lambda: write(partial), world, True)
@@ -94,7 +116,7 @@ def save(
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` whole ones; what is damaged goes once a newer one is whole."""
+    """Remove all but the newest `keep` complete checkpoints, and damaged ones if a newer one is complete."""
     good = 0
     for path in checkpoints(folder):
         whole = problem(path, contents=False) is None
@@ -104,41 +126,43 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def _try(work: Callable[[], None], world: World, mine: bool) -> str:
-    """Run on the ranks whose work it is; why it failed on any of them, on all of them; "" if it did not."""
+    """Run work on the ranks where `mine` is True; return on every rank why it failed on any, or "" if it did not."""
     error = ""
     if mine:
         try:
             work()
         except OSError as failure:
             error = failure.strerror or str(failure)
-    world.barrier()  # which waits longer than the sum would: rank 0 reads all that was written
+    world.barrier()  # has a longer timeout than the sum: rank 0 reads all files again
     failures = world.sum(torch.tensor(float(bool(error)), device=world.device))
     return (error or "another rank failed") if failures else ""
 
 
 def _begin(folder: Path, partial: Path) -> None:
+    """Make the temporary folder of a checkpoint, and remove others."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".step-*"):  # by a process that was killed
+    for left in folder.glob(".step-*"):  # left by a process that was killed
         shutil.rmtree(left)
     partial.mkdir()
 
 
 def _finish(partial: Path, final: Path) -> None:
+    """Sync the files, write the manifest, and give the folder its final name."""
     files = sorted(file for file in partial.rglob("*") if file.is_file())
     for file in files:
         _sync(file)
     manifest = {str(file.relative_to(partial)): (file.stat().st_size, _digest(file)) for file in files}
-    write_bytes(partial / MANIFEST, [json.dumps(manifest, indent=1).encode()])
+    write_bytes(partial / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
     for path in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
         _sync(path)
-    if final.exists():  # damaged: a whole one would have been resumed from
+    if final.exists():  # it is damaged, or the run would have resumed from it
         _remove(final)
     partial.rename(final)
     _sync(final.parent)
 
 
 def _remove(path: Path) -> None:
-    """Under another name first: a removal that is cut short leaves no checkpoint with files missing."""
+    """Rename a checkpoint and then remove it, so that an interrupted removal leaves no incomplete checkpoint."""
     old = path.with_name(f".{path.name}.old")
     try:
         path.rename(old)
@@ -161,7 +185,7 @@ def _digest(file: Path) -> str:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Whole or not at all."""
+    """Write a JSON file completely or not at all."""
     partial = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         write_bytes(partial, [json.dumps(value, indent=1).encode()])
@@ -171,7 +195,7 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
-    """torch's (CPU and GPU) and Python's."""
+    """Return torch's random states (CPU and GPU) and Python's."""
     tensors = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
@@ -180,7 +204,13 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], list[Any]]:
 
 
 def load_random_state(path: Path, python: list[Any], device: torch.device) -> None:
-    """Set what random_state gave, of a checkpoint."""
+    """Restore the random states of a checkpoint.
+
+    Args:
+        path: The folder of the checkpoint.
+        python: Python's state, as random_state returned it.
+        device: The device whose state is restored beside the CPU's.
+    """
     file = path / "random.safetensors"
     tensors = read_tensors(file)
     try:
@@ -189,11 +219,11 @@ def load_random_state(path: Path, python: list[Any], device: torch.device) -> No
             torch.cuda.set_rng_state(tensors["cuda"], device)
         random.setstate((python[0], tuple(python[1]), python[2]))
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{file} and {STATE}: expected random states, got {error!r:.200}") from None
+        raise CheckpointError(f"{file} and {RUN_STATE_FILE}: expected random states, got {error!r:.200}") from None
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All of a safetensors file, on the CPU."""
+    """Read all tensors of a safetensors file to the CPU."""
     reader, found = Reader(), {}
     for name, entry in read_header(file).items():
         found[name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
@@ -202,22 +232,35 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def write_state(path: Path, model: nn.Module, optimizer: Optimizer, world: World) -> None:
-    """Weights and the optimiser's state: by this process alone, or by all ranks at once."""
+    """Write the weights and the optimiser's state; with several ranks, all must call it.
+
+    Args:
+        path: The folder of the checkpoint.
+        model: The model, sharded or not.
+        optimizer: Its optimiser.
+        world: The ranks.
+    """
     if world.size > 1:
         from lineate.training.sharded import save_distributed
 
-        save_distributed(path / RANKS, model, optimizer)
+        save_distributed(path / RANKS_FOLDER, model, optimizer)
         return
     write_tensors(path / "model.safetensors", {name: x.detach() for name, x in model.state_dict().items()})
     names: dict[Tensor, str] = {x: name for name, x in model.named_parameters()}
     tensors = {
         f"{names[x]}/{key}": value for x, values in optimizer.state.items() for key, value in values.items()
     }  # fmt: skip
-    write_tensors(path / "optimizer.safetensors", dict(sorted(tensors.items())))  # the same file, resumed or not
+    # Sorted, so that a resumed run writes the same file as an uninterrupted one.
+    write_tensors(path / "optimizer.safetensors", dict(sorted(tensors.items())))
 
 
 def load_model(path: Path, model: nn.Module) -> None:
-    """Weights that one process wrote, into a model that is not wrapped yet."""
+    """Read weights that one process wrote into a model that World.wrap has not wrapped yet.
+
+    Args:
+        path: The folder of the checkpoint.
+        model: The model to fill.
+    """
     file = path / "model.safetensors"
     entries, state, reader = read_header(file), model.state_dict(), Reader()
     if entries.keys() != state.keys():
@@ -230,7 +273,13 @@ def load_model(path: Path, model: nn.Module) -> None:
 
 
 def load_optimizer(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Its state by parameter names, split over ranks where the parameters are."""
+    """Read the optimiser's state by parameter names, and shard it as the parameters are sharded.
+
+    Args:
+        path: The folder of the checkpoint.
+        model: The model, whose parameters the optimiser trains.
+        optimizer: The optimiser to fill.
+    """
     values: dict[str, dict[str, Tensor]] = {}
     for full, value in read_tensors(path / "optimizer.safetensors").items():
         name, _, key = full.rpartition("/")
@@ -258,6 +307,7 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _split(value: Tensor, x: Tensor) -> Tensor:
+    """Shard a value as the parameter x is sharded, if it has its shape."""
     if not isinstance(x, DTensor) or value.shape != x.shape:
         return value
     return distribute_tensor(value.to(x.device), x.device_mesh, x.placements)

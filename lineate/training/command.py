@@ -1,4 +1,4 @@
-"""`lineate train` and `lineate generate`."""
+"""The commands `lineate train` and `lineate generate`."""
 
 import io
 import os
@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 from lineate.names import named_path, spelled, user_path
 from lineate.options import sign
 from lineate.terminal import fail, printable
-from lineate.training.config import TrainConfig
+from lineate.training.config import CONFIG_FILE, TrainConfig
 
 if TYPE_CHECKING:
     import typer
 
 
 def add_commands(app: "typer.Typer") -> None:
-    """Add both; typer is imported here because it is optional."""
+    """Add both commands to the application; typer is imported here because it is optional."""
     import typer
 
     def train(**given: Any) -> None:
         """Train a hybrid language model on text; without arguments, a small one on Python's own standard library.
 
-        Everything that is learnt lies in the folder --out. Several processes: torchrun ... -m lineate.cli train.
+        Everything is written to the folder --out. For several processes: torchrun ... -m lineate.cli train.
         """
         if "TORCHELASTIC_RUN_ID" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import record
 
-            record(run_train)(given)  # so that torchrun's summary has the traceback of the rank that failed
+            record(run_train)(given)  # gives torchrun's summary the traceback of the rank that failed
         else:
             run_train(given)
 
@@ -45,7 +45,7 @@ def add_commands(app: "typer.Typer") -> None:
         temperature: Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)] = 0.8,
         top_k: Annotated[int, typer.Option(help="Only among the k likeliest; 0: all.", min=0)] = 0,
         top_p: Annotated[float, typer.Option(help="Only among the likeliest with so much probability.")] = 0.95,
-        seed: Annotated[int, typer.Option(help="Of the draws.", min=0, max=2**63 - 1)] = 0,
+        seed: Annotated[int, typer.Option(help="Seed of the draws.", min=0, max=2**63 - 1)] = 0,
         device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
         raw: Annotated[
             bool, typer.Option("--raw", help="Write control characters as they are, not as dots: for a file.")
@@ -59,10 +59,14 @@ def add_commands(app: "typer.Typer") -> None:
 
 
 def run_train(given: dict[str, Any]) -> None:
-    """Train with the flags that were given (not None), over a config file or a run's own config."""
+    """Train as the flags say, which replace options of a config file or of the resumed run.
+
+    Args:
+        given: Flags by the names of TrainConfig's fields, and `resume` and `config`; None if not given.
+    """
     from lineate.models.files.hub import is_hub_name
     from lineate.models.presets import PRESETS
-    from lineate.training.loop import CONFIG, TrainingStopped
+    from lineate.training.loop import TrainingStopped
     from lineate.training.prepare import check_folder, prepare, restarted
 
     _print_anything()
@@ -79,7 +83,7 @@ def run_train(given: dict[str, Any]) -> None:
             raise ValueError("--resume says already where the run and its config are; leave out --out and --config")
         if resume is not None:
             check_folder(resume, True)
-            config = TrainConfig.load(resume / CONFIG, given | {"out": str(resume)})
+            config = TrainConfig.load(resume / CONFIG_FILE, given | {"out": str(resume)})
         elif file is not None:
             config = TrainConfig.load(file, given)
         else:
@@ -106,7 +110,19 @@ def run_generate(
     device: str,
     raw: bool = False,
 ) -> None:
-    """Print the prompt and what follows; what a terminal would obey as dots, unless raw."""
+    """Print a prompt and its continuation.
+
+    Args:
+        folder: Folder of a run, or of a model with its tokenizer, or a name on the hub.
+        prompt: The text to continue.
+        tokens: The most tokens to add.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_k: Draw only from the k likeliest tokens; 0 for all.
+        top_p: Draw only from the likeliest tokens whose probabilities together reach p.
+        seed: Seed of the draws.
+        device: "cpu" or "cuda".
+        raw: Print control characters as they are, rather than as dots.
+    """
     import torch
 
     from lineate.generation import generate, stream_text
@@ -132,7 +148,7 @@ def run_generate(
 
 
 def fetch_model(name: str) -> Path:
-    """Return the folder of a hub name; its weights are fetched only if its tokenizer can be read."""
+    """Download a model from the hub and return its folder; the weights come only if its tokenizer can be read."""
     from lineate.models.files.hub import ALL, TEXTS, fetch
     from lineate.training.tokenizer import load_tokenizer
 
@@ -141,7 +157,7 @@ def fetch_model(name: str) -> Path:
 
 
 def find_model(folder: Path) -> Path:
-    """The model of a run: the finished one, else that of its newest checkpoint; or the folder itself."""
+    """Return the folder of a run's finished model, or else its newest checkpoint; or the folder, if it is a model's."""
     from lineate.training.checkpoint import newest
 
     if (folder / "model" / "config.json").is_file():
@@ -159,7 +175,7 @@ def find_model(folder: Path) -> Path:
 
 
 def model_folder(folder: Path) -> Path:
-    """find_model of a run; any other folder, and one that has weights itself, as it is."""
+    """Return find_model(folder) if the folder is a run without weights of its own, else the folder."""
     if _has_weights(folder):
         return folder
     is_run = (folder / "model" / "config.json").is_file() or (folder / "checkpoints").is_dir()
@@ -171,13 +187,13 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _print_anything() -> None:
-    """What the terminal's encoding lacks becomes a question mark; a model's text can have any character."""
+    """Let stdout print a question mark for characters that its encoding lacks; a model may generate any."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 def _sign(command: Any) -> None:
-    """Give the command one flag for each field of TrainConfig: its type, its line of help, its default in words."""
+    """Give the command one flag for each field of TrainConfig, with its type, help and default."""
     import typer
 
     hints: dict[str, Any] = {

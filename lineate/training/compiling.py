@@ -1,32 +1,36 @@
-"""Whether torch.compile pays for a run: before its first step the gradients are computed both ways, and timed."""
+"""Find out whether torch.compile pays for a run, by timing the gradients of a step with and without it."""
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from lineate.training.loop import Trainer
+from lineate.training.learner import Learner
 
-ROUNDS = 3
+TIMING_ROUNDS = 3
 
 
-def weigh(trainer: "Trainer") -> str:
-    """Compile the blocks, time a step's gradients with and without, and return what was found; nothing is learnt."""
+def weigh(learner: Learner) -> str:
+    """Time a step's gradients with and without compiled blocks, and say which is faster; no weight changes."""
     begin = time.monotonic()
-    _seconds(trainer)
+    _seconds(learner)
     first = time.monotonic() - begin
     compiled = eager = float("inf")
-    for _ in range(ROUNDS):
-        compiled = min(compiled, _seconds(trainer))
+    for _ in range(TIMING_ROUNDS):
+        compiled = min(compiled, _seconds(learner))
         with torch.compiler.set_stance("force_eager"):
-            eager = min(eager, _seconds(trainer))
-    trainer.optimizer.zero_grad(set_to_none=True)
+            eager = min(eager, _seconds(learner))
+    learner.optimizer.zero_grad(set_to_none=True)
     return verdict(compiled, eager, first)
 
 
 def verdict(compiled: float, eager: float, first: float) -> str:
-    """Return the sentence for seconds a step with and without --compile, and of the first call, which compiles."""
+    """Say whether --compile pays.
+
+    Args:
+        compiled: Seconds for the gradients of a step with compiled blocks.
+        eager: Seconds without.
+        first: Seconds of the first call, which compiles.
+    """
     found = f"the gradients of a step take {_show(compiled)} compiled, {_show(eager)} as they are"
     if compiled >= eager:
         return f"--compile does not pay here: {found}; leave it out"
@@ -34,12 +38,13 @@ def verdict(compiled: float, eager: float, first: float) -> str:
     return f"--compile pays after {steps:.0f} steps: {found}; compiling took {_show(first)}"
 
 
-def _seconds(trainer: "Trainer") -> float:
+def _seconds(learner: Learner) -> float:
+    """Time the gradients of one step."""
     begin = time.monotonic()
-    loss, _ = trainer.gradients()
-    float(loss)  # waits for a GPU
-    if trainer.world.device.type == "cuda":
-        torch.cuda.synchronize(trainer.world.device)
+    loss, _ = learner.gradients()
+    float(loss)  # waits for the GPU
+    if learner.world.device.type == "cuda":
+        torch.cuda.synchronize(learner.world.device)
     return time.monotonic() - begin
 
 

@@ -10,26 +10,35 @@ from typing import Any, get_args, get_origin
 from lineate.dtypes import full_name
 from lineate.names import closest
 
-CHOICES = {
+CONFIG_FILE = "config.json"
+"""The file of options in a run's folder."""
+OPTION_VALUES = {
     "optimizer": ("adamw", "muon"),
     "schedule": ("cosine", "wsd"),
     "dtype": ("float32", "bfloat16"),
     "on_bad_loss": ("stop", "skip"),
     "shard": ("none", "full"),
 }
-FIXED = ("model", "pattern", "tokenizer", "length", "rows", "seed", "optimizer", "validation_fraction")
-"""What a resumed run cannot change: its weights, or its place in the data, would mean something else. Of data the
-contents count, not the names (prepare.py)."""
+"""The values that an option may have, for options with a fixed set."""
+FIXED_OPTIONS = ("model", "pattern", "tokenizer", "length", "rows", "seed", "optimizer", "validation_fraction")
+"""Options that a resumed run cannot change: its weights or its position in the data would mean something else. The data
+may move; prepare.py compares their contents."""
 
 
 def option(default: Any, help: str, also: str | None = None) -> Any:
-    """A field and its line of documentation, which is also the help of its flag; `also` is another name of the flag."""
+    """Return a dataclass field for an option.
+
+    Args:
+        default: Its default.
+        help: One line of documentation, also shown by `lineate train --help`.
+        also: A second name of the flag.
+    """
     return field(default=default, metadata={"help": help, "also": also})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run."""
+    """The options of a training run; the help of each field documents it."""
 
     out: str = option("out/train", "Folder of the run: config, metrics, checkpoints, plot, model.")
     model: str = option(
@@ -43,16 +52,16 @@ class TrainConfig:
         "bytes", "bytes, or bpe:SIZE, trained on the data; a model that lineate train wrote brings its own."
     )
     cache: str | None = option(None, "Folder of the token files; the user's cache folder if not given.")
-    length: int = option(256, "Tokens in a row; no text sees beyond its row.")
+    length: int = option(256, "Tokens in a row; no sequence sees beyond its row.")
     rows: int = option(8, "Rows in a step, over all ranks and micro-batches.", also="--batch-size")
     accumulate: int = option(1, "Micro-batches in which a rank computes its rows of a step.")
     steps: int = option(300, "Steps of the optimiser.")
     optimizer: str = option("muon", "muon (hidden matrices; adamw for the rest) or adamw.")
     lr: float = option(4e-3, "Highest learning rate.", also="--learning-rate")
-    weight_decay: float = option(0.1, "Of matrices, decoupled: each step multiplies them by 1 - lr * weight_decay.")
-    betas: tuple[float, float] = option((0.9, 0.95), "Averaging of adamw's two moments.")
+    weight_decay: float = option(0.1, "Decay of matrices, decoupled: a step multiplies them by 1 - lr * weight_decay.")
+    betas: tuple[float, float] = option((0.9, 0.95), "Decay rates of adamw's two moments.")
     warmup: int | None = option(
-        None, "Steps in which the learning rate rises from 0; 20 if not given, of fewer than 100 steps a fifth."
+        None, "Steps in which the learning rate rises from 0; if not given, 20, or a fifth of fewer than 100 steps."
     )
     schedule: str = option("cosine", "After the warm-up: cosine, or wsd (stable, then linear decay).")
     decay: float = option(0.2, "Part of the steps in which wsd decays.")
@@ -63,7 +72,7 @@ class TrainConfig:
         False, "Keep only the input of each block and compute the rest again in the backward pass."
     )
     compile: bool = option(False, "torch.compile of each block; says before the first step whether it pays.")
-    seed: int = option(0, "Of the weights, the order of the documents, and the samples.")
+    seed: int = option(0, "Seed of the weights, the order of the documents, and the samples.")
     device: str = option("auto", "cpu, cuda, or auto: a GPU if there is one.")
     validation_fraction: float = option(0.02, "Part of the documents that is never trained on.")
     eval_every: int = option(100, "Steps between validation losses; 0: only at the end.")
@@ -81,10 +90,10 @@ class TrainConfig:
         object.__setattr__(self, "dtype", full_name(self.dtype))
 
     def check(self) -> None:
-        """Everything that can be wrong without looking at data or device."""
+        """Raise ValueError for whatever can be found wrong without looking at the data or the device."""
         for f in fields(self):
             _check_type(f.name, getattr(self, f.name), f.type)
-        for name, words in CHOICES.items():
+        for name, words in OPTION_VALUES.items():
             if (value := getattr(self, name)) not in words:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}")
         least = dict.fromkeys(("rows", "accumulate", "steps", "keep", "eval_batches", "context"), 1) | {"length": 2}
@@ -115,12 +124,16 @@ class TrainConfig:
             raise ValueError(f"rows must be a multiple of accumulate = {self.accumulate}, got {self.rows}")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the options as JSON values."""
         return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
-        """From JSON; unknown keys are errors. The result is checked."""
+        """Make a configuration from JSON values and check it; unknown keys are errors.
+
+        Args:
+            values: Options by name; those left out have their defaults.
+        """
         known = {f.name: f for f in fields(cls)}
         for name in values:
             if name not in known:
@@ -135,7 +148,12 @@ class TrainConfig:
 
     @classmethod
     def load(cls, file: Path, changes: dict[str, Any] | None = None) -> "TrainConfig":
-        """From a JSON file, with some values changed."""
+        """Read a configuration from a JSON file.
+
+        Args:
+            file: The file.
+            changes: Options that replace those in the file.
+        """
         try:
             values = json.loads(file.read_text())
         except OSError as error:
@@ -151,11 +169,15 @@ class TrainConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """warmup, or what it is if not given."""
+        """The number of warm-up steps: `warmup`, or its default for this number of steps."""
         return min(20, self.steps // 5) if self.warmup is None else self.warmup
 
     def learning_rate(self, step: int) -> float:
-        """Of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0.
+
+        Args:
+            step: The step.
+        """
         warmup = self.warmup_steps
         if step < warmup:
             return self.lr * (step + 1) / warmup
@@ -168,7 +190,7 @@ class TrainConfig:
 
 
 def _check_type(name: str, value: Any, wanted: Any) -> None:
-    """value is of the field's type; an int may stand for a float, None for what may be None."""
+    """Raise ValueError if a value is not of its field's type; an int is accepted for a float."""
     if get_origin(wanted) is tuple:
         inner = get_args(wanted)
         if not isinstance(value, tuple) or (inner[-1] is not ... and len(value) != len(inner)):
@@ -182,5 +204,5 @@ def _check_type(name: str, value: Any, wanted: Any) -> None:
     if not fits or (isinstance(value, bool) and bool not in kinds):
         names = " or ".join("none" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ValueError(f"{name} must be of type {names}, got {value!r:.80}")
-    if float in kinds and not abs(value) <= sys.float_info.max:  # an int may be too large for one
+    if float in kinds and not abs(value) <= sys.float_info.max:  # an int may be too large for a float
         raise ValueError(f"{name} must be finite, got {value!r:.80}")

@@ -4,7 +4,7 @@
     part = batch.shard(rank, size)                                   # this rank's tokens
     out = model(part.ids, cu_seqlens=part.cu_seqlens, continues=part.continues)
 
-Outputs and gradients are those of one process with all tokens; a parameter's gradient is the sum over the ranks.
+Outputs and gradients equal those of one process with all tokens; a parameter's gradient is the sum over the ranks.
 """
 
 from torch import nn
@@ -14,8 +14,13 @@ from lineate.layers.context import Context, check_splits
 
 
 def context_parallel(model: nn.Module, group: ProcessGroup) -> None:
-    """From now on every call of the model, or of one of its mixers, has this rank's segment of the tokens."""
-    parts = [x for x in model.modules() if hasattr(x, "state_spec")]  # the model itself and every mixer
+    """Make every later call of the model, or of one of its mixers, expect this rank's segment of the tokens.
+
+    Args:
+        model: A HybridLM or any module with mixers of lineate.layers; it is changed in place.
+        group: The ranks that share a sequence; rank r of the group has the r-th segment.
+    """
+    parts = [x for x in model.modules() if hasattr(x, "state_spec")]  # a HybridLM itself and every mixer
     if not parts:
         raise ValueError(
             f"model must have mixers of lineate.layers, got {type(model).__name__} without any; "

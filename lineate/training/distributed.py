@@ -1,12 +1,13 @@
-"""Many processes that train one model: who they are, what they share, how their gradients are summed.
+"""Several processes that train one model: their places, their shared weights, and the sum of their gradients.
 
-torchrun starts the processes and tells each its place (RANK, WORLD_SIZE, LOCAL_RANK); without it there is one process,
-no process group, and every method below is a no-op. Ranks form a mesh of `data` x `context`: the ranks of one row read
-pieces of the same texts (context parallelism), the rows read different ones. Every rank holds the gradient of
+torchrun starts the processes and tells each its place (RANK, WORLD_SIZE, LOCAL_RANK). Without torchrun there is one
+process and no process group, and the methods below do nothing. Ranks form a mesh of `data` x `context`: ranks with the
+same place in `data` read segments of the same sequences (context parallelism); others read different sequences. Every
+rank holds the gradient of
 
-    (sum of its own tokens' losses) / (tokens of all ranks)
+    (sum of its own tokens' losses) / (number of tokens on all ranks)
 
-so that the gradient of the mean loss is the plain SUM over all ranks, whatever each rank's share of the tokens.
+so the gradient of the mean loss is the SUM over all ranks, even if they have different numbers of tokens.
 """
 
 import os
@@ -25,38 +26,45 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-Model = TypeVar("Model", bound=nn.Module)
-Result = TypeVar("Result")
+ModelT = TypeVar("ModelT", bound=nn.Module)
+ResultT = TypeVar("ResultT")
 
-TIMEOUT = timedelta(minutes=10)
-"""Of a collective. A rank that dies is noticed at once (its connections close); this is for one that hangs."""
-PATIENCE = timedelta(hours=12)
-"""Of barrier(), behind which the others wait while rank 0 prepares data or writes a checkpoint."""
-BUCKET = 2**25
-"""Gradient elements that are summed in one collective: 128 MiB in float32."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""How long a collective waits for a rank that hangs. A rank that dies is noticed at once, as its connections close."""
+BARRIER_TIMEOUT = timedelta(hours=12)
+"""How long barrier() waits, in which the others wait while rank 0 prepares data or reads a checkpoint."""
+BUCKET_ELEMENTS = 2**25
+"""The most gradient elements to sum in one collective: 128 MiB in float32."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all. Made by start(), ended by close()."""
+    """This process and its place among the others; start() makes it, close() ends it."""
 
     rank: int = 0
     size: int = 1
+    """The number of processes."""
     local_rank: int = 0
-    """Among the processes of this machine; the index of its GPU."""
+    """The rank among the processes of this machine, which is the index of its GPU."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     shard: str = "none"
-    """Parameters: "none", whole on every rank; "full", split over all ranks (FSDP2)."""
+    """"none": every rank has all parameters. "full": parameters are sharded over all ranks (FSDP2)."""
     mesh: DeviceMesh | None = None
-    """data x context; None: a single process, without a process group."""
+    """The mesh data x context; None for a single process without a process group."""
     everyone: DeviceMesh | None = None
-    """The same ranks in one dimension, over which parameters are split."""
+    """The same ranks in one dimension, over which parameters are sharded."""
     patient: dist.ProcessGroup | None = None
-    """For barrier()."""
+    """The process group of barrier(), with a long timeout."""
 
     @classmethod
     def start(cls, device: str, shard: str = "none", context: int = 1) -> "World":
-        """Join the processes that torchrun started (gloo on a CPU, NCCL on GPUs), or be the only one."""
+        """Join the processes that torchrun started (gloo on CPUs, NCCL on GPUs); without torchrun, be the only one.
+
+        Args:
+            device: "cpu" or "cuda"; under torchrun each process of a machine takes the GPU of its local rank.
+            shard: "none" keeps all parameters on every rank; "full" shards them over all ranks (FSDP2).
+            context: How many ranks share a sequence; it must divide the number of processes.
+        """
         if shard not in ("none", "full"):
             raise ValueError(f"shard must be 'none' or 'full', got {shard!r}")
         if isinstance(context, bool) or not isinstance(context, int) or context < 1:
@@ -77,12 +85,12 @@ class World:
             torch.cuda.set_device(place)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=_fresh_store(rank, size), rank=rank, world_size=size, timeout=TIMEOUT,
+            store=_fresh_store(rank, size), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT,
             device_id=place if cuda else None,
         )  # fmt: skip
         mesh = init_device_mesh(place.type, (size // context, context), mesh_dim_names=("data", "context"))
         everyone = init_device_mesh(place.type, (size,), mesh_dim_names=("everyone",))
-        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        patient = dist.new_group(backend="gloo", timeout=BARRIER_TIMEOUT)
         return cls(rank, size, local_rank, place, shard, mesh, everyone, patient)
 
     @property
@@ -92,28 +100,31 @@ class World:
 
     @property
     def context_size(self) -> int:
-        """Ranks that share one batch."""
+        """The number of ranks that share a batch."""
         return 1 if self.mesh is None else self.mesh.size(1)
 
     @property
     def context_rank(self) -> int:
-        """Which piece of that batch is this rank's."""
+        """Which segment of that batch this rank has."""
         return self.rank % self.context_size
 
     @property
     def data_size(self) -> int:
-        """Batches that are read at once."""
+        """The number of batches that are computed at the same time."""
         return self.size // self.context_size
 
     @property
     def data_rank(self) -> int:
-        """Which of them is this rank's."""
+        """Which of these batches this rank has."""
         return self.rank // self.context_size
 
-    def wrap(self, model: Model) -> Model:
-        """The same model, moved to the device, with rank 0's weights or this rank's shard of them.
+    def wrap(self, model: ModelT) -> ModelT:
+        """Move the model to the device, with rank 0's weights or this rank's shard of them, and return it.
 
-        Every rank must have built it with the same seed. Call before making the optimizer; run it by model(...) only.
+        Call it before making the optimizer. Afterwards run the model only by model(...).
+
+        Args:
+            model: The model, which every rank must have built with the same seed.
         """
         if self.context_size > 1:
             from lineate.training.context import context_parallel
@@ -123,7 +134,7 @@ class World:
         if self.size == 1:
             return model.to(self.device)
         if self.shard == "full":
-            return _fully_shard(model, self.everyone)
+            return fully_shard_model(model, self.everyone)
         model.to(self.device)
         with torch.no_grad():
             for x in model.state_dict().values():
@@ -131,14 +142,24 @@ class World:
         return model
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over all ranks, a new tensor."""
+        """Return the sum of a tensor over all ranks, as a new tensor.
+
+        Args:
+            x: This rank's tensor, of the same shape on every rank.
+        """
         x = x.detach().clone()
         if self.mesh is not None:
             dist.all_reduce(x)
         return x
 
     def finish_gradients(self, model: nn.Module) -> None:
-        """After the last backward of a step: gradients are summed over all ranks. Shards were, during backward."""
+        """Sum the gradients over all ranks, after the last backward pass of a step.
+
+        With shard="full" this does nothing, as the backward pass has already summed them.
+
+        Args:
+            model: The model that wrap() returned.
+        """
         if self.size == 1 or self.shard == "full":
             return
         for bucket in _buckets(model):
@@ -148,21 +169,41 @@ class World:
                 x.grad = part.view_as(x)
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Scale all gradients to a total norm of at most max_norm; the norm before, a plain tensor, on every rank."""
+        """Scale all gradients so that their total norm is at most max_norm.
+
+        Args:
+            model: The model that wrap() returned.
+            max_norm: The largest norm allowed.
+
+        Returns:
+            The norm before scaling, as a plain tensor, the same on every rank.
+        """
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def barrier(self) -> None:
-        """Wait for all ranks, however long one of them works; fails at once if one dies."""
+        """Wait for all ranks, for up to 12 hours; fail at once if one dies."""
         if self.patient is not None:
             dist.barrier(group=self.patient)
 
-    def on_main(self, work: Callable[[], Result], what: str) -> Result | None:
-        """on_main(), for work that may take as long as barrier() waits."""
+    def on_main(self, work: Callable[[], ResultT], what: str) -> ResultT | None:
+        """Run work on rank 0 while the others wait as long as in barrier().
+
+        Args:
+            work: The function to call on rank 0.
+            what: What it does, for the message "rank 0 could not ..." on the other ranks if it fails.
+
+        Returns:
+            The result on rank 0, None on the others.
+        """
         return on_main(work, what, self.patient)
 
-    def share(self, value: Result | None) -> Result:
-        """Return rank 0's value on every rank; it is pickled, which only this job's own processes read."""
+    def share(self, value: ResultT | None) -> ResultT:
+        """Return rank 0's value on every rank; it is pickled between the processes of this job, not to a file.
+
+        Args:
+            value: The value on rank 0; ignored on the others.
+        """
         box = [value]
         if self.mesh is not None:
             dist.broadcast_object_list(box, src=0, group=self.patient)
@@ -170,17 +211,26 @@ class World:
         return box[0]
 
     def close(self) -> None:
-        """Leave the process group; nothing above works afterwards.
+        """Leave the process group; no other method may be called afterwards.
 
-        Not while an exception passes: over NCCL leaving waits for the others, and they wait for this rank. It must end,
-        so that torchrun ends them.
+        While an exception propagates it does nothing: over NCCL leaving waits for the other ranks, and they wait for
+        this one. This process must end so that torchrun ends the others.
         """
         if self.mesh is not None and sys.exc_info()[0] is None:
             dist.destroy_process_group()
 
 
-def on_main(work: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result | None:
-    """work() on rank 0, None on the others, which wait for it; if it fails there, it fails everywhere."""
+def on_main(work: Callable[[], ResultT], what: str, group: dist.ProcessGroup | None = None) -> ResultT | None:
+    """Run work on rank 0 while the others wait; if it raises an error there, all ranks raise one.
+
+    Args:
+        work: The function to call on rank 0.
+        what: What it does, for the message "rank 0 could not ..." on the other ranks.
+        group: The process group whose timeout applies; the default one if None.
+
+    Returns:
+        The result on rank 0, None on the others.
+    """
     if not dist.is_initialized():
         return work()
     result, error = None, None
@@ -202,7 +252,7 @@ _VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 
 
 def _variable(name: str, alone: int) -> int:
-    """One of torchrun's; all are there, or none."""
+    """Read one of torchrun's environment variables; `alone` if none of them is set."""
     if (text := os.environ.get(name)) is None:
         there = [other for other, _ in _VARIABLES if other in os.environ]
         if there:
@@ -217,31 +267,34 @@ def _variable(name: str, alone: int) -> int:
 
 
 def _fresh_store(rank: int, size: int) -> Any:
-    """The store that torchrun gives, under a name that is new in every start of the processes.
+    """Return torchrun's store with a prefix that is new each time the processes start.
 
-    torchrun keeps its store over restarts, and with it the addresses of processes that are dead, which a rank may read
-    before their successors have written theirs (pytorch issue 135712; machines may count restarts differently).
-    Rank 0 chooses the name and tells it to all who ask in this start.
+    torchrun keeps its store over restarts, with the addresses of dead processes in it, which a rank may read before
+    their successors have written theirs (pytorch issue 135712). A count of restarts cannot serve as the prefix, since
+    machines may count differently. So rank 0 chooses a prefix, and every other rank asks for it under a unique word.
     """
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=TIMEOUT))
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=COLLECTIVE_TIMEOUT))
     name = uuid.uuid4().hex
     if rank:
         store.set(f"lineate/ask/{rank}", name)
-        name = store.get(f"lineate/answer/{name}").decode()  # waits; nobody else has asked with this word
+        name = store.get(f"lineate/answer/{name}").decode()  # waits until rank 0 has answered
         store.add(f"lineate/here/{name}", 1)
         return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    deadline = time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
     while (here := store.add(f"lineate/here/{name}", 0)) < size - 1:
         for other in range(1, size):
-            if store.check([f"lineate/ask/{other}"]):  # of this start, or left by the last one, which changes nothing
+            if store.check([f"lineate/ask/{other}"]):  # answering a request of a dead process is harmless
                 store.set(f"lineate/answer/{store.get(f'lineate/ask/{other}').decode()}", name)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"expected {size} ranks within {TIMEOUT}, got {here + 1}; see what the others say")
+            raise TimeoutError(
+                f"expected {size} ranks within {COLLECTIVE_TIMEOUT}, got {here + 1}; see what the others say"
+            )
         time.sleep(0.01)
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 def _device(name: str, local_rank: int) -> torch.device:
+    """Return this process's device, or raise ValueError if it does not exist."""
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda', got {name!r}")
     device = torch.device(name)
@@ -259,31 +312,31 @@ def _device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _fully_shard(model: Model, mesh: DeviceMesh | None) -> Model:
-    """FSDP2: a block is gathered when it runs and its gradient reduce-scattered, as a sum, when it is done."""
+def fully_shard_model(model: ModelT, mesh: DeviceMesh | None) -> ModelT:
+    """Shard the model with FSDP2: a block is gathered when it runs, and its gradients are reduce-scattered as a sum."""
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     for block in getattr(model, "layers", ()):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    if hasattr(model, "loss_sum"):  # gathers what forward would
+    if hasattr(model, "loss_sum"):  # so that it gathers the weights as forward does
         register_fsdp_forward_method(model, "loss_sum")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # factor 1 alone would be an operation that gloo lacks
+            module.set_force_sum_reduction_for_comms(True)  # otherwise a factor of 1 uses an operation that gloo lacks
     return model
 
 
 def _buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Parameters in the order of the model, of one dtype, few collectives. No gradient counts as 0: all ranks agree."""
+    """Group the parameters by dtype, in the model's order; a missing gradient becomes 0, so that all ranks agree."""
     bucket: list[nn.Parameter] = []
     for x in model.parameters():
         if not x.requires_grad:
             continue
         if x.grad is None:
             x.grad = torch.zeros_like(x)
-        if bucket and (x.dtype != bucket[0].dtype or sum(y.numel() for y in bucket) + x.numel() > BUCKET):
+        if bucket and (x.dtype != bucket[0].dtype or sum(y.numel() for y in bucket) + x.numel() > BUCKET_ELEMENTS):
             yield bucket
             bucket = []
         bucket.append(x)

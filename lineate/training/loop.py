@@ -1,87 +1,68 @@
-"""The training loop: step, evaluate, sample, save. prepare.py makes a Trainer, command.py runs it.
+"""The training loop: step, evaluate, sample, save. prepare.py makes a Trainer, and command.py runs it.
 
-A run's folder:  config.json  metrics.jsonl  loss.png  tokenizer/  checkpoints/step-000100/  model/
+A run's folder has  config.json  metrics.jsonl  loss.png  tokenizer/  checkpoints/step-000100/  model/
 """
 
 import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lineate.generation import generate
 from lineate.models import HybridLM
 from lineate.models.files.safetensors import write_tensors
 from lineate.models.hybrid import check_saveable
 from lineate.processor import why_wide
 from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
-from lineate.training.batches import NO_TARGET, Batch
 from lineate.training.compiling import weigh
-from lineate.training.config import TrainConfig
+from lineate.training.config import CONFIG_FILE
 from lineate.training.diagnosis import diagnose
-from lineate.training.distributed import World
-from lineate.training.order import ShuffledBatches
-from lineate.training.report import Report, plot_loss
+from lineate.training.learner import Learner
+from lineate.training.report import RunReporter, plot_loss
 from lineate.training.stopping import Interrupted, Signals
-from lineate.training.tokenizer import Tokenizer
 
-CONFIG = "config.json"
-SAMPLE_TOKENS = 160
-MOST_SKIPS = 10
-"""Bad steps one after the other, at which on_bad_loss="skip" stops too."""
+MAX_SKIPPED_STEPS = 10
+"""After this many bad steps in a row a run stops even with on_bad_loss="skip"."""
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message says why. What was saved before is whole."""
+    """Training cannot go on; the message says why. Checkpoints that were saved before are complete."""
 
 
-@dataclass
-class Trainer:
-    """A run between two steps."""
+@dataclass(kw_only=True)
+class Trainer(Learner):
+    """A run between two steps: a learner with its folder, its reports and its checkpoints."""
 
-    config: TrainConfig
-    world: World
-    report: Report
-    tokenizer: Tokenizer
+    report: RunReporter
     data: dict[str, int]
-    """What identifies the data: a resumed run must have the same."""
-    batches: ShuffledBatches
-    validation: ShuffledBatches
-    model: HybridLM
-    optimizer: torch.optim.Optimizer
+    """Sizes and checksums of the data, which must be the same when the run is resumed."""
     entropy: float
-    """Of single tokens, in nats: what a model without context reaches."""
-    step: int = 0
-    """How many are done."""
+    """Entropy of single tokens in nats, the loss of the best model that ignores context."""
     looked: int = 0
-    """The last step after which the model was evaluated and sampled, where that was due."""
+    """The last step after which the validation loss and the sample, if due, were made."""
     saved: int = 0
-    """Where a resumed run would go on: the step of the newest checkpoint."""
+    """The step of the newest checkpoint, from which a resumed run would go on."""
     position: int = 0
-    """Of metrics.jsonl at that step."""
+    """Size of metrics.jsonl, in bytes, when that checkpoint was saved."""
     best: float | None = None
-    """Lowest validation loss."""
+    """Lowest validation loss so far."""
     skipped: int = 0
-    """Bad steps in a row, up to this one."""
+    """How many steps in a row, up to this one, were bad."""
     signals: Signals = field(default_factory=Signals)
-    _ahead: tuple[int, list[Batch]] = (-1, [])
-    """A step and its micro-batches, made while a GPU computed the step before."""
 
     def begin(self) -> None:
-        """Write down what the run is, and open its metrics."""
+        """Save the configuration and the tokenizer, open the metrics, and print what the run will do."""
         config, view, sizes = self.config, self.batches.view, self.model.config
         out = Path(config.out)
-        self.report.open(self.step, self.position, config.tensorboard)  # before all that another process would notice
+        self.report.open(self.step, self.position, config.tensorboard)  # first, since it locks the folder
         if self.world.is_main:
-            checkpoint.write_json(out / CONFIG, config.to_dict())  # from here on the folder has a run
+            checkpoint.write_json(out / CONFIG_FILE, config.to_dict())  # with this file the folder counts as a run
             self.tokenizer.save(out / "tokenizer")
         size = sum(x.numel() for x in self.model.parameters())
         ranks = f" on {self.world.size} ranks" if self.world.size > 1 else ""
@@ -99,22 +80,24 @@ class Trainer:
 
     @cpu_by_default
     def run(self) -> None:
-        """Train from `step` to config.steps, then save the model and draw the loss.
+        """Train from `step` to config.steps, then save the model and plot the loss.
 
-        SIGINT and SIGTERM end it between two steps, with a save; among several ranks, at once.
+        SIGINT and SIGTERM stop a single process between two steps, with a checkpoint; with several ranks they end the
+        process at once.
         """
-        check_saveable(self.model)  # now, not when the first checkpoint is due
+        check_saveable(self.model)  # fail now rather than at the first checkpoint
         with self.signals.listen(self._give_up) if self.world.size == 1 else nullcontext():
             try:
                 self._train()
             except Interrupted:
-                self.signals.busy = True  # until the end, which is near
+                self.signals.busy = True  # so that the final checkpoint is not cut short
                 if self.saved != self.step:
                     self.save()
                 raise TrainingStopped(f"stopped at step {self.step}; {self._how_to_go_on()}") from None
         self._finish()
 
     def _train(self) -> None:
+        """Make the remaining steps, and evaluate, sample and save after those where it is due."""
         config = self.config
         if self.step == 0 and config.sample_every:
             self._look(False, True)
@@ -130,11 +113,12 @@ class Trainer:
                 self.save()
 
     def close(self) -> None:
+        """Close the report and leave the process group."""
         self.report.close()
         self.world.close()
 
     def train_step(self) -> None:
-        """One step of the optimiser."""
+        """Make one step of the optimiser."""
         started, config = time.monotonic(), self.config
         lr = config.learning_rate(self.step)
         for group in self.optimizer.param_groups:
@@ -157,64 +141,8 @@ class Trainer:
         self.report.write(values | {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1)})
         self.report.step(self.step, loss, lr, tokens, seconds)
 
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Of the mean loss of this step's tokens, in the parameters' .grad.
-
-        Returns the loss and how many tokens, the same on every rank.
-        """
-        world = self.world
-        self.optimizer.zero_grad(set_to_none=True)
-        made, pieces = self._ahead
-        if made != self.step:
-            pieces = list(self.pieces(self.batches, self.step))
-        count = world.sum(torch.stack([(piece.targets != NO_TARGET).sum() for piece in pieces]).sum()).clamp(min=1)
-        total = torch.zeros((), device=world.device)
-        for piece in pieces:
-            part = self._loss_sum(piece.to(world.device))
-            (part / count).backward()
-            total += part.detach()
-        world.finish_gradients(self.model)
-        total = world.sum(total)
-        self._ahead = self.step + 1, list(self.pieces(self.batches, self.step + 1))
-        return total / count, count
-
-    def pieces(self, batches: ShuffledBatches, step: int) -> Iterator[Batch]:
-        """This rank's micro-batches of a step."""
-        world, many = self.world, self.config.accumulate
-        for n in range(many):
-            batch = batches.batch(step, world.data_rank * many + n, world.data_size * many)
-            yield batch.shard(world.context_rank, world.context_size) if world.context_size > 1 else batch
-
-    def logits(self, piece: Batch) -> Tensor:
-        """`1 n vocab`, of a micro-batch on the device."""
-        with self._autocast():
-            return self.model(piece.ids, cu_seqlens=piece.cu_seqlens, continues=piece.continues).logits
-
-    def evaluate(self) -> float:
-        """Mean loss over the first eval_batches batches of the validation data, or all of it."""
-        some = min(self.config.eval_batches, -(-self.validation.epoch_rows // self.config.rows))
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        count = torch.zeros((), dtype=torch.int64, device="cpu")
-        for n in range(some):
-            for piece in self.pieces(self.validation, n):
-                with torch.no_grad():
-                    total += self._loss_sum(piece.to(self.world.device))
-                count += (piece.targets != NO_TARGET).sum()
-        return float(self.world.sum(total)) / max(1, int(self.world.sum(count)))
-
-    def sample(self, tokens: int = SAMPLE_TOKENS) -> str:
-        """The model's own text after config.prompt; the same for the same weights."""
-        start = torch.tensor([[self.tokenizer.end, *self.tokenizer.encode(self.config.prompt)]], device="cpu")
-        with self._autocast(), torch.compiler.set_stance("force_eager"):
-            drawn = generate(self.model, start, tokens, temperature=0.8, top_p=0.95, seed=self.config.seed)
-            ids = [int(token) for token in drawn]
-        if self.tokenizer.end in ids:
-            ids = ids[: ids.index(self.tokenizer.end)]
-        known = [i for i in ids if i < self.tokenizer.vocab_size]  # a model's vocabulary may be larger
-        return self.config.prompt + self.tokenizer.decode(known)
-
     def save(self) -> bool:
-        """A checkpoint of this step; False if the disk refused."""
+        """Save a checkpoint of this step; return False if it could not be written."""
         check_saveable(self.model)
         folder = Path(self.config.out) / "checkpoints"
         busy, self.signals.busy = self.signals.busy, True
@@ -225,8 +153,8 @@ class Trainer:
         return done
 
     def _write(self, folder: Path) -> None:
-        """All files of a checkpoint; it is also a model's folder, unless several ranks wrote it."""
-        checkpoint.write_state(folder, self.model, self.optimizer, self.world)  # all ranks at once, so it comes first
+        """Write all files of a checkpoint. If one process writes it, it can also be loaded as a model."""
+        checkpoint.write_state(folder, self.model, self.optimizer, self.world)  # all ranks take part
         if not self.world.is_main:
             return
         tensors, python = checkpoint.random_state(self.world.device)
@@ -235,34 +163,27 @@ class Trainer:
             "step": self.step, "looked": self.looked, "config": self.config.to_dict(), "data": self.data,
             "metrics": self.report.position, "best": self.best, "skipped": self.skipped, "random": python,
         }  # fmt: skip
-        checkpoint.write_json(folder / checkpoint.STATE, state)
-        checkpoint.write_json(folder / CONFIG, _model_config(self.model))
+        checkpoint.write_json(folder / checkpoint.RUN_STATE_FILE, state)
+        checkpoint.write_json(folder / CONFIG_FILE, _model_config(self.model))
         self.tokenizer.save(folder)
 
     def _bad_step(self, loss: float, norm: float) -> None:
-        """Say what was not finite; then stop, or leave this step out."""
+        """Say what is not finite; then stop the run, or skip this step."""
         what = f"the loss ({loss})" if not math.isfinite(loss) else f"the norm of the gradients ({norm})"
         with self.signals.stoppable():
             where, values = diagnose(self)
         message = f"{what} is not finite at step {self.step + 1}; {where}"
         self.skipped += 1
-        if self.config.on_bad_loss == "skip" and not values and self.skipped < MOST_SKIPS:
+        if self.config.on_bad_loss == "skip" and not values and self.skipped < MAX_SKIPPED_STEPS:
             self.report.warn(f"{message}; the step is skipped")
             return
         many = f", {self.skipped} bad steps in a row" if self.skipped > 1 else ""
         skip = "" if values or self.config.on_bad_loss == "skip" else ", or with --on-bad-loss skip"
         raise TrainingStopped(f"{message}{many}; stopped: resume with a lower --lr{skip}")
 
-    def _loss_sum(self, piece: Batch) -> Tensor:
-        with self._autocast():
-            return self.model.loss_sum(piece.ids, piece.targets, piece.cu_seqlens, piece.continues)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
-
     def _look(self, evaluate: bool, sample: bool) -> None:
-        """Validation loss and a sample, where they are due; written down together, so that neither is there twice."""
-        # A row split over ranks cannot be continued token by token; else only sharded weights need every rank.
+        """Evaluate and sample, then record both at once: an interruption in between would record one of them twice."""
+        # Rows that are split over ranks cannot be sampled. Otherwise rank 0 samples alone, unless weights are sharded.
         sample = sample and self.world.context_size == 1 and (self.world.is_main or self.world.shard == "full")
         loss, text = None, None
         if evaluate or sample:
@@ -279,16 +200,17 @@ class Trainer:
             self.report.sample(self.step, text)
 
     def _how_to_go_on(self) -> str:
+        """Name the command that resumes the run, and the step that it resumes from."""
         back = "" if self.saved == self.step else f", from step {self.saved}: later ones were not saved"
         return f"go on with lineate train --resume {self.config.out}{back}"
 
     def _give_up(self) -> None:
-        """Say the last words of a process that is ended while it computes."""
+        """Print where to resume, before the process is ended in the middle of a step."""
         self.report.hide()
         print(f"lineate: stopped at once after step {self.step}; {self._how_to_go_on()}", file=sys.stderr, flush=True)
 
     def _finish(self) -> None:
-        """The model, and the plot of its loss."""
+        """Save the model and plot the loss."""
         out, world = Path(self.config.out), self.world
         self.report.close()
         try:
@@ -313,9 +235,10 @@ class Trainer:
         self.report.say(f"{best}{plot}the model: {out / 'model'}; try lineate generate {out} --prompt {prompt}")
 
     def _save_model(self, folder: Path) -> None:
+        """Write the finished model and its tokenizer; all ranks must call it."""
         if self.world.is_main:
             self.tokenizer.save(folder)
-            for left in folder.glob(".*.part"):  # by a process that was killed
+            for left in folder.glob(".*.part"):  # left by a process that was killed
                 left.unlink()
         if self.world.size == 1:
             self.model.save_pretrained(folder)
@@ -330,7 +253,7 @@ class Trainer:
 
 
 def _model_config(model: HybridLM) -> dict[str, Any]:
-    """config.json of a folder that HybridLM.from_pretrained reads."""
+    """Return the config.json that HybridLM.from_pretrained reads."""
     return {"model_type": "lineate", "dtype": "float32", **model.config.to_dict()}
 
 

@@ -1,10 +1,10 @@
-"""AdamW, and Muon: steps along the orthogonalised average of the gradients.
+"""AdamW, and Muon, which steps along the orthogonalised average of the gradients.
 
-    M = mu M + (1 - mu) G        U = (1 - mu) G + mu M        (Nesterov)
-    W = (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) U V^T      U S V^T the singular values of U
+    M = mu M + (1 - mu) G        D = (1 - mu) G + mu M        (Nesterov)
+    W = (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) U V^T      D = U S V^T, the SVD
 
-The factor makes a step about as long as one of AdamW, so that both share a learning rate. Muon is for the matrices
-between embedding and head; embeddings, head, convolutions, norms, biases and decays have AdamW.
+The factor 0.2 sqrt(...) makes a step about as long as AdamW's, so that both use the same learning rate. Muon trains the
+matrices between embedding and head; AdamW trains embedding, head, convolutions, norms, biases and decays.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,13 +17,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from lineate.layers import MixtureOfExperts
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""a X + b (X X^T) X + c (X X^T)^2 X: five of these bring singular values in (0.001, 1) to about 0.7 .. 1.2."""
-AT_ONCE = 2**26
-"""Elements that Muon orthogonalises at a time, if one matrix has not more: what a rank gathers of others' shards."""
+"""a, b, c of X <- a X + b (X X^T) X + c (X X^T)^2 X; five steps bring singular values in (0.001, 1) to 0.7 .. 1.2."""
+GATHERED_ELEMENTS = 2**26
+"""The most elements that Muon gathers from other ranks and orthogonalises at once, unless one matrix has more."""
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name: weights of the linear layers inside the blocks, and of the experts, `count rows columns`."""
+    """Return by name the weights of the linear layers in the blocks, and those of experts, `count rows columns`.
+
+    Args:
+        model: A HybridLM.
+    """
     found: dict[str, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         if not prefix.startswith("layers."):
@@ -37,7 +41,15 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 def make_optimizer(
     model: nn.Module, kind: str, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> torch.optim.Optimizer:
-    """kind "adamw" or "muon". Only matrices, the embedding and the head decay."""
+    """Make the optimizer of a model, with weight decay for matrices, embedding and head only.
+
+    Args:
+        model: The model, after World.wrap.
+        kind: "adamw" or "muon".
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay.
+        betas: AdamW's decay rates of its two moments.
+    """
     matrices = set(hidden_matrices(model).values())
     ends = {x for name, x in model.named_parameters() if name in ("embed.weight", "head.weight")}
     chosen: list[list[nn.Parameter]] = [[], [], []]
@@ -56,7 +68,15 @@ def make_optimizer(
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the groups with muon=True, AdamW for the others."""
+    """Muon for the groups with muon=True, and AdamW for the others.
+
+    Args:
+        groups: Parameter groups, each with "params", "weight_decay" and "muon".
+        lr: Learning rate of both.
+        betas: AdamW's decay rates of its two moments.
+        momentum: Muon's decay rate of the average of gradients.
+        eps: AdamW's term in the denominator.
+    """
 
     def __init__(
         self,
@@ -71,10 +91,11 @@ class Muon(torch.optim.Optimizer):
         others = [group for group in self.param_groups if not group["muon"]]
         self._adamw = torch.optim.AdamW([dict(group) for group in others], fused=_fused(groups)) if others else None
         for group, whole in zip(others, self._adamw.param_groups if self._adamw else (), strict=True):
-            group.update(whole)  # what AdamW's step reads beside our own
+            group.update(whole)  # options that AdamW's step reads
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Make one step; closures are not supported."""
         assert closure is None
         others = [group for group in self.param_groups if not group["muon"]]
         if self._adamw is not None:
@@ -85,7 +106,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_matrices(group)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        """Matrices of one shape are orthogonalised together, up to AT_ONCE of their elements."""
+        """Step the matrices of a group; those of one shape are orthogonalised together, up to GATHERED_ELEMENTS."""
         momentum = group["momentum"]
         shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for x in group["params"]:
@@ -99,13 +120,14 @@ class Muon(torch.optim.Optimizer):
         for same in shapes.values():
             some: list[nn.Parameter] = []
             for x in same:
-                if some and sum(y.numel() for y in some) + x.numel() > AT_ONCE:
+                if some and sum(y.numel() for y in some) + x.numel() > GATHERED_ELEMENTS:
                     self._move(some, group)
                     some = []
                 some.append(x)
             self._move(some, group)
 
     def _move(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Orthogonalise the updates of matrices of one shape and apply them."""
         shape, lr, momentum = matrices[0].shape[-2:], group["lr"], group["momentum"]
         updates = []
         for x in matrices:
@@ -120,7 +142,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """`n rows columns` -> nearly U V^T of each, by Newton-Schulz; products in bfloat16 on a GPU. Zero stays zero."""
+    """Return nearly U V^T of each matrix U S V^T, by Newton-Schulz, with products in bfloat16 on a GPU; 0 stays 0.
+
+    Args:
+        matrices: Matrices `n rows columns`.
+        steps: How many Newton-Schulz steps to make.
+    """
     a, b, c = NEWTON_SCHULZ
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     wide = x.shape[-2] <= x.shape[-1]
@@ -133,7 +160,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 def _like(whole: Tensor, x: Tensor) -> Tensor:
-    """A tensor that every rank has whole, split as x is; no bytes move."""
+    """Shard a tensor that every rank has completely in the same way as x, without communication."""
     if not isinstance(x, DTensor):
         return whole
     everywhere = [Replicate()] * x.device_mesh.ndim
@@ -141,5 +168,5 @@ def _like(whole: Tensor, x: Tensor) -> Tensor:
 
 
 def _fused(groups: Iterable[dict[str, Any]]) -> bool | None:
-    """One kernel for all parameters, on a GPU."""
+    """Return AdamW's option `fused`: one kernel for all parameters if they are on a GPU."""
     return True if all(x.is_cuda for group in groups for x in group["params"]) else None

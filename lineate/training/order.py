@@ -1,4 +1,4 @@
-"""The rows of a text in random order: neighbours in a document teach a step little more than one of them does."""
+"""Batches of rows in random order: neighbouring rows of a document in one step would teach little more than one row."""
 
 from functools import lru_cache
 
@@ -10,9 +10,15 @@ from lineate.training.tokens import TokenView, permutation
 
 
 class ShuffledBatches:
-    """As Batches, a pure function of the step, with the rows of every epoch in an order of their own.
+    """Like Batches, but with the rows of every epoch shuffled; still a pure function of the step.
 
-    Row k of an epoch (n_tokens // length rows) is row permutation[k] of Batches' stream.
+    An epoch has n_tokens // length rows. Its row k is row permutation[k] of the stream of Batches.
+
+    Args:
+        view: The documents.
+        length: Tokens in a row.
+        rows: Rows in a step.
+        seed: Seed of both orders, that of the documents and that of the rows.
     """
 
     def __init__(self, view: TokenView, length: int, rows: int, seed: int) -> None:
@@ -22,7 +28,13 @@ class ShuffledBatches:
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def batch(self, step: int, part: int = 0, parts: int = 1) -> Batch:
-        """Part `part` of `parts` equal parts of the step's rows."""
+        """Return the rows of a step.
+
+        Args:
+            step: The step, from 0.
+            part: Return only this one of `parts` equal parts of the rows.
+            parts: How many parts there are.
+        """
         if parts < 1 or self.rows % parts or not 0 <= part < parts:
             raise ValueError(
                 f"parts must divide rows = {self.rows}, and part lie in 0 .. parts - 1, got {part} of {parts}"
@@ -37,12 +49,22 @@ class ShuffledBatches:
         )
 
     def row(self, step: int, row: int) -> int:
-        """Which row of the stream is this row of a step."""
+        """Return which row of the stream is this row of a step.
+
+        Args:
+            step: The step, from 0.
+            row: The row of the step.
+        """
         epoch, k = divmod(step * self.rows + row, self.epoch_rows)
         return epoch * self.epoch_rows + int(self._order(epoch)[k])
 
     def documents(self, step: int, row: int) -> list[int]:
-        """Numbers of the documents, in the view, that a row of a step has parts of."""
+        """Return the indices, in the view, of the documents that a row of a step overlaps.
+
+        Args:
+            step: The step, from 0.
+            row: The row of the step.
+        """
         epoch, offset = divmod(self.row(step, row) * self.length, self.view.n_tokens)
         index, _, _ = self.stream._epoch(epoch).locate(offset, min(self.length, self.view.n_tokens - offset))
         by_start = np.argsort(self.view.starts)

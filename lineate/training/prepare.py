@@ -1,4 +1,4 @@
-"""From a config to a Trainer: everything that can be wrong is found here, before any training."""
+"""Make a Trainer from a configuration; mistakes in options, data or checkpoints are found here, before any training."""
 
 import os
 import zlib
@@ -19,28 +19,36 @@ from lineate.models.presets import PRESETS, preset
 from lineate.names import nearest
 from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
-from lineate.training.config import FIXED, TrainConfig
+from lineate.training.config import CONFIG_FILE, FIXED_OPTIONS, TrainConfig
 from lineate.training.distributed import World
-from lineate.training.loop import CONFIG, Trainer
+from lineate.training.loop import Trainer
 from lineate.training.optim import make_optimizer
 from lineate.training.order import ShuffledBatches
-from lineate.training.report import METRICS, PLOT, Report, need_tensorboard
+from lineate.training.report import METRICS_FILE, PLOT_FILE, RunReporter, need_tensorboard
 from lineate.training.sources import documents
 from lineate.training.tokenizer import KIND_FILE, Bytes, Tokenizer, check_name, load_tokenizer, make_tokenizer
 from lineate.training.tokens import TokenStore
 
-STATE_TYPES: dict[str, tuple[type, ...]] = {
+RUN_STATE_TYPES: dict[str, tuple[type, ...]] = {
     "step": (int,), "looked": (int,), "config": (dict,), "data": (dict,), "metrics": (int,), "skipped": (int,),
     "best": (float, int, type(None)), "random": (list,),
 }  # fmt: skip
-"""What state.json of a checkpoint has; ints are at least 0."""
+"""The keys of a checkpoint's state.json and their types; an int must be at least 0."""
 OTHER_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken", "tiktoken.model")
-"""Files of published tokenizers, which are not read."""
+"""Names of published tokenizers' files, which training cannot read."""
 
 
 @cpu_by_default
 def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
-    """Train as configured, to the end; resume: go on from the newest checkpoint in config.out."""
+    """Train a model to the end.
+
+    Args:
+        config: The options of the run.
+        resume: Whether to go on from the newest checkpoint in config.out.
+
+    Returns:
+        The trainer, with the trained model.
+    """
     trainer = prepare(config, resume=resume)
     try:
         trainer.run()
@@ -51,9 +59,14 @@ def train(config: TrainConfig, *, resume: bool = False) -> Trainer:
 
 @cpu_by_default
 def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
-    """A run that is ready to train; ValueError or OSError, in plain words, if it cannot be.
+    """Return a run that is ready to train, or raise ValueError or OSError with the reason why there is none.
 
-    Its folder is this process's from the first look that counts; a run that cannot be prepared changes nothing in it.
+    The run's folder is locked before it is checked, so that no other process can use it. A run that cannot be prepared
+    leaves the folder as it was.
+
+    Args:
+        config: The options of the run.
+        resume: Whether to go on from the newest checkpoint in config.out.
     """
     config.check()
     check_name(config.tokenizer)
@@ -68,11 +81,12 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     world = World.start(device, config.shard, config.context)
-    report = Report(config, world.is_main)
+    report = RunReporter(config, world.is_main)
 
     def take() -> None:
+        """Lock the run's folder."""
         report.lock()
-        check_folder(out, resume)  # once more: another process may have begun, or ended, a run there since
+        check_folder(out, resume)  # again under the lock, as another process may have changed it
         if (why := folders.why_not_writable(out)) is not None:
             raise ValueError(f"out must be a folder that can be written, got {out} ({why})")
 
@@ -86,7 +100,8 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     return trainer
 
 
-def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) -> Trainer:
+def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporter) -> Trainer:
+    """Make the tokenizer, the data, the model and the optimiser, from the newest checkpoint if there is one."""
     if config.rows % (world.data_size * config.accumulate):
         raise ValueError(
             f"rows must be a multiple of data ranks x accumulate = {world.data_size} x {config.accumulate}, "
@@ -100,7 +115,7 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
     state = None if saved is None else _read_state(saved, config)
     tokenizer = _tokenizer(config, saved, world)
     _check_prompt(config.prompt, tokenizer)
-    store = world.on_main(  # makes the file, which the others open
+    store = world.on_main(  # rank 0 makes the file, and the others open it
         lambda: TokenStore.open_or_make(config.data, tokenizer, config.cache, report.say), "prepare the data"
     )
     if store is None:
@@ -123,18 +138,21 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
     model = _model(config, tokenizer) if saved is None else _saved_model(saved)
     for block in model.layers:
         block.recompute = config.recompute  # type: ignore[assignment]
-    by_ranks = saved is not None and (saved / checkpoint.RANKS).is_dir()
+    by_ranks = saved is not None and (saved / checkpoint.RANKS_FOLDER).is_dir()
     if saved is not None and not by_ranks:
         checkpoint.load_model(saved, model)
     model = world.wrap(model)
     optimizer = make_optimizer(model, config.optimizer, config.lr, config.weight_decay, config.betas)
-    entropy = learn.unigram_entropy()
-    trainer = Trainer(config, world, report, tokenizer, data, batches, validation, model, optimizer, entropy)
+    trainer = Trainer(
+        config=config, world=world, report=report, tokenizer=tokenizer, data=data, batches=batches,
+        validation=validation, model=model, optimizer=optimizer, entropy=learn.unigram_entropy(),
+    )  # fmt: skip
     if saved is not None and state is not None:
         if by_ranks:
             from lineate.training.sharded import load_distributed
 
-            load_distributed(saved / checkpoint.RANKS, model, optimizer, options=False)  # the config's count
+            # Without the saved options, as those of the config apply.
+            load_distributed(saved / checkpoint.RANKS_FOLDER, model, optimizer, options=False)
         else:
             checkpoint.load_optimizer(saved, model, optimizer)
         trainer.step, trainer.looked, trainer.saved = state["step"], state["looked"], state["step"]
@@ -148,16 +166,21 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: Report) ->
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """The folder has a run if one is resumed, and nothing that a run would overwrite if not."""
+    """Raise ValueError if a run to resume has no folder, or if a new one would overwrite files.
+
+    Args:
+        out: The run's folder.
+        resume: Whether the run is to be resumed.
+    """
     if resume:
-        if not (out / CONFIG).is_file():
-            raise ValueError(f"resume must be the folder of a run, got {out}, which has no {CONFIG}")
+        if not (out / CONFIG_FILE).is_file():
+            raise ValueError(f"resume must be the folder of a run, got {out}, which has no {CONFIG_FILE}")
         return
-    if (out / CONFIG).exists():
+    if (out / CONFIG_FILE).exists():
         raise ValueError(
             f"out must be a new folder, got {out}, which has a run; go on with --resume {out}, or choose another --out"
         )
-    for name in (METRICS, PLOT, "tokenizer", "checkpoints", "model"):
+    for name in (METRICS_FILE, PLOT_FILE, "tokenizer", "checkpoints", "model"):
         path = out / name
         if any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size:
             raise ValueError(
@@ -166,14 +189,14 @@ def check_folder(out: Path, resume: bool) -> None:
 
 
 def restarted(config: TrainConfig) -> bool:
-    """Whether torchrun started this process again after a failure, and the run in config.out is this one."""
-    file = Path(config.out) / CONFIG
+    """Whether torchrun has restarted this process after a failure, with the same run in config.out."""
+    file = Path(config.out) / CONFIG_FILE
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return again and file.is_file() and TrainConfig.load(file) == config
 
 
-def _newest(folder: Path, world: World, report: Report) -> Path | None:
-    """Rank 0 reads and compares the files; all take the one it found."""
+def _newest(folder: Path, world: World, report: RunReporter) -> Path | None:
+    """Return the newest complete checkpoint; rank 0 verifies the files, and all ranks use what it found."""
     found = world.on_main(lambda: checkpoint.newest(folder, report.warn), "read the checkpoints")
     step = int(world.sum(torch.tensor(0 if found is None else int(found.name[5:]) + 1, device="cpu")))
     if not step and (damaged := checkpoint.checkpoints(folder)):
@@ -185,12 +208,12 @@ def _newest(folder: Path, world: World, report: Report) -> Path | None:
 
 
 def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
-    """state.json of a checkpoint, if this config may go on from it."""
-    file = path / checkpoint.STATE
+    """Read state.json of a checkpoint; raise if it is damaged or this configuration cannot continue it."""
+    file = path / checkpoint.RUN_STATE_FILE
     state = read_json(file)
-    state.setdefault("looked", state.get("step"))  # which earlier versions did not write, and always had
+    state.setdefault("looked", state.get("step"))  # earlier versions did not write it, and it equalled step
     older = f"remove {path} to go on from an older checkpoint"
-    for name, kinds in STATE_TYPES.items():
+    for name, kinds in RUN_STATE_TYPES.items():
         value = state.get(name, ...)
         if not isinstance(value, kinds) or value is True or value is False or (isinstance(value, int) and value < 0):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
@@ -198,10 +221,10 @@ def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
             raise CheckpointError(f"{file}: expected {name} of type {names}, got {got}; {older}")
     if not state["looked"] <= state["step"] == int(path.name[5:]):
         raise CheckpointError(
-            f"{file}: expected step {int(path.name[5:])}, as its folder says, and looked at most so much, got "
-            f"{state['step']} and {state['looked']}; {older}"
+            f"{file}: expected step {int(path.name[5:])}, as its folder says, and looked no larger, got "
+            f"step {state['step']} and looked {state['looked']}; {older}"
         )
-    for name in FIXED:
+    for name in FIXED_OPTIONS:
         was, now = state["config"].get(name), config.to_dict()[name]
         if was != now:
             why = "; the vocabularies differ" if name == "tokenizer" else ""
@@ -214,7 +237,7 @@ def _read_state(path: Path, config: TrainConfig) -> dict[str, Any]:
 
 
 def _tokenizer(config: TrainConfig, saved: Path | None, world: World) -> Tokenizer:
-    """Of the checkpoint, of the model's folder, or a new one."""
+    """Return the tokenizer of the checkpoint, or of the model's folder, or else a new one."""
     own, start = Path(config.out) / "tokenizer", Path(config.model)
     if saved is not None:
         tokenizer = load_tokenizer(saved)
@@ -227,12 +250,12 @@ def _tokenizer(config: TrainConfig, saved: Path | None, world: World) -> Tokeniz
         return tokenizer
     if config.model not in PRESETS and (start / KIND_FILE).is_file():
         return load_tokenizer(start)
-    texts = documents(config.data, lambda skipped: None)  # the store says it
+    texts = documents(config.data, lambda skipped: None)  # TokenStore reports these
     return world.share(world.on_main(lambda: make_tokenizer(config.tokenizer, texts), "make the tokenizer"))
 
 
 def _check_prompt(prompt: str, tokenizer: Tokenizer) -> None:
-    """Found out now, not when the first sample is made."""
+    """Raise ValueError if the tokenizer cannot encode the prompt, rather than at the first sample."""
     try:
         tokenizer.encode(prompt)
     except ValueError as error:
@@ -240,7 +263,7 @@ def _check_prompt(prompt: str, tokenizer: Tokenizer) -> None:
 
 
 def _check_model(config: TrainConfig) -> None:
-    """Everything that can be wrong with the model and its vocabulary before data or weights are read."""
+    """Raise ValueError if the model or its vocabulary does not fit the options; reads neither data nor weights."""
     start = Path(config.model)
     if config.model in PRESETS:
         preset(config.model, config.pattern, vocab_size=1)
@@ -273,7 +296,7 @@ def _check_model(config: TrainConfig) -> None:
                 f"{', '.join(others[:3])}, which is not read yet; {name!r} would give ids that mean other tokens: "
                 "train a preset, or train this model in Python on ids of its own tokenizer"
             )
-        # Of a published model this is the only sign that they belong together; ours may have room to spare.
+        # With a published model, equal sizes are the only sign that they belong together; ours may have unused ids.
         fits = size <= vocabulary if found.family == "lineate" else size == vocabulary
     if not fits:
         raise ValueError(
@@ -283,12 +306,12 @@ def _check_model(config: TrainConfig) -> None:
 
 
 def _check_context(config: TrainConfig) -> None:
-    """Its layers can share a row among ranks, if they are to."""
+    """Raise ValueError if a row is to be shared among ranks and the model has layers that cannot do so."""
     if config.context == 1:
         return
     if config.model in PRESETS:
         sizes = preset(config.model, config.pattern, vocab_size=1)
-    elif Path(config.model).is_dir():  # a resumed run no longer needs it
+    elif Path(config.model).is_dir():  # a resumed run does not need the folder
         sizes = read_config(Checkpoint.open(Path(config.model)))
     else:
         return
@@ -297,12 +320,12 @@ def _check_context(config: TrainConfig) -> None:
 
 
 def _saved_model(path: Path) -> HybridLM:
-    """As a checkpoint describes it, for its weights to be read into."""
-    return HybridLM(read_config(Checkpoint(path, read_json(path / CONFIG), {})))
+    """Make the model that a checkpoint describes, without its weights yet."""
+    return HybridLM(read_config(Checkpoint(path, read_json(path / CONFIG_FILE), {})))
 
 
 def _model(config: TrainConfig, tokenizer: Tokenizer) -> HybridLM:
-    """On the CPU, in float32: new, or from a folder."""
+    """Make a new model from a preset, or load one from a folder, on the CPU and in float32."""
     if config.model in PRESETS:
         sizes = preset(config.model, config.pattern, tokenizer.vocab_size)
         return HybridLM(replace(sizes, bos_token_id=tokenizer.end, eos_token_ids=(tokenizer.end,)))

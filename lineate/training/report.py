@@ -1,4 +1,4 @@
-"""What a run tells: progress in the terminal, metrics.jsonl, TensorBoard, samples, the plot of the loss."""
+"""Reports of a run: progress in the terminal, metrics.jsonl, TensorBoard, samples, and the plot of the loss."""
 
 import json
 import os
@@ -10,19 +10,24 @@ from typing import Any
 from lineate.terminal import console, printable
 from lineate.training.config import TrainConfig
 
-METRICS = "metrics.jsonl"
-PLOT = "loss.png"
+METRICS_FILE = "metrics.jsonl"
+PLOT_FILE = "loss.png"
 
 
-class Report:
-    """Speaks and writes on the main rank, is silent on the others. A disk that refuses never stops the run."""
+class RunReporter:
+    """Print and record the progress of a run, on the main rank only; a full disk gives a warning but stops nothing.
+
+    Args:
+        config: The options of the run.
+        main: Whether this is the main rank.
+    """
 
     def __init__(self, config: TrainConfig, main: bool) -> None:
         self.folder, self.steps, self.main = Path(config.out), config.steps, main
-        self.every = max(1, config.steps // 20)  # steps between lines where there is no terminal
+        self.every = max(1, config.steps // 20)  # steps between printed lines if there is no terminal
         self._file: Any = None
         self._made: list[Path] = []
-        """What lock() made: metrics.jsonl, the run's folder, its parents."""
+        """The files and folders that lock() made: metrics.jsonl, the run's folder, its parents."""
         self._board: Any = None
         self._console: Any = None
         self._bar: Any = None
@@ -36,6 +41,7 @@ class Report:
                 return
 
     def say(self, text: str) -> None:
+        """Print a text."""
         if self.main:
             if self._console is None:
                 print(printable(text), flush=True)
@@ -43,6 +49,7 @@ class Report:
                 self._console.print(text, soft_wrap=True)
 
     def warn(self, text: str) -> None:
+        """Print a warning."""
         if self.main:
             if self._console is not None and self._console.is_terminal:
                 self._console.print(f"warning: {text}", style="yellow", soft_wrap=True)
@@ -50,8 +57,8 @@ class Report:
                 print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
 
     def lock(self) -> None:
-        """Make the run's folder this process's own until close(): two runs in one would spoil each other."""
-        file = self.folder / METRICS
+        """Lock the run's folder until close(), as two runs in one folder would overwrite each other's files."""
+        file = self.folder / METRICS_FILE
         if not self.main or self._file is not None:
             return
         try:
@@ -71,19 +78,25 @@ class Report:
             raise ValueError(f"out must be a folder that can be written, got {self.folder} ({why})") from None
 
     def release(self) -> None:
-        """Close a run that never began; what only lock() made is removed, if nothing was put there."""
+        """Close a run that never began, and remove what lock() made, where it is still empty."""
         for path in self._made if self._file is not None else ():
             try:
-                if path.name != METRICS:
+                if path.name != METRICS_FILE:
                     path.rmdir()
                 elif path.stat().st_size == 0:
                     path.unlink()
-            except OSError:  # it is not empty, or another process was faster
+            except OSError:  # not empty, or another process has removed it
                 pass
         self.close()
 
     def open(self, step: int, position: int, tensorboard: bool) -> None:
-        """Continue metrics.jsonl at a position, what a killed run wrote after it forgotten, and show progress."""
+        """Open metrics.jsonl and show progress.
+
+        Args:
+            step: The step to continue from.
+            position: Size of metrics.jsonl at that step; lines that a killed run wrote after it are removed.
+            tensorboard: Whether to write events for TensorBoard.
+        """
         self._first = (step, time.monotonic())
         if not self.main:
             return
@@ -92,7 +105,9 @@ class Report:
         if position < size:
             self._file.truncate(position)
         elif position > size:
-            self.warn(f"{self.folder / METRICS} lacks lines up to step {step}: {position} bytes were saved, got {size}")
+            self.warn(
+                f"{self.folder / METRICS_FILE} lacks lines up to step {step}: {position} bytes were saved, got {size}"
+            )
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -111,14 +126,18 @@ class Report:
 
     @property
     def position(self) -> int:
-        """Bytes of metrics.jsonl, all of them on the disk."""
+        """The size of metrics.jsonl in bytes, after syncing it to the disk."""
         if self._file is None:
             return 0
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
     def write(self, values: dict[str, Any]) -> None:
-        """One line of metrics.jsonl."""
+        """Write one line of metrics.jsonl, and TensorBoard's events.
+
+        Args:
+            values: Numbers by name, among them "step".
+        """
         if self._file is None:
             return
         size = os.fstat(self._file.fileno()).st_size
@@ -127,8 +146,10 @@ class Report:
             if self._file.write(line) < len(line):
                 raise OSError("the disk is full")
         except OSError as error:
-            self._file.truncate(size)  # no half lines
-            self._once(f"{self.folder / METRICS} lacks lines from step {values['step']} on ({error.strerror or error})")
+            self._file.truncate(size)  # remove the incomplete line
+            self._once(
+                f"{self.folder / METRICS_FILE} lacks lines from step {values['step']} on ({error.strerror or error})"
+            )
         if self._board is not None:
             try:
                 for name, value in values.items():
@@ -139,13 +160,22 @@ class Report:
                 self._once(f"TensorBoard's events stop at step {values['step']} ({error})")
 
     def _once(self, text: str) -> None:
+        """Warn once for each first word of a text."""
         kind = text.partition(" ")[0]
         if kind not in self._warned:
             self._warned.add(kind)
             self.warn(text)
 
     def step(self, step: int, loss: float, lr: float, tokens: int, seconds: float) -> None:
-        """After a step, counted from 1."""
+        """Show the progress after a step, counted from 1.
+
+        Args:
+            step: The step.
+            loss: Its loss.
+            lr: Its learning rate.
+            tokens: How many tokens it had.
+            seconds: How long it took.
+        """
         if not self.main:
             return
         assert self._first is not None
@@ -162,18 +192,24 @@ class Report:
             )
 
     def sample(self, step: int, text: str) -> None:
-        """A piece of the model's own text; what cannot be printed is shown as dots."""
+        """Print a sample of the model's text, with dots for control characters.
+
+        Args:
+            step: The step after which it was made.
+            text: The sample.
+        """
         lines = "\n".join(f"    | {line}" for line in printable(text).split("\n"))
         self.say(f"sample at step {step}:\n{lines}")
         if self._board is not None:
             self._board.add_text("sample", lines, step)
 
     def hide(self) -> None:
-        """Take the progress bar away, and give the terminal its cursor back."""
+        """Remove the progress bar and restore the terminal's cursor."""
         if self._bar is not None:
             self._bar.stop()
 
     def close(self) -> None:
+        """Stop the progress bar, and close the files, which unlocks the folder."""
         for part in (self._bar and self._bar.stop, self._board and self._board.close, self._file and self._file.close):
             if part:
                 part()
@@ -181,21 +217,21 @@ class Report:
 
 
 def _lock(file: Any, folder: Path) -> None:
-    """Until it is closed, or its process dies."""
+    """Lock a file until it is closed or its process ends; raise ValueError if another process holds the lock."""
     try:
         import fcntl
-    except ModuleNotFoundError:  # not on this system
+    except ModuleNotFoundError:  # this system has no file locks
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"{folder} is being trained by another process; wait for it, or stop it first") from None
-    except OSError:  # a filesystem without locks
+    except OSError:  # this file system has no locks
         pass
 
 
 def _is_still(handle: Any, file: Path) -> bool:
-    """Whether the name is that of the open file."""
+    """Whether the name still belongs to the open file."""
     try:
         return os.path.samestat(os.fstat(handle.fileno()), file.stat())
     except FileNotFoundError:
@@ -203,6 +239,7 @@ def _is_still(handle: Any, file: Path) -> bool:
 
 
 def need_tensorboard() -> None:
+    """Raise ValueError if TensorBoard is not installed."""
     try:
         import torch.utils.tensorboard  # noqa: F401
     except ImportError:
@@ -210,21 +247,35 @@ def need_tensorboard() -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; ValueError if one is not what a run writes."""
+    """Return the lines of metrics.jsonl; raise ValueError if one is not what a run writes.
+
+    Args:
+        folder: The run's folder.
+    """
     found = []
-    for number, line in enumerate((folder / METRICS).read_text().splitlines(), start=1):
+    for number, line in enumerate((folder / METRICS_FILE).read_text().splitlines(), start=1):
         try:
             found.append(values := json.loads(line))
             good = isinstance(values["step"], int) and all(isinstance(x, int | float) for x in values.values())
         except (ValueError, TypeError, KeyError, RecursionError):
             good = False
         if not good:
-            raise ValueError(f"{folder / METRICS}, line {number} must have a step and its numbers, got {line!r:.80}")
+            raise ValueError(
+                f"{folder / METRICS_FILE}, line {number} must have a step and its numbers, got {line!r:.80}"
+            )
     return found
 
 
 def plot_loss(folder: Path, entropy: float | None = None) -> Path:
-    """loss.png: training loss of each step, its average, validation loss, the unigram entropy."""
+    """Plot the training loss of each step, its average, and the validation loss to loss.png.
+
+    Args:
+        folder: The run's folder.
+        entropy: The unigram entropy, drawn as a line if given.
+
+    Returns:
+        The path of the plot.
+    """
     import matplotlib
 
     matplotlib.use("agg")
@@ -236,7 +287,7 @@ def plot_loss(folder: Path, entropy: float | None = None) -> Path:
     checked = [(line["step"], line["validation_loss"]) for line in lines if "validation_loss" in line]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(steps, losses, color="0.75", linewidth=0.8, label="training, each step")
-    axes.plot(steps, _smooth(losses), color="C0", label="training, average")
+    axes.plot(steps, smooth(losses), color="C0", label="training, average")
     if checked:
         axes.plot(*zip(*checked, strict=True), "o-", color="C1", markersize=4, label="validation")
     if entropy is not None:
@@ -244,14 +295,14 @@ def plot_loss(folder: Path, entropy: float | None = None) -> Path:
     axes.set(xlabel="step", ylabel="nats per token", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    file = folder / PLOT
+    file = folder / PLOT_FILE
     figure.savefig(file, dpi=150)
     plt.close(figure)
     return file
 
 
-def _smooth(values: list[float]) -> list[float]:
-    """Exponential average over about a fortieth of the values: it must not lag visibly behind a loss that falls."""
+def smooth(values: list[float]) -> list[float]:
+    """Average exponentially over about a fortieth of the values, short enough not to lag behind a falling loss."""
     weight = 1 - 1 / max(1.0, len(values) / 40)
     total = norm = 0.0
     smoothed = []

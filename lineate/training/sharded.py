@@ -1,12 +1,12 @@
-"""Checkpoints that many ranks write at once and that any number of ranks reads, by torch.distributed.checkpoint.
+"""Checkpoints that several ranks write together and any number of ranks can read, by torch.distributed.checkpoint.
 
-A folder has one safetensors file a rank, each with that rank's shards and their offsets, and state.json, written last:
+A folder has one safetensors file a rank, with that rank's shards and their offsets, and state.json, written last:
 
     {"files": {name: bytes}, "groups": [{"names": [...], "options": {"lr": ...}}], "scalars": {parameter: {key: value}}}
 
-Tensors are named `model.NAME` and `optimizer.KEY.NAME`, NAME being the parameter's. No pickle is written or read. A
-rank reads only what it holds. The optimizer's state is taken from optimizer.state as it is; torch's own functions would
-make a step to learn its shapes, and round it to the parameters' dtype.
+Tensors are named `model.NAME` and `optimizer.KEY.NAME`, where NAME is the parameter's. Nothing is pickled. A rank reads
+only the shards that it holds. The optimizer's state is read from optimizer.state directly: torch's functions for it
+would make a step to learn the shapes, and would round the state to the parameters' dtype.
 """
 
 import json
@@ -25,14 +25,21 @@ from torch.optim import Optimizer
 from lineate.models.files.safetensors import CheckpointError, read_header, write_bytes
 from lineate.training.distributed import on_main
 
-STATE = "state.json"
+SHARDS_STATE_FILE = "state.json"
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""The shape and the dtype of each tensor, by name."""
 
 
 def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Write the model and the optimizer's state; all ranks call it, with a folder that is new and that all ranks see.
+    """Write the model and the optimizer's state; all ranks must call it.
 
-    When it returns everything is on the disk. A failure (a full disk) of any rank raises OSError on all of them.
+    When it returns, everything is on the disk. If any rank fails, for instance because the disk is full, all ranks
+    raise OSError.
+
+    Args:
+        folder: A new or empty folder on a file system that all ranks share.
+        model: The model, sharded or not.
+        optimizer: Its optimizer; None saves only the model.
     """
     _need_safetensors()
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -45,7 +52,7 @@ def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer 
         if any(path.iterdir()):
             raise FileExistsError(f"{path} must be a new or an empty folder, got one with files; remove it first")
 
-    groups, scalars, tensors = _pack(model, optimizer)  # what can fail without the disk comes first
+    groups, scalars, tensors = _pack(model, optimizer)  # first, since it can fail without touching the disk
     on_main(prepare, "write the checkpoint")
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     with _plain_errors(f"could not write {path}"):
@@ -54,7 +61,7 @@ def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer 
     def finish() -> None:
         files = {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
         text = json.dumps({"files": files, "groups": groups, "scalars": scalars}, indent=1)
-        write_bytes(path / STATE, [text.encode()])
+        write_bytes(path / SHARDS_STATE_FILE, [text.encode()])
 
     on_main(finish, "write the checkpoint")
 
@@ -62,10 +69,14 @@ def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer 
 def load_distributed(
     folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *, options: bool = True
 ) -> None:
-    """Fill the model and the optimizer from a folder of save_distributed, written by any number of ranks.
+    """Read what save_distributed wrote, on any number of ranks, into a model and its optimizer; all ranks must call it.
 
-    All ranks call it. The model may be sharded or not. Without an optimizer, only the model is read. options=False: its
-    learning rates, decays and so on stay as they are, only what it has averaged is read.
+    Args:
+        folder: The folder that was saved.
+        model: The model to fill, sharded or not.
+        optimizer: The optimizer to fill; None reads only the model.
+        options: Whether to read the optimizer's options (learning rates, weight decays), too; False keeps its own and
+            reads only its averages and step counts.
     """
     _need_safetensors()
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -96,10 +107,17 @@ def load_distributed(
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """The whole weights on the CPU of rank 0 (nothing on the others), as save_pretrained wants; all ranks call it."""
+    """Gather the whole weights on the CPU of rank 0, for save_pretrained; all ranks must call it.
+
+    Args:
+        model: The model, sharded or not.
+
+    Returns:
+        The weights by name on rank 0, an empty dict on the others.
+    """
     whole = {}
     for name, x in _model_tensors(model).items():
-        x = x.full_tensor() if isinstance(x, DTensor) else x  # one at a time: no rank has room for all on its GPU
+        x = x.full_tensor() if isinstance(x, DTensor) else x  # one at a time, since all may not fit on a GPU
         if not dist.is_initialized() or dist.get_rank() == 0:
             whole[name.removeprefix("model.")] = x.detach().cpu()
     return whole
@@ -108,7 +126,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 def _pack(
     model: nn.Module, optimizer: Optimizer | None
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """The optimizer's groups and single numbers, as JSON holds them, and all tensors by name."""
+    """Return the optimizer's groups and its scalars as JSON values, and all tensors by name."""
     groups: list[dict[str, Any]] = []
     scalars: dict[str, dict[str, Any]] = {}
     tensors = _model_tensors(model)
@@ -138,11 +156,12 @@ def _unpack(
     parameters: dict[str, nn.Parameter],
     options: bool,
 ) -> None:
+    """Fill the optimizer with what was read."""
     optimizer.state.clear()
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
         if options:
             group.update({key: _from_json(value) for key, value in saved["options"].items()})
-        # torch keeps a step count on the CPU, unless its kernels read it
+        # torch keeps step counts on the CPU, unless the optimizer's kernels read them
         place = group["params"][0].device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         for name in saved["names"]:
             for key, value in state["scalars"].get(name, {}).items():
@@ -171,18 +190,19 @@ def _from_json(value: Any) -> Any:
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; a load fills them in place."""
+    """Return parameters and buffers by name, not copied, so that loading fills them in place."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     return {f"model.{name}": x for name, x in get_model_state_dict(model).items() if isinstance(x, Tensor)}
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By the names of the state dict, without what torch.compile puts before them."""
+    """Return the parameters by their names in the state dict, without the prefix that torch.compile adds."""
     return {name.replace("_orig_mod.", ""): x for name, x in model.named_parameters()}
 
 
 def _group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the parameters in each group of the optimizer."""
     names = {x: name for name, x in _parameters(model).items()}
     for group in optimizer.param_groups:
         for x in group["params"]:
@@ -195,17 +215,19 @@ def _group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def _like(x: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Room for a parameter's state: sharded as the parameter is, if it has its shape."""
+    """Allocate a tensor for a parameter's state, sharded like the parameter if it has the same shape."""
     if tuple(x.shape) == shape:
         return torch.empty_like(x, dtype=dtype, requires_grad=False)
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """state.json, if all the files that it names are there and whole."""
-    file = path / STATE
+    """Read state.json, and raise CheckpointError unless the files are those that it names, with their sizes."""
+    file = path / SHARDS_STATE_FILE
     if not file.is_file():
-        raise CheckpointError(f"{path}: expected a file {STATE}, got none; the save was not finished, use an older one")
+        raise CheckpointError(
+            f"{path}: expected a file {SHARDS_STATE_FILE}, got none; the save was not finished, use an older one"
+        )
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
         files, groups = dict(state["files"]), list(state["groups"])
@@ -226,10 +248,12 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _found(metadata: dict[str, Any]) -> Shapes:
+    """Return the shapes and dtypes of the tensors in a checkpoint."""
     return {name: (tuple(x.size), x.properties.dtype) for name, x in metadata.items()}
 
 
 def _check_tensors(path: Path, wanted: Shapes, found: Shapes) -> None:
+    """Raise CheckpointError unless the checkpoint has exactly the model's tensors."""
     for name, (shape, dtype) in wanted.items():
         if name not in found:
             raise CheckpointError(f"{path}: expected a tensor {name}, got none; it is another model's checkpoint")
@@ -239,7 +263,9 @@ def _check_tensors(path: Path, wanted: Shapes, found: Shapes) -> None:
             )
     for name in found:
         if name.startswith("model.") and name not in wanted:
-            raise CheckpointError(f"{path}: expected a model with {name}, got one without; it is another's checkpoint")
+            raise CheckpointError(
+                f"{path}: expected a model with {name}, got one without; it is another model's checkpoint"
+            )
 
 
 def _need_safetensors() -> None:
@@ -254,7 +280,7 @@ def _need_safetensors() -> None:
 
 @contextmanager
 def _plain_errors(what: str) -> Iterator[None]:
-    """torch reports the failures of all ranks in a BaseException; say the first as what it is, on every rank."""
+    """Raise the first failure of any rank as an ordinary error; torch collects them all in a BaseException."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():

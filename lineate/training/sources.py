@@ -1,4 +1,4 @@
-"""Where text comes from: the running Python's standard library, files, folders, a Hugging Face dataset."""
+"""Read texts from the running Python's standard library, from files and folders, or from a Hugging Face dataset."""
 
 import hashlib
 import importlib
@@ -15,27 +15,42 @@ from typing import Any
 from lineate.names import user_path
 from lineate.terminal import printable
 
-Report = Callable[[str], None]
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")  # that are read in a folder; a file that is named may have any
+MessageCallback = Callable[[str], None]
+"""Is called with a line of text to show."""
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+"""The files of a folder that are read; a file that is named itself may have any suffix."""
 _REMEDY = "give 'stdlib', a file, a folder or 'hf:NAME[:SPLIT[:CONFIG]]'"
-# Of the standard library: tests, what was installed into it, generated tables of characters, and what the build wrote.
+# Folders of the standard library that are not read: tests, installed packages, character tables, build outputs.
 _NOT_STDLIB = ("test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "lib-dynload")
 _NOT_STDLIB_START = ("config-", "_sysconfigdata")
 
 
-def documents(data: Sequence[str], report: Report | None = None) -> Iterator[str]:
-    """Every text of the sources, in an order that only depends on names; what is missing is an error at once.
+def documents(data: Sequence[str], report: MessageCallback | None = None) -> Iterator[str]:
+    """Yield every text of the sources, in an order that depends only on names; raise at once if a source is missing.
 
-    "stdlib": the .py, .txt, .md and .rst files of the running Python's standard library, without its tests, its
-    character tables (`encodings`) and what was installed beside it. A folder: its `SUFFIXES`, recursively, nothing
-    hidden. .jsonl: the field "text" of each line. "hf:NAME[:SPLIT[:CONFIG]]": a dataset's column "text". Empty texts
-    are left out. Those that are not UTF-8 are too, and `report` (a warning by default) says how many.
+    A source is one of these:
+
+    - "stdlib": the .py, .txt, .md and .rst files of the running Python's standard library, without its tests, its
+      character tables (`encodings`) and installed packages.
+    - A file; of a .jsonl file, the field "text" of each line.
+    - A folder: its files with `TEXT_SUFFIXES`, recursively, except hidden ones.
+    - "hf:NAME[:SPLIT[:CONFIG]]": the column "text" of a Hugging Face dataset.
+
+    Empty texts are left out, and so are texts that are not UTF-8.
+
+    Args:
+        data: The sources.
+        report: Called with the number of texts that are not UTF-8; by default this is a warning.
     """
     return _read(_sources(data), report or warn)
 
 
 def fingerprint(data: Sequence[str]) -> str:
-    """Changes when the sources do: names, sizes and times of the files; of a dataset on the hub only its name."""
+    """Return a hash of the sources: names, sizes and times of their files; of a dataset on the hub only its name.
+
+    Args:
+        data: The sources, as `documents` takes them.
+    """
     digest = hashlib.sha256()
     for name, files in _sources(data):
         digest.update(f"{name!r}\n".encode())
@@ -48,7 +63,7 @@ def fingerprint(data: Sequence[str]) -> str:
 
 
 def _sources(data: Sequence[str]) -> list[tuple[str, list[Path]]]:
-    """Each name with its files (none for a dataset), after everything that can be wrong without reading them."""
+    """Return each name with its files (none for a dataset); raise for what is wrong without reading the files."""
     if isinstance(data, str):
         raise TypeError(f"data must be a sequence of names, got the string {data!r}; use ({data!r},)")
     if not data:
@@ -57,8 +72,9 @@ def _sources(data: Sequence[str]) -> list[tuple[str, list[Path]]]:
 
 
 def _files(name: str) -> list[Path]:
+    """Return the files of one source."""
     if name == "stdlib":
-        return _stdlib()
+        return stdlib_files()
     if name.startswith("hf:"):
         _dataset_parts(name)
         return []
@@ -79,11 +95,11 @@ def _files(name: str) -> list[Path]:
 
 def _folder(folder: Path) -> list[Path]:
     found = list(_walk(folder, lambda name: name.startswith(".") or name == "__pycache__"))
-    files = [file for file in found if file.suffix.lower() in SUFFIXES and file.stat().st_size]
+    files = [file for file in found if file.suffix.lower() in TEXT_SUFFIXES and file.stat().st_size]
     if not files:
         others = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in _count(found)) or "no files"
         raise ValueError(
-            f"data: {folder} holds no text: expected {' '.join(SUFFIXES)} files that are not empty, got {others}; "
+            f"data: {folder} holds no text: expected {' '.join(TEXT_SUFFIXES)} files that are not empty, got {others}; "
             "name other files one by one"
         )
     for file in files:
@@ -91,10 +107,11 @@ def _folder(folder: Path) -> list[Path]:
     return files
 
 
-def _stdlib() -> list[Path]:
+def stdlib_files() -> list[Path]:
+    """Return the text files of the running Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     found = _walk(folder, lambda name: name in _NOT_STDLIB or name.startswith((*_NOT_STDLIB_START, "__pycache__", ".")))
-    files = [file for file in found if file.suffix in SUFFIXES and file.suffix != ".jsonl" and file.stat().st_size]
+    files = [file for file in found if file.suffix in TEXT_SUFFIXES and file.suffix != ".jsonl" and file.stat().st_size]
     if not files:
         raise ValueError(
             f"data: 'stdlib' found no sources in {folder} (a Python without them?); give a file or a folder"
@@ -103,6 +120,8 @@ def _stdlib() -> list[Path]:
 
 
 def _walk(folder: Path, skip: Callable[[str], bool]) -> Iterator[Path]:
+    """Yield the files below a folder, sorted, without names that `skip` accepts."""
+
     def stop(error: OSError) -> None:
         raise PermissionError(f"data: {error.filename} cannot be read: {error.strerror}") from error
 
@@ -117,10 +136,12 @@ def _check_readable(file: Path) -> None:
 
 
 def _count(files: Iterable[Path]) -> list[tuple[str, int]]:
+    """Count the five most common suffixes."""
     return Counter(file.suffix for file in files).most_common(5)
 
 
-def _read(sources: list[tuple[str, list[Path]]], report: Report) -> Iterator[str]:
+def _read(sources: list[tuple[str, list[Path]]], report: MessageCallback) -> Iterator[str]:
+    """Yield the texts of the sources."""
     skipped: list[str] = []
     for name, files in sources:
         texts = _dataset(name) if name.startswith("hf:") else _texts(files, skipped)
@@ -138,6 +159,7 @@ def _read(sources: list[tuple[str, list[Path]]], report: Report) -> Iterator[str
 
 
 def _texts(files: list[Path], skipped: list[str]) -> Iterator[str]:
+    """Yield the texts of files; names of texts that are not UTF-8 are added to `skipped`."""
     for file in files:
         if file.suffix.lower() == ".jsonl":
             yield from _json_lines(file, skipped)
@@ -173,7 +195,7 @@ def _json_lines(file: Path, skipped: list[str]) -> Iterator[str]:
 
 
 def _has_surrogate(text: str) -> bool:
-    """JSON can name half of a surrogate pair, which is no text."""
+    """Whether a text has half of a surrogate pair, which JSON can express and UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -182,6 +204,7 @@ def _has_surrogate(text: str) -> bool:
 
 
 def _dataset(name: str) -> Iterator[str]:
+    """Yield the texts of a Hugging Face dataset."""
     path, split, config = _dataset_parts(name)
     try:
         library: Any = importlib.import_module("datasets")
@@ -197,6 +220,7 @@ def _dataset(name: str) -> Iterator[str]:
 
 
 def _dataset_parts(name: str) -> tuple[str, str, str | None]:
+    """Split "hf:NAME[:SPLIT[:CONFIG]]" into name, split and configuration."""
     path, _, rest = name.removeprefix("hf:").partition(":")
     split, _, config = rest.partition(":")
     if not path:
@@ -205,4 +229,5 @@ def _dataset_parts(name: str) -> tuple[str, str, str | None]:
 
 
 def warn(message: str) -> None:
+    """Issue a warning; the default MessageCallback."""
     warnings.warn(printable(message), stacklevel=2)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run within a moment and between two steps, however long the step in progress would take."""
+"""SIGINT and SIGTERM stop a run almost at once, in the state between two steps, even if a step would take long."""
 
 import os
 import select
@@ -10,57 +10,64 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-GRACE, MOST_GRACE = 5.0, 30.0
-"""Seconds after SIGTERM in which Python must get its turn: one call into C has none, such as a product of matrices, or
-waiting for a GPU, which takes most of a step. Where steps take long it is more, but not more than schedulers allow."""
+GRACE_SECONDS, MAX_GRACE_SECONDS = 5.0, 30.0
+"""How long after SIGTERM the main thread may take to return to Python before the process is ended.
 
-TOGETHER = 1.0
-"""Seconds within which the same signal again is no second request: timeout(1) sends it to a process and its group."""
+Python cannot handle a signal during one call into C, such as a matrix product or waiting for a GPU. Where steps take
+long the limit is twice a step, up to MAX_GRACE_SECONDS, since a job scheduler kills the process soon after that."""
+
+SAME_REQUEST_SECONDS = 1.0
+"""A repeated signal within this time counts as the same request: timeout(1) signals both a process and its group."""
 
 
 class Interrupted(BaseException):
-    """A signal came in stoppable(); as KeyboardInterrupt, it is no Exception that a library might handle."""
+    """A signal arrived inside stoppable(). Like KeyboardInterrupt it is no Exception, so libraries do not catch it."""
 
 
 class Signals:
     """What SIGINT and SIGTERM do while a run listens.
 
-    The first one raises Interrupted inside stoppable(), and is noted elsewhere, for the next stoppable() to raise. The
-    second one, if it is not TOGETHER with the first, does what it did before listen(). If SIGTERM finds the main thread
-    inside a call that does not return within `grace`, or comes twice meanwhile, a thread says why and ends the process.
-    SIGINT waits for such a call, as everywhere in Python: it may be a notebook's, whose process must live.
+    The first signal raises Interrupted inside stoppable(); anywhere else it is remembered, and the next stoppable()
+    raises. A second signal, at least SAME_REQUEST_SECONDS after the first, does what it did before listen(). If SIGTERM
+    arrives while the main thread is in a call that does not return within `grace` seconds, or arrives again during that
+    call, a watching thread prints why and ends the process. SIGINT always waits for such a call to return, as usual in
+    Python, since the process may belong to a notebook and must survive.
     """
 
     def __init__(self) -> None:
         self.busy = False
-        """Whether a checkpoint is being written, which may take longer than `grace`."""
-        self.grace = GRACE
+        """Whether a checkpoint is being written, which may take longer than `grace` allows."""
+        self.grace = GRACE_SECONDS
         self._came = self._may_raise = False
 
     @contextmanager
     def listen(self, give_up: Callable[[], None]) -> Iterator[None]:
-        """Handle both signals inside; give_up() speaks before the process is ended, in another thread."""
+        """Handle both signals inside this context.
+
+        Args:
+            give_up: Called in another thread to print a last message before the process is ended.
+        """
         old: dict[int, Any] = {}
         first: dict[int, float] = {}
 
         def note(number: int, frame: Any) -> None:
             self._came = True
-            if time.monotonic() - first.setdefault(number, time.monotonic()) >= TOGETHER:
+            if time.monotonic() - first.setdefault(number, time.monotonic()) >= SAME_REQUEST_SECONDS:
                 signal.signal(number, old[number])
                 signal.raise_signal(number)
             if self._may_raise:
                 self._may_raise = False
                 raise Interrupted
 
-        if threading.current_thread() is not threading.main_thread():  # signals are someone else's
+        if threading.current_thread() is not threading.main_thread():  # Python handles signals only there
             yield
             return
-        self._came, self.busy, self.grace = False, False, GRACE
+        self._came, self.busy, self.grace = False, False, GRACE_SECONDS
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         watch = threading.Thread(target=self._watch, args=(reader, give_up), daemon=True)
         watch.start()
-        # Python's own handler in C writes the number of each signal there, even while the main thread is in a call.
+        # Python's C handler writes each signal's number to this socket, even while the main thread is in a C call.
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -71,17 +78,21 @@ class Signals:
             for known, handler in old.items():
                 signal.signal(known, handler)
             signal.set_wakeup_fd(wakeup)
-            writer.close()  # which the thread takes for the end
+            writer.close()  # tells the watching thread to end
             watch.join()
             reader.close()
 
     def took(self, seconds: float) -> None:
-        """A step took so long, and the next one may."""
-        self.grace = min(max(GRACE, 2 * seconds), MOST_GRACE)
+        """Adapt `grace` to the seconds that the last step took.
+
+        Args:
+            seconds: How long the step took.
+        """
+        self.grace = min(max(GRACE_SECONDS, 2 * seconds), MAX_GRACE_SECONDS)
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """For work that may be left anywhere: it changes neither the weights nor what a checkpoint has."""
+        """A context for work that may stop anywhere: it must not change weights or what a checkpoint saves."""
         self._may_raise = True
         try:
             if self._came:
@@ -91,6 +102,7 @@ class Signals:
             self._may_raise = False
 
     def _watch(self, reader: socket.socket, give_up: Callable[[], None]) -> None:
+        """End the process when SIGTERM is not handled in time; runs in its own thread until the socket closes."""
         first, deadline = 0.0, None
         while True:
             wait = None if deadline is None else max(0.1, deadline - time.monotonic())
@@ -102,8 +114,8 @@ class Signals:
                 now = time.monotonic()
                 if deadline is None:
                     first, deadline = now, now + self.grace
-                elif not self._came and now - first >= TOGETHER:  # twice, and Python had no turn to see the first
-                    break
+                elif not self._came and now - first >= SAME_REQUEST_SECONDS:
+                    break  # a second signal, before Python could handle the first
             elif not self.busy:
                 break
         give_up()

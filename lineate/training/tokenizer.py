@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or byte-level BPE trained in place. Both give any text back exactly."""
+"""Tokenizers: bytes, or byte-level BPE that is trained on the data. Decoding gives exactly the encoded text."""
 
 import hashlib
 import importlib
@@ -15,34 +15,52 @@ import numpy as np
 KIND_FILE = "tokenizer_kind.json"
 BPE_FILE = "tokenizer.json"
 END_TEXT = "<|endoftext|>"
-LEAST, MOST = 257, 2**20
-"""Sizes of a BPE vocabulary: 256 bytes and end-of-text; four times the largest in use, whose table fits anywhere."""
-TRAIN_CHARACTERS = 50_000_000  # of text that BPE learns from, the first ones; more changes little
-_PIECE = 1_000_000  # characters of one long document that are encoded at a time
-# A cut here leaves the pieces of the pre-tokenizer as they are: one newline, alone between visible characters.
+MIN_BPE_SIZE, MAX_BPE_SIZE = 257, 2**20
+"""Sizes that a BPE vocabulary may have: at least 256 bytes and end-of-text; at most four times the largest in use."""
+TRAIN_CHARACTERS = 50_000_000
+"""BPE learns its merges from this many characters at the beginning of the data; more would change little."""
+PIECE_CHARACTERS = 1_000_000
+"""A long document is encoded in pieces of about this many characters."""
+# After a single newline between visible characters a text can be cut without changing its tokens.
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
 
 
 class Tokenizer(ABC):
-    """`end` is the id of end-of-text, which no text encodes to; `identity` differs when any id of any text may."""
+    """Encodes text to token ids and decodes it."""
 
     name: str
+    """ "bytes" or "bpe:SIZE"."""
     vocab_size: int
     end: int
+    """The id of end-of-text, to which no text is encoded."""
     identity: str
+    """Two tokenizers with the same identity encode every text to the same ids."""
 
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, as `encode` gives them."""
+        """Return the ids of each text, as `encode` would.
+
+        Args:
+            texts: The texts.
+        """
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without end-of-text.
+
+        Args:
+            text: The text.
+        """
         return self.encode_many([text])[0].tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Without end-of-text; what is cut inside a character gives U+FFFD."""
+        """Return the text of ids, without end-of-text; an incomplete character becomes U+FFFD.
+
+        Args:
+            ids: Token ids.
+        """
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
@@ -50,13 +68,18 @@ class Tokenizer(ABC):
         return self._decode([i for i in ids if i != self.end])
 
     def save(self, folder: Path) -> None:
+        """Write the tokenizer to a folder, for load_tokenizer.
+
+        Args:
+            folder: The folder, which is made if it does not exist.
+        """
         Path(folder).mkdir(parents=True, exist_ok=True)
         kind = {"name": self.name, "vocab_size": self.vocab_size, "end": self.end, "identity": self.identity}
         _write(Path(folder) / KIND_FILE, json.dumps(kind, indent=1) + "\n")
 
 
 class Bytes(Tokenizer):
-    """The 256 bytes of UTF-8, and end-of-text."""
+    """A token for each of the 256 bytes of UTF-8, and end-of-text."""
 
     name = identity = "bytes"
     vocab_size = 257
@@ -70,18 +93,23 @@ class Bytes(Tokenizer):
 
 
 class BPE(Tokenizer):
-    """Byte pairs merged most frequent first, inside GPT-2's pieces of text: end-of-text, 256 bytes, the merges."""
+    """Byte-pair encoding within the pieces of GPT-2's pre-tokenizer; the ids are end-of-text, 256 bytes, then merges.
+
+    Args:
+        name: "bpe:SIZE".
+        text: The contents of tokenizer.json.
+    """
 
     def __init__(self, name: str, text: str) -> None:
         self.name = name
         self.identity = _identity(name, text)
-        self._text = text  # of tokenizer.json
+        self._text = text  # the contents of tokenizer.json
         library = _tokenizers()
         try:
             self._engine = library.Tokenizer.from_str(text)
-        except Exception as error:  # tokenizers has no narrower type
+        except Exception as error:  # the tokenizers library raises nothing narrower
             raise ValueError(f"{BPE_FILE} must be what tokenizers wrote, got a text that is not ({error})") from None
-        self._engine.encode_special_tokens = True  # end-of-text written out in a text is text like any other
+        self._engine.encode_special_tokens = True  # "<|endoftext|>" within a text is encoded as ordinary text
         ids = self._engine.get_vocab()
         lacks = {END_TEXT, *library.pre_tokenizers.ByteLevel.alphabet()} - ids.keys()
         if lacks or set(ids.values()) != set(range(len(ids))):
@@ -90,7 +118,7 @@ class BPE(Tokenizer):
         self.vocab_size, self.end = len(ids), ids[END_TEXT]
 
     def __reduce__(self) -> Any:
-        return BPE, (self.name, self._text)  # the engine's own state would lack encode_special_tokens
+        return BPE, (self.name, self._text)  # the pickled engine would lack encode_special_tokens
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
@@ -110,27 +138,40 @@ class BPE(Tokenizer):
 
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """ "bytes", or "bpe:4096": 4096 ids learnt from the texts (which "bytes" does not read)."""
+    """Make a new tokenizer.
+
+    Args:
+        name: "bytes", or "bpe:SIZE" such as "bpe:4096".
+        texts: The texts that BPE learns its merges from; "bytes" does not read them.
+    """
     size = check_name(name)
     return Bytes() if size is None else _train(name, size, texts)
 
 
 def check_name(name: str) -> int | None:
-    """Return the vocabulary's size in "bpe:SIZE", None for "bytes"; any other name is an error."""
+    """Return the vocabulary size of "bpe:SIZE", None for "bytes"; raise ValueError for any other name.
+
+    Args:
+        name: The name of a tokenizer.
+    """
     if name == "bytes":
         return None
     found = re.fullmatch(r"bpe:0*([0-9]+)", name)
     if not found:
         raise ValueError(f"tokenizer must be 'bytes' or 'bpe:SIZE' such as 'bpe:4096', got {name!r:.80}")
-    if len(found[1]) > len(str(MOST)) or (size := int(found[1])) > MOST:
-        raise ValueError(f"tokenizer must be at most 'bpe:{MOST}', got {name!r:.80}")
-    if size < LEAST:
-        raise ValueError(f"tokenizer must be at least 'bpe:{LEAST}' (256 bytes and end-of-text), got {name!r}")
+    if len(found[1]) > len(str(MAX_BPE_SIZE)) or (size := int(found[1])) > MAX_BPE_SIZE:
+        raise ValueError(f"tokenizer must be at most 'bpe:{MAX_BPE_SIZE}', got {name!r:.80}")
+    if size < MIN_BPE_SIZE:
+        raise ValueError(f"tokenizer must be at least 'bpe:{MIN_BPE_SIZE}' (256 bytes and end-of-text), got {name!r}")
     return size
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """What `save` wrote."""
+    """Read the tokenizer that `save` wrote to a folder.
+
+    Args:
+        folder: The folder.
+    """
     file = Path(folder) / KIND_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no tokenizer ({KIND_FILE} is missing)")
@@ -159,6 +200,7 @@ def _identity(name: str, text: str) -> str:
 
 
 def _train(name: str, size: int, texts: Iterable[str]) -> BPE:
+    """Learn the merges of a BPE tokenizer."""
     library = _tokenizers()
     engine = library.Tokenizer(library.models.BPE())
     engine.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -179,6 +221,7 @@ def _train(name: str, size: int, texts: Iterable[str]) -> BPE:
 
 
 def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Yield the first so many characters of the texts."""
     for text in texts:
         if characters <= 0:
             return
@@ -187,15 +230,16 @@ def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A long text in parts that are encoded side by side, cut where no token can span."""
+    """Cut a long text into pieces, to encode them in parallel, at places that no token can span."""
     start = 0
-    while len(text) - start > _PIECE and (cut := _CUT.search(text, start + _PIECE)):
+    while len(text) - start > PIECE_CHARACTERS and (cut := _CUT.search(text, start + PIECE_CHARACTERS)):
         yield text[start : cut.start()]
         start = cut.start()
     yield text[start:]
 
 
 def _utf8(text: str) -> bytes:
+    """Encode a text as UTF-8; raise ValueError if that is impossible."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -203,6 +247,7 @@ def _utf8(text: str) -> bytes:
 
 
 def _tokenizers() -> Any:
+    """Import the optional library tokenizers."""
     try:
         return importlib.import_module("tokenizers")
     except ImportError as error:
@@ -210,7 +255,7 @@ def _tokenizers() -> Any:
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file completely or not at all."""
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as handle:

@@ -1,7 +1,7 @@
-"""The tokens of all documents in one memory-mapped file, made once in a cache folder and checked when opened.
+"""The tokens of all documents in one memory-mapped file, which is made once in a cache folder and checked when opened.
 
-The file: a header of 1024 bytes (what it is, as JSON, and its own checksum), the tokens (uint16 or uint32), padding
-to 8 bytes, the documents' bounds (int64). It is written under another name, synced and renamed when whole.
+The file has a header of 1024 bytes (a description in JSON and its checksum), the tokens (uint16 or uint32), padding to
+8 bytes, and the documents' bounds (int64). It is written under a temporary name, synced, and renamed when complete.
 """
 
 import hashlib
@@ -19,26 +19,44 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lineate import folders
-from lineate.training.sources import Report, documents, fingerprint, warn
+from lineate.training.sources import MessageCallback, documents, fingerprint, warn
 from lineate.training.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT_VERSION = 1
 HEADER_BYTES = 1024
-CHECKED_BYTES = 256 << 20  # of tokens: up to here their checksum is compared on opening, above only sizes and bounds
-STALE_SECONDS = 3600  # a writer that wrote nothing for so long is dead
-_GROUP = 8_000_000  # characters that are encoded together
-_CHUNK = 1 << 20  # tokens that are counted together
+CHECKED_BYTES = 256 << 20
+"""The checksum of more tokens than this is not verified on opening, only their size and the bounds."""
+STALE_SECONDS = 3600
+"""A partial file that has not changed for this long was left by a process that died."""
+GROUP_CHARACTERS = 8_000_000
+"""Texts are encoded in groups of about this many characters."""
+COUNTED_TOKENS = 1 << 20
+"""How many tokens unigram_entropy counts at once."""
 
 
-class Layout:
-    """Spans of a token file laid end to end."""
+class JoinedSpans:
+    """Spans of a token file, as if they were concatenated.
+
+    Args:
+        starts: Where each span begins in the file.
+        lengths: How many tokens each span has.
+    """
 
     def __init__(self, starts: np.ndarray, lengths: np.ndarray) -> None:
         self.starts = starts
         self.bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
     def locate(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the tokens [first, first + count): index in the file, is it a span's last; and where spans begin."""
+        """Find the tokens [first, first + count) of the concatenation.
+
+        Args:
+            first: The first token.
+            count: How many tokens.
+
+        Returns:
+            Their indices in the file, whether each is the last of its span, and which of them, counted from `first`,
+            begin a span.
+        """
         low = int(np.searchsorted(self.bounds, first, side="right")) - 1
         high = int(np.searchsorted(self.bounds, first + count, side="left"))
         begins, ends = self.bounds[low:high], self.bounds[low + 1 : high + 1]
@@ -50,7 +68,14 @@ class Layout:
 
 
 class TokenView:
-    """Documents of a token file: all of them, or those of one side of a split."""
+    """Documents of a token file: all of them, or one side of a split.
+
+    Args:
+        name: What the view is called in messages.
+        tokens: All tokens of the file.
+        starts: Where each document begins in the file.
+        lengths: How many tokens each document has, end-of-text included.
+    """
 
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         self.name, self.tokens, self.starts, self.lengths = name, tokens, starts, lengths
@@ -58,18 +83,25 @@ class TokenView:
         self.n_tokens = int(lengths.sum())
 
     def document(self, index: int) -> np.ndarray:
-        """Its ids, end-of-text at both ends, as int64."""
+        """Return the ids of a document as int64, with end-of-text at both ends.
+
+        Args:
+            index: The number of the document in this view.
+        """
         if not 0 <= index < self.n_documents:
             raise IndexError(f"document must be in 0..{self.n_documents - 1}, got {index}")
         start = int(self.starts[index])
         return self.tokens[start : start + int(self.lengths[index])].astype(np.int64)
 
     def unigram_entropy(self) -> float:
-        """Nats per predicted token (every one but a document's first): the loss of knowing frequencies only."""
-        layout = Layout(self.starts, self.lengths)
+        """Return the entropy of the tokens, in nats: the loss of a model that knows only how frequent each token is.
+
+        The first token of a document does not count, as it is never predicted.
+        """
+        layout = JoinedSpans(self.starts, self.lengths)
         counts = -np.bincount(self.tokens[self.starts], minlength=1 << 16)
-        for first in range(0, self.n_tokens, _CHUNK):
-            index, _, _ = layout.locate(first, min(_CHUNK, self.n_tokens - first))
+        for first in range(0, self.n_tokens, COUNTED_TOKENS):
+            index, _, _ = layout.locate(first, min(COUNTED_TOKENS, self.n_tokens - first))
             more = np.bincount(self.tokens[index], minlength=len(counts))
             counts = more + np.pad(counts, (0, len(more) - len(counts)))
         if not counts.any():
@@ -79,7 +111,10 @@ class TokenView:
 
 
 class TokenStore(TokenView):
-    """All documents, each as end, tokens..., end: the first token is predicted from `end`, and `end` is learnt."""
+    """All documents of a token file, each between two end-of-text tokens.
+
+    So a model predicts the first token of a document from end-of-text, and learns where a document ends.
+    """
 
     def __init__(self, path: Path, header: dict[str, Any], tokens: np.ndarray, bounds: np.ndarray) -> None:
         super().__init__("whole", tokens, bounds[:-1], np.diff(bounds))
@@ -94,52 +129,68 @@ class TokenStore(TokenView):
         data: Sequence[str],
         tokenizer: Tokenizer,
         cache_folder: Path | str | None = None,
-        progress: Report | None = None,
+        progress: MessageCallback | None = None,
     ) -> "TokenStore":
-        """The tokens of the sources: from the cache while it is current, else made there.
+        """Open the token file of the sources in the cache; make it first if it is missing, outdated or damaged.
 
-        `cache_folder` is LINEATE_CACHE or ~/.cache/lineate by default; `progress` is given lines of text;
-        without it only what is wrong is said, as a warning.
+        Args:
+            data: The sources, as `documents` takes them.
+            tokenizer: Encodes the texts.
+            cache_folder: Folder of the token files; by default LINEATE_CACHE, or else ~/.cache/lineate.
+            progress: Called with lines of text; without it only problems are reported, as warnings.
         """
         report = progress or (lambda line: None)
         folder = folders.cache_folder() if cache_folder is None else Path(cache_folder)
-        key = hashlib.sha256(f"{FORMAT} {fingerprint(data)} {tokenizer.identity}".encode()).hexdigest()
+        key = hashlib.sha256(f"{FORMAT_VERSION} {fingerprint(data)} {tokenizer.identity}".encode()).hexdigest()
         path = folder / f"{re.sub('[^a-z0-9]', '-', tokenizer.name)}-{key[:20]}.tokens"
         try:
-            return cls._open(path, key)
+            return cls.open(path, key)
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except _Damaged as damage:
+        except DamagedTokenFile as damage:
             (progress or warn)(f"{path} is damaged ({damage}); making it again")
         report(f"reading {', '.join(data)}")
-        _make(path, key, tokenizer, documents(data, progress))
-        store = cls._open(path, key)
+        make_token_file(path, key, tokenizer, documents(data, progress))
+        store = cls.open(path, key)
         report(f"{store.n_tokens:,} tokens of {store.n_documents:,} documents in {path}")
         return store
 
     @classmethod
-    def _open(cls, path: Path, key: str) -> "TokenStore":
+    def open(cls, path: Path, key: str) -> "TokenStore":
+        """Map a token file and verify it; raise DamagedTokenFile if it is not what its header says.
+
+        Args:
+            path: The file.
+            key: The key that it was made with.
+        """
         with path.open("rb") as file:
             header = _read_header(file, key)
             n_tokens, n_documents, dtype = header["n_tokens"], header["n_documents"], np.dtype(header["dtype"])
             at = _bounds_at(n_tokens, dtype)
             size, expected = os.fstat(file.fileno()).st_size, at + 8 * (n_documents + 1)
             if size != expected:
-                raise _Damaged(f"{size} bytes, expected {expected}")
-            # Mapped from the open file: another process may rename a new one over this name at any time.
+                raise DamagedTokenFile(f"{size} bytes, expected {expected}")
+            # Mapped from the open file, since another process may replace the file of this name at any time.
             tokens = np.asarray(np.memmap(file, dtype, "r", HEADER_BYTES, (n_tokens,)))
             bounds = np.asarray(np.memmap(file, np.int64, "r", at, (n_documents + 1,)))
         if zlib.crc32(bounds.data) != header["bounds_crc32"]:
-            raise _Damaged("its bounds do not match their checksum")
+            raise DamagedTokenFile("its bounds do not match their checksum")
         if tokens.nbytes <= CHECKED_BYTES and zlib.crc32(tokens.data) != header["tokens_crc32"]:
-            raise _Damaged("its tokens do not match their checksum")
+            raise DamagedTokenFile("its tokens do not match their checksum")
         return cls(path, header, tokens, bounds)
 
     def split(self, validation_fraction: float, seed: int) -> tuple[TokenView, TokenView]:
-        """(train, validation) by document, about that fraction of the tokens, the same for the same seed.
+        """Split the documents for training and validation.
 
-        Documents are drawn at random among those no longer than the whole validation part. Where they cannot fill it
-        (one long text, say), the longest document is cut and its tail is the validation part.
+        Validation documents are drawn at random among those that are no longer than the whole validation part. If these
+        cannot fill it, for instance because there is only one long text, the end of the longest document is used.
+
+        Args:
+            validation_fraction: About which fraction of the tokens to use for validation.
+            seed: Seed of the draw; the same seed gives the same split.
+
+        Returns:
+            The training and the validation documents.
         """
         if not 0 < validation_fraction <= 0.5:
             raise ValueError(f"validation_fraction must be in (0, 0.5], got {validation_fraction}")
@@ -164,7 +215,15 @@ class TokenStore(TokenView):
 
 
 def permutation(n: int, seed: int, stream: int) -> np.ndarray:
-    """Of 0..n-1, by seed and stream; our own arithmetic, so that no version of a library can change a run."""
+    """Return a permutation of 0..n-1 for a seed and a stream.
+
+    It uses arithmetic of its own, so that the versions of libraries cannot change the order of a run's data.
+
+    Args:
+        n: How many numbers.
+        seed: The seed of the run.
+        stream: Tells apart the permutations that one seed is used for.
+    """
     key = hashlib.sha256(f"{seed} {stream}".encode()).digest()
     x = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(int.from_bytes(key[:8], "little"))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)  # splitmix64
@@ -172,15 +231,17 @@ def permutation(n: int, seed: int, stream: int) -> np.ndarray:
     return np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
 
 
-class _Damaged(ValueError):
-    """Why a file in the cache is not to be trusted."""
+class DamagedTokenFile(ValueError):
+    """A file in the cache does not match its header; the message says how."""
 
 
 def _bounds_at(n_tokens: int, dtype: np.dtype[Any]) -> int:
+    """Return where the documents' bounds begin in a file."""
     return HEADER_BYTES + -(-n_tokens * dtype.itemsize // 8) * 8
 
 
-def _header_bytes(header: dict[str, Any]) -> bytes:
+def header_bytes(header: dict[str, Any]) -> bytes:
+    """Return the first bytes of a token file: the checksum of its description, and the description in JSON."""
     text = json.dumps(header, sort_keys=True).encode()
     return (hashlib.sha256(text).hexdigest().encode() + b"\n" + text + b"\n").ljust(HEADER_BYTES)
 
@@ -189,14 +250,22 @@ def _read_header(file: BinaryIO, key: str) -> dict[str, Any]:
     raw = file.read(HEADER_BYTES)
     checksum, _, text = raw.partition(b"\n")
     if len(raw) < HEADER_BYTES or hashlib.sha256(text.rstrip()).hexdigest().encode() != checksum:
-        raise _Damaged("its header does not match its checksum")
+        raise DamagedTokenFile("its header does not match its checksum")
     header: dict[str, Any] = json.loads(text)
     if header["key"] != key:
-        raise _Damaged("its header names other data")
+        raise DamagedTokenFile("its header names other data")
     return header
 
 
-def _make(path: Path, key: str, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+def make_token_file(path: Path, key: str, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+    """Write a token file under a temporary name, and rename it when it is complete.
+
+    Args:
+        path: The file to make.
+        key: Identifies sources and tokenizer; TokenStore.open must be given the same.
+        tokenizer: Encodes the texts.
+        texts: The documents.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(suffix=".partial", prefix=f"{path.name}.", dir=path.parent)
@@ -214,6 +283,7 @@ def _make(path: Path, key: str, tokenizer: Tokenizer, texts: Iterable[str]) -> N
 
 
 def _write(file: FileIO, folder: Path, key: str, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+    """Encode the texts and write all parts of a token file."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
     bounds, crc32 = [0], 0
 
@@ -222,7 +292,7 @@ def _write(file: FileIO, folder: Path, key: str, tokenizer: Tokenizer, texts: It
         try:
             while rest:
                 rest = rest[file.write(rest) :]
-        except OSError as error:  # here and not further out: an error of reading the sources says so itself
+        except OSError as error:  # only here: errors in reading the sources have messages of their own
             raise _cannot_write(folder, error) from error
 
     def sync() -> None:
@@ -231,7 +301,7 @@ def _write(file: FileIO, folder: Path, key: str, tokenizer: Tokenizer, texts: It
         except OSError as error:
             raise _cannot_write(folder, error) from error
 
-    put(bytes(HEADER_BYTES))  # no header yet: what is cut short here is never a token file
+    put(bytes(HEADER_BYTES))  # the header comes last, so that a partial file is never valid
     for group in _groups(texts):
         encoded = tokenizer.encode_many(group)
         lengths = np.array([len(ids) + 2 for ids in encoded])
@@ -257,19 +327,20 @@ def _write(file: FileIO, folder: Path, key: str, tokenizer: Tokenizer, texts: It
         "tokens_crc32": crc32,
         "bounds_crc32": zlib.crc32(ends.data),
     }
-    sync()  # the tokens first, then the header that vouches for them
+    sync()  # the tokens must be on the disk before the header
     file.seek(0)
-    put(_header_bytes(header))
+    put(header_bytes(header))
     sync()
 
 
 def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Collect texts into groups that are encoded at once."""
     group: list[str] = []
     characters = 0
     for text in texts:
         group.append(text)
         characters += len(text) + 100
-        if characters >= _GROUP:
+        if characters >= GROUP_CHARACTERS:
             yield group
             group, characters = [], 0
     if group:
@@ -277,17 +348,17 @@ def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _remove_stale(path: Path) -> None:
-    """What killed writers left behind."""
+    """Remove partial files that killed processes left."""
     for other in path.parent.glob(f"{path.name}.*.partial"):
         try:
             if time.time() - other.stat().st_mtime > STALE_SECONDS:
                 other.unlink()
         except FileNotFoundError:
-            pass  # another process was faster
+            pass  # another process has removed it
 
 
 def _sync_folder(folder: Path) -> None:
-    """The new name outlives a loss of power; where folders cannot be opened it is only less certain."""
+    """Sync a folder, so that a new name in it survives a loss of power; only POSIX systems can."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -297,5 +368,6 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _cannot_write(folder: Path, error: OSError) -> OSError:
+    """Return the error to raise if the cache folder cannot be written."""
     why = f"the token cache cannot be written: {error.strerror}; free space or choose another cache_folder"
     return OSError(error.errno, why, str(folder))

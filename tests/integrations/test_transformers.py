@@ -9,12 +9,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from lineate.integrations import transformers as integration  # noqa: E402
-from lineate.integrations.transformers import FAMILIES, disable, enable, enabled, is_enabled  # noqa: E402
+from lineate.integrations.transformers import MODEL_PATCHES, disable, enable, enabled, is_enabled  # noqa: E402
 
 warnings.filterwarnings("ignore", module="transformers")
 transformers.logging.set_verbosity_error()
 VOCAB = 97
-NAMES = [family.name for family in FAMILIES]
+NAMES = [family.name for family in MODEL_PATCHES]
 SHARED = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -324,7 +324,7 @@ def test_bfloat16(family):
 
 
 def classes():
-    modules = [(sys.modules[f"transformers.models.{f.name}.modeling_{f.name}"], f) for f in FAMILIES]
+    modules = [(sys.modules[f"transformers.models.{f.name}.modeling_{f.name}"], f) for f in MODEL_PATCHES]
     return [getattr(module, name) for module, f in modules for name in (f.layer, f.model)]
 
 
@@ -360,12 +360,14 @@ def test_context_manager():
 
 
 def test_some_families_missing(monkeypatch):
-    monkeypatch.setattr(integration, "FAMILIES", (*FAMILIES[:1], FAMILIES[1].__class__("gone", "A", "B", max)))
+    monkeypatch.setattr(
+        integration, "MODEL_PATCHES", (*MODEL_PATCHES[:1], MODEL_PATCHES[1].__class__("gone", "A", "B", max))
+    )
     report = enable()
     assert list(report.families) == ["qwen3_next"] and "gone" in report.skipped["gone"]
     assert "left as it is" in str(report)
     disable()
-    monkeypatch.setattr(integration, "FAMILIES", integration.FAMILIES[1:])
+    monkeypatch.setattr(integration, "MODEL_PATCHES", integration.MODEL_PATCHES[1:])
     with pytest.raises(ImportError, match=r"transformers must have one of gone, got .* upgrade"):
         enable()
     assert not is_enabled()

@@ -97,7 +97,7 @@ def same_state(got: ModelState, expected: ModelState, tolerance: float) -> None:
 @torch.no_grad()
 def test_equals_eager_decoding(case, lengths, monkeypatch):
     """Through several widths of what attention reads, and more tokens than there was room for."""
-    monkeypatch.setattr(graphed, "STEP", 8)
+    monkeypatch.setattr(graphed, "WINDOW_STEP", 8)
     model = make(case)
     state, ids = read(model, lengths), draw(len(lengths), 40, seed=1)
     decoder = GraphedDecoder(model, state, room=5)
@@ -237,7 +237,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 @torch.no_grad()
 def test_graph_equals_eager_decoding(case, lengths, dtype, monkeypatch):
     """Captured anew when a window or the room is full."""
-    monkeypatch.setattr(graphed, "STEP", 32)
+    monkeypatch.setattr(graphed, "WINDOW_STEP", 32)
     model = make(case).cuda().to(dtype)
     state, ids = read(model, lengths), draw(len(lengths), 40, seed=1).cuda()
     before = copy.deepcopy(state)

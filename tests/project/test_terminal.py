@@ -20,7 +20,7 @@ from lineate.models.files.checkpoint import save
 from lineate.models.files.safetensors import CheckpointError
 from lineate.terminal import DOT, console, printable
 from lineate.training.config import TrainConfig
-from lineate.training.report import Report
+from lineate.training.report import RunReporter
 from lineate.training.tokenizer import Bytes
 
 EVIL = "x\x1b[31m[bold]:smile:\x9b2J\x07\r\u202ey"
@@ -145,7 +145,7 @@ def test_generate(spoken):
 
 
 def test_training_says_nothing_that_is_obeyed(tmp_path, capsys):
-    report = Report(TrainConfig(out=str(tmp_path)), main=True)
+    report = RunReporter(TrainConfig(out=str(tmp_path)), main=True)
     report.sample(3, f"{EVIL}\n\tand more")
     report.say(f"going on from {EVIL}")
     report.warn(f"{EVIL} is damaged")

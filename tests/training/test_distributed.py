@@ -18,7 +18,7 @@ from lineate.models.files.safetensors import CheckpointError
 from lineate.training import optim
 from lineate.training.batches import Batch
 from lineate.training.checkpoint import write_state
-from lineate.training.distributed import World, _fully_shard
+from lineate.training.distributed import World, fully_shard_model
 from lineate.training.sharded import full_state, load_distributed, save_distributed
 
 TOLERANCE = 1e-4  # of the loss, over all steps
@@ -233,7 +233,7 @@ def test_muon_moves_few_matrices_at_a_time(monkeypatch):
     """So that a rank never holds all of a sharded model; the steps are the same."""
     found = []
     for most in (2**26, 2000):
-        monkeypatch.setattr(optim, "AT_ONCE", most)
+        monkeypatch.setattr(optim, "GATHERED_ELEMENTS", most)
         model = make_model("GAG", experts=True)
         train(World(), model, optim.make_optimizer(model, "muon", 3e-3, 0.1, (0.9, 0.95)), 2)
         found.append(model.state_dict())
@@ -456,7 +456,8 @@ def test_a_full_disk_fails_the_save_on_all_ranks(tmp_path, what, said):
 def on_a_gpu(folder, shard):
     """Over NCCL, with AdamW's fused kernel, whose step counts are on the GPU."""
     world = World.start("cuda", shard=shard)
-    wrap = partial(_fully_shard, mesh=world.everyone) if shard == "full" else world.wrap  # which leaves one rank plain
+    # World.wrap does not shard the model of a single rank.
+    wrap = partial(fully_shard_model, mesh=world.everyone) if shard == "full" else world.wrap
     model = wrap(make_model())
     optimizer = make_optimizer(model, fused=True)
     losses = train(world, model, optimizer, 5)

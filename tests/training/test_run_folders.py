@@ -22,7 +22,7 @@ from lineate.models.presets import tiny
 from lineate.training.checkpoint import read_tensors, write_json
 from lineate.training.config import TrainConfig
 from lineate.training.prepare import prepare, train
-from lineate.training.report import Report
+from lineate.training.report import RunReporter
 from lineate.training.sources import documents
 from lineate.training.tokenizer import make_tokenizer
 
@@ -130,7 +130,7 @@ def test_ranks_are_refused_together_and_learn_one_tokenizer(tmp_path: Path) -> N
     pytest.importorskip("tokenizers")
     config = make_config(tmp_path, tokenizer="bpe:280", model="tiny", pattern="G")
     made = make_tokenizer("bpe:280", documents(config.data))
-    owner = Report(config, True)
+    owner = RunReporter(config, True)
     owner.lock()
     before = contents(tmp_path)
     main, other = run_ranks(2, try_to_prepare, config.to_dict())
@@ -160,7 +160,7 @@ def test_a_lock_that_was_removed_is_none(tmp_path: Path) -> None:
         patch.setattr(report, "_lock", removed_once)
         trainer = prepare(make_config(tmp_path))
     with pytest.raises(ValueError, match="is being trained by another process"):
-        Report(trainer.config, True).lock()
+        RunReporter(trainer.config, True).lock()
     trainer.close()
 
 

@@ -25,12 +25,12 @@ from lineate.cli import main
 from lineate.training import stopping
 from lineate.training.loop import Trainer
 
-signals, stopping.GRACE = [int(x) for x in sys.argv[2].split()], float(sys.argv[3])
+signals, stopping.GRACE_SECONDS = [int(x) for x in sys.argv[2].split()], float(sys.argv[3])
 real = Trainer.gradients
 
 def send():
     for number in signals:
-        time.sleep(1.1)  # more than TOGETHER
+        time.sleep(1.1)  # more than SAME_REQUEST_SECONDS
         os.kill(os.getpid(), number)
 
 def gradients(self):
@@ -107,7 +107,7 @@ def test_a_signal_in_a_save_waits_for_it(
 ) -> None:
     """However long it takes: the process is not ended meanwhile."""
     config = make_config(finished[0], out=str(tmp_path / "run"), sample_every=4)
-    monkeypatch.setattr(stopping, "GRACE", 0.01)
+    monkeypatch.setattr(stopping, "GRACE_SECONDS", 0.01)
     real = checkpoint.write_state
 
     def slow(path: Path, *args: Any) -> None:

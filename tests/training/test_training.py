@@ -22,11 +22,11 @@ from lineate.training.batches import Batches
 from lineate.training.command import run_generate, run_train
 from lineate.training.compiling import verdict
 from lineate.training.config import TrainConfig
-from lineate.training.loop import MOST_SKIPS, Trainer, TrainingStopped
+from lineate.training.loop import MAX_SKIPPED_STEPS, Trainer, TrainingStopped
 from lineate.training.optim import hidden_matrices, make_optimizer, orthogonalize
 from lineate.training.order import ShuffledBatches
 from lineate.training.prepare import prepare, train
-from lineate.training.report import _smooth, read_metrics
+from lineate.training.report import read_metrics, smooth
 from lineate.training.tokenizer import make_tokenizer
 from lineate.training.tokens import TokenStore
 
@@ -309,8 +309,8 @@ def test_bfloat16_keeps_float32_weights_and_learns(tmp_path: Path) -> None:
 def test_the_average_of_the_plot_keeps_up_with_the_loss() -> None:
     for n in (1, 12, 80, 3000):
         falling = [3 - 2 * i / n for i in range(n)]
-        assert max(abs(a - b) for a, b in zip(_smooth(falling), falling, strict=True)) < 0.06
-    noisy = _smooth([2.0 + (-1) ** i for i in range(3000)])
+        assert max(abs(a - b) for a, b in zip(smooth(falling), falling, strict=True)) < 0.06
+    noisy = smooth([2.0 + (-1) ** i for i in range(3000)])
     assert max(abs(x - 2) for x in noisy[200:]) < 0.05
 
 
@@ -413,7 +413,7 @@ def test_a_bad_loss_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_skipping_ends_when_it_cannot_help(tmp_path: Path) -> None:
     trainer = poisoned(prepare(make_config(tmp_path, on_bad_loss="skip", steps=40, save_every=0)), range(2, 40), row=1)
-    with pytest.raises(TrainingStopped, match=f"{MOST_SKIPS} bad steps in a row"):
+    with pytest.raises(TrainingStopped, match=f"{MAX_SKIPPED_STEPS} bad steps in a row"):
         trainer.run()
     trainer.close()
     trainer = prepare(make_config(tmp_path, out=str(tmp_path / "other"), on_bad_loss="skip"))

@@ -26,7 +26,7 @@ from lineate.training import sources, tokenizer, tokens
 from lineate.training.batches import Batch, Batches
 from lineate.training.sources import documents, fingerprint
 from lineate.training.tokenizer import load_tokenizer, make_tokenizer
-from lineate.training.tokens import Layout, TokenStore, TokenView, permutation
+from lineate.training.tokens import JoinedSpans, TokenStore, TokenView, permutation
 
 TEXTS = ["hello", "", "the quick brown fox", "\u00e9\u4e2d\U0001f600\x00", "a\r\nb\n\n", "<|endoftext|>", "\ufeffx"]
 END = 256
@@ -41,8 +41,8 @@ def make_store(folder, texts, name="bytes"):
     """A store of exactly these texts, empty ones too (which the sources leave out)."""
     made = make_tokenizer(name, texts)
     path = Path(folder) / "store.tokens"
-    tokens._make(path, "key", made, iter(texts))
-    return TokenStore._open(path, "key"), made
+    tokens.make_token_file(path, "key", made, iter(texts))
+    return TokenStore.open(path, "key"), made
 
 
 def view_of(lengths):
@@ -59,7 +59,7 @@ def test_stdlib_is_text_of_the_library_alone():
     first, again = list(documents(["stdlib"])), list(documents(["stdlib"]))
     assert first == again
     assert 5e6 < sum(len(text.encode()) for text in first) < 40e6
-    files = sources._stdlib()
+    files = sources.stdlib_files()
     assert {file.suffix for file in files} <= {".py", ".txt", ".md", ".rst"} and len(files) > 300
     parts = {part for file in files for part in file.relative_to(sources.sysconfig.get_path("stdlib")).parts}
     assert not parts & {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
@@ -229,8 +229,8 @@ def test_bpe(bpe, tmp_path):
 def test_long_texts_are_cut_where_no_token_spans(bpe, text):
     whole = bpe.encode(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "_PIECE", 5)
-        assert "".join(tokenizer._pieces(text)) == text
+        patch.setattr(tokenizer, "PIECE_CHARACTERS", 5)
+        assert bpe.decode(bpe.encode(text)) == text
         assert bpe.encode(text) == whole
 
 
@@ -309,7 +309,7 @@ def test_documents_are_stored_between_ends(tmp_path, bpe):
 def test_groups_do_not_matter(tmp_path, monkeypatch):
     whole, _ = make_store(tmp_path, TEXTS)
     tokens_of_whole, bounds = whole.tokens.copy(), whole.starts.copy()
-    monkeypatch.setattr(tokens, "_GROUP", 1)
+    monkeypatch.setattr(tokens, "GROUP_CHARACTERS", 1)
     small, _ = make_store(tmp_path, TEXTS)
     assert np.array_equal(small.tokens, tokens_of_whole) and np.array_equal(small.starts, bounds)
 
@@ -321,8 +321,8 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
         def encode_many(self, texts):
             return [ids.astype(np.int64) + 66_000 for ids in super().encode_many(texts)]
 
-    tokens._make(tmp_path / "large", "key", Large(), iter(["abc", "d"]))
-    store = TokenStore._open(tmp_path / "large", "key")
+    tokens.make_token_file(tmp_path / "large", "key", Large(), iter(["abc", "d"]))
+    store = TokenStore.open(tmp_path / "large", "key")
     assert store.tokens.dtype == np.uint32 and (store.vocab_size, store.end) == (70_000, 69_999)
     assert store.document(0).tolist() == [69_999, 66_097, 66_098, 66_099, 69_999]
     assert store.unigram_entropy() == pytest.approx(4 / 6 * math.log(6) + 2 / 6 * math.log(3))
@@ -386,7 +386,7 @@ def damage_bounds(raw):
 
 def damage_other_file(raw):
     header = json.loads(raw[: tokens.HEADER_BYTES].split(b"\n")[1])
-    return tokens._header_bytes(header | {"key": "other"}) + raw[tokens.HEADER_BYTES :]
+    return tokens.header_bytes(header | {"key": "other"}) + raw[tokens.HEADER_BYTES :]
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def in_child(function):
 
 def test_a_killed_writer_leaves_nothing_that_is_trusted(data, tmp_path, monkeypatch):
     made = make_tokenizer("bytes", ())
-    monkeypatch.setattr(tokens, "_GROUP", 1)
+    monkeypatch.setattr(tokens, "GROUP_CHARACTERS", 1)
     read_end, write_end = os.pipe()
 
     def stuck():
@@ -461,8 +461,8 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(data, tmp_path, monkeypa
     assert left[0].read_bytes()[: tokens.HEADER_BYTES] == bytes(tokens.HEADER_BYTES)  # the header comes last
     store = TokenStore.open_or_make(data, made, tmp_path / "cache")
     assert store.n_documents == 20 and left[0].exists()  # it might have been alive
-    with pytest.raises(tokens._Damaged):
-        TokenStore._open(left[0], "any")
+    with pytest.raises(tokens.DamagedTokenFile):
+        TokenStore.open(left[0], "any")
     store.path.unlink()
     os.utime(left[0], (1, 1))
     TokenStore.open_or_make(data, made, tmp_path / "cache")
@@ -525,7 +525,7 @@ def test_a_disk_that_is_full_when_synced(data, tmp_path, monkeypatch, call):
 
 def test_cache_errors_come_before_the_sources_are_read(data, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(sources, "_texts", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(sources.Path, "read_bytes", lambda file: pytest.fail(f"{file} was read"))
     with pytest.raises(OSError, match="the token cache cannot be written"):
         TokenStore.open_or_make(data, make_tokenizer("bytes", ()), tmp_path / "file" / "cache")
 
@@ -538,7 +538,7 @@ def test_errors_of_the_sources_leave_no_half_file(tmp_path):
             TokenStore.open_or_make([str(tmp_path / name)], make_tokenizer("bytes", ()), tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
     with pytest.raises(ValueError, match="data holds no text"):
-        tokens._make(tmp_path / "none", "key", make_tokenizer("bytes", ()), iter(()))
+        tokens.make_token_file(tmp_path / "none", "key", make_tokenizer("bytes", ()), iter(()))
 
 
 def test_default_cache_folder(monkeypatch, tmp_path, data):
@@ -550,7 +550,7 @@ def test_default_cache_folder(monkeypatch, tmp_path, data):
 
 
 def test_unigram_entropy(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "_CHUNK", 7)
+    monkeypatch.setattr(tokens, "COUNTED_TOKENS", 7)
     store, _ = make_store(tmp_path, TEXTS)
     counts = Counter(token for i in range(store.n_documents) for token in store.document(i)[1:].tolist())
     n = sum(counts.values())
@@ -714,7 +714,7 @@ def test_far_steps_are_exact():
 
 
 def test_layout_locates_any_range():
-    layout = Layout(np.array([10, 0, 20]), np.array([2, 3, 1]))
+    layout = JoinedSpans(np.array([10, 0, 20]), np.array([2, 3, 1]))
     index, last, begins = layout.locate(1, 4)
     assert index.tolist() == [11, 0, 1, 2] and last.tolist() == [True, False, False, True] and begins.tolist() == [1]
 

@@ -1,0 +1,112 @@
+"""The computation of a training step: batches to losses and gradients, without changing the weights."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lineate.generation import generate
+from lineate.models import HybridLM
+from lineate.training.batches import NO_TARGET, Batch
+from lineate.training.config import TrainConfig
+from lineate.training.distributed import World
+from lineate.training.order import ShuffledBatches
+from lineate.training.tokenizer import Tokenizer
+
+SAMPLE_TOKENS = 160
+
+
+@dataclass(kw_only=True)
+class Learner:
+    """A model with its data and its optimiser at one step, and the losses and gradients computed from them."""
+
+    config: TrainConfig
+    world: World
+    tokenizer: Tokenizer
+    batches: ShuffledBatches
+    """Training batches."""
+    validation: ShuffledBatches
+    model: HybridLM
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    """How many steps are done."""
+    _ahead: tuple[int, list[Batch]] = (-1, [])
+    """A step and its micro-batches, which the CPU made while a GPU computed the step before."""
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Compute the gradients of the mean loss over this step's tokens, into the parameters' .grad.
+
+        Returns:
+            The mean loss and the number of tokens in it, the same on every rank.
+        """
+        world = self.world
+        self.optimizer.zero_grad(set_to_none=True)
+        made, pieces = self._ahead
+        if made != self.step:
+            pieces = list(self.pieces(self.batches, self.step))
+        count = world.sum(torch.stack([(piece.targets != NO_TARGET).sum() for piece in pieces]).sum()).clamp(min=1)
+        total = torch.zeros((), device=world.device)
+        for piece in pieces:
+            part = self._loss_sum(piece.to(world.device))
+            (part / count).backward()
+            total += part.detach()
+        world.finish_gradients(self.model)
+        total = world.sum(total)
+        self._ahead = self.step + 1, list(self.pieces(self.batches, self.step + 1))
+        return total / count, count
+
+    def pieces(self, batches: ShuffledBatches, step: int) -> Iterator[Batch]:
+        """Yield this rank's micro-batches of a step.
+
+        Args:
+            batches: Training or validation batches.
+            step: The step, from 0.
+        """
+        world, many = self.world, self.config.accumulate
+        for n in range(many):
+            batch = batches.batch(step, world.data_rank * many + n, world.data_size * many)
+            yield batch.shard(world.context_rank, world.context_size) if world.context_size > 1 else batch
+
+    def logits(self, piece: Batch) -> Tensor:
+        """Return the logits `1 n vocab` of a micro-batch that is on the device.
+
+        Args:
+            piece: The micro-batch.
+        """
+        with self._autocast():
+            return self.model(piece.ids, cu_seqlens=piece.cu_seqlens, continues=piece.continues).logits
+
+    def evaluate(self) -> float:
+        """Return the mean loss over the first eval_batches validation batches, or over all if there are fewer."""
+        some = min(self.config.eval_batches, -(-self.validation.epoch_rows // self.config.rows))
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        count = torch.zeros((), dtype=torch.int64, device="cpu")
+        for n in range(some):
+            for piece in self.pieces(self.validation, n):
+                with torch.no_grad():
+                    total += self._loss_sum(piece.to(self.world.device))
+                count += (piece.targets != NO_TARGET).sum()
+        return float(self.world.sum(total)) / max(1, int(self.world.sum(count)))
+
+    def sample(self, tokens: int = SAMPLE_TOKENS) -> str:
+        """Return config.prompt and the text with which the model continues it; the same for the same weights.
+
+        Args:
+            tokens: The most tokens to generate.
+        """
+        start = torch.tensor([[self.tokenizer.end, *self.tokenizer.encode(self.config.prompt)]], device="cpu")
+        with self._autocast(), torch.compiler.set_stance("force_eager"):
+            drawn = generate(self.model, start, tokens, temperature=0.8, top_p=0.95, seed=self.config.seed)
+            ids = [int(token) for token in drawn]
+        if self.tokenizer.end in ids:
+            ids = ids[: ids.index(self.tokenizer.end)]
+        known = [i for i in ids if i < self.tokenizer.vocab_size]  # the model's vocabulary may be larger
+        return self.config.prompt + self.tokenizer.decode(known)
+
+    def _loss_sum(self, piece: Batch) -> Tensor:
+        with self._autocast():
+            return self.model.loss_sum(piece.ids, piece.targets, piece.cu_seqlens, piece.continues)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
