@@ -5,13 +5,20 @@ a dtype) stays in one of them.
 """
 
 import os
+import sys
 from collections import defaultdict
 
+import interpreter
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_runtest_setup(item):
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.make_quick()
 
 
 def pytest_addoption(parser):
