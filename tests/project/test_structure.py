@@ -123,11 +123,7 @@ EXEMPT: dict[str, set[str]] = {
         "lineate.training.tokens.locate",
         "lineate.training.tokens.permutation",
     },
-    "tests": {
-        "test_kernel_layers.py",
-        "test_kernels.py",
-        "test_training_data.py",
-    },
+    "tests": set(),
 }
 
 
