@@ -2,8 +2,8 @@
 
 PYTHON     ?= python3
 GPU_PYTHON ?= python3
-# pytest-xdist workers; each runs torch on one thread.
-WORKERS    ?= -n auto --maxprocesses 2
+# pytest-xdist workers; each runs torch on one thread, and whole files, whose cases share what they set up.
+WORKERS    ?= -n auto --maxprocesses 2 --dist loadfile
 # Files with tests for a GPU: its Python need not have what the others import.
 GPU_TESTS   = $(shell grep -rlE 'mark\.gpu|^from paths import' tests --include='test_*.py')
 # More arguments for pytest: make test ARGS="-k gated -x"

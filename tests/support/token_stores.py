@@ -1,7 +1,9 @@
 """Texts, and stores and views of their tokens."""
 
 import json
+import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -19,12 +21,13 @@ def write_lines(file, records):
     return str(file)
 
 
-def make_store(folder, texts, name="bytes"):
-    """A store of exactly these texts, empty ones too (which the sources leave out)."""
-    made = make_tokenizer(name, texts)
-    path = Path(folder) / "store.tokens"
-    tokens._make(path, "key", made, iter(texts))
-    return TokenStore._open(path, "key"), made
+def make_store(folder, texts, made=None):
+    """A store of exactly these texts, empty ones too (which the sources leave out), made anew; and its tokenizer."""
+    made = make_tokenizer("bytes", texts) if made is None else made
+    own = Path(tempfile.mkdtemp(dir=folder))
+    (own / "source.txt").write_text("not read")
+    with patch.object(tokens, "documents", lambda data, report: iter(texts)):
+        return TokenStore.open_or_make([str(own / "source.txt")], made, own / "cache"), made
 
 
 def view_of(lengths):
