@@ -2,9 +2,10 @@
 
 PYTHON     ?= python3
 GPU_PYTHON ?= python3
-# pytest-xdist workers; each runs torch on one thread.
-WORKERS    ?= -n auto --maxprocesses 2
-GPU_TESTS   = $(shell grep -rlE 'mark\.gpu|GPU' tests --include='test_*.py')
+# pytest-xdist workers; each runs torch on one thread, and whole files, whose cases share what they set up.
+WORKERS    ?= -n auto --maxprocesses 2 --dist loadfile
+# Files with tests for a GPU: its Python need not have what the others import.
+GPU_TESTS   = $(shell grep -rlE 'mark\.gpu|^from paths import' tests --include='test_*.py')
 # More arguments for pytest: make test ARGS="-k gated -x"
 ARGS       ?=
 
@@ -13,10 +14,10 @@ STAMP := $(VENV)/.stamp
 PIP   := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu check bench clean
+.PHONY: help demo test test-quick test-all test-gpu check bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch goes first, by its pin, and setuptools builds lineate without a second, unpinned environment.
 $(STAMP): constraints.txt pyproject.toml
@@ -30,10 +31,13 @@ $(STAMP): constraints.txt pyproject.toml
 demo: $(STAMP) ## run the demo
 	$(VENV)/bin/lineate demo
 
-test: $(STAMP) ## run the fast tests on the CPU
+test: $(STAMP) ## run the fast tests on the CPU (minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) $(ARGS)
 
-test-all: $(STAMP) ## run the fast and the slow tests on the CPU
+test-quick: $(STAMP) ## run one quick case of each test function (about a minute)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) --quick $(ARGS)
+
+test-all: $(STAMP) ## run the fast and the slow tests on the CPU (half an hour)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) -m "not gpu" $(ARGS)
 
 test-gpu: ## run the GPU tests with GPU_PYTHON, which must have torch and pytest

@@ -2,24 +2,43 @@
 
 --shard 3/8 runs the third of eight parts, for several processes side by side: what compiles the same kernels (a row in
 a dtype) stays in one of them.
+
+--quick runs one case of each test function, another one for each function, so that all kinds of cases are among them.
+Functions that take long are in tests/not_quick.txt, to which --quick --note-slow .5 adds; a new test takes part at
+once.
 """
 
 import os
+import sys
+import zlib
 from collections import defaultdict
+from pathlib import Path
 
+import interpreter
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+NOT_QUICK = Path(__file__).with_name("not_quick.txt")
+seconds: dict[str, float] = defaultdict(float)
+"""How long each test took, by its id."""
+
+
+def pytest_runtest_setup(item):
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.make_quick()
+
 
 def pytest_addoption(parser):
     parser.addoption("--shard", default="1/1", help="which part of the tests to run, such as 3/8")
+    parser.addoption("--quick", action="store_true", help="run one case of each function that is not in not_quick.txt")
+    parser.addoption("--note-slow", type=float, help="add functions that take more seconds than this to not_quick.txt")
 
 
 def _group(item):
-    """Of tests that compile the same kernels; those of other sizes, which do not, may go elsewhere."""
+    """Return a name for the tests that compile the same kernels; those of other sizes may go elsewhere."""
     if "on_gpu" in item.fixturenames:
         return "on_gpu"  # the ranks of all these cases start once
     parts = getattr(item, "callspec", None)
@@ -31,17 +50,47 @@ def _group(item):
     return "-".join(ids) or item.nodeid
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config, items):
-    which, count = map(int, config.getoption("--shard").split("/"))
-    if count == 1:
-        return
+def _function(test):
+    """Return the id of a test without its case and folder."""
+    return test.split("[")[0].split("/")[-1]
+
+
+def _quick(items):
+    """Return one case of each function, which depends on its name, but for those in not_quick.txt."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[_function(item.nodeid)].append(item)
+    long = set(NOT_QUICK.read_text().split())
+    return [x[zlib.crc32(name.encode()) % len(x)] for name, x in cases.items() if name not in long]
+
+
+def _shard(items, which, count):
     groups = defaultdict(list)
     for item in items:
         groups[_group(item)].append(item)
     shards = [[] for _ in range(count)]
     for group in sorted(groups.values(), key=lambda group: (-len(group), group[0].nodeid)):
         min(shards, key=len).extend(group)
-    own = {item.nodeid for item in shards[which - 1]}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in own])
-    items[:] = [item for item in items if item.nodeid in own]
+    return shards[which - 1]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    own = _quick(items) if config.getoption("--quick") else items
+    which, count = map(int, config.getoption("--shard").split("/"))
+    if count > 1:
+        own = _shard(own, which, count)
+    ids = {item.nodeid for item in own}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ids])
+    items[:] = [item for item in items if item.nodeid in ids]
+
+
+def pytest_runtest_logreport(report):
+    seconds[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session):
+    most = session.config.getoption("--note-slow")
+    if most is not None and not hasattr(session.config, "workerinput"):
+        long = {_function(test) for test, took in seconds.items() if took > most}
+        NOT_QUICK.write_text("".join(f"{name}\n" for name in sorted({*NOT_QUICK.read_text().split(), *long})))

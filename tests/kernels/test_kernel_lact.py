@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import assert_within, interpreted, relative_error
+from lact_cases import gradients, make, middle
 from memories import floats
-from test_memory_lact import gradients, make, middle
+from paths import GPU, INTERPRETER
 from torch import Tensor
 
 from lineate.layers import LaCT
@@ -23,17 +24,16 @@ from lineate.memory.parts import MUON_EPS, ROW_EPS
 from lineate.rule import normalize
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 layers = importlib.import_module("lineate.layers.lact")
 kernels = importlib.import_module("lineate.kernels.memories.lact")
 features = importlib.import_module("lineate.kernels.memories.lact_features").features
-shared = importlib.import_module("test_kernel_layers")
-poisoned_memory, guarded_memory = shared.poisoned_memory, shared.guarded_memory
 
 paths = pytest.mark.parametrize(
     "path",
     [
-        pytest.param(shared.INTERPRETER, id="interpreter", marks=[interpreted]),
-        pytest.param(shared.GPU[0], id="gpu", marks=[pytest.mark.gpu]),
+        pytest.param(INTERPRETER, id="interpreter", marks=[interpreted]),
+        pytest.param(GPU[0], id="gpu", marks=[pytest.mark.gpu]),
     ],
 )
 

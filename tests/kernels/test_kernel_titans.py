@@ -3,7 +3,7 @@
 A budget is twice the error of the loop in float32, and rounding: u sqrt(n) for sums of n terms, u = 2^-24, natively
 16 u more for a sigmoid by ex2.approx (2^-22, and |x| u from its argument, |x| < 8), times how much the exact result
 moves, in units of u, when the inputs move by u (at least 1). `path`, poisoned and guarded memory: as in
-test_kernel_layers.py.
+conftest.py.
 """
 
 import importlib
@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import assert_within, bounds, relative_error, same_bits, weights
-from test_kernel_layers import GPU, INTERPRETER, Path, guarded_memory, param, poisoned_memory  # noqa: F401
+from paths import GPU, INTERPRETER, Path, param
 from torch import Tensor
 
 from lineate import layers
 from lineate.memory.titans import op as rule
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 titans_scan = importlib.import_module("lineate.memory.titans.scan")
 launches = importlib.import_module("lineate.kernels.memories.titans")
 divided = importlib.import_module("lineate.kernels.memories.tiles").divided

@@ -12,17 +12,16 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import assert_within, bounds, interpreted, relative_error, same_bits, weights
-from test_memory_ttt import draw, dual
 from torch import Tensor, nn
+from ttt_cases import draw, dual
 
 from lineate.layers import TTTMLP, TTTLinear
 from lineate.memory.ttt import dual as memory
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 kernels = importlib.import_module("lineate.kernels.memories.ttt")
 divided = importlib.import_module("lineate.kernels.memories.tiles").divided
-shared = importlib.import_module("test_kernel_layers")
-poisoned_memory, guarded_memory = shared.poisoned_memory, shared.guarded_memory
 
 Inputs = dict[str, Tensor]
 

@@ -24,6 +24,7 @@ from cases import (
     same_bits,
     weights,
 )
+from covers import covering
 from torch import Tensor
 
 
@@ -103,9 +104,7 @@ def past(row: Row, inputs: Inputs, path: dict[str, str], position: int) -> tuple
 
 
 @pytest.mark.filterwarnings("ignore::lineate.UnstableMemoryWarning")  # futures of any size
-@pytest.mark.parametrize("position", [1, 5, 16, 17, 31, 32, 47])
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@covering("row, path, position", ROWS, PATHS, [1, 5, 16, 17, 31, 32, 47])
 def test_the_future_never_changes_the_past(row, path, position):
     """Not one bit of an earlier output or gradient; and no gradient reaches the future, not even a rounding error."""
     inputs = convert(draw(row, SMALL), torch.float32)
@@ -126,9 +125,7 @@ def test_the_future_never_changes_the_past(row, path, position):
 # A reset forgets everything.
 
 
-@pytest.mark.parametrize("position", [5, 16, 40])
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", [row for row in ROWS if row.decay != "none"], ids=str)
+@covering("row, path, position", [row for row in ROWS if row.decay != "none"], PATHS, [5, 16, 40])
 def test_nothing_crosses_a_decay_of_zero(row, path, position):
     """What follows log_decay = -inf has the same bits whatever came before, and no gradient reaches back across it.
 
@@ -189,9 +186,7 @@ def test_packed_texts_equal_separate_runs(row, path):
         )
 
 
-@pytest.mark.parametrize("broken", [1, 4, 6])
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@covering("row, path, broken", ROWS, PATHS, [1, 4, 6])
 def test_a_broken_text_stays_alone(row, path, broken):
     """One text full of NaN, its state too: no other text changes a bit."""
     inputs = convert(draw(row, PACKED, texts=len(TEXTS)), torch.float32)
@@ -227,9 +222,7 @@ def row_results(row: Row, inputs: Inputs, path: dict[str, str], order: list[int]
     ]
 
 
-@pytest.mark.parametrize(("heads", "threads"), [((1, 1), 1), ((2, 6), 1), ((5, 5), 2), ((11, 11), 2)], ids=str)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@covering("row, path, heads, threads", ROWS, PATHS, [((1, 1), 1), ((2, 6), 1), ((5, 5), 2), ((11, 11), 2)])
 def test_batch_company_never_changes_a_row(row, path, heads, threads):
     """Alone, in batches of 2 to 20 and in another order: the same bits, forward and backward."""
     h, hv = heads
@@ -287,9 +280,7 @@ def test_heads_do_not_see_each_other(row, path):
 # The same inputs give the same bits, and are left alone.
 
 
-@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@covering("row, path, shape", ROWS, PATHS, [SMALL, LARGE])
 def test_two_runs_give_the_same_bits(row, path, shape):
     inputs = convert(draw(row, shape, "reset -50" if row.decay != "none" else "ordinary"), torch.float32)
     first = run(row, inputs, **path)
@@ -300,9 +291,7 @@ def test_two_runs_give_the_same_bits(row, path, shape):
     assert_same_bits(run(row, inputs, **path), first)
 
 
-@pytest.mark.parametrize("shape", [SMALL, Shape(1, 20, 1, 1, 6, 5), Shape(1, 1, 1, 1, 6, 5)], ids=str)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@covering("row, path, shape", ROWS, PATHS, [SMALL, Shape(1, 20, 1, 1, 6, 5), Shape(1, 1, 1, 1, 6, 5)])
 def test_inputs_are_never_modified(row, path, shape):
     """Neither by the call nor by its backward, nor through the result: output and state own their memory."""
     for normalize_qk in (False, True):

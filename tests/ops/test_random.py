@@ -23,7 +23,7 @@ from cases import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-EXAMPLES = 100  # a row; six rows
+EXAMPLES = [20, pytest.param(100, marks=pytest.mark.slow)]  # a row; six rows
 PATHS = (("chunkwise", "torch"), ("chunkwise", "native"), ("parallel", "torch"), ("recurrent", "native"))
 
 
@@ -61,12 +61,13 @@ def calls(pick, row: Row) -> Call:
     )
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_forms_agree_on_random_calls(row):
+def test_forms_agree_on_random_calls(row, examples):
     """Every form and backend against the float64 oracle on the same numbers: output, state and all gradients."""
     compared = 0
 
-    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(calls(row))
     def compare(call: Call) -> None:
         inputs = draw(row, call.shape, call.special, texts=call.lengths and len(call.lengths), seed=call.seed)
@@ -92,4 +93,4 @@ def test_forms_agree_on_random_calls(row):
         compared += 1
 
     compare()
-    assert compared >= EXAMPLES
+    assert compared >= examples

@@ -8,19 +8,10 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from odd_models import EXPERTS, odd
 from torch import Tensor
 
-from lineate.models import (
-    AttentionConfig,
-    ExpertsConfig,
-    FeedConfig,
-    HybridConfig,
-    HybridLM,
-    LatentConfig,
-    LinearConfig,
-    MemoryConfig,
-    preset,
-)
+from lineate.models import AttentionConfig, HybridConfig, HybridLM, LinearConfig, MemoryConfig, preset
 from lineate.models.inspect import describe
 from lineate.planning import (
     DTYPES,
@@ -40,19 +31,6 @@ from lineate.planning.models import PLAIN, mixed_ratio
 from lineate.planning.teaching import taught_variants
 
 
-def odd(pattern: str, **changes: object) -> HybridConfig:
-    """Nothing is even or equal: 3 key heads for 6 value heads, 5 heads that attend."""
-    parts: dict[str, object] = {
-        "linear": LinearConfig(3, 6, 7, 11, decay_rank=5, gate_rank=6),
-        "memory": MemoryConfig(3, 10, chunk=4),
-        "attention": AttentionConfig(5, 1, 9, rotary_dim=4, bias=True),
-        "latent": LatentConfig(5, rank=13, nope_dim=6, rope_dim=4, value_dim=7),
-        "feed": FeedConfig(21),
-    }
-    sizes = {"vocab_size": 61, "hidden_size": 30, "n_layers": len(pattern), "pattern": pattern}
-    return HybridConfig(**(sizes | parts | changes))  # type: ignore[arg-type]
-
-
 def family_config(name: str, folder: Path) -> HybridConfig:
     """That of a tiny published model, through its config.json."""
     folder.mkdir(exist_ok=True, parents=True)
@@ -60,7 +38,6 @@ def family_config(name: str, folder: Path) -> HybridConfig:
     return read_model(folder).config
 
 
-EXPERTS = ExpertsConfig(6, 2, 10, shared_size=12, shared_gate=True, scores="sigmoid")
 CONFIGS = {
     **{letter: odd(letter + "A") for letter in "LRDGKTPNCEM"},
     "every letter": odd("LRDGKTPNCEAM"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_planning import EXPERTS, odd
+from odd_models import EXPERTS, odd
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode

@@ -1,0 +1,55 @@
+"""Memory in which mistakes of kernels show."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Every uninitialised tensor arrives full of NaN, on the GPU too."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.zeros(3).new_empty(5).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def guarded_memory(request, monkeypatch):
+    """The interpreter reads and writes nothing outside the tensors that a kernel was given."""
+    path = getattr(request.node, "callspec", None) and request.node.callspec.params.get("path")
+    if not path or path.device != "cpu":
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    ends = np.zeros((0, 2), np.uint64)
+    start, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+
+    def init_args(self, args, kwargs):
+        nonlocal ends
+        given = start(self, args, kwargs)
+        tensors = [x for x in (*given[0], *given[1].values()) if isinstance(x, Tensor) and x.numel()]
+        last = [sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) for x in tensors]
+        both = ((x.data_ptr(), x.data_ptr() + x.element_size() * (n + 1)) for x, n in zip(tensors, last, strict=True))
+        ends = np.array(sorted(both), np.uint64)
+        return given
+
+    def check(pointers, mask):
+        at = pointers.data[mask.data.astype(bool)].astype(np.uint64)
+        which = np.searchsorted(ends[:, 0], at, "right") - 1
+        assert (which >= 0).all() and (at < ends[which, 1]).all(), "an access outside of all tensors"
+
+    def masked_load(self, pointers, mask, *rest):
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def masked_store(self, pointers, value, mask, *rest):
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(executor, "_init_args_hst", init_args)
+    monkeypatch.setattr(builder, "create_masked_load", masked_load)
+    monkeypatch.setattr(builder, "create_masked_store", masked_store)

@@ -1,0 +1,87 @@
+"""Launches that only compile, and one compilation for every batch and length."""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from cases import bounds
+from paths import BF16
+from raw_gates import FUSED_ROWS, raw_inputs
+from rule_kernels import MODEL, on_gpu
+
+import lineate
+
+
+@pytest.mark.parametrize("problem", [None, ValueError, KeyboardInterrupt])
+def test_launches_that_only_compile(problem):
+    """Nothing is launched; and whatever ends it, later launches, and Triton, know nothing of it."""
+    launching = pytest.importorskip("lineate.kernels.launching")
+    modes = importlib.import_module("triton.runtime._async_compile").active_mode
+    seen = []
+
+    class Kernel:
+        def run(self, *args, grid, warmup, **options):
+            seen.append((args, grid, warmup, modes.get() is not None, options))
+
+    def function():
+        launching.start(Kernel(), (1, 2))(3, four=5)
+        if problem:
+            raise problem
+
+    if problem:
+        with pytest.raises(problem):
+            launching.compile_only(function)
+    else:
+        launching.compile_only(function)
+    launching.start(Kernel(), (6,))()
+    assert seen == [((3,), (1, 2), True, True, {"four": 5}), ((), (6,), False, False, {})]
+    assert modes.get() is None
+
+
+def kernels() -> dict[str, object]:
+    package = importlib.import_module("lineate.kernels")
+    found = {}
+    for info in pkgutil.walk_packages(package.__path__, "lineate.kernels."):
+        try:
+            module = importlib.import_module(info.name)
+        except ImportError:
+            continue
+        for name, x in vars(module).items():
+            if hasattr(x, "device_caches"):
+                found[f"{x.__module__}.{name}"] = x
+    return found
+
+
+def compilations() -> dict[str, int]:
+    """How many variants of each kernel there are by now."""
+    return {n: sum(len(cache[0]) for cache in x.device_caches.values()) for n, x in kernels().items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
+def test_one_compilation_for_every_batch_and_length(row, packed, monkeypatch):
+    """Neither t nor b nor the number of texts may compile anything again: a server sees all of them.
+
+    And all that a call and its backward need was compiled ahead of them, side by side.
+    """
+    chunkwise = importlib.import_module("lineate.kernels.pipeline")
+    before, ahead, compile_ahead = None, {}, chunkwise.compile_ahead
+    for kernel in kernels().values():
+        kernel.device_caches.clear()
+    monkeypatch.setattr(chunkwise, "_COMPILED", set())
+    monkeypatch.setattr(
+        chunkwise, "compile_ahead", lambda *args: (compile_ahead(*args), ahead.update(compilations()))[0]
+    )
+    for b, t in ((2, 130), (1, 64), (3, 65), (1, 1), (5, 16), (2, 100)):
+        texts = (t,) * b if packed else None
+        shape = MODEL._replace(b=1, t=b * t) if packed else MODEL._replace(b=b, t=t)
+        inputs = on_gpu(raw_inputs(row, BF16, "bias", shape, texts and len(texts)))
+        leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+        output, state = lineate.fused_delta_rule(**leaves, cu_seqlens=bounds(texts).cuda() if texts else None)
+        torch.autograd.grad(output.float().sum() + state.sum(), list(leaves.values()))
+        after = compilations()
+        before = before or after
+        assert after == ahead, (b, t)
+        assert {n: x for n, x in after.items() if x != before.get(n)} == {}, (b, t)

@@ -1,0 +1,189 @@
+"""What torch sees of the kernels: compiled calls, custom ops, backends, CUDA graphs."""
+
+import pytest
+import torch
+from cases import (
+    GATED_DELTA,
+    GATED_LINEAR,
+    GATED_LINEAR_CHANNEL,
+    KIMI_DELTA,
+    LINEAR,
+    ROWS,
+    Inputs,
+    Shape,
+    bounds,
+    convert,
+    draw,
+    same_bits,
+)
+from paths import BF16, GPU_ONLY, ONE_EACH, Path
+from raw_gates import FUSED_ROWS, raw_inputs
+from rule_kernels import MODEL, SHORT, on_gpu, packed_inputs, sized, to
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lineate
+
+
+class Layer(nn.Module):
+    """Something to differentiate before and after the op, the state in and out."""
+
+    def __init__(self, op: object, path: Path, shape: Shape, **options: object):
+        super().__init__()
+        self.op, self.options = op, options
+        self.before, self.after = (nn.Linear(shape.v, n, device=path.device) for n in (shape.v, 3))
+
+    def forward(self, inputs: Inputs, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        v = self.before(inputs["v"].float()).to(inputs["v"].dtype)
+        output, state = self.op(**{**inputs, "v": v}, cu_seqlens=cu_seqlens, backend="triton", **self.options)
+        return self.after(output.float()), state
+
+
+def compare_compiled(layer: Layer, inputs: Inputs, path: Path, cu_seqlens: Tensor | None = None) -> None:
+    """Compiled in one graph, forward and backward: the same bits as eager, twice."""
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    cu_seqlens = to(path.device, cu_seqlens)
+    for turn in (0, 1):
+        results = []
+        for function in (layer, compiled):
+            leaves = {n: x.to(path.device) + 0 for n, x in inputs.items()}
+            leaves = {n: (x.roll(turn, 1) if x.dim() > 2 else x).requires_grad_() for n, x in leaves.items()}
+            output, state = function(leaves, cu_seqlens)
+            wanted = [*leaves.values(), *layer.parameters()]
+            results.append([output, state, *torch.autograd.grad(output.square().sum() + state.square().sum(), wanted)])
+        for i, (expected, got) in enumerate(zip(*results, strict=True)):
+            assert same_bits(got.detach(), expected.detach()), i
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("row", [LINEAR, GATED_DELTA, KIMI_DELTA], ids=str)
+def test_compiled_equals_eager(row, path):
+    torch.manual_seed(0)
+    shape = sized(path, SHORT)
+    layer = Layer(row.op, path, shape, form="chunkwise", normalize_qk=row.corrects)
+    compare_compiled(layer, convert(draw(row, shape), path.dtype), path)
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
+def test_compiled_fused_equals_eager(row, path):
+    torch.manual_seed(0)
+    shape = sized(path, SHORT)
+    layer = Layer(lineate.fused_delta_rule, path, shape, beta_scale=2.0)
+    compare_compiled(layer, raw_inputs(row, path, "bias", shape), path)
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+def test_compiled_packed_texts(path):
+    torch.manual_seed(0)
+    lengths = (1, 0, 70)
+    inputs = packed_inputs(GATED_DELTA, path, lengths)
+    compare_compiled(Layer(GATED_DELTA.op, path, sized(path), form="chunkwise"), inputs, path, bounds(lengths))
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+def test_compiled_recurrent_form(path):
+    torch._dynamo.reset()
+    inputs = convert(draw(KIMI_DELTA, sized(path)._replace(t=2)), path.dtype)
+    call = {name: x.to(path.device) for name, x in inputs.items()}
+    op = torch.compile(lambda x: KIMI_DELTA.op(**x, backend="triton"), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for got, expected in zip(op(call), KIMI_DELTA.op(**call, backend="triton"), strict=True):
+            assert same_bits(got, expected)
+
+
+class Captured(TorchDispatchMode):
+    """The calls of lineate's own torch ops, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "lineate":
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("which", ["gated_delta", "fused gated_delta", "fused kimi_delta"])
+def test_custom_ops_keep_their_promises(which, packed, path):
+    """opcheck: schema, fake tensors, autograd registration, of every op that a call and its backward use."""
+    lengths = (1, 0, 19)
+    shape, texts = sized(path, SHORT._replace(hv=1))._replace(t=20), len(lengths) if packed else None
+    row = {x.name: x for x in ROWS}[which.removeprefix("fused ")]
+    fused = which.startswith("fused")
+    inputs = (
+        raw_inputs(row, path, "bias", shape, texts) if fused else convert(draw(row, shape, texts=texts), path.dtype)
+    )
+    leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
+    op = lineate.fused_delta_rule if fused else row.op
+    with Captured() as captured:
+        output, state = op(**leaves, backend="triton", cu_seqlens=bounds(lengths).to(path.device) if packed else None)
+        torch.autograd.grad(output.square().sum() + state.square().sum(), list(leaves.values()))
+    assert len(captured.calls) == 2
+    for op, args, kwargs in captured.calls:
+        detached = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
+        utils = ["test_schema", "test_faketensor", "test_autograd_registration"]
+        torch.library.opcheck(op, detached, kwargs, test_utils=utils)
+
+
+@pytest.mark.parametrize("path", GPU_ONLY)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_auto_takes_the_kernels(row, path):
+    inputs = on_gpu(convert(draw(row, MODEL), path.dtype))
+    assert lineate.explain(**inputs).backend == "triton"
+    for got, expected in zip(row.op(**inputs), row.op(**inputs, form="chunkwise", backend="triton"), strict=True):
+        assert same_bits(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", [GATED_LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
+def test_a_positive_log_decay_answers_nan(row):
+    """Nobody waits for a GPU to look at its gates: what would be an error on a CPU is NaN there, in its head alone."""
+    inputs = on_gpu(convert(draw(row, MODEL), torch.bfloat16))
+    inputs["log_decay"][:, 20, 1] = 0.5
+    output = row.op(**inputs, form="chunkwise").output
+    assert output[:, 20:, 1].isnan().any()
+    assert output[:, :, 2:].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
+def test_in_a_cuda_graph(row, backward, packed):
+    """Captured once, replayed with other numbers and other bounds: the same bits as eager calls."""
+    shape = MODEL._replace(b=1, t=130)
+    lengths = (64, 0, 66)
+    inputs = on_gpu(raw_inputs(row, BF16, "bias", shape, len(lengths) if packed else None))
+    leaves = {name: x.requires_grad_(backward) for name, x in inputs.items()}
+    ends = bounds(lengths).cuda() if packed else None
+
+    def compute() -> list[Tensor]:
+        output, state = lineate.fused_delta_rule(**leaves, cu_seqlens=ends)
+        if not backward:
+            return [output, state]
+        ones = torch.ones_like(output), torch.ones_like(state)
+        return [output, state, *torch.autograd.grad((output, state), list(leaves.values()), ones)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        compute()  # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = compute()
+    for turn in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        for i, (got, expected) in enumerate(zip(captured, compute(), strict=True)):
+            assert same_bits(got.detach(), expected.detach()), (turn, i)
+        with torch.no_grad():
+            for name in ("q", "k", "v", "gate", "write"):
+                leaves[name].copy_(leaves[name].roll(1, 1))
+            if ends is not None:
+                ends.copy_(bounds(((1, 129, 0), (0, 65, 65))[turn % 2]))

@@ -1,0 +1,95 @@
+"""Packed texts: against the oracle, without a look at each other, with wrong bounds."""
+
+import pytest
+import torch
+from cases import (
+    GATED_DELTA,
+    GATED_LINEAR_CHANNEL,
+    KIMI_DELTA,
+    ROWS,
+    Inputs,
+    Result,
+    assert_same_bits,
+    bounds,
+    convert,
+    draw,
+    same_bits,
+    weights,
+)
+from paths import PATHS
+from rule_kernels import FEWER_TEXTS, MODEL, TEXTS, check, packed_inputs
+from torch import Tensor
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_packed_texts(row, path):
+    """None (first, inside, last), one token, one chunk, two chunks, a remainder; an empty text keeps its state."""
+    texts = FEWER_TEXTS if path.device == "cpu" else TEXTS
+    inputs = packed_inputs(row, path, texts)
+    got = check(row, inputs, path, cu_seqlens=bounds(texts))
+    empty = [i for i, length in enumerate(texts) if not length]
+    assert same_bits(got.state[empty], inputs["state"][empty])
+    assert same_bits(got.grads["state"][empty], weights(got.state, 2)[empty].float())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
+def test_packed_texts_do_not_see_each_other(row, path):
+    """A text alone has the bits it has in company; a text full of NaN, its state too, changes nobody else."""
+    lengths = (1, 66, 0, 5) if path.device == "cpu" else (1, 70, 0, 20)
+    inputs = packed_inputs(row, path, lengths)
+
+    def part(result: Result | Inputs, which: int):
+        """What is one text's own."""
+        start, end = bounds(lengths)[which : which + 2].tolist()
+        own = slice(which, which + 1)
+
+        def cut(name: str, x: Tensor) -> Tensor:
+            return x[own] if name == "state" else x[:, start:end]
+
+        if isinstance(result, dict):
+            return {name: cut(name, x) for name, x in result.items()}
+        grads = {name: cut(name, x) for name, x in result.grads.items()}
+        return Result(cut("output", result.output), cut("state", result.state), grads)
+
+    def separate_losses(inputs: Inputs, lengths: tuple[int, ...]) -> Result:
+        """The loss of a text must not depend on its place: all weights are 1."""
+        leaves = {name: x.clone().to(path.device).requires_grad_() for name, x in inputs.items()}
+        ends = bounds(lengths).to(path.device)
+        output, state = row.op(**leaves, cu_seqlens=ends, backend="triton", form="chunkwise")
+        grads = torch.autograd.grad(output.double().sum() + state.double().sum(), list(leaves.values()))
+        grads = {name: x.cpu() for name, x in zip(leaves, grads, strict=True)}
+        return Result(output.detach().cpu(), state.detach().cpu(), grads)
+
+    together = separate_losses(inputs, lengths)
+    for which in (1, 3):
+        alone = separate_losses(part(inputs, which), (lengths[which],))
+        assert_same_bits(part(together, which), alone, which)
+    broken = {name: x.clone() for name, x in inputs.items()}
+    for x in part(broken, 1).values():
+        x.fill_(torch.nan)
+    got = separate_losses(broken, lengths)
+    assert part(got, 1).output.isnan().all()
+    for which in (0, 2, 3):
+        assert_same_bits(part(got, which), part(together, which), which)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "wrong", [(0, 20, 140), (3, 20, 130), (0, 120, 60, 130), (0, -5, 130), (0, 1000, 0, 130), (0, 0, 0)], ids=str
+)
+def test_wrong_bounds_touch_nothing_outside(wrong):
+    """Bounds are not looked at on a GPU either; memory around the tensors stays as it is."""
+    shape = MODEL._replace(h=1, hv=2) if not any(wrong) else MODEL
+    inputs = convert(draw(GATED_DELTA, shape, "empty memory"), torch.bfloat16)
+    guarded = {}
+    for name, x in inputs.items():
+        guarded[name] = torch.full((3, *x.shape), 7.0, dtype=x.dtype, device="cuda")
+        guarded[name][1] = x
+    leaves = {name: x[1].detach().requires_grad_() for name, x in guarded.items()}
+    output, state = GATED_DELTA.op(**leaves, cu_seqlens=torch.tensor(wrong, device="cuda"), form="chunkwise")
+    torch.autograd.grad(output.nan_to_num().sum() + state.nan_to_num().sum(), list(leaves.values()))
+    torch.cuda.synchronize()
+    for x in guarded.values():
+        assert x[0].eq(7).all() and x[2].eq(7).all()

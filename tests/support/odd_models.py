@@ -1,0 +1,27 @@
+"""Configurations in which no two sizes are equal, so that none can stand for another."""
+
+from lineate.models import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedConfig,
+    HybridConfig,
+    LatentConfig,
+    LinearConfig,
+    MemoryConfig,
+)
+
+
+def odd(pattern: str, **changes: object) -> HybridConfig:
+    """Nothing is even or equal: 3 key heads for 6 value heads, 5 heads that attend."""
+    parts: dict[str, object] = {
+        "linear": LinearConfig(3, 6, 7, 11, decay_rank=5, gate_rank=6),
+        "memory": MemoryConfig(3, 10, chunk=4),
+        "attention": AttentionConfig(5, 1, 9, rotary_dim=4, bias=True),
+        "latent": LatentConfig(5, rank=13, nope_dim=6, rope_dim=4, value_dim=7),
+        "feed": FeedConfig(21),
+    }
+    sizes = {"vocab_size": 61, "hidden_size": 30, "n_layers": len(pattern), "pattern": pattern}
+    return HybridConfig(**(sizes | parts | changes))  # type: ignore[arg-type]
+
+
+EXPERTS = ExpertsConfig(6, 2, 10, shared_size=12, shared_gate=True, scores="sigmoid")

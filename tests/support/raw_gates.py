@@ -1,0 +1,132 @@
+"""The fused op, whose gates come before their activation: inputs, the oracle, budgets."""
+
+import half
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import (
+    GATED_DELTA,
+    KIMI_DELTA,
+    Inputs,
+    Result,
+    Row,
+    Shape,
+    _condition,
+    assert_within,
+    convert,
+    draw,
+    errors,
+    relative_error,
+)
+from paths import Path
+from rule_kernels import CHUNK, assert_like_the_inputs, differentiate, loss_of, native_term
+from torch import Tensor
+
+import lineate
+from lineate.fused import activate
+
+FUSED_ROWS = [GATED_DELTA, KIMI_DELTA]
+
+
+def raw_inputs(row: Row, path: Path, bias: str, shape: Shape, texts: int | None = None) -> Inputs:
+    """Gates before their activation, in the dtype of q; A_log and dt_bias are parameters, in float32."""
+    inputs = draw(row, shape, texts=texts)
+    generator = torch.Generator().manual_seed(3)
+    inputs["gate"] = 2 * torch.randn(inputs.pop("log_decay").shape, generator=generator, dtype=torch.float64)
+    inputs["write"] = 2 * torch.randn(inputs.pop("beta").shape, generator=generator, dtype=torch.float64)
+    inputs["q"], inputs["k"] = 3 * inputs["q"], 3 * inputs["k"]
+    inputs = convert(inputs, path.dtype)
+    inputs["A_log"] = torch.randn(shape.hv, generator=generator) - 1
+    if bias != "no bias":
+        size = inputs["gate"].shape[2:]
+        inputs["dt_bias"] = torch.randn(size, generator=generator)
+        if bias == "flat":
+            inputs["dt_bias"] = inputs["dt_bias"].flatten()
+    return inputs
+
+
+def unfused(row: Row, inputs: Inputs, dtype: torch.dtype, beta_scale: float, **options: object) -> Result:
+    """Activation, then the recurrent form in torch, differentiated by everything."""
+    leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
+    bias = leaves.get("dt_bias")
+    bias = None if bias is None else bias.view(leaves["gate"].shape[2:])
+    log_decay, beta = activate(leaves["gate"], leaves["write"], leaves["A_log"], bias, beta_scale)
+    plain = {name: leaves[name] for name in ("q", "k", "v", "state") if name in leaves}
+    output, state = row.op(**plain, log_decay=log_decay, beta=beta, form="recurrent", backend="torch", **options)
+    grads = torch.autograd.grad(loss_of(output, state), list(leaves.values()))
+    return Result(output.detach(), state.detach(), dict(zip(leaves, grads, strict=True)))
+
+
+def rates(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """dlog_decay/dgate, and what a gate's gradient is multiplied by in dA_log = sum_t dgate_t softplus / sigmoid."""
+    given = inputs["gate"].double()
+    if "dt_bias" in inputs:
+        given = given + inputs["dt_bias"].double().view(given.shape[2:])
+    speed = inputs["A_log"].double().exp()
+    slope = (speed.unsqueeze(-1) if given.dim() == 4 else speed) * given.sigmoid()
+    return slope, F.softplus(given) / given.sigmoid()
+
+
+def fused_errors(got: Result, expected: Result, inputs: Inputs) -> dict[str, float]:
+    """As cases.errors: dgate is dlog_decay times the slope, and measured like it, against |k| |dk| times the slope."""
+    found = errors(got, expected)
+    floor = (
+        expected.grads["k"].norm() * inputs["k"].double().norm(dim=-1).mean() * rates(inputs)[0].square().mean().sqrt()
+    )
+    return {**found, "dgate": relative_error(got.grads["gate"], expected.grads["gate"], floor.item())}
+
+
+def fused_allowance(
+    row: Row, inputs: Inputs, expected: Result, path: Path, beta_scale: float, **options: object
+) -> dict[str, float]:
+    """As cases.budget and half.budget, with the activations in front.
+
+    dA_log and ddt_bias are a few sums of dgate over all tokens, and may cancel: their errors are bounded by that of
+    dgate, |sum_t e_t r_t| <= |e| |r|.
+    """
+    if path.dtype != torch.float32:
+        reference = half.run(inputs, raw={"beta_scale": beta_scale}, **options)
+        allowed = half.budget(inputs, expected, raw={"beta_scale": beta_scale}, **options)
+        rounding = torch.finfo(inputs["gate"].dtype).eps / 2 if inputs["gate"].dtype != torch.float32 else 0.0
+        allowed["dgate"] = 2 * fused_errors(reference, expected, inputs)["dgate"] + rounding
+    else:
+        bias = inputs.get("dt_bias")
+        bias = None if bias is None else bias.float().view(inputs["gate"].shape[2:])
+        log_decay, beta = activate(inputs["gate"].float(), inputs["write"], inputs["A_log"], bias, beta_scale)
+        gates = {"log_decay": log_decay, "beta": beta}
+        kappa = _condition({"k": inputs["k"], "v": inputs["v"], **gates}, CHUNK, **options)
+        t, n = inputs["q"].shape[1], min(CHUNK, inputs["q"].shape[1]) + inputs["k"].shape[-1] + inputs["v"].shape[-1]
+        extra = 2**-24 * n**0.5 * kappa + native_term(path, t, kappa)
+        found = fused_errors(unfused(row, inputs, torch.float32, beta_scale, **options), expected, inputs)
+        allowed = {name: 2 * error + extra for name, error in found.items()}
+        for name in ("gate", "write", "A_log", "dt_bias"):
+            if name in inputs and inputs[name].dtype != torch.float32:
+                allowed["d" + name] += torch.finfo(inputs[name].dtype).eps / 2
+    slope, ratio = rates(inputs)
+    grads = {name: x.double() for name, x in expected.grads.items()}
+    floor = grads["k"].norm() * inputs["k"].double().norm(dim=-1).mean() * slope.square().mean().sqrt()
+    error = allowed["dgate"] * max(grads["gate"].norm(), floor)
+    per_head = ratio.square().sum([i for i in range(ratio.dim()) if i != 2]).sqrt().max()
+    allowed["dA_log"] += (error * per_head / grads["A_log"].norm()).item()
+    if "dt_bias" in inputs:
+        tokens = inputs["gate"].shape[0] * inputs["gate"].shape[1]
+        allowed["ddt_bias"] += (error * tokens**0.5 / grads["dt_bias"].norm()).item()
+    return allowed
+
+
+def check_fused(row: Row, inputs: Inputs, path: Path, what: object = "", **options: object) -> Result:
+    beta_scale = options.get("beta_scale", 1.0)
+    rest = {"normalize_qk": True, **{name: x for name, x in options.items() if name != "beta_scale"}}
+    expected = unfused(row, inputs, torch.float64, beta_scale, **rest)
+    got = differentiate(lineate.fused_delta_rule, inputs, path, **options)
+    assert_like_the_inputs(got, inputs)
+    allowed = fused_allowance(row, inputs, expected, path, beta_scale, **rest)
+    assert_within(fused_errors(got, expected, inputs), allowed, what or row)
+    return got
+
+
+def biases(row: Row) -> tuple[str, ...]:
+    return ("no bias", "bias", "flat") if row is KIMI_DELTA else ("no bias", "bias")
+
+
+FUSED = [pytest.param(row, bias, id=f"{row}-{bias}") for row in FUSED_ROWS for bias in biases(row)]

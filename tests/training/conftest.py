@@ -1,0 +1,24 @@
+"""A tokenizer that has learned, and a file of texts."""
+
+import random
+
+import pytest
+from token_stores import bpe_texts
+
+from lineate.training.tokenizer import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    pytest.importorskip("tokenizers")
+    return make_tokenizer("bpe:400", bpe_texts())
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rng = random.Random(0)
+    for i in range(20):
+        (folder / f"{i}.txt").write_text("".join(rng.choices("abcdef \n", k=rng.randint(1, 300))))
+    return [str(folder)]
