@@ -1,7 +1,6 @@
 """One call as the kernels see it: tensors in rows, and where the sequences and their chunks lie."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +12,10 @@ from lineate.kernels.portable.layout import find_slots
 CHUNK = 64
 
 
-@dataclass(frozen=True)
-class Sequences:
+class Sequences(NamedTuple):
     """Where the sequences and their chunks lie; see portable/layout.py, whose kernels call a sequence a text."""
 
-    count: int
+    number: int
     slots: int
     """At most: a packed sequence may end in part of a chunk, and only the device knows how many do."""
     bounds: Tensor | None
@@ -52,8 +50,7 @@ def find_sequences(q: Tensor, cu_seqlens: Tensor | None) -> Sequences:
     return Sequences(count, slots, bounds, first_slots, slot_sequences)
 
 
-@dataclass(frozen=True)
-class Gates:
+class Gates(NamedTuple):
     """The gates of a call, and how they are given."""
 
     log_decay: Tensor | None
@@ -72,9 +69,8 @@ class Gates:
         return self.log_decay, self.beta, self.A_log, self.dt_bias
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call: its tensors in the order that the kernels want, its sizes and its options."""
+class Call(NamedTuple):
+    """One call: its tensors in rows, its options, and what everyone asks of them. make_call makes it."""
 
     q: Tensor
     k: Tensor
@@ -84,26 +80,37 @@ class Call:
     corrects: bool
     scale: float
     normalize_qk: bool
-
-    @cached_property
-    def channel(self) -> bool:
-        """Whether the decay is per key channel."""
-        return self.gates.log_decay is not None and self.gates.log_decay.dim() == 4
-
-    @cached_property
-    def sizes(self) -> tuple[int, int, int, int, int]:
-        """t, h, hv, K, V."""
-        return self.q.shape[1], self.q.shape[2], self.v.shape[2], self.q.shape[3], self.v.shape[3]
+    channel: bool
+    """Whether the decay is per key channel."""
+    sizes: tuple[int, int, int, int, int]
+    """t, h, hv, K, V."""
 
     @property
     def gates_outside(self) -> bool:
         """Whether ops.py makes the gradients of raw gates: those per head; the stages make those per channel."""
         return self.gates.A_log is not None and not self.channel
 
-    @cached_property
+    @property
     def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
         """bounds, first_slots, slot_sequences, t: what the kernels find a chunk's tokens by."""
-        return self.sequences.bounds, self.sequences.first_slots, self.sequences.slot_sequences, self.q.shape[1]
+        _, _, bounds, first_slots, slot_sequences = self.sequences
+        return bounds, first_slots, slot_sequences, self.sizes[0]
+
+    def part(self, rows: slice, tokens: slice) -> "Call":
+        """Return the same call on a slice of its rows and tokens; itself, if that is all of it."""
+        b, t = self.q.shape[:2]
+        if tokens == slice(0, t) and rows == slice(0, b):
+            return self
+        log_decay, beta = (None if x is None else x[rows, tokens] for x in (self.gates.log_decay, self.gates.beta))
+        q, k, v = (x[rows, tokens] for x in (self.q, self.k, self.v))
+        return self._replace(
+            q=q,
+            k=k,
+            v=v,
+            gates=self.gates._replace(log_decay=log_decay, beta=beta),
+            sequences=find_sequences(q, self.sequences.bounds),
+            sizes=(q.shape[1], *self.sizes[1:]),
+        )
 
 
 def make_call(inputs: Inputs, options: Options) -> Call:
@@ -119,6 +126,8 @@ def make_call(inputs: Inputs, options: Options) -> Call:
         options.corrects,
         options.scale,
         options.normalize_qk,
+        log_decay is not None and log_decay.dim() == 4,
+        (*q.shape[1:3], v.shape[2], q.shape[3], v.shape[3]),
     )
 
 

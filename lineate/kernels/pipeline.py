@@ -8,14 +8,13 @@ stages.py says what each stage does; architectures.py chooses whose kernels do i
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
 from lineate.kernels.architectures import architecture_of, stages_for
-from lineate.kernels.call import CHUNK, Call, Gates, aligned, find_sequences
+from lineate.kernels.call import CHUNK, Call, Gates, aligned
 from lineate.kernels.launching import ceil_div, compile_only, multiprocessors
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, RawGradients, Slots, Stages
 
@@ -46,14 +45,16 @@ def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads:
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
     parts = grads.A_log, grads.dt_bias
     totals = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in parts]
-    for rows, tokens in _slices(call, states):
+    stages = stages_for(call)
+    for rows, tokens in _slices(stages, states):
         chunks, dend, dstart = states, dfinal, grads.state
         if not call.sequences.packed:
             chunks = states.view(call.q.shape[0], -1, *states.shape[1:])
             chunks = chunks[rows, tokens.start // CHUNK : ceil_div(tokens.stop, CHUNK)].flatten(0, 1)
             dend, dstart = dfinal[rows], grads.state[rows]
-        part = stages_for(_part(call, rows, tokens))
-        _backward(part, doutput[rows, tokens], dend, chunks, _within(grads, rows, tokens, dstart))
+        part = call.part(rows, tokens)
+        own = stages if part is call else stages_for(part)
+        _backward(own, doutput[rows, tokens], dend, chunks, _within(grads, rows, tokens, dstart))
         dfinal = grads.state if call.q.shape[0] == 1 else dfinal
         for total, x in zip(totals, parts, strict=True):
             if total is not None and x is not None:
@@ -93,7 +94,7 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
         return
     _COMPILED.add(kind)
     # Few tokens stand for all; as many as are cut into segments, if those are.
-    part = _part(call, slice(0, call.q.shape[0]), slice(0, CHUNK if segments == 1 else CHUNK * LEAST_CHUNKS))
+    part = call.part(slice(0, call.q.shape[0]), slice(0, CHUNK if segments == 1 else CHUNK * LEAST_CHUNKS))
 
     def both() -> None:
         output, final = torch.empty_like(part.v, memory_format=torch.contiguous_format), torch.empty_like(state)
@@ -135,10 +136,11 @@ def count_own_segments(stages: Stages) -> int:
     Packed sequences are never cut: where would depend on their company. Nor are wide keys: their maps are too large.
     """
     call = stages.call
-    if call.sequences.packed or call.q.shape[3] > stages.widest_chain:
+    _, _, hv, K, V = call.sizes
+    if call.sequences.packed or stages.widest_chain < K:
         return 1
-    chunks = call.sequences.slots // call.sequences.count
-    programs = call.v.shape[2] * ceil_div(call.v.shape[3], stages.walk_columns)
+    chunks = call.sequences.slots // call.sequences.number
+    programs = hv * ceil_div(V, stages.walk_columns)
     return count_segments(chunks, programs, multiprocessors(call.q.device))
 
 
@@ -151,7 +153,7 @@ def count_segments(chunks: int, programs: int, processors: int) -> int:
 def _room_for_maps(call: Call, segments: int) -> Tensor:
     """Return room for the affine maps of the segments, `pair segment k (v + k)`."""
     _, _, hv, K, V = call.sizes
-    return call.v.new_empty(call.sequences.count * hv, segments, K, V + K, dtype=torch.float32)
+    return call.v.new_empty(call.sequences.number * hv, segments, K, V + K, dtype=torch.float32)
 
 
 def _empty_gradients(call: Call, dstate: Tensor) -> Gradients:
@@ -172,11 +174,12 @@ def _within(grads: Gradients, rows: slice, tokens: slice, dstate: Tensor) -> Gra
     return Gradients(q, k, v, log_decay, beta, dstate, grads.A_log, grads.dt_bias)
 
 
-def _slices(call: Call, states: Tensor) -> Iterator[tuple[slice, slice]]:
+def _slices(stages: Stages, states: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield rows and tokens of each slice, the last tokens first."""
+    call = stages.call
     b, t = call.q.shape[:2]
     everything = slice(0, b), slice(0, t)
-    if call.sequences.packed or (b == 1 and count_own_segments(stages_for(call)) > 1):
+    if call.sequences.packed or (b == 1 and count_own_segments(stages) > 1):
         yield everything  # slices would be cut into other segments
         return
     count = max(1, ceil_div(states.numel() * states.element_size(), SLICE_BYTES))
@@ -188,20 +191,3 @@ def _slices(call: Call, states: Tensor) -> Iterator[tuple[slice, slice]]:
     tokens = ceil_div(ceil_div(t, CHUNK), count) * CHUNK
     for first in reversed(range(0, t, tokens)):
         yield slice(0, 1), slice(first, min(first + tokens, t))
-
-
-def _part(call: Call, rows: slice, tokens: slice) -> Call:
-    """Return the same call on a slice of its rows and tokens."""
-    gates, sequences = call.gates, call.sequences
-    if tokens == slice(0, call.q.shape[1]) and rows == slice(0, call.q.shape[0]):
-        return call
-    log_decay, beta = (None if x is None else x[rows, tokens] for x in (gates.log_decay, gates.beta))
-    q, k, v = (x[rows, tokens] for x in (call.q, call.k, call.v))
-    return replace(
-        call,
-        q=q,
-        k=k,
-        v=v,
-        gates=replace(gates, log_decay=log_decay, beta=beta),
-        sequences=find_sequences(q, sequences.bounds),
-    )

@@ -113,7 +113,7 @@ def test_wild_rows_are_made_anew(row, path, normalize, monkeypatch):
     inputs["beta"][:, 30] = -0.5
     call = call_of(inputs, True, normalize)
     expected = stages(call).prepare().T
-    monkeypatch.setattr(stages, "products", ("fp16", "tf32x3"))
+    monkeypatch.setattr(stages, "choose_products", lambda _: ("fp16", "tf32x3"))
     got = stages(call).prepare().T
     for slot, first in ((0, 30), (1, CHUNK if normalize else 36), (2, CHUNK if normalize else 0)):
         assert (got - expected)[slot].abs().max() < 1e-3
@@ -127,7 +127,9 @@ def as_on_hopper(monkeypatch):
     hopper = pytest.importorskip("lineate.kernels.hopper.stages")
 
     class Stages(hopper.HopperStages):
-        takes_call, takes_channel, products = False, True, ("fp16", "tf32x3")
+        def __init__(self, call: object) -> None:
+            super().__init__(call)
+            self.takes_channel, self.products = True, ("fp16", "tf32x3")
 
     def replace_launches(scores: object, gradients: object = None) -> type:
         monkeypatch.setattr(hopper.launch_scores, "fill_channel_scores", scores)

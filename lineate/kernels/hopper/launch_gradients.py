@@ -24,7 +24,7 @@ def fill_head_gradients(call: Call, ready: Prepared, around: Around, grads: Grad
     dq and dk are those that the caller gets: only the gradient of log_decay is left to be made, from dG.
     """
     parts = (PARTS if call.corrects else ADDED_PARTS).value
-    shape = call.sequences.slots, call.v.shape[2], parts, CHUNK
+    shape = call.sequences.slots, call.sizes[2], parts, CHUNK
     sums = call.q.new_empty(shape, dtype=torch.float32) if call.gates.log_decay is not None else None
     if call.corrects:
         _launch_corrected(call, ready, around, grads, sums)
@@ -45,7 +45,7 @@ def _launch_corrected(call: Call, ready: Prepared, around: Around, grads: Gradie
         describe_rows(q, K), describe_rows(k, K), describe_rows(v, V), describe_squares(ready.T),
         describe(factors, factors.numel() // 64, 64, 64, [8, 64]), *memories, *values,
         factors, grads.beta, grads.beta if sums is None else sums, grads.v, grads.q, grads.k,
-        *call.where, slots, sequences.count, q.stride(2), k.stride(2), v.stride(2), call.scale,
+        *call.where, slots, sequences.number, q.stride(2), k.stride(2), v.stride(2), call.scale,
         HV=hv, R=hv // h, K=K, V=V, GATED=sums is not None, NORMALIZE=call.normalize_qk, PACKED=sequences.packed,
         num_warps=4,
     )  # fmt: skip
@@ -64,7 +64,7 @@ def _launch_added(call: Call, ready: Prepared, around: Around, grads: Gradients,
         describe_rows(q, K), describe_rows(k, K), describe_rows(v, V),
         describe(factors, factors.numel() // 64, 64, 64, [8, 64]), *memories, *rows,
         factors, factors if sums is None else sums, grads.q, grads.k,
-        *call.where, slots, sequences.count, q.stride(2), k.stride(2), v.stride(2), call.scale,
+        *call.where, slots, sequences.number, q.stride(2), k.stride(2), v.stride(2), call.scale,
         HV=hv, R=hv // h, K=K, V=V, GATED=sums is not None, NORMALIZE=call.normalize_qk, PACKED=sequences.packed,
         num_warps=8,
     )  # fmt: skip

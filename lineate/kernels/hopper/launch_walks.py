@@ -16,13 +16,13 @@ def _box_rows(K: int, channel: bool) -> int:
 def forward_block(call: Call, segments: int) -> int:
     """Return the value columns of a program of the forward walk: 128 if there are programs enough all the same."""
     _, _, hv, K, V = call.sizes
-    programs = call.sequences.count * hv * segments
+    programs = call.sequences.number * hv * segments
     return 128 if V % 128 == 0 and K % 128 == 0 and programs >= multiprocessors(call.q.device) else 64
 
 
 def forward_bytes(call: Call, block: int, stages: int, outs: int, keep: bool, scores: bool) -> int:
     """Return the shared memory of a program of the forward walk with so many stages and buffers of output."""
-    K, channel, corrects = call.q.shape[3], call.channel, call.corrects
+    K, channel, corrects = call.sizes[3], call.channel, call.corrects
     tiles = K * (3 if channel and corrects else 2) + block + 64 * (corrects + (not scores))
     rows = _box_rows(K, channel)
     made = 2 * 64 * 128 if scores else 0
@@ -51,7 +51,7 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     tokens = q.shape[0] * t
     output_tiles = P_tiles if output is None else describe(output, tokens, hv * V, hv * V, [64, block])
     columns = V + K if walk.map_only else V
-    start(forward_state, (columns // block, sequences.count * hv, walk.segments))(
+    start(forward_state, (columns // block, sequences.number * hv, walk.segments))(
         describe_rows(q, K),
         k_tiles,
         describe_rows(w, K) if channel and corrects else k_tiles,
@@ -71,14 +71,14 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
 
 def backward_block(call: Call, segments: int) -> int:
     """Return the value columns of a program of the backward walk: 64, or 128 if the device cannot run those at once."""
-    hv, V = call.v.shape[2:]
-    walks = call.sequences.count * hv * segments
+    _, _, hv, _, V = call.sizes
+    walks = call.sequences.number * hv * segments
     return 128 if V % 128 == 0 and V // 64 * walks > multiprocessors(call.q.device) else 64
 
 
 def backward_bytes(call: Call, block: int, stages: int, others: int, early: int, outs: int) -> int:
     """Return the shared memory of a program of the backward walk with so many buffers of each kind."""
-    K, channel, corrects = call.q.shape[3], call.channel, call.corrects
+    K, channel, corrects = call.sizes[3], call.channel, call.corrects
     ring = stages * 128 * (2 * K + (64 if corrects else 0)) + early * 128 * (64 + block)
     ring += (others + channel) * 256 * _box_rows(K, channel) + (others * 128 * K if channel and corrects else 0)
     return ring + outs * 2 * block * (64 + K) + 512
@@ -105,7 +105,7 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
     P_tiles = describe_squares(P)
     k = ready.k if corrects or not channel else w
     k_tiles = describe_rows(k, K)
-    start(backward_state, (V // block, sequences.count * hv, walk.segments))(
+    start(backward_state, (V // block, sequences.number * hv, walk.segments))(
         describe_rows(q, K),
         k_tiles,
         describe_rows(w, K) if channel and corrects else k_tiles,

@@ -1,10 +1,8 @@
 """The stages for compute capability 9.0: Gluon kernels where they take a call, the portable ones everywhere else."""
 
-from functools import cached_property
-
 import torch
 
-from lineate.kernels.call import CHUNK
+from lineate.kernels.call import Call
 from lineate.kernels.hopper import launch_gradients, launch_scores, launch_walks
 from lineate.kernels.portable import launch_gradients as portable_gradients
 from lineate.kernels.portable import launch_scores as portable_scores
@@ -15,6 +13,11 @@ from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients,
 class HopperStages(PortableStages):
     """The stages of one call on Hopper."""
 
+    def __init__(self, call: Call) -> None:
+        self.takes_call = _takes_call(call)
+        self.takes_channel = self.takes_call and _takes_channel(call)
+        super().__init__(call)
+
     @staticmethod
     def runs_on(device: torch.device) -> bool:
         """Whether the device has compute capability 9.0."""
@@ -22,39 +25,9 @@ class HopperStages(PortableStages):
             return False
         return torch.cuda.get_device_capability(device) == (9, 0)
 
-    @cached_property
-    def takes_call(self) -> bool:
-        """Whether the walks in Gluon take this call: 16 bits, whole tiles, what TMA can read, indices of 32 bits."""
-        call = self.call
-        q, k, v = call.q, call.k, call.v
-        _, _, hv, K, V = call.sizes
-        return (
-            q.dtype in (torch.bfloat16, torch.float16)
-            and K in (64, 128)
-            and V % 64 == 0
-            and all(x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (q, k, v))
-            and max(call.sequences.slots * hv * max(64, V), v.shape[0] * v.shape[1]) < 2**30
-            and all(x.shape[2] * x.stride(2) < 2**31 for x in (q, k, v))
-            and call.sequences.count * hv < 2**16
-        )
-
-    @cached_property
-    def takes_channel(self) -> bool:
-        """Whether the scores and gradients in Gluon for decay per channel take this call."""
-        decay, q = self.call.gates.log_decay, self.call.q
-        return (
-            self.takes_call
-            and decay is not None
-            and self.call.channel
-            and q.dtype == torch.bfloat16
-            and q.shape[3] == 128
-            and decay.element_size() <= 4
-        )
-
-    @cached_property
-    def products(self) -> tuple[str, ...]:
-        """The products of the inverse; with decay per channel the second launch makes what channel.py leaves."""
-        return ("fp16", "tf32x3") if self.takes_channel else super().products
+    def choose_products(self) -> tuple[str, ...]:
+        """Return products; with decay per channel the second launch makes whatever channel.py leaves."""
+        return ("fp16", "tf32x3") if self.takes_channel else super().choose_products()
 
     def variant(self, segments: int) -> tuple[object, ...]:
         """Return what else selects the compiled kernels: the value columns of the walks' programs, too."""
@@ -75,11 +48,8 @@ class HopperStages(PortableStages):
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
         """Return the buffers that fill_channel_scores fills; for the backward, norms too."""
-        ready = super().make_channel_room(for_backward)
-        if self.takes_channel and for_backward and self.call.normalize_qk:
-            shape = self.call.sequences.slots, self.call.v.shape[2], 2, CHUNK
-            return ready._replace(norms=self.call.q.new_empty(shape, dtype=torch.float32))
-        return ready
+        norms = self.takes_channel and for_backward and self.call.normalize_qk
+        return portable_scores.make_channel_room(self.call, self.looks_for_wild, for_backward, norms)
 
     def fill_channel_scores(self, ready: Prepared) -> None:
         """Fill what prepare returns with decay per channel: tame rows in Gluon, then the wild ones."""
@@ -112,7 +82,7 @@ class HopperStages(PortableStages):
 
     def head_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
         """Fill the gradients with decay per head or none."""
-        if self.takes_call and self.call.q.shape[3] == self.call.v.shape[3] == 128:
+        if self.takes_call and self.call.sizes[3] == self.call.sizes[4] == 128:
             sums = launch_gradients.fill_head_gradients(self.call, ready, around, grads)
             portable_gradients.fill_decay_gradients(self.call, ready, sums, grads)
         else:
@@ -120,12 +90,36 @@ class HopperStages(PortableStages):
 
     def channel_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
         """Fill the gradients with decay per channel: in Gluon, then what is wild in Triton."""
-        if not (self.takes_channel and self.call.v.shape[3] == 128):
+        if not (self.takes_channel and self.call.sizes[4] == 128):
             super().channel_gradients(ready, around, grads)
             return
-        call = self.call
-        work = portable_gradients.fill_residuals(call, ready, around, grads)
-        shape = call.sequences.slots, call.v.shape[2], portable_gradients.count_blocks(call)
-        work = work._replace(wild=call.q.new_empty(shape, dtype=torch.int8))
-        launch_gradients.fill_channel_gradients(call, ready, around, work, grads)
-        portable_gradients.fill_channel_gradients(call, around, work, grads)
+        work = portable_gradients.fill_residuals(self.call, ready, around, grads, wild=True)
+        launch_gradients.fill_channel_gradients(self.call, ready, around, work, grads)
+        portable_gradients.fill_channel_gradients(self.call, around, work, grads)
+
+
+def _takes_call(call: Call) -> bool:
+    """Whether the walks in Gluon take a call: 16 bits, whole tiles, what TMA can read, indices of 32 bits."""
+    q, k, v = call.q, call.k, call.v
+    t, _, hv, K, V = call.sizes
+    return (
+        q.dtype in (torch.bfloat16, torch.float16)
+        and K in (64, 128)
+        and V % 64 == 0
+        and all(x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (q, k, v))
+        and max(call.sequences.slots * hv * max(64, V), v.shape[0] * t) < 2**30
+        and all(x.shape[2] * x.stride(2) < 2**31 for x in (q, k, v))
+        and call.sequences.number * hv < 2**16
+    )
+
+
+def _takes_channel(call: Call) -> bool:
+    """Whether the scores and gradients in Gluon for decay per channel take a call that the walks take."""
+    decay = call.gates.log_decay
+    return (
+        decay is not None
+        and call.channel
+        and call.q.dtype == torch.bfloat16
+        and call.sizes[3] == 128
+        and decay.element_size() <= 4
+    )

@@ -99,8 +99,8 @@ class ChannelWork(NamedTuple):
     """`slot hv block`: which blocks an earlier kernel left to these launches; None if they do all of them."""
 
 
-def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients) -> ChannelWork:
-    """Fill R, dP, dM, dV and dbeta with decay per channel; return them with room for the rest."""
+def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients, wild: bool = False) -> ChannelWork:
+    """Fill R, dP, dM, dV and dbeta with decay per channel; return them with room for the rest, and wild if wanted."""
     _, _, hv, K, V = call.sizes
     q, v, gates, sequences = call.q, call.v, call.gates, call.sequences
     config = launch("channel_residuals", BV=narrow(call))
@@ -115,16 +115,11 @@ def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients
     )  # fmt: skip
     dq, dk = _make_parts(call, grads)
     dG = q.new_empty(*q.shape[:2], hv, K, dtype=torch.float32)
-    slots, blocks = sequences.slots, count_blocks(call)
+    slots, blocks = sequences.slots, ceil_div(K, launch("channel_gradients", BX=power(K))["BX"])
     dA_log = dP.new_empty(slots, hv, blocks, dtype=torch.float32) if gates.A_log is not None else None
     ddt_bias = dP.new_empty(slots, hv, K, dtype=torch.float32) if gates.dt_bias is not None else None
-    return ChannelWork(residuals, dP, dM, dq, dk, dG, dA_log, ddt_bias)
-
-
-def count_blocks(call: Call) -> int:
-    """Return into how many blocks channel_gradients cuts the key channels."""
-    K = call.q.shape[3]
-    return ceil_div(K, launch("channel_gradients", BX=power(K))["BX"])
+    left = q.new_empty(slots, hv, blocks, dtype=torch.int8) if wild else None
+    return ChannelWork(residuals, dP, dM, dq, dk, dG, dA_log, ddt_bias, left)
 
 
 def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads: Gradients) -> None:

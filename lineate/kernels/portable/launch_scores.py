@@ -25,8 +25,8 @@ def spans_like(q: Tensor) -> Tensor:
     return spans
 
 
-def make_channel_room(call: Call, wild: bool, for_backward: bool) -> Prepared:
-    """Return buffers for decay per channel, not filled yet. wild: whether first wild rows are looked for."""
+def make_channel_room(call: Call, wild: bool, for_backward: bool, norms: bool) -> Prepared:
+    """Return buffers for decay per channel, not filled yet; wild and norms only if they are wanted."""
     _, _, hv, K, _ = call.sizes
     q, slots = call.q, call.sequences.slots
     P = q.new_empty(slots, hv, CHUNK, CHUNK)
@@ -37,7 +37,8 @@ def make_channel_room(call: Call, wild: bool, for_backward: bool) -> Prepared:
     Qr = q.new_empty(*q.shape[:2], hv, K)
     Kw = torch.empty_like(Qr)
     Kr = torch.empty_like(Qr) if call.corrects else Kw
-    return Prepared(Qr, Kr, Kw, P, T, M, factors, wild_rows)
+    kept_norms = q.new_empty(slots, hv, 2, CHUNK, dtype=torch.float32) if norms else None
+    return Prepared(Qr, Kr, Kw, P, T, M, factors, wild_rows, kept_norms)
 
 
 def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool) -> None:
@@ -56,8 +57,8 @@ def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool)
 
 
 def make_head_room(call: Call, wild: bool, scores: bool) -> Prepared:
-    """Return buffers for decay per head or none, not filled yet; without P if no scores are wanted."""
-    q, slots, hv = call.q, call.sequences.slots, call.v.shape[2]
+    """Return buffers for decay per head or none, not filled yet; wild and P only if they are wanted."""
+    q, slots, hv = call.q, call.sequences.slots, call.sizes[2]
     P = q.new_empty(slots, hv, CHUNK, CHUNK) if scores else None
     T = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects else None
     wild_rows = q.new_empty(slots, hv, dtype=torch.int32) if wild else None
@@ -67,7 +68,7 @@ def make_head_room(call: Call, wild: bool, scores: bool) -> Prepared:
 
 def fill_factors(call: Call, ready: Prepared) -> None:
     """Fill the factors of decay per head."""
-    hv, gates = call.v.shape[2], call.gates
+    hv, gates = call.sizes[2], call.gates
     heads = min(16, next_power(hv))
     start(head_gates, (call.sequences.slots, ceil_div(hv, heads)))(
         gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, ready.factors, *call.where, call.scale,

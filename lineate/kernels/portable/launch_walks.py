@@ -17,7 +17,7 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     config = launch_walk("forward_state", call)
     BV = config["BV"]
     columns = V + K if walk.map_only else V
-    start(forward_state, (ceil_div(columns, BV) * sequences.count * hv, 1, walk.segments))(
+    start(forward_state, (ceil_div(columns, BV) * sequences.number * hv, 1, walk.segments))(
         q, k, ready.w, v, ready.P, ready.T, ready.factors, walk.starts, walk.output, walk.final, walk.states,
         sequences.bounds, sequences.first_slots, t, walk.segments,
         q.stride(1), k.stride(1), v.stride(1), q.stride(2), k.stride(2), v.stride(2),
@@ -34,7 +34,7 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
     config = launch_walk("backward_state", call)
     BV = config["BV"]
     columns = V + K if walk.map_only else V
-    start(backward_state, (ceil_div(columns, BV) * sequences.count * hv, 1, walk.segments))(
+    start(backward_state, (ceil_div(columns, BV) * sequences.number * hv, 1, walk.segments))(
         q, k, ready.w, ready.P, ready.T, ready.factors, walk.ends, walk.doutput, walk.dvalues, walk.dstart,
         walk.dstates, sequences.bounds, sequences.first_slots, t, walk.segments,
         q.stride(1), k.stride(1), q.stride(2), k.stride(2),
@@ -47,7 +47,7 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
 def chain_segments(call: Call, maps: Tensor, outer: Tensor, segments: int, reverse: bool) -> Tensor:
     """Return the states between the segments, `pair segment k v`."""
     _, _, hv, K, V = call.sizes
-    pairs = call.sequences.count * hv
+    pairs = call.sequences.number * hv
     entries = outer.new_empty(pairs, segments, K, V)
     config = launch("chain", BV=power(V))
     start(chain, (ceil_div(V, config["BV"]) * pairs,))(

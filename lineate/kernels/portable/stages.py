@@ -1,7 +1,5 @@
 """The stages in Triton: the specification of every other architecture, and what serves every device without one."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -23,17 +21,20 @@ class PortableStages:
     walk_columns = 64
     widest_chain = CHAIN_WIDTH
 
+    products: tuple[str, ...]
+    """The products of the inverse, one launch each: float16's for tame rows, then float32's for the wild ones."""
+
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.products = self.choose_products()
 
     @staticmethod
     def runs_on(device: torch.device) -> bool:
         """Whether Triton runs there: always."""
         return True
 
-    @cached_property
-    def products(self) -> tuple[str, ...]:
-        """The products of the inverse, one launch each: float16's for tame rows, then float32's for the wild ones.
+    def choose_products(self) -> tuple[str, ...]:
+        """Return products.
 
         The 11 bits of float16's products are more than bfloat16 inputs need; inputs in float16 have as many.
         """
@@ -62,7 +63,7 @@ class PortableStages:
             ready = self.make_channel_room(for_backward)
             self.fill_channel_scores(ready)
             return ready
-        ready = launch_scores.make_head_room(call, self._looks_for_wild, scores)
+        ready = launch_scores.make_head_room(call, self.looks_for_wild, scores)
         launch_scores.fill_factors(call, ready)
         if scores or call.corrects:
             self.fill_head_scores(ready)
@@ -71,12 +72,13 @@ class PortableStages:
         return ready
 
     @property
-    def _looks_for_wild(self) -> bool:
+    def looks_for_wild(self) -> bool:
+        """Whether the first wild row of every chunk is found: where float16 is multiplied."""
         return self.products[0] == "fp16"
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
         """Return the buffers that fill_channel_scores fills."""
-        return launch_scores.make_channel_room(self.call, self._looks_for_wild, for_backward)
+        return launch_scores.make_channel_room(self.call, self.looks_for_wild, for_backward, norms=False)
 
     def fill_channel_scores(self, ready: Prepared) -> None:
         """Fill what prepare returns with decay per channel."""
