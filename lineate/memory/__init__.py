@@ -45,7 +45,8 @@ from lineate.memory.parts import (
     reconstruction,
     squared_error,
 )
-from lineate.memory.reference import MemoryRule, MemoryState, run_head, run_reference
+from lineate.memory.reference import run_head, run_reference
+from lineate.memory.rules import MemoryRule, MemoryState
 
 MEMORY_RULES = {
     rule.name: rule

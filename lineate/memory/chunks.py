@@ -192,7 +192,7 @@ _kept_layout = kept(_lay_out)
 
 
 def _conjugate(counts: list[int], n: int) -> list[int]:
-    """For each i below n, how many counts are larger: rows that have a chunk, or chunks that a row has."""
+    """Return for each i below n how many counts are larger: rows that have a chunk, or chunks that a row has."""
     equal = [0] * (n + 1)
     for count in counts:
         equal[count] += 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """x y for `... m k` and `... k n` with equal leading dimensions."""
+    """Return x y for `... m k` and `... k n` with equal leading dimensions."""
     if x.is_cuda:
         return x @ y
     return _Product.apply(x, y) if torch.is_grad_enabled() and (x.requires_grad or y.requires_grad) else _times(x, y)

@@ -111,7 +111,7 @@ def _plus(x: Tensor, y: Tensor | None) -> Tensor:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: ScanOptions, *tensors: Any) -> tuple[Tensor, ...]:
-        """Tensors: the five of the tokens, the four of the state, the two norms."""
+        """Return y and the state at the end; tensors: those of the tokens (5), of the state (4), and the norms (2)."""
         position, chunk, muon, keep = options
         q, k, v, rates, momentum, *_ = tensors
         (matrices, sums, previous, total), norms = ScanState(*tensors[5:9]), tensors[9:]
@@ -186,7 +186,7 @@ class _Scan(torch.autograd.Function):
 
 
 class _Backward:
-    """From run to run: gradients by tokens and norms, to be filled in, and by the state where a run begins."""
+    """The backward from run to run: it fills in gradients by tokens and norms, and has those by the state so far."""
 
     def __init__(
         self, tokens: list[Tensor], total: Tensor | None, norms: list[Tensor], chunk: int, muon: bool,
@@ -206,7 +206,7 @@ class _Backward:
         return self.dsums is None and self.dtotal is None
 
     def read(self, run: ChunkRun, dy: Tensor, starts: Tensor) -> Tensor:
-        """dq; returns the gradient by M at the start of each chunk, `m r 3e d`."""
+        """Store dq, and return the gradient by M at the start of each chunk, `m r 3e d`."""
         q, dy = (run.cells(x, starts.dtype) for x in (self.tokens[0], dy))
         upper, lower = halves(starts.flatten(0, 1))
         hidden, dau = self.steps.glu_backward(times(q, upper.mT), times(dy, lower.mT))
@@ -217,7 +217,7 @@ class _Backward:
         return found
 
     def write(self, run: ChunkRun, starts: Tensor, changes: Tensor, by_matrices: Tensor) -> None:
-        """dk, dv, drates, dmomentum; by_matrices: what q asks of M at the start of each chunk, to which is added."""
+        """Store dk, dv, drates and dmomentum, and add to by_matrices, what q asks of M at the start of each chunk."""
         m, rows = starts.shape[:2]
         k, v, rates = (run.cells(x, starts.dtype) for x in self.tokens[1:4])
         upper, lower = halves(starts.flatten(0, 1))
@@ -282,7 +282,7 @@ class _Ends:
         self.dnorms = [x.new_empty(len(starts), *x.shape) for x in norms]
 
     def backward(self, i: int, given: Tensor | None, base: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
-        """From the gradient by M after chunk i: those by M and C before it; out takes that by its C, base included."""
+        """Return the gradients by M and C before chunk i from that by M after it; out takes that by its C plus base."""
         given = torch.zeros_like(out) if given is None else given
         dnorms = [x[i] for x in self.dnorms]
         dmoved = self.steps.rescale_backward(given, self.moved[i], self.norms, dnorms, ROW_EPS)

@@ -139,11 +139,14 @@ def _silu(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Unit(NamedTuple):
-    """C / (|C| + eps) of each of the three matrices, `3r e d`, 1 / (|C| + eps) and 1 / |C|, 0 if |C| is."""
+    """Each of the three matrices C over its norm."""
 
     x: Tensor
+    """C / (|C| + eps), `3r e d`."""
     size: Tensor
+    """1 / (|C| + eps)."""
     inverse: Tensor
+    """1 / |C|, 0 if |C| is."""
 
 
 def unit(changes: Tensor, eps: float = MUON_EPS) -> Unit:

@@ -79,7 +79,10 @@ def _cells(k: Tensor, v: Tensor, factors: Factors, residual: bool) -> TitansCell
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, walk: Walk, options: TitansOptions, ended: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v, factors, M and S of each row -> y, M and S after its last cell; M at its start if not ended."""
+        """Return y, M and S after each row's last cell, and M at its start if it has not ended.
+
+        Tensors: q, k, v, the factors, M and S of each row.
+        """
         (q, k, v), factors, initial = tensors[:3], Factors(*tensors[3:8]), tensors[8:]
         clip, residual, norm = options
         cells, depth = walk.cells, len(initial) // 2
@@ -111,7 +114,7 @@ def _room(like: Tensor, walk: Walk) -> Tensor:
 
 
 def _last(walk: Walk) -> Tensor:
-    """Each row's last cell."""
+    """Return each row's last cell."""
     rows = torch.arange(walk.chunks.shape[0], device=walk.chunks.device)
     return walk.base[(walk.chunks - 1).long()] + rows
 
@@ -170,7 +173,10 @@ def _adjoints(
 
 
 def _clipping(inputs: MatrixList, grads: MatrixList, clip: float) -> Tensor:
-    """`4 cells h c`: scale s; e |x|^2 and e |G|^2 of the last matrix, e |x|^2 of the first, e = (ds/dsize) / size."""
+    """Return `4 cells h c`: the scale s, e |x|^2 and e |G|^2 of the last matrix, e |x|^2 of the first.
+
+    e = (ds/dsize) / size.
+    """
     xx, gg = ([x.square().sum(-1) for x in part] for part in (inputs, grads))
     square = torch.stack([x * g for x, g in zip(xx, gg, strict=True)]).sum(0)
     size = square.clamp_min(1e-30).sqrt()
