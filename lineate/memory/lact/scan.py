@@ -282,7 +282,7 @@ class _Ends:
         self.dnorms = [x.new_empty(len(starts), *x.shape) for x in norms]
 
     def backward(self, i: int, given: Tensor | None, base: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients by M and C before chunk i, given that by M after it; out takes that by its C."""
+        """Return the gradients by M and C before chunk i from that by M after it; out takes that by its C plus base."""
         given = torch.zeros_like(out) if given is None else given
         dnorms = [x[i] for x in self.dnorms]
         dmoved = self.steps.rescale_backward(given, self.moved[i], self.norms, dnorms, ROW_EPS)
