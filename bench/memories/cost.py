@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bench import timing
+from bench.memories.contestants import make_learning, make_linear
 from bench.rules.contestants import difference
-from lineate import layers as L
 from lineate.memory import MEMORY_RULES, run_reference
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.least_squares import least_squares
@@ -22,26 +22,12 @@ HIDDEN, HEADS, T = 256, 4, 2048
 D = HIDDEN // HEADS
 STEPS = 64  # tokens of a run that goes one token at a time
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "linear attention": lambda: L.LinearAttention(HIDDEN, HEADS),
-    "gated linear attention": lambda: L.GatedLinearAttention(HIDDEN, HEADS),
-    "DeltaNet": lambda: L.DeltaNet(HIDDEN, HEADS),
-    "Gated DeltaNet": lambda: L.GatedDeltaNet(HIDDEN, HEADS),
-    "KDA": lambda: L.KimiDeltaAttention(HIDDEN, HEADS),
-    "TTT-Linear": lambda: L.TTTLinear(HIDDEN, HEADS),
-    "TTT-MLP": lambda: L.TTTMLP(HIDDEN, HEADS),
-    "Titans": lambda: L.Titans(HIDDEN, HEADS),
-    "Titans MLP": lambda: L.Titans(HIDDEN, HEADS, memory="mlp"),
-    "LaCT": lambda: L.LaCT(HIDDEN, HEADS),
-    "least squares": lambda: L.LeastSquares(HIDDEN, HEADS),
-}
-
 
 def layers(quick: bool) -> list[dict[str, Any]]:
     """Measure microseconds a token (a whole sequence, its backward too, one token at a time) and bytes of the state."""
     torch.manual_seed(0)
     x = torch.randn(1, T, HIDDEN)
-    modules = {name: make() for name, make in LAYERS.items()}
+    modules = {name: make() for name, make in (make_linear(HIDDEN, HEADS) | make_learning(HIDDEN, HEADS)).items()}
     calls: dict[tuple[str, str], timing.Call] = {}
     bytes_ = {}
     for name, module in modules.items():
@@ -56,16 +42,17 @@ def layers(quick: bool) -> list[dict[str, Any]]:
         calls[name, "steps"] = _no_grad(lambda module=module, state=state: _one_by_one(module, x, state))
         calls[name, "train"] = lambda module=module: _train(module, x)
     samples = timing.interleave(calls, rounds=2 if quick else 5, budget=1.0 if quick else 4.0)
-    rows = []
-    for name in LAYERS:
+    rows: list[dict[str, Any]] = []
+    for name in modules:
         forward, train = (1e6 / T * samples[name, what].minimum for what in ("forward", "train"))
         steps = 1e6 / STEPS * samples[name, "steps"].minimum
         rows.append({"name": name, "forward_us": forward, "train_us": train, "step_us": steps, **bytes_[name]})
+    gated = next(row for row in rows if row["name"] == "Gated DeltaNet")
     timing.show(
         f"A layer, hidden {HIDDEN}, {HEADS} heads, t {T}, b 1, float32: microseconds a token, fastest of the rounds",
         ["", "whole text", "of Gated DeltaNet's", "with backward", "one at a time", "over whole text",
          "state KiB", "of it the memory"],
-        [[r["name"], f"{r['forward_us']:.1f}", f"{r['forward_us'] / rows[3]['forward_us']:.1f}", f"{r['train_us']:.1f}",
+        [[r["name"], f"{r['forward_us']:.1f}", f"{r['forward_us'] / gated['forward_us']:.1f}", f"{r['train_us']:.1f}",
           f"{r['step_us']:.0f}", f"{r['step_us'] / r['forward_us']:.0f}", f"{r['fixed'] / 1024:.0f}",
           f"{r['memory'] / 1024:.0f}"] for r in rows],
     )  # fmt: skip

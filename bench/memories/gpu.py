@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineate import layers as L
+from bench.memories.contestants import make_learning, make_linear
+from lineate.layers import LaCT
 
 AUTOCAST, BFLOAT16, FLOAT32 = "bf16 autocast", "bf16 weights", "float32"
 FEW = 4  # LaCT is meant for few and wide heads
@@ -45,22 +46,15 @@ class LayerContestant:
 def contestants(hidden: int, heads: int) -> dict[str, LayerContestant]:
     d = hidden // heads
     by_chunk = f"{heads} heads of {d}, chunk {{}}"
-    learned: dict[str, Callable[[], nn.Module]] = {
-        "TTT-Linear": lambda: L.TTTLinear(hidden, heads),
-        "TTT-MLP": lambda: L.TTTMLP(hidden, heads),
-        "Titans": lambda: L.Titans(hidden, heads),
-        "Titans MLP": lambda: L.Titans(hidden, heads, memory="mlp"),
-        "LaCT": lambda: L.LaCT(hidden, heads),
-        "least squares": lambda: L.LeastSquares(hidden, heads),
-    }
+    learned = make_learning(hidden, heads)
     with torch.device("meta"):
         chunks = {name: make().chunk for name, make in learned.items()}
     result = {name: LayerContestant(make, by_chunk.format(chunks[name])) for name, make in learned.items()}
     wide = f"{FEW} heads of {hidden // FEW}, chunk {chunks['LaCT']}"
-    result[f"LaCT {FEW} heads"] = LayerContestant(lambda: L.LaCT(hidden, FEW), wide)
+    result[f"LaCT {FEW} heads"] = LayerContestant(make_learning(hidden, FEW)["LaCT"], wide)
     plain = f"{heads} heads of {d}"
-    result["Gated DeltaNet"] = LayerContestant(lambda: L.GatedDeltaNet(hidden, heads), plain)
-    result["KDA"] = LayerContestant(lambda: L.KimiDeltaAttention(hidden, heads), plain)
+    linear = make_linear(hidden, heads)
+    result |= {name: LayerContestant(linear[name], plain) for name in ("Gated DeltaNet", "KDA")}
 
     chunk = chunks["Titans MLP"]
     same, mlp, matrix = by_chunk.format(chunk), "2 matrices, expansion 2", "1 matrix"
@@ -122,7 +116,7 @@ def lact_peer(hidden: int, heads: int, *, fused: bool) -> nn.Module:
 
     torch._dynamo.config.automatic_dynamic_shapes = False  # compile each size for itself
     with torch.device("meta"):
-        ours = L.LaCT(hidden, heads)
+        ours = LaCT(hidden, heads)
     return LaCTSWIGLULayer(
         hidden_size=hidden, num_attn_heads=ours.attention_heads, num_lact_heads=heads, inter_multi=1,
         window_size=ours.window, lact_chunk_size=ours.chunk, attn_qk_norm=False, use_muon=True, use_momentum=True,

@@ -1,4 +1,4 @@
-"""Draw what bench/memories/recall.py measured.
+"""Draw what bench.memories.recall measured.
 
 python -m bench.memories.recall_plot bench/out/memory.json docs/images
 """
@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-STYLE = {  # name: colour, marker; safe for colour-blind readers
-    "linear attention": ("#E69F00", "o"),
-    "gated linear attention": ("#56B4E9", "s"),
-    "DeltaNet": ("#009E73", "^"),
-    "Gated DeltaNet": ("#CC79A7", "D"),
-    "KDA": ("#D55E00", "*"),
+from bench.memories.contestants import name_of
+from lineate.layers import kinds
+
+LOOKS = {name_of(kind): (kind.look.color, kind.look.marker) for kind in kinds() if kind.section == "linear"} | {
     "least squares": ("#000000", "X"),
     "TTT-Linear": ("#0072B2", "o"),
     "TTT-MLP": ("#56B4E9", "s"),
@@ -21,6 +19,7 @@ STYLE = {  # name: colour, marker; safe for colour-blind readers
     "Titans MLP": ("#E69F00", "v"),
     "LaCT": ("#CC79A7", "P"),
 }
+"""Colour and marker by name. Rules look as their rows say; memories that learn share a panel with DeltaNet alone."""
 PANELS = (
     ("linear attention", "gated linear attention", "DeltaNet", "Gated DeltaNet", "KDA", "least squares"),
     ("DeltaNet", "TTT-Linear", "TTT-MLP", "Titans", "Titans MLP", "LaCT"),
@@ -151,7 +150,7 @@ def cost(plt: Any, data: dict[str, Any]) -> Any:
 
 
 def _line(axis: Any, name: str, x: list[float], y: list[float], label: str) -> None:
-    colour, marker = STYLE[name]
+    colour, marker = LOOKS[name]
     axis.plot(x, y, color=colour, marker=marker, markersize=6, label=label)
 
 

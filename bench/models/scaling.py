@@ -87,9 +87,14 @@ class ModelShape:
         return self.config.n_layers - self.linear_layers
 
     @property
+    def has_latents(self) -> bool:
+        """Whether a layer caches latent vectors, not keys and values."""
+        return any(kind.cache == "latent" for kind in self.config.mixer_kinds())
+
+    @property
     def attention(self) -> tuple[int, int, int, int]:
         """Heads, channels of a key and of a value, and what a token hands on to later ranks."""
-        if "M" in self.config.letters:
+        if self.has_latents:
             x = self.config.latent
             return x.heads, x.nope_dim + x.rope_dim, x.value_dim, x.rank + x.rope_dim
         x = self.config.attention
@@ -102,7 +107,7 @@ class ModelShape:
         runs = 1 if context == 1 else 3  # the segment's map, what it leaves, and the output
         seen = tokens * (1 - 1 / (2 * context))  # by a token of the last rank, on average
         attended = 2 * heads * (key + value) * seen
-        if "M" in self.config.letters:  # every rank expands the latents of all
+        if self.has_latents:  # every rank expands the latents of all
             latent = self.config.latent
             attended += (context - 1) * 2 * latent.rank * heads * (latent.nope_dim + latent.value_dim)
         return (

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from bench.models.tuning import tune_side_by_side
 from bench.timing import show
+from lineate.layers import kind_of
 from lineate.models import HybridConfig, HybridLM, preset
 
 PATTERNS = ("L", "R", "D", "G", "K", "A", "GGGA", "KKKM")
@@ -49,13 +50,14 @@ def make_peer(letter: str, config: HybridConfig) -> nn.Module | None:
 
     assert config.linear is not None
     hidden, heads, dim = config.hidden_size, config.linear.heads, config.linear.key_dim
-    if letter == "G":
+    rule = kind_of(letter).name
+    if rule == "gated_delta_rule":
         return layers.GatedDeltaNet(hidden, expand_v=1, head_dim=dim, num_heads=heads)
-    if letter == "K":
+    if rule == "kimi_delta_attention":
         return layers.KimiDeltaAttention(hidden, expand_v=1, head_dim=dim, num_heads=heads)
-    if letter == "D":
+    if rule == "delta_rule":
         return layers.DeltaNet(hidden_size=hidden, num_heads=heads, use_gate=True)
-    if letter == "R":
+    if rule == "gated_linear_attention":
         return layers.GatedLinearAttention(
             hidden_size=hidden, expand_k=1.0, num_heads=heads, use_short_conv=True, gate_low_rank_dim=dim
         )

@@ -26,10 +26,10 @@ OPS: dict[str, Callable[..., Any]] = {
     "gdn": lineate.gated_delta_rule,
     "kda": lineate.kimi_delta_attention,
 }
+"""The public ops by the benchmark's own words, which its results have."""
 RULES = (*OPS, "softmax")
-DECAY_PER_HEAD = ("gla", "gdn")
-DECAY_PER_CHANNEL = ("gla per channel", "kda")
-CORRECTS = ("delta", "gdn", "kda")
+EQUATION = {word: next(rule for rule in lineate.rule.RULES if rule.name == op.__name__) for word, op in OPS.items()}
+"""Which gates each takes."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,12 @@ def make_inputs(
 
     q, k = (F.normalize(normal(b, t, h, dim), dim=-1).to(dtype) for _ in range(2))
     v = normal(b, t, hv, dim).to(dtype)
-    beta = normal(b, t, hv).sigmoid().to(dtype) if rule in CORRECTS else None
+    beta = normal(b, t, hv).sigmoid().to(dtype) if rule in EQUATION and EQUATION[rule].corrects else None
     log_decay = None
-    if rule in DECAY_PER_HEAD:
+    decays = EQUATION[rule].decays if rule in EQUATION else ("none",)
+    if "head" in decays and rule != "gla per channel":
         log_decay = F.logsigmoid(normal(b, t, hv) + 3)
-    elif rule in DECAY_PER_CHANNEL:
+    elif "channel" in decays:
         log_decay = F.logsigmoid(normal(b, t, hv, dim) + 3)
     if resets and log_decay is not None:
         log_decay[:, ::16] = -50.0

@@ -8,18 +8,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LINES = {  # rule, who: label, colour, marker
-    ("softmax", "SDPA"): ("softmax attention (torch SDPA)", "#888888", "s"),
-    ("gdn", "transformers"): ("Gated DeltaNet (transformers)", "#e08214", "^"),
-    ("kda", "lineate"): ("Kimi Delta Attention (lineate)", "#35978f", "o"),
-    ("gdn", "lineate"): ("Gated DeltaNet (lineate)", "#1f4e9c", "o"),
+from lineate.figures import label_of
+
+CPU_LINES = {
+    ("softmax", "SDPA"): ("softmax_attention", "torch SDPA", "#888888", "s"),
+    ("gdn", "transformers"): ("gated_delta_rule", "transformers", "#e08214", "^"),
+    ("kda", "lineate"): ("kimi_delta_attention", "lineate", "#35978f", "o"),
+    ("gdn", "lineate"): ("gated_delta_rule", "lineate", "#1f4e9c", "o"),
 }
-GPU_LINES = {  # who: label, colour, marker
-    "sdpa": ("softmax attention (torch SDPA, flash)", "#888888", "s"),
-    "fla": ("Gated DeltaNet (fla)", "#e08214", "^"),
-    "flashqla": ("Gated DeltaNet (FlashQLA)", "#35978f", "v"),
-    "ours": ("Gated DeltaNet (lineate)", "#1f4e9c", "o"),
+"""By rule and contestant: the mixer's name, whose code it is, and a colour and marker that tell contestants apart."""
+GPU_LINES = {
+    "sdpa": ("softmax_attention", "torch SDPA, flash", "#888888", "s"),
+    "fla": ("gated_delta_rule", "fla", "#e08214", "^"),
+    "flashqla": ("gated_delta_rule", "FlashQLA", "#35978f", "v"),
+    "ours": ("gated_delta_rule", "lineate", "#1f4e9c", "o"),
 }
+"""The same by contestant."""
 
 
 def draw(source: Path, target: Path) -> None:
@@ -54,12 +58,12 @@ def gpu_panels(data: dict[str, Any], left: Any, right: Any) -> tuple[list[int], 
     from bench.rules.gpu_cases import CASES, floor_ms
 
     measured = [r for r in data["results"] if r["group"] == "length" and r["event_ms"] is not None]
-    for who, (label, colour, marker) in GPU_LINES.items():
+    for who, (name, whose, colour, marker) in GPU_LINES.items():
         points = sorted((r["t"], r["graph_ms"] or r["event_ms"], r["extra_bytes"] / 2**20)
                         for r in measured if r["who"] == who)  # fmt: skip
         if points:
             lengths, times, extra = zip(*points, strict=True)
-            style = {"color": colour, "marker": marker, "markersize": 5, "label": label}
+            style = {"color": colour, "marker": marker, "markersize": 5, "label": f"{label_of(name)} ({whose})"}
             left.plot(lengths, times, **style)
             right.plot(lengths, extra, **style)
     ticks = sorted({r["t"] for r in measured})
@@ -81,10 +85,11 @@ def gpu_panels(data: dict[str, Any], left: Any, right: Any) -> tuple[list[int], 
 def cpu_panels(data: dict[str, Any], left: Any, right: Any) -> tuple[list[int], str]:
     """Draw forward time, and the bytes that one layer keeps between tokens."""
     ticks: list[int] = []
-    for (rule, who), (label, colour, marker) in LINES.items():
+    for (rule, who), (mixer, whose, colour, marker) in CPU_LINES.items():
         points = [(p["t"], p["min"]) for p in data["times"].get("scaling", ()) if (p["rule"], p["who"]) == (rule, who)]
         if points:
             lengths, seconds = zip(*points, strict=True)
+            label = f"{label_of(mixer)} ({whose})"
             left.plot(lengths, seconds, color=colour, marker=marker, markersize=5, label=label)
             ticks = max(ticks, list(lengths), key=len)
     left.set_title("forward time", loc="left")

@@ -129,6 +129,9 @@ def grow_model(options: PictureOptions) -> Numbers:
     places = _places(ids.shape[1])
     state = None
     mixers: dict[int, Any] = {n: subject.model.layers[n].mixer for n in layers}
+    layers = [n for n, mixer in mixers.items() if any(spec.name == "memory" for spec in mixer.state_spec)]
+    if not layers:
+        raise ValueError(f"growth needs a layer whose state has a tensor 'memory', and {subject.name} has none")
     norm: dict[int, list[float]] = {n: [] for n in layers}
     for start, end in pairwise([0, *sorted({*places, *range(PIECE, places[-1], PIECE)})]):
         state = subject.model(ids[:, start:end], state=state, last_only=True).state

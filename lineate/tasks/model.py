@@ -28,14 +28,14 @@ class ModelOptions:
 
 
 def kinds_by_word() -> dict[str, MixerKind]:
-    """Return the rows of all mixers by their names on the command line."""
-    return {kind.short or kind.name: kind for kind in kinds()}
+    """Return the rows of all mixers by their names on the command line; the memories that learn come last."""
+    return {kind.short or kind.name: kind for kind in sorted(kinds(), key=lambda kind: kind.learns)}
 
 
 def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
     """Return pattern and beta_scale of "gdn", of a pattern such as "GGGA", or of either with -2: beta in (0, 2)."""
     known = kinds_by_word()
-    letters = [kind.letter for kind in known.values()]
+    letters = [kind.letter for kind in kinds()]
     word, dash, _ = name.partition("-2")
     pattern = known[word].letter if word in known else word if not set(word) - set(letters) else ""
     if not pattern or name not in (word, f"{word}-2"):

@@ -13,13 +13,14 @@ import lineate
 from lineate import cli
 from lineate.explore import findings, memories, recall
 from lineate.explore.cost import CostSetting, MeasuredCost, measure_cost
-from lineate.explore.memories import FIXED_SIZE, RULES, Setting
+from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, Setting
+from lineate.figures import label_of
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 pytest.importorskip("matplotlib", reason="the demo draws")
 
 SMALL = Setting(key_dim=64, trials=4)
-LINEAR, GATED, DELTA, GATED_DELTA, KIMI, SOFTMAX = RULES
+LINEAR, GATED, DELTA, GATED_DELTA, KIMI, SOFTMAX = DEMO_RULES
 PLOTS = ("1_interference.png", "2_overwrite.png", "3_topics.png", "4_compromises.png", "5_cost.png")
 
 
@@ -43,7 +44,7 @@ def test_pairs_are_unit_and_stay_in_their_channels() -> None:
     assert cosine.sum(dim=(1, 2)).sub(50).div(50 * 49).mean().item() == pytest.approx(SMALL.similarity, abs=0.03)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", DEMO_RULES)
 def test_reading_returns_what_was_written_and_changes_nothing(rule: str) -> None:
     keys, values = memories.pairs(SMALL, 1, SMALL.generator())
     memory = memories.write(rule, None, keys, values)
@@ -81,7 +82,7 @@ def test_only_the_delta_rule_replaces_a_value(overwritten: recall.Overwrite) -> 
 
 def test_the_history_ends_in_the_reported_errors(overwritten: recall.Overwrite) -> None:
     group = overwritten.group
-    for rule in RULES:
+    for rule in DEMO_RULES:
         assert len(overwritten.history[rule]) == 4 * group
         assert overwritten.history[rule][0].count(None) == 3 * group - 1
         last = [error for error in overwritten.history[rule][-1] if error is not None]
@@ -119,7 +120,7 @@ def test_the_state_stays_and_the_cache_grows(cost: MeasuredCost) -> None:
         assert cost.bytes[rule] == (16 * 16 * 4, 16 * 16 * 4)
     assert cost.bytes[SOFTMAX] == (32 * 2 * 16 * 2, 128 * 2 * 16 * 2)
     for times in (cost.prefill_microseconds, cost.decode_microseconds):
-        assert all(time > 0 for rule in RULES for time in times[rule])
+        assert all(time > 0 for rule in DEMO_RULES for time in times[rule])
 
 
 def test_a_length_that_would_take_too_long_is_left_out() -> None:
@@ -165,7 +166,7 @@ def test_demo_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(len(line) <= 80 for line in text.splitlines() if str(tmp_path) not in line)
     assert findings.UNUSUAL not in " ".join(text.split())
     assert "\u2026" not in text, "a cell was cut off"
-    for label in memories.LABELS.values():
+    for label in map(label_of, DEMO_RULES):
         assert label in text
 
 

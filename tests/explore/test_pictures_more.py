@@ -12,7 +12,7 @@ import torch
 from lineate.explore import forgetting, lengths, load, memories, pictures, subject
 from lineate.explore.command import make
 from lineate.explore.cost import CostSetting, MeasuredCost
-from lineate.explore.memories import FIXED_SIZE, LABELS, Setting
+from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, Setting
 from lineate.explore.pictures import PictureOptions
 from lineate.models import HybridLM
 from lineate.models.presets import preset
@@ -23,7 +23,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from lineate.figures import styled
+from lineate.figures import label_of, styled
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_forgetting_is_drawn(pattern: str, tmp_path: Path) -> None:
     figure = drawn("forgetting", numbers, tmp_path)
     assert len(figure.axes) == (1 if pattern == "GGGA" else 3)
     named = [text.get_text().partition(",")[0] for text in figure.axes[0].get_legend().get_texts()]
-    assert named == list(dict.fromkeys(LABELS[layer["rule"]] for layer in numbers["layers"]))
+    assert named == list(dict.fromkeys(label_of(layer["rule"]) for layer in numbers["layers"]))
     lines = [line for line in figure.axes[0].lines if line.get_marker() != "None"]
     for line, layer in zip(lines, numbers["layers"], strict=True):
         expected = [torch.tensor(own).quantile(0.5).item() for own in layer["half_life_median"]]
@@ -261,7 +261,7 @@ def test_cost_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     threads = torch.get_num_threads()
     numbers = lengths.compute(PictureOptions(quick=True))
     assert torch.get_num_threads() == threads and numbers["threads"] == 1
-    assert set(numbers["bytes"]) == set(LABELS) and numbers["bytes"]["delta_rule"] == (2 * 32 * 32 * 4,) * 2
+    assert set(numbers["bytes"]) == set(DEMO_RULES) and numbers["bytes"]["delta_rule"] == (2 * 32 * 32 * 4,) * 2
     check_text(drawn("cost", numbers, tmp_path))
 
 

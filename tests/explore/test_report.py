@@ -11,7 +11,8 @@ import torch
 
 from lineate import cli
 from lineate.explore.findings import size
-from lineate.explore.memories import RULES, SHORT
+from lineate.explore.memories import DEMO_RULES
+from lineate.figures import narrow_label_of
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 pytest.importorskip("matplotlib", reason="the demo draws")
@@ -132,14 +133,18 @@ def test_the_tables_have_the_numbers_of_the_json(run: tuple[Path, str], page: Pa
         show = size if reason["measure"].startswith("bytes") else "{:.2f}".format
         assert f"{show(reason['value_before'])} -> {show(reason['value'])}" in row[1]
     again = saved["interference"]["error_by_told"]
-    assert {rule: row[-1] for rule, row in _rows(filled).items()} == {rule: f"{again[rule][-1]:.2f}" for rule in RULES}
+    assert {rule: row[-1] for rule, row in _rows(filled).items()} == {
+        rule: f"{again[rule][-1]:.2f}" for rule in DEMO_RULES
+    }
     for column, name in enumerate(("old", "kept", "overwritten")):
         found = {rule: row[column] for rule, row in _rows(changed).items()}
-        assert found == {rule: f"{saved['overwrite'][name][rule]:.2f}" for rule in RULES}
+        assert found == {rule: f"{saved['overwrite'][name][rule]:.2f}" for rule in DEMO_RULES}
     assert {rule: row[-1] for rule, row in _rows(topics).items()} == _shown(saved["topics"]["unseen"])
     assert {rule: row[0] for rule, row in _rows(cleared).items()} == _shown(saved["scratch_pad"]["facts"])
     times = saved["cost"]["prefill_microseconds"]
-    assert {rule: row[-1] for rule, row in _rows(cost).items()} == {rule: f"{times[rule][-1]:.0f}" for rule in RULES}
+    assert {rule: row[-1] for rule, row in _rows(cost).items()} == {
+        rule: f"{times[rule][-1]:.0f}" for rule in DEMO_RULES
+    }
 
 
 def test_the_page_says_what_the_terminal_said(run: tuple[Path, str], page: Page) -> None:
@@ -153,7 +158,7 @@ def test_the_page_says_what_the_terminal_said(run: tuple[Path, str], page: Page)
 
 def _rows(table: list[list[str]]) -> dict[str, list[str]]:
     """The cells of every memory, without the star of the best."""
-    names = {label: rule for rule, label in SHORT.items()}
+    names = {narrow_label_of(rule): rule for rule in DEMO_RULES}
     return {names[row[0]]: [cell.rstrip("* ") for cell in row[1:]] for row in table[1:]}
 
 

@@ -7,15 +7,13 @@ from io import StringIO
 import pytest
 import torch
 
-from lineate.layers.registry import letters as all_letters
-from lineate.tasks.model import LABELS, RULES, ModelOptions, label, make_config
+from lineate.layers import kinds
+from lineate.tasks.model import ModelOptions, kinds_by_word, label, make_config
 from lineate.tasks.progress import TRUST, Progress, RunCost, duration, estimate, lanes, whole
 from lineate.tasks.quick import QUICK
 from lineate.tasks.registry import TASKS
 from lineate.tasks.runner import Cell, TrainOptions, run_cells, train_cell
 from lineate.tasks.task import Sizes
-
-LETTERS = all_letters()
 
 TRAIN = TrainOptions(steps=4, rows=2, eval_every=2, test_rows=4, test_pairs=(2,), test_lengths=(16, 32))
 CELLS = [Cell("recall", rule, seed, Sizes(16, 2, 32), ModelOptions(16), TRAIN) for rule in "LG" for seed in (0, 1)]
@@ -29,7 +27,7 @@ def run(*arguments):
     return CliRunner().invoke(build_app(), ["tasks", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("rule", [*LETTERS, "KM", "mla", "KKKM"])
+@pytest.mark.parametrize("rule", [*(kind.letter for kind in kinds()), "KM", "mla", "KKKM"])
 def test_every_letter_of_a_pattern_trains(rule):
     result = train_cell(
         Cell("recall", rule, 0, Sizes(16, 2, 32), ModelOptions(32, 4, 2), replace(TRAIN, steps=2)), lambda line: None
@@ -38,7 +36,9 @@ def test_every_letter_of_a_pattern_trains(rule):
 
 
 def test_every_letter_has_a_name():
-    assert set(RULES.values()) == set(LETTERS) and set(LABELS) == set(RULES)
+    assert set(kinds_by_word().values()) == set(kinds())
+    words = {word: label(word) for word in kinds_by_word()}
+    assert len(set(words.values())) == len(words) and words["kda"] == "Kimi Delta"
     assert label("mla") == "latent attention" and label("KM") == "KM"
     latent = make_config("KM", 32, ModelOptions(64, 2, 2)).latent
     assert latent is not None
