@@ -125,7 +125,7 @@ def test_attention_of_the_hand_made_tokens():
     assert weight("linear_attention", "?A", "A") == weight("linear_attention", "?A", "A'") == 1
     assert weight("delta_rule", "?A", "A") == 0 and weight("delta_rule", "?A", "A'") == 1
     assert weight("delta_rule", "?C", "C") == 1 and abs(weight("delta_rule", "?C", "B")) < 1e-6
-    assert weight("gated_linear_attention", "?A", "A") == pytest.approx(attention.FADE**5, abs=1e-3)
+    assert weight("gated_linear_attention", "?A", "A") == pytest.approx(attention.FADE_A_TOKEN**5, abs=1e-3)
     for value in ("A", "B", "C", "A'"):
         assert weight("gated_delta_rule", "?A", value) == weight("gated_delta_rule", "?B", value) == 0
     assert weight("kimi_delta_attention", "?A", "A'") == 0
