@@ -29,8 +29,8 @@ from bench.memories.contestants import make_learning, make_linear
 from lineate.layers import LaCT
 
 AUTOCAST, BFLOAT16, FLOAT32 = "bf16 autocast", "bf16 weights", "float32"
-FEW = 4  # LaCT is meant for few and wide heads
-PARTS = (1, 2, 4, 8)  # of the tokens, for a layer that runs out of memory
+FEW = 4  # heads; LaCT is meant for few and wide ones
+PARTS = (1, 2, 4, 8)  # a layer that runs out of memory gets 1/2, 1/4, 1/8 of the tokens
 HUNGRY = 32 * 1024  # MiB; a call that needs more is made once before it is timed, so that it need not ask for memory
 
 
@@ -90,7 +90,7 @@ def contestants(hidden: int, heads: int) -> dict[str, LayerContestant]:
 
 def titans_peer(hidden: int, heads: int, chunk: int, batch: int | None, *, depth: int) -> nn.Module:
     """Return a layer as near to our Titans as its options allow; it has no short convolution and one gate a chunk."""
-    torch._C._jit_set_texpr_fuser_enabled(False)  # it fails to compile what its scan is, in bfloat16
+    torch._C._jit_set_texpr_fuser_enabled(False)  # it cannot compile the package's scan in bfloat16
     from titans_pytorch import MemoryMLP, NeuralMemory
 
     d = hidden // heads

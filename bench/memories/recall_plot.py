@@ -24,7 +24,7 @@ PANELS = (
     ("linear attention", "gated linear attention", "DeltaNet", "Gated DeltaNet", "KDA", "least squares"),
     ("DeltaNet", "TTT-Linear", "TTT-MLP", "Titans", "Titans MLP", "LaCT"),
 )
-UNSCALED = "LaCT"  # what it reads has not the size of a value
+UNSCALED = "LaCT"  # its answers do not have the size of a value
 FONT: dict[str, Any] = {
     "figure.dpi": 120, "savefig.dpi": 120, "font.size": 10.5, "axes.titlesize": 11, "axes.titlelocation": "left",
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,

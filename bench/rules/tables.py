@@ -13,7 +13,7 @@ import lineate
 from bench import timing
 from bench.rules.contestants import difference, transformers_functions
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # of the largest entry of the same tensor
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # relative to the largest entry of the same tensor
 
 
 class Measured(NamedTuple):

@@ -67,7 +67,7 @@ def read_all() -> Numbers:
     per_head[at] = -torch.inf
     fading = torch.full((len(names), 1), FADE_A_TOKEN).log()
     beta = writes.float()[:, None]
-    k = q * writes[:, None, None]  # what only reads writes nothing
+    k = q * writes[:, None, None]  # a token that only reads writes nothing
     gates: dict[str, tuple[Tensor | None, Tensor | None]] = {
         "linear_attention": (None, None),
         "gated_linear_attention": (fading, None),
@@ -234,7 +234,7 @@ def _draw_model(figure: "SubFigure", found: Numbers) -> None:
             axes.set_yticks(ticks)
         axes.set_title(label_of(rule), fontsize=12, fontweight="bold", pad=20)
         who = "its own rule; " if rule == found["rule"] else ""
-        if rule == "gated_delta_rule" and "kimi_delta_attention" not in found["same"]:  # the gate is one per channel
+        if rule == "gated_delta_rule" and "kimi_delta_attention" not in found["same"]:  # the decay is per channel
             who = "mean gate; "
         note = f"{who}looks back {found['mean_distance_tokens'][rule]:.1f} tokens"
         if rule in found["same"]:

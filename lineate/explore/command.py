@@ -116,7 +116,7 @@ def make(
         numbers = picture.compute(options)
         numbers["seconds_to_compute"] = round(time.perf_counter() - began, 2)
         save_numbers(picture.name, numbers, numbers_path)
-        numbers = load_numbers(picture.name, numbers_path)  # drawn from what a file can hold, always
+        numbers = load_numbers(picture.name, numbers_path)  # always draw what a file can hold
     else:
         numbers = load_numbers(picture.name, source)
     with styled():
@@ -144,7 +144,7 @@ def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "Pictu
             uses = ", ".join(f"--{use}" for use in picture.uses) or "none"
             raise ValueError(f"--{name} has no meaning for {picture.name}, whose options are {uses}; leave it out")
     chosen = {name: value for name, value in given.items() if name in picture.uses}
-    if several and picture.name == "growth" and "model" not in given:  # of the rules: these are for other pictures
+    if several and picture.name == "growth" and "model" not in given:  # it then shows the rules, which read no text
         chosen = {name: value for name, value in chosen.items() if name not in ("text", "layer")}
     for name, least in (("layer", 0), ("head", 0), ("tokens", 1), ("seed", 0)):
         if name in chosen and not least <= chosen[name] < 2**63:

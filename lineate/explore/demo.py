@@ -1,4 +1,4 @@
-"""The demo on the terminal: five scenes, each with a table and what it shows, a summary, and all of it as a page."""
+"""The demo on the terminal: five scenes with a table and findings each, a summary, and all of it as a page."""
 
 import time
 from collections.abc import Sequence

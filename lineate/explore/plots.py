@@ -72,7 +72,7 @@ def plot_overwrite(result: Overwrite) -> Figure:
 
     Each memory has a panel; memories with the same numbers share one.
     """
-    # keys, writes; not written yet is NaN
+    # keys, writes; a key that is not written yet is NaN
     history = {rule: np.array(steps, dtype=float).T for rule, steps in result.history.items()}
     groups = _same({rule: np.nan_to_num(values) for rule, values in history.items()})
     columns = (len(groups) + 1) // 2

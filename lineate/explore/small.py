@@ -1,4 +1,4 @@
-"""The built-in small model: a hybrid trained for some seconds on the standard library's text, once, and kept."""
+"""The built-in small model: a hybrid that is trained once, in seconds on the standard library's text, and kept."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ VERSION = 1
 def small_model() -> HybridLM:
     """Return the model from the user's cache folder, else train it now (about 7 s) and keep it there if possible."""
     folder = cache_folder() / f"small-{_fingerprint()}"
-    with suppress(Exception):  # whatever is wrong with the cache costs only time
+    with suppress(Exception):  # a damaged cache costs only time
         return HybridLM.from_pretrained(folder, progress=False)
     model = train_small(STEPS)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The model a picture is of, the text it reads, and what its linear layers compute on that text."""
+"""The model that a picture shows, the text it reads, and what the rules of its layers are given on that text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

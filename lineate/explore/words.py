@@ -1,4 +1,4 @@
-"""Tokens as labels of an axis: every character to be seen, none read as a formula, long ones cut."""
+"""Tokens as labels of an axis: every character is visible, none is read as a formula, and long labels are cut."""
 
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any

@@ -184,7 +184,7 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
         if name is not None and name != "-":
             user_path(name).write_text(text, encoding="utf-8", errors="surrogateescape")
     if "-" not in (json_file, csv_file):
-        wide = console(width=max(80, console().width))  # in less, numbers would be cut in two
+        wide = console(width=max(80, console().width))  # fewer columns would cut numbers in two
         if "teaching" in report:
             print_teaching(report, wide)
         else:

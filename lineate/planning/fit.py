@@ -1,4 +1,4 @@
-"""What fits: the longest context, the largest batch, and from where a fixed state is the smaller one."""
+"""What fits: the longest context, the largest batch, and when a fixed state is smaller than a cache."""
 
 from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory
 from lineate.planning.models import Model, check_size, variants

@@ -162,7 +162,7 @@ def training_bound(
     """
     trained = round(tokens_per_step * plan_flops(memory.model).training(length, recompute, "least"))
     half = precision == "bfloat16" and bool(hardware.matrix_rate.keys() & {"bfloat16", "float16"})
-    # each parameter, and what the optimiser keeps of it, is read and written once; products read them once more
+    # Each parameter, and what the optimiser keeps of it, is read and written once; products read the weights once more.
     kept = 1 + {"adamw": 2, "muon": 1}[optimizer]
     read = touched_weights(memory, tokens_per_step) // memory.model.dtype.itemsize * 2
     updated = 2 * 4 * kept * memory.parameters + read

@@ -214,7 +214,7 @@ def _powers(axes: "Axes", show: Callable[[float], str], base: int) -> None:
 def _lengths(axes: "Axes", contexts: Sequence[int]) -> None:
     """Put tokens on the x axis, written as powers of two: 4k, 1M."""
     axes.set_xscale("log", base=2)
-    if len(contexts) > 1:  # also where nothing is drawn
+    if len(contexts) > 1:  # also in a panel where nothing is drawn
         axes.set_xlim(contexts[0] / 1.5, contexts[-1] * 1.5)
     powers = [n for n in contexts if n & (n - 1) == 0]
     step = max(1, -(-len(powers) // 6))
@@ -230,7 +230,9 @@ def _even(axes: "Axes", contexts: Sequence[int], show: Callable[[float], str], f
     from numpy import asarray
 
     axes.set(xscale="linear", yscale="linear")
-    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]  # not the mark of a crossover
+    lines = [
+        line for line in axes.lines if not str(line.get_label()).startswith("_")
+    ]  # without the mark of the crossover
     values = (y for line in lines for y in asarray(line.get_ydata(), dtype=float).tolist())
     highest: float = max((y for y in values if not math.isnan(y)), default=1.0)
     unit = float(factor) ** math.floor(math.log(highest, factor))

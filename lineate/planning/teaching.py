@@ -1,4 +1,4 @@
-"""The simplified formulas that are taught, so that a plot from there can be checked, and how the exact bytes differ.
+"""The simplified formulas that courses teach, to check plots made with them, and how the exact bytes differ.
 
     full attention    batch * tokens * n_heads * d_head * 2 * bytes * n_layers
     DeltaNet          batch * n_heads * d_head * d_head * bytes * n_layers          no convolution
@@ -64,10 +64,10 @@ def taught_variants(model: Model) -> dict[str, Model]:
 def taught_heads(model: Model) -> int:
     """Return the one number of heads that the formulas know."""
     c = model.config
-    for part in (c.attention, c.latent, c.linear, c.memory):
-        if part is not None:
-            return part.heads
-    raise AssertionError("a config has one of these parts")
+    for part in (c.attention, c.latent, c.linear, c.memory, *c.mixers.values()):
+        if isinstance(heads := getattr(part, "heads", None), int):
+            return heads
+    raise ValueError(f"the teaching formulas need a number of heads, and no mixer of {model.name} has one")
 
 
 def differences(
