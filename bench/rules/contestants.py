@@ -27,7 +27,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "kda": lineate.kimi_delta_attention,
 }
 """The public ops by the benchmark's own words, which its results have."""
-RULES = (*OPS, "softmax")
+RULE_WORDS = (*OPS, "softmax")
 EQUATION = {word: next(rule for rule in lineate.rule.RULES if rule.name == op.__name__) for word, op in OPS.items()}
 """Which gates each takes."""
 

@@ -263,7 +263,7 @@ TABLES = {
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ", ".join((*TABLES, *c.RULES))
+    names = ", ".join((*TABLES, *c.RULE_WORDS))
     parser.add_argument("--quick", action="store_true", help="fewer rounds, shorter sequences")
     parser.add_argument("--only", default="", help=f"comma-separated tables and rules, of: {names}")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
@@ -276,7 +276,7 @@ def parse() -> argparse.Namespace:
     args.rounds = args.rounds or (4 if args.quick else 10)
     args.budget = args.budget or (1.0 if args.quick else 3.0)
     args.only = [name.strip() for name in args.only.split(",") if name.strip()]
-    if unknown := set(args.only) - {*TABLES, *c.RULES}:
+    if unknown := set(args.only) - {*TABLES, *c.RULE_WORDS}:
         parser.error(f"--only takes {names}; got {', '.join(sorted(unknown))}")
     return args
 
@@ -287,7 +287,7 @@ def main() -> None:
     if args.measure:
         measure(args.measure)
         return
-    rules = [name for name in c.RULES if name in args.only] or list(c.RULES)
+    rules = [name for name in c.RULE_WORDS if name in args.only] or list(c.RULE_WORDS)
     bench = Bench(rules=rules, threads=args.threads, rounds=args.rounds, budget=args.budget, quick=args.quick)
     print(f"{timing.cpu_model()}, {args.threads} threads, torch {torch.__version__}, lineate {lineate.__version__}")
     if not c.transformers_functions():

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lineate.explore import findings, recall, tables
 from lineate.explore.cost import CostSetting, measure_cost, one_thread
-from lineate.explore.memories import OnProgress, Setting
+from lineate.explore.memories import OnProgress, RecallSetting
 from lineate.explore.report import Section, save_report
 from lineate.terminal import printable
 
@@ -41,9 +41,9 @@ FRAME_SECONDS = 0.08
 def run_demo(out: Path, *, seed: int = 0, quick: bool = False, console: Console | None = None) -> findings.Results:
     """Run and print all scenes; save plots, `demo.json` and `report.html` into the folder `out`, which must exist."""
     console = Console(highlight=False) if console is None else console
-    setting, cost_setting = Setting(seed=seed), CostSetting(seed=seed)
+    setting, cost_setting = RecallSetting(seed=seed), CostSetting(seed=seed)
     if quick:
-        setting = Setting(key_dim=64, trials=4, seed=seed)
+        setting = RecallSetting(key_dim=64, trials=4, seed=seed)
         cost_setting = CostSetting(head_dim=32, lengths=(64, 256, 1024), rounds=1, decode_rounds=1, seed=seed)
     dim, group = setting.key_dim, setting.group
     started = time.perf_counter()

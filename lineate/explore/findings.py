@@ -9,7 +9,7 @@ import torch
 
 import lineate
 from lineate.explore.cost import MeasuredCost
-from lineate.explore.memories import DEMO_RULES, Setting
+from lineate.explore.memories import DEMO_RULES, RecallSetting
 from lineate.explore.recall import Interference, Overwrite, ScratchPad, Topics
 
 UNUSUAL = "This run does not show the usual effect; the memory may be too small for it."
@@ -65,7 +65,7 @@ class Results:
     """Version."""
     python: str
     """Version."""
-    setting: Setting
+    setting: RecallSetting
     """Size and seed of the recall experiments."""
     summary: dict[str, SummaryRow]
     """One row per memory."""
@@ -79,7 +79,7 @@ class Results:
 
 
 def collect(
-    setting: Setting,
+    setting: RecallSetting,
     interference: Interference,
     overwrite: Overwrite,
     topics: Topics,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.explore.cost import one_thread
-from lineate.explore.memories import FIXED_SIZE, Setting
+from lineate.explore.memories import FIXED_SIZE, RecallSetting
 from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.explore.subject import Subject, Trace, choose_layer, open_subject, run_rule
 from lineate.figures import kind_named, label_of, line_of, narrow_label_of, wrapped
@@ -33,7 +33,7 @@ NEWEST = 16
 """How many of the newest pairs are asked for."""
 PIECE = 4096
 """How many tokens are held at a time."""
-SETTING = Setting(key_dim=64, trials=4)
+SETTING = RecallSetting(key_dim=64, trials=4)
 FLAT = 0.1
 """A state whose norm grows slower than t to this power, over the last decade, has levelled off."""
 
@@ -90,7 +90,7 @@ def _places(count: int) -> list[int]:
     return sorted({round(count ** (n / steps)) for n in range(steps + 1)})
 
 
-def _stream(setting: Setting, places: list[int]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+def _stream(setting: RecallSetting, places: list[int]) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Yield keys and values `t memories dim` of length 1 in pieces, and whether a piece ends at a place.
 
     Two keys have a mean cosine of setting.similarity, as in memories.pairs, which cannot make one topic in pieces.

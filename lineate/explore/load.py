@@ -18,7 +18,7 @@ from torch import Tensor
 import lineate
 from lineate.explore.cost import one_thread
 from lineate.explore.findings import size
-from lineate.explore.memories import Setting, pairs
+from lineate.explore.memories import RecallSetting, pairs
 from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.figures import label_of, line_of
 from lineate.memory.lact import lact, lact_state
@@ -66,7 +66,7 @@ def compute(options: PictureOptions) -> Numbers:
     """Return errors and shares of right answers of every memory, for every load."""
     channels, trials = (32, 2) if options.quick else (128, 4)
     budget = channels * channels * 4
-    setting = Setting(key_dim=channels, trials=trials, seed=options.seed)
+    setting = RecallSetting(key_dim=channels, trials=trials, seed=options.seed)
     counts = [round(load * channels) for load in LOADS]  # multiples of TTT's chunk
     memories = {"softmax_attention": MemoryUnderLoad(partial(_softmax, kept=budget // (2 * channels * 2)))} | MEMORIES
     found: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def compute(options: PictureOptions) -> Numbers:
     }  # fmt: skip
 
 
-def _measure(memory: MemoryUnderLoad, setting: Setting, count: int) -> tuple[float, float, list[float]]:
+def _measure(memory: MemoryUnderLoad, setting: RecallSetting, count: int) -> tuple[float, float, list[float]]:
     """Return the error, the share recalled, and the setting that was best on other pairs."""
     chosen = memory.settings[0]
     if len(memory.settings) > 1:
@@ -152,7 +152,7 @@ def _softmax(k: Tensor, v: Tensor, kept: int) -> tuple[Tensor, LearnedState]:
     """Softmax attention over a cache of the last `kept` pairs in bfloat16."""
     cache = {"keys": k[:, -kept:].bfloat16(), "values": v[:, -kept:].bfloat16()}
     q, keys, values = (x.float().transpose(1, 2) for x in (k, *cache.values()))
-    return F.scaled_dot_product_attention(q, keys, values, scale=Setting.softmax_scale).transpose(1, 2), cache
+    return F.scaled_dot_product_attention(q, keys, values, scale=RecallSetting.softmax_scale).transpose(1, 2), cache
 
 
 def _first_weights(sizes: Sequence[int]) -> list[Tensor]:

@@ -25,7 +25,7 @@ HAND_MADE_CHANNELS = 8
 
 FORGETTING = ("gated_linear_attention", "gated_delta_rule", "kimi_delta_attention")
 
-MemoryState = Tensor | lineate.KeyValueCache
+WrittenMemory = Tensor | lineate.KeyValueCache
 OnProgress = Callable[[float], None]
 """A callback that is told how much of an experiment is done, from 0 to 1."""
 
@@ -35,7 +35,7 @@ def silent(done: float) -> None:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RecallSetting:
     """The size of the recall experiments."""
 
     key_dim: int = 128
@@ -57,7 +57,7 @@ class Setting:
 
 
 def pairs(
-    setting: Setting, count: int, generator: torch.Generator, channels: slice = slice(None)
+    setting: RecallSetting, count: int, generator: torch.Generator, channels: slice = slice(None)
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values `trials count 1 key_dim` of one topic; keys use `channels` and are zero elsewhere."""
     trials, dim = setting.trials, setting.key_dim
@@ -71,12 +71,12 @@ def pairs(
 
 def write(
     rule: str,
-    memory: MemoryState | None,
+    memory: WrittenMemory | None,
     keys: Tensor,
     values: Tensor,
     decay: Tensor | None = None,
     channels: slice = slice(None),
-) -> MemoryState:
+) -> WrittenMemory:
     """Return the memory after these pairs, in order.
 
     `decay` (one number in [0, 1] a token) is for the rules that can forget. A rule with one gate per head forgets
@@ -106,7 +106,7 @@ def write(
             raise ValueError(f"rule must be one of {', '.join(DEMO_RULES)}, got {rule!r}")
 
 
-def read(memory: MemoryState, keys: Tensor, setting: Setting) -> Tensor:
+def read(memory: WrittenMemory, keys: Tensor, setting: RecallSetting) -> Tensor:
     """Return what the memory answers to keys `b t h k`, without writing anything."""
     if isinstance(memory, lineate.KeyValueCache):
         queries, cached_keys, cached_values = (x.transpose(1, 2) for x in (keys, memory.keys, memory.values))
@@ -115,17 +115,17 @@ def read(memory: MemoryState, keys: Tensor, setting: Setting) -> Tensor:
     return equation.read(memory.unsqueeze(1), keys)
 
 
-def recall_error(memory: MemoryState, keys: Tensor, values: Tensor, setting: Setting) -> float:
+def recall_error(memory: WrittenMemory, keys: Tensor, values: Tensor, setting: RecallSetting) -> float:
     """Return the root mean square distance between answers and values: 0 is perfect, 1 no better than no answer."""
     return _root_mean_square(read(memory, keys, setting) - values)
 
 
-def answer_size(memory: MemoryState, keys: Tensor, setting: Setting) -> float:
+def answer_size(memory: WrittenMemory, keys: Tensor, setting: RecallSetting) -> float:
     """Return the root mean square length of the answers; a stored value has length 1."""
     return _root_mean_square(read(memory, keys, setting))
 
 
-def state_norm(memory: MemoryState) -> float | None:
+def state_norm(memory: WrittenMemory) -> float | None:
     """Return the Frobenius norm of the state, averaged over trials; a cache has none to compare."""
     if isinstance(memory, lineate.KeyValueCache):
         return None

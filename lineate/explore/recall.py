@@ -18,9 +18,9 @@ from lineate.explore.memories import (
     DEMO_RULES,
     FIXED_SIZE,
     FORGETTING,
-    MemoryState,
     OnProgress,
-    Setting,
+    RecallSetting,
+    WrittenMemory,
     answer_size,
     pairs,
     read,
@@ -137,7 +137,7 @@ class ScratchPad:
 
 
 @cpu_by_default
-def interference(setting: Setting, report: OnProgress = silent) -> Interference:
+def interference(setting: RecallSetting, report: OnProgress = silent) -> Interference:
     """Write more and more pairs; then write one set of pairs again and again."""
     dim, generator = setting.key_dim, setting.generator()
     counts = tuple(2**power for power in range((4 * dim).bit_length()) if 2**power <= 4 * dim)
@@ -153,7 +153,7 @@ def interference(setting: Setting, report: OnProgress = silent) -> Interference:
     keys, values = keys[:, :repeated], values[:, :repeated]
     error_by_told: dict[str, list[float]] = {rule: [] for rule in DEMO_RULES}
     for rule in DEMO_RULES:
-        repeats: MemoryState | None = None
+        repeats: WrittenMemory | None = None
         for time in range(1, told[-1] + 1):
             repeats = write(rule, repeats, keys, values)
             if time in told:
@@ -163,7 +163,9 @@ def interference(setting: Setting, report: OnProgress = silent) -> Interference:
 
 
 @cpu_by_default
-def overwrite(setting: Setting, report: OnProgress = silent, watch: Callable[[Frame], None] | None = None) -> Overwrite:
+def overwrite(
+    setting: RecallSetting, report: OnProgress = silent, watch: Callable[[Frame], None] | None = None
+) -> Overwrite:
     """Write old pairs, then kept ones and ones to be overwritten, then overwrite these; read all back each time."""
     group, generator = setting.group, setting.generator()
     keys, first = pairs(setting, 3 * group, generator)
@@ -184,7 +186,7 @@ def overwrite(setting: Setting, report: OnProgress = silent, watch: Callable[[Fr
         sweep.append((*errors, recall_error(memory, keys[:, changed], second, setting)))
     best_decay = DECAYS[min(range(len(DECAYS)), key=lambda i: sum(sweep[i]))]
 
-    memories: dict[str, MemoryState | None] = dict.fromkeys(DEMO_RULES)
+    memories: dict[str, WrittenMemory | None] = dict.fromkeys(DEMO_RULES)
     history: dict[str, list[tuple[float | None, ...]]] = {rule: [] for rule in DEMO_RULES}
     seen: set[int] = set()
     for step, key in enumerate(order, start=1):
@@ -220,12 +222,12 @@ def overwrite(setting: Setting, report: OnProgress = silent, watch: Callable[[Fr
 
 
 @cpu_by_default
-def topics(setting: Setting, report: OnProgress = silent) -> Topics:
+def topics(setting: RecallSetting, report: OnProgress = silent) -> Topics:
     """Write TOPICS topics of key_dim pairs each, then a small one; rules that can forget do so at every switch."""
     dim, generator = setting.key_dim, setting.generator()
     piece = max(1, dim // 8)
     lengths = [dim] * TOPICS + [2 * setting.group]
-    memories: dict[str, MemoryState | None] = dict.fromkeys(DEMO_RULES)
+    memories: dict[str, WrittenMemory | None] = dict.fromkeys(DEMO_RULES)
     norm: dict[str, list[float]] = {rule: [] for rule in FIXED_SIZE}
     written, positions, switches = 0, [], []
     keys = values = torch.empty(0)
@@ -260,7 +262,7 @@ def topics(setting: Setting, report: OnProgress = silent) -> Topics:
 
 
 @cpu_by_default
-def scratch_pad(setting: Setting, report: OnProgress = silent) -> ScratchPad:
+def scratch_pad(setting: RecallSetting, report: OnProgress = silent) -> ScratchPad:
     """Write facts in half of the channels, fill a scratch pad in the other half, clear the pad, write on it again."""
     dim, generator = setting.key_dim, setting.generator()
     pad, rest = slice(0, dim // 2), slice(dim // 2, dim)
@@ -271,7 +273,7 @@ def scratch_pad(setting: Setting, report: OnProgress = silent) -> ScratchPad:
 
     filled = {rule: write(rule, write(rule, None, *facts), *scratch) for rule in DEMO_RULES}
 
-    def after(rule: str, gate: float) -> MemoryState:
+    def after(rule: str, gate: float) -> WrittenMemory:
         decay = torch.ones(setting.group)
         decay[0] = gate
         return write(rule, filled[rule], *fresh, decay, pad)

@@ -23,7 +23,7 @@ SMALL_CONFIG = HybridConfig(
     feed=FeedConfig(128),
 )  # fmt: skip
 """The model has layers of both gated delta rules, so that it shows forgetting per head and per channel."""
-STEPS, ROWS, LENGTH, RATE = 45, 5, 128, 2e-2
+TRAINING_STEPS, ROWS, LENGTH, RATE = 45, 5, 128, 2e-2
 CHARACTERS = 2_000_000
 """How many characters of text it learns from."""
 VERSION = 1
@@ -36,7 +36,7 @@ def small_model() -> HybridLM:
     folder = cache_folder() / f"small-{_fingerprint()}"
     with suppress(Exception):  # a damaged cache costs only time
         return HybridLM.from_pretrained(folder, progress=False)
-    model = train_small(STEPS)
+    model = train_small(TRAINING_STEPS)
     with suppress(OSError):
         _keep(model, folder)
     return model
@@ -88,7 +88,7 @@ def _windows(text: Tensor) -> Tensor:
 
 
 def _fingerprint() -> str:
-    what = [SMALL_CONFIG.to_dict(), STEPS, ROWS, LENGTH, RATE, CHARACTERS, VERSION]
+    what = [SMALL_CONFIG.to_dict(), TRAINING_STEPS, ROWS, LENGTH, RATE, CHARACTERS, VERSION]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 

@@ -12,7 +12,7 @@ LONGEST_LABEL = 10
 """How many characters a label has at most."""
 LARGEST, SMALLEST = 9.0, 4.5
 """The size of a label in points; where labels do not fit, only every second or third token has one."""
-FAMILY = "monospace"
+FONT_FAMILY = "monospace"
 
 
 def visible(word: str, drawable: Container[int] | None = None) -> str:
@@ -41,7 +41,7 @@ def label_tokens(axes: "Axes", words: Sequence[str], points: float, both: bool =
     glyphs = _glyphs()
     labels = [cut(visible(words[place - 1], glyphs)) for place in places]
     narrow = max(map(len, labels)) == 1  # these fit beside each other
-    look: dict[str, Any] = {"fontsize": size, "family": FAMILY, "parse_math": False}
+    look: dict[str, Any] = {"fontsize": size, "family": FONT_FAMILY, "parse_math": False}
     axes.set_xticks(places, labels, rotation=0 if narrow else 90, **look)
     if both:
         axes.set_yticks(places, labels, **look)
@@ -52,4 +52,4 @@ def _glyphs() -> Container[int]:
     """Return the characters that the labels' font has."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
-    return get_font(findfont(FontProperties(family=FAMILY))).get_charmap()
+    return get_font(findfont(FontProperties(family=FONT_FAMILY))).get_charmap()

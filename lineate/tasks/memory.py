@@ -6,13 +6,13 @@ Keys are of the lower half of the vocabulary without 0, values of the upper half
 import torch
 from torch import Tensor
 
-from lineate.tasks.task import Sizes, Task, blank, distinct, uniform
+from lineate.tasks.task import Task, TaskSizes, blank, distinct, uniform
 
 POWER = 0.01
 """The power of the law by which queries are placed, most of them soon after the pairs: p(i) ~ i^(POWER - 1)."""
 
 
-def make_recall(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def make_recall(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Make Zoology's multi-query associative recall: pairs first, then every key once, at an even place of the rest."""
     ids, targets = blank(rows, sizes.length, generator)
     keys = distinct(1, sizes.vocab // 2, rows, sizes.pairs, generator)
@@ -25,7 +25,7 @@ def make_recall(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Te
     return ids, targets
 
 
-def make_overwriting(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def make_overwriting(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Write every key `writes` times, in random order, each time with a new value; ask for the latest."""
     ids, targets = blank(rows, sizes.length, generator)
     n, total = sizes.pairs, sizes.pairs * sizes.writes
@@ -51,7 +51,7 @@ def _ask(ids: Tensor, targets: Tensor, start: int, keys: Tensor, values: Tensor,
     targets.scatter_(1, places, values)
 
 
-def make_needle(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def make_needle(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Put pairs at random places in noise that has no keys and no values; the last token asks for one of them.
 
     Noise is of the first quarter of the vocabulary, keys are of the second, values of the upper half.
@@ -67,7 +67,7 @@ def make_needle(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Te
     return ids, targets
 
 
-def make_copying(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def make_copying(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Make random tokens, 0, and the same tokens again, each predicted from the one before it."""
     ids, targets = blank(rows, sizes.length, generator)
     n = sizes.length // 2
@@ -76,7 +76,7 @@ def make_copying(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[T
     return ids, targets
 
 
-def make_selective(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def make_selective(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Put `pairs` tokens between many 0; at the end are as many 1, where they are asked for in their order."""
     ids, targets = blank(rows, sizes.length, generator)
     n = sizes.pairs
@@ -87,7 +87,7 @@ def make_selective(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple
     return ids, targets
 
 
-def make_induction(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def make_induction(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Make random tokens with one 0 among them and a 0 at the end, which asks what came after the first."""
     ids = uniform(1, sizes.vocab, (rows, sizes.length), generator)
     place = uniform(0, sizes.length - 2, (rows, 1), generator)
@@ -98,7 +98,7 @@ def make_induction(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple
     return ids, targets
 
 
-def _room(sizes: Sizes, tokens: int) -> str | None:
+def _room(sizes: TaskSizes, tokens: int) -> str | None:
     """Say what is wrong if a row lacks room for so many tokens, or the vocabulary for so many keys."""
     if tokens > sizes.length:
         return (
@@ -110,25 +110,25 @@ def _room(sizes: Sizes, tokens: int) -> str | None:
     return None
 
 
-def _needle_obstacle(sizes: Sizes) -> str | None:
+def _needle_obstacle(sizes: TaskSizes) -> str | None:
     if sizes.pairs > sizes.vocab // 4:
         return f"vocab must be at least {4 * sizes.pairs} for {sizes.pairs} pairs, got {sizes.vocab}"
     return _room(sizes, 2 * sizes.pairs + 1)
 
 
-def _copying_obstacle(sizes: Sizes) -> str | None:
+def _copying_obstacle(sizes: TaskSizes) -> str | None:
     if sizes.length % 2:
         return f"length must be even, one half is the copy of the other, got {sizes.length}"
     return None if sizes.vocab > 2 else f"vocab must be at least 3, got {sizes.vocab}"
 
 
-def _selective_obstacle(sizes: Sizes) -> str | None:
+def _selective_obstacle(sizes: TaskSizes) -> str | None:
     if 2 * sizes.pairs > sizes.length:
         return f"length must be at least {2 * sizes.pairs} for {sizes.pairs} tokens to remember, got {sizes.length}"
     return None if sizes.vocab > 3 else f"vocab must be at least 4, got {sizes.vocab}"
 
 
-def _induction_obstacle(sizes: Sizes) -> str | None:
+def _induction_obstacle(sizes: TaskSizes) -> str | None:
     if sizes.length < 3:
         return f"length must be at least 3, got {sizes.length}"
     return None if sizes.vocab > 2 else f"vocab must be at least 3, got {sizes.vocab}"
@@ -137,26 +137,26 @@ def _induction_obstacle(sizes: Sizes) -> str | None:
 MEMORY_TASKS = (
     Task(
         "recall", "multi-query associative recall: the value of every key", make_recall, lambda s: s.pairs,
-        lambda s: _room(s, 4 * s.pairs), Sizes(512, 64, 8192), ("pairs", "vocab", "noise"),
+        lambda s: _room(s, 4 * s.pairs), TaskSizes(512, 64, 8192), ("pairs", "vocab", "noise"),
     ),
     Task(
         "overwriting", "keys are written several times, the latest value wins", make_overwriting, lambda s: s.pairs,
-        lambda s: _room(s, 2 * s.pairs * (s.writes + 1)), Sizes(256, 16, 512), ("pairs", "vocab", "writes"),
+        lambda s: _room(s, 2 * s.pairs * (s.writes + 1)), TaskSizes(256, 16, 512), ("pairs", "vocab", "writes"),
     ),
     Task(
         "needle", "a pair hidden in noise, asked for at the end", make_needle, lambda s: 1, _needle_obstacle,
-        Sizes(256, 1, 256), ("pairs", "vocab"),
+        TaskSizes(256, 1, 256), ("pairs", "vocab"),
     ),
     Task(
         "copying", "a row of tokens, then the same again", make_copying, lambda s: s.length // 2, _copying_obstacle,
-        Sizes(128, 1, 64), ("vocab",),
+        TaskSizes(128, 1, 64), ("vocab",),
     ),
     Task(
         "selective-copying", "tokens between blanks, to be told in order", make_selective, lambda s: s.pairs,
-        _selective_obstacle, Sizes(128, 16, 18), ("pairs", "vocab"),
+        _selective_obstacle, TaskSizes(128, 16, 18), ("pairs", "vocab"),
     ),
     Task(
         "induction", "what came after the mark, when it comes again", make_induction, lambda s: 1, _induction_obstacle,
-        Sizes(128, 1, 64), ("vocab",),
+        TaskSizes(128, 1, 64), ("vocab",),
     ),
 )  # fmt: skip

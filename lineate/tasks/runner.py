@@ -20,7 +20,7 @@ from lineate.models import HybridLM
 from lineate.names import nearest
 from lineate.tasks.model import ModelOptions, make_config
 from lineate.tasks.registry import TASKS
-from lineate.tasks.task import NOTHING, Sizes, Task
+from lineate.tasks.task import NOTHING, Task, TaskSizes
 from lineate.tracing import cpu_by_default
 
 Say = Callable[[str], None]
@@ -63,7 +63,7 @@ class Cell:
     task: str
     rule: str
     seed: int
-    sizes: Sizes
+    sizes: TaskSizes
     model: ModelOptions
     train: TrainOptions
     quick: bool = False
@@ -97,7 +97,7 @@ class CellResult:
     """Step, loss and accuracy of every test."""
 
 
-def default_pairs(task: Task, sizes: Sizes) -> tuple[int, ...]:
+def default_pairs(task: Task, sizes: TaskSizes) -> tuple[int, ...]:
     """Return an eighth, a quarter, half and all of the pairs, and twice as many if a row has room.
 
     A task without pairs has none.
@@ -111,7 +111,7 @@ def default_pairs(task: Task, sizes: Sizes) -> tuple[int, ...]:
 def plan_cells(
     task: Task,
     rules: Sequence[str],
-    sizes: Sizes,
+    sizes: TaskSizes,
     model: ModelOptions,
     train: TrainOptions,
     seeds: int,
@@ -146,7 +146,7 @@ def plan_cells(
     return [Cell(task.name, rule, seed, sizes, model, train, quick) for rule in rules for seed in range(seeds)]
 
 
-def sizes_at(task: Task, sizes: Sizes, step: int, train: TrainOptions) -> Sizes:
+def sizes_at(task: Task, sizes: TaskSizes, step: int, train: TrainOptions) -> TaskSizes:
     """Return the sizes of a step; they grow in the first third of the steps, without stages that cannot be made."""
     stages = [task.shrink(sizes, 2**n) for n in range(int(math.log2(train.curriculum)), 0, -1)]
     stages = [stage for stage in stages if task.obstacle(stage) is None]
@@ -179,7 +179,7 @@ def _autocast(train: TrainOptions) -> torch.autocast:
 
 @torch.no_grad()
 @cpu_by_default
-def measure(model: HybridLM, task: Task, sizes: Sizes, seed: int, train: TrainOptions) -> float:
+def measure(model: HybridLM, task: Task, sizes: TaskSizes, seed: int, train: TrainOptions) -> float:
     """Return accuracy on held-out rows; where every token is asked, on the second half of each row."""
     model.eval()
     rows = max(1, min(train.test_rows, 2**17 // sizes.length))  # a batch that fits anywhere

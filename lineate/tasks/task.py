@@ -16,7 +16,7 @@ DEFAULT_RULES = "linear,gla,deltanet,gdn,kda,softmax"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TaskSizes:
     """How large a row is; a task reads what concerns it."""
 
     length: int
@@ -33,7 +33,7 @@ class Sizes:
     """Recall: whether random tokens, not zeros, stand between the queries."""
 
 
-Make = Callable[[int, Sizes, torch.Generator], tuple[Tensor, Tensor]]
+Make = Callable[[int, TaskSizes, torch.Generator], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class Task:
     name: str
     summary: str
     make: Make
-    asked: Callable[[Sizes], int]
+    asked: Callable[[TaskSizes], int]
     """The number of targets a row, which is the same in all rows."""
-    obstacle: Callable[[Sizes], str | None]
+    obstacle: Callable[[TaskSizes], str | None]
     """Returns what is wrong with these sizes, with a remedy, or None."""
-    default: Sizes
+    default: TaskSizes
     uses: tuple[str, ...]
     """The sizes that it reads beside length."""
     dense: bool = False
     """Whether every token is asked; accuracy is then that of the second half of a row."""
-    tokens: Callable[[Sizes], int] = lambda sizes: sizes.vocab
+    tokens: Callable[[TaskSizes], int] = lambda sizes: sizes.vocab
     """Returns how many different tokens there are."""
 
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: TaskSizes) -> None:
         """Refuse sizes that cannot be made."""
         for name in ("length", "pairs", "vocab", "writes", "modulus"):
             if getattr(sizes, name) < 1:
@@ -66,7 +66,7 @@ class Task:
         if wrong := self.obstacle(sizes):
             raise ValueError(f"{self.name}: {wrong}")
 
-    def shrink(self, sizes: Sizes, factor: int) -> Sizes:
+    def shrink(self, sizes: TaskSizes, factor: int) -> TaskSizes:
         """Return the sizes of the same task with rows, and pairs, smaller by a factor: a stage of a curriculum."""
         return replace(
             sizes,
@@ -77,7 +77,7 @@ class Task:
     def batch(
         self,
         rows: int,
-        sizes: Sizes,
+        sizes: TaskSizes,
         *,
         seed: int,
         step: int,

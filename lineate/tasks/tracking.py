@@ -9,15 +9,15 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from lineate.tasks.task import NOTHING, Sizes, Task, uniform
+from lineate.tasks.task import NOTHING, Task, TaskSizes, uniform
 
 
-def make_parity(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def make_parity(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Make bits (start is 2); the label says whether the ones so far are odd."""
     return _running_sum(rows, sizes.length, 2, generator)
 
 
-def make_counting(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def make_counting(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Make digits 0 .. modulus - 1 (start is modulus); the label is their sum so far, modulo modulus."""
     return _running_sum(rows, sizes.length, sizes.modulus, generator)
 
@@ -48,7 +48,7 @@ def products(device: torch.device) -> Tensor:
     return code[(both * digits).sum(2)]
 
 
-def make_s5(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def make_s5(rows: int, sizes: TaskSizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Make permutations of five things (start is 120); the label is their product so far, the newest applied last.
 
     The running product is a scan by doubling, of log2(length) lookups.
@@ -61,25 +61,25 @@ def make_s5(rows: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor
     return _started(tokens, states, 120)
 
 
-def _obstacle(sizes: Sizes) -> str | None:
+def _obstacle(sizes: TaskSizes) -> str | None:
     return None if sizes.length > 1 else f"length must be at least 2, a start and one token, got {sizes.length}"
 
 
-def _counting_obstacle(sizes: Sizes) -> str | None:
+def _counting_obstacle(sizes: TaskSizes) -> str | None:
     return _obstacle(sizes) if sizes.modulus > 1 else f"modulus must be at least 2, got {sizes.modulus}"
 
 
 TRACKING_TASKS = (
     Task(
         "parity", "whether the ones so far are odd", make_parity, lambda s: s.length - 1, _obstacle,
-        Sizes(40), (), dense=True, tokens=lambda s: 3,
+        TaskSizes(40), (), dense=True, tokens=lambda s: 3,
     ),
     Task(
         "counting", "the sum so far, modulo m", make_counting, lambda s: s.length - 1, _counting_obstacle,
-        Sizes(40), ("modulus",), dense=True, tokens=lambda s: s.modulus + 1,
+        TaskSizes(40), ("modulus",), dense=True, tokens=lambda s: s.modulus + 1,
     ),
     Task(
         "s5", "the product so far of permutations of five things", make_s5, lambda s: s.length - 1, _obstacle,
-        Sizes(40), (), dense=True, tokens=lambda s: 121,
+        TaskSizes(40), (), dense=True, tokens=lambda s: 121,
     ),
 )  # fmt: skip

@@ -13,13 +13,13 @@ import lineate
 from lineate import cli
 from lineate.explore import findings, memories, recall
 from lineate.explore.cost import CostSetting, MeasuredCost, measure_cost
-from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, Setting
+from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, RecallSetting
 from lineate.figures import label_of
 
 typer_testing = pytest.importorskip("typer.testing", reason="the command line needs typer")
 pytest.importorskip("matplotlib", reason="the demo draws")
 
-SMALL = Setting(key_dim=64, trials=4)
+SMALL = RecallSetting(key_dim=64, trials=4)
 LINEAR, GATED, DELTA, GATED_DELTA, KIMI, SOFTMAX = DEMO_RULES
 PLOTS = ("1_interference.png", "2_overwrite.png", "3_topics.png", "4_compromises.png", "5_cost.png")
 

@@ -15,6 +15,8 @@ from lineate.models import HybridLM, preset
 
 pytest.importorskip("matplotlib", reason="pictures are drawn with it")
 
+from matplotlib import pyplot as plt
+
 from lineate.figures import label_of, styled
 
 PICTURES = {"state": state, "attention": attention, "growth": growth, "forgetting": forgetting}
@@ -77,5 +79,6 @@ def test_it_is_drawn(name: str) -> None:
         figure = PICTURES[name].draw(numbers)
     texts = [text.get_text() for part in (figure, *figure.subfigs) for text in (part._suptitle,) if text is not None]
     legends = [text.get_text() for axes in figure.axes if axes.get_legend() for text in axes.get_legend().get_texts()]
+    plt.close(figure)
     if name != "attention":  # whose panels are the public ops
         assert any(label_of("own_rule") in text for text in texts + legends)

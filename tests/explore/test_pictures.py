@@ -35,7 +35,7 @@ OURS = ("state", "attention", "growth")
 def quick_small_model(monkeypatch, tmp_path):
     """The built-in model is not trained, and the user's cache is left alone."""
     monkeypatch.setattr(small, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(small, "STEPS", 0)
+    monkeypatch.setattr(small, "TRAINING_STEPS", 0)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from lineate.explore import forgetting, lengths, load, memories, pictures, subject
 from lineate.explore.command import make
 from lineate.explore.cost import CostSetting, MeasuredCost
-from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, Setting
+from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, RecallSetting
 from lineate.explore.pictures import PictureOptions
 from lineate.models import HybridLM
 from lineate.models.presets import preset
@@ -185,7 +185,7 @@ def test_memories_fill_the_bytes_they_may_have(recalled: dict[str, Any]) -> None
 
 
 def test_recall_is_what_the_demo_measures(recalled: dict[str, Any]) -> None:
-    setting = Setting(key_dim=recalled["channels"], trials=recalled["trials"], seed=recalled["seed"])
+    setting = RecallSetting(key_dim=recalled["channels"], trials=recalled["trials"], seed=recalled["seed"])
     for index, count in enumerate(recalled["pairs"]):
         keys, values = memories.pairs(setting, count, setting.generator())
         for rule, own in (("linear_attention", []), ("delta_rule", [1.0])):
@@ -207,7 +207,7 @@ def test_correcting_holds_more_than_adding(recalled: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", load.MEMORIES)
 def test_reading_writes_nothing_and_later_pairs_matter(name: str) -> None:
     """The same answers twice; a memory of other values answers otherwise."""
-    memory, setting = load.MEMORIES[name], Setting(key_dim=16, trials=2)
+    memory, setting = load.MEMORIES[name], RecallSetting(key_dim=16, trials=2)
     k, v = memories.pairs(setting, 16, setting.generator())
     _, other = memories.pairs(setting, 16, torch.Generator().manual_seed(9))
     with torch.inference_mode():

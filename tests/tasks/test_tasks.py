@@ -11,19 +11,19 @@ from lineate.tasks.model import ModelOptions, make_config, parse_rule
 from lineate.tasks.registry import TASKS
 from lineate.tasks.report import percent
 from lineate.tasks.runner import Cell, TrainOptions, learning_rate, logits_asked, plan_cells, sizes_at, train_cell
-from lineate.tasks.task import NOTHING, Sizes
+from lineate.tasks.task import NOTHING, TaskSizes
 from lineate.tasks.tracking import PERMUTATIONS
 
 SIZES = {
-    "recall": Sizes(64, 8, 64),
-    "overwriting": Sizes(80, 6, 32, writes=3),
-    "needle": Sizes(31, 3, 32),
-    "copying": Sizes(20, vocab=9),
-    "selective-copying": Sizes(33, 7, 12),
-    "induction": Sizes(17, vocab=8),
-    "parity": Sizes(23),
-    "counting": Sizes(23, modulus=5),
-    "s5": Sizes(21),
+    "recall": TaskSizes(64, 8, 64),
+    "overwriting": TaskSizes(80, 6, 32, writes=3),
+    "needle": TaskSizes(31, 3, 32),
+    "copying": TaskSizes(20, vocab=9),
+    "selective-copying": TaskSizes(33, 7, 12),
+    "induction": TaskSizes(17, vocab=8),
+    "parity": TaskSizes(23),
+    "counting": TaskSizes(23, modulus=5),
+    "s5": TaskSizes(21),
 }
 
 
@@ -79,7 +79,7 @@ def test_recall_asks_every_key_once_for_its_value(noise):
 
 
 def test_recall_places_queries_by_the_power_law():
-    sizes = Sizes(64, 1, 64)
+    sizes = TaskSizes(64, 1, 64)
     _, targets = TASKS["recall"].batch(20000, sizes, seed=0, step=0)
     places = (targets != NOTHING).float().mean(0)[2::2]
     expected = torch.arange(1, 32).float() ** (POWER - 1)
@@ -265,7 +265,7 @@ def test_wrong_flags_say_so_before_any_work(tmp_path, arguments, message):
 def test_bfloat16_trains():
     train = TrainOptions(steps=3, rows=4, eval_every=3, test_rows=8, dtype="bfloat16")
     for rule in ("linear", "gla", "deltanet", "gdn", "kda", "softmax"):
-        result = train_cell(Cell("parity", rule, 0, Sizes(12), ModelOptions(32), train), lambda line: None)
+        result = train_cell(Cell("parity", rule, 0, TaskSizes(12), ModelOptions(32), train), lambda line: None)
         assert 0 < result.history[0][1] < 10, rule
 
 
@@ -275,7 +275,7 @@ def test_percent_rounds_down_what_is_between_tenths_only():
 
 
 def test_plan_has_every_rule_with_every_seed():
-    cells = plan_cells(TASKS["parity"], ["gdn", "kda"], Sizes(12), ModelOptions(32), TrainOptions(), 3)
+    cells = plan_cells(TASKS["parity"], ["gdn", "kda"], TaskSizes(12), ModelOptions(32), TrainOptions(), 3)
     assert [(c.rule, c.seed) for c in cells] == [(r, s) for r in ("gdn", "kda") for s in range(3)]
 
 
@@ -303,7 +303,7 @@ def test_batches_are_made_on_the_gpu_and_train_there(name):
 
 @pytest.mark.slow
 def test_overwriting_separates_adding_from_correcting():
-    sizes = Sizes(40, 4, 64, writes=3)
+    sizes = TaskSizes(40, 4, 64, writes=3)
     train = TrainOptions(steps=400, rows=64, lr=5e-3, test_rows=256)
     accuracy = {
         rule: train_cell(
@@ -319,7 +319,7 @@ def test_overwriting_separates_adding_from_correcting():
 def test_parity_needs_negative_eigenvalues():
     train = TrainOptions(steps=600, rows=32, eval_every=100, test_rows=256)
     accuracy = {
-        rule: train_cell(Cell("parity", rule, 0, Sizes(40), ModelOptions(64, 1), train), lambda line: None).accuracy
+        rule: train_cell(Cell("parity", rule, 0, TaskSizes(40), ModelOptions(64, 1), train), lambda line: None).accuracy
         for rule in ("deltanet", "deltanet-2")
     }
     assert accuracy["deltanet-2"] > 0.95

@@ -13,10 +13,10 @@ from lineate.tasks.progress import TRUST, Progress, RunCost, duration, estimate,
 from lineate.tasks.quick import QUICK
 from lineate.tasks.registry import TASKS
 from lineate.tasks.runner import Cell, TrainOptions, run_cells, train_cell
-from lineate.tasks.task import Sizes
+from lineate.tasks.task import TaskSizes
 
 TRAIN = TrainOptions(steps=4, rows=2, eval_every=2, test_rows=4, test_pairs=(2,), test_lengths=(16, 32))
-CELLS = [Cell("recall", rule, seed, Sizes(16, 2, 32), ModelOptions(16), TRAIN) for rule in "LG" for seed in (0, 1)]
+CELLS = [Cell("recall", rule, seed, TaskSizes(16, 2, 32), ModelOptions(16), TRAIN) for rule in "LG" for seed in (0, 1)]
 
 
 def run(*arguments):
@@ -30,7 +30,8 @@ def run(*arguments):
 @pytest.mark.parametrize("rule", [*(kind.letter for kind in kinds()), "KM", "mla", "KKKM"])
 def test_every_letter_of_a_pattern_trains(rule):
     result = train_cell(
-        Cell("recall", rule, 0, Sizes(16, 2, 32), ModelOptions(32, 4, 2), replace(TRAIN, steps=2)), lambda line: None
+        Cell("recall", rule, 0, TaskSizes(16, 2, 32), ModelOptions(32, 4, 2), replace(TRAIN, steps=2)),
+        lambda line: None,
     )
     assert 0 < result.history[-1][1] < 10 and result.steps == 2
 
