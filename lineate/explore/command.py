@@ -91,7 +91,7 @@ def run_picture(asked: PictureArguments) -> None:
         formats = _formats(asked.formats)
         if several and "tokens" in given:
             raise ValueError("--tokens has another range in every picture; name one picture, or leave it out")
-        options = [_options(each, given, several) for each in chosen]
+        options = [options_for(each, given, several) for each in chosen]
         if asked.source is not None and (given or several):
             wrong = "name one picture, not all" if several else f"leave out --{next(iter(given))}"
             raise ValueError(f"--from has the numbers of one picture: {wrong}")
@@ -133,7 +133,7 @@ def make(
     return paths if source is not None else [*paths, numbers_path]
 
 
-def _options(picture: "Picture", given: dict[str, Any], several: bool) -> "PictureOptions":
+def options_for(picture: "Picture", given: dict[str, Any], several: bool) -> "PictureOptions":
     """Return what the picture uses of what was given; one picture must use all of it, several may leave some out."""
     from lineate.explore.pictures import PictureOptions
 

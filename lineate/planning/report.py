@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lineate.layers import kind_of
+from lineate.layers import kind_of, kinds
 from lineate.planning.compute import FlopsPlan, plan_flops
 from lineate.planning.fit import first_smaller, largest_batch, longest_context
 from lineate.planning.hardware import HARDWARE, Hardware, time_bounds, training_bound
@@ -18,7 +18,6 @@ from lineate.planning.models import Model, variants
 from lineate.planning.teaching import differences, taught_heads, taught_variants, teaching_of
 
 PlanNumbers = dict[str, Any]
-CACHE_KINDS = {"keys and values": "keys_and_values_bytes", "latent": "latent_bytes"}
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,11 @@ def make_teaching_report(request: Request) -> PlanNumbers:
     }
 
 
+def cache_kinds() -> dict[str, str]:
+    """Return the key of each kind of cache that a mixer may have, such as "latent_bytes" for "latent"."""
+    return {kind.cache: f"{kind.cache.replace(' ', '_')}_bytes" for kind in kinds() if kind.cache}
+
+
 def middle(report: PlanNumbers) -> int:
     """Return the middle length, for tables with room for one."""
     contexts: list[int] = report["contexts_tokens"]
@@ -150,7 +154,7 @@ def _state(plan: MemoryPlan) -> PlanNumbers:
 def _at(plan: MemoryPlan, batch: int, tokens: int) -> PlanNumbers:
     return {
         "tokens": tokens,
-        **{key: plan.cache(batch, tokens, kind) for kind, key in CACHE_KINDS.items()},
+        **{key: plan.cache(batch, tokens, kind) for kind, key in cache_kinds().items()},
         "recurrent_bytes": batch * plan.memory,
         "convolution_bytes": batch * plan.conv,
         "state_bytes": plan.state(batch, tokens),

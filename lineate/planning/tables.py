@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from lineate.planning.report import CACHE_KINDS, PlanNumbers, middle
+from lineate.planning.report import PlanNumbers, cache_kinds, middle
 from lineate.planning.units import (
     show_bytes,
     show_count,
@@ -139,7 +139,7 @@ def sequences(batch: int) -> str:
 
 def context_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
     """Return bytes by kind against the length, without the kinds that the model lacks."""
-    names = {key: kind for kind, key in CACHE_KINDS.items()}
+    names = {key: kind for kind, key in cache_kinds().items()}
     names |= {"recurrent_bytes": "recurrent", "convolution_bytes": "convolution", "state_bytes": "all state"}
     names["total_bytes"] = "with weights"
     shown = [key for key in names if any(row[key] for row in report["against_context"])]

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from lineate import figures
 from lineate.cli import build_app
 from lineate.explore import attention, growth, small, state
-from lineate.explore.command import _options, make, read_text
+from lineate.explore.command import make, options_for, read_text
 from lineate.explore.memories import FIXED_SIZE
 from lineate.explore.pictures import MODULES, PictureOptions, find, load_numbers, save_numbers
 from lineate.explore.subject import open_subject, run_rule, trace
@@ -482,10 +482,10 @@ def test_bad_input_is_one_line_before_any_work(run, tmp_path, monkeypatch, check
 
 def test_all_pictures_take_a_text_and_a_layer():
     given = {"text": "some words", "layer": 2}
-    chosen = {name: _options(find(name), given, several=True) for name in MODULES}
+    chosen = {name: options_for(find(name), given, several=True) for name in MODULES}
     assert chosen["state"].layer == 2 and chosen["state"].text == "some words"
     assert chosen["growth"] == PictureOptions()  # of the rules, which read no text
-    assert _options(find("growth"), given | {"model": "tiny"}, several=True).text == "some words"
+    assert options_for(find("growth"), given | {"model": "tiny"}, several=True).text == "some words"
 
 
 def test_text_is_a_text_or_a_file(tmp_path):
