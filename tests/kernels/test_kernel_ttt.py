@@ -133,7 +133,7 @@ def errors(found: Inputs, expected: Inputs) -> dict[str, float]:
 
 def check(named: Inputs, options: dict[str, object], path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     """Within 2 x the error of the loop in float32, and the rounding of sums of n terms, tokens, then channels: sqrt(n),
-    or, of results of only a few numbers, which have no average, n; natively also 2^-20, as in test_kernel_layers.py.
+    or, of results of only a few numbers, which have no average, n; natively also 2^-20, as in layer_kernels.py.
     """
     single = {name: x if name == "position" else x.float() for name, x in named.items()}
     found = run(single, options, torch.float32, path)

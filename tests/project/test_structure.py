@@ -124,6 +124,7 @@ EXEMPT: dict[str, set[str]] = {
         "lineate.training.tokens.permutation",
     },
     "tests": set(),
+    "test imports": set(),
 }
 
 
@@ -259,6 +260,16 @@ def long_tests() -> set[str]:
     return {x.name for x in files if len(x.read_text().splitlines()) > MOST_TEST_LINES}
 
 
+def imports_between_tests() -> set[str]:
+    """Test files that import another: what they share belongs into tests/support."""
+    found = set()
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("test_", "conftest")):
+                found.add(f"{file.name}: {node.module}")
+    return found
+
+
 CHECKS = {
     "circles": circles,
     "direction": wrong_directions,
@@ -266,6 +277,7 @@ CHECKS = {
     "parameters": long_signatures,
     "docstrings": docstrings_without_a_verb,
     "tests": long_tests,
+    "test imports": imports_between_tests,
 }
 
 
