@@ -27,44 +27,6 @@ PACKAGES = (
 PAGES = sorted((ROOT / "docs/reference").glob("*.md"))
 SHOWN = [name for page in PAGES for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)]
 
-MISSING = frozenset(
-    """
-    lineate.Attended lineate.attention_matrix lineate.decode lineate.delta_rule lineate.explain
-    lineate.fused_delta_rule lineate.gated_delta_rule lineate.gated_linear_attention lineate.kimi_delta_attention
-    lineate.linear_attention lineate.softmax_attention lineate.generation.GraphedDecoder lineate.generation.choose
-    lineate.generation.generate lineate.generation.stream_text lineate.integrations.auto.LineateConfig
-    lineate.integrations.auto.LineateCache lineate.integrations.auto.LineateForCausalLM
-    lineate.integrations.transformers.Report lineate.layers.LinearAttention lineate.layers.GatedLinearAttention
-    lineate.layers.DeltaNet lineate.layers.GatedDeltaNet lineate.layers.KimiDeltaAttention
-    lineate.layers.LinearMixer lineate.layers.LeastSquares lineate.layers.TTTLinear lineate.layers.TTTMLP
-    lineate.layers.Titans lineate.layers.LaCT lineate.layers.GatedAttention lineate.layers.LatentAttention
-    lineate.layers.SwiGLU lineate.layers.MixtureOfExperts lineate.layers.ShortConvolution
-    lineate.layers.short_convolution lineate.layers.RMSNorm lineate.layers.GatedRMSNorm lineate.layers.Memory
-    lineate.layers.TokenCache lineate.layers.TensorSpec lineate.memory.MemoryRule lineate.memory.run_reference
-    lineate.memory.run_head lineate.memory.least_squares lineate.memory.Model lineate.memory.normed
-    lineate.memory.deep lineate.memory.correlation lineate.memory.squared_error lineate.memory.reconstruction
-    lineate.models.HybridLM lineate.models.HybridConfig lineate.models.LMOutput lineate.models.ModelState
-    lineate.models.LinearConfig lineate.models.MemoryConfig lineate.models.AttentionConfig
-    lineate.models.LatentConfig lineate.models.FeedConfig lineate.models.ExpertsConfig lineate.models.preset
-    lineate.planning.Bound lineate.planning.FlopsPlan lineate.planning.Hardware lineate.planning.LayerFlops
-    lineate.planning.LayerMemory lineate.planning.MemoryPlan lineate.planning.Model lineate.planning.Moved
-    lineate.planning.TrainingMemory lineate.planning.crossover lineate.planning.decode_bytes
-    lineate.planning.differences lineate.planning.find_hardware lineate.planning.from_numbers
-    lineate.planning.largest_batch lineate.planning.longest_context lineate.planning.make_hardware
-    lineate.planning.plan_flops lineate.planning.plan_training lineate.planning.prefill_bytes
-    lineate.planning.read_model lineate.planning.teaching lineate.planning.teaching_of lineate.planning.several
-    lineate.planning.time_bounds lineate.planning.variants lineate.tasks.model.ModelOptions
-    lineate.tasks.model.make_config lineate.tasks.runner.TrainOptions lineate.tasks.runner.plan_cells
-    lineate.tasks.runner.run_cells lineate.tasks.task.Task lineate.training.context.context_parallel
-    lineate.training.distributed.World lineate.training.optim.Muon lineate.training.optim.make_optimizer
-    lineate.training.prepare.prepare lineate.training.prepare.train lineate.training.sharded.full_state
-    lineate.training.sharded.load_distributed lineate.training.sharded.save_distributed
-    lineate.training.tokenizer.load_tokenizer lineate.training.tokenizer.make_tokenizer
-    """.split()  # noqa: SIM905
-)
-"""Names whose arguments are not documented yet; none may be added."""
-
-
 SAME_FIELDS = {"lineate.integrations.auto.LineateConfig": "lineate.models.HybridConfig"}
 """Classes whose docstring refers to the fields of another one."""
 
@@ -164,10 +126,9 @@ def test_arguments_are_documented(shown):
         taken, documented = arguments(thing)
         if name in SAME_FIELDS:
             documented |= arguments(find(SAME_FIELDS[name]))[1]
-        if name not in MISSING:
-            assert sorted(taken - documented) == [], f"{name}: arguments without a word in Args:"
-            if not inspect.isclass(thing):
-                assert sorted(documented - taken) == [], f"{name}: words about arguments that it does not take"
+        assert sorted(taken - documented) == [], f"{name}: arguments without a word in Args:"
+        if not inspect.isclass(thing):
+            assert sorted(documented - taken) == [], f"{name}: words about arguments that it does not take"
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "docs").rglob("*.md")), ids=lambda file: file.name)

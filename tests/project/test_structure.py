@@ -1,6 +1,6 @@
 """The tree of lineate as DESIGN section 5 has it: imports go one way, files and signatures stay small.
 
-Everything is read from the source, lazy imports included. EXEMPT names what is not so yet.
+Everything is read from the source, lazy imports included.
 """
 
 import ast
@@ -29,103 +29,6 @@ LEVELS = (
 )
 # Neighbours that do not import each other: (importer, imported).
 STRANGERS = {("forms", "kernels"), ("kernels", "forms"), ("planning", "explore"), ("tasks", "explore")}
-
-# What is not so yet.
-EXEMPT: dict[str, set[str]] = {
-    "circles": {
-        "lineate.memory.titans lineate.memory.titans_scan",
-        "lineate.memory.ttt lineate.memory.ttt_scan",
-        "lineate.models.families lineate.models.hybrid",
-        "lineate.training.compiling lineate.training.diagnosis lineate.training.loop",
-    },
-    "direction": {
-        "lineate.kernels.memories.lact -> lineate.memory.lact_steps",
-        "lineate.kernels.memories.lact -> lineate.memory.parts",
-        "lineate.planning.command -> lineate.explore.style",
-        "lineate.planning.plots -> lineate.explore.style",
-    },
-    "lines": {
-        "lineate.kernels.hopper.channel",
-        "lineate.kernels.hopper.channel_gradients",
-        "lineate.kernels.hopper.gradients",
-        "lineate.kernels.hopper.walk",
-        "lineate.kernels.layers.rows",
-        "lineate.kernels.pipeline",
-    },
-    "parameters": {
-        "lineate.chunk_op.__call__",
-        "lineate.chunk_op.chunkwise",
-        "lineate.decoding._check_and_choose",
-        "lineate.decoding._decode_torch",
-        "lineate.dispatch.check_and_resolve",
-        "lineate.dispatch.resolve",
-        "lineate.kernels.hopper.added.added_gradients_hopper",
-        "lineate.kernels.hopper.channel.channel_scores_hopper",
-        "lineate.kernels.hopper.channel_gradients.channel_gradients_hopper",
-        "lineate.kernels.hopper.gradients.head_gradients_hopper",
-        "lineate.kernels.hopper.scores.head_scores_hopper",
-        "lineate.kernels.hopper.walk.forward_state_hopper",
-        "lineate.kernels.hopper.walk_backward.backward_state_hopper",
-        "lineate.kernels.memories.titans.fill_adjoints",
-        "lineate.kernels.memories.ttt.adjoints",
-        "lineate.kernels.ops.chunkwise",
-        "lineate.layers.linear.delta_from_raw_gates",
-        "lineate.memory.ttt._dual",
-        "lineate.ops._attend",
-        "lineate.ops._attend_triton",
-    },
-    "docstrings": {
-        "lineate.checks.check_position",
-        "lineate.explore.load.nbytes",
-        "lineate.explore.subject._tokenizer",
-        "lineate.kernels.call.precision",
-        "lineate.kernels.call.products",
-        "lineate.kernels.hopper.scores._pick",
-        "lineate.kernels.hopper.walk_backward._other_places",
-        "lineate.kernels.layers.rows._state_gradient",
-        "lineate.kernels.memories.tiles.options",
-        "lineate.layers.state.join_lengths",
-        "lineate.layers.ttt.shapes",
-        "lineate.memory.lact_steps.unit",
-        "lineate.memory.reference.gradient",
-        "lineate.memory.titans_scan._walk",
-        "lineate.memory.ttt.Gradients",
-        "lineate.models.inspect._state_bytes",
-        "lineate.models.inspect.idle_parameters",
-        "lineate.models.inspect.state_bytes",
-        "lineate.models.loss.check_targets",
-        "lineate.models.loss.most_bytes",
-        "lineate.models.saving._shadowed",
-        "lineate.native.layers._strides",
-        "lineate.planning.activations.saved_by",
-        "lineate.planning.activations.saved_bytes",
-        "lineate.planning.compute._columns",
-        "lineate.planning.compute.decode",
-        "lineate.planning.compute.decode_bytes",
-        "lineate.planning.compute.forward",
-        "lineate.planning.compute.prefill_bytes",
-        "lineate.planning.compute.rule_flops",
-        "lineate.planning.hardware.time_bounds",
-        "lineate.planning.hardware.training_bound",
-        "lineate.planning.learning._least",
-        "lineate.planning.learning.learned",
-        "lineate.planning.learning.learned_one",
-        "lineate.planning.learning.matrices",
-        "lineate.planning.memory.cache",
-        "lineate.planning.memory.nbytes",
-        "lineate.planning.memory.state",
-        "lineate.planning.memory.weight_bytes",
-        "lineate.planning.units.read_counts",
-        "lineate.tasks.runner.learning_rate",
-        "lineate.training.config.learning_rate",
-        "lineate.training.loop.gradients",
-        "lineate.training.prepare._tokenizer",
-        "lineate.training.tokens.locate",
-        "lineate.training.tokens.permutation",
-    },
-    "tests": set(),
-    "test imports": set(),
-}
 
 
 @cache
@@ -285,4 +188,4 @@ CHECKS = {
 def test_structure(what):
     found = CHECKS[what]()
     print(what, *sorted(found), sep="\n")  # seen with -s, and where the test fails
-    assert sorted(found - EXEMPT.get(what, set())) == []
+    assert sorted(found) == []
