@@ -87,13 +87,13 @@ def decode(
         The output `b t hv v`, in the dtype of v.
     """
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
-    request = _Request(scale, normalize_qk, raw_gates, beta_scale, backend)
+    request = (scale, normalize_qk, raw_gates, beta_scale, backend)
     signature = call_signature((*inputs, slots, start_slots), request)
     if signature is not None:
         signature = None if state is None else (*signature, state.stride())
     known = None if signature is None else _KNOWN.get(signature)
     if known is None:
-        known = _check_and_choose(inputs, slots, start_slots, request)
+        known = _check_and_choose(inputs, slots, start_slots, _Request(*request))
         if signature is not None and len(_KNOWN) < KNOWN_AT_MOST:
             _KNOWN[signature] = known
     chosen, options = known
@@ -131,21 +131,15 @@ def _decode(
     checks.check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
     if state._is_zerotensor():
         raise ValueError("state must have memory to write into, got a zero tensor; start from torch.zeros")
-    raw_gates, beta_scale, normalize_qk = options.raw_gates, options.beta_scale, options.normalize_qk
-    if not raw_gates:
+    if not options.raw_gates:
         checks.check_decay(log_decay)
     if backend == "torch":
         with full_precision(q):
-            dtype = compute_dtype(v.dtype)
-            if raw_gates:
-                log_decay, beta = activate(log_decay, beta, A_log, dt_bias, beta_scale, dtype)
-            log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
-            watch_writes(k, beta, normalize_qk)  # before the state is written
-            inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
             return _decode_torch(inputs, slots, start_slots, options)
     from lineate.kernels import pipeline  # triton, at its first use
     from lineate.kernels.stages import Slots
 
+    raw_gates, beta_scale, normalize_qk = options.raw_gates, options.beta_scale, options.normalize_qk
     if q.device.type == "cpu":  # the interpreter
         rate = activate(None, beta, None, None, beta_scale)[1] if raw_gates else beta
         watch_writes(k, rate, normalize_qk)
@@ -194,10 +188,14 @@ def _decode_torch(
     inputs: Inputs, slots: Tensor | None, start_slots: Tensor | None, options: Options
 ) -> Tensor:  # fmt: skip
     """Run rule.step token by token, for all rows at once or for one packed sequence after the other."""
-    q, k, v, log_decay, beta, state, cu_seqlens = inputs[:7]
+    q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     assert state is not None
     t, group = q.shape[1], v.shape[2] // q.shape[2]
     dtype = compute_dtype(v.dtype)
+    if options.raw_gates:
+        log_decay, beta = activate(log_decay, beta, A_log, dt_bias, options.beta_scale, dtype)
+    log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
+    watch_writes(k, beta, options.normalize_qk)  # before the state is written
     q, k = q.to(dtype), k.to(dtype)
     if options.normalize_qk:
         q, k = normalize(q), normalize(k)

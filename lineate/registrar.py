@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from lineate.tracing import PLAIN, in_memory, recorded, transformed
+from lineate.tracing import PLAIN, in_memory, needs_grad, recorded
 
 Run = Callable[..., Any]
+_transforms_are_active = torch._C._are_functorch_transforms_active
 
 
 def register_op(
@@ -61,21 +63,24 @@ def register_op(
     direct = _make_function(forward, backward, backward_op, save, differentiate, hidden)
 
     def call(*inputs: Any) -> Any:
-        eager, wanted, virtual = not (recorded() or transformed()), False, False
-        for x in inputs[:tensors]:  # one loop: a layer calls this for every token of decoding
+        # Decoding calls this for every token of a layer: transformed() is written out, and one loop looks at tensors.
+        if recorded() or _transforms_are_active() or forward_ad._current_level >= 0:
+            return call_op(*inputs)
+        wanted = virtual = False
+        for x in inputs[:tensors]:
             if x is not None:
-                wanted = wanted or x.requires_grad
                 if type(x) not in PLAIN:
-                    eager = False
-                virtual = virtual or (eager and (x.is_neg() or x._is_zerotensor()))
-        wanted = wanted and torch.is_grad_enabled()
-        if keeps:
-            inputs = (*inputs, wanted)
-        if not eager:
-            return forward_op(*inputs)
+                    return call_op(*inputs)
+                wanted = wanted or x.requires_grad
+                virtual = virtual or x.is_neg() or x._is_zerotensor()
         if virtual:
             inputs = (*in_memory(inputs[:tensors]), *inputs[tensors:])
-        return direct(*inputs) if wanted else forward(*inputs)
+        wanted = wanted and torch.is_grad_enabled()
+        run = direct if wanted else forward
+        return run(*inputs, wanted) if keeps else run(*inputs)
+
+    def call_op(*inputs: Any) -> Any:
+        return forward_op(*inputs, needs_grad(*inputs[:tensors])) if keeps else forward_op(*inputs)
 
     return call
 
