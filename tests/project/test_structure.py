@@ -20,7 +20,7 @@ MOST_PARAMETERS = 10
 LEVELS = (
     ("cli",),
     ("serving", "explore", "tasks", "planning", "training", "learn"),
-    ("generation", "integrations"),
+    ("generation", "integrations", "figures"),
     ("models",),
     ("layers",),
     ("memory",),
@@ -116,7 +116,8 @@ def public_names() -> set[str]:
 def registered(module: str) -> set[str]:
     """Functions that are handed to torch.library, or to a function of ours that does so."""
     calls = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
-    given = (x for node in calls if ast.unparse(node.func).split(".")[-1].startswith(REGISTRARS) for x in node.args)
+    calls = (node for node in calls if ast.unparse(node.func).split(".")[-1].startswith(REGISTRARS))
+    given = (x for node in calls for x in (*node.args, *(keyword.value for keyword in node.keywords)))
     return {x.id for x in given if isinstance(x, ast.Name)}
 
 
