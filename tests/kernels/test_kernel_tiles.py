@@ -16,7 +16,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.mark.parametrize("groups", [1, 3, 16, 33, 67, 132, 1000])
 @pytest.mark.parametrize(("width", "tile"), [(7, 64), (24, 16), (128, 64), (200, 32), (256, 64), (1000, 64)])
 def test_every_row_has_one_program(groups, width, tile, monkeypatch):
-    monkeypatch.setattr(tiles, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
     sharing = tiles.share(groups, width, tile, CUDA)
     assert sharing.parts == 1 or groups * sharing.parts <= 132, "they would wait for each other, and not all run"
     assert sharing.parts * sharing.slice >= width

@@ -5,7 +5,6 @@ added up. Program p of PARTS stores its summand, waits until all have stored the
 launch_cooperative_grid sees to), and adds all of them in the order of p: the group agrees to the bit.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lineate.kernels.launching import ceil_div, next_power
+from lineate.kernels.launching import ceil_div, multiprocessors, next_power
 
 PRECISION = tl.constexpr("ieee")
 """The precision of all products; "tf32x3" gives the same float32 results on tensor cores."""
@@ -118,7 +117,7 @@ def share(groups: int, width: int, tile: int, device: torch.device) -> Sharing:
 
     A group gets as many programs as the GPU runs at one time, and one program where there is no GPU.
     """
-    most = min(ceil_div(width, NARROWEST), _multiprocessors(device) // groups) if device.type == "cuda" else 1
+    most = min(ceil_div(width, NARROWEST), multiprocessors(device) // groups) if device.type == "cuda" else 1
     return divided(width, tile, 1 << (max(most, 1).bit_length() - 1))
 
 
@@ -127,12 +126,6 @@ def divided(width: int, tile: int, parts: int) -> Sharing:
     own = ceil_div(width, parts)
     tile = min(tile_size(own), tile)
     return Sharing(parts, ceil_div(own, tile) * tile, tile)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 def tile_size(n: int) -> int:
