@@ -52,6 +52,7 @@ class MemoryModel:
     learned: tuple[str, ...]
     """The names of the weights that are learned."""
     apply: Callable[[NamedWeights, Tensor], Tensor]
+    """(weights, x) -> the output of the network for x."""
 
     def __post_init__(self) -> None:
         check_name(self.name)

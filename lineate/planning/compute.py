@@ -25,7 +25,9 @@ class LayerFlops:
     """Operations of one layer; those of its mixer are told by its row in the registry, or measured."""
 
     config: HybridConfig
+    """The model's configuration."""
     index: int
+    """Which layer it is, from 0."""
     projections: int
     """Operations of the mixer's projections, per token; latent attention makes keys and values as it mixes."""
     feed: int
@@ -67,7 +69,9 @@ class FlopsPlan:
     """Operations of a model. Every method takes a convention, "executed" or "least"."""
 
     model: Model
+    """The model that is planned."""
     layers: tuple[LayerFlops, ...]
+    """Operations of each layer."""
     head: int
     """Operations per token whose logits are wanted."""
 
@@ -95,7 +99,11 @@ class FlopsPlan:
 
 
 def plan_flops(model: Model) -> FlopsPlan:
-    """Return the operations of a model's layers and head."""
+    """Return the operations of a model's layers and head.
+
+    Args:
+        model: The model to plan.
+    """
     c = model.config
     layers = tuple(LayerFlops(c, i, _projections(c, c.letters[i]), _feed(c, i)) for i in range(c.n_layers))
     return FlopsPlan(model, layers, 2 * c.hidden_size * c.vocab_size)
@@ -113,6 +121,7 @@ class Moved:
     """Bytes that must come from or go to memory at least."""
 
     weights: int
+    """Weights that the tokens are multiplied with, each read once."""
     state: int
     """Recurrent states are read and written when decoding, convolution states read; both are written by a prefill."""
     cache: int
@@ -126,7 +135,11 @@ class Moved:
 def decode_bytes(plan: MemoryPlan, batch: int, context: int, routing: str = "least") -> Moved:
     """Return the bytes of a step of one token in each of batch rows after context tokens.
 
-    routing: the experts that a batch touches. "least": all rows go to the same; "expected": each chooses at random.
+    Args:
+        plan: The memory of the model.
+        batch: Sequences at a time.
+        context: Tokens before this one.
+        routing: The experts that a batch touches. "least": all rows go to the same; "expected": each chooses at random.
     """
     weights = touched_weights(plan, batch, routing) + batch * _embedding_row(plan)
     state = batch * sum((1 if kind_of(x.letter).learns else 2) * x.memory + x.conv for x in plan.layers)
@@ -134,7 +147,14 @@ def decode_bytes(plan: MemoryPlan, batch: int, context: int, routing: str = "lea
 
 
 def prefill_bytes(plan: MemoryPlan, batch: int, tokens: int, routing: str = "least") -> Moved:
-    """Return the bytes of batch sequences of so many tokens: weights once, and the state they leave."""
+    """Return the bytes of batch sequences of so many tokens: weights once, and the state they leave.
+
+    Args:
+        plan: The memory of the model.
+        batch: Sequences at a time.
+        tokens: Tokens of each sequence.
+        routing: The experts that the tokens touch, as for decode_bytes.
+    """
     _check(CONVENTIONS[0], tokens=tokens)
     weights = touched_weights(plan, batch * tokens, routing)
     return Moved(weights, batch * (plan.memory + plan.conv), plan.cache(batch, tokens))

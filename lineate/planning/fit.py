@@ -9,6 +9,11 @@ def longest_context(plan: MemoryPlan, memory_bytes: int, batch: int = 1) -> int 
 
     plan.total(batch, n) <= memory_bytes < plan.total(batch, n + 1). The result is None if nothing grows, so that any
     length fits, and 0 if weights and fixed state leave no room for a token, or do not fit themselves.
+
+    Args:
+        plan: The memory of the model.
+        memory_bytes: Bytes that there are for weights and state.
+        batch: Sequences at a time.
     """
     check_size("memory_bytes", memory_bytes)
     check_size("batch", batch)
@@ -22,6 +27,11 @@ def largest_batch(plan: MemoryPlan, memory_bytes: int, tokens: int) -> int:
     """Return the most sequences n of so many tokens that fit.
 
     plan.total(n, tokens) <= memory_bytes < plan.total(n + 1, tokens).
+
+    Args:
+        plan: The memory of the model.
+        memory_bytes: Bytes that there are for weights and state.
+        tokens: Tokens of each sequence.
     """
     check_size("memory_bytes", memory_bytes)
     check_size("tokens", tokens)
@@ -34,6 +44,12 @@ def crossover(
     """Return the first length at which a linear layer's fixed state has fewer bytes than a full layer's cache.
 
     The layers are the model's own; if it has none of a kind, that of variants() is taken.
+
+    Args:
+        model: The model.
+        state_dtype: Dtype of the recurrent state.
+        conv_dtype: Dtype of the convolution state; None is the model's.
+        cache_dtype: Dtype of the cache; None is the model's.
     """
     made, dtypes = variants(model), (state_dtype, conv_dtype, cache_dtype)
     linear, full = (plan_memory(made[name], *dtypes).layers[0] for name in ("linear only", "softmax only"))

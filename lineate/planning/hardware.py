@@ -14,7 +14,9 @@ class Hardware:
     """What a machine can do at most, by its vendor's figures for dense products."""
 
     name: str
+    """Its name in tables."""
     memory_bytes: int
+    """Bytes of its memory."""
     bandwidth: float
     """Bytes a second between the memory and the chip."""
     matrix_rate: dict[str, float] = field(hash=False)
@@ -22,6 +24,7 @@ class Hardware:
     cache_bytes: int = 0
     """Bytes of cache on the chip; so much may stay there between steps and is not counted as moved."""
     notes: str = ""
+    """What its numbers depend on, such as the kind of memory and the power."""
 
     def rate(self, dtype: torch.dtype) -> float:
         """Return the rate of a dtype, or that of the next wider one that has a rate."""
@@ -68,7 +71,11 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return a machine by its short or full name, whatever its case and spaces."""
+    """Return a machine by its short or full name, whatever its case and spaces.
+
+    Args:
+        name: A key of HARDWARE, such as "h200", or the name of one of its machines.
+    """
     wanted = _plain(name)
     for short, found in HARDWARE.items():
         if wanted in (short, _plain(found.name)):
@@ -79,7 +86,14 @@ def find_hardware(name: str) -> Hardware:
 
 
 def make_hardware(memory_bytes: int, bandwidth: float, flops: float, name: str = "given numbers") -> Hardware:
-    """Return a machine of a user's own numbers: bytes, bytes a second, operations a second in the model's dtype."""
+    """Return a machine of a user's own numbers: bytes, bytes a second, operations a second in the model's dtype.
+
+    Args:
+        memory_bytes: Bytes of its memory.
+        bandwidth: Bytes a second between the memory and the chip.
+        flops: Operations a second; a multiply-add counts as 2.
+        name: Its name in tables.
+    """
     for what, value in (("memory", memory_bytes), ("bandwidth", bandwidth), ("flops", flops)):
         if not value > 0:
             raise ValueError(f"{what} must be above 0, got {value}")
@@ -87,7 +101,12 @@ def make_hardware(memory_bytes: int, bandwidth: float, flops: float, name: str =
 
 
 def several(hardware: Hardware, devices: int) -> Hardware:
-    """Return several machines as if they were one: the model is spread evenly, and communication takes no time."""
+    """Return several machines as if they were one: the model is spread evenly, and communication takes no time.
+
+    Args:
+        hardware: One of the machines.
+        devices: How many there are.
+    """
     check_size("devices", devices)
     if devices == 1:
         return hardware
@@ -108,10 +127,13 @@ class Bound:
     what: str
     """"prefill", "decode", "decode, experts at random" or "training step"."""
     seconds: float
+    """The least time."""
     limit: str
     """What binds: "memory bandwidth" or "matrix rate"."""
     detail: str
+    """Both times, with operations and bytes, in words."""
     flops: int
+    """Least operations; a multiply-add counts as 2."""
     moved: int
     """Bytes that must be moved, without what may stay in the chip's cache."""
 
@@ -134,6 +156,14 @@ def time_bounds(
     at the peak bandwidth, whichever takes longer, although a program needs both, and launches, too. All tokens of a
     batch are taken to go to the same experts; "decode, experts at random" is what to expect if each chooses at random.
     Training has bfloat16 products where the machine has them, and weights and optimiser in float32.
+
+    Args:
+        model: The model, or the plan of its memory, which has the dtypes of its state.
+        hardware: The machine.
+        batch: Sequences at a time.
+        tokens: Tokens of a sequence: those of the prefill, those before the decoded token, and those of a training
+            sequence.
+        optimizer: "adamw" or "muon".
     """
     for name, value in (("batch", batch), ("tokens", tokens)):
         check_size(name, value)

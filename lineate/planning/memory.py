@@ -28,7 +28,9 @@ class LayerMemory:
     """Bytes of one layer; all but the weights for one sequence."""
 
     index: int
+    """Which layer it is, from 0."""
     letter: str
+    """The letter of its mixer."""
     rule: str
     """Its rule in words."""
     weights: int
@@ -40,6 +42,7 @@ class LayerMemory:
     conv: int
     """Last inputs of the short convolution."""
     cache_per_token: int
+    """Bytes by which the cache grows with each token; 0 where nothing grows."""
     cache: str
     """"keys and values", "latent", or "" where nothing grows."""
 
@@ -53,19 +56,25 @@ class MemoryPlan:
     """Bytes of a model; memory, conv and cache_per_token for one sequence."""
 
     model: Model
+    """The model that is planned."""
     layers: tuple[LayerMemory, ...]
+    """Bytes of each layer."""
     embedding: int
+    """Bytes of the embedding."""
     head: int
-    """0 if it is the embedding (tied)."""
+    """Bytes of the head; 0 if it is the embedding (tied)."""
     norm: int
-    """The one before the head; the others are in their layers."""
+    """Bytes of the norm before the head; the other norms are in their layers."""
     parameters: int
     """How many, not bytes; a tied embedding once."""
     active_parameters: int
     """How many one token is multiplied with: of the experts, only those it goes to."""
     state_dtype: torch.dtype
+    """Dtype of the recurrent state."""
     conv_dtype: torch.dtype
+    """Dtype of the convolution state."""
     cache_dtype: torch.dtype
+    """Dtype of the cache."""
 
     @property
     def weights(self) -> int:
@@ -104,9 +113,14 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the bytes of a model, equal to what HybridLM.from_pretrained and a forward pass allocate.
 
-    state_dtype: of the recurrent state, which is float32 here whatever the model's dtype. conv_dtype and cache_dtype
-    None: the model's. A serving engine may keep them otherwise: with conv_dtype="float32" the convolution state is that
-    which servers are seen to log. Of a cache, the tokens in it are counted, not the room that a buffer has for more.
+    A serving engine may keep its state in other dtypes: with conv_dtype="float32" the convolution state is that which
+    servers are seen to log. Of a cache, the tokens in it are counted, not the room that a buffer has for more.
+
+    Args:
+        model: The model to plan.
+        state_dtype: Dtype of the recurrent state, which lineate keeps in float32 whatever the model's dtype is.
+        conv_dtype: Dtype of the convolution state; None is the model's.
+        cache_dtype: Dtype of the cache; None is the model's.
     """
     dtypes = _Dtypes(
         dtype_of(state_dtype, "state_dtype"),
@@ -184,8 +198,11 @@ class TrainingMemory:
     """Bytes of one step of training on one device."""
 
     parameters: int
+    """Parameters and buffers, in float32."""
     gradients: int
+    """Gradients, in float32."""
     optimizer: int
+    """What the optimiser keeps of each parameter, in float32."""
     casts: int
     """Copies of the weights in bfloat16 that autocast keeps until the backward; with recomputation, until it ends."""
     activations: int
@@ -207,9 +224,14 @@ def plan_training(
 ) -> TrainingMemory:
     """Return the bytes of a step on so many tokens (batch times length).
 
-    Parameters, gradients and optimiser are float32, as `lineate train` has them; dtype "bfloat16": products under
-    autocast. optimizer: "adamw" keeps two numbers a parameter, "muon" one for the matrices inside the blocks.
-    Activations are counted in planning/activations.py: the tensors that autograd saves, each storage once.
+    Parameters, gradients and optimiser are float32, as `lineate train` has them. Activations are counted in
+    planning/activations.py: the tensors that autograd saves, each storage once.
+
+    Args:
+        model: The model to train.
+        tokens_per_step: Tokens of a step.
+        dtype: "float32", or "bfloat16" for products under autocast.
+        optimizer: "adamw" keeps two numbers a parameter, "muon" one for the matrices inside the blocks.
     """
     check_size("tokens_per_step", tokens_per_step)
     dtype = full_name(dtype)

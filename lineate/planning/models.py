@@ -47,7 +47,9 @@ class Model:
     """A model to plan."""
 
     name: str
+    """Its name in tables."""
     config: HybridConfig
+    """Its sizes."""
     dtype: torch.dtype
     """The dtype of weights, cache and convolution state."""
     origin: str
@@ -71,13 +73,16 @@ def check_size(name: str, value: int, smallest: int = 1) -> None:
 
 
 def read_model(source: str | Path | HybridConfig, dtype: str | None = None, pattern: str | None = None) -> Model:
-    """A preset's name, a checkpoint's folder (only headers are read), a folder with config.json alone, a config.json
-    of ours, of a family of lineate.models.families or of a model with plain softmax attention, a name on the hub (its
-    config alone is fetched), or a HybridConfig.
+    """Read the sizes and the dtype of a model that is to be planned; no weights are read.
 
-    dtype None: as stored, else as config.json says; bfloat16 for published presets, float32 for sizes to train.
-    A quantised model needs one; it is planned as if all its weights were in it.
-    pattern: other mixers for its layers, at its sizes; a part that they need and it has not is derived (variants).
+    Args:
+        source: A preset's name; a checkpoint's folder (only headers are read) or a folder with config.json alone; a
+            config.json of ours, of a family of lineate.models.families or of a model with plain softmax attention; a
+            name on the hub (its config alone is fetched); or a HybridConfig.
+        dtype: Dtype of the weights. None: as stored, else as config.json says; bfloat16 for published presets, float32
+            for sizes to train. A quantised model needs one; it is planned as if all its weights were in it.
+        pattern: Other mixers for its layers, at its sizes; a part that they need and it has not is derived (variants).
+            None keeps its own.
 
     >>> read_model("qwen3-next-80b"), read_model("small", pattern="KKKM"), read_model("config.json", dtype="fp8")
     """
@@ -130,11 +135,23 @@ def from_numbers(
     conv_size: int = 4,
     tie_embeddings: bool = False,
 ) -> Model:
-    """Make a model of the few numbers that estimators ask for, completed as follows.
+    """Make a model of the few numbers that estimators ask for.
 
-    head_dim emb_dim / n_heads; kv_heads n_heads; vocab_size 32768; feed_size 8/3 emb_dim, up to the next multiple of
-    64; linear layers have n_heads heads of head_dim channels for keys and for values; a latent (M) has emb_dim / 4
+    Linear layers have n_heads heads of head_dim channels for keys and for values; a latent (M) has emb_dim / 4
     channels, at least 64, and head_dim / 2 more that carry positions.
+
+    Args:
+        emb_dim: Channels of a token.
+        n_heads: Heads of every mixer.
+        n_layers: Layers.
+        dtype: Dtype of the weights.
+        kv_heads: Heads of keys and values of softmax attention; None is n_heads.
+        head_dim: Channels of a head; None is emb_dim / n_heads.
+        vocab_size: Tokens of the vocabulary; None is 32768.
+        feed_size: Hidden channels of the feed-forward; None is 8/3 emb_dim, up to the next multiple of 64.
+        pattern: Letters of the mixers, repeated over the layers.
+        conv_size: Tokens that the short convolution of linear layers sees; 0: no convolution.
+        tie_embeddings: Whether the head is the embedding.
     """
     given = {"emb_dim": emb_dim, "n_heads": n_heads, "n_layers": n_layers, "kv_heads": kv_heads, "head_dim": head_dim}
     given |= {"vocab_size": vocab_size, "feed_size": feed_size}
@@ -165,6 +182,9 @@ def variants(model: Model) -> dict[str, Model]:
 
     Letters are the first of each kind in the model's pattern, else G and A. A part that the model has not is derived:
     attention with the value heads of its linear layers, or linear layers with the heads of its attention.
+
+    Args:
+        model: The model whose sizes are taken.
     """
     config = model.config
     full = next((letter for letter in config.letters if kind_of(letter).grows), "A")

@@ -28,6 +28,15 @@ def teaching(
     """Return bytes by the three formulas: "full attention", "DeltaNet", "3:1" (or another ratio).
 
     Whole numbers are ints.
+
+    Args:
+        emb_dim: Channels of a token.
+        n_heads: Heads of every layer, of emb_dim // n_heads channels.
+        n_layers: Layers of all kinds.
+        tokens: Tokens of each sequence.
+        batch: Sequences at a time.
+        dtype: Dtype of the cache and of the state.
+        ratio: How many layers of DeltaNet come to how many of full attention.
     """
     sizes = {"emb_dim": emb_dim, "n_heads": n_heads, "n_layers": n_layers, "batch": batch}
     sizes |= {"ratio[0]": ratio[0], "ratio[1]": ratio[1]}
@@ -47,6 +56,11 @@ def teaching_of(model: Model, tokens: int, batch: int = 1) -> dict[str, float]:
     """Return the same for a model, by its hidden size, heads, dtype and the ratio of its pattern.
 
     The heads are those of its attention, else of its linear layers.
+
+    Args:
+        model: The model.
+        tokens: Tokens of each sequence.
+        batch: Sequences at a time.
     """
     c = model.config
     return teaching(c.hidden_size, taught_heads(model), c.n_layers, tokens, batch, model.dtype_name, mixed_ratio(c))
@@ -74,7 +88,15 @@ def differences(
     model: Model, tokens: int = 32768, state_dtype: str = "float32", conv_dtype: str | None = None,
     cache_dtype: str | None = None,
 ) -> list[str]:  # fmt: skip
-    """Say how exact bytes differ from the formulas, and why: one sentence each, with the numbers of this model."""
+    """Say how exact bytes differ from the formulas, and why: one sentence each, with the numbers of this model.
+
+    Args:
+        model: The model.
+        tokens: Tokens of the sequence that the totals are of.
+        state_dtype: Dtype of the recurrent state.
+        conv_dtype: Dtype of the convolution state; None is the model's.
+        cache_dtype: Dtype of the cache; None is the model's.
+    """
     dtypes = state_dtype, conv_dtype, cache_dtype
     made = {name: plan_memory(variant, *dtypes) for name, variant in taught_variants(model).items()}
     linear, full = made["linear only"].layers[0], made["softmax only"].layers[0]

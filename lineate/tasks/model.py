@@ -16,7 +16,9 @@ class ModelOptions:
     """What all rules of a comparison share."""
 
     width: int = 128
+    """Channels of a token."""
     layers: int = 2
+    """Layers of the model."""
     heads: int = 1
     """Heads, of width / heads channels each, keys and values alike."""
     conv: int = 4
@@ -63,6 +65,12 @@ def make_config(rule: str, tokens: int, options: ModelOptions) -> HybridConfig:
 
     Softmax and latent attention have rotary positions on half of a head's channels and no convolution. The latent
     vector has half of the width.
+
+    Args:
+        rule: A mixer's name on the command line such as "gdn", or a pattern such as "GGGA"; with "-2" at its end, beta
+            lies in (0, 2).
+        tokens: How many different tokens there are.
+        options: The sizes that all rules share.
     """
     pattern, beta_scale = parse_rule(rule, options.beta_scale)
     if options.width < 1 or options.heads < 1 or options.layers < 1:

@@ -32,16 +32,21 @@ class TrainOptions:
     """How every cell is trained and tested."""
 
     steps: int = 2000
+    """Steps of the optimiser at most."""
     rows: int = 64
     """Rows a step; smaller stages of the curriculum have as many tokens, so more rows."""
     lr: float = 2e-3
     """The highest learning rate, reached after a warm-up of 5% of the steps; a cosine then falls to 2% of it."""
     weight_decay: float = 0.01
+    """Weight decay of AdamW."""
     clip: float = 1.0
+    """The largest norm of the gradients; longer ones are scaled down to it."""
     curriculum: int = 1
     """Rows (and pairs) are first smaller by this factor, then by half of it, .., in the first third of the steps."""
     eval_every: int = 100
+    """Steps between two tests."""
     test_rows: int = 512
+    """Rows of a test."""
     stop_at: float = 0.995
     """Stop when two tests in a row reach this accuracy."""
     minutes: float = math.inf
@@ -49,8 +54,11 @@ class TrainOptions:
     dtype: str = "float32"
     """float32; tf32, in which a GPU multiplies projections; or bfloat16, which is autocast over float32 weights."""
     device: str = "cpu"
+    """Where it is trained: "cpu", "cuda" or "cuda:1"."""
     test_pairs: tuple[int, ...] = ()
+    """Other numbers of pairs that the trained model is tested with."""
     test_lengths: tuple[int, ...] = ()
+    """Other lengths of a row that the trained model is tested with."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", full_name(self.dtype))
@@ -117,7 +125,17 @@ def plan_cells(
     seeds: int,
     quick: bool = False,
 ) -> list[Cell]:
-    """Return every rule with every seed, after all checks."""
+    """Return every rule with every seed, after all checks.
+
+    Args:
+        task: The task.
+        rules: Mixers' names on the command line or patterns, as make_config takes them.
+        sizes: The sizes that every model is trained for.
+        model: The sizes of the models.
+        train: How they are trained and tested.
+        seeds: How many seeds each rule is trained with, from 0.
+        quick: Whether they are part of a --quick comparison, whose files have names of their own.
+    """
     task.check(sizes)
     if train.test_pairs and "pairs" not in task.uses:
         raise ValueError(f"test_pairs has no meaning for {task.name}; leave it out")
@@ -300,9 +318,15 @@ class Watcher(Protocol):
 def run_cells(
     cells: Sequence[Cell], jobs: int, watcher: Watcher, keep: Callable[[list[CellResult]], object]
 ) -> list[CellResult]:
-    """Run all cells, in their order; jobs > 1 is the number of processes, which share the device.
+    """Run all cells, and return their results in the same order.
 
-    `keep` is called with the results so far whenever there is a new one. A cell that fails does not stop the others.
+    In several processes, a cell that fails does not stop the others; its error is raised when all are done.
+
+    Args:
+        cells: What to train.
+        jobs: How many processes run at a time; they share the device. 1 runs one cell after the other in this process.
+        watcher: Is told how the runs go on.
+        keep: Is called with the results so far whenever there is a new one.
     """
     results: dict[Cell, CellResult] = {}
 

@@ -38,19 +38,20 @@ Make = Callable[[int, TaskSizes, torch.Generator], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Task:
-    """One task.
-
-    make(rows, sizes, generator) returns ids and targets, both int64 `rows length` on the generator's device.
-    """
+    """One task."""
 
     name: str
+    """Its name on the command line."""
     summary: str
+    """What is asked, in one sentence."""
     make: Make
+    """make(rows, sizes, generator) returns ids and targets, both int64 `rows length` on the generator's device."""
     asked: Callable[[TaskSizes], int]
     """The number of targets a row, which is the same in all rows."""
     obstacle: Callable[[TaskSizes], str | None]
     """Returns what is wrong with these sizes, with a remedy, or None."""
     default: TaskSizes
+    """The sizes unless told otherwise."""
     uses: tuple[str, ...]
     """The sizes that it reads beside length."""
     dense: bool = False

@@ -42,11 +42,13 @@ class World:
     """This process and its place among the others; start() makes it, close() ends it."""
 
     rank: int = 0
+    """The place of this process, from 0."""
     size: int = 1
     """The number of processes."""
     local_rank: int = 0
     """The rank among the processes of this machine, which is the index of its GPU."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where this process computes."""
     shard: str = "none"
     """"none": every rank has all parameters. "full": parameters are sharded over all ranks (FSDP2)."""
     mesh: DeviceMesh | None = None
