@@ -11,7 +11,7 @@ from lineate.layers.attention import attend_new, takes_packed
 from lineate.layers.configs import MemoryConfig
 from lineate.layers.gpu import kernels_for
 from lineate.layers.learning import LearningMixer, rows_of, shared_sizes
-from lineate.layers.learning_costs import learning_kept, learning_operations
+from lineate.layers.learning_costs import LactCosts, learning_kept
 from lineate.layers.norm import RMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
@@ -189,6 +189,8 @@ def _make(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
     return LaCT(**shared_sizes(model, memory), head_dim=memory.head_dim, window=memory.window)
 
 
+COSTS = LactCosts(chunk=2048, gates=5, gated=False)
+"""What LaCT costs."""
 KIND = register(
     MixerKind(
         letter="C",
@@ -197,8 +199,8 @@ KIND = register(
         config=MemoryConfig,
         section="memory",
         make=_make,
-        operations=learning_operations("C"),
-        kept_bytes=learning_kept("C"),
+        operations=COSTS.operations(),
+        kept_bytes=learning_kept(_make),
         look=Look("#AA4499", ">", (0, (3, 1, 1, 3))),
     )
 )

@@ -1,7 +1,8 @@
-"""What the memories that learn while they read cost: TTT (T, P), Titans (N), LaCT (C), least squares (E).
+"""What the memories that learn while they read cost: TTT, Titans, LaCT and least squares.
 
 c is the chunk, d the channels of a head, n and m the sizes of a matrix of the memory. Executed are the products of
 lineate.memory, for whole chunks; least is the recurrence: a token's output for k, its gradients, its output for q.
+Each mixer says beside its class which of these its row has.
 """
 
 from collections.abc import Callable
@@ -10,12 +11,15 @@ from functools import lru_cache
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 from lineate.layers.configs import MemoryConfig
 from lineate.layers.measuring import saved_bytes
-from lineate.layers.registry import ModelSizes, Operations, Sizes, kind_of
+from lineate.layers.registry import ModelSizes, Operations, Sizes
 from lineate.memory.least_squares import TOGETHER
 from lineate.tracing import cpu_by_default
+
+MakeMemory = Callable[[ModelSizes, MemoryConfig], nn.Module]
 
 _QUERIES = 512  # that share one mask in LaCT's attention
 
@@ -32,6 +36,10 @@ class LearningCosts:
     """Whether in_proj makes an output gate of all channels."""
     hidden: Callable[[MemoryConfig], int] = lambda memory: 0
     """Hidden channels of the memory over those of a head; 0: it is one matrix."""
+
+    def operations(self) -> Operations:
+        """Return the counts of the memory."""
+        return Operations(self.projections, self.mixing, self.mixing_one)
 
     def projections(self, model: ModelSizes, memory: MemoryConfig) -> int:
         """Return the products with weights, per token: q, k, v, gates, and the output."""
@@ -164,37 +172,25 @@ class LeastSquaresCosts(LearningCosts):
         return memory.heads * (6 * d * d + 2 * d)  # the writes are no matrix products
 
 
-COSTS: dict[str, LearningCosts] = {
-    "T": LearningCosts(chunk=16, gates=1),
-    "P": LearningCosts(chunk=16, gates=1, hidden=lambda memory: 4),
-    "N": TitansCosts(chunk=16, gates=3, hidden=lambda memory: 2 if memory.titans == "mlp" else 0),
-    "C": LactCosts(chunk=2048, gates=5, gated=False),
-    "E": LeastSquaresCosts(chunk=64, gates=2),
-}
-"""By letter, until each stands beside its mixer."""
+def learning_kept(make: MakeMemory) -> Callable[[MemoryConfig, bool], float]:
+    """Return what tells the bytes a token that the backward of a memory keeps; they are measured.
 
-
-def learning_operations(letter: str) -> Operations:
-    """Return the counts of the memory of a letter."""
-    costs = COSTS[letter]
-    return Operations(costs.projections, costs.mixing, costs.mixing_one)
-
-
-def learning_kept(letter: str) -> Callable[[MemoryConfig, bool], float]:
-    """Return what tells the bytes a token that the backward of a letter's memory keeps; they are measured."""
+    Args:
+        make: (model, config) -> the mixer.
+    """
 
     def kept(memory: MemoryConfig, half: bool) -> float:  # most of it is computed in float32 in any case
-        return memory.heads * learning_bytes(letter, replace(memory, heads=1))
+        return memory.heads * learning_bytes(make, replace(memory, heads=1))
 
     return kept
 
 
 @lru_cache
 @cpu_by_default
-def learning_bytes(letter: str, memory: MemoryConfig) -> float:
+def learning_bytes(make: MakeMemory, memory: MemoryConfig) -> float:
     """Return the bytes a token that a memory with one head keeps: measured, from one chunk to the next."""
     hidden = 8
-    mixer = kind_of(letter).make(Sizes(hidden), memory)
+    mixer = make(Sizes(hidden), memory)
     chunk = getattr(mixer, "chunk", 16)
     assert isinstance(chunk, int)
     one, two = (saved_bytes(mixer, torch.randn(1, n * chunk, hidden)) for n in (2, 4))

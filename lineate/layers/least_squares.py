@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.layers.configs import MemoryConfig
 from lineate.layers.learning import LearningMixer, shared_sizes
-from lineate.layers.learning_costs import learning_kept, learning_operations
+from lineate.layers.learning_costs import LeastSquaresCosts, learning_kept
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.state import Memory, TensorSpec
@@ -122,6 +122,8 @@ def _make(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
     return LeastSquares(**shared_sizes(model, memory), key_dim=memory.head_dim, value_dim=memory.head_dim)
 
 
+COSTS = LeastSquaresCosts(chunk=64, gates=2)
+"""What LeastSquares costs."""
 KIND = register(
     MixerKind(
         letter="E",
@@ -131,8 +133,8 @@ KIND = register(
         config=MemoryConfig,
         section="memory",
         make=_make,
-        operations=learning_operations("E"),
-        kept_bytes=learning_kept("E"),
+        operations=COSTS.operations(),
+        kept_bytes=learning_kept(_make),
         look=Look("#332288", "h", (0, (2, 4))),
     )
 )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.layers.configs import MemoryConfig
 from lineate.layers.learning import LearningMixer, check_chunked, rows_of, shared_sizes
-from lineate.layers.learning_costs import learning_kept, learning_operations
+from lineate.layers.learning_costs import TitansCosts, learning_kept
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.state import Memory, TensorSpec
@@ -124,6 +124,8 @@ def _make(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
     return Titans(**shared_sizes(model, memory), head_dim=memory.head_dim, memory=memory.titans)
 
 
+COSTS = TitansCosts(chunk=16, gates=3, hidden=lambda memory: 2 if memory.titans == "mlp" else 0)
+"""What Titans costs."""
 KIND = register(
     MixerKind(
         letter="N",
@@ -132,8 +134,8 @@ KIND = register(
         config=MemoryConfig,
         section="memory",
         make=_make,
-        operations=learning_operations("N"),
-        kept_bytes=learning_kept("N"),
+        operations=COSTS.operations(),
+        kept_bytes=learning_kept(_make),
         look=Look("#999933", "<", (0, (8, 2))),
     )
 )

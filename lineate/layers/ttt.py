@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lineate.layers.configs import MemoryConfig
 from lineate.layers.learning import LearningMixer, shared_sizes
-from lineate.layers.learning_costs import learning_kept, learning_operations
+from lineate.layers.learning_costs import LearningCosts, learning_kept
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
 from lineate.layers.state import Memory, TensorSpec, token_positions
@@ -204,6 +204,8 @@ def _make_linear(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
     return TTTLinear(**shared_sizes(model, memory), head_dim=memory.head_dim)
 
 
+LINEAR_COSTS = LearningCosts(chunk=16, gates=1)
+"""What TTTLinear costs."""
 LINEAR_KIND = register(
     MixerKind(
         letter="T",
@@ -213,8 +215,8 @@ LINEAR_KIND = register(
         config=MemoryConfig,
         section="memory",
         make=_make_linear,
-        operations=learning_operations("T"),
-        kept_bytes=learning_kept("T"),
+        operations=LINEAR_COSTS.operations(),
+        kept_bytes=learning_kept(_make_linear),
         look=Look("#0072B2", "v", (0, (5, 3))),
     )
 )
@@ -224,6 +226,8 @@ def _make_mlp(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
     return TTTMLP(**shared_sizes(model, memory), head_dim=memory.head_dim)
 
 
+MLP_COSTS = LearningCosts(chunk=16, gates=1, hidden=lambda memory: 4)
+"""What TTTMLP costs."""
 MLP_KIND = register(
     MixerKind(
         letter="P",
@@ -233,8 +237,8 @@ MLP_KIND = register(
         config=MemoryConfig,
         section="memory",
         make=_make_mlp,
-        operations=learning_operations("P"),
-        kept_bytes=learning_kept("P"),
+        operations=MLP_COSTS.operations(),
+        kept_bytes=learning_kept(_make_mlp),
         look=Look("#882255", "P", (0, (3, 3))),
     )
 )

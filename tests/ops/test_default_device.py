@@ -18,6 +18,7 @@ from lineate.explore.pictures import MODULES, PictureOptions, find
 from lineate.generation import generate
 from lineate.layers.convolution import short_convolution
 from lineate.layers.learning_costs import learning_bytes
+from lineate.layers.registry import kind_of
 from lineate.layers.registry import letters as all_letters
 from lineate.models import ExpertsConfig, HybridLM
 from lineate.models.presets import tiny
@@ -168,7 +169,7 @@ def test_tasks_and_plans(elsewhere):
     def run() -> list[Tensor]:
         made = [x for task in TASKS.values() for x in task.batch(2, task.default, seed=0, step=0)]
         learning_bytes.cache_clear()
-        return [*made, torch.tensor(learning_bytes("T", tiny("T").memory), device="cpu")]
+        return [*made, torch.tensor(learning_bytes(kind_of("T").make, tiny("T").memory), device="cpu")]
 
     assert_unmoved(run, elsewhere)
 
