@@ -42,6 +42,11 @@ KIMI_DELTA = Rule("kimi_delta_attention", corrects=True, decays=("channel",))
 RULES = (LINEAR, GATED_LINEAR, DELTA, GATED_DELTA, KIMI_DELTA)
 
 
+def rule_named(name: str) -> Rule | None:
+    """Return the row of a rule by its name; None if it is none of the equation's, such as softmax attention."""
+    return next((rule for rule in RULES if rule.name == name), None)
+
+
 def step(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, corrects: bool
 ) -> tuple[Tensor, Tensor]:

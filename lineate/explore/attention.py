@@ -12,6 +12,7 @@ from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
 from lineate.figures import label_of, signed_map
+from lineate.rule import RULES, rule_named
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
@@ -28,14 +29,6 @@ TOKENS_READ, MOST_TOKENS_READ = 32, 256
 """How many tokens the model reads unless told otherwise, and how many at most."""
 PANEL = 215.0
 """The least length in points of the sides of a model's panel whose tokens have labels."""
-NOTES = {
-    "linear_attention": "reads all that matches",
-    "gated_linear_attention": "fades with distance",
-    "delta_rule": "a new value replaces the old",
-    "gated_delta_rule": "... and at D forgets all",
-    "kimi_delta_attention": "... and at D forgets A alone",
-    "softmax_attention": "shares its weight among all",
-}
 
 
 @cpu_by_default
@@ -68,14 +61,11 @@ def read_all() -> Numbers:
     fading = torch.full((len(names), 1), FADE_A_TOKEN).log()
     beta = writes.float()[:, None]
     k = q * writes[:, None, None]  # a token that only reads writes nothing
-    gates: dict[str, tuple[Tensor | None, Tensor | None]] = {
-        "linear_attention": (None, None),
-        "gated_linear_attention": (fading, None),
-        "delta_rule": (None, beta),
-        "gated_delta_rule": (per_head, beta),
-        "kimi_delta_attention": (per_channel, beta),
-    }
-    matrices = {rule: _matrix(q, k, *each, scale=1.0) for rule, each in gates.items()}
+    matrices = {}
+    for rule in RULES:
+        closing = {"none": None, "head": per_head, "channel": per_channel}[rule.decays[0]]
+        decay = closing if rule.corrects or closing is None else fading
+        matrices[rule.name] = _matrix(q, k, decay, beta if rule.corrects else None, scale=1.0)
     matrices["softmax_attention"] = _softmax(q, q, SHARPNESS, writes)
     return {
         "units": {"matrices": "weight of a value in what is read"},
@@ -118,26 +108,39 @@ def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
     ones = torch.ones(found.k.shape[:2]) if beta is None else beta
     zeros = torch.zeros(found.k.shape[:2])
     scale = found.k.shape[-1] ** -0.5
-    matrices = {
-        "linear_attention": _matrix(found.q, found.k, None, None, scale),
-        "gated_linear_attention": _matrix(found.q, found.k, zeros if decay is None else decay, None, scale),
-        "delta_rule": _matrix(found.q, unit, None, ones, scale),
-        "gated_delta_rule": _matrix(found.q, unit, zeros if per_head is None else per_head, ones, scale),
-        "kimi_delta_attention": _matrix(
-            found.q, unit, (zeros if per_head is None else per_head)[..., None].expand_as(unit)
-            if per_channel is None else per_channel, ones, scale,
-        ),
-        "softmax_attention": _softmax(F.normalize(found.q, dim=-1), unit, found.k.shape[-1] ** 0.5, None),
-    }  # fmt: skip
+    mean = zeros if per_head is None else per_head
+    gates: dict[tuple[str, ...], Tensor | None] = {
+        ("none",): None,
+        ("head",): mean,
+        ("channel",): mean[..., None].expand_as(unit) if per_channel is None else per_channel,
+        ("head", "channel"): zeros if decay is None else decay,
+    }
+    matrices = {}
+    for rule in RULES:
+        k, rate = (unit, ones) if rule.corrects else (found.k, None)
+        matrices[rule.name] = _matrix(found.q, k, gates[rule.decays], rate, scale)
+    matrices["softmax_attention"] = _softmax(F.normalize(found.q, dim=-1), unit, found.k.shape[-1] ** 0.5, None)
     if found.rule == "linear_attention":  # the layer divides by q . sum of keys, which is the sum of a row
         own = matrices["linear_attention"]
         matrices["linear_attention"] = matrices["gated_linear_attention"] = own / own.sum(-1, keepdim=True)
     same: dict[str, str] = {}
     if decay is None:
-        same = {"gated_linear_attention": "linear_attention", "gated_delta_rule": "delta_rule"}
+        plain = {rule.corrects: rule.name for rule in RULES if rule.decays == ("none",)}
+        same = {rule.name: plain[rule.corrects] for rule in RULES if "head" in rule.decays}
     if per_channel is None:
         same["kimi_delta_attention"] = "gated_delta_rule" if decay is not None else "delta_rule"
     return matrices, same
+
+
+def _note(name: str) -> str:
+    """Return what a reader may see in the panel of hand-made tokens."""
+    rule = rule_named(name)
+    if rule is None:
+        return "shares its weight among all"
+    if not rule.corrects:
+        return "reads all that matches" if rule.decays == ("none",) else "fades with distance"
+    forgotten = {"none": None, "head": "all", "channel": "A alone"}[rule.decays[0]]
+    return "a new value replaces the old" if forgotten is None else f"... and at D forgets {forgotten}"
 
 
 def _matrix(q: Tensor, k: Tensor, log_decay: Tensor | None, beta: Tensor | None, scale: float) -> Tensor:
@@ -202,7 +205,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
                     text = "1" if f"{weight:.1f}" == "1.0" else f"{weight:.1f}".removeprefix("0")
                     axes.text(j, i, text, ha="center", va="center", fontsize=9.5, color=color)
         axes.set_title(label_of(rule), fontsize=12, fontweight="bold", pad=20)
-        axes.text(0, 1.03, NOTES[rule], transform=axes.transAxes, fontsize=10)
+        axes.text(0, 1.03, _note(rule), transform=axes.transAxes, fontsize=10)
     row, old, new = names.index("?A"), names.index("A"), names.index("A'")
     old_weights = {rule: found["matrices"][rule][row][old] for rule in ("linear_attention", "delta_rule")}
     new_weight = found["matrices"]["delta_rule"][row][new]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import lineate
-from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, OnProgress, silent
+from lineate.explore.memories import DEMO_RULES, FIXED_SIZE, OnProgress, attend, silent
 from lineate.tracing import cpu_by_default
 
 
@@ -148,21 +148,8 @@ def _make_tokens(setting: CostSetting, count: int) -> _Tokens:
 
 
 def _attend(rule: str, tokens: _Tokens, state: Tensor | None) -> Tensor:
-    """Return the state after these tokens; the output is computed too, as in a model."""
-    q, k, v = tokens.q, tokens.k, tokens.v
-    match rule:
-        case "linear_attention":
-            return lineate.linear_attention(q, k, v, state=state).state
-        case "gated_linear_attention":
-            return lineate.gated_linear_attention(q, k, v, tokens.per_head, state=state).state
-        case "delta_rule":
-            return lineate.delta_rule(q, k, v, tokens.beta, state=state).state
-        case "gated_delta_rule":
-            return lineate.gated_delta_rule(q, k, v, tokens.per_head, tokens.beta, state=state).state
-        case "kimi_delta_attention":
-            return lineate.kimi_delta_attention(q, k, v, tokens.per_channel, tokens.beta, state=state).state
-        case _:
-            raise ValueError(f"rule must be one of {', '.join(FIXED_SIZE)}, got {rule!r}")
+    qkv = tokens.q, tokens.k, tokens.v
+    return attend(rule, qkv, tokens.per_head, tokens.per_channel, tokens.beta, state)
 
 
 @contextmanager

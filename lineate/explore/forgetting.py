@@ -12,7 +12,7 @@ from torch import Tensor
 from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Subject, Trace, open_subject, trace
 from lineate.layers import MixerKind, kinds
-from lineate.rule import RULES
+from lineate.rule import rule_named
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def compute(options: PictureOptions) -> Numbers:
 
 def _may_forget(kind: MixerKind) -> bool:
     """Whether a mixer can be traced, and its rule, if it is one of the equation's, has a decay."""
-    rule = next((rule for rule in RULES if rule.name == kind.name), None)
+    rule = rule_named(kind.name)
     return kind.trace is not None and (rule is None or rule.decays != ("none",))
 
 

@@ -17,6 +17,7 @@ from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.explore.subject import Subject, Trace, choose_layer, open_subject, run_rule
 from lineate.figures import kind_named, label_of, line_of, narrow_label_of, wrapped
 from lineate.layers import kind_of
+from lineate.rule import rule_named
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
@@ -106,14 +107,16 @@ def _stream(setting: RecallSetting, places: list[int]) -> Iterator[tuple[Tensor,
 def _tokens(rule: str, k: Tensor, v: Tensor) -> Trace:
     """Return these pairs with the gates of a rule; beta is 1."""
     count, heads, dim = k.shape
+    row = rule_named(rule)
+    assert row is not None
     decay: Tensor | None = None
-    if rule in ("gated_linear_attention", "gated_delta_rule"):
+    if "head" in row.decays:
         decay = torch.full((count, heads), -math.log(2) / HALF_LIFE)
-    elif rule == "kimi_delta_attention":
+    elif "channel" in row.decays:
         fast, slow = (math.log10(x) for x in HALF_LIVES)
         half_lives = torch.logspace(fast, slow, dim)
         decay = (-math.log(2) / half_lives).expand(count, heads, dim)
-    beta = None if rule in ("linear_attention", "gated_linear_attention") else torch.ones(count, heads)
+    beta = torch.ones(count, heads) if row.corrects else None
     return Trace(0, "", rule, k, k, v, decay, beta)
 
 

@@ -21,6 +21,12 @@ from lineate.explore.findings import size
 from lineate.explore.memories import RecallSetting, pairs
 from lineate.explore.pictures import Numbers, Picture, PictureOptions
 from lineate.figures import label_of, line_of
+from lineate.layers import MixerKind, linear
+from lineate.layers import ttt as ttt_mixers
+from lineate.layers.attention import SOFTMAX
+from lineate.layers.lact import KIND as LACT
+from lineate.layers.least_squares import KIND as LEAST_SQUARES
+from lineate.layers.titans import KIND as TITANS
 from lineate.memory.lact import lact, lact_state
 from lineate.memory.least_squares import least_squares
 from lineate.memory.titans import titans, titans_state
@@ -41,6 +47,8 @@ LearnedState = dict[str, Tensor]
 class MemoryUnderLoad:
     """A memory of one head that is asked for every pair written into it; k and v are `b n d`."""
 
+    kind: MixerKind
+    """The row of the mixer that has it."""
     answer: Callable[..., tuple[Tensor, LearnedState]]
     """A function of k, v and the setting's numbers that returns the answers and the state that gave them."""
     settings: tuple[tuple[float, ...], ...] = ((),)
@@ -68,16 +76,16 @@ def compute(options: PictureOptions) -> Numbers:
     budget = channels * channels * 4
     setting = RecallSetting(key_dim=channels, trials=trials, seed=options.seed)
     counts = [round(load * channels) for load in LOADS]  # multiples of TTT's chunk
-    memories = {"softmax_attention": MemoryUnderLoad(partial(_softmax, kept=budget // (2 * channels * 2)))} | MEMORIES
+    cache = MemoryUnderLoad(SOFTMAX, partial(_softmax, kept=budget // (2 * channels * 2)))
     found: dict[str, Any] = {}
     with torch.inference_mode(), one_thread():
-        for name, memory in memories.items():
-            width = channels if name == "softmax_attention" else memory.widest(budget)
+        for memory in (cache, *MEMORIES):
+            width = channels if memory is cache else memory.widest(budget)
             own = replace(setting, key_dim=width)
             rows = [_measure(memory, own, count) for count in counts]
-            found[name] = {
+            found[memory.kind.name] = {
                 "channels": width,
-                "state_bytes": budget if name == "softmax_attention" else memory.nbytes(width),
+                "state_bytes": budget if memory is cache else memory.nbytes(width),
                 "relative_error": [row[0] for row in rows] if memory.scaled else None,
                 "share_recalled": [row[1] for row in rows],
                 "setting": [row[2] for row in rows],
@@ -194,18 +202,18 @@ def _grid(*choices: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
     return tuple(product(*choices))
 
 
-MEMORIES = {
-    "linear_attention": MemoryUnderLoad(_linear),
-    "gated_linear_attention": MemoryUnderLoad(_gated_linear, _grid((0.9999, 0.998, 0.99, 0.95))),
-    "delta_rule": MemoryUnderLoad(_delta, _grid((1.0, 0.6, 0.3, 0.1, 0.03))),
-    "gated_delta_rule": MemoryUnderLoad(_gated_delta, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.99))),
-    "kimi_delta_attention": MemoryUnderLoad(_kimi, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.98))),
-    "least_squares": MemoryUnderLoad(_least_squares, ((1e-1,), (1e-4,))),
-    "ttt_linear": MemoryUnderLoad(partial(_ttt, expand=0), ((0.3, 6.0), (0.1, 6.0), (0.03, 6.0))),
-    "ttt_mlp": MemoryUnderLoad(partial(_ttt, expand=4), ((0.05, 3.0), (0.1, 6.0))),
-    "titans": MemoryUnderLoad(_titans, _grid((1.0, 0.5, 0.2, 0.05))),
-    "lact": MemoryUnderLoad(_lact, ((1.0, 1), (1.0, 0), (0.3, 0)), scaled=False),
-}
+MEMORIES = (
+    MemoryUnderLoad(linear.LINEAR, _linear),
+    MemoryUnderLoad(linear.GATED_LINEAR, _gated_linear, _grid((0.9999, 0.998, 0.99, 0.95))),
+    MemoryUnderLoad(linear.DELTA, _delta, _grid((1.0, 0.6, 0.3, 0.1, 0.03))),
+    MemoryUnderLoad(linear.GATED_DELTA, _gated_delta, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.99))),
+    MemoryUnderLoad(linear.KIMI_DELTA, _kimi, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.98))),
+    MemoryUnderLoad(LEAST_SQUARES, _least_squares, ((1e-1,), (1e-4,))),
+    MemoryUnderLoad(ttt_mixers.LINEAR_KIND, partial(_ttt, expand=0), ((0.3, 6.0), (0.1, 6.0), (0.03, 6.0))),
+    MemoryUnderLoad(ttt_mixers.MLP_KIND, partial(_ttt, expand=4), ((0.05, 3.0), (0.1, 6.0))),
+    MemoryUnderLoad(TITANS, _titans, _grid((1.0, 0.5, 0.2, 0.05))),
+    MemoryUnderLoad(LACT, _lact, ((1.0, 1), (1.0, 0), (0.3, 0)), scaled=False),
+)
 
 
 MATRICES = (

@@ -14,16 +14,15 @@ from torch import Tensor
 import lineate
 from lineate import rule as equation
 
-FIXED_SIZE = (
-    "linear_attention", "gated_linear_attention", "delta_rule", "gated_delta_rule", "kimi_delta_attention",
-)  # fmt: skip
+FIXED_SIZE = tuple(rule.name for rule in equation.RULES)
 """The public ops whose memory has a fixed size."""
 DEMO_RULES = (*FIXED_SIZE, "softmax_attention")
 """The public ops of the demo; the rows of the mixers have their labels and colours."""
 HAND_MADE_CHANNELS = 8
 """Channels of a key and of a value where a picture writes tokens by hand."""
 
-FORGETTING = ("gated_linear_attention", "gated_delta_rule", "kimi_delta_attention")
+FORGETTING = tuple(rule.name for rule in equation.RULES if rule.decays != ("none",))
+"""Those that can forget."""
 
 WrittenMemory = Tensor | lineate.KeyValueCache
 OnProgress = Callable[[float], None]
@@ -89,21 +88,34 @@ def write(
     if isinstance(memory, lineate.KeyValueCache) or rule == "softmax_attention":
         cache = memory if isinstance(memory, lineate.KeyValueCache) else None
         return lineate.softmax_attention(keys, keys, values, state=cache).state
-    match rule:
-        case "linear_attention":
-            return lineate.linear_attention(keys, keys, values, state=memory).state
-        case "gated_linear_attention":
-            return lineate.gated_linear_attention(keys, keys, values, per_head, state=memory).state
-        case "delta_rule":
-            return lineate.delta_rule(keys, keys, values, beta, state=memory).state
-        case "gated_delta_rule":
-            return lineate.gated_delta_rule(keys, keys, values, per_head, beta, state=memory).state
-        case "kimi_delta_attention":
-            per_channel = torch.zeros(trials, tokens, heads, dim)
-            per_channel[..., channels] = per_head.unsqueeze(-1)
-            return lineate.kimi_delta_attention(keys, keys, values, per_channel, beta, state=memory).state
-        case _:
-            raise ValueError(f"rule must be one of {', '.join(DEMO_RULES)}, got {rule!r}")
+    if rule not in FIXED_SIZE:
+        raise ValueError(f"rule must be one of {', '.join(DEMO_RULES)}, got {rule!r}")
+    per_channel = torch.zeros(trials, tokens, heads, dim)
+    per_channel[..., channels] = per_head.unsqueeze(-1)
+    return attend(rule, (keys, keys, values), per_head, per_channel, beta, memory)
+
+
+def attend(
+    rule: str, qkv: tuple[Tensor, Tensor, Tensor], per_head: Tensor, per_channel: Tensor, beta: Tensor,
+    state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the state of a rule after these tokens; the output is computed too, as in a model.
+
+    Args:
+        rule: the name of a rule of the equation, which is also that of its public op.
+        qkv: q, k and v.
+        per_head: log_decay `b t hv`, for a rule that takes one.
+        per_channel: log_decay `b t hv k`, for a rule that takes no other.
+        beta: for a rule that corrects.
+        state: the state to continue from.
+    """
+    row = equation.rule_named(rule)
+    if row is None:
+        raise ValueError(f"rule must be one of {', '.join(FIXED_SIZE)}, got {rule!r}")
+    gates = [per_head if "head" in row.decays else per_channel] if row.decays != ("none",) else []
+    gates += [beta] if row.corrects else []
+    memory: Tensor = getattr(lineate, row.name)(*qkv, *gates, state=state).state
+    return memory
 
 
 def read(memory: WrittenMemory, keys: Tensor, setting: RecallSetting) -> Tensor:

@@ -11,20 +11,13 @@ from lineate.explore.pictures import Numbers, Picture, PictureOptions, rounded
 from lineate.explore.subject import Trace, choose_head, choose_layer, open_subject, shown, trace, wants_model
 from lineate.explore.words import label_tokens
 from lineate.figures import label_of, signed_map
+from lineate.rule import rule_named
 from lineate.tracing import cpu_by_default
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-FORMULAS = {
-    "linear_attention": r"$S + k v^\top$",
-    "gated_linear_attention": r"$a\,S + k v^\top$",
-    "delta_rule": r"$S + k\,(v - S^\top k)^\top$",
-    "gated_delta_rule": r"$S' = a\,S$" + "\n" + r"$S' + k\,(v - S'^\top k)^\top$",
-    "kimi_delta_attention": r"$S' = \mathrm{Diag}(a)\,S$" + "\n" + r"$S' + k\,(v - S'^\top k)^\top$",
-}
-"""What a token does to S, with beta = 1."""
 EVENTS = ("write A", "write B", "A again,\nnew value", "forget A,\nwrite C")
 CHANNEL = {"A": 1, "B": 5, "C": 3}
 """The key channel of each key; the first half is what Kimi Delta Attention forgets."""
@@ -169,7 +162,7 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
         row[0].axis("off")
         label = "what is wanted" if rule == "wanted" else label_of(rule)
         row[0].text(0, 0.66, label, fontsize=12, fontweight="bold", va="center", transform=row[0].transAxes)
-        text = "the newest value of every\nkey; A gone in the end" if rule == "wanted" else FORMULAS[rule]
+        text = "the newest value of every\nkey; A gone in the end" if rule == "wanted" else formula(rule)
         row[0].text(0, 0.54, text, fontsize=11, va="top", linespacing=1.4, transform=row[0].transAxes)
         for index, (axes, frame) in enumerate(zip(row[1:], frames, strict=True)):
             _cells(axes, frame, 1.0)
@@ -194,6 +187,18 @@ def _draw_rules(figure: "SubFigure", found: Numbers) -> None:
         f"{title}\nS after each token. Rows: key channels, columns: value channels. Dark: 1. a: forget gate",
         fontsize=12.5,
     )
+
+
+def formula(name: str) -> str:
+    """Return what a token does to S under a rule, with beta = 1."""
+    rule = rule_named(name)
+    assert rule is not None
+    kept = {"none": "S", "head": r"a\,S", "channel": r"\mathrm{Diag}(a)\,S"}[rule.decays[0]]
+    if not rule.corrects:
+        return rf"${kept} + k v^\top$"
+    if kept == "S":
+        return r"$S + k\,(v - S^\top k)^\top$"
+    return rf"$S' = {kept}$" + "\n" + r"$S' + k\,(v - S'^\top k)^\top$"
 
 
 def _cells(axes: "Axes", frame: list[list[float]], most: float) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from lineate.layers.linear import KIMI_DELTA
 from lineate.models.config import (
     AttentionConfig,
     ExpertsConfig,
@@ -17,7 +18,7 @@ def _sized(hidden: int, layers: int, heads: int, pattern: str, vocab_size: int) 
     """A 3:1 hybrid of our own: heads of 64 or 128 channels, SwiGLU of about 8/3 hidden."""
     dim = hidden // heads
     feed = -(-8 * hidden // 3 // 64) * 64
-    kimi = "K" in pattern
+    kimi = KIMI_DELTA.letter in pattern
     return HybridConfig(
         vocab_size=vocab_size, hidden_size=hidden, n_layers=layers, pattern=pattern, tie_embeddings=True,
         linear=LinearConfig(

@@ -175,7 +175,8 @@ def test_forgetting_of_many_layers_is_drawn(tmp_path: Path) -> None:
 def test_memories_fill_the_bytes_they_may_have(recalled: dict[str, Any]) -> None:
     budget = recalled["state_bytes"]
     assert budget == recalled["channels"] ** 2 * 4
-    for name, memory in load.MEMORIES.items():
+    for memory in load.MEMORIES:
+        name = memory.kind.name
         width = recalled["memories"][name]["channels"]
         assert memory.nbytes(width) == recalled["memories"][name]["state_bytes"] <= budget < memory.nbytes(width + 1)
     kept = recalled["memories"]["softmax_attention"]["state_bytes"] // (2 * recalled["channels"] * 2)
@@ -204,10 +205,10 @@ def test_correcting_holds_more_than_adding(recalled: dict[str, Any]) -> None:
         assert len(memory["share_recalled"]) == len(recalled["load"]) and min(memory["share_recalled"]) >= 0
 
 
-@pytest.mark.parametrize("name", load.MEMORIES)
-def test_reading_writes_nothing_and_later_pairs_matter(name: str) -> None:
+@pytest.mark.parametrize("memory", load.MEMORIES, ids=lambda memory: memory.kind.name)
+def test_reading_writes_nothing_and_later_pairs_matter(memory: load.MemoryUnderLoad) -> None:
     """The same answers twice; a memory of other values answers otherwise."""
-    memory, setting = load.MEMORIES[name], RecallSetting(key_dim=16, trials=2)
+    setting = RecallSetting(key_dim=16, trials=2)
     k, v = memories.pairs(setting, 16, setting.generator())
     _, other = memories.pairs(setting, 16, torch.Generator().manual_seed(9))
     with torch.inference_mode():
