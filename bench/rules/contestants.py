@@ -6,7 +6,7 @@ RuleInputs are what a trained layer sees: unit q and k, beta in (0, 1), a log_de
 import inspect
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,19 +17,24 @@ from torch import Tensor
 
 import lineate
 from bench.timing import Call
+from lineate.figures import kind_named
+from lineate.rule import RULES, Decay, Rule
 
-OPS: dict[str, Callable[..., Any]] = {
-    "linear": lineate.linear_attention,
-    "gla": lineate.gated_linear_attention,
-    "gla per channel": lineate.gated_linear_attention,
-    "delta": lineate.delta_rule,
-    "gdn": lineate.gated_delta_rule,
-    "kda": lineate.kimi_delta_attention,
-}
-"""The public ops by the benchmark's own words, which its results have."""
+
+def _words() -> Iterator[tuple[str, tuple[Rule, Decay]]]:
+    for rule in RULES:
+        kind = kind_named(rule.name)
+        word = (kind.short or kind.name).removesuffix("net")  # deltanet is delta in the results
+        for decay in rule.decays:
+            also = len(rule.decays) > 1 and decay == "channel"
+            yield (f"{word} per channel" if also else word), (rule, decay)
+
+
+EQUATION: dict[str, tuple[Rule, Decay]] = dict(_words())
+"""The rules by the words that results have, and the decay that each is measured with."""
+OPS: dict[str, Callable[..., Any]] = {word: getattr(lineate, rule.name) for word, (rule, _) in EQUATION.items()}
+"""Their public ops."""
 RULE_WORDS = (*OPS, "softmax")
-EQUATION = {word: next(rule for rule in lineate.rule.RULES if rule.name == op.__name__) for word, op in OPS.items()}
-"""Which gates each takes."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,12 @@ def make_inputs(
 
     q, k = (F.normalize(normal(b, t, h, dim), dim=-1).to(dtype) for _ in range(2))
     v = normal(b, t, hv, dim).to(dtype)
-    beta = normal(b, t, hv).sigmoid().to(dtype) if rule in EQUATION and EQUATION[rule].corrects else None
+    equation, decay = EQUATION.get(rule, (None, "none"))
+    beta = normal(b, t, hv).sigmoid().to(dtype) if equation is not None and equation.corrects else None
     log_decay = None
-    decays = EQUATION[rule].decays if rule in EQUATION else ("none",)
-    if "head" in decays and rule != "gla per channel":
+    if decay == "head":
         log_decay = F.logsigmoid(normal(b, t, hv) + 3)
-    elif "channel" in decays:
+    elif decay == "channel":
         log_decay = F.logsigmoid(normal(b, t, hv, dim) + 3)
     if resets and log_decay is not None:
         log_decay[:, ::16] = -50.0

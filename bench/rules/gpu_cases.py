@@ -96,13 +96,11 @@ def least_bytes(case: Case) -> float:
 
     Every input is read once and every output written once; the backward reads all inputs again.
     """
+    from bench.rules.contestants import EQUATION  # imports lineate, whose import is timed
+
     per_token = case.h / case.hv
-    if case.rule == "linear":
-        gates = 0
-    elif case.raw:
-        gates = 2 * (HEAD_DIM + 1 if case.rule == "kda" else 2)
-    else:
-        gates = 4 * {"delta": 1, "gdn": 2, "kda": HEAD_DIM + 1}[case.rule]
+    rule, decay = EQUATION[case.rule]
+    gates = (2 if case.raw else 4) * (rule.corrects + {"none": 0, "head": 1, "channel": HEAD_DIM}[decay])
     qk, value = 2 * 2 * HEAD_DIM * per_token, 2 * HEAD_DIM  # q and k; one of v, o, dv, do
     token = qk + 2 * value + gates
     if case.what == TRAIN:

@@ -85,6 +85,7 @@ def make_inputs(case: Case, seed: int) -> PeerInputs:
 
 def ours(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
     import lineate
+    from bench.rules.contestants import OPS
 
     if case.what == STEP:
         from lineate.decoding import decode
@@ -95,8 +96,7 @@ def ours(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
     if case.raw:
         return lambda: lineate.fused_delta_rule(x.q, x.k, x.v, x.gate, x.write, x.A_log, x.dt_bias, normalize_qk=True)
     gates = [y for y in (x.log_decay, x.beta) if y is not None]
-    op = {"gdn": lineate.gated_delta_rule, "kda": lineate.kimi_delta_attention, "delta": lineate.delta_rule,
-          "linear": lineate.linear_attention}[case.rule]  # fmt: skip
+    op = OPS[case.rule]
     return lambda: op(x.q, x.k, x.v, *gates, backend="triton")
 
 
@@ -184,7 +184,7 @@ def error(case: Case, who: str, x: PeerInputs, got: Any, weight: Tensor | None) 
 
     The reference is lineate's torch form in float32, given the same inputs and the decay that the contestant means.
     """
-    import lineate
+    from bench.rules.contestants import OPS
 
     group = case.hv // case.h
 
@@ -203,8 +203,7 @@ def error(case: Case, who: str, x: PeerInputs, got: Any, weight: Tensor | None) 
         log_decay = LOWER_BOUND * torch.sigmoid(rate * pre) if bounded else -rate * F.softplus(pre)
         small = replace(small, q=F.normalize(small.q, dim=-1), k=F.normalize(small.k, dim=-1), log_decay=log_decay,
                         beta=small.write.sigmoid())  # fmt: skip
-    op = {"gdn": lineate.gated_delta_rule, "kda": lineate.kimi_delta_attention, "delta": lineate.delta_rule,
-          "linear": lineate.linear_attention}[case.rule]  # fmt: skip
+    op = OPS[case.rule]
     small = replace(small, **{n: y.detach().requires_grad_(case.what == TRAIN) for n in ("q", "k", "v", "log_decay",
                               "beta") if (y := getattr(small, n)) is not None})  # fmt: skip
     output, state = op(*small.leaves, state=small.state, backend="torch")

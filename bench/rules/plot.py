@@ -8,22 +8,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lineate.figures import label_of
+from lineate.layers import kinds
 
 CPU_LINES = {
-    ("softmax", "SDPA"): ("softmax_attention", "torch SDPA", "#888888", "s"),
-    ("gdn", "transformers"): ("gated_delta_rule", "transformers", "#e08214", "^"),
-    ("kda", "lineate"): ("kimi_delta_attention", "lineate", "#35978f", "o"),
-    ("gdn", "lineate"): ("gated_delta_rule", "lineate", "#1f4e9c", "o"),
+    ("softmax", "SDPA"): ("torch SDPA", "#888888", "s"),
+    ("gdn", "transformers"): ("transformers", "#e08214", "^"),
+    ("kda", "lineate"): ("lineate", "#35978f", "o"),
+    ("gdn", "lineate"): ("lineate", "#1f4e9c", "o"),
 }
-"""By rule and contestant: the mixer's name, whose code it is, and a colour and marker that tell contestants apart."""
+"""By a mixer's short name and contestant: whose code it is, and a colour and marker that tell contestants apart."""
 GPU_LINES = {
-    "sdpa": ("softmax_attention", "torch SDPA, flash", "#888888", "s"),
-    "fla": ("gated_delta_rule", "fla", "#e08214", "^"),
-    "flashqla": ("gated_delta_rule", "FlashQLA", "#35978f", "v"),
-    "ours": ("gated_delta_rule", "lineate", "#1f4e9c", "o"),
+    "sdpa": ("softmax", "torch SDPA, flash", "#888888", "s"),
+    "fla": ("gdn", "fla", "#e08214", "^"),
+    "flashqla": ("gdn", "FlashQLA", "#35978f", "v"),
+    "ours": ("gdn", "lineate", "#1f4e9c", "o"),
 }
-"""The same by contestant."""
+"""By contestant: the short name of the mixer that it runs, and the same."""
 
 
 def draw(source: Path, target: Path) -> None:
@@ -63,7 +63,7 @@ def gpu_panels(data: dict[str, Any], left: Any, right: Any) -> tuple[list[int], 
                         for r in measured if r["who"] == who)  # fmt: skip
         if points:
             lengths, times, extra = zip(*points, strict=True)
-            style = {"color": colour, "marker": marker, "markersize": 5, "label": f"{label_of(name)} ({whose})"}
+            style = {"color": colour, "marker": marker, "markersize": 5, "label": f"{_label(name)} ({whose})"}
             left.plot(lengths, times, **style)
             right.plot(lengths, extra, **style)
     ticks = sorted({r["t"] for r in measured})
@@ -85,11 +85,11 @@ def gpu_panels(data: dict[str, Any], left: Any, right: Any) -> tuple[list[int], 
 def cpu_panels(data: dict[str, Any], left: Any, right: Any) -> tuple[list[int], str]:
     """Draw forward time, and the bytes that one layer keeps between tokens."""
     ticks: list[int] = []
-    for (rule, who), (mixer, whose, colour, marker) in CPU_LINES.items():
+    for (rule, who), (whose, colour, marker) in CPU_LINES.items():
         points = [(p["t"], p["min"]) for p in data["times"].get("scaling", ()) if (p["rule"], p["who"]) == (rule, who)]
         if points:
             lengths, seconds = zip(*points, strict=True)
-            label = f"{label_of(mixer)} ({whose})"
+            label = f"{_label(rule)} ({whose})"
             left.plot(lengths, seconds, color=colour, marker=marker, markersize=5, label=label)
             ticks = max(ticks, list(lengths), key=len)
     left.set_title("forward time", loc="left")
@@ -115,6 +115,10 @@ def caption(data: dict[str, Any]) -> str:
         f"b {shape['b']}, {shape['hv']} heads of {shape['k']}, {shape['dtype']}; {machine['cpu']} ({machine['arch']}), "
         f"{threads} thread{'s' if threads > 1 else ''}, torch {data['versions']['torch']}; fastest of the rounds"
     )
+
+
+def _label(short: str) -> str:
+    return next(kind.label for kind in kinds() if kind.short == short)
 
 
 def _plain(value: float, position: int) -> str:
