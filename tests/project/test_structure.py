@@ -1,6 +1,6 @@
 """The tree of lineate as DESIGN section 5 has it: imports go one way, files and signatures stay small.
 
-Everything is read from the source, lazy imports included.
+Everything is read from the source, lazy imports included; only the letters and names of mixers are asked of lineate.
 """
 
 import ast
@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from lineate.layers import kinds
 
 ROOT = Path(__file__).parents[2]
 MOST_LINES = 500
@@ -159,6 +161,32 @@ def docstrings_without_a_verb() -> set[str]:
     return found
 
 
+def mixer_tables() -> set[str]:
+    """Dictionaries and match statements that have letters or names of mixers as keys: their rows answer instead.
+
+    All keys must be letters, as K, M and G are units too; two names are enough. A checkpoint family may say which
+    mixers it has.
+    """
+    own = [kind for kind in kinds() if kind.built_in]  # not those that other tests register
+    letters = {kind.letter for kind in own}
+    names = {name for kind in own for name in (kind.name, kind.short, kind.label, kind.short_label) if name}
+    found = set()
+    for module in sources():
+        if module.startswith("lineate.models.families"):
+            continue
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.Dict):
+                nodes = [x for x in node.keys if x is not None]
+            elif isinstance(node, ast.Match):
+                nodes = [x.pattern.value for x in node.cases if isinstance(x.pattern, ast.MatchValue)]
+            else:
+                continue
+            keys = [x.value if isinstance(x, ast.Constant) else None for x in nodes]
+            if (len(keys) > 1 and set(keys) <= letters) or len(names & set(keys)) > 1:
+                found.add(f"{module}:{node.lineno}")
+    return found
+
+
 def long_tests() -> set[str]:
     files = (ROOT / "tests").rglob("*.py")
     return {x.name for x in files if len(x.read_text().splitlines()) > MOST_TEST_LINES}
@@ -180,6 +208,7 @@ CHECKS = {
     "lines": long_files,
     "parameters": long_signatures,
     "docstrings": docstrings_without_a_verb,
+    "letters": mixer_tables,
     "tests": long_tests,
     "test imports": imports_between_tests,
 }
