@@ -1,6 +1,7 @@
 """Which kernels run on which device: the one place where that is asked.
 
-A new architecture is a folder whose class implements `Stages` and one line here.
+A new architecture is a folder whose class implements `Stages`, its import and one line here. All are imported wherever
+triton is: a class is asked `runs_on` before anything of it needs its device.
 """
 
 from functools import cache

@@ -25,9 +25,9 @@ from lineate.rule import compute_dtype
 class LearningMixer(nn.Module):
     """A mixer whose memory learns: projections, the short convolution, and the state.
 
-    A subclass makes its own parameters and norm, calls `finish`, and has `memory_spec` and `learn`. Sequences are not
-    split over ranks (context parallelism): their memory cannot be handed on, so there is no `context`, and a segment is
-    refused.
+    A subclass makes its own parameters and norm, calls `finish`, and has `reset_parameters`, `memory_spec` and `learn`.
+    Sequences are not split over ranks (context parallelism): their memory cannot be handed on, so there is no
+    `context`, and a segment is refused.
     """
 
     beside: ClassVar[tuple[str, ...]] = ("conv",)
@@ -61,11 +61,11 @@ class LearningMixer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Give the memory's own parameters their first values."""
-        raise NotImplementedError
+        raise self._missing("reset_parameters")
 
     def memory_spec(self, dtype: torch.dtype, wide: torch.dtype) -> list[TensorSpec]:
         """Return the tensors of the state behind the convolution's; dtype of projections, wide of the memory."""
-        raise NotImplementedError
+        raise self._missing("memory_spec")
 
     def learn(
         self, x: Tensor, mixed: Tensor, gates: list[Tensor], state: Memory | None, cu_seqlens: Tensor | None
@@ -79,7 +79,10 @@ class LearningMixer(nn.Module):
             state: The state before x, or None.
             cu_seqlens: The bounds of packed sequences, or None.
         """
-        raise NotImplementedError
+        raise self._missing("learn")
+
+    def _missing(self, name: str) -> NotImplementedError:
+        return NotImplementedError(f"{type(self).__name__} must have {name}, as every LearningMixer")
 
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:

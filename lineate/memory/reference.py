@@ -108,8 +108,8 @@ def run_reference(
         k: Keys `b t h k`.
         v: Values `b t hv v`.
         gates: The gates by name, `b t hv ...` each; "position" is `c` or `hv c`.
-        weights: The initial weights of each head, `hv ...`, or of each row and head, `rows hv ...`; matrices have two
-            dimensions of their own, biases, gamma and beta one.
+        weights: The initial weights of each head, `hv ...`, or of each row and head, `rows hv ...`; a weight whose
+            name begins with b, and gamma, has one dimension of its own, every other one two.
         state: What an earlier call returned, to continue; None: no token was read.
         cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
             these sequences.
@@ -119,6 +119,7 @@ def run_reference(
         y `b t hv v`, and the state, whose tensors are `rows hv ...`.
     """
     _check_call(rule, gates, weights)
+    _check_gates(gates, v)
     heads, group = v.shape[2], v.shape[2] // q.shape[2]
     if cu_seqlens is None:
         sequences = [(row, 0, q.shape[1]) for row in range(q.shape[0])]
@@ -167,6 +168,18 @@ def _check_call(rule: MemoryRule, gates: Mapping[str, Tensor], weights: NamedWei
     if missing := [name for name in rule.model.learned if name not in weights]:
         given = ", ".join(weights) or "none"
         raise ValueError(f"weights must have {', '.join(missing)}, which {rule.model.name} learns, got {given}")
+
+
+def _check_gates(gates: Mapping[str, Tensor], v: Tensor) -> None:
+    """Check that every gate has a value for each token and head."""
+    wanted = tuple(v.shape[:3])
+    for name, x in gates.items():
+        if name == "position":
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"gates[{name!r}] must be a tensor (b, t, hv, ...) = {wanted} ..., got {type(x).__name__}")
+        if x.dim() < 3 or any(own < size for own, size in zip(x.shape, wanted, strict=False)):
+            raise ValueError(f"gates[{name!r}] must have shape (b, t, hv, ...) = {wanted} ..., got {tuple(x.shape)}")
 
 
 def _of_head(name: str, x: Tensor, row: int, head: int) -> Tensor:

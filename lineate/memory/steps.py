@@ -25,9 +25,23 @@ def gradient(rule: MemoryRule, at: NamedWeights, k: Tensor, v: Tensor) -> NamedW
         point = [at[name].view_as(at[name]) for name in names]
         point = [x if x.requires_grad else x.detach().requires_grad_() for x in point]
         loss = rule.loss(rule.model, {**at, **dict(zip(names, point, strict=True))}, k, v)
+        _check_loss(rule, loss)
         found = torch.autograd.grad(loss, point, create_graph=outer)
     gradients = dict(zip(names, found, strict=True))
     return gradients if rule.clip is None else clip(gradients, rule.clip)
+
+
+def _check_loss(rule: MemoryRule, loss: Tensor) -> None:
+    """Check that what a loss returned is one number that depends on the learned weights."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss of {rule.name} must return a tensor, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(f"loss of {rule.name} must return one number, got shape {tuple(loss.shape)}; sum it")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"loss of {rule.name} must depend on {', '.join(rule.model.learned)}, which {rule.model.name} learns; "
+            "it is called as (model, weights, k, v) and reads model(weights, k)"
+        )
 
 
 def _sgd(
@@ -46,7 +60,13 @@ def _sgd(
         if rule.optimiser == "momentum":
             momentum = steps = {name: gates["momentum"] * state.momentum[name] + x for name, x in steps.items()}
     else:
-        steps, momentum = rule.optimiser(gradients, state.momentum, gates)
+        result = rule.optimiser(gradients, state.momentum, gates)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise TypeError(
+                f"optimiser must return a pair, got {type(result).__name__}; "
+                "it is called as (gradients, carried, gates) -> (steps, carried)"
+            )
+        steps, momentum = result
         if set(steps) != set(gradients):
             raise ValueError(
                 f"optimiser must return steps for {', '.join(gradients)}, got {', '.join(steps) or 'none'}; "

@@ -39,6 +39,20 @@ def test_a_wrong_chunk_is_refused_when_the_layer_is_made(mixer, chunk, error):
         mixer(16, 2, chunk=chunk)
 
 
+def test_what_a_subclass_lacks_is_named():
+    class Begun(LearningMixer):
+        def __init__(self) -> None:
+            super().__init__(16, 2, splits=(24, 8), chunk=4, conv_size=0, norm_eps=1e-6)
+
+    mixer = Begun()
+    with pytest.raises(NotImplementedError, match="Begun must have learn, as every LearningMixer"):
+        mixer(torch.randn(1, 4, 16))
+    with pytest.raises(NotImplementedError, match="Begun must have memory_spec"):
+        mixer.state_spec  # noqa: B018
+    with pytest.raises(NotImplementedError, match="Begun must have reset_parameters"):
+        mixer.finish(8)
+
+
 def test_hidden_channels_have_one_name():
     found = [layer.expansion for layer in (TTTLinear(16, 2), TTTMLP(16, 2, expand=3), Titans(16, 2))]
     assert found == [0, 3, 0]

@@ -373,6 +373,10 @@ def test_wrong_gates_and_weights():
         run_reference(rule, q, k, v, without, weights)
     with pytest.raises(ValueError, match=r"weights must have S, which S\^T x learns, got W"):
         run_reference(rule, q, k, v, gates, {"W": weights["S"]})
+    with pytest.raises(ValueError, match=r"gates\['rate'\] must have shape \(b, t, hv, \.\.\.\) = .*, got"):
+        run_reference(rule, q, k, v, gates | {"rate": gates["rate"][..., 0]}, weights)
+    with pytest.raises(TypeError, match=r"gates\['rate'\] must be a tensor .*, got float"):
+        run_reference(rule, q, k, v, gates | {"rate": 0.5}, weights)
     with pytest.raises(TypeError, match=r"rule must be a MemoryRule, such as MEMORY_RULES\['DeltaNet'\], got str"):
         run_reference("DeltaNet", q, k, v, gates, weights)
 
@@ -417,6 +421,22 @@ def test_an_optimiser_that_is_a_function_reads_gates_of_any_name():
     assert y.isfinite().all()
     with pytest.raises(ValueError, match=r"optimiser must return steps for S, got W; it is called as \(gradients"):
         run_reference(replace(rule, optimiser=lambda *given: ({"W": 0}, {})), q, k, v, gates, weights)
+    with pytest.raises(TypeError, match=r"optimiser must return a pair, got dict; it is called as \(gradients"):
+        run_reference(replace(rule, optimiser=lambda gradients, *rest: gradients), q, k, v, gates, weights)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (lambda model, weights, k, v: model(weights, k) - v, ValueError, "must return one number, got shape"),
+        (lambda model, weights, k, v: v.sum().detach(), ValueError, r"must depend on S, which S\^T x learns; it is"),
+        (lambda model, weights, k, v: 0.0, TypeError, "loss of Titans must return a tensor, got float"),
+    ],
+)
+def test_a_loss_returns_one_number_of_the_weights(loss, error, message):
+    rule, q, k, v, gates, weights = inputs_of("Titans")
+    with pytest.raises(error, match=message):
+        run_reference(replace(rule, loss=loss), q, k, v, gates, weights)
 
 
 @pytest.mark.parametrize("former, name", [("RULES", "MEMORY_RULES"), ("LINEAR", "MATRIX"), ("Model", "MemoryModel")])

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import lineate
 from lineate import layers
 from lineate.layers import registry
+from lineate.memory import run_reference
 from lineate.models import HybridLM, preset
 from lineate.rule import normalize, read
 from lineate.tasks.model import ModelOptions, make_config
@@ -121,6 +122,23 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def check_unit_descent(names: dict[str, Any]) -> None:
+    """Check that the memory's chunked form is its rule, packed, and that its mixer goes on in the middle of a chunk."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 40, 2, 6).double()
+    rate, S = torch.rand(1, 40, 2).double(), torch.randn(2, 6, 6).double()
+    bounds, rows = torch.tensor([0, 5, 5, 22, 40]), S.expand(4, -1, -1, -1)
+    state = {"S": rows, "start": rows, "position": torch.zeros(4, dtype=torch.int64)}
+    y, after = names["unit_descent"](q, k, v, rate, state, cu_seqlens=bounds)
+    wanted, last = run_reference(names["rule"], q, k, v, {"rate": rate}, {"S": S}, cu_seqlens=bounds)
+    torch.testing.assert_close((y, after["S"]), (wanted, last.weights["S"]), rtol=1e-12, atol=1e-12)
+    mixer, x = names["UnitDescent"](24, 2, head_dim=6).double(), torch.randn(2, 30, 24).double()
+    first, memory = mixer(x[:, :21])
+    assert memory.names == tuple(spec.name for spec in mixer.state_spec)
+    torch.testing.assert_close(torch.cat((first, mixer(x[:, 21:], memory)[0]), 1), mixer(x)[0], rtol=1e-12, atol=1e-12)
+    assert names["learner"](torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
 @torch.no_grad()
 def test_the_programs_of_contributing_md(monkeypatch):
     """Its rule, several writes a token, is that of the equation; a model of it continues where it stopped."""
@@ -129,6 +147,7 @@ def test_the_programs_of_contributing_md(monkeypatch):
     for text in programs(ROOT / "CONTRIBUTING.md"):
         exec(compile(text, "CONTRIBUTING.md", "exec"), names)
     assert names["y"].shape == (1, 10, 2, 8)  # of the memory
+    check_unit_descent(names)
     b, t, n, h, d = 2, 7, 3, 2, 4
     q, (k, v) = torch.randn(b, t, h, d).double(), torch.randn(2, b, t, n, h, d).double()
     log_decay, beta = -torch.rand(b, t, h).double(), 2 * torch.rand(b, t, n, h).double()
