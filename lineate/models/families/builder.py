@@ -1,8 +1,11 @@
 """Builds a plan from the names and shapes of a checkpoint; what several families share is written here once."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lineate.models.config import HybridConfig
@@ -22,6 +25,29 @@ class Part(NamedTuple):
     source: str
     shape: Shape
     rows: tuple[int, int] | None = None
+    """First and last + 1 row; None: all."""
+    turned: bool = False
+    """Whether the checkpoint has the transpose, a matrix (in, out); shape and rows are those of (out, in)."""
+
+
+def interleaved(source: str, heads: int, widths: Sequence[int], tail: Shape, turned: bool = False) -> list[Part]:
+    """Return the parts of a tensor that has the rows of one head after those of another, in our order.
+
+    Every head's rows are those of q, then those of k, and so on; ours are q of all heads, then k of all heads.
+
+    Args:
+        source: the tensor's name in the checkpoint.
+        heads: how many heads there are.
+        widths: rows of q, k, ... of one head.
+        tail: the shape of a row.
+        turned: whether the checkpoint has the transpose.
+    """
+    group = sum(widths)
+    return [
+        Part(source, (heads * group, *tail), (h * group + last - width, h * group + last), turned)
+        for width, last in zip(widths, accumulate(widths), strict=True)
+        for h in range(heads)
+    ]
 
 
 class PlanBuilder:
@@ -52,12 +78,20 @@ class PlanBuilder:
 
     def stack(self, target: str, parts: Sequence[Part]) -> None:
         """Take rows of several tensors, one below the other."""
-        pieces, row = [], 0
-        for part in parts:
-            count = part.shape[0] if part.rows is None else part.rows[1] - part.rows[0]
-            pieces.append(Piece(part.source, part.shape, (slice(row, row + count),), part.rows))
-            row += count
-        self.pieces[target] = pieces
+        self.pieces[target] = pieces = []
+        row = 0
+        for (source, shape, turned), group in groupby(parts, lambda part: (part.source, part.shape, part.turned)):
+            start = row
+            spans = []
+            for part in group:
+                first, last = part.rows or (0, shape[0])
+                spans.append((first, last))
+                if not turned:
+                    pieces.append(Piece(source, shape, (slice(row, row + last - first),), part.rows))
+                row += last - first
+            if turned:  # one piece, so that the source is read once
+                take = partial(_columns, spans=spans)
+                pieces.append(Piece(source, shape[::-1], (slice(start, row),), take=take))
 
     def ends(self) -> None:
         """Take embedding, final norm and head."""
@@ -122,11 +156,7 @@ class PlanBuilder:
             q, shape = f"{source}.q_proj.{kind}", (rows, *tail)
             parts = [Part(q, shape)]
             if attention.gated:  # on disk: q, gate of the first head, q, gate of the second, ...
-                parts = [
-                    Part(q, shape, (2 * h * dim + half * dim, 2 * h * dim + (half + 1) * dim))
-                    for half in (0, 1)
-                    for h in range(heads)
-                ]
+                parts = interleaved(q, heads, (dim, dim), tail)
             parts += [Part(f"{source}.{name}_proj.{kind}", (kv * dim, *tail)) for name in "kv"]
             self.stack(f"{target}.in_proj.{kind}", parts)
         self.copy(f"{target}.out_proj.weight", f"{source}.o_proj.weight", (c.hidden_size, heads * dim))
@@ -196,3 +226,9 @@ class PlanBuilder:
 
 def _transposed(block: Tensor) -> Tensor:
     return block.transpose(1, 2)
+
+
+def _columns(block: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return these columns of a matrix as rows."""
+    rows = [block[:, first:last].t() for first, last in spans]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
