@@ -366,6 +366,7 @@ WRONG_PLANS = {
     "taken to be broadcast": changed(
         both_weight=[*PIECES["both.weight"][:2], Piece("turned", (3, 1), (slice(3, 4),), take=_first)]
     ),
+    "not transposed": changed(both_weight=[Piece("sideways", (3, 4))]),
     "too few elements": changed(both_weight=[Piece("top", (2, 3), (slice(0, 4),))]),
 }
 

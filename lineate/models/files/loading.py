@@ -148,6 +148,9 @@ def _check_piece(piece: Piece, name: str, shape: tuple[int, ...], box: list[tupl
     if piece.take is None:
         if math.prod(block) != math.prod(sizes):
             raise RuntimeError(f"{piece} must have as many elements as its part of {name} {shape}")
+        stored, wanted = ([size for size in x if size != 1] for x in (block, sizes))
+        if stored != wanted and sorted(stored) == sorted(wanted):
+            raise RuntimeError(f"{piece.source} {block} must be transposed for its part {sizes} of {name}, got no take")
         return
     indexed = [isinstance(index, int) for index in piece.into] + [False] * len(sizes)
     part = tuple(size for size, gone in zip(sizes, indexed, strict=False) if not gone)
