@@ -94,7 +94,7 @@ class PlanBuilder:
                 pieces.append(Piece(source, shape[::-1], (slice(start, row),), take=take))
 
     def ends(self) -> None:
-        """Take embedding, final norm and head."""
+        """Take embed_tokens, norm or final_layernorm, and lm_head."""
         c, prefix = self.config, self.prefix
         embed = f"{prefix}embed_tokens.weight"
         self.copy("embed.weight", embed, (c.vocab_size, c.hidden_size))
@@ -108,12 +108,12 @@ class PlanBuilder:
             self.equal.append((embed, head))
 
     def norms(self, layer: int, mixer: str, feed: str) -> None:
-        """Take the two norms of a block."""
+        """Take the two norms of a block, which have these names."""
         self.copy(f"layers.{layer}.mixer_norm.weight", mixer, (self.config.hidden_size,))
         self.copy(f"layers.{layer}.feed_norm.weight", feed, (self.config.hidden_size,))
 
     def delta(self, layer: int, source: str, gates: str, norm: str, out: str) -> None:
-        """Take what all linear layers have: A_log, dt_bias, norm, output projection."""
+        """Take what all linear layers have: A_log and dt_bias of `gates`; of `source` the norm and the output."""
         linear = self.config.linear
         assert linear is not None
         hv, target = linear.value_heads, f"layers.{layer}.mixer"
@@ -127,7 +127,10 @@ class PlanBuilder:
         )
 
     def convolution(self, layer: int, source: str) -> None:
-        """Take the convolution over q | k | v: one tensor, or three, which need not be cut between q, k and v."""
+        """Take the convolution over q | k | v.
+
+        It is conv1d, or q_conv1d, k_conv1d and v_conv1d, which need not be cut between q, k and v.
+        """
         linear = self.config.linear
         assert linear is not None
         keys, values, size = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim, linear.conv_size
