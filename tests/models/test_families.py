@@ -397,7 +397,7 @@ def test_a_part_of_a_config_and_other_names_of_keys():
         (lambda: v.part("memory").part("inner").number("size"), "some, in memory.inner, must have a number in size"),
         (lambda: v.part("kinds"), r"family some must have an object in kinds"),
         (lambda: v.words("kinds", layers="depth"), r"must have 2 kinds \(depth\), got 1"),
-        (lambda: v.number("width"), "must have a number in width, got None"),
+        (lambda: v.number("width"), "must have width, got null"),
     ):
         with pytest.raises(CheckpointError, match=message):
             read()

@@ -81,8 +81,8 @@ class Values:
         found = [(name, self.values[name]) for name in names if self.values.get(name) is not None]
         if not found and default is not _NONE:
             return default
-        if null := [name for name in names if name in self.values and not found]:
-            raise self.error(f"must have a number in {null[0]}, got None")
+        if not found and any(name in self.values for name in names):
+            raise self.error(f"must have {' or '.join(names)}, got null")
         if not found:
             keys = sorted(self.values)
             shown = ", ".join(keys[:100]) + ", ..." * (len(keys) > 100)
