@@ -140,14 +140,22 @@ def _replacements(family: ModelPatch) -> list[_Replaced]:
     """Make the forwards for the classes of one family; raise if transformers lacks a class or a helper."""
     module = importlib.import_module(f"transformers.models.{family.name}.modeling_{family.name}")
     layer, model = getattr(module, family.layer), getattr(module, family.model)
-    original = layer.__dict__["forward"]
+    original = _own_forward(layer)
     forward = linear_forward(original, family.project, family.norm, family.out)
     forward = module.force_accelerate_hooks(list(family.borrowed))(forward)
     replaced = [_Replaced(layer, original, functools.wraps(original)(forward))]
-    original = model.__dict__["forward"]
+    original = _own_forward(model)
     replaced.append(_Replaced(model, original, functools.wraps(original)(text_model_forward(original))))
     if family.attention is not None:
         attention = getattr(module, family.attention)
-        original = attention.__dict__["forward"]
+        original = _own_forward(attention)
         replaced.append(_Replaced(attention, original, functools.wraps(original)(latent_forward(original))))
     return replaced
+
+
+def _own_forward(owner: Any) -> Callable[..., Any]:
+    """Return the forward that a class defines itself; disable() could not restore an inherited one."""
+    if "forward" not in owner.__dict__:
+        raise AttributeError(f"{owner.__name__} must define forward itself, got one that it inherits")
+    forward: Callable[..., Any] = owner.__dict__["forward"]
+    return forward

@@ -1,6 +1,7 @@
 """Which classes of transformers lineate changes, one row a model family, with the projections of its linear layer.
 
 A new family adds a row here, and a function for its projections unless it shares one; no other module needs a change.
+Only families that transformers itself has get a row: classes that a checkpoint brings as remote code are not found.
 """
 
 from dataclasses import dataclass

@@ -338,7 +338,7 @@ def test_enable_and_disable():
     assert enable() is report and is_enabled()
     assert [owner.__dict__["forward"] for owner in classes()] == ours
     assert list(report.families) == NAMES and not report.skipped
-    assert "Qwen3NextGatedDeltaNet.forward" in str(report) and "5 families run on lineate" in str(report)
+    assert "Qwen3NextGatedDeltaNet.forward" in str(report) and f"{len(NAMES)} families run on lineate" in str(report)
     disable()
     disable()
     assert not is_enabled()
@@ -371,6 +371,17 @@ def test_some_families_missing(monkeypatch):
     with pytest.raises(ImportError, match=r"transformers must have one of gone, got .* upgrade"):
         enable()
     assert not is_enabled()
+
+
+def test_a_class_that_inherits_its_forward_is_left_as_it_is(monkeypatch):
+    """Which disable() could not restore; the other families are enabled."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    heir = type("Heir", (modeling.Qwen3_5GatedDeltaNet,), {})
+    monkeypatch.setattr(modeling, "Qwen3_5GatedDeltaNet", heir)
+    report = enable()
+    assert "Heir must define forward itself" in report.skipped["qwen3_5"]
+    assert len(report.families) == len(NAMES) - 1 and "forward" not in vars(heir)
 
 
 def test_old_or_missing_transformers(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lineate.models import HybridLM
+from lineate.models import HybridLM, families
 from lineate.models.families import kimi_linear, make_plan, read_config
 from lineate.models.families.values import Values
 from lineate.models.files.checkpoint import Checkpoint
@@ -382,6 +382,32 @@ def test_null_is_not_taken_for_true():
         null.flag("norm_topk_prob", default=True)
     assert null.flag("tie_word_embeddings", default=False) is False
     assert null.flag("not there", default=True) is True
+
+
+def test_a_part_of_a_config_and_other_names_of_keys():
+    values = {"depth": 2, "kinds": ["a"], "stop": 3, "width": None, "memory": {"heads": 0, "inner": {"size": "4"}}}
+    v = Values("some", values)
+    assert v.layers("depth") == 2 and v.eos("stop") == (3,)
+    for read, message in (
+        (lambda: v.part("memory").number("heads"), r"family some, in memory, is not possible: heads must be a whole"),
+        (
+            lambda: v.part("memory").number("size"),
+            "family some, in memory, must have size, got none; its keys are heads",
+        ),
+        (lambda: v.part("memory").part("inner").number("size"), "some, in memory.inner, must have a number in size"),
+        (lambda: v.part("kinds"), r"family some must have an object in kinds"),
+        (lambda: v.words("kinds", layers="depth"), r"must have 2 kinds \(depth\), got 1"),
+        (lambda: v.number("width"), "must have width, got null"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            read()
+
+
+def test_a_family_that_does_not_name_itself_is_named_by_its_model_type(folders, monkeypatch):
+    row = families.FAMILIES["olmo_hybrid"]
+    unnamed = replace(row, config_from=lambda values: replace(row.config_from(values), family="lineate"))
+    monkeypatch.setitem(families.FAMILIES, "olmo_hybrid", unnamed)
+    assert read_config(Checkpoint.open(folders("olmo_hybrid"))).family == "olmo_hybrid"
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,10 @@ def test_a_file_that_ends_early_leaves_the_model_as_it_was(tmp_path):
     assert all(x.device.type == "meta" for x in model.state_dict().values())
 
 
+def _first(block: torch.Tensor) -> torch.Tensor:
+    return block[:1]
+
+
 def changed(**pieces: list[Piece]) -> LoadingPlan:
     return LoadingPlan(PIECES | {name.replace("_", "."): value for name, value in pieces.items()}, ("mtp",))
 
@@ -356,6 +360,13 @@ WRONG_PLANS = {
     "target left out": LoadingPlan({name: pieces for name, pieces in PIECES.items() if name != "count"}),
     "rows left out": changed(both_weight=PIECES["both.weight"][:2]),
     "rows filled twice": changed(both_weight=[*PIECES["both.weight"][:2], Piece("rest", (6, 3), (1,), (0, 1))]),
+    "taken in another shape": changed(
+        both_weight=[*PIECES["both.weight"][:2], Piece("turned", (3, 1), (3,), take=torch.t)]
+    ),
+    "taken to be broadcast": changed(
+        both_weight=[*PIECES["both.weight"][:2], Piece("turned", (3, 1), (slice(3, 4),), take=_first)]
+    ),
+    "not transposed": changed(both_weight=[Piece("sideways", (3, 4))]),
     "too few elements": changed(both_weight=[Piece("top", (2, 3), (slice(0, 4),))]),
 }
 

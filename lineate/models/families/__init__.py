@@ -44,7 +44,8 @@ def read_config(checkpoint: Checkpoint) -> HybridConfig:
             config = HybridConfig.from_dict(own)
         else:
             config = FAMILIES[kind].config_from(checkpoint.config)
-            config = replace(config, eos_token_ids=_all_eos(checkpoint, config))
+            family = kind if config.family == OWN else config.family
+            config = replace(config, family=family, eos_token_ids=_all_eos(checkpoint, config))
     except (TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
         why = str(error) or type(error).__name__
         raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {why}") from None

@@ -1,8 +1,11 @@
 """Builds a plan from the names and shapes of a checkpoint; what several families share is written here once."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lineate.models.config import HybridConfig
@@ -22,6 +25,29 @@ class Part(NamedTuple):
     source: str
     shape: Shape
     rows: tuple[int, int] | None = None
+    """First and last + 1 row; None: all."""
+    turned: bool = False
+    """Whether the checkpoint has the transpose, a matrix (in, out); shape and rows are those of (out, in)."""
+
+
+def interleaved(source: str, heads: int, widths: Sequence[int], tail: Shape, turned: bool = False) -> list[Part]:
+    """Return the parts of a tensor that has the rows of one head after those of another, in our order.
+
+    Every head's rows are those of q, then those of k, and so on; ours are q of all heads, then k of all heads.
+
+    Args:
+        source: the tensor's name in the checkpoint.
+        heads: how many heads there are.
+        widths: rows of q, k, ... of one head.
+        tail: the shape of a row.
+        turned: whether the checkpoint has the transpose.
+    """
+    group = sum(widths)
+    return [
+        Part(source, (heads * group, *tail), (h * group + last - width, h * group + last), turned)
+        for width, last in zip(widths, accumulate(widths), strict=True)
+        for h in range(heads)
+    ]
 
 
 class PlanBuilder:
@@ -52,15 +78,23 @@ class PlanBuilder:
 
     def stack(self, target: str, parts: Sequence[Part]) -> None:
         """Take rows of several tensors, one below the other."""
-        pieces, row = [], 0
-        for part in parts:
-            count = part.shape[0] if part.rows is None else part.rows[1] - part.rows[0]
-            pieces.append(Piece(part.source, part.shape, (slice(row, row + count),), part.rows))
-            row += count
-        self.pieces[target] = pieces
+        self.pieces[target] = pieces = []
+        row = 0
+        for (source, shape, turned), group in groupby(parts, lambda part: (part.source, part.shape, part.turned)):
+            start = row
+            spans = []
+            for part in group:
+                first, last = part.rows or (0, shape[0])
+                spans.append((first, last))
+                if not turned:
+                    pieces.append(Piece(source, shape, (slice(row, row + last - first),), part.rows))
+                row += last - first
+            if turned:  # one piece, so that the source is read once
+                take = partial(_columns, spans=spans)
+                pieces.append(Piece(source, shape[::-1], (slice(start, row),), take=take))
 
     def ends(self) -> None:
-        """Take embedding, final norm and head."""
+        """Take embed_tokens, norm or final_layernorm, and lm_head."""
         c, prefix = self.config, self.prefix
         embed = f"{prefix}embed_tokens.weight"
         self.copy("embed.weight", embed, (c.vocab_size, c.hidden_size))
@@ -74,12 +108,12 @@ class PlanBuilder:
             self.equal.append((embed, head))
 
     def norms(self, layer: int, mixer: str, feed: str) -> None:
-        """Take the two norms of a block."""
+        """Take the two norms of a block, which have these names."""
         self.copy(f"layers.{layer}.mixer_norm.weight", mixer, (self.config.hidden_size,))
         self.copy(f"layers.{layer}.feed_norm.weight", feed, (self.config.hidden_size,))
 
     def delta(self, layer: int, source: str, gates: str, norm: str, out: str) -> None:
-        """Take what all linear layers have: A_log, dt_bias, norm, output projection."""
+        """Take what all linear layers have: A_log and dt_bias of `gates`; of `source` the norm and the output."""
         linear = self.config.linear
         assert linear is not None
         hv, target = linear.value_heads, f"layers.{layer}.mixer"
@@ -93,7 +127,10 @@ class PlanBuilder:
         )
 
     def convolution(self, layer: int, source: str) -> None:
-        """Take the convolution over q | k | v: one tensor, or three, which need not be cut between q, k and v."""
+        """Take the convolution over q | k | v.
+
+        It is conv1d, or q_conv1d, k_conv1d and v_conv1d, which need not be cut between q, k and v.
+        """
         linear = self.config.linear
         assert linear is not None
         keys, values, size = linear.heads * linear.key_dim, linear.value_heads * linear.value_dim, linear.conv_size
@@ -122,11 +159,7 @@ class PlanBuilder:
             q, shape = f"{source}.q_proj.{kind}", (rows, *tail)
             parts = [Part(q, shape)]
             if attention.gated:  # on disk: q, gate of the first head, q, gate of the second, ...
-                parts = [
-                    Part(q, shape, (2 * h * dim + half * dim, 2 * h * dim + (half + 1) * dim))
-                    for half in (0, 1)
-                    for h in range(heads)
-                ]
+                parts = interleaved(q, heads, (dim, dim), tail)
             parts += [Part(f"{source}.{name}_proj.{kind}", (kv * dim, *tail)) for name in "kv"]
             self.stack(f"{target}.in_proj.{kind}", parts)
         self.copy(f"{target}.out_proj.weight", f"{source}.o_proj.weight", (c.hidden_size, heads * dim))
@@ -196,3 +229,9 @@ class PlanBuilder:
 
 def _transposed(block: Tensor) -> Tensor:
     return block.transpose(1, 2)
+
+
+def _columns(block: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return these columns of a matrix as rows."""
+    rows = [block[:, first:last].t() for first, last in spans]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

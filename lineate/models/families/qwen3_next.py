@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lineate.models.config import ExpertsConfig, HybridConfig
-from lineate.models.families.builder import Part, PlanBuilder, Shape
+from lineate.models.families.builder import PlanBuilder, Shape, interleaved
 from lineate.models.families.family import CheckpointFamily
 from lineate.models.families.values import Values, shortest
 from lineate.models.files.loading import LoadingPlan
@@ -72,7 +72,7 @@ def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> LoadingPlan:
     for i in range(config.n_layers):
         qwen_block(builder, i)
         if config.letters[i] == "G":
-            _interleaved(builder, i, f"{builder.prefix}layers.{i}.linear_attn")
+            _in_proj(builder, i, f"{builder.prefix}layers.{i}.linear_attn")
     return builder.plan()
 
 
@@ -97,20 +97,15 @@ def qwen_block(builder: PlanBuilder, i: int) -> None:
     builder.copy(f"{target}.feed.shared_gate.weight", f"{source}.mlp.shared_expert_gate.weight", (1, hidden))
 
 
-def _interleaved(builder: PlanBuilder, i: int, source: str) -> None:
+def _in_proj(builder: PlanBuilder, i: int, source: str) -> None:
     linear, hidden = builder.config.linear, builder.config.hidden_size
     assert linear is not None
     ratio = linear.value_heads // linear.heads
-    parts = []
-    for name, widths in (
-        ("in_proj_qkvz", (linear.key_dim, linear.key_dim, ratio * linear.value_dim, ratio * linear.value_dim)),
-        ("in_proj_ba", (ratio, ratio)),
-    ):
-        group = sum(widths)
-        for index, width in enumerate(widths):
-            for h in range(linear.heads):
-                first = h * group + sum(widths[:index])
-                parts.append(Part(f"{source}.{name}.weight", (linear.heads * group, hidden), (first, first + width)))
+    wide = ratio * linear.value_dim
+    parts = interleaved(
+        f"{source}.in_proj_qkvz.weight", linear.heads, (linear.key_dim, linear.key_dim, wide, wide), (hidden,)
+    )
+    parts += interleaved(f"{source}.in_proj_ba.weight", linear.heads, (ratio, ratio), (hidden,))
     builder.stack(f"layers.{i}.mixer.in_proj.weight", parts)
 
 

@@ -10,17 +10,23 @@ _NONE = object()
 
 
 class Values:
-    """The keys of one family's config.json."""
+    """The keys of one family's config.json.
 
-    def __init__(self, family: str, values: dict[str, Any]) -> None:
+    layer_letters, rope, grouped_linear, attention and feed read the keys as Qwen and OLMo name them. A family with
+    other names reads each with number, flag, words, numbers, part and so on, which are given the key.
+    """
+
+    def __init__(self, family: str, values: dict[str, Any], inside: str = "") -> None:
         self.family = family
         self.values = values
+        self.inside = inside
         if self.get("quantization_config") is not None:
             method = self.mapping("quantization_config").get("quant_method", "an unknown method")
             raise self.error(f"must not be quantised, got {method!s:.80}; use the unquantised checkpoint")
 
     def error(self, text: str) -> CheckpointError:
-        return CheckpointError(f"config.json of family {self.family} {text}")
+        where = f", in {self.inside}," if self.inside else ""
+        return CheckpointError(f"config.json of family {self.family}{where} {text}")
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the first of these keys that is there."""
@@ -36,13 +42,17 @@ class Values:
             raise self.error(f"must have an object in {name}, got {show(value)}")
         return value or {}
 
-    def words(self, name: str) -> list[str] | None:
-        """Return a list of words, if it is there: one for every layer."""
+    def part(self, name: str) -> "Values":
+        """Return the keys of an object under this key, whose messages name the object too."""
+        return Values(self.family, self.mapping(name), f"{self.inside}.{name}".removeprefix("."))
+
+    def words(self, name: str, layers: str = "num_hidden_layers") -> list[str] | None:
+        """Return a list of words, if it is there: one for every layer, of which the key `layers` has the number."""
         value = self.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(word, str) for word in value)):
             raise self.error(f"must have a list of words in {name}, got {show(value)}")
-        if value is not None and len(value) != self.layers():
-            raise self.error(f"must have {self.layers()} {name} (num_hidden_layers), got {len(value)}")
+        if value is not None and len(value) != self.layers(layers):
+            raise self.error(f"must have {self.layers(layers)} {name} ({layers}), got {len(value)}")
         return value
 
     def numbers(self, name: str) -> list[int]:
@@ -71,6 +81,8 @@ class Values:
         found = [(name, self.values[name]) for name in names if self.values.get(name) is not None]
         if not found and default is not _NONE:
             return default
+        if not found and any(name in self.values for name in names):
+            raise self.error(f"must have {' or '.join(names)}, got null")
         if not found:
             keys = sorted(self.values)
             shown = ", ".join(keys[:100]) + ", ..." * (len(keys) > 100)
@@ -84,9 +96,9 @@ class Values:
             raise self.error(f"is not possible: {name} must be {bound}, got {show(int(value))}")
         return kind(value)
 
-    def layers(self) -> int:
-        """Return how many layers there are."""
-        return int(self.number("num_hidden_layers", most=MOST_LAYERS))
+    def layers(self, name: str = "num_hidden_layers") -> int:
+        """Return how many layers there are, at most as many as a model may have."""
+        return int(self.number(name, most=MOST_LAYERS))
 
     def must_be(self, name: str, allowed: Any, why: str, default: Any = _NONE) -> None:
         """Raise if a key is there and has another value than this."""
@@ -94,9 +106,9 @@ class Values:
         if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
             raise self.error(f"must have {name} = {allowed!r}, got {show(value)}; {why}")
 
-    def eos(self) -> tuple[int, ...]:
+    def eos(self, name: str = "eos_token_id") -> tuple[int, ...]:
         """Return the tokens that end a sequence."""
-        return token_ids("eos_token_id", self.get("eos_token_id"))
+        return token_ids(name, self.get(name))
 
     def token(self, name: str) -> int | None:
         """Return a token's number, if it has one."""

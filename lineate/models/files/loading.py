@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby, pairwise
 
 import torch
@@ -41,7 +42,7 @@ class Piece:
     rows: tuple[int, int] | None = None
     """First and last + 1 row of the source; None: all."""
     take: Callable[[Tensor], Tensor] | None = None
-    """A view of these rows that has the shape of that part, such as a transpose; held in memory while copied."""
+    """Makes of these rows a tensor in the shape of that part, such as a transpose; held in memory while copied."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,9 @@ def load(
 def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: LoadingPlan) -> None:
     """Raise unless every element of the model is filled exactly once: else the plan is wrong, not the file."""
     if plan.pieces.keys() != shapes.keys():
-        different = sorted(plan.pieces.keys() ^ shapes.keys())
-        raise RuntimeError(f"the plan and the model must name the same tensors, got only in one: {different[:8]}")
+        planned, made = sorted(plan.pieces.keys() - shapes.keys()), sorted(shapes.keys() - plan.pieces.keys())
+        only = f"{planned[:8]} only in the plan and {made[:8]} only in the model"
+        raise RuntimeError(f"the plan and the model must name the same tensors, got {only}")
     for name, shape in shapes.items():
         boxes = [_box(piece.into, shape) for piece in plan.pieces[name]]
         filled = sum(math.prod(last - first for first, last in box) for box in boxes)
@@ -137,11 +139,28 @@ def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: LoadingPlan) -> None
                 f"the pieces of {name} must fill {shape} once, got {len(boxes)} pieces of {filled} elements"
             )
         for piece, box in zip(plan.pieces[name], boxes, strict=True):
-            count = math.prod(piece.shape)
-            if piece.rows is not None:
-                count = (piece.rows[1] - piece.rows[0]) * math.prod(piece.shape[1:])
-            if count != math.prod(last - first for first, last in box):
-                raise RuntimeError(f"{piece} must have as many elements as its part of {name} {shape}")
+            _check_piece(piece, name, shape, box)
+
+
+def _check_piece(piece: Piece, name: str, shape: tuple[int, ...], box: list[tuple[int, int]]) -> None:
+    block = piece.shape if piece.rows is None else (piece.rows[1] - piece.rows[0], *piece.shape[1:])
+    sizes = [last - first for first, last in box]
+    if piece.take is None:
+        if math.prod(block) != math.prod(sizes):
+            raise RuntimeError(f"{piece} must have as many elements as its part of {name} {shape}")
+        stored, wanted = ([size for size in x if size != 1] for x in (block, sizes))
+        if stored != wanted and sorted(stored) == sorted(wanted):
+            raise RuntimeError(f"{piece.source} {block} must be transposed for its part {sizes} of {name}, got no take")
+        return
+    indexed = [isinstance(index, int) for index in piece.into] + [False] * len(sizes)
+    part = tuple(size for size, gone in zip(sizes, indexed, strict=False) if not gone)
+    if (got := _taken_shape(piece.take, block)) != part:
+        raise RuntimeError(f"what is taken of {piece.source} must have shape {part} for {name} {shape}, got {got}")
+
+
+@lru_cache(maxsize=64)
+def _taken_shape(take: Callable[[Tensor], Tensor], block: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(take(torch.empty(block, device="meta")).shape)
 
 
 def check_tensors(plan: LoadingPlan, checkpoint: Checkpoint, floating: set[str], hint: str = "") -> None:
