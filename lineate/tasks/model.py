@@ -31,7 +31,7 @@ class ModelOptions:
 
 def kinds_by_word() -> dict[str, MixerKind]:
     """Return the rows of all mixers by their names on the command line; the memories that learn come last."""
-    return {kind.short or kind.name: kind for kind in sorted(kinds(), key=lambda kind: kind.learns)}
+    return {kind.word: kind for kind in sorted(kinds(), key=lambda kind: kind.learns)}
 
 
 def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
