@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lineate.call import Inputs
 from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MemoryConfig
+from lineate.rule import RULES
 
 ORDER = "LRDGKTPNCEAM"
 """How lists name these mixers, whichever file is imported first; all others follow as they are registered."""
@@ -100,6 +101,7 @@ class MixerKind:
         cache: what grows by a token: "keys and values", "latent", or "" where nothing does.
         look: how it is drawn.
         short_label: its name for people where there is little room; None is `label`.
+        rule: the row of lineate.rule.RULES that it runs, such as "gated_delta_rule"; None: that of its name, if any.
     """
 
     letter: str
@@ -115,6 +117,7 @@ class MixerKind:
     cache: str = ""
     look: Look = Look()
     short_label: str | None = None
+    rule: str | None = None
 
     @property
     def word(self) -> str:
@@ -176,7 +179,7 @@ def register(kind: MixerKind) -> MixerKind:
 
 
 def _check_names(kind: MixerKind) -> None:
-    """Raise unless the letter and the names can be used."""
+    """Raise unless the letter, the names and the rule can be used."""
     if not isinstance(kind.letter, str) or len(kind.letter) != 1 or kind.letter not in ascii_uppercase:
         raise ValueError(f"letter must be one letter of A .. Z, got {kind.letter!r}; free are {_free()}")
     for field in ("name", "label", "short", "short_label"):
@@ -184,6 +187,11 @@ def _check_names(kind: MixerKind) -> None:
         if (not isinstance(given, str) or not given) and not (optional and given is None):
             example = 'such as "my_rule"' + ", or None" * optional
             raise ValueError(f"{field} must be text that is not empty, got {given!r}; give one {example}")
+    rules = [rule.name for rule in RULES]
+    if kind.rule is not None and kind.rule not in rules:
+        raise ValueError(
+            f"rule must be one of {', '.join(rules)}, got {kind.rule!r}; leave it out if it is none of them"
+        )
 
 
 def _check_config(kind: MixerKind) -> None:

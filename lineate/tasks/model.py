@@ -45,7 +45,7 @@ def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
             f"rules must be of {', '.join(known)}, or patterns of the letters {', '.join(letters)}, got {name!r}"
             f"{nearest(name, known)}"
         )
-    with_beta = {word: kind.letter for word, kind in known.items() if kind.name in CORRECTING}
+    with_beta = {word: kind.letter for word, kind in known.items() if (kind.rule or kind.name) in CORRECTING}
     if dash and not set(pattern) & set(with_beta.values()):
         *most, last = with_beta
         raise ValueError(f"rules: {name!r} has no beta, only {', '.join(most)} and {last} have one; leave -2 out")

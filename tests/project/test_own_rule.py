@@ -18,6 +18,7 @@ from lineate.flops import Heads
 from lineate.layers import GatedLinearAttention, MixerKind, kind_of, kinds, register, registry
 from lineate.models import FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.planning import decode_bytes, plan_flops, plan_memory, plan_training, read_model
+from lineate.tasks.model import parse_rule
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
 
@@ -255,6 +256,7 @@ def test_what_register_says_of_a_wrong_row(kind):
         ({"name": ""}, ValueError, "name must be text that is not empty, got ''; give one such as"),
         ({"label": 3}, ValueError, "label must be text that is not empty, got 3"),
         ({"short": 3}, ValueError, "short must be text that is not empty, got 3; .* or None"),
+        ({"rule": "mamba"}, ValueError, "rule must be one of linear_attention, .*, got 'mamba'; leave it out"),
         ({"config": int}, TypeError, "config must be a dataclass .*, got <class 'int'>"),
         ({"config": Sizes(1)}, TypeError, r"config must be a dataclass \(the class, not a value of it\), got Sizes"),
         ({"config": Thawed}, TypeError, "config must be a frozen dataclass, got .*Thawed'>; declare it with"),
@@ -284,6 +286,16 @@ def test_what_a_model_says_of_a_make_that_makes_no_mixer(kind, made, message):
     register(replace(kind, make=lambda model, config: made))
     with pytest.raises(TypeError, match=message):
         HybridLM(HybridConfig(9, 8, 1, "Y", feed=FeedConfig(4), mixers={"nothing": Sizes(1)}))
+
+
+def test_a_row_may_name_the_rule_that_it_runs(unregistered):
+    """Then beta in (0, 2) can be asked for if the rule has a beta; the word is that of the row."""
+    row = MixerKind("Y", "twice", "Twice", LinearConfig, GatedLinearAttention.from_config, section="linear")
+    register(row)
+    with pytest.raises(ValueError, match="'twice-2' has no beta, only deltanet, gdn and kda have one"):
+        parse_rule("twice-2")
+    register(replace(row, rule="gated_delta_rule"))
+    assert parse_rule("twice-2") == ("Y", 2.0) and parse_rule("twice") == ("Y", 1.0)
 
 
 def test_a_users_kind_may_share_a_section(unregistered):
