@@ -43,7 +43,7 @@ def compute(options: PictureOptions) -> Numbers:
 
 def _may_forget(kind: MixerKind) -> bool:
     """Whether a mixer can be traced, and its rule, if it is one of the equation's, has a decay."""
-    rule = rule_named(kind.name)
+    rule = rule_named(kind.rule or kind.name)
     return kind.trace is not None and (rule is None or rule.decays != ("none",))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lineate.call import Inputs
 from lineate.explore.pictures import PictureOptions
 from lineate.layers import kind_of, kinds
 from lineate.models import HybridLM
@@ -279,6 +280,12 @@ def _trace(model: HybridLM, layer: int, x: Tensor) -> Trace:
     kind = kind_of(model.config.letters[layer])
     assert kind.trace is not None
     found = kind.trace(model.layers[layer].mixer, x)
+    if not isinstance(found, Inputs) or found.k.shape[:2] != x.shape[:2]:
+        got = f"k of shape {tuple(found.k.shape)}" if isinstance(found, Inputs) else type(found).__name__
+        raise ValueError(
+            f"trace of {kind.label} ({kind.letter}) must return Inputs with one key a token, k of shape (1, t, h, k) "
+            f"with t = {x.shape[1]}, got {got}; leave trace out if the rule writes several times a token"
+        )
     log_decay, beta = (None if x is None else x[0] for x in (found.log_decay, found.beta))
     return Trace(layer, kind.letter, kind.name, found.q[0], found.k[0], found.v[0], log_decay, beta)
 

@@ -10,15 +10,27 @@ line and the benchmarks read rows; none of them names a letter. A user's own mix
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
+from inspect import signature
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from lineate.call import Inputs
+from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MemoryConfig
+from lineate.rule import RULES
 
 ORDER = "LRDGKTPNCEAM"
-"""How lists name the library's own mixers, whichever file is imported first; all others follow."""
+"""How lists name these mixers, whichever file is imported first; all others follow as they are registered."""
+
+SECTIONS: dict[str, type[Any]] = {
+    "linear": LinearConfig,
+    "memory": MemoryConfig,
+    "attention": AttentionConfig,
+    "latent": LatentConfig,
+}
+"""The fields of HybridConfig that hold the sizes of mixers, and their types."""
 
 
 class ModelSizes(Protocol):
@@ -89,6 +101,7 @@ class MixerKind:
         cache: what grows by a token: "keys and values", "latent", or "" where nothing does.
         look: how it is drawn.
         short_label: its name for people where there is little room; None is `label`.
+        rule: the row of lineate.rule.RULES that it runs, such as "gated_delta_rule"; None: that of its name, if any.
     """
 
     letter: str
@@ -104,6 +117,12 @@ class MixerKind:
     cache: str = ""
     look: Look = Look()
     short_label: str | None = None
+    rule: str | None = None
+
+    @property
+    def word(self) -> str:
+        """Its name on the command line."""
+        return self.short or self.name
 
     @property
     def grows(self) -> bool:
@@ -139,16 +158,107 @@ def register(kind: MixerKind) -> MixerKind:
     Args:
         kind: the row. One that is the same but for its functions replaces it, as when a notebook's cell runs again.
     """
-    if len(kind.letter) != 1 or not kind.letter.isalpha():
-        raise ValueError(f"letter must be one letter, got {kind.letter!r}")
-    if not is_dataclass(kind.config):
-        raise TypeError(f"config must be a dataclass, got {kind.config!r}")
+    if not isinstance(kind, MixerKind):
+        raise TypeError(f"kind must be a MixerKind, got {kind!r}; give register(MixerKind(letter=..., name=..., ...))")
+    _check_names(kind)
+    _check_config(kind)
+    _check_parts(kind)
     for other in _KINDS.values():
-        for field in ("letter", "name"):
-            if getattr(other, field) == getattr(kind, field) and _origin(other) != _origin(kind):
-                raise ValueError(f"{field} must be free, got {getattr(kind, field)!r}, which is {other.label}'s")
+        if _origin(other) == _origin(kind):
+            continue
+        for field, given, taken in (
+            ("letter", kind.letter, other.letter),
+            ("name", kind.name, other.name),
+            ("short" if kind.short else "name", kind.word, other.word),
+        ):
+            if given == taken:
+                remedy = f"free are {_free()}" if field == "letter" else f"choose another {field}"
+                raise ValueError(f"{field} must be free, got {given!r}, which is {other.label}'s; {remedy}")
     _KINDS[kind.letter] = kind
     return kind
+
+
+def _check_names(kind: MixerKind) -> None:
+    """Raise unless the letter, the names and the rule can be used."""
+    if not isinstance(kind.letter, str) or len(kind.letter) != 1 or kind.letter not in ascii_uppercase:
+        raise ValueError(f"letter must be one letter of A .. Z, got {kind.letter!r}; free are {_free()}")
+    for field in ("name", "label", "short", "short_label"):
+        given, optional = getattr(kind, field), field.startswith("short")
+        if (not isinstance(given, str) or not given) and not (optional and given is None):
+            example = 'such as "my_rule"' + ", or None" * optional
+            raise ValueError(f"{field} must be text that is not empty, got {given!r}; give one {example}")
+    rules = [rule.name for rule in RULES]
+    if kind.rule is not None and kind.rule not in rules:
+        raise ValueError(
+            f"rule must be one of {', '.join(rules)}, got {kind.rule!r}; leave it out if it is none of them"
+        )
+
+
+def _check_config(kind: MixerKind) -> None:
+    """Raise unless config is a frozen dataclass, and that of the section if there is one."""
+    config, section = kind.config, kind.section
+    if not isinstance(config, type) or not is_dataclass(config):
+        raise TypeError(f"config must be a dataclass (the class, not a value of it), got {config!r}")
+    if not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise TypeError(f"config must be a frozen dataclass, got {config!r}; declare it with @dataclass(frozen=True)")
+    if section is not None and section not in SECTIONS:
+        raise ValueError(
+            f"section must be one of {', '.join(SECTIONS)}, got {section!r}; leave it out for sizes of your own, which "
+            "stand in HybridConfig.mixers"
+        )
+    if section is not None and config is not SECTIONS[section]:
+        raise TypeError(
+            f"config must be {SECTIONS[section].__name__} with section={section!r}, got {config.__name__}; leave "
+            "section out for sizes of your own"
+        )
+
+
+def _check_parts(kind: MixerKind) -> None:
+    """Raise unless functions can be called and the other parts have their types."""
+    for field, arguments in (("make", "model, config"), ("kept_bytes", "config, half"), ("trace", "mixer, x")):
+        given = getattr(kind, field)
+        if not _takes_two(given) and (given is not None or field == "make"):
+            raise TypeError(f"{field} must be a function of ({arguments}), got {given!r}")
+    if kind.operations is not None and not isinstance(kind.operations, Operations):
+        raise TypeError(f"operations must be Operations(...) or None, got {kind.operations!r}; None: they are measured")
+    if not isinstance(kind.look, Look):
+        raise TypeError(f'look must be a Look, got {kind.look!r}; give Look(color="#0072B2")')
+    if not isinstance(kind.cache, str):
+        raise TypeError(f'cache must be text, got {kind.cache!r}; give "keys and values", "latent" or ""')
+
+
+def _takes_two(function: Any) -> bool:
+    """Whether a function can be called with two arguments, as far as its signature tells."""
+    try:
+        signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, and without a signature
+        return callable(function)
+    return True
+
+
+def check_made(kind: MixerKind, mixer: Any) -> nn.Module:
+    """Return what `make` of a row returned, if it is a mixer.
+
+    Args:
+        kind: the row.
+        mixer: a module that has a state_spec.
+    """
+    where = f"make of {kind.label} ({kind.letter})"
+    if not isinstance(mixer, nn.Module):
+        raise TypeError(f"{where} must return a torch.nn.Module, got {mixer!r}; return the mixer")
+    specs = getattr(mixer, "state_spec", None)
+    if not isinstance(specs, tuple) or not all(hasattr(spec, "name") and hasattr(spec, "shape") for spec in specs):
+        raise TypeError(
+            f"{where} must return a module whose state_spec is a tuple of TensorSpec, got {specs!r} of "
+            f"{type(mixer).__name__}; declare one for each tensor of its state, () if it has none"
+        )
+    return mixer
+
+
+def _free() -> str:
+    return ", ".join(letter for letter in ascii_uppercase if letter not in _KINDS)
 
 
 def _origin(kind: MixerKind) -> tuple[str, ...]:

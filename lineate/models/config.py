@@ -185,7 +185,8 @@ class HybridConfig:
             raise ValueError(
                 f"mixers must have {kind.name!r} for the letter {kind.letter!r} of pattern {show(self.pattern)}, got "
                 f"{', '.join(map(repr, self.mixers)) or 'none'}; give mixers={{{kind.name!r}: "
-                f"{kind.config.__name__}(...)}}"
+                f"{kind.config.__name__}(...)}}; a preset takes it by "
+                "dataclasses.replace(preset(...), pattern=..., mixers=...)"
             )
         if self.part(kind) is None:
             raise ValueError(

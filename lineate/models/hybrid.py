@@ -25,6 +25,7 @@ from lineate.layers import (
 )
 from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.projection import project
+from lineate.layers.registry import check_made
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
 from lineate.models.config import HybridConfig
 from lineate.models.files.saving import check_described
@@ -50,7 +51,7 @@ class LMOutput(NamedTuple):
 def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
     """Make the mixer of a pattern's letter."""
     kind = kind_of(letter)
-    return kind.make(config, config.part(kind))
+    return check_made(kind, kind.make(config, config.part(kind)))
 
 
 def make_feed(config: HybridConfig, layer: int) -> nn.Module:

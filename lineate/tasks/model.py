@@ -31,7 +31,7 @@ class ModelOptions:
 
 def kinds_by_word() -> dict[str, MixerKind]:
     """Return the rows of all mixers by their names on the command line; the memories that learn come last."""
-    return {kind.short or kind.name: kind for kind in sorted(kinds(), key=lambda kind: kind.learns)}
+    return {kind.word: kind for kind in sorted(kinds(), key=lambda kind: kind.learns)}
 
 
 def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
@@ -45,7 +45,7 @@ def parse_rule(name: str, beta_scale: float = 1.0) -> tuple[str, float]:
             f"rules must be of {', '.join(known)}, or patterns of the letters {', '.join(letters)}, got {name!r}"
             f"{nearest(name, known)}"
         )
-    with_beta = {word: kind.letter for word, kind in known.items() if kind.name in CORRECTING}
+    with_beta = {word: kind.letter for word, kind in known.items() if (kind.rule or kind.name) in CORRECTING}
     if dash and not set(pattern) & set(with_beta.values()):
         *most, last = with_beta
         raise ValueError(f"rules: {name!r} has no beta, only {', '.join(most)} and {last} have one; leave -2 out")

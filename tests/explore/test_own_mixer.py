@@ -71,6 +71,16 @@ def test_its_trace_is_what_its_row_says(own: HybridLM) -> None:
     assert torch.equal(found[0].k, expected.k[0]) and torch.equal(found[0].log_decay, expected.log_decay[0])
 
 
+def test_a_trace_has_one_key_a_token(own: HybridLM) -> None:
+    def twice(mixer: Any, x: Tensor) -> Inputs:
+        return mixer.trace(x.repeat_interleave(2, 1))
+
+    register(replace(registry.kind_of("Z"), trace=twice))
+    message = r"trace of my own rule \(Z\) must return Inputs with one key a token, .* t = 11, got k of shape \(1, 22, "
+    with pytest.raises(ValueError, match=message):
+        subject.trace(own, torch.arange(11)[None])
+
+
 @pytest.mark.parametrize("name", PICTURES)
 def test_it_is_drawn(name: str) -> None:
     options = PictureOptions(model="own", tokens=24)

@@ -14,11 +14,11 @@ import torch
 from runs import assert_same_bits, everything, make_config
 from torch import nn
 
-import lineate
 from lineate.flops import Heads
 from lineate.layers import GatedLinearAttention, MixerKind, kind_of, kinds, register, registry
 from lineate.models import FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.planning import decode_bytes, plan_flops, plan_memory, plan_training, read_model
+from lineate.tasks.model import parse_rule
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
 
@@ -230,16 +230,72 @@ def test_what_a_configuration_says_of_missing_and_wrong_mixers(kind):
 def test_a_letter_and_a_name_have_one_row(kind):
     assert kinds()[-1] is kind and register(replace(kind, label="Again")) is kind_of("Y")
     for changes, message in (
-        ({"letter": "G"}, "letter must be free, got 'G', which is Gated DeltaNet's"),
-        ({"letter": "X", "name": "titans"}, "name must be free, got 'titans', which is Titans's"),
-        ({"letter": "GG"}, "letter must be one letter, got 'GG'"),
+        ({"letter": "G"}, "letter must be free, got 'G', which is Gated DeltaNet's; free are "),
+        ({"letter": "X", "name": "titans"}, "name must be free, got 'titans', which is Titans's; choose another"),
+        ({"letter": "X", "name": "x", "short": "gdn"}, "short must be free, got 'gdn', which is Gated DeltaNet's"),
+        ({"letter": "X", "name": "gdn"}, "name must be free, got 'gdn', which is Gated DeltaNet's"),
     ):
         with pytest.raises(ValueError, match=message):
             register(replace(kind, **changes))
-    with pytest.raises(TypeError, match="config must be a dataclass"):
-        register(replace(kind, config=int))
+    assert kinds()[-1].letter == "Y"
     with pytest.raises(ValueError, match=r"letter must be one of .*, got 'X'; register it first"):
         kind_of("X")
+
+
+@dataclass
+class Thawed:
+    """A configuration that is not frozen."""
+
+    width: int = 1
+
+
+def test_what_register_says_of_a_wrong_row(kind):
+    for changes, error, message in (
+        *(({"letter": x}, ValueError, f"letter must be one letter of A .. Z, got {x!r}; free are ") for x in
+          ("GG", "q", "", "3", "\u00e9", 3, None)),
+        ({"name": ""}, ValueError, "name must be text that is not empty, got ''; give one such as"),
+        ({"label": 3}, ValueError, "label must be text that is not empty, got 3"),
+        ({"short": 3}, ValueError, "short must be text that is not empty, got 3; .* or None"),
+        ({"rule": "mamba"}, ValueError, "rule must be one of linear_attention, .*, got 'mamba'; leave it out"),
+        ({"config": int}, TypeError, "config must be a dataclass .*, got <class 'int'>"),
+        ({"config": Sizes(1)}, TypeError, r"config must be a dataclass \(the class, not a value of it\), got Sizes"),
+        ({"config": Thawed}, TypeError, "config must be a frozen dataclass, got .*Thawed'>; declare it with"),
+        ({"section": "lineer"}, ValueError, "section must be one of linear, memory, .*, got 'lineer'; leave it out"),
+        ({"section": "linear"}, TypeError, "config must be LinearConfig with section='linear', got Sizes; leave"),
+        ({"make": 3}, TypeError, r"make must be a function of \(model, config\), got 3"),
+        ({"make": None}, TypeError, r"make must be a function of \(model, config\), got None"),
+        ({"make": lambda model: None}, TypeError, r"make must be a function of \(model, config\), got <function"),
+        ({"trace": 3}, TypeError, r"trace must be a function of \(mixer, x\), got 3"),
+        ({"kept_bytes": 3.5}, TypeError, r"kept_bytes must be a function of \(config, half\), got 3.5"),
+        ({"operations": 3}, TypeError, "operations must be Operations.* or None, got 3; None: they are measured"),
+        ({"look": "red"}, TypeError, "look must be a Look, got 'red'; give Look"),
+        ({"cache": True}, TypeError, "cache must be text, got True; give"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            register(replace(kind, **changes))
+        assert kind_of("Y") is kind
+    with pytest.raises(TypeError, match="kind must be a MixerKind, got 'Y'; give register"):
+        register("Y")
+
+
+@pytest.mark.parametrize("made, message", [
+    (None, r"make of Nothing \(Y\) must return a torch.nn.Module, got None; return the mixer"),
+    (nn.Identity(), "must return a module whose state_spec is a tuple of TensorSpec, got None of Identity; declare"),
+])  # fmt: skip
+def test_what_a_model_says_of_a_make_that_makes_no_mixer(kind, made, message):
+    register(replace(kind, make=lambda model, config: made))
+    with pytest.raises(TypeError, match=message):
+        HybridLM(HybridConfig(9, 8, 1, "Y", feed=FeedConfig(4), mixers={"nothing": Sizes(1)}))
+
+
+def test_a_row_may_name_the_rule_that_it_runs(unregistered):
+    """Then beta in (0, 2) can be asked for if the rule has a beta; the word is that of the row."""
+    row = MixerKind("Y", "twice", "Twice", LinearConfig, GatedLinearAttention.from_config, section="linear")
+    register(row)
+    with pytest.raises(ValueError, match="'twice-2' has no beta, only deltanet, gdn"):
+        parse_rule("twice-2")
+    register(replace(row, rule="gated_delta_rule"))
+    assert parse_rule("twice-2") == ("Y", 2.0) and parse_rule("twice") == ("Y", 1.0)
 
 
 def test_a_users_kind_may_share_a_section(unregistered):
@@ -255,4 +311,5 @@ def test_a_users_kind_may_share_a_section(unregistered):
 
 def test_no_kind_of_the_users_leaves_no_mark():
     config = HybridConfig(9, 8, 1, "R", linear=SIZES, feed=FeedConfig(4))
-    assert "mixers" not in config.to_dict() and lineate.layers.registry.letters() == "LRDGKTPNCEAM"
+    assert "mixers" not in config.to_dict() and registry.letters().startswith("LRDGKTPNCEAM")
+    assert all(kind.built_in for kind in kinds())
