@@ -39,7 +39,7 @@ def parallel(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 def attention_matrix(inputs: Inputs, options: Options) -> Tensor:
     """Return A `b hv t t`, lower triangular, with O = A V from an empty memory: row i is what token i reads.
 
-    Of the values only the number of heads and the dtype are used.
+    It uses only the number of heads and the dtype of the values.
     """
     q, k, G, rate = _heads_first(inputs, options)
     P, M = _scores(q, k, G)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, is_dataclass
 from inspect import signature
 from pathlib import Path
 from string import ascii_uppercase
+from threading import Lock
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -139,17 +140,24 @@ class MixerKind:
         """The module whose import registers it, as far as its functions tell."""
         makers = (getattr(self.make, "__self__", self.make), self.config)  # a class method is its class's
         found = [getattr(x, "__module__", None) or "" for x in makers]
-        module = next((x for x in found if x and x.partition(".")[0] not in ("lineate", "functools")), found[0])
+        module = next((x for x in found if x and not _is_ours(x)), _REGISTERED_BY.get(self.name, found[0]))
         file = getattr(sys.modules.get("__main__"), "__file__", None)
         return Path(file).stem if module == "__main__" and file else module
 
     @property
     def built_in(self) -> bool:
         """Whether importing lineate registers it."""
-        return self.module.partition(".")[0] in ("lineate", "functools")
+        return _is_ours(self.module)
 
 
 _KINDS: dict[str, MixerKind] = {}
+_REGISTERED_BY: dict[str, str] = {}
+"""For each row's name, the module that called register: its functions may all be lineate's own."""
+_LOCK = Lock()
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("lineate", "functools")
 
 
 def register(kind: MixerKind) -> MixerKind:
@@ -163,6 +171,16 @@ def register(kind: MixerKind) -> MixerKind:
     _check_names(kind)
     _check_config(kind)
     _check_parts(kind)
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    with _LOCK:
+        _check_free(kind)
+        _KINDS[kind.letter] = kind
+        _REGISTERED_BY[kind.name] = caller
+    return kind
+
+
+def _check_free(kind: MixerKind) -> None:
+    """Raise if another row has the letter or a name of this one."""
     for other in _KINDS.values():
         if _origin(other) == _origin(kind):
             continue
@@ -174,8 +192,6 @@ def register(kind: MixerKind) -> MixerKind:
             if given == taken:
                 remedy = f"free are {_free()}" if field == "letter" else f"choose another {field}"
                 raise ValueError(f"{field} must be free, got {given!r}, which is {other.label}'s; {remedy}")
-    _KINDS[kind.letter] = kind
-    return kind
 
 
 def _check_names(kind: MixerKind) -> None:
@@ -267,8 +283,9 @@ def _origin(kind: MixerKind) -> tuple[str, ...]:
 
 def kinds() -> tuple[MixerKind, ...]:
     """Return all rows: the library's own, then others in the order of their registration."""
-    own = [_KINDS[letter] for letter in ORDER if letter in _KINDS]
-    return (*own, *(kind for letter, kind in _KINDS.items() if letter not in ORDER))
+    rows = _KINDS.copy()  # another thread may be registering
+    own = [rows[letter] for letter in ORDER if letter in rows]
+    return (*own, *(kind for letter, kind in rows.items() if letter not in ORDER))
 
 
 def letters() -> str:

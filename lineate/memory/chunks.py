@@ -143,14 +143,17 @@ def _lay_out(
         room = positions
     else:
         room = (0 if positions is None else chunk - 1,) * rows
-    counts = [-(-(new + before) // chunk) if new else 0 for new, before in zip(lengths, room, strict=True)]
-    if even:
-        counts = [-(-(max(lengths, default=0) + max(room, default=0)) // chunk)] * rows
-    n = max(counts, default=0)
-    order = sorted(range(rows), key=lambda row: -counts[row])
-    sizes = _conjugate(counts, n)
+    if even:  # nothing is sorted, so that lengths may be symbols of a compiled graph
+        n = -(-(max((0, *lengths)) + max((0, *room))) // chunk)
+        counts, order, sizes = [n] * rows, list(range(rows)), [rows] * n
+    else:
+        counts = [-(-(new + before) // chunk) if new else 0 for new, before in zip(lengths, room, strict=True)]
+        n = max((0, *counts))
+        order = sorted(range(rows), key=lambda row: -counts[row])
+        sizes = _conjugate(counts, n)
     base = torch.tensor([0, *accumulate(sizes)][:n], device="cpu").long()
-    index = torch.arange(n, device="cpu").repeat_interleave(torch.tensor(sizes, device="cpu").long())  # of every cell
+    numbers, each = (x.long() for x in (torch.arange(n, device="cpu"), torch.tensor(sizes, device="cpu")))
+    index = numbers.repeat_interleave(each, output_size=sum(sizes))  # the chunk's number of every cell
     ranks = torch.arange(index.shape[0], device="cpu") - base[index]
     length, ordered, count = (torch.tensor(x, device="cpu").long() for x in (lengths, order, counts))
     length, ordered, count, base, index, ranks = (x.to(place) for x in (length, ordered, count, base, index, ranks))

@@ -149,6 +149,10 @@ class HybridConfig:
         shown = [f.name for f in fields(self) if f.name != "mixers" or self.mixers]
         return f"HybridConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what an earlier version pickled, which had no mixers."""
+        self.__dict__.update({"mixers": {}} | state)
+
     def __post_init__(self) -> None:
         check_fields(self)
         _check_letters("pattern", self.pattern, least=1)

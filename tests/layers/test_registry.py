@@ -1,5 +1,8 @@
 """Rows of the registry: what they count is what is measured, and what a rule is traced with gives its output."""
 
+import pickle
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -7,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import lineate
-from lineate.layers import kind_of, kinds
+from lineate.layers import kind_of, kinds, register, registry
 from lineate.layers.configs import LinearConfig
 from lineate.layers.measuring import kept_bytes, operations_of
 from lineate.layers.registry import ORDER, Sizes
@@ -69,3 +72,58 @@ def test_every_row_says_how_it_looks_and_is_called():
     assert "".join(kind.letter for kind in rows if kind.learns) == "TPNCE"
     assert all(kind.built_in for kind in rows)
     assert all(kind.operations and kind.kept_bytes for kind in rows if kind.letter in ORDER)
+
+
+@pytest.fixture
+def empty_place(monkeypatch):
+    """Rows that a test registers are gone after it."""
+    monkeypatch.setattr(registry, "_KINDS", registry._KINDS.copy())
+    monkeypatch.setattr(registry, "_REGISTERED_BY", registry._REGISTERED_BY.copy())
+
+
+def test_a_row_of_lineates_own_parts_belongs_to_who_registers_it(empty_place):
+    """Its checkpoint must say what to import, although every function of the row is lineate's."""
+    kind = register(replace(kind_of("G"), letter="W", name="renamed", short=None))
+    assert not kind.built_in and kind.module == __name__ and kind_of("G").built_in
+    saved = preset("tiny", pattern="WA").to_dict()
+    assert saved["mixers"]["renamed"]["import"] == __name__
+
+
+def test_threads_may_register_and_read(empty_place):
+    """Reading while another thread registers sees a whole table."""
+    failed: list[Exception] = []
+    before = sys.getswitchinterval()
+
+    def run(job) -> None:
+        try:
+            job()
+        except Exception as error:
+            failed.append(error)
+
+    def add(free: str) -> None:
+        for letter in free:
+            register(replace(kind_of("G"), letter=letter, name=f"row_{letter}", short=None))
+
+    def read() -> None:
+        for _ in range(300):
+            assert len(kinds()) >= len(ORDER)
+
+    jobs = [*(lambda free=free: add(free) for free in ("BFH", "IJO", "QSU")), *[read] * 3]
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert failed == []
+
+
+def test_a_configuration_pickled_before_there_were_mixers_is_whole():
+    config = preset("tiny")
+    state = {name: value for name, value in vars(config).items() if name != "mixers"}
+    old = object.__new__(type(config))
+    old.__setstate__(state)
+    assert old == config == pickle.loads(pickle.dumps(config)) and repr(old) == repr(config)

@@ -12,14 +12,15 @@ from torch import Tensor
 from lineate.layers import GatedAttention
 from lineate.layers.attention import attend_new
 from lineate.models import HybridConfig, HybridLM, ModelState
-from lineate.models.config import AttentionConfig, FeedConfig, LatentConfig, LinearConfig
+from lineate.models.config import AttentionConfig, FeedConfig, LatentConfig, LinearConfig, MemoryConfig
 
 TEXTS = torch.tensor([0, 9, 10, 10, 23])
 """Packed texts of 9, 1, 0 and 13 tokens."""
 CONFIG = HybridConfig(
     vocab_size=40, hidden_size=16, n_layers=2, pattern="GA", tie_embeddings=True,
     linear=LinearConfig(2, 2, 8, 8), attention=AttentionConfig(4, 2, 8, rotary_dim=4),
-    latent=LatentConfig(2, rank=8, nope_dim=8, rope_dim=4, value_dim=8), feed=FeedConfig(32),
+    latent=LatentConfig(2, rank=8, nope_dim=8, rope_dim=4, value_dim=8), memory=MemoryConfig(2, 8),
+    feed=FeedConfig(32),
 )  # fmt: skip
 hybrids = pytest.mark.parametrize("pattern", ["GA", "KM"])
 
@@ -152,6 +153,18 @@ def test_compiled_calls_leave_the_state_they_continue():
     assert after.lengths == 7
     assert all(torch.equal(x, kept[name]) for name, x in state.tensors.items())
     assert state._buffer.claim(6, 1)
+
+
+@pytest.mark.parametrize(("letter", "dynamic"), [("E", None), ("E", True), ("T", None), ("P", None), ("N", None)])
+@torch.no_grad()
+def test_learning_mixers_are_one_graph(letter, dynamic):
+    """They are laid out in chunks by their lengths; those of least squares may be symbols."""
+    mixer = make(letter).layers[0].mixer
+    torch._dynamo.reset()
+    run = torch.compile(mixer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for t in (40, 41, 64) if letter == "E" else (40,):
+        x = torch.randn(2, t, mixer.in_proj.weight.shape[1])
+        assert torch.equal(run(x)[0], mixer(x)[0])
 
 
 def test_packed_attention_keeps_the_promises_of_an_op():

@@ -1,4 +1,4 @@
-"""The chunk map of DESIGN.md in plain torch with 16-bit operands: how exact a kernel can be that multiplies in 16 bits.
+"""The chunk map of docs/derivation.md in plain torch with 16-bit operands: how exact a 16-bit kernel can be.
 
 Every matrix product rounds its two operands to the dtype and sums in float32, backward as forward; the state, the gates
 and the triangular inverse are float32. `budget` is twice this map's error against the float64 oracle, and the rounding
