@@ -12,7 +12,7 @@ from lineate.call import Inputs, Options, Request
 from lineate.native.build import why_not
 from lineate.processor import why_wide
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
-from lineate.tracing import PLAIN, needs_grad, recorded, transformed
+from lineate.tracing import PLAIN_TENSORS, needs_grad, recorded, transformed
 
 Signature = tuple[object, ...]
 
@@ -219,7 +219,7 @@ def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ..
     for x in tensors:
         if x is None:
             parts.append(None)
-        elif type(x) in PLAIN:
+        elif type(x) in PLAIN_TENSORS:
             parts += (x.shape, x.dtype, x.device, x.requires_grad)
         else:
             return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lineate.tracing import PLAIN, in_memory, needs_grad, recorded
+from lineate.tracing import PLAIN_TENSORS, in_memory, needs_grad, recorded
 
 Run = Callable[..., Any]
 _transforms_are_active = torch._C._are_functorch_transforms_active
@@ -69,7 +69,7 @@ def register_op(
         wanted = virtual = False
         for x in inputs[:tensors]:
             if x is not None:
-                if type(x) not in PLAIN:
+                if type(x) not in PLAIN_TENSORS:
                     return call_op(*inputs)
                 wanted = wanted or x.requires_grad
                 virtual = virtual or x.is_neg() or x._is_zerotensor()

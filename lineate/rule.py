@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Decay = Literal["none", "head", "channel"]
+DecayShape = Literal["none", "head", "channel"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Rule:
     """The public op's name, used in messages."""
     corrects: bool
     """Whether the write is the error v - S'^T k (delta rule) or the value itself."""
-    decays: tuple[Decay, ...]
+    decays: tuple[DecayShape, ...]
     """The shapes of log_decay it takes: per head (b t hv), per key channel (b t hv k), or none."""
 
 

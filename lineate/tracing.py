@@ -14,7 +14,7 @@ from lineate.flops import announce
 P = ParamSpec("P")
 R = TypeVar("R")
 Maybe = TypeVar("Maybe", Tensor, Tensor | None)
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 """The types whose memory holds their values, unless `is_virtual`; a subclass may be anything."""
 
 
@@ -60,7 +60,7 @@ def in_memory(tensors: Iterable[Maybe]) -> list[Maybe]:
 
 def is_eager(*tensors: Tensor | None) -> bool:
     """Whether only autograd wants to see the op: there is no compiler, mode, transform or other kind of tensor."""
-    return not recorded() and all(x is None or type(x) in PLAIN for x in tensors) and not transformed()
+    return not recorded() and all(x is None or type(x) in PLAIN_TENSORS for x in tensors) and not transformed()
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

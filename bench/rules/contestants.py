@@ -18,10 +18,10 @@ from torch import Tensor
 import lineate
 from bench.timing import Call
 from lineate.figures import kind_named
-from lineate.rule import RULES, Decay, Rule
+from lineate.rule import RULES, DecayShape, Rule
 
 
-def _words() -> Iterator[tuple[str, tuple[Rule, Decay]]]:
+def _words() -> Iterator[tuple[str, tuple[Rule, DecayShape]]]:
     for rule in RULES:
         kind = kind_named(rule.name)
         word = (kind.short or kind.name).removesuffix("net")  # deltanet is delta in the results
@@ -30,7 +30,7 @@ def _words() -> Iterator[tuple[str, tuple[Rule, Decay]]]:
             yield (f"{word} per channel" if also else word), (rule, decay)
 
 
-EQUATION: dict[str, tuple[Rule, Decay]] = dict(_words())
+EQUATION: dict[str, tuple[Rule, DecayShape]] = dict(_words())
 """The rules by the words that results have, and the decay that each is measured with."""
 OPS: dict[str, Callable[..., Any]] = {word: getattr(lineate, rule.name) for word, (rule, _) in EQUATION.items()}
 """Their public ops."""

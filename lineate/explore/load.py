@@ -203,14 +203,14 @@ def _grid(*choices: tuple[float, ...]) -> tuple[tuple[float, ...], ...]:
 
 
 MEMORIES = (
-    MemoryUnderLoad(linear.LINEAR, _linear),
-    MemoryUnderLoad(linear.GATED_LINEAR, _gated_linear, _grid((0.9999, 0.998, 0.99, 0.95))),
-    MemoryUnderLoad(linear.DELTA, _delta, _grid((1.0, 0.6, 0.3, 0.1, 0.03))),
-    MemoryUnderLoad(linear.GATED_DELTA, _gated_delta, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.99))),
-    MemoryUnderLoad(linear.KIMI_DELTA, _kimi, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.98))),
+    MemoryUnderLoad(linear.LINEAR_KIND, _linear),
+    MemoryUnderLoad(linear.GATED_LINEAR_KIND, _gated_linear, _grid((0.9999, 0.998, 0.99, 0.95))),
+    MemoryUnderLoad(linear.DELTA_KIND, _delta, _grid((1.0, 0.6, 0.3, 0.1, 0.03))),
+    MemoryUnderLoad(linear.GATED_DELTA_KIND, _gated_delta, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.99))),
+    MemoryUnderLoad(linear.KIMI_DELTA_KIND, _kimi, _grid((1.0, 0.6, 0.3, 0.1), (0.9999, 0.98))),
     MemoryUnderLoad(LEAST_SQUARES, _least_squares, ((1e-1,), (1e-4,))),
-    MemoryUnderLoad(ttt_mixers.LINEAR_KIND, partial(_ttt, expand=0), ((0.3, 6.0), (0.1, 6.0), (0.03, 6.0))),
-    MemoryUnderLoad(ttt_mixers.MLP_KIND, partial(_ttt, expand=4), ((0.05, 3.0), (0.1, 6.0))),
+    MemoryUnderLoad(ttt_mixers.TTT_LINEAR_KIND, partial(_ttt, expand=0), ((0.3, 6.0), (0.1, 6.0), (0.03, 6.0))),
+    MemoryUnderLoad(ttt_mixers.TTT_MLP_KIND, partial(_ttt, expand=4), ((0.05, 3.0), (0.1, 6.0))),
     MemoryUnderLoad(TITANS, _titans, _grid((1.0, 0.5, 0.2, 0.05))),
     MemoryUnderLoad(LACT, _lact, ((1.0, 1), (1.0, 0), (0.3, 0)), scaled=False),
 )

@@ -73,15 +73,15 @@ def _backward(
 
 chunkwise = register("chunkwise", _forward, _backward)
 
-Chunks = list[tuple[int, slice]]
+ChunkSlices = list[tuple[int, slice]]
 """Each chunk's running index among all chunks, and its tokens."""
 
 
-def _sequences(inputs: Inputs, chunk_size: int) -> list[tuple[int | None, Chunks]]:
+def _sequences(inputs: Inputs, chunk_size: int) -> list[tuple[int | None, ChunkSlices]]:
     """Return the row in the states of each packed sequence, and its chunks; unpacked, None (all rows alike)."""
     packed = inputs.cu_seqlens is not None
     bounds = inputs.cu_seqlens.tolist() if inputs.cu_seqlens is not None else [0, inputs.q.shape[1]]
-    sequences: list[tuple[int | None, Chunks]] = []
+    sequences: list[tuple[int | None, ChunkSlices]] = []
     index = 0
     for i, (start, end) in enumerate(pairwise(bounds)):
         starts = range(start, end, chunk_size)

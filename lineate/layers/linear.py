@@ -296,23 +296,23 @@ def _register(
     )
 
 
-LINEAR = _register(
-    "L", "linear_attention", "linear attention", "linear", LinearAttention, costs.LINEAR,
+LINEAR_KIND = _register(
+    "L", "linear_attention", "linear attention", "linear", LinearAttention, costs.LINEAR_COSTS,
     Look("#E69F00", "o", "-"),
 )  # fmt: skip
-GATED_LINEAR = _register(
+GATED_LINEAR_KIND = _register(
     "R", "gated_linear_attention", "gated linear attention", "gla", GatedLinearAttention,
-    costs.GATED_LINEAR, Look("#56B4E9", "s", "--"), "gated linear",
+    costs.GATED_LINEAR_COSTS, Look("#56B4E9", "s", "--"), "gated linear",
 )  # fmt: skip
-DELTA = _register(
-    "D", "delta_rule", "DeltaNet", "deltanet", DeltaNet, costs.DELTA, Look("#009E73", "^", "-."),
+DELTA_KIND = _register(
+    "D", "delta_rule", "DeltaNet", "deltanet", DeltaNet, costs.DELTA_COSTS, Look("#009E73", "^", "-."),
 )  # fmt: skip
-GATED_DELTA = _register(
-    "G", "gated_delta_rule", "Gated DeltaNet", "gdn", GatedDeltaNet, costs.GATED_DELTA,
+GATED_DELTA_KIND = _register(
+    "G", "gated_delta_rule", "Gated DeltaNet", "gdn", GatedDeltaNet, costs.GATED_DELTA_COSTS,
     Look("#CC79A7", "D", ":"),
 )  # fmt: skip
-KIMI_DELTA = _register(
+KIMI_DELTA_KIND = _register(
     "K", "kimi_delta_attention", "Kimi Delta Attention", "kda",
-    KimiDeltaAttention, costs.KIMI_DELTA,
+    KimiDeltaAttention, costs.KIMI_DELTA_COSTS,
     Look("#D55E00", "*", (0, (6, 1, 1, 1, 1, 1))), "Kimi Delta",
 )  # fmt: skip

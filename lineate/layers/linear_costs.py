@@ -110,21 +110,21 @@ def _channels_kept(x: LinearConfig, half: bool) -> float:
 
 
 # Gates are float32 whatever the products are; the Triton kernels of the fused rules read them as they were projected.
-LINEAR = LinearCosts(values_of, _features_kept, sums_keys=True)
-GATED_LINEAR = LinearCosts(
+LINEAR_COSTS = LinearCosts(values_of, _features_kept, sums_keys=True)
+GATED_LINEAR_COSTS = LinearCosts(
     lambda x: decay_rank(x) + values_of(x),
     lambda x, half: 4 * x.value_heads * x.key_dim * (2 if half else 3),
     inner=lambda x: decay_rank(x) * x.value_heads * x.key_dim,
     per_channel=True,
 )
-DELTA = LinearCosts(lambda x: values_of(x) + x.value_heads, lambda x, half: 8 * x.value_heads, corrects=True)
-GATED_DELTA = LinearCosts(
+DELTA_COSTS = LinearCosts(lambda x: values_of(x) + x.value_heads, lambda x, half: 8 * x.value_heads, corrects=True)
+GATED_DELTA_COSTS = LinearCosts(
     lambda x: values_of(x) + 2 * x.value_heads,
     lambda x, half: 0 if half else 20 * x.value_heads,
     corrects=True,
     fused=True,
 )
-KIMI_DELTA = LinearCosts(
+KIMI_DELTA_COSTS = LinearCosts(
     lambda x: decay_rank(x) + gate_rank(x) + x.value_heads,
     _channels_kept,
     inner=lambda x: decay_rank(x) * x.value_heads * x.key_dim + gate_rank(x) * values_of(x),

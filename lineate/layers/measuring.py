@@ -2,7 +2,7 @@
 
 Operations are counted on torch's meta device, which computes nothing, at the sizes of the model. A sequence that is too
 long to be run is extrapolated: exactly where the operations grow with the tokens, or with their square, from one block
-of BLOCK tokens to the next.
+of LAYER_BLOCK tokens to the next.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lineate.layers.registry import MixerKind, ModelSizes, Operations, Sizes
 from lineate.tracing import cpu_by_default
 
-BLOCK = 512
+LAYER_BLOCK = 512
 """Tokens by which a sequence grows between two runs; chunks of up to so many tokens divide it."""
 
 
@@ -49,19 +49,21 @@ def _kept_bytes(kind: MixerKind, sizes: Sizes, config: Any, half: bool) -> float
     with torch.random.fork_rng(devices=[]):
         mixer = kind.make(sizes, config)
     found = []
-    for tokens in (BLOCK // 2, BLOCK):
+    for tokens in (LAYER_BLOCK // 2, LAYER_BLOCK):
         x = torch.zeros(1, tokens, sizes.hidden_size, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             found.append(saved_bytes(mixer, x))
-    return (found[1] - found[0]) / (BLOCK // 2) - (2 if half else 4) * sizes.hidden_size  # the input is the block's
+    return (found[1] - found[0]) / (LAYER_BLOCK // 2) - (
+        2 if half else 4
+    ) * sizes.hidden_size  # the input is the block's
 
 
 def _along(count: Callable[[int], int], tokens: int) -> int:
     """Return count(tokens), from shorter sequences where that is long: a quadratic through three of them."""
-    blocks, rest = divmod(tokens, BLOCK)
+    blocks, rest = divmod(tokens, LAYER_BLOCK)
     if blocks <= 3:
         return count(tokens)
-    first, second, third = (count(rest + n * BLOCK) for n in (1, 2, 3))
+    first, second, third = (count(rest + n * LAYER_BLOCK) for n in (1, 2, 3))
     slope, curve = second - first, third - 2 * second + first
     return first + (blocks - 1) * slope + (blocks - 1) * (blocks - 2) // 2 * curve
 

@@ -204,9 +204,9 @@ def _make_linear(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
     return TTTLinear(**shared_sizes(model, memory), head_dim=memory.head_dim)
 
 
-LINEAR_COSTS = LearningCosts(chunk=16, gates=1)
+TTT_LINEAR_COSTS = LearningCosts(chunk=16, gates=1)
 """What TTTLinear costs."""
-LINEAR_KIND = register(
+TTT_LINEAR_KIND = register(
     MixerKind(
         letter="T",
         name="ttt_linear",
@@ -215,7 +215,7 @@ LINEAR_KIND = register(
         config=MemoryConfig,
         section="memory",
         make=_make_linear,
-        operations=LINEAR_COSTS.operations(),
+        operations=TTT_LINEAR_COSTS.operations(),
         kept_bytes=learning_kept(_make_linear),
         look=Look("#0072B2", "v", (0, (5, 3))),
     )
@@ -226,9 +226,9 @@ def _make_mlp(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
     return TTTMLP(**shared_sizes(model, memory), head_dim=memory.head_dim)
 
 
-MLP_COSTS = LearningCosts(chunk=16, gates=1, hidden=lambda memory: 4)
+TTT_MLP_COSTS = LearningCosts(chunk=16, gates=1, hidden=lambda memory: 4)
 """What TTTMLP costs."""
-MLP_KIND = register(
+TTT_MLP_KIND = register(
     MixerKind(
         letter="P",
         name="ttt_mlp",
@@ -237,7 +237,7 @@ MLP_KIND = register(
         config=MemoryConfig,
         section="memory",
         make=_make_mlp,
-        operations=MLP_COSTS.operations(),
+        operations=TTT_MLP_COSTS.operations(),
         kept_bytes=learning_kept(_make_mlp),
         look=Look("#882255", "P", (0, (3, 3))),
     )

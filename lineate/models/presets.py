@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from lineate.layers.linear import KIMI_DELTA
+from lineate.layers.linear import KIMI_DELTA_KIND
 from lineate.models.config import (
     AttentionConfig,
     ExpertsConfig,
@@ -18,7 +18,7 @@ def _sized(hidden: int, layers: int, heads: int, pattern: str, vocab_size: int) 
     """A 3:1 hybrid of our own: heads of 64 or 128 channels, SwiGLU of about 8/3 hidden."""
     dim = hidden // heads
     feed = -(-8 * hidden // 3 // 64) * 64
-    kimi = KIMI_DELTA.letter in pattern
+    kimi = KIMI_DELTA_KIND.letter in pattern
     return HybridConfig(
         vocab_size=vocab_size, hidden_size=hidden, n_layers=layers, pattern=pattern, tie_embeddings=True,
         linear=LinearConfig(

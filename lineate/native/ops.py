@@ -7,7 +7,7 @@ from lineate.call import Inputs, Options
 from lineate.chunk_op import Grads, Outputs, register
 from lineate.forms.packing import check_bounds
 from lineate.native.call import States, Tensors, dense, run
-from lineate.tracing import PLAIN, recorded
+from lineate.tracing import PLAIN_TENSORS, recorded
 
 _NO_STATES = torch.empty(0, device="cpu")
 
@@ -104,7 +104,7 @@ def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     as_op = recorded()
     if not as_op:
         for x in inputs[:6]:  # one loop, since every token of decoding goes through it
-            if x is not None and (type(x) not in PLAIN or x.is_neg() or x._is_zerotensor()):
+            if x is not None and (type(x) not in PLAIN_TENSORS or x.is_neg() or x._is_zerotensor()):
                 as_op = True
     if as_op:
         return _recurrent_op(*inputs[:7], options.corrects, options.scale, options.normalize_qk)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import typer
 
     from lineate.planning.models import Model
-    from lineate.planning.report import Request
+    from lineate.planning.report import PlanRequest
 
 TAUGHT: dict[str, int | str] = {
     "--emb-dim": 2048, "--n-heads": 16, "--n-layers": 48, "--dtype": "bf16", "--pattern": "GGGA"
@@ -81,11 +81,11 @@ def run_plan(asked: PlanArguments) -> None:
         typer.echo(printable(str(asked.plot)), err="-" in (asked.json_file, asked.csv_file))
 
 
-def _read(asked: PlanArguments, assumed: Mapping[str, int | str]) -> tuple["Request", tuple[str, ...], bool]:
+def _read(asked: PlanArguments, assumed: Mapping[str, int | str]) -> tuple["PlanRequest", tuple[str, ...], bool]:
     """Return what to plan, the panels of the figure, and whether its axes are linear."""
     from lineate.planning.hardware import several
     from lineate.planning.models import DTYPES
-    from lineate.planning.report import Request
+    from lineate.planning.report import PlanRequest
     from lineate.planning.units import MOST_COUNTED, read_counts
 
     contexts = read_contexts(asked.context, asked.min_ctx, asked.max_ctx)
@@ -103,7 +103,7 @@ def _read(asked: PlanArguments, assumed: Mapping[str, int | str]) -> tuple["Requ
     machines = tuple(several(x, asked.devices) for x in machines)
     panels = choose_panels(asked.panels, asked.plot, bool(machines))
     numbers = asked.numbers | {name: value for name, value in assumed.items() if isinstance(value, int)}
-    request = Request(
+    request = PlanRequest(
         _model(asked.source, numbers, asked.pattern, asked.dtype),
         contexts,
         batches[0],
@@ -197,7 +197,7 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
 
 
 def _draw(
-    request: "Request", plot: Path, panels: tuple[str, ...], teaching: bool, usual: bool, linear: bool
+    request: "PlanRequest", plot: Path, panels: tuple[str, ...], teaching: bool, usual: bool, linear: bool
 ) -> None:  # fmt: skip
     """Draw the figure from the shortest context on, or from a 16th of it if there is only one or if none was given.
 

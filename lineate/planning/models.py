@@ -33,7 +33,7 @@ DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {
     "int8": torch.int8,
 }
 """By name. fp8 and int8 are a byte an element: what else a quantised model stores (scales) is not counted."""
-PLAIN: dict[str, str | None] = {
+PLAIN_FAMILIES: dict[str, str | None] = {
     **dict.fromkeys(("ernie4_5", "granite", "granitemoe", "llama", "mistral", "mixtral", "phi3", "smollm3")),
     **dict.fromkeys(("qwen2", "qwen2_moe")),
     **dict.fromkeys(("qwen3", "qwen3_moe"), "head"),
@@ -282,8 +282,8 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype | None) -> HybridConfig:
 def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
     """Read a decoder with plain softmax attention and SwiGLU (llama, mistral, qwen3, ...), dense or with experts."""
     v = Values(kind, values)
-    if kind not in PLAIN:
-        known = sorted({*FAMILIES, *PLAIN, OWN})
+    if kind not in PLAIN_FAMILIES:
+        known = sorted({*FAMILIES, *PLAIN_FAMILIES, OWN})
         raise v.error(f"cannot be planned: model_type must be one of {', '.join(known)}, got {kind!r}")
     why = f"model_type {kind!r} is planned only as plain softmax attention with SwiGLU"
     v.must_be("hidden_act", "silu", why)
@@ -313,7 +313,7 @@ def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
         vocab_size=v.number("vocab_size"), hidden_size=hidden, n_layers=n_layers, pattern="A", family=kind,
         attention=AttentionConfig(
             heads, v.number("num_key_value_heads", default=heads), head_dim, rotary_dim=head_dim // 2 * 2, gated=False,
-            qk_norm=PLAIN[kind], bias=v.flag("attention_bias", default=False),
+            qk_norm=PLAIN_FAMILIES[kind], bias=v.flag("attention_bias", default=False),
         ),
         feed=None if experts else FeedConfig(v.number("intermediate_size")), experts=experts,
         tie_embeddings=v.flag("tie_word_embeddings", default=False),

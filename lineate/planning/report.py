@@ -21,7 +21,7 @@ PlanNumbers = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What was asked for."""
 
     model: Model
@@ -47,7 +47,7 @@ class Request:
         return plan_memory(model, self.state_dtype, self.conv_dtype, self.cache_dtype)
 
 
-def make_report(request: Request) -> PlanNumbers:
+def make_report(request: PlanRequest) -> PlanNumbers:
     """Return everything except the teaching formulas."""
     plan, flops = request.plan(request.model), plan_flops(request.model)
     others = {name: (request.plan(model), plan_flops(model)) for name, model in variants(request.model).items()}
@@ -81,7 +81,7 @@ def make_report(request: Request) -> PlanNumbers:
     }  # fmt: skip
 
 
-def make_teaching_report(request: Request) -> PlanNumbers:
+def make_teaching_report(request: PlanRequest) -> PlanNumbers:
     """Return the simplified formulas beside the exact bytes of the same three models."""
     plans = {name: request.plan(model) for name, model in taught_variants(request.model).items()}
     taught = [teaching_of(request.model, tokens, request.batch) for tokens in request.contexts]
@@ -162,7 +162,7 @@ def _at(plan: MemoryPlan, batch: int, tokens: int) -> PlanNumbers:
     }
 
 
-def _variant(request: Request, plan: MemoryPlan, flops: FlopsPlan) -> PlanNumbers:
+def _variant(request: PlanRequest, plan: MemoryPlan, flops: FlopsPlan) -> PlanNumbers:
     return {
         "letters": plan.model.config.letters,
         "weights_bytes": plan.weights,
@@ -209,7 +209,7 @@ def _layer(layer: LayerMemory, flops: FlopsPlan, contexts: tuple[int, ...]) -> P
     }  # fmt: skip
 
 
-def _fits(request: Request, plan: MemoryPlan) -> list[PlanNumbers]:
+def _fits(request: PlanRequest, plan: MemoryPlan) -> list[PlanNumbers]:
     rooms = [(machine.name, request.memory_bytes or machine.memory_bytes) for machine in request.machines]
     if not rooms and request.memory_bytes is not None:
         rooms = [("the memory given", request.memory_bytes)]
@@ -237,7 +237,7 @@ def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list
     ]  # fmt: skip
 
 
-def _training(request: Request) -> PlanNumbers | None:
+def _training(request: PlanRequest) -> PlanNumbers | None:
     if request.tokens_per_step is None:
         return None
     plan = plan_training(request.model, request.tokens_per_step, request.precision, request.optimizer)

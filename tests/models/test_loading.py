@@ -14,7 +14,7 @@ from torch import nn
 from lineate.models import HybridLM
 from lineate.models.files.checkpoint import Checkpoint, save
 from lineate.models.files.loading import LoadingPlan, MismatchError, Piece, load, stored_dtype
-from lineate.models.files.safetensors import DTYPES, CheckpointError, read_header
+from lineate.models.files.safetensors import STORED_DTYPES, CheckpointError, read_header
 from lineate.models.hybrid import empty_model, save_pretrained
 from lineate.models.presets import preset
 
@@ -35,9 +35,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 # The format
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", STORED_DTYPES)
 def test_every_dtype_survives(tmp_path, name):
-    tensors = {"x": random(DTYPES[name], 5, 7), "y": random(DTYPES[name], 3)}
+    tensors = {"x": random(STORED_DTYPES[name], 5, 7), "y": random(STORED_DTYPES[name], 3)}
     save(tmp_path, tensors, {})
     checkpoint = Checkpoint.open(tmp_path)
     for key, x in tensors.items():

@@ -23,7 +23,9 @@ COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 pytestmark = pytest.mark.skipif(os.name != "posix" or COMPILER is None, reason="needs a POSIX system and a C compiler")
 
 START = f"""
-import importlib.util
+import importlib.util, sys, types
+sys.modules["lineate"] = types.ModuleType("lineate")  # the package itself would import torch
+sys.modules["lineate"].__path__ = [{str(Path(build.__file__).parents[1])!r}]
 spec = importlib.util.spec_from_file_location("build", {build.__file__!r})
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)

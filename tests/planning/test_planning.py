@@ -27,7 +27,7 @@ from lineate.planning import (
     teaching_of,
     variants,
 )
-from lineate.planning.models import PLAIN, mixed_ratio
+from lineate.planning.models import PLAIN_FAMILIES, mixed_ratio
 from lineate.planning.teaching import taught_variants
 
 
@@ -229,7 +229,8 @@ def test_a_quantised_model_is_planned_in_a_given_dtype(tmp_path: Path) -> None:
     assert read_model(tmp_path, dtype="fp8").config.family == "qwen3_next"
 
 
-@pytest.mark.parametrize("kind", sorted(PLAIN.keys() - {"qwen2", "qwen2_moe"}))  # without the biases of these two
+# Without the biases of these two.
+@pytest.mark.parametrize("kind", sorted(PLAIN_FAMILIES.keys() - {"qwen2", "qwen2_moe"}))
 def test_weights_of_plain_softmax_models_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     small = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, vocab_size=40)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from lineate.cli import build_app
 from lineate.models import HybridLM, preset
 from lineate.planning import HARDWARE, crossover, plan_flops, plan_memory, plan_training, read_model, time_bounds
-from lineate.planning.report import Request, csv_text, make_report, make_teaching_report
+from lineate.planning.report import PlanRequest, csv_text, make_report, make_teaching_report
 from lineate.planning.units import read_bandwidth, read_bytes, read_counts, read_flops, show_bytes, show_seconds
 
 TEACHING = ("--emb-dim", 2048, "--n-heads", 16, "--n-layers", 48, "--dtype", "bf16", "--teaching")
@@ -394,7 +394,7 @@ class TestFigures:
 
         contexts = tuple(2**n for n in range(6, 21))
         model = read_model(name, pattern=pattern)
-        report = make_report(Request(model, contexts, machines=(HARDWARE[machine],), tokens_per_step=None))
+        report = make_report(PlanRequest(model, contexts, machines=(HARDWARE[machine],), tokens_per_step=None))
         with styled():
             figure = draw_report(report, ("memory", "batch", "flops", "decode", "prefill"))
             check_texts(figure)
@@ -406,7 +406,7 @@ class TestFigures:
         from lineate.planning.plots import draw_report
 
         contexts = tuple(sorted({1 + (last - 1) * i // 64 for i in range(65)}))
-        request = Request(read_model(name), contexts, machines=(HARDWARE["rtx4090"],), tokens_per_step=None)
+        request = PlanRequest(read_model(name), contexts, machines=(HARDWARE["rtx4090"],), tokens_per_step=None)
         with styled():
             figure = draw_report(make_report(request), ("memory", "batch", "flops", "decode", "prefill"), linear=True)
             shown = [axes for axes in figure.axes if axes.get_visible()]
@@ -443,7 +443,7 @@ class TestFigures:
         from lineate.planning.plots import draw_teaching
 
         with styled():
-            check_texts(draw_teaching(make_teaching_report(Request(read_model("small"), (256, 1024, 4096)))))
+            check_texts(draw_teaching(make_teaching_report(PlanRequest(read_model("small"), (256, 1024, 4096)))))
 
 
 def check_texts(figure):
@@ -490,7 +490,7 @@ def test_without_plots_nothing_heavy_is_imported():
 
 
 def test_csv_of_a_report_without_training_or_machines():
-    request = Request(read_model("tiny"), (128,), machines=(), tokens_per_step=None)
+    request = PlanRequest(read_model("tiny"), (128,), machines=(), tokens_per_step=None)
     report = make_report(request)
     assert report["fits"] == report["times"] == [] and "training," not in csv_text(report)
     assert torch.float32.itemsize * 2 * 64 == report["state_of_a_sequence"]["cache_bytes_per_token"]

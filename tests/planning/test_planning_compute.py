@@ -155,7 +155,7 @@ def test_flops_of_memories_that_learn(name: str) -> None:
 
 def test_chunks_are_the_mixers_own() -> None:
     config = odd("TPNCE", memory=MemoryConfig(3, 10))
-    costs = ttt.LINEAR_COSTS, ttt.MLP_COSTS, titans.COSTS, lact.COSTS, least_squares.COSTS
+    costs = ttt.TTT_LINEAR_COSTS, ttt.TTT_MLP_COSTS, titans.COSTS, lact.COSTS, least_squares.COSTS
     for letter, each in zip("TPNCE", costs, strict=True):
         assert make_mixer(config, letter).chunk == each.chunk, letter
 

@@ -289,7 +289,7 @@ HOSTILE: list[tuple[str, str | bytes | Callable[[Path], str | None], str]] = [
     (f"{NEWEST}/state.json", lambda f: changed(f, step="3"), "expected step of type int, got '3'"),
     (f"{NEWEST}/state.json", lambda f: changed(f, step=True), "expected step of type int, got True"),
     (f"{NEWEST}/state.json", lambda f: changed(f, step=2, looked=2), "expected step 3, as its folder says"),
-    (f"{NEWEST}/state.json", lambda f: changed(f, looked=4), "looked at most so much, got 3 and 4"),
+    (f"{NEWEST}/state.json", lambda f: changed(f, looked=4), "looked no larger, got step 3 and looked 4"),
     (f"{NEWEST}/state.json", lambda f: changed(f, metrics=-1), "expected metrics of type int, got -1"),
     (f"{NEWEST}/state.json", lambda f: changed(f, data={}), "data must be what the run began with"),
     (f"{NEWEST}/state.json", lambda f: changed(f, config={}), "model cannot change in a resumed run"),

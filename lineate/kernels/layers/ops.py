@@ -9,7 +9,7 @@ from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.rotary import turn
 from lineate.registrar import register_op
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (2, 3, 4)
 """The sizes of a convolution that the kernels take."""
 WIDEST_NORM = 8192
@@ -35,7 +35,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 def check_dtypes(**tensors: Tensor) -> None:
     for name, x in tensors.items():
-        if x.dtype not in DTYPES:
+        if x.dtype not in KERNEL_DTYPES:
             raise ValueError(f"{name} must be bfloat16, float16 or float32 for the kernels, got {x.dtype}; use torch")
 
 

@@ -37,7 +37,7 @@ from lineate.kernels.memories.tiles import (
 
 LONGEST_CHUNK, WIDEST_HEAD, LARGEST_TILE = 64, 128, 4096
 """What fits into shared memory: tokens, channels, and their product, both as powers of two."""
-MOST_LAYERS = 2
+MOST_WIDTHS = 2
 """Layers of a model that the kernels serve."""
 
 # 2 sqrt(2 / pi) and .044715 times it: gelu(z) = z sigmoid(z (_SLOPE + _CUBIC z^2)), the one with tanh.
@@ -316,7 +316,7 @@ class TTTCells(NamedTuple):
 
 def serves(chunk: int, widths: list[int]) -> bool:
     """Whether there are kernels for chunks of so many tokens and layers of these input widths, the head's first."""
-    if chunk > LONGEST_CHUNK or widths[0] > WIDEST_HEAD or len(widths) > MOST_LAYERS:
+    if chunk > LONGEST_CHUNK or widths[0] > WIDEST_HEAD or len(widths) > MOST_WIDTHS:
         return False
     return tile_size(chunk) * tile_size(widths[0]) <= LARGEST_TILE
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from lineate.terminal import printable
 from lineate.tracing import is_virtual
 
-DTYPES: dict[str, torch.dtype] = {
+STORED_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 LONGEST_HEADER = 100_000_000
 MOST_DIGITS, MOST_DIMS, LONGEST_NAME = 40, 64, 1000
 SURROGATES = re.compile("[\ud800-\udfff]")
@@ -147,8 +147,8 @@ def make_entry(file: Path, name: str, value: Any, base: int) -> Entry:
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         raise CheckpointError(f"{file}: {name} must have dtype, shape and data_offsets, got {value!r:.80}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{file}: {name} must have a dtype of {', '.join(DTYPES)}, got {dtype!r:.80}")
+    if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
+        raise CheckpointError(f"{file}: {name} must have a dtype of {', '.join(STORED_DTYPES)}, got {dtype!r:.80}")
     if not whole(shape) or not whole(offsets) or len(offsets) != 2:
         raise CheckpointError(
             f"{file}: {name} must have a shape and two data_offsets in whole numbers, got {shape!r:.80} and "
@@ -158,7 +158,7 @@ def make_entry(file: Path, name: str, value: Any, base: int) -> Entry:
         raise CheckpointError(
             f"{file}: {name} must have at most {MOST_DIMS} dimensions and 2^60 elements, got shape {shape!r:.80}"
         )
-    entry = Entry(file, DTYPES[dtype], tuple(shape), base + offsets[0])
+    entry = Entry(file, STORED_DTYPES[dtype], tuple(shape), base + offsets[0])
     if offsets[1] - offsets[0] != entry.nbytes:
         raise CheckpointError(
             f"{file}: {name} of shape {entry.shape} in {dtype} must take {entry.nbytes} bytes, "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 HOW_IT_RUNS = {"training", "recompute", "recompute_chunks", "context", "_compiled_call_impl"}
 """Attributes that change how a module runs, or where, but not what it computes."""
-PLAIN = (bool, int, float, str, tuple, type(None))
+PLAIN_SETTINGS = (bool, int, float, str, tuple, type(None))
 REMEDIES = {
     "peft": "merge the adapters into the weights first",
     "torch._dynamo": "save the model that was compiled, or compile in place with module.compile()",
@@ -75,10 +75,10 @@ def _differences(name: str, module: nn.Module | None, reference: nn.Module | Non
 
 def _changed_settings(module: nn.Module, reference: nn.Module) -> Iterator[str]:
     for key, wanted in vars(reference).items():
-        if key.startswith("_") or key in HOW_IT_RUNS or not isinstance(wanted, PLAIN):
+        if key.startswith("_") or key in HOW_IT_RUNS or not isinstance(wanted, PLAIN_SETTINGS):
             continue
         value = vars(module).get(key, None if key in module._modules else "nothing")  # parts are compared as such
-        if not isinstance(value, PLAIN) or value != wanted:
+        if not isinstance(value, PLAIN_SETTINGS) or value != wanted:
             yield f".{key} must be {wanted!r}, got {_text(value)}"
 
 
@@ -127,7 +127,7 @@ def _is_wrapped(module: nn.Module, key: str, value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Return a plain value, or the class of another: a tensor's numbers would fill the screen."""
-    return f"{value!r:.80}" if isinstance(value, PLAIN) else f"a {type(value).__name__}"
+    return f"{value!r:.80}" if isinstance(value, PLAIN_SETTINGS) else f"a {type(value).__name__}"
 
 
 def _shown(kind: type, other: type) -> str:
