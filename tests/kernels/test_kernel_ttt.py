@@ -296,6 +296,7 @@ def test_what_the_kernels_do_not_serve_is_a_loop(path, launches):
     assert launches == ["states"]
 
 
+@pytest.mark.slow
 @paths
 def test_compiled_equals_eager(path):
     """With a break in the graph."""

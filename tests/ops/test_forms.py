@@ -83,6 +83,7 @@ def test_auto_agrees_for_every_short_length(row):
         assert_float64_agrees(run(row, inputs, "auto"), oracle(row, inputs), t)
 
 
+@pytest.mark.slow
 def test_five_thousand_tokens():
     """79 chunks in float64, and in float32 by every backend."""
     inputs = draw(KIMI_DELTA, Shape(1, 5000, 1, 1, 5, 3))

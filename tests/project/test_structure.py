@@ -115,6 +115,7 @@ def public_names() -> set[str]:
     return found
 
 
+@cache
 def registered(module: str) -> set[str]:
     """Functions that are handed to torch.library, or to a function of ours that does so."""
     calls = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
