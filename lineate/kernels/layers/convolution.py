@@ -108,6 +108,7 @@ def convolve(
 ):  # fmt: skip
     """Store y and the last SIZE - 1 inputs of each sequence. Strides are in units of UNIT elements.
 
+    The units let the compiler see the strides' alignment.
     `walks` programs (times blocks of channels) of `walk` tokens each, `blocks` of them a batch row.
     """
     PACKED: tl.constexpr = bounds is not None

@@ -69,7 +69,7 @@ def _decode(
     DECAY_PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, BETA_PER_CHANNEL: tl.constexpr,
     NORMALIZE: tl.constexpr, RAW: tl.constexpr, EACH_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Strides of q, k, v are in units of UNIT elements, those of the state of STATE_UNIT: multiples one can see."""
+    """Strides of q, k, v are in units of UNIT elements, those of the state of STATE_UNIT, to show their alignment."""
     EVEN_K: tl.constexpr = K == BK
     EVEN_V: tl.constexpr = V == BLOCKS * BV
     program = tl.program_id(0)
