@@ -40,7 +40,7 @@ def is_small(beta, dtype: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """max(x, 0) + log(1 + y), y = e^-|x|: log(1 + y) / y by a polynomial, to 2e-7 for all y in [0, 1]."""
+    """Return max(x, 0) + log(1 + y), y = e^-|x|: log(1 + y) / y by a polynomial, to 2e-7 for all y in [0, 1]."""
     y = tl.exp(-tl.abs(x))
     p = 0.00512610212 * y - 0.0290740646
     p = p * y + 0.0775160866
