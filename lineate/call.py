@@ -1,4 +1,4 @@
-"""One call of a rule as values: what it is called with, what its caller asks for, and how it runs.
+"""The types that describe one call of a rule: its tensors, the caller's request, and the options it runs with.
 
 The public ops and `torch.library` take flat arguments; everything between them passes these values. They are named
 tuples because one-token calls make them for every token, and because torch.compile traces them.
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What the caller of an op asks for, before it is checked."""
+    """The options that the caller of an op passes, before they are checked."""
 
     scale: float | None = None
     """Multiplies the output; None is 1/sqrt(k)."""

@@ -1,4 +1,4 @@
-"""The checks of arguments. A message names the argument, what was expected, what came, and the remedy."""
+"""Checks of arguments. Each error message names the argument, the expected value, the given one, and the remedy."""
 
 import sys
 from collections.abc import Sequence
@@ -55,13 +55,13 @@ def check_one_rate(beta: Tensor | None) -> None:
 
 
 def check_decay(log_decay: Tensor | None) -> None:
-    """Raise if a number is above 0, whatever else is NaN; values that cannot be looked at pass."""
+    """Raise if a value is above 0, even if others are NaN; accept tensors whose values cannot be read."""
     if log_decay is not None and is_concrete(log_decay):
         check_decay_values(log_decay)
 
 
 def check_decay_values(log_decay: Tensor) -> None:
-    """Raise if a number is above 0. The native backend looks while it computes, and calls this for the message."""
+    """Raise if a value is above 0; the native backend, which checks while it computes, calls this for the message."""
     largest = log_decay.amax().item()
     if largest != largest:  # a NaN hides the others
         largest = log_decay.masked_fill(log_decay.isnan(), -torch.inf).amax().item()
@@ -86,7 +86,7 @@ def check_forgetting(total: Tensor, chunk: int) -> None:
 
 
 def check_position(position: Tensor, rows: int, chunk: int) -> None:
-    """Check the part of a state that says where each row stands in its chunk."""
+    """Check the positions of a state: how many tokens of its current chunk each row has read."""
     if position.shape != (rows,) or position.dtype != torch.int64:
         raise ValueError(
             f"state['position'] must be int64 of shape (rows,) = ({rows},), "
@@ -215,7 +215,7 @@ def check_raw_gates(inputs: Inputs, beta_scale: float) -> None:
 
 
 def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: Tensor, *, packed: bool) -> None:
-    """Check slots (`rows`, or one for each token) and start_slots (`rows`), but not their values: check_slot_values."""
+    """Check slots (`rows`, or one for each token) and start_slots (`rows`); check_slot_values checks their values."""
     for name, x in (("slots", slots), ("start_slots", start_slots)):
         if x is None:
             continue
@@ -245,7 +245,7 @@ def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: 
 def check_slot_values(
     slots: Tensor | None, start_slots: Tensor | None, cu_seqlens: Tensor | None, n_slots: int
 ) -> None:
-    """Check that slots lie in the pool and no row touches what another one writes; on a GPU nothing is looked at."""
+    """Check that slots lie in the pool and that no row uses a slot another one writes; on a GPU check nothing."""
     if slots is None or slots.device.type != "cpu":
         return
     for name, x in (("slots", slots), ("start_slots", start_slots)):
@@ -282,7 +282,7 @@ def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *,
 
 
 def check_decode_gates(inputs: Inputs, beta_scale: float, raw_gates: bool) -> None:
-    """Check what raw gates need and others must not have; either gate may be None."""
+    """Check that A_log, dt_bias and beta_scale fit the gates, raw or not; either gate may be None."""
     q, v, log_decay, A_log, dt_bias = inputs.q, inputs.v, inputs.log_decay, inputs.A_log, inputs.dt_bias
     _check_number("beta_scale", beta_scale)
     if not abs(beta_scale) <= sys.float_info.max:
@@ -368,13 +368,13 @@ def check_chunk_size(chunk_size: int | None) -> None:
 
 
 def check_flag(name: str, flag: bool) -> None:
-    """Check that flag is a bool, so that a tensor or a shifted argument does not pass for one."""
+    """Check that flag is a bool, to catch tensors and arguments in the wrong place."""
     if not isinstance(flag, bool):
         raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
 
 
 def check_choice(name: str, choice: str, allowed: Sequence[str]) -> None:
-    """Check that choice is one of a few words."""
+    """Check that choice is one of the allowed words."""
     if choice not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {choice!r}")
 
@@ -429,7 +429,7 @@ def _check_number(name: str, x: Any) -> None:
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Whether the values of x may be looked at: not while recording, inside vmap, or where that waits for a GPU."""
+    """Whether the values of x can be read: False while recording, inside vmap, and on a GPU, which would wait."""
     if x.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it may have no values

@@ -1,4 +1,4 @@
-"""The chunkwise form as one torch op a backend: its schema, its shapes and its autograd; the backend computes."""
+"""The chunkwise form as one torch op per backend: this file has the schema, shapes and autograd of each op."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -123,7 +123,7 @@ def save_states(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def differentiate(backward, ctx, *gradients):  # type: ignore[no-untyped-def]
     """Return the gradients of a chunkwise op's arguments: backward(doutput, dfinal, *saved tensors, *options)."""
-    saved = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
+    saved = ctx.saved_tensors  # read only once, because activation checkpointing refuses a second read
     *tensors, states, _ = saved
     _check_kept(states)
     arrived = [

@@ -53,12 +53,12 @@ def decode(
     """Run t >= 1 tokens a row through the memory, write the new memory into `state`, return the output `b t hv v`.
 
     A row is one of b batch rows, or, with cu_seqlens and b = 1, one of the packed sequences. There are no gradients.
-    The gates select the rule as in `explain`. A row has the same bits whatever else is in the batch, and however its
-    tokens are split into calls.
+    The gates select the rule as in `explain`. The bits of a row's result depend neither on the rest of the batch
+    nor on how its tokens are split into calls.
 
-    No slot may be written by two rows, or written by one and read by another. On a CPU values are checked. On a GPU,
-    where looking at them would wait for the device, the kernel touches no slot outside the pool; a row that starts
-    there gives NaN.
+    No slot may be written by two rows, or written by one and read by another. On a CPU this is checked. On a GPU it is
+    not, because reading the slots would wait for the device; there the kernel touches no slot outside the pool, and the
+    output of a row that starts outside of it is NaN.
 
     Args:
         q: queries, `b t h k`.
@@ -104,7 +104,7 @@ def decode(
             "decode must not be compiled inside of torch.func transforms or forward mode, which do not see into it; "
             "call it outside of torch.compile, or use the ops, such as lineate.gated_delta_rule"
         )
-    # Only compilers, modes and tensors of other kinds need it as an op, which costs microseconds.
+    # An op costs microseconds; only compilers, dispatch modes and tensor subclasses need one.
     return _decode_op(
         q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, A_log, dt_bias,
         options.scale, normalize_qk, raw_gates, options.beta_scale, chosen,
@@ -112,7 +112,7 @@ def decode(
 
 
 class _Request(NamedTuple):
-    """What the caller of decode asks for, before it is checked; see there."""
+    """The options that the caller of `decode` passes, before they are checked."""
 
     scale: float | None
     normalize_qk: bool
@@ -124,7 +124,7 @@ class _Request(NamedTuple):
 def _decode(
     inputs: Inputs, slots: Tensor | None, start_slots: Tensor | None, options: Options, backend: str
 ) -> Tensor:  # fmt: skip
-    """Check what only values tell, then run; compiled calls get here with the values known."""
+    """Check the values of the arguments, then run; compiled calls also reach this with concrete values."""
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     assert state is not None
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
@@ -252,7 +252,7 @@ _KNOWN: dict[Signature, tuple[str, Options]] = {}
 def _check_and_choose(
     inputs: Inputs, slots: Tensor | None, start_slots: Tensor | None, request: _Request
 ) -> tuple[str, Options]:
-    """Check everything about one call except values; return 'torch' or 'triton', and how to run it."""
+    """Check everything about one call except values; return 'torch' or 'triton', and the options."""
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     scale, normalize_qk, raw_gates, beta_scale, backend = request
     checks.check_choice("backend", backend, BACKENDS)
@@ -290,7 +290,7 @@ def _check_and_choose(
 
 
 def _obstacle(q: Tensor, state: Tensor) -> str | None:
-    """Return what about this call the kernel does not do, or None."""
+    """Return the feature of this call that the kernel does not support, or None."""
     if q.device.type != "cuda" and not (q.device.type == "cpu" and interpreted()):
         return f"it needs CUDA tensors, got {q.device.type}"
     if q.dtype == torch.float64:

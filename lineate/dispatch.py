@@ -1,4 +1,4 @@
-"""Chooses the form and the backend of a call in one pure function; `explain` tells the choice and its reasons."""
+"""Chooses the form and the backend of a call; `explain` returns the choice with its reasons."""
 
 import importlib
 import os
@@ -31,7 +31,7 @@ RECURRENT_UP_TO = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs, and why."""
+    """The form, backend and chunk size that a call runs with, and the reasons."""
 
     rule: str
     """The public op's name."""
@@ -42,7 +42,7 @@ class Plan:
     chunk_size: int
     """Tokens a chunk: 1 for the recurrent form, t for the parallel one."""
     reason: str
-    """Why, in one clause for each choice."""
+    """The reasons, one clause for each choice."""
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.form}, {self.backend}, chunks of {self.chunk_size}\n  {self.reason}"
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a choice depends on beside the rule and the request."""
+    """The properties of a call, beside its rule and request, that the choice depends on."""
 
     t: int
     """Tokens a row."""
@@ -63,7 +63,7 @@ class Facts:
     needs_grad: bool = False
     """Whether autograd will want a backward."""
     transformed: bool = False
-    """Whether the call is inside a torch.func transform or forward mode, which know torch's own functions alone."""
+    """Whether the call is inside a torch.func transform or forward mode, which support only torch's own functions."""
     device: str = "cpu"
     """The type of the tensors' device."""
     dtype: torch.dtype = torch.float32
@@ -73,11 +73,11 @@ class Facts:
     no_triton: str | None = None
     """Why the triton backend cannot run on this machine, or None."""
     wide: str | None = None
-    """What to say about a dtype that this processor does not multiply, or None."""
+    """A note on a dtype that this processor has no multiply instructions for, or None."""
 
 
 def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
-    """Turn 'auto' into a choice; an explicit request that cannot be served raises, it never falls back."""
+    """Choose a form and a backend for 'auto'; raise if an explicit request cannot be served, without falling back."""
     form, backend, t = request.form, request.backend, facts.t
     if facts.beta_per_channel and form not in ("auto", "recurrent"):
         raise ValueError(
@@ -116,7 +116,7 @@ def resolve(rule: Rule, facts: Facts, request: Request) -> Plan:
 
 
 def _native_obstacle(form: str, facts: Facts) -> str | None:
-    """Return what about this call the native backend does not do, or None."""
+    """Return the feature of this call that the native backend does not support, or None."""
     if facts.device != "cpu":
         return f"the native backend needs CPU tensors, got {facts.device}"
     if facts.dtype == torch.float64:
@@ -131,7 +131,7 @@ def _native_obstacle(form: str, facts: Facts) -> str | None:
 
 
 def _triton_obstacle(form: str, facts: Facts, chunk_size: int | None) -> str | None:
-    """Return what about this call the triton kernels do not do, or None."""
+    """Return the feature of this call that the triton kernels do not support, or None."""
     if facts.device == "cpu" and facts.dtype != torch.float32:
         return f"triton's interpreter computes float32 only, got {str(facts.dtype).removeprefix('torch.')}"
     if facts.dtype == torch.float64:
@@ -162,7 +162,7 @@ def explain(
     chunk_size: int | None = None,
     normalize_qk: bool = False,
 ) -> Plan:
-    """Say which rule these gates select, which form, backend and chunk size would run, and why; runs nothing.
+    """Return the rule that these gates select, and the form, backend and chunk size that would run; run nothing.
 
     >>> print(lineate.explain(q, k, v, log_decay, beta))
     gated_delta_rule: chunkwise, native, chunks of 32
@@ -193,7 +193,7 @@ def explain(
 
 
 def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
-    """Return the row of the table that takes these gates."""
+    """Return the rule that takes these gates."""
     if beta is None:
         return LINEAR if log_decay is None else GATED_LINEAR
     if log_decay is None:
@@ -209,7 +209,7 @@ _PLAIN = frozenset((float, int, str, bool, type(None)))
 
 
 def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ...]) -> Signature | None:
-    """Return all of a call but the values of its tensors; None where checks must look again: odd types, recording."""
+    """Return a cache key of all but the tensors' values; None if the call is recorded or has other tensor types."""
     if recorded():
         return None
     types = tuple(map(type, options))
@@ -227,8 +227,8 @@ def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ..
 
 
 def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Plan, Options]:
-    """Check everything about one call except the values of its gates; return its plan and how to run it."""
-    signature = None  # the values of cu_seqlens are looked at every time
+    """Check everything about one call except the values of its gates; return its plan and its options."""
+    signature = None  # the values of cu_seqlens are checked in every call
     if inputs.cu_seqlens is None:
         signature = call_signature(inputs[:6], request)
     if signature is not None:

@@ -1,4 +1,4 @@
-"""How all figures look, and how a mixer is drawn and named in them: its row in the registry says so."""
+"""The style of all figures, and the name, colour and marker of each mixer in them, from the registry."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def label_of(name: str) -> str:
 
 
 def narrow_label_of(name: str) -> str:
-    """Return the same for a narrow column or title, without the word attention."""
+    """Return a mixer's name for a narrow column or title, without the word attention."""
     kind = kind_named(name)
     return (kind.short_label or kind.label).removesuffix(" attention")
 
@@ -102,6 +102,6 @@ def save_figure(figure: "Figure", out: Path, name: str, formats: Sequence[str] =
             drawn = BytesIO()
             figure.savefig(drawn, format="png")
             Image.open(drawn).convert("RGB").quantize(256).save(paths[-1], optimize=True)  # a third of the bytes
-        figure.set_layout_engine("none")  # what was found for one format is right for the next
+        figure.set_layout_engine("none")  # the layout computed for one format also fits the next
     plt.close(figure)
     return paths

@@ -52,9 +52,9 @@ class Heads(NamedTuple):
 
 
 def announce() -> None:
-    """Tell our formulas to torch's counters of operations: the active ones, and those to come.
+    """Register these formulas with torch's FLOP counters, both active ones and later ones.
 
-    Importing it would take longer than importing lineate, so this waits until a mode is there that may be one.
+    Importing torch's counter takes longer than importing lineate, so this waits until a dispatch mode is active.
     """
     counters = sys.modules.get("torch.utils.flop_counter")
     if counters is None:

@@ -1,4 +1,4 @@
-"""Folders that lineate writes to: the cache of what is made once and kept, and the folders that people name."""
+"""Folders that lineate writes to: its cache, and the folders that users name."""
 
 import os
 import tempfile
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return the folder of all that is made once and kept; it may not exist yet."""
+    """Return the cache folder, which may not exist yet."""
     if chosen := os.environ.get("LINEATE_CACHE"):
         return Path(chosen)
     try:
@@ -16,13 +16,13 @@ def cache_folder() -> Path:
 
 
 def check_out(folder: Path) -> None:
-    """Prove that a file can be written to the folder of --out, before anything is computed."""
+    """Check that a file can be written to the folder of --out, before anything is computed."""
     if (why := why_not_writable(folder)) is not None:
         raise ValueError(f"--out must be a folder that can be written, got '{folder}' ({why}); choose another folder")
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Make the folder, and a file in it that is gone again; return why that cannot be done, or None."""
+    """Make the folder, write a file in it and remove the file; return why that fails, or None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -6,8 +6,8 @@ On such a CPU, torch's own products in bfloat16 take up to hundreds of times as 
 of their rows that fit a cache are widened one after another, so that a model's memory does not double. Under autocast
 the operands are not rounded first; the result has autocast's dtype.
 
-Where a compiler or a transform looks at the call, plain torch runs, without blocks. Tensors with products of their own,
-such as quantised weights, keep these.
+Inside a compiler or a transform, plain torch functions run, without blocks. Tensor subclasses that define their own
+products, such as quantised weights, use those.
 """
 
 from collections.abc import Callable, Iterator
@@ -158,7 +158,7 @@ def _outer(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class LinearThroughFloat32(TorchFunctionMode):
-    """A mode in which F.linear is `linear`, for modules that wrap a linear layer or have hooks."""
+    """A mode that replaces F.linear by `linear`, for modules that wrap a linear layer or have hooks."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -172,12 +172,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _without_autocast() -> AbstractContextManager[object]:
-    """Switch autocast off if it is on, so that float32 stays float32; asking first is the cheaper way."""
+    """Switch autocast off if it is on, so that float32 stays float32; checking first is cheaper than switching."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
 def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch would multiply these: they have one dtype, or any under autocast. If not, torch raises."""
+    """Whether torch would multiply these: they have one dtype, or autocast is on. Otherwise torch raises."""
     if not (_is_plain(x) and _is_plain(y)):
         return False
     if torch.is_autocast_enabled("cpu"):
@@ -186,7 +186,7 @@ def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether x has no products of its own; a subclass that overrides nothing has none."""
+    """Whether x is a plain tensor, or of a subclass that does not override torch's functions."""
     kind = type(x)
     if kind in (Tensor, torch.nn.Parameter):
         return True
@@ -196,7 +196,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _blocks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of rows, and these rows of the weight in float32; each overwrites the one before."""
+    """Yield slices of rows with these rows of the weight in float32; each block overwrites the one before."""
     size = max(64, BLOCK // weight.shape[1])
     buffer = torch.empty(min(size, len(weight)), weight.shape[1], dtype=torch.float32, device=weight.device)
     for start in range(0, len(weight), size):

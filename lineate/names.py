@@ -1,4 +1,4 @@
-"""Names that people type: underscores and hyphens are alike, and a wrong name is answered with what may be meant."""
+"""Names that people type: underscores and hyphens are equivalent, and an unknown name gets a suggestion."""
 
 import os
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ def spelled(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error: what may have been meant, if a name is close or starts with this one."""
+    """Return the end of an error message: a suggestion, if a known name is close or starts with this one."""
     plain = {hyphenated(x).lower(): x for x in known}
     word = hyphenated(name).lower()
     close = [x for x in plain if word and x.startswith(word)]

@@ -1,4 +1,4 @@
-"""An eager function as one torch op, for graphs that cannot look into it: its sizes depend on numbers in tensors."""
+"""Makes an eager function one torch op, for graphs that cannot trace it because its sizes depend on tensors' values."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -43,5 +43,5 @@ def opaque(
 
 
 def _autograd_inside_an_op() -> AbstractContextManager[None]:
-    """Let autograd record: torch leaves it out of what ops call."""
+    """Let autograd record, which torch switches off inside ops."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)

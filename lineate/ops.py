@@ -8,14 +8,14 @@ Gradients. Every op differentiates backwards. Inside torch.func (vmap, grad, jvp
 torch's own functions, which differentiate any number of times; elsewhere only form="recurrent" and "parallel"
 differentiate twice.
 
-Checks. On a GPU, where looking at values would wait for the device, the kernels check neither cu_seqlens nor
-log_decay <= 0. log_decay is also not checked where torch.func maps or differentiates it, and in the compiled
-"recurrent" and "parallel" forms of torch.
+Checks. On a GPU, neither the values of cu_seqlens nor log_decay <= 0 are checked, because reading values would wait
+for the device. log_decay is also not checked inside torch.func, and in the compiled "recurrent" and "parallel" forms of
+the torch backend.
 
-Autocast changes no result and no first derivative of these ops, wherever the backward runs. The one exception are the
-compiled "recurrent" and "parallel" forms of torch, whose backward takes autocast's dtype.
+Autocast changes no result and no first derivative of these ops, wherever the backward runs. The one exception is
+the torch backend's compiled "recurrent" and "parallel" forms, whose backward runs in autocast's dtype.
 
-torch.jit.trace records the ops. Like any trace, it keeps the form that was chosen, and whether gradients were wanted.
+torch.jit.trace can record the ops. The trace fixes the form that was chosen and whether gradients were required.
 """
 
 from collections.abc import Callable
@@ -310,7 +310,9 @@ def attention_matrix(
     scale: float | None = None,
     normalize_qk: bool = False,
 ) -> Tensor:
-    """Return A `b hv t t`, lower triangular, with output A V from an empty memory: what each token reads of each value.
+    """Return A `b hv t t`, lower triangular: the weights with which each token reads each value, so that output = A V.
+
+    This holds for an empty initial memory.
 
     The gates select the rule as in `explain`; without gates it is linear attention.
 
@@ -380,14 +382,14 @@ def _feature_map(feature_map: str | Callable[[Tensor], Tensor]) -> Callable[[Ten
 
 
 def with_ones(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Append a column of ones to v, whose memory is the sum of keys, for divide_by_last; float16 becomes float32."""
+    """Append a column of ones to v, in whose column the memory sums the keys (see divide_by_last); widen float16."""
     if v.dtype == torch.float16:  # sums over many tokens exceed its range before they are divided
         q, k, v = q.float(), k.float(), v.float()
     return q, k, torch.cat((v, torch.ones_like(v[..., :1])), dim=-1)
 
 
 def divide_by_last(output: Tensor, dtype: torch.dtype, smallest: float = 1e-6) -> Tensor:
-    """Divide by the last column, q . (sum of keys), kept at least `smallest` away from 0; return this dtype."""
+    """Divide by the last column, q . (sum of keys), kept at least `smallest` away from 0, and convert to dtype."""
     total = output[..., -1:]
     total = torch.where(total.abs() < smallest, torch.copysign(total.new_full((), smallest), total), total)
     return (output[..., :-1] / total).to(dtype)

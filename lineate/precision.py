@@ -1,4 +1,4 @@
-"""Keeps autocast out of the backward: autograd's own products would take bfloat16 inside of autocast."""
+"""Switches autocast off in the backward, where autograd would otherwise multiply in autocast's dtype."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -35,7 +35,7 @@ def full_precision_backward(run: Callable[P, R]) -> Callable[P, R]:
 
 
 def _protect_results(result: Any, first: int, given: set[Node | None]) -> None:
-    """Let the last nodes protect those before them when a backward arrives inside of autocast.
+    """Hook the last nodes so that they protect those before them if a backward runs inside of autocast.
 
     Nodes made before `first`, and those `given` with the inputs (each thread numbers its own nodes), are not run's.
     """
@@ -56,7 +56,7 @@ class _Once:
         self.nodes = []
         while waiting:
             node = waiting.pop()
-            # A node without any before it is a leaf's, which outlives the graph and adds up in any precision.
+            # A node with no node before it belongs to a leaf: it outlives the graph, and it only accumulates gradients.
             if node is None or node in seen or not node.next_functions or node._sequence_nr() < self.first:
                 continue
             seen.add(node)

@@ -1,4 +1,4 @@
-"""Tells what this CPU multiplies in hardware, so whether 16-bit products go through float32 (lineate.half)."""
+"""Tells which 16-bit dtypes this CPU multiplies in hardware; the others go through float32 (lineate.half)."""
 
 import functools
 import os
@@ -12,7 +12,7 @@ _FEATURES = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16:
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has products in dtype, and torch uses them; the environment may say otherwise.
+    """Whether this CPU has products in dtype and torch uses them; two environment variables override this.
 
     LINEATE_CPU_BF16 and LINEATE_CPU_FP16 are 1 (use torch's products) or 0 (go through float32).
     """

@@ -96,7 +96,7 @@ def declare_op(
     differentiate: Run | None = None,
     backward_schema: str | None = None,
 ) -> tuple[Any, Any]:
-    """Make the two ops alone and return both; see register_op. backward_schema: None reads backward's annotations."""
+    """Register the two ops and return both; see register_op. Without backward_schema, backward's annotations count."""
     forward_op = torch.library.custom_op(f"lineate::{name}", forward, mutates_args=())
     backward_op = torch.library.custom_op(
         f"lineate::{name}_backward", backward, mutates_args=(), schema=backward_schema
@@ -112,7 +112,7 @@ def declare_op(
 def _make_function(
     forward: Run, backward: Run, backward_op: Any, save: Callable[..., None], differentiate: Run, hidden: int | None
 ) -> Run:
-    """Return the op as an autograd.Function: its inputs must be in memory, its gradients need not."""
+    """Return the op as an autograd.Function; its inputs must not be virtual (`is_virtual`), its gradients may be."""
 
     class Direct(torch.autograd.Function):
         @staticmethod
@@ -135,7 +135,7 @@ def _make_function(
 
 
 def _save_without_zeros(save, ctx, inputs, output):  # type: ignore[no-untyped-def]
-    """Let gradients that do not arrive be None: zeros for them may take as much memory as all kept states."""
+    """Leave gradients that do not arrive None, because zeros may take as much memory as all kept states."""
     ctx.set_materialize_grads(False)
     save(ctx, inputs, output)
 

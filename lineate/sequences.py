@@ -1,4 +1,4 @@
-"""Packed sequences: how long each is, and where its tokens are. A GPU is asked once for each tensor of bounds."""
+"""Packed sequences: their lengths and their tokens' places. Each tensor of bounds on a GPU is read only once."""
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ def sequence_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
 
 
 def _may_be_kept(cu_seqlens: Tensor) -> bool:
-    """Whether lengths may be kept. On a CPU looking costs nothing; a graph would keep them for ever.
+    """Whether lengths may be cached; False on a CPU, where reading is free, and in graphs, which keep them for ever.
 
-    Inference mode counts no versions.
+    It is also False in inference mode, where tensors have no versions.
     """
     if not cu_seqlens.is_cuda or torch.compiler.is_compiling() or cu_seqlens.is_inference():
         return False

@@ -1,6 +1,6 @@
 """Warns if a correcting rule's memory can grow: S = (I - beta k k^T) S + ... is stable for beta |k|^2 in [0, 2].
 
-With keys that are not normalised the memory overflows silently. On a CPU, where looking is cheap, each process warns
+With keys that are not normalised the memory overflows silently. On a CPU, where checking is cheap, each process warns
 once.
 """
 
@@ -16,11 +16,11 @@ from lineate.checks import is_concrete
 ROUNDING = 0.02
 """How far beta |k|^2 may leave [0, 2]: unit keys in bfloat16 have |k|^2 up to 1 + 2^-8."""
 TOKENS_A_LOOK = 16
-"""Shorter calls are looked at once in so many tokens: for a call of one token, looking takes a tenth of its time."""
+"""Shorter calls are checked once in so many tokens, because the check takes a tenth of the time of a one-token call."""
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _warned = False
-_unseen = TOKENS_A_LOOK  # tokens since the last look; the first call is looked at
+_unseen = TOKENS_A_LOOK  # tokens since the last check; the first call is checked
 
 
 class UnstableMemoryWarning(RuntimeWarning):
@@ -30,7 +30,7 @@ class UnstableMemoryWarning(RuntimeWarning):
 def watch_writes(k: Tensor, beta: Tensor | None, normalize_qk: bool) -> None:
     """Warn if beta |k|^2 leaves [0, 2]; k `b t h k`, beta `b t hv` or `b t hv v`, None for rules that do not correct.
 
-    Nothing is looked at on a GPU, while compiling or recording, and after the warning. The native backend looks in C.
+    Nothing is checked on a GPU, while compiling or recording, and after the warning. The native backend checks in C.
     """
     global _unseen
     if beta is None or normalize_qk or torch.compiler.is_compiling() or _warned:

@@ -1,7 +1,7 @@
-"""What goes to a terminal is shown, never obeyed: names in files, text of models and messages are others' words.
+"""Makes untrusted text safe to print on a terminal: names in files, texts of models, and messages.
 
 A tensor's name or a generated text may hold an escape sequence, which moves the cursor, hides what stands there or
-types a command, and square brackets that rich would read as markup. Everything of that kind passes through here.
+types a command, and square brackets that rich would read as markup. All such text passes through here.
 """
 
 import os

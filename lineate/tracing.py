@@ -1,4 +1,4 @@
-"""Tells what torch is doing around a call: recording, transforming or differentiating it."""
+"""Tells whether torch is recording, transforming or differentiating a call."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def recorded() -> bool:
-    """Whether a compiler, a dispatch mode or torch.jit.trace looks at calls, and so must see ops."""
+    """Whether a compiler, a dispatch mode or torch.jit.trace is active, which must see a call as ops."""
     if torch.compiler.is_compiling():
         return True
     if torch._C._len_torch_dispatch_stack():
@@ -59,19 +59,19 @@ def in_memory(tensors: Iterable[Maybe]) -> list[Maybe]:
 
 
 def is_eager(*tensors: Tensor | None) -> bool:
-    """Whether only autograd wants to see the op: there is no compiler, mode, transform or other kind of tensor."""
+    """Whether the call can bypass the dispatcher: no compiler, mode, transform or tensor subclass is involved."""
     return not recorded() and all(x is None or type(x) in PLAIN_TENSORS for x in tensors) and not transformed()
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd will want a backward of a call with these inputs."""
+    """Whether autograd may run a backward of a call with these inputs."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
     """Return run with the CPU as torch's default device, for programs of our own, such as training.
 
-    torch's optimisers make tensors without naming a device. What is called inside a user's model names its own.
+    torch's optimisers make tensors without naming a device. Functions that run inside a user's model name their device.
     """
 
     @wraps(run)

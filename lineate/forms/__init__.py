@@ -1,1 +1,1 @@
-"""The three forms of one computation, in plain torch: the specification and the CPU path."""
+"""The three forms of one computation in plain torch: the specification of all backends, and the CPU path."""

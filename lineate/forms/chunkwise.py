@@ -74,7 +74,7 @@ def _backward(
 chunkwise = register("chunkwise", _forward, _backward)
 
 ChunkSlices = list[tuple[int, slice]]
-"""Each chunk's running index among all chunks, and its tokens."""
+"""Each chunk's index among all chunks, and its tokens."""
 
 
 def _sequences(inputs: Inputs, chunk_size: int) -> list[tuple[int | None, ChunkSlices]]:

@@ -1,4 +1,4 @@
-"""Computes what forgetting does inside one chunk: the scores, and the factors of readers and writers of the state.
+"""Computes the effect of decay inside one chunk: the scores, and the factors of readers and writers of the state.
 
     P_ij = sum_x q_ix k_jx e^{G_ix - G_jx}  (j <= i)      M_ij = the same with k_i for q_i
     readers e^{G_i}      writers e^{G_c - G_j}      last e^{G_c}
@@ -95,7 +95,7 @@ class ChannelDecay:
         m = -(-c // B)
         self.shape = n, r, c, key_dim
         self.blocks = m
-        # What is smaller than this is 0 beside anything else; flushing it keeps 1 / rho finite and denormals away.
+        # Smaller factors are negligible; setting them to 0 keeps 1 / rho finite and avoids denormals.
         self.tiny = 1e-200 if log_decay.dtype == torch.float64 else 1e-30
         decay = log_decay.new_ones(n * r, m * B, key_dim)
         torch.exp(log_decay.reshape(n * r, c, key_dim), out=decay[:, :c])

@@ -1,4 +1,4 @@
-"""Runs a form that knows only whole sequences over packed ones, sequence by sequence, or chunk by chunk."""
+"""Runs a form over packed sequences one by one, or over one sequence chunk by chunk."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -53,7 +53,7 @@ def _take(inputs: Inputs, tokens: slice, state: Tensor) -> Inputs:
 
 
 def check_bounds(cu_seqlens: Tensor, t: int) -> list[int]:
-    """Return the values of cu_seqlens, checked; a compiled call can check them only where it runs."""
+    """Return the values of cu_seqlens, checked; in a compiled call the check happens when the graph runs."""
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != t or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens must rise from 0 to t = {t}, got {bounds}")

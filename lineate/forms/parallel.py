@@ -1,4 +1,4 @@
-"""The parallel form: one chunk of length t, quadratic, with the effective attention matrix laid open.
+"""The parallel form: one chunk of length t, quadratic in t, which computes the effective attention matrix.
 
     P_ij = sum_x q_ix k_jx e^{G_ix - G_jx}  (j <= i)      M_ij = the same with k_i for q_i  (j < i)
     A = P (I + beta M)^{-1} beta       (rule only accumulates: A = P beta)

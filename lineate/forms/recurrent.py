@@ -1,6 +1,6 @@
 """The recurrent form: the equation, token by token.
 
-It takes O(t k v) time. In float64 it is the oracle for everything else; one token at a time it is what decoding runs.
+It takes O(t k v) time. In float64 it is the reference for all other forms; decoding runs it one token at a time.
 """
 
 import torch

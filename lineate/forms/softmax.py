@@ -1,4 +1,4 @@
-"""Softmax attention in the same shapes: the memory that never forgets and never stops growing."""
+"""Softmax attention in the same shapes; its memory, the key/value cache, grows with every token."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class KeyValueCache(NamedTuple):
         return self.keys.nbytes + self.values.nbytes
 
     def __repr__(self) -> str:
-        """Show shapes alone: the values would fill the screen, and on a GPU be waited for."""
+        """Show shapes only: values would fill the screen, and printing them would wait for a GPU."""
         keys, values = (f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (self.keys, self.values))
         packed = "" if self.cu_seqlens is None else f", {self.cu_seqlens.shape[0] - 1} packed sequences"
         return f"KeyValueCache(keys {keys}, values {values} on {self.keys.device}{packed}, nbytes={self.nbytes})"
@@ -72,7 +72,7 @@ def softmax(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Run q `b t h k` over keys `b p+t h k`, of which its tokens are the last; repeat key heads for value heads."""
+    """Run q `b t h k` over keys `b p+t h k`, whose last t tokens are those of q; repeat key heads for value heads."""
     t, total = q.shape[1], k.shape[1]
     group = v.shape[2] // q.shape[2]
     q, k = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (q, k))

@@ -1,7 +1,7 @@
-"""Which kernels run on which device: the one place where that is asked.
+"""Selects the kernels of a device.
 
-A new architecture is a folder whose class implements `Stages`, its import and one line here. All are imported wherever
-triton is: a class is asked `runs_on` before anything of it needs its device.
+A new architecture needs a folder whose class implements `Stages`, and here its import and one line. All of them are
+imported wherever triton is; `runs_on` is called before any of a class's kernels.
 """
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""One call as the kernels see it: tensors in rows, and where the sequences and their chunks lie."""
+"""One call in the layout of the kernels: its tensors as rows, and the places of the sequences and their chunks."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Sequences(NamedTuple):
 
     number: int
     slots: int
-    """At most: a packed sequence may end in part of a chunk, and only the device knows how many do."""
+    """An upper bound: a packed sequence may end in part of a chunk, and only the device knows how many do."""
     bounds: Tensor | None
     first_slots: Tensor | None
     slot_sequences: Tensor | None
@@ -70,7 +70,7 @@ class Gates(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call: its tensors in rows, its options, and what everyone asks of them. make_call makes it."""
+    """One call: its tensors as rows, its options, and properties derived from them. make_call makes it."""
 
     q: Tensor
     k: Tensor
@@ -87,12 +87,12 @@ class Call(NamedTuple):
 
     @property
     def gates_outside(self) -> bool:
-        """Whether ops.py makes the gradients of raw gates: those per head; the stages make those per channel."""
+        """Whether ops.py computes the gradients of raw gates (per head); the stages compute those per channel."""
         return self.gates.A_log is not None and not self.channel
 
     @property
     def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
-        """bounds, first_slots, slot_sequences, t: what the kernels find a chunk's tokens by."""
+        """bounds, first_slots, slot_sequences and t, from which the kernels compute the tokens of a chunk."""
         _, _, bounds, first_slots, slot_sequences = self.sequences
         return bounds, first_slots, slot_sequences, self.sizes[0]
 
@@ -141,10 +141,10 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return x without gaps; its strides are what its shape says, also where torch does not care, at sizes of 1."""
+    """Return x contiguous, with the strides that follow from its shape even in dimensions of size 1."""
     return aligned(x.contiguous()).view(-1).view(x.shape)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x, or a copy if it does not begin where 16 bytes do, as TMA needs it."""
+    """Return x, or a copy if its address is not a multiple of 16 bytes, which TMA needs."""
     return x.clone() if x.data_ptr() % 16 else x

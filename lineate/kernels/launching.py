@@ -1,7 +1,7 @@
-"""How kernels are launched; and, before the first launch of a kind, how all that a call needs is compiled side by side.
+"""Launches kernels and, before the first call of a kind, compiles all kernels that it needs in parallel.
 
-Triton compiles a kernel when it is first launched, one after another: a call with its backward would wait for the sum
-of them. compile_only goes through a call's launches without launching, each kernel compiled by a thread of a pool.
+Triton compiles a kernel at its first launch, so a call with its backward would compile one kernel after another.
+compile_only runs through a call's launches without launching; threads of a pool compile the kernels.
 """
 
 import os
@@ -23,7 +23,7 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def compile_only(function: Callable[[], None]) -> None:
-    """Call a function whose launches only compile. What does not compile will say so when it is launched."""
+    """Call a function whose launches only compile. A kernel that does not compile raises when it is launched."""
 
     def compile_all() -> None:
         _only_compile.set(True)

@@ -1,4 +1,4 @@
-"""The kernels of the rules as torch ops: what torch.compile and autograd see of them."""
+"""The kernels of the rules as torch ops, for torch.compile and autograd."""
 
 import torch
 from torch import Tensor

@@ -80,7 +80,7 @@ def decode(inputs: Inputs, slots: Slots, options: Options) -> Tensor:
 def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
     """Before the first call of a kind, compile its kernels side by side; its backward's too if states are kept.
 
-    What is missed here, or if nothing can be done here, is compiled when it is first launched.
+    Kernels that are not compiled here are compiled when they are first launched.
     """
     call = stages.call
     if not call.q.is_cuda or torch.cuda.is_current_stream_capturing():
@@ -93,7 +93,7 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
     if kind in _COMPILED:
         return
     _COMPILED.add(kind)
-    # Few tokens stand for all; as many as are cut into segments, if those are.
+    # A few tokens select the same kernels as many; a call that is cut into segments needs enough tokens to be cut.
     part = call.part(slice(0, call.q.shape[0]), slice(0, CHUNK if segments == 1 else CHUNK * LEAST_CHUNKS))
 
     def both() -> None:
@@ -133,7 +133,8 @@ def _backward(stages: Stages, doutput: Tensor, dfinal: Tensor, states: Tensor, g
 def count_own_segments(stages: Stages) -> int:
     """Return into how many segments the walks of a call are cut.
 
-    Packed sequences are never cut: where would depend on their company. Nor are wide keys: their maps are too large.
+    Packed sequences are never cut, because the cuts would depend on the other sequences. Calls with wide keys are not
+    cut either, because their maps are too large.
     """
     call = stages.call
     _, _, hv, K, V = call.sizes
@@ -145,7 +146,7 @@ def count_own_segments(stages: Stages) -> int:
 
 
 def count_segments(chunks: int, programs: int, processors: int) -> int:
-    """Return the segments of a walk over `chunks` by `programs` programs a sequence; never by what else is there."""
+    """Return the segments of a walk over `chunks` by `programs` programs a sequence, whatever else is in the batch."""
     wanted = processors // max(programs, 1)
     return 1 if chunks < LEAST_CHUNKS or wanted < 3 else min(wanted, chunks // LEAST_SEGMENT)
 
@@ -157,7 +158,7 @@ def _room_for_maps(call: Call, segments: int) -> Tensor:
 
 
 def _empty_gradients(call: Call, dstate: Tensor) -> Gradients:
-    """Return room for all of a call's gradients, as ops.py makes it: float32 for gates that it looks after itself."""
+    """Return buffers for all of a call's gradients, like ops.py: in float32 for gates that ops.py differentiates."""
     outside = call.gates_outside
     log_decay, beta, A_log, dt_bias = (
         None if x is None else torch.empty_like(x, dtype=torch.float32 if outside else x.dtype)

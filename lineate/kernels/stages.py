@@ -24,7 +24,7 @@ from lineate.kernels.call import Call, Gates
 
 
 class Prepared(NamedTuple):
-    """What of a call does not depend on the state. q, k, w are Qr, Kr, Kw if decay is per channel, else q, k, k."""
+    """The parts of a call without the state. q, k, w are Qr, Kr, Kw if decay is per channel, else q, k, k."""
 
     q: Tensor
     k: Tensor
@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
 
 
 class ForwardWalk(NamedTuple):
-    """What a forward walk reads and fills. Without an output it finds the maps of the segments."""
+    """The tensors that a forward walk reads and fills. Without an output it finds the maps of the segments."""
 
     segments: int
     starts: Tensor | None
@@ -61,7 +61,7 @@ class ForwardWalk(NamedTuple):
 
 
 class BackwardWalk(NamedTuple):
-    """What a backward walk reads and fills. Without dvalues it finds the maps of the segments."""
+    """The tensors that a backward walk reads and fills. Without dvalues it finds the maps of the segments."""
 
     segments: int
     doutput: Tensor
@@ -81,7 +81,7 @@ class BackwardWalk(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What surrounds every chunk, from which its gradients are made."""
+    """The states around every chunk, from which its gradients are computed."""
 
     doutput: Tensor
     states: Tensor
@@ -91,7 +91,7 @@ class Around(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Where the gradients go, in the shapes and dtypes of what they are of; None where there is nothing to have one."""
+    """The buffers of the gradients, in the shapes and dtypes of their inputs; None for absent inputs."""
 
     q: Tensor
     k: Tensor
@@ -104,7 +104,7 @@ class Gradients(NamedTuple):
 
 
 class RawGradients(NamedTuple):
-    """Where the gradients of raw gates per head go, all without gaps."""
+    """The buffers of the gradients of raw gates per head, all contiguous."""
 
     gate: Tensor
     write: Tensor
@@ -135,7 +135,7 @@ class Stages(Protocol):
 
     @staticmethod
     def runs_on(device: torch.device) -> bool:
-        """Whether this architecture is that of the device."""
+        """Whether these stages run on the device."""
 
     def variant(self, segments: int) -> tuple[object, ...]:
         """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""

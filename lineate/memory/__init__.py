@@ -14,12 +14,12 @@ Reading is f(q); writing is one optimiser step on a loss of (k, v). MEMORY_RULES
     LaCT                    SwiGLU           -<f(k), v>               Muon + momentum, chunk 2048, rows renormalised
 
 The chunked forms, each equal to its row, are in least_squares/, ttt/, titans/ and lact/; chunks.py has the layout of
-tokens that they share. The oracle goes token by token, and dataclasses.replace makes variants:
+tokens that they share. run_reference runs any rule token by token; dataclasses.replace makes variants of a rule:
 
     y, state = run_reference(MEMORY_RULES["DeltaNet"], q, k, v, {"rate": beta}, {"S": zeros})
     rule = replace(MEMORY_RULES["TTT-Linear"], chunk=4)
 
-Any function can be a rule's model, loss or optimiser. One that learns with the sign of the gradient:
+Any function can be a rule's model, loss or optimiser. This rule learns with the sign of the gradient:
 
     def signs(gradients, carried, gates):
         return {name: -gates["rate"] * x.sign() for name, x in gradients.items()}, carried
@@ -73,7 +73,7 @@ _RENAMED = {"RULES": "MEMORY_RULES", "Model": "MemoryModel", "Weights": "NamedWe
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return what a former name stands for."""
+        """Return the object that a deprecated name refers to, with a warning."""
         if name not in _RENAMED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import warnings

@@ -1,4 +1,4 @@
-"""How tokens lie in chunks: the one layout that all memories that learn share.
+"""The layout of tokens in chunks that all memories share.
 
 A row is one sequence of the batch, or one of the sequences packed into it. A cell is one chunk of one row. A row that
 stands at position p of its chunk begins at slot p of its first cell.
@@ -61,11 +61,11 @@ class Chunks(NamedTuple):
     first: Tensor
     """`rows`, ordered: whether this call completed no chunk of the row, so that earlier sums still apply."""
     aligned: bool
-    """Whether no row has such a cell, as far as is known without looking at tensors."""
+    """Whether it is known, without reading tensors, that no row has such a cell."""
     filled: Tensor | None
     """`cells chunk`: whether a slot holds a token; None where only the device knows the positions."""
     nearest: Tensor | None
-    """`cells chunk`: the token in a slot, the row's nearest where there is none; None likewise."""
+    """`cells chunk`: the token in a slot, or the row's nearest token if it is empty; None like `filled`."""
     ends: list[list[bool]] | None
     """`complete` on the host, for each chunk and row; None where only the device knows the positions."""
 
@@ -116,8 +116,8 @@ def lay_out(
 
     Args:
         like: Any tensor `b t ...` of the call.
-        positions: Where each row stands in its chunk. A tensor is not looked at, which would wait for a GPU: every row
-            then gets room for any position. None: all rows begin a chunk.
+        positions: Where each row stands in its chunk. A tensor's values are not read, which would wait for a GPU;
+            every row then gets room for any position. None means that all rows begin a chunk.
         chunk: Tokens of a chunk.
         cu_seqlens: The bounds of packed sequences, or None.
         even: Whether all rows get room for the same number of chunks; None: if they are not packed.
@@ -137,7 +137,7 @@ def _lay_out(
     device: torch.device,
 ) -> Chunks:
     rows, known = len(lengths), not isinstance(positions, Tensor)
-    # What only the device knows is found there; all else on the host, and then copied.
+    # What depends on device tensors is computed there; all else is computed on the host, then copied.
     place = torch.device("cpu") if known else device
     if isinstance(positions, tuple):
         room = positions

@@ -1,4 +1,4 @@
-"""Which calls the kernels of the memories serve, how much they keep, and results that all layers of a model share."""
+"""Tells which calls the memories' kernels support, bounds their buffers, and caches what layers share."""
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
@@ -24,7 +24,7 @@ def on_gpu(x: Tensor) -> bool:
 def kept(make: Callable[..., R]) -> Callable[..., R]:
     """Return make with a cache of its last few results: index tensors made from numbers that the host knows.
 
-    The layers of a model ask for the same ones again and again, and each copy of such a tensor to a GPU waits for it.
+    The layers of a model need the same tensors, and each copy of such a tensor to a GPU waits for the device.
     """
     # Tensors made in inference mode cannot be used outside of it.
     remembered = lru_cache(maxsize=16)(lambda inference, *arguments: make(*arguments))

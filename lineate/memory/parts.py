@@ -48,7 +48,7 @@ class MemoryModel:
     """A small network: `apply(weights, x)`; only the weights named in `learned` move while reading a sequence."""
 
     name: str
-    """What it is called in tables and messages."""
+    """The name in tables and messages."""
     learned: tuple[str, ...]
     """The names of the weights that are learned."""
     apply: Callable[[NamedWeights, Tensor], Tensor]

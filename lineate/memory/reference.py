@@ -1,4 +1,4 @@
-"""The sequential reference: take the gradient, take the step. For clarity, not for speed.
+"""The sequential reference: it takes the gradient and the step of each token, written for clarity, not for speed.
 
 For each token, from the weights W and W0, those at the start of its chunk:
 
@@ -48,7 +48,7 @@ def run_head(
         gates: The gates by name, `t ...` each; "position" is `c`.
         weights: The initial weights, which a rule that rescales rows also needs later.
         state: What an earlier call returned, to continue; None: no token was read.
-        ridge: What least squares starts from.
+        ridge: The initial ridge of least squares.
 
     Returns:
         y `t v`, and the state.
@@ -73,7 +73,7 @@ def initial_state(rule: MemoryRule, weights: NamedWeights, key_dim: int, ridge: 
         rule: The memory.
         weights: The initial weights of one head.
         key_dim: Channels of a key.
-        ridge: What least squares starts from.
+        ridge: The initial ridge of least squares.
     """
     learned = {name: weights[name] for name in rule.model.learned}
     state = MemoryState(weights, weights)
@@ -113,7 +113,7 @@ def run_reference(
         state: What an earlier call returned, to continue; None: no token was read.
         cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
             these sequences.
-        ridge: What least squares starts from.
+        ridge: The initial ridge of least squares.
 
     Returns:
         y `b t hv v`, and the state, whose tensors are `rows hv ...`.
@@ -153,7 +153,7 @@ def run_reference(
 
 
 def _check_call(rule: MemoryRule, gates: Mapping[str, Tensor], weights: NamedWeights) -> None:
-    """Check that the rule reads every gate, and that what it cannot do without is there."""
+    """Check that the rule uses every given gate, and that its required gates are given."""
     if not isinstance(rule, MemoryRule):
         raise TypeError(f"rule must be a MemoryRule, such as MEMORY_RULES['DeltaNet'], got {type(rule).__name__}")
     known = ["rate", *(f"rate.{name}" for name in rule.model.learned)]

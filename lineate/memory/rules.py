@@ -1,4 +1,4 @@
-"""What a memory is and where it stands: the row of the table, and the state of the reference."""
+"""The types of a memory rule, one row of the table, and of the state of the reference."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,9 +19,9 @@ class MemoryRule:
     """One row of the table: model x loss x optimiser x forgetting x chunk."""
 
     name: str
-    """What it is called in tables and messages."""
+    """The name in tables and messages."""
     model: MemoryModel
-    """f."""
+    """The model f."""
     loss: Loss
     """Any function of (model, weights, k, v); its gradient is taken by autograd."""
     optimiser: Literal["sgd", "positioned sgd", "momentum", "muon", "least squares"] | Optimiser = "sgd"
@@ -34,11 +34,11 @@ class MemoryRule:
     chunk: int = 1
     """How many tokens share the weights at which the gradient is taken."""
     gradient_at: Literal["decayed", "start"] = "start"
-    """The weights just decayed (chunk 1 only), or those at the start of the chunk."""
+    """Where the gradient is taken: at the decayed weights (chunk 1 only), or at those of the chunk's start."""
     clip: float | None = None
     """The largest length of one token's gradient over all weights."""
     renormalises: bool = False
-    """Rows back to their initial lengths after each write."""
+    """Whether rows are rescaled to their initial lengths after each write."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -77,7 +77,7 @@ class MemoryRule:
 
 @dataclass
 class MemoryState:
-    """Where one head stands (or, from run_reference, all: tensors `rows heads ...`, position `rows`)."""
+    """The state of one head; that of run_reference holds all heads: tensors `rows heads ...`, position `rows`."""
 
     weights: NamedWeights
     """The weights after the last token."""
@@ -90,4 +90,4 @@ class MemoryState:
     hessian: Tensor | None = None
     """Least squares: sum of k k^T and the ridge, `k k`, the inverse of P."""
     position: int | Tensor = 0
-    """How many tokens of the chunk are read."""
+    """How many tokens of the current chunk have been read."""

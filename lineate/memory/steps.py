@@ -21,7 +21,7 @@ def gradient(rule: MemoryRule, at: NamedWeights, k: Tensor, v: Tensor) -> NamedW
     names = rule.model.learned
     outer = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Aliases: only what the loss itself does with the weights counts, not what k and v may owe to them.
+        # Aliases: the gradient goes only through the loss's own use of the weights, even if k and v depend on them.
         point = [at[name].view_as(at[name]) for name in names]
         point = [x if x.requires_grad else x.detach().requires_grad_() for x in point]
         loss = rule.loss(rule.model, {**at, **dict(zip(names, point, strict=True))}, k, v)
@@ -47,7 +47,7 @@ def _check_loss(rule: MemoryRule, loss: Tensor) -> None:
 def _sgd(
     rule: MemoryRule, k: Tensor, v: Tensor, gates: NamedWeights, weights: NamedWeights, state: MemoryState
 ) -> MemoryState:
-    """Take W = decay W - rate G; with momentum M = eta M - rate G, W = decay W + M; or what a function steps."""
+    """Take W = decay W - rate G; with momentum M = eta M - rate G, W = decay W + M; or a function's steps."""
     kept = dict(state.weights)
     if "log_decay" in gates:
         decay = gates["log_decay"].exp()
@@ -93,7 +93,7 @@ def _positioned(
 def _muon(
     rule: MemoryRule, k: Tensor, v: Tensor, gates: NamedWeights, weights: NamedWeights, state: MemoryState
 ) -> MemoryState:
-    """Add to the sums only: the write is at the end of the chunk."""
+    """Add to the sums only; the weights are written at the end of the chunk."""
     gradients = gradient(rule, state.start, k, v)
     sums = {name: state.sums[name] - _rate(gates, name) * x for name, x in gradients.items()}
     sums["momentum"] = state.sums["momentum"] + gates.get("momentum", torch.zeros_like(state.sums["momentum"]))

@@ -21,7 +21,7 @@ _LINK = ("-fPIC", "-shared", "-pthread")
 
 
 class NativeUnavailable(RuntimeError):
-    """The C code cannot be built or loaded here; the message says why."""
+    """Raised if the C code cannot be built or loaded here; the message says why."""
 
 
 def available() -> bool:
@@ -54,7 +54,7 @@ def library() -> ctypes.CDLL:
 
 
 def load_or_build(command: list[str], folder: Path) -> ctypes.CDLL:
-    """Return the library that this command makes; compile it into the folder unless a complete one is there.
+    """Return the library that this compiler command makes; compile it unless the folder has a complete copy.
 
     A kept file is named native-<fingerprint of what it is made of>-<sha256 of the file>.so, so that a file cut short
     does not match its name, and one rename puts the file and its checksum in place.
@@ -85,8 +85,8 @@ class _Unfit(Exception):
 def _load(file: Path) -> ctypes.CDLL:
     """Load a library whose content has the checksum of its name, and which nobody but us and root can write.
 
-    The file that is checked is the file that is loaded: both go through one descriptor, which stays open, because the
-    loader knows a library by this name.
+    The checked file is the loaded one: both use one descriptor. It stays open, because the loader identifies a library
+    by the descriptor's path.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
@@ -177,11 +177,11 @@ def _cache_folder() -> Path:
 _LONGEST = 300
 """Seconds after which a compiler is stopped."""
 _BUILDING = "building-"
-"""How the names of the folders begin in which a compiler works."""
+"""The prefix of the temporary folders in which a compiler works."""
 
 
 def _clean(folder: Path) -> None:
-    """Remove what killed compilers left; what is younger may belong to one at work."""
+    """Remove what killed compilers left; keep younger folders, which a running compiler may use."""
     for left in (*folder.glob(_BUILDING + "*"), *folder.glob("tmp*.so")):
         try:
             if time.time() - left.lstat().st_mtime > 2 * _LONGEST:
@@ -202,9 +202,9 @@ def _remove(path: Path) -> None:
 
 
 def _compile(command: list[str], folder: Path, start: str) -> Path:
-    """Build in a folder of its own, write the result to the disk and rename it, so that nobody ever sees half a file.
+    """Build in a temporary folder, write the result to the disk and rename it, so that no process sees half a file.
 
-    Several processes may do so at a time; each has a folder of its own, and the last one's file stays.
+    Several processes may do so at a time; each has its own folder, and the last one's file stays.
     """
     try:
         work = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=folder))

@@ -21,7 +21,7 @@ _NO_MEMORY, _POSITIVE_DECAY, _UNSTABLE = 1, 2, 4  # bits of what an entry point 
 
 
 class Tensors(NamedTuple):
-    """The strided tensors of a call, float32 or bfloat16 with a dense last dimension; None where there is none."""
+    """The strided tensors of a call, float32 or bfloat16 with a dense last dimension; None for absent ones."""
 
     q: Tensor
     k: Tensor
@@ -80,7 +80,7 @@ def run(entry: str, tensors: Tensors, states: States, cu_seqlens: Tensor | None,
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """Return x in float32 or bfloat16 with a dense last dimension; a copy only if it is not so already."""
+    """Return x in float32 or bfloat16 with a dense last dimension; copy it only if needed."""
     if x is None:
         return None
     x = x if x.dtype is torch.float32 or x.dtype is torch.bfloat16 else x.float()

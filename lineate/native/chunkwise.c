@@ -18,7 +18,7 @@
 #include <immintrin.h>
 #endif
 
-// ---- vectors, and the one product everything is made of ------------------------------------------------------------
+// ---- vectors, and the matrix product -------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
 enum { LANES = 16, ROWS = 8, VECS = 2 };
@@ -153,7 +153,7 @@ INLINE void *at(const Tensor *x, i64 row, i64 token, i64 head) {
     return x->half ? (void *)((uint16_t *)x->data + i) : (void *)((float *)x->data + i);
 }
 
-// n numbers into `to`, filled up with zeros.
+// Copies n numbers into `to` and fills it up with zeros.
 static void get(float *to, const Tensor *x, i64 row, i64 token, i64 head, i64 n, i64 filled) {
     const void *from = at(x, row, token, head);
     if (x->half) {
@@ -248,11 +248,11 @@ static int allocate(Scratch *s, const Call *a, int mode) {
 
 // ---- what a chunk needs besides the state --------------------------------------------------------------------------
 
-// Whether beta |k|^2 is looked at: of rules that correct, unless keys are normalised here. Rounding may take 1 %.
+// Whether beta |k|^2 is checked: only for rules that correct, unless keys are normalised here. 1 % is for rounding.
 INLINE int looks(const Call *a) { return a->corrects && !a->normalize; }
 INLINE int is_unstable(float beta, float square) { return fabsf(beta * square - 1.f) > 1.02f; }
 
-// q and k of one key head: normalised if asked, q scaled; rows past c are zero.
+// Loads q and k of one key head, normalised if requested, q scaled; rows past c are zero.
 static void load_keys(Scratch *s, const Call *a, i64 row, i64 start, i64 c, i64 head) {
     const Tensor *from[2] = {&a->q, &a->k};
     s->c = c;
@@ -271,7 +271,7 @@ static void load_keys(Scratch *s, const Call *a, i64 row, i64 start, i64 c, i64 
         }
 }
 
-// e^{G_i}, e^{G_c - G_j}, e^{G_c}, and what the scores need of this value head's log_decay.
+// Computes e^{G_i}, e^{G_c - G_j}, e^{G_c}, and the factors of the scores, from this value head's log_decay.
 static void load_decay(Scratch *s, const Call *a, i64 row, i64 start, i64 head) {
     const i64 c = s->c, K = s->K, ldk = s->ldk;
     if (a->decay == CHANNEL) {  // products over just the tokens they span: a reset leaves no trace behind it
@@ -307,7 +307,7 @@ static void load_decay(Scratch *s, const Call *a, i64 row, i64 start, i64 head) 
     fill(s->last, (float)exp(sum), K);
 }
 
-// q k^T and k k^T without decay, shared by the value heads of the group.
+// Computes q k^T and k k^T without decay, which the value heads of the group share.
 static void plain_products(Scratch *s, const Call *a) {
     transpose(s->rows, s->K, s->X + s->rows * s->ldk, s->ldk, s->T, s->ldw);
     for (int which = 0; which <= a->corrects; which++)
@@ -347,7 +347,8 @@ static void carry_on(Scratch *s, i64 start, i64 stop) {
     for (i64 j = stop - 2; j >= start; j--) times(s->carry + j * ldk, s->carry + (j + 1) * ldk, s->decay + (j + 1) * ldk, K);
 }
 
-// Between blocks of 16 rows: products about the border before the reader's block. Inside a block: pair by pair.
+// Scores between blocks of 16 rows are products about the border before the reader's block; inside a block they are
+// computed pair by pair.
 static void channel_scores(Scratch *s, const Call *a) {
     const i64 c = s->c, K = s->K, ldk = s->ldk, ldc = s->ldc, rows = s->rows;
     const float *q = s->X, *k = s->X + rows * ldk;
@@ -384,7 +385,7 @@ static void channel_scores(Scratch *s, const Call *a) {
     }
 }
 
-// All of the above for one value head, and A = -beta M.
+// Computes all of the above for one value head, and A = -beta M.
 static void prepare(Scratch *s, const Call *a, i64 row, i64 start, i64 head) {
     const i64 K = s->K, ldk = s->ldk, rows = s->rows;
     load_decay(s, a, row, start, head);

@@ -53,12 +53,12 @@ INLINE float total(vec x) {
     return sum;
 }
 
-// What follows works on a few vectors at a time, step by step: each result waits long for the one before it, and a
-// processor that sees four such chains side by side is twice as fast as with one after another.
+// The functions below work on a few vectors at a time, step by step. Each result depends on the one before it, with a
+// long latency; a processor that interleaves four such chains is twice as fast as with one after another.
 enum { FEW = 4 };
 #define EACH _Pragma("GCC unroll 4") for (int k = 0; k < count; k++)
 
-// x, or the bound of its sign where it is beyond; NaN stays NaN.
+// Clamps x to the bounds; NaN stays NaN.
 INLINE vec within(vec x, vec bound) {
 #if defined(__ARM_NEON)
     return (vec)vmaxq_f32(vminq_f32((float32x4_t)x, (float32x4_t)bound), (float32x4_t)-bound);
@@ -219,13 +219,13 @@ INLINE Sequence find_sequence(Slab *s, const Conv *a, i64 sequence, int past) {
     return found;
 }
 
-// The slab's inputs at a token, which may be one before the first.
+// Returns the slab's inputs at a token, which may lie before the first.
 INLINE const float *inputs(const Slab *s, const Conv *a, const Sequence *sequence, int past, i64 token) {
     if (token < 0) return sequence->front[token + past];
     return a->x + sequence->row * a->x_row + (sequence->begin + token) * a->x_token + s->first;
 }
 
-// y at `tokens` tokens or, if tokens is 1, `vectors` vectors of channels.
+// Computes y at `tokens` tokens or, if tokens is 1, `vectors` vectors of channels.
 INLINE void convolve(vec *y, const Slab *s, const float *const *x, int size, int tokens, int vectors, i64 c, i64 n) {
     const int count = tokens * vectors;
     EACH y[k] = (vec){0};  // of a product and a product a compiler could fuse either one with the sum
@@ -298,7 +298,7 @@ INLINE void backward_vector(Slab *s, const float *const *x, const float *const *
     for (int j = 0; j < past; j++) store(s->carry[j] + c, window[tokens + j], LANES);
 }
 
-// Where the gradient of the inputs at a token goes.
+// Returns the address of the gradient of the inputs at a token.
 INLINE float *gradients(Slab *s, const Conv *a, const Sequence *sequence, i64 which, int past, i64 token) {
     if (token >= 0) return a->dx + (sequence->row * a->t + sequence->begin + token) * a->channels + s->first;
     if (!a->dstate) return s->unused[token + past];

@@ -17,7 +17,7 @@ from lineate.registrar import register_op
 from lineate.tracing import transformed
 
 MOST_TAPS = 4
-"""torch runs convolutions with more taps."""
+"""The most taps of a convolution in C; torch runs larger ones."""
 ACTIVATIONS = ("", "silu", "sigmoid")
 
 _CONVOLUTION = struct.Struct("24q")  # Conv, Norm and Glu in layers.c

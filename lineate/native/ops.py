@@ -99,7 +99,7 @@ def _(q, k, v, log_decay, beta, state, cu_seqlens, corrects, scale, normalize_qk
 def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Run token by token, without gradients: decoding. options.chunk_size must be 1.
 
-    An op costs microseconds, so only what needs one gets it: what records calls, and tensors of other kinds or virtual.
+    An op costs microseconds, so it is used only while calls are recorded, and for subclasses and virtual tensors.
     """
     as_op = recorded()
     if not as_op:

@@ -1,4 +1,4 @@
-"""Multiplies few rows with a 16-bit matrix in C, which widens each element where it multiplies it."""
+"""Multiplies a few rows by a 16-bit matrix in C, which widens each element as it is multiplied."""
 
 import ctypes
 import functools

@@ -14,8 +14,8 @@ every factor of portable/channel.py is a product of few, none above 1 but 1 / F:
 Rules that only accumulate have no M, T and Kr: their keys are writers alone.
 
 A row whose 1 / F is not a good number (portable/channel.py: good) is wild, as are those that portable/solve.py finds:
-nothing is made of the rows from the first wild one on. The second launch, of the portable channel_scores, makes them by
-the levels.
+this kernel leaves out the rows from the first wild one on. A second launch, of the portable channel_scores, computes
+them by the levels.
 """
 
 from triton.experimental import gluon
@@ -138,7 +138,7 @@ def _half_chunk(
     k = _cube(tile_k.load(flat).to(gl.float32), cube)
     Z = k * _reciprocal(F)
     tile_Z.store(_flat(Z.to(gl.bfloat16), flat))
-    Yk = Z  # where keys are writers alone: nobody looks at those among the readers
+    Yk = Z  # where keys are only writers; their place among the readers is never read
     if CORRECTS:
         Yk = k * F
         tile_Yk.store(_flat(Yk.to(gl.bfloat16), flat))

@@ -16,7 +16,7 @@ Rules that only accumulate have no M and no ak, and their R is V.
 dlog_decay_r is what is read at rows >= r less what is written at rows >= r to be read in the chunk, plus what rows < r
 write to the state, plus S.dS e^{G_c}: one running sum in registers.
 
-A unit with a row whose 1 / F is not a good number is marked in wild `slot hv 2`: both Triton kernels do it again.
+A unit with a row whose 1 / F is not a good number is marked in wild `slot hv 2`; both Triton kernels compute it again.
 """
 
 from triton.experimental import gluon
@@ -66,7 +66,7 @@ def channel_gradients(
     """K = V = 128. q ... M: descriptors of tiles of 64 x 64 (P, M: of dP and dM); g: not without TMA_GATES.
 
     units: 2 slots HV. norms `slot hv 2 64`: scale / |q_i| and 1 / |k_i|, not used without NORMALIZE. dvalues and M are
-    not used unless CORRECTS, and head_v only then not: residuals are v, as it lies.
+    used only if CORRECTS; head_v is used only without it, when residuals are v in the caller's layout.
     """
     gl.static_assert(CORRECTS or not RAW)
     K: gl.constexpr = 128

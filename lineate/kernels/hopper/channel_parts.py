@@ -1,4 +1,4 @@
-"""What the Gluon kernels for decay per channel have in common: blocks of 16 rows, boards of numbers a block, tiles."""
+"""Functions that the Gluon kernels for decay per channel share: blocks of 16 rows, boards of numbers a block, tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,13 +15,13 @@ def _reciprocal(x):
 
 @gluon.jit
 def _opaque(x):
-    """x, such that what follows from it is not computed before the loop and spilled."""
+    """Return x, hidden from the compiler, so that it does not compute addresses before the loop and spill them."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _softplus(x):
-    """softplus of gates.py."""
+    """Do what softplus of gates.py does."""
     y = _exp2(gl.abs(x) * -LOG2E)
     p = 0.00512610212 * y - 0.0290740646
     p = p * y + 0.0775160866
@@ -41,7 +41,7 @@ def _add(a, b):
 
 @gluon.jit
 def _bounds(u, bounds, first_slots, slot_texts, t, HV: gl.constexpr, PACKED: gl.constexpr):
-    """First token, number of rows and head of a unit."""
+    """Return the first token, number of rows and head of a unit."""
     start, rows = _chunk_bounds(u // HV, bounds, first_slots, slot_texts, t, PACKED)
     return start, rows, u % HV
 
@@ -54,7 +54,7 @@ def _zero_below(tile, rows, layout: gl.constexpr):
 
 @gluon.jit
 def _ask(sources, places, tiles, ready, there):
-    """One chunk's tiles of q, k (and gates), each of 64 x 64, with a barrier of its own."""
+    """Fetch one chunk's tiles of q, k (and gates), each of 64 x 64, with a barrier of its own."""
     for x in gl.static_range(len(sources)):
         mbarrier.expect(ready[x], sources[x].block_type.nbytes, pred=there)
     for x in gl.static_range(len(sources)):

@@ -91,7 +91,7 @@ def _supply(
     tiles, kept, ready, signals, sums, at_dv, numbers, where, head_q, head_k, head_v, HV: gl.constexpr, R: gl.constexpr,
     GATED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Asks for everything; dV and <S, dS> on the way."""
+    """Fetch all tiles, and compute dV and <S, dS> meanwhile."""
     states, dstates, doutput, dvalues, v, T, k, q, factors = tiles
     kept_S, kept_dS, kept_dO, kept_X, kept_v, kept_T, kept_k, kept_q, kept_factors, kept_R, kept_dQK, kept_dKK = kept
     ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready

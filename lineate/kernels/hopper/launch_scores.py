@@ -1,4 +1,4 @@
-"""The launches of scores.py and channel.py: P, T and what else of a chunk does not depend on the state."""
+"""The launches of scores.py and channel.py: P, T and the other parts of a chunk that do not depend on the state."""
 
 from lineate.kernels.call import Call
 from lineate.kernels.hopper.channel import channel_scores

@@ -1,4 +1,4 @@
-"""What several Gluon kernels have in common: rings of tiles, bounds of chunks, factors and norms."""
+"""Functions that several Gluon kernels share: rings of tiles, bounds of chunks, factors and norms."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,7 +22,7 @@ def _half(ring, stage, FIRST: gl.constexpr):
 
 @gluon.jit
 def _segment(text, segment, bounds, first_slots, t, segments, PACKED: gl.constexpr):
-    """First token, length and first slot of a sequence, and the chunks that are this segment's: from begin to end."""
+    """Return a sequence's first token, length and first slot, and this segment's chunks, from begin to end."""
     if PACKED:
         start = gl.load(bounds + text).to(gl.int32)
         length = gl.load(bounds + text + 1).to(gl.int32) - start
@@ -64,14 +64,14 @@ def _expect(sources, ready, stage, there):
 
 @gluon.jit
 def _fetch(sources, kept, ready, places, stage, there):
-    """Ask for one chunk's tiles; each has its own barrier (with one for all, the threads would meet before each)."""
+    """Fetch one chunk's tiles, each with its own barrier (with one for all, the threads would meet before each)."""
     for x in gl.static_range(len(sources)):
         tma.async_copy_global_to_shared(sources[x], places[x], ready[x].index(stage), kept[x].index(stage), pred=there)
 
 
 @gluon.jit
 def _ring(source, STAGES: gl.constexpr):
-    """Buffers for STAGES tiles, and their barriers."""
+    """Allocate buffers for STAGES tiles, and their barriers."""
     shape: gl.constexpr = source.block_type.shape
     kept = gl.allocate_shared_memory(source.dtype, [STAGES, shape[0], shape[1]], source.layout)
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -82,7 +82,7 @@ def _ring(source, STAGES: gl.constexpr):
 
 @gluon.jit
 def _trim(ring, ready, stage, phase, rows):
-    """Once a tile is there: 0 in what lies below a sequence's last row."""
+    """Set the rows below a sequence's last one to 0, once a tile has arrived."""
     mbarrier.wait(ready.index(stage), phase)
     tile = ring.index(stage)
     across: gl.constexpr = tile.shape[1] // 8
@@ -127,7 +127,7 @@ def _within(item, items):
 
 @gluon.jit
 def _chunk(item, bounds, first_slots, slot_texts, t, H: gl.constexpr, PACKED: gl.constexpr):
-    """Slot, first token and number of rows of an item's chunk."""
+    """Return the slot, first token and number of rows of an item's chunk."""
     slot = item // H
     start, rows = _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED)
     return slot, start, rows
@@ -142,7 +142,7 @@ def _inverse_norms(tile, layout: gl.constexpr, to: gl.constexpr):
 
 @gluon.jit
 def _through_norm(total, tile, norm, layout: gl.constexpr):
-    """From the gradient of unit vectors, times the inverse norms, to the vectors'."""
+    """Return the gradient of vectors from that of their unit vectors, times the inverse norms."""
     x = tile.load(layout).to(gl.float32)
     along = gl.sum(x * total, 1) * norm * norm
     return total - x * along[:, None]

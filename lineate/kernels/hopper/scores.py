@@ -30,7 +30,7 @@ from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
 
 @gluon.jit
 def _pack_bf16(x, a, b):
-    """x in bfloat16 where both masks (int16) are -1, else 0."""
+    """Return x in bfloat16 where both masks (int16) are -1, else 0."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 y; cvt.rn.bf16x2.f32 y, $2, $1; lop3.b32 $0, y, $3, $4, 0x80;}", "=r,f,f,r,r", [x, a, b],
         dtype=gl.bfloat16, is_pure=True, pack=2,
@@ -47,7 +47,7 @@ def _pack_fp16(x, a, b):
 
 @gluon.jit
 def _and(x, a):
-    """x (float16) where the mask is -1, else 0."""
+    """Return x (float16) where the mask is -1, else 0."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, a], dtype=gl.float16, is_pure=True, pack=2)
 
 
@@ -61,7 +61,7 @@ def _and_or(x, a, y):
 
 @gluon.jit
 def _pick(a, b, c, d, w):
-    """The one of four tiles that is this warp's; w int16, the warp's number."""
+    """Return this warp's tile of four; w int16, the warp's number."""
     return gl.inline_asm_elementwise(
         "{.reg .pred m, n; .reg .b32 y, z; setp.lt.u32 m, $5, 131072; setp.lt.u32 n, $5, 65536;"
         " selp.b32 y, $1, $2, n; setp.lt.u32 n, $5, 196608; selp.b32 z, $3, $4, n; selp.b32 $0, y, z, m;}",
@@ -71,7 +71,7 @@ def _pick(a, b, c, d, w):
 
 @gluon.jit
 def _pick2(a, b, m):
-    """a where the mask (int16) is -1, else b."""
+    """Return a where the mask (int16) is -1, else b."""
     return gl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xE2;", "=r,r,r,r", [a, m, b], dtype=gl.float16, is_pure=True, pack=2
     )
@@ -79,7 +79,7 @@ def _pick2(a, b, m):
 
 @gluon.jit
 def _turn_tiles(x):
-    """Every 8 x 8 tile transposed, where it is."""
+    """Transpose every 8 x 8 tile in place."""
     return gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2
     )
@@ -163,7 +163,7 @@ def _place(slot, begin, end, first, t, PACKED: gl.constexpr):
 
 @gluon.jit
 def _mask(x):
-    """-1 where x, else 0, in 16 bits."""
+    """Return -1 where x, else 0, in 16 bits."""
     return gl.where(x, -1, 0).to(gl.int16)
 
 

@@ -35,7 +35,7 @@ class HopperStages(PortableStages):
         return self.products, *blocks
 
     def scores_in_walk(self, segments: int, keep: bool) -> bool:
-        """Whether the forward walk makes P itself, to the same bits: where that was found faster."""
+        """Whether the forward walk makes P itself, to the same bits; True where this is faster by measurement."""
         call = self.call
         return (
             self.takes_call
@@ -99,7 +99,7 @@ class HopperStages(PortableStages):
 
 
 def _takes_call(call: Call) -> bool:
-    """Whether the walks in Gluon take a call: 16 bits, whole tiles, what TMA can read, indices of 32 bits."""
+    """Whether the walks in Gluon support a call: 16 bits, whole tiles, layouts for TMA, indices of 32 bits."""
     q, k, v = call.q, call.k, call.v
     t, _, hv, K, V = call.sizes
     return (

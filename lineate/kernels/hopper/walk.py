@@ -36,7 +36,7 @@ def _places(
     token, at, column_q, column_k, column_v,
     ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Where a chunk's tiles lie: of k, v, factors, q, P, T, w."""
+    """Return the coordinates of a chunk's tiles of k, v, factors, q, P, T and w."""
     places = ((token, column_k), (token, column_v), (at * ROWS, 0))
     if not MAP:
         places += ((token, column_q),)
@@ -128,7 +128,7 @@ def forward_state(
     OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
     PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """What state.py's forward_state computes. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
+    """Do what state.py's forward_state does. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
 
     factors are rows of 64: those of gates.py or, CHANNEL, e^{G_c} in halves and beta. CHANNEL: k, q, w are Kr, Qr, Kw;
     without CORRECTS nothing reads with k, and k is Kw. MAP, as of state.py, reads neither q nor P.

@@ -31,7 +31,7 @@ from lineate.kernels.portable.gates import BETA, FACTORS, LAST, READ_K, READ_Q, 
 
 @gluon.jit
 def _places(token, at, column_k, column_q, CORRECTS: gl.constexpr):
-    """Where a chunk's tiles lie: of k, q, T."""
+    """Return the coordinates of a chunk's tiles of k, q and T."""
     places = ((token, column_k), (token, column_q))
     if CORRECTS:
         places += ((at * 64, 0),)
@@ -40,7 +40,7 @@ def _places(token, at, column_k, column_q, CORRECTS: gl.constexpr):
 
 @gluon.jit
 def _other_places(token, at, column_k, ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr):
-    """Where the tiles of factors and w lie."""
+    """Return the coordinates of a chunk's tiles of factors and w."""
     places = ((at * ROWS, 0),)
     if CHANNEL and CORRECTS:
         places += ((token, column_k),)
@@ -49,7 +49,7 @@ def _other_places(token, at, column_k, ROWS: gl.constexpr, CHANNEL: gl.constexpr
 
 @gluon.jit
 def _load_last(at_last, there, CHANNEL: gl.constexpr):
-    """e^{G_c} of decay per head, one number; 1 if there is no such chunk."""
+    """Load e^{G_c} of decay per head, one number; 1 if there is no such chunk."""
     last = 1.0
     if not CHANNEL:
         last = gl.load(at_last, mask=there, other=1.0)
@@ -60,7 +60,7 @@ def _load_last(at_last, there, CHANNEL: gl.constexpr):
 def _decay(
     dS0, dS1, last, kept_factors, stage, layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr
 ):  # fmt: skip
-    """e^{G_c} dS."""
+    """Return e^{G_c} dS."""
     if CHANNEL:
         dS0 = dS0 * _factor(kept_factors, stage, 0, layout)
         if H == 2:
@@ -83,7 +83,7 @@ def _read(dO, kept_factors, stage, layout: gl.constexpr, left: gl.constexpr, CHA
 
 @gluon.jit
 def _leave(leaving0, leaving1, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
-    """dS as it left a chunk, to be stored."""
+    """Put dS as it left a chunk into shared memory, to be stored."""
     leaving0.index(stage).store(gl.convert_layout(held0, layout))
     if H == 2:
         leaving1.index(stage).store(gl.convert_layout(held1, layout))
@@ -97,7 +97,7 @@ def backward_state(
     OTHERS: gl.constexpr, EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
     PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """What state.py's backward_state computes. q ... dstates: descriptors; numbers: the factors; dv: the dvalues.
+    """Do what state.py's backward_state does. q ... dstates: descriptors; numbers: the factors; dv: the dvalues.
 
     factors are rows of 64: those of gates.py or, CHANNEL, e^{G_c} in halves and beta. CHANNEL: k, q, w are Kr, Qr, Kw;
     without CORRECTS nothing reads with k, and k is Kw.

@@ -16,7 +16,7 @@ from lineate.kernels.layers.rows import _sigmoid
 
 @triton.jit
 def _find_text(bounds, texts, token, t):
-    """The packed sequence of a token: how many bounds are not behind it, less one. -1 or `texts` if it is in none."""
+    """Return a token's packed sequence: the number of bounds not after it, less one; -1 or `texts` if it is in none."""
     j = tl.arange(0, 128)
     count = tl.zeros((128,), tl.int32)
     for first in range(0, texts + 1, 128):
@@ -27,7 +27,7 @@ def _find_text(bounds, texts, token, t):
 
 @triton.jit
 def _text(bounds, row, texts, t):
-    """First token and end of a packed sequence, both within 0 .. t; for none, a first token that no walk comes to."""
+    """Return a packed sequence's first token and end, within 0 .. t; for none, a first token that no walk reaches."""
     exists = (row >= 0) & (row < texts)
     start = tl.load(bounds + row, mask=exists, other=0).to(tl.int64)
     end = tl.load(bounds + row + 1, mask=row < texts, other=t).to(tl.int64)
@@ -38,7 +38,7 @@ def _text(bounds, row, texts, t):
 
 @triton.jit
 def _before(x, stride, state, row, offset, c, has, AGE: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """The input AGE tokens before token number `offset` of a sequence, which is at x: its own, or its state's."""
+    """Load the input AGE tokens before token number `offset` of a sequence, which is at x: its own or the state's."""
     found = tl.load(x - AGE * stride + c, mask=has & (offset >= AGE), other=0.0).to(tl.float32)
     if state is not None:
         at = state + (tl.cast(row, tl.int64) * CHANNELS + c) * (SIZE - 1) + (SIZE - 1 + offset - AGE)
@@ -49,7 +49,7 @@ def _before(x, stride, state, row, offset, c, has, AGE: tl.constexpr, SIZE: tl.c
 
 @triton.jit
 def _window(x, stride, state, row, offset, c, has, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
-    """The inputs of age 1, 2 and 3 of the token at x; those that the convolution does not reach are never used."""
+    """Load the inputs of age 1, 2 and 3 of the token at x; those that the convolution does not reach are unused."""
     x1 = _before(x, stride, state, row, offset, c, has, 1, SIZE, CHANNELS)
     x2 = x1
     x3 = x1
@@ -62,7 +62,7 @@ def _window(x, stride, state, row, offset, c, has, SIZE: tl.constexpr, CHANNELS:
 
 @triton.jit
 def _weights(weight, c, has, SIZE: tl.constexpr):
-    """w by age: `weight` is `channels SIZE`, the oldest first."""
+    """Load w by age: `weight` is `channels SIZE`, the oldest first."""
     w0 = tl.load(weight + c * SIZE + (SIZE - 1), mask=has, other=0.0).to(tl.float32)
     w1 = tl.load(weight + c * SIZE + (SIZE - 2), mask=has, other=0.0).to(tl.float32)
     w2 = w1
@@ -76,7 +76,7 @@ def _weights(weight, c, has, SIZE: tl.constexpr):
 
 @triton.jit
 def _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE: tl.constexpr):
-    """u, the oldest first; fused by hand, so that all kernels have the same bits."""
+    """Return u, summed from the oldest input on; fused by hand, so that all kernels have the same bits."""
     u = w1 * x1
     if SIZE == 3:
         u = tl.fma(w1, x1, w2 * x2)
@@ -93,7 +93,7 @@ def _silu_gradient(u):
 
 @triton.jit
 def _four_rows(x, stride, i, n, c, has):
-    """Rows i .. i + 3 of n, asked for before any is waited for; x is at row i."""
+    """Load rows i .. i + 3 of n, all issued before any is waited for; x is at row i."""
     a = tl.load(x + c, mask=has & (i < n), other=0.0)
     b = tl.load(x + stride + c, mask=has & (i + 1 < n), other=0.0)
     d = tl.load(x + 2 * stride + c, mask=has & (i + 2 < n), other=0.0)
@@ -106,8 +106,9 @@ def convolve(
     x, weight, state, bounds, y, final, t, texts, walk, blocks, walks, x_row, x_token,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """y and the last SIZE - 1 inputs of each sequence. Strides are in units of UNIT elements: multiples one can see.
+    """Store y and the last SIZE - 1 inputs of each sequence. Strides are in units of UNIT elements.
 
+    The units let the compiler see the strides' alignment.
     `walks` programs (times blocks of channels) of `walk` tokens each, `blocks` of them a batch row.
     """
     PACKED: tl.constexpr = bounds is not None
@@ -175,7 +176,7 @@ def convolve_one(
     x, weight, state, y, final, x_row,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """A step of decoding, one token a row: the state is read once and the next one written. The bits of convolve."""
+    """Decode one token a row: read the state once and write the next one. The bits are those of convolve."""
     CHANNEL_BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
     row = (tl.program_id(0) // CHANNEL_BLOCKS).to(tl.int64)
     c = (tl.program_id(0) % CHANNEL_BLOCKS) * BC + tl.arange(0, BC)
@@ -198,7 +199,7 @@ def convolve_one(
 def _last_gradient(
     dfinal, row, j, c, has, there, SIZE: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """The gradient that came for place j of a sequence's new state."""
+    """Load the gradient of place j of a sequence's new state."""
     at = dfinal + (tl.cast(row, tl.int64) * CHANNELS + c) * (SIZE - 1) + j
     return tl.load(at, mask=has & there, other=0.0).to(tl.float32)
 
@@ -208,7 +209,7 @@ def _state_gradient(
     x, stride, state, dy, dy_stride, dfinal, dstate, row, length, c, has, w0, w1, w2, w3,
     SIZE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the SIZE - 1 inputs before a sequence, from what its first tokens saw of them."""
+    """Store the gradients of the SIZE - 1 inputs before a sequence, which its first tokens read."""
     x1, x2, x3 = _window(x, stride, state, row, 0, c, has, SIZE, CHANNELS)
     d1 = tl.zeros_like(x1)
     d2 = tl.zeros_like(x1)

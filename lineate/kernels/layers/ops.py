@@ -164,8 +164,8 @@ def short_convolution(
 ) -> tuple[Tensor, Tensor]:
     """Run lineate.layers.short_convolution: return y `b t channels` and the new state `rows channels size-1`.
 
-    Bounds are not looked at, because that would wait for the device: nothing outside x is touched, and tokens outside
-    every sequence give 0.
+    Bounds are not checked, because that would wait for the device. If they are wrong, nothing outside x is touched, and
+    tokens outside every sequence give 0.
     """
     check_dtypes(x=x, weight=weight)
     if weight.shape[1] not in SIZES:
@@ -250,7 +250,7 @@ def _save_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _differentiate_norm(backward, ctx, dy):  # type: ignore[no-untyped-def]
     if dy is None:
         return (None,) * 7
-    x, gate, weight = ctx.saved_tensors  # read once: activation checkpointing refuses a second time
+    x, gate, weight = ctx.saved_tensors  # read only once, because activation checkpointing refuses a second read
     dx, dgate, dweight = backward(dy, x, gate, weight, *ctx.options)
     return dx, None if gate is None else dgate, dweight, None, None, None, None
 

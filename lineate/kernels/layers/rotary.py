@@ -2,7 +2,7 @@
 
     y_i = x_i cos - x_{i+n} sin,  y_{i+n} = x_{i+n} cos + x_i sin       i < n = HALF, cos and sin of the token's angle i
 
-Backwards they turn the other way. All arithmetic is float32.
+The backward turns them the other way. All arithmetic is float32.
 """
 
 import triton

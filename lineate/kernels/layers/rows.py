@@ -18,7 +18,7 @@ _PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + e^-x)."""
+    """Return 1 / (1 + e^-x)."""
     if _PTX:
         y = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
@@ -35,7 +35,7 @@ def _sigmoid(x):
 def add_partials(
     partials, total, count, CHANNELS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """partials `count SIZE CHANNELS`, summed over the first and turned: total `CHANNELS SIZE`, its last place age 0."""
+    """Sum partials `count SIZE CHANNELS` over count into total `CHANNELS SIZE`, transposed; its last place is age 0."""
     i = tl.arange(0, ROWS)
     j = tl.program_id(0) * BC + tl.arange(0, BC)
     sums = tl.zeros((ROWS, BC), tl.float32)
@@ -54,7 +54,7 @@ def _load_rows(x, outer, inner, outer_stride, inner_stride, j, mask, UNIT: tl.co
 
 @triton.jit
 def _load_gate(gate, outer, inner, outer_stride, inner_stride, j, mask, UNIT: tl.constexpr, SILU: tl.constexpr):
-    """The gate's activation and its derivative."""
+    """Return the gate's activation and its derivative."""
     z = _load_rows(gate, outer, inner, outer_stride, inner_stride, j, mask, UNIT)
     s = _sigmoid(z)
     if SILU:
@@ -72,9 +72,9 @@ def norm(
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     SILU: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """One program ROWS rows `outer HEADS`; strides in units of UNIT elements. y has no gaps; gate may be None.
+    """Normalise ROWS rows `outer HEADS` a program; strides are in units of UNIT elements. y is dense; gate may be None.
 
-    The weight counts as SHIFT + weight.
+    The factor is SHIFT + weight.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BN)

@@ -1,4 +1,4 @@
-"""The steps of LaCT's scan that are no products, one launch each: the same names as in lineate/memory/lact/steps.py.
+"""The elementwise steps of LaCT's scan, one launch each, with the same names as in lineate/memory/lact/steps.py.
 
 With a | u `r c 2E`, z `r c E` and rates `r c 3`, one token at a time:
 

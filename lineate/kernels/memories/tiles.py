@@ -80,7 +80,7 @@ def add_parts(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 class Walk(NamedTuple):
-    """Which cells the programs of a walk go through: cell base[j] + row is the row's j-th chunk."""
+    """The cells that the programs of a walk visit: cell base[j] + row is the row's j-th chunk."""
 
     base: Tensor
     """The first cell of each chunk, int32."""
@@ -90,7 +90,7 @@ class Walk(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How the programs of a group share the rows or columns of a matrix."""
+    """The shares of a group's programs in the rows or columns of a matrix."""
 
     parts: int
     """Programs of a group."""

@@ -141,7 +141,7 @@ def walk_states(
     slot = row * heads + head
     for j in range(count):
         new = (tl.load(base + j + 1, mask=j + 1 < count, other=cells) + row) * heads + head
-        # First what comes from far away, to wait for it once.
+        # Loads from global memory come first, so that their latency is paid once.
         goal = load_tile(target + slot * (CHUNK * VALUES), c, v, CHUNK, VALUES)
         own_last = _tokens(last, slot, c, CHUNK)
         own_moving = _tokens(moving, slot, c, CHUNK)
@@ -369,7 +369,7 @@ MatrixList = list[Tensor]
 
 
 class TitansCells(NamedTuple):
-    """What a walk takes of all cells: k and target, and the factors of what is there at a chunk's end."""
+    """The inputs of a walk for all cells: k, target, and the factors at a chunk's end."""
 
     k: Tensor
     """`cells h c KEYS`."""
@@ -384,7 +384,7 @@ class TitansCells(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What the forward made of all cells, before the clipping."""
+    """The results of the forward for all cells, before the clipping."""
 
     z: Tensor
     """`cells h c VALUES`."""
@@ -445,11 +445,11 @@ def fill_adjoints(
     """Run walk_adjoints.
 
     Args:
-        cells: What the walk takes of all cells.
-        made: What the forward made of them.
+        cells: The inputs of the walk for all cells.
+        made: The forward's results for all cells.
         walk: Which cells each row has.
         M: The matrices at every cell's start.
-        given: dM and dS, what reads the matrices at a cell's start.
+        given: dM and dS, the gradients from the readers of the matrices at a cell's start.
         found: A and B, to be filled; their slots of each row's last cell are filled already.
         eps: Added to the variance in the layer norm; None: there is no norm.
     """

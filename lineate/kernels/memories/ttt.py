@@ -302,7 +302,7 @@ def mlp_adjoints(
 
 
 class TTTCells(NamedTuple):
-    """What the writers of all cells have."""
+    """The inputs of the writers of all cells."""
 
     k: Tensor
     """`cells*h c d`."""
@@ -347,7 +347,7 @@ def states(cells: TTTCells, weights: list[Tensor], walk: Walk, eps: float) -> li
     """Return the weights at the start of every cell, then those at the end of every row, `(cells + rows)*h ...`.
 
     Args:
-        cells: What the writers have.
+        cells: The inputs of the writers.
         weights: W_1, b_1, ... at the rows' starts, `rows*h d n` and `rows*h 1 n`.
         walk: Which cells each row has.
         eps: Added to the variance in LN.
@@ -374,7 +374,7 @@ def adjoints(
     """Return the gradients by the weights at the start of every row, and by those at the end of every cell.
 
     Args:
-        cells: What the writers have.
+        cells: The inputs of the writers.
         values: z, or for two layers z_1, z_2, G_2 W_2^T and W_2.
         asked: The readers' gradients by G, or by x_2, G_1 and G_2.
         grads: The readers' gradients by the cells' weights.

@@ -1,4 +1,4 @@
-"""Every chunk's gradients at once, from the state that entered it and the gradient of the one that left it.
+"""Computes the gradients of all chunks at once, from the state entering each and the gradient of the one leaving it.
 
     dP = tril(dO R^T)     dM = -beta tril(X R^T, -1)     dbeta_i = X_i . (E - M R)_i     dV = beta X
     dQr = dO S^T          dKr = -dV S^T                  dKw = R dS^T
@@ -26,9 +26,9 @@ def head_residuals(
     PARTS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """R, dV, dbeta, and what comes through P and M, of one chunk and value head (decay per head, or none).
+    """Compute R, dV, dbeta and the gradients through P and M, of one chunk and value head (decay per head, or none).
 
-    P and T are no longer needed once this has read them: d(q k^T) goes into P, d(k k^T) into T. dv holds X on entry, dV
+    d(q k^T) overwrites P and d(k k^T) overwrites T, once both have been read. dv holds X on entry, dV
     afterwards. sums `slot hv PARTS c`: the first part of dG. Rules that only accumulate have R in v.
     """
     slot = tl.program_id(0)
@@ -100,9 +100,9 @@ def head_gradients(
     PARTS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, CORRECTS: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq and dk `token hv k` of BX channels of one chunk and value head; their part of dG in sums.
+    """Store dq and dk `token hv k` of BX channels of one chunk and value head, and their part of dG in sums.
 
-    With normalize_qk they are those of the unit vectors times the inverse norms: gather does the rest.
+    With normalize_qk they are those of the unit vectors times the inverse norms; gather completes them.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -161,7 +161,7 @@ def head_decay_gradients(
     factors, sums, dlog_decay, bounds, first_slots, slot_texts, t,
     HV: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """log_decay is part of every G_i with i at or behind its token: sums of dG, [C, HEADS] a program."""
+    """Store dlog_decay_t, the sum of dG_i over i >= t in the chunk; [C, HEADS] a program."""
     slot = tl.program_id(0)
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     i = tl.arange(0, C)[:, None]
@@ -181,8 +181,9 @@ def gather(
     x, parts, dx, rows, stride, head,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """dx `rows H K`: the sum of parts `rows H R K` over R, then from the unit vectors to x (rows `stride`, heads `head`
-    apart): dx - x (x . dx) |x|^-2.
+    """Store dx `rows H K`: the sum of parts `rows H R K` over R, then from unit vectors to x: dx - x (x . dx) |x|^-2.
+
+    Rows of x are `stride` apart, its heads `head`.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BK)

@@ -29,7 +29,7 @@ BF16_LIMIT = tl.constexpr(100.0)  # of within_block
 
 
 def make_spans(C: int, like: torch.Tensor) -> torch.Tensor:
-    """Which tokens j the sums of row i run over, `10 C C`: for each level those up to the border of its pair."""
+    """Store which tokens j the sums of row i run over, `10 C C`: for each level those up to the border of its pair."""
     i = torch.arange(C, device=like.device).unsqueeze(1)
     j = i.T
     levels = [(i >> n == j >> n) & ((j <= i) == ((i >> n) % 2 == 1)) for n in range(LEVELS.value)]
@@ -44,7 +44,7 @@ def load_decay(
     log_decay, A_log, dt_bias, start, rows, head, HV: tl.constexpr, first, K: tl.constexpr, BK: tl.constexpr,
     C: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """log_decay of channels first.. of one chunk and head, [C, BK], 0 past the end; d log_decay / d gate if raw."""
+    """Load log_decay of channels first.. of a chunk and head, [C, BK], 0 past the end; d log_decay / d gate if raw."""
     x = tl.arange(0, BK)
     at = log_decay + (start * HV + head) * K + first
     given = load_tile(at, HV * K, rows, K - first, C, BK, K % BK == 0).to(tl.float32)
@@ -60,7 +60,7 @@ def load_decay(
 
 @triton.jit
 def split(x, SPLIT: tl.constexpr):
-    """x in two parts of 8 bits each, whose products with zeros and ones are exact (SPLIT), or as it is."""
+    """Split x into two parts of 8 bits, whose products with zeros and ones are exact (SPLIT), or leave it as it is."""
     coarse, fine = x, x
     if SPLIT:
         coarse = x.to(tl.bfloat16)
@@ -70,7 +70,7 @@ def split(x, SPLIT: tl.constexpr):
 
 @triton.jit
 def sums(spans, which, coarse, fine, C: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
-    """W x for x = coarse + fine [C, BX] and the matrix W [C, C] of zeros and ones that `which` names (see spans)."""
+    """Return W x for x = coarse + fine [C, BX] and the matrix W [C, C] of zeros and ones number `which` (see spans)."""
     W = load_tile(spans + which * C * C, C, C, C, C, C, True)
     result = tl.dot(W, coarse, input_precision=PRECISION)
     if SPLIT:
@@ -87,14 +87,14 @@ WITHIN = tl.constexpr(9)
 
 @triton.jit
 def pairs(level, C: tl.constexpr):
-    """Where readers and writers of blocks of 2^level meet, [C, C], above the diagonal too."""
+    """Return the pairs of readers and writers in adjacent blocks of 2^level, [C, C], above the diagonal too."""
     i = tl.arange(0, C)
     return (i >> level)[:, None] == ((i >> level) ^ 1)[None, :]
 
 
 @triton.jit
 def same_block(C: tl.constexpr):
-    """Pairs of a reader with an earlier writer of its block of 16, [C, C]."""
+    """Return the pairs of a reader with an earlier writer of its block of 16, [C, C]."""
     i = tl.arange(0, C)
     return ((i // BLOCK)[:, None] == (i // BLOCK)[None, :]) & (i[:, None] > i[None, :])
 
@@ -103,9 +103,9 @@ def same_block(C: tl.constexpr):
 def within_block(
     spans, coarse, fine, C: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, dtype: tl.constexpr
 ):
-    """log2 of e^{G_i - G_a} [C, BX], and the rows [C] where its inverse is a good number in every channel.
+    """Return log2 of e^{G_i - G_a} [C, BX], and the rows [C] where its inverse is good in every channel.
 
-    In float16 that is one below its largest, in float32 one whose exponent has lost no digits.
+    In float16 a good number is below the largest one; in float32 its exponent has lost no digits.
     """
     decay = sums(spans, WITHIN, coarse, fine, C, SPLIT, PRECISION)
     LIMIT: tl.constexpr = BF16_LIMIT if dtype == tl.bfloat16 else 6.0 if dtype == tl.float16 else 8.0
@@ -114,7 +114,7 @@ def within_block(
 
 @triton.jit
 def through_chunk(decay, SPLIT: tl.constexpr):
-    """e^{G_c} of log2 decays [C, BX]; in float32 the sum runs in two parts, of which the larger is exact."""
+    """Return e^{G_c} of log2 decays [C, BX]; in float32 the sum runs in two parts, of which the larger is exact."""
     if SPLIT:
         result = tl.exp2(tl.sum(decay, 0))
     else:
@@ -133,8 +133,8 @@ def channel_scores(
 ):  # fmt: skip
     """One program a chunk and value head, BX channels at a time. factors `slot hv BK + c`: e^{G_c}, then beta. KEEP: M.
 
-    PRODUCTS and wild as of head_scores. A second launch, AGAIN, makes all that is read of a chunk's wild rows, since
-    hopper/channel.py, which may have come first, makes nothing of them; Kw and e^{G_c} look ahead, and are made anew.
+    PRODUCTS and wild are as in head_scores. A second launch (AGAIN) computes a chunk's wild rows, which the first one,
+    perhaps of hopper/channel.py, leaves out. It also computes Kw and e^{G_c} again, since they depend on later rows.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -222,9 +222,9 @@ def channel_residuals(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     CORRECTS: tl.constexpr, RAW: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """R, dP = tril(dO R^T), dM = -beta tril(X R^T, -1), dbeta and dV = beta X of one chunk and head; k is Kr.
+    """Compute R, dP = tril(dO R^T), dM = -beta tril(X R^T, -1), dbeta and dV = beta X of one chunk and head; k is Kr.
 
-    dv holds X on entry. Rules that only accumulate come for dP alone: their R is V.
+    dv holds X on entry. Rules that only accumulate need dP alone; their R is V.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -346,7 +346,7 @@ def channel_gradients(
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """What comes through P and M, added to dq, dk and dG of channel_state_gradients; then dlog_decay from dG.
+    """Add the gradients through P and M to dq, dk and dG of channel_state_gradients; then make dlog_decay from dG.
 
     dA_log `slot hv blocks` and ddt_bias `slot hv K` are this chunk's parts.
     """

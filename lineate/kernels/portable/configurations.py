@@ -1,4 +1,4 @@
-"""With how many warps, stages and columns the Triton kernels are launched."""
+"""The numbers of warps, stages and columns that the Triton kernels are launched with."""
 
 import torch
 

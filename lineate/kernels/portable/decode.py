@@ -6,8 +6,8 @@
     S_t = S' + k_t r^T                                      write
 
 A program holds BV value columns of one head's state, a tile [BK, BV] in registers: loaded once, carried through all
-tokens of its row, stored once. A step moves the state in and out and hardly anything else: this is its least traffic.
-Rows are batch rows, or packed sequences; the state of a row may lie anywhere in a pool of slots.
+tokens of its row, stored once. A step moves the state in and out and hardly anything else, which is the
+least possible traffic. Rows are batch rows, or packed sequences; a row's state may be anywhere in a pool of slots.
 """
 
 import torch
@@ -69,11 +69,11 @@ def _decode(
     DECAY_PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, BETA_PER_CHANNEL: tl.constexpr,
     NORMALIZE: tl.constexpr, RAW: tl.constexpr, EACH_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Strides of q, k, v are in units of UNIT elements, those of the state of STATE_UNIT: multiples one can see."""
+    """Strides of q, k, v are in units of UNIT elements, those of the state of STATE_UNIT, to show their alignment."""
     EVEN_K: tl.constexpr = K == BK
     EVEN_V: tl.constexpr = V == BLOCKS * BV
     program = tl.program_id(0)
-    block = program % BLOCKS  # neighbours in memory are neighbours in time
+    block = program % BLOCKS  # programs that run at the same time are neighbours in memory
     head = (program // BLOCKS) % hv
     row = (program // BLOCKS // hv).to(tl.int64)
     x = tl.arange(0, BK)
@@ -106,7 +106,7 @@ def _decode(
             if not EACH_TOKEN:
                 end = tl.load(slots + row).to(tl.int64)
         if (start < 0) | (start >= n_slots):
-            # An idle row answers 0; a slot that does not exist answers NaN, where memory would have been overrun.
+            # An idle row's output is 0; that of a row with a slot outside the pool is NaN.
             nothing = tl.where(start < 0, 0.0, float("nan"))
             for _ in range(n):
                 _store(output + y, tl.full([BV], 0.0, tl.float32) + nothing, has_y, EVEN_V)
@@ -201,7 +201,7 @@ def _decode(
 
 
 def tiling(key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Return value columns a program, and warps: the same for every batch, so no row's bits depend on its company.
+    """Return the value columns and warps of a program: the same for every batch, so that a row's bits are, too.
 
     Columns: 32 are 128 bytes of a row in memory. Warps: a thread holds 64 numbers of the state, and two of q and of k,
     since an asynchronous copy takes no less than 4 bytes.

@@ -1,8 +1,8 @@
-"""Gates: from what the caller gives to log_decay and beta, and the factors of decay per head.
+"""Computes log_decay and beta from the caller's gates, and the factors of decay per head.
 
     log_decay = -exp(A_log) softplus(gate + dt_bias)      beta = beta_scale sigmoid(write)       if the gates are raw
 
-A small kernel of its own: its sums run along the tokens, which the tiles of the scores would pay for with barriers.
+This is a separate small kernel, because its sums run along the tokens, which would cost the scores' tiles barriers.
 """
 
 import triton
@@ -28,19 +28,19 @@ FACTORS = tl.constexpr(8)
 
 @triton.jit
 def allowed(log_decay):
-    """What is used of log_decay: at least FLOOR, and NaN where it is NaN or positive, an error nobody waits for."""
+    """Return log_decay, at least FLOOR; NaN where it is NaN or positive, since a GPU's values are not checked."""
     return tl.where(log_decay <= 0.0, tl.maximum(log_decay, FLOOR), float("nan"))
 
 
 @triton.jit
 def is_small(beta, dtype: tl.constexpr):
-    """Where R = beta (E - M R) tells nothing of the bracket: beta is 0, or R or beta M leave float16's range."""
+    """Whether R = beta (E - M R) cannot be divided by beta: beta is 0, or R or beta M leave float16's range."""
     return tl.abs(beta) <= (0.0 if dtype == tl.float32 else SMALL_BETA)
 
 
 @triton.jit
 def softplus(x):
-    """max(x, 0) + log(1 + y), y = e^-|x|: log(1 + y) / y by a polynomial, to 2e-7 for all y in [0, 1]."""
+    """Return max(x, 0) + log(1 + y), y = e^-|x|: log(1 + y) / y by a polynomial, to 2e-7 for all y in [0, 1]."""
     y = tl.exp(-tl.abs(x))
     p = 0.00512610212 * y - 0.0290740646
     p = p * y + 0.0775160866

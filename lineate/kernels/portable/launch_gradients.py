@@ -58,7 +58,7 @@ def fill_decay_gradients(call: Call, ready: Prepared, sums: Tensor | None, grads
 
 
 def _make_parts(call: Call, grads: Gradients) -> tuple[Tensor, Tensor]:
-    """Return where the value heads' dq and dk go: straight to where they belong if gather has nothing to do."""
+    """Return the buffers of the value heads' dq and dk: the final ones if gather has nothing to do."""
     _, h, hv, _, _ = call.sizes
     if hv == h and not call.normalize_qk:
         return grads.q, grads.k
@@ -80,7 +80,7 @@ def _gather(call: Call, dq: Tensor, dk: Tensor, grads: Gradients) -> None:
 
 
 class ChannelWork(NamedTuple):
-    """What the launches for decay per channel hand on to one another."""
+    """The tensors that the launches for decay per channel share."""
 
     residuals: Tensor
     """R, `token hv v`; v itself if the rule only accumulates."""

@@ -1,4 +1,4 @@
-"""What the kernels of gates.py, scores.py and channel.py need before a walk: buffers and launches."""
+"""The buffers and launches of gates.py, scores.py and channel.py, which run before a walk."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ _SPANS: dict[tuple[torch.device, bool], Tensor] = {}
 
 
 def spans_like(q: Tensor) -> Tensor:
-    """Return make_spans, made once; not kept if this call is being captured, when memory belongs to the graph."""
+    """Return the result of make_spans, cached unless the call is captured, when its memory belongs to the graph."""
     key = q.device, q.dtype == torch.float32
     if key in _SPANS:
         return _SPANS[key]

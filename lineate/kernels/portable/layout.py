@@ -1,4 +1,4 @@
-"""Where things lie: sequences, their chunks, and the rows of tokens.
+"""The layout in memory of sequences, their chunks, and the rows of tokens.
 
 A sequence (`text` in the code) is one batch row, or one of the sequences packed into one row. Chunks of all sequences
 are numbered through; `slot` is that number. Buffers of one item a chunk and head are `slot hv ...`, tensors of one item
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def text_bounds(text, bounds, first_slots, t, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token, number of tokens and first slot of a sequence."""
+    """Return the first token, number of tokens and first slot of a sequence."""
     if PACKED:
         start = tl.load(bounds + text).to(tl.int64)
         length = (tl.load(bounds + text + 1).to(tl.int64) - start).to(tl.int32)
@@ -25,7 +25,7 @@ def text_bounds(text, bounds, first_slots, t, C: tl.constexpr, PACKED: tl.conste
 
 @triton.jit
 def chunk_bounds(slot, bounds, first_slots, slot_texts, t, C: tl.constexpr, PACKED: tl.constexpr):
-    """First token of a chunk and how many of its C rows are tokens: 0 for a slot that no sequence uses."""
+    """Return a chunk's first token and how many of its C rows are tokens: 0 for a slot that no sequence uses."""
     if PACKED:
         text = tl.load(slot_texts + slot)
         start = tl.load(bounds + text).to(tl.int64)
@@ -43,7 +43,7 @@ def chunk_bounds(slot, bounds, first_slots, slot_texts, t, C: tl.constexpr, PACK
 
 @triton.jit
 def load_tile(base, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """[ROWS, COLUMNS] from rows `stride` apart; what is outside rows x columns is 0. EVEN: columns == COLUMNS."""
+    """Load [ROWS, COLUMNS] from rows `stride` apart, 0 outside rows x columns. EVEN: columns == COLUMNS."""
     i = tl.arange(0, ROWS)
     j = tl.arange(0, COLUMNS)
     at = base + i[:, None] * stride + j[None, :]
@@ -58,7 +58,7 @@ def load_tile(base, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
 def store_tile(
     base, stride, tile, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, first=0
 ):  # fmt: skip
-    """What load_tile reads, written; row `first` is the first one."""
+    """Store a tile as load_tile reads it; row `first` is the first one."""
     i = tl.arange(0, ROWS)
     j = tl.arange(0, COLUMNS)
     at = base + i[:, None] * stride + j[None, :]
@@ -78,9 +78,9 @@ def larger(a, b):
 def find_slots(
     cu_seqlens, bounds, first_slots, slot_texts, t, texts, slots, BT: tl.constexpr, BS: tl.constexpr, C: tl.constexpr
 ):
-    """One program BS slots, for which it goes through all sequences; the first one writes bounds and first_slots.
+    """Find the sequence of each slot, BS slots a program; the first program also writes bounds and first_slots.
 
-    Wrong bounds touch nothing: they are brought between 0 and t, none before an earlier one.
+    Wrong bounds are harmless: they are clamped to 0 .. t, and none is less than an earlier one.
     """
     slot = tl.program_id(0) * BS + tl.arange(0, BS)
     ended = tl.zeros((BS,), tl.int32)  # sequences that end before a slot

@@ -1,4 +1,4 @@
-"""What of a chunk does not depend on the state: its scores and its triangular inverse.
+"""The parts of a chunk that do not depend on the state: its scores and its triangular inverse.
 
     P_ij = sum_x q_ix k_jx e^{G_ix - G_jx}  (j <= i)      M_ij = the same with k_i for q_i  (j < i)
     T = (I + beta M)^{-1}
@@ -17,7 +17,7 @@ from lineate.kernels.portable.solve import first_wild_row, invert
 
 @triton.jit
 def between(vector, C: tl.constexpr):
-    """D_ij = e^{G_i - G_j} for j <= i, else 0: [C, C], from the factors of one chunk and head."""
+    """Return D_ij = e^{G_i - G_j} for j <= i, else 0: [C, C], from the factors of one chunk and head."""
     i = tl.arange(0, C)
     coarse = tl.load(vector + COARSE * C + i)[:, None] - tl.load(vector + COARSE * C + i)[None, :]
     fine = tl.load(vector + FINE * C + i)[:, None] - tl.load(vector + FINE * C + i)[None, :]
@@ -26,7 +26,7 @@ def between(vector, C: tl.constexpr):
 
 @triton.jit
 def inverse_norms(x):
-    """1 / |x_i| for the rows of x [C, K]."""
+    """Return 1 / |x_i| for the rows of x [C, K]."""
     x = x.to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
@@ -35,7 +35,7 @@ def inverse_norms(x):
 def load_norms(
     q, k, stride_q, stride_k, rows, scale, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, NORMALIZE: tl.constexpr
 ):  # fmt: skip
-    """What stands beside q_i and k_i of one chunk and head: scale, and the inverse norms if NORMALIZE; [C] each."""
+    """Return the factors of q_i and k_i of a chunk and head: scale, and the inverse norms if NORMALIZE; [C] each."""
     norm_q = tl.zeros((C,), tl.float32) + scale
     norm_k = tl.zeros((C,), tl.float32) + 1.0
     if NORMALIZE:
@@ -51,7 +51,7 @@ def head_scores(
     GATED: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Decay per head, or none. One program a chunk and key head, which serves R value heads.
+    """Store P and T with decay per head, or none. A program takes a chunk and a key head, with its R value heads.
 
     PRODUCTS are those of the inverse: "fp16" leaves in wild `slot hv` the first wild row of each system (C: none), and
     T as if nothing were written from there on; invert_wild makes those rows.
@@ -99,7 +99,7 @@ def invert_wild(
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr,
     GATED: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The rows of T from the first wild one on, in float32. A program looks at GROUP chunks of a value head."""
+    """Store the rows of T from the first wild one on, in float32. A program takes GROUP chunks of a value head."""
     group = tl.program_id(0) * GROUP
     head = tl.program_id(1).to(tl.int64)
     among = group + tl.arange(0, GROUP)

@@ -9,12 +9,12 @@ MOST_STEP, MOST_SQUARE, MOST_BETA = tl.constexpr(2.1), tl.constexpr(1e4), tl.con
 
 @triton.jit
 def first_wild_row(beta, squares, C: tl.constexpr):
-    """The row, or C, before which float16 holds what invert makes of it; |k|^2 are `squares`.
+    """Return the first wild row, or C: in all rows before it, float16 holds what `invert` computes; squares: |k|^2.
 
     A step multiplies the state by I - beta k k^T. With 0 <= beta |k|^2 <= 2 that never grows, and the entries of the
     inverse are at most beta_i |k_i| |k_j| <= 1449; 2.1 leaves room for rounding: 32 rows, all that is multiplied in
     float16, grow by 1.1^31 = 19 at most. Rows before the first wild one
-    never depend on it, so what is done about it changes no bit of the past.
+    never depend on it, so the treatment of wild rows changes no bit of the past.
     """
     tame = (beta >= 0.0) & (beta <= MOST_BETA) & (squares <= MOST_SQUARE) & (beta * squares <= MOST_STEP)
     return tl.min(tl.where(tame, C, tl.arange(0, C)), 0)
@@ -22,7 +22,7 @@ def first_wild_row(beta, squares, C: tl.constexpr):
 
 @triton.jit
 def invert(A, C: tl.constexpr, PRODUCTS: tl.constexpr):
-    """(I + A)^{-1} for A [C, C] strictly lower triangular, by exact block doubling.
+    """Return (I + A)^{-1} for A [C, C] strictly lower triangular, by exact block doubling.
 
     X holds the inverses of the diagonal blocks of size s. Two neighbours merge as
 
@@ -52,7 +52,7 @@ def invert(A, C: tl.constexpr, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def _merge(X, A, i, j, S: tl.constexpr, PRODUCTS: tl.constexpr):
-    """From inverses of blocks of S to those of 2 S."""
+    """Return the inverses of blocks of 2 S from those of blocks of S."""
     if PRODUCTS == "fp16":
         half = X.to(tl.float16)
         Y = tl.dot(tl.dot(half, A.to(tl.float16)).to(tl.float16), half)

@@ -1,4 +1,4 @@
-"""Few heads and a long sequence: the walk over chunks is cut into segments that run side by side, exactly.
+"""Cuts the walk over a long sequence with few heads into segments that run in parallel; the result is exact.
 
 A segment maps the state it is given to the one it leaves, S -> A S + B. One walk finds all A and B at once (B is what
 the segment makes of an empty state, A what it makes of the identity without values); a short chain over the segments

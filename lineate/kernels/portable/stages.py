@@ -1,4 +1,4 @@
-"""The stages in Triton: the specification of every other architecture, and what serves every device without one."""
+"""The stages in Triton: they specify those of every other architecture, and serve devices without their own."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients,
 class PortableStages:
     """The stages of one call in Triton.
 
-    Another architecture may derive from it and replace what it does better: a whole stage, or only the scores
+    Another architecture may derive from it and override whole stages, or only the scores
     (fill_head_scores, fill_channel_scores) or the gradients (head_gradients, channel_gradients).
     """
 
@@ -44,7 +44,7 @@ class PortableStages:
 
     @property
     def _always_tame(self) -> bool:
-        """Whether no row can be wild: unit keys, and beta made here, from a logit (decay per channel can always be)."""
+        """Whether no row can be wild: keys have unit length, beta comes from a logit, and decay is not per channel."""
         call = self.call
         return call.normalize_qk and call.gates.A_log is not None and not call.channel and call.gates.beta_scale <= 2.0
 
@@ -73,7 +73,7 @@ class PortableStages:
 
     @property
     def looks_for_wild(self) -> bool:
-        """Whether the first wild row of every chunk is found: where float16 is multiplied."""
+        """Whether the first wild row of every chunk is found, which products in float16 need."""
         return self.products[0] == "fp16"
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
@@ -86,7 +86,7 @@ class PortableStages:
             launch_scores.fill_channel_scores(self.call, ready, products, again=n > 0)
 
     def fill_head_scores(self, ready: Prepared) -> None:
-        """Fill P and T with decay per head or none; of T, only the tame rows if wild ones are looked for."""
+        """Fill P and T with decay per head or none; if wild rows are found, fill only the tame rows of T."""
         launch_scores.fill_head_scores(self.call, ready, self.products[0])
 
     def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:

@@ -1,4 +1,4 @@
-"""The state from chunk to chunk, and what is read from it on the way: forward, and the same walk backwards.
+"""The walk from chunk to chunk that updates the state and reads the output from it, and the walk backwards.
 
     E = V - Kr S      R = T (beta E)      (rule only accumulates: R = V)
     O = Qr S + P R    S <- e^{G_c} S + Kw^T R
@@ -17,7 +17,7 @@ from lineate.kernels.portable.layout import load_tile, store_tile, text_bounds
 
 @triton.jit
 def load_state(base, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Columns first.. of a state [K, V], transposed: [BV, BK]."""
+    """Load columns first.. of a state [K, V], transposed: [BV, BK]."""
     i = first + tl.arange(0, BV)
     j = tl.arange(0, BK)
     return tl.load(base + i[:, None] + j[None, :] * V, mask=(i < V)[:, None] & (j < K)[None, :], other=0.0)
@@ -25,7 +25,7 @@ def load_state(base, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, 
 
 @triton.jit
 def store_state(base, S, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """What load_state reads, written."""
+    """Store a state as load_state reads it."""
     i = first + tl.arange(0, BV)
     j = tl.arange(0, BK)
     tl.store(base + i[:, None] + j[None, :] * V, S, mask=(i < V)[:, None] & (j < K)[None, :])
@@ -33,7 +33,7 @@ def store_state(base, S, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constex
 
 @triton.jit
 def _own_part(HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MAP: tl.constexpr):
-    """Which part is this program's: first value column, sequence and head together, head, segment."""
+    """Return this program's part: first value column, pair (sequence and head), head, segment."""
     COLUMNS: tl.constexpr = ((V + K if MAP else V) + BV - 1) // BV
     pair = tl.program_id(0) // COLUMNS
     return tl.program_id(0) % COLUMNS * BV, pair, (pair % HV).to(tl.int64), tl.program_id(2)
@@ -41,7 +41,7 @@ def _own_part(HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constex
 
 @triton.jit
 def _identity_behind(first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Columns first.. of an empty state with the identity behind its V columns, transposed: [BV, BK]."""
+    """Return columns first.. of an empty state with the identity after its V columns, transposed: [BV, BK]."""
     x = tl.arange(0, BK)
     identity = (first - V + tl.arange(0, BV))[:, None] == x[None, :]
     return tl.where(identity & (x < K)[None, :], 1.0, 0.0)
@@ -90,7 +90,7 @@ def forward_state(
     key_head = head if CHANNEL else head // R
     dtype = v.dtype.element_ty
     vectors = BK + C if CHANNEL else FACTORS * C  # numbers of `factors` a chunk and head
-    # What the compiler does not fetch ahead by itself: the factors of the first chunk, then always of the next.
+    # The compiler does not prefetch the factors, so they are loaded here one chunk ahead.
     last, read_q = _load_factors(factors + ((slot + begin) * HV + head) * vectors, begin < end, C, K, BK, CHANNEL)
     for n in range(begin, end):
         rows = length - n * C
@@ -145,7 +145,7 @@ def backward_state(
     C: tl.constexpr, CHANNEL: tl.constexpr, CORRECTS: tl.constexpr, MAP: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The same walk from the last chunk to the first, for dS [BV, K].
+    """Walk from the last chunk to the first, for dS [BV, K].
 
         dR = P^T dO + Kw dS      X = T^T dR      dE = beta X      (rule only accumulates: dV = dR)
         dS <- e^{G_c} dS + Qr^T dO - Kr^T dE

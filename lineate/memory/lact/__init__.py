@@ -9,7 +9,7 @@ With a = W0 k, u = W2 k, hid = silu(a) u, back = W1^T v:
 
     dW0 = sum rate0 (back u silu'(a)) k^T      dW1 = sum rate1 v hid^T      dW2 = sum rate2 (back silu(a)) k^T
 
-A chunk that is not yet whole is not written, but its sums are kept: what follows goes on as if it had never stopped.
+A call that ends inside a chunk keeps that chunk's sums in the state, and the next call continues the chunk.
 The state has a fixed size, whatever the chunk: weights, sums, the last dW, and the rows' norms.
 
     op.py      the public op: checks, the state, one token

@@ -42,7 +42,7 @@ def fresh_state(weights: Sequence[Tensor], rows: int) -> dict[str, Tensor]:
 
 
 def _filled(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state with what it lacks, in the order of lact_state."""
+    """Return the state with its missing entries filled in, in the order of lact_state."""
     filled: dict[str, Tensor] = {}
     for i in _MATRICES:
         filled[f"weights_{i}"] = weights = state[f"weights_{i}"]
@@ -79,12 +79,12 @@ def lact(
         k: Keys `b t h d`.
         v: Values `b t h d`.
         rates: The step sizes of each token's write in W0, W1 and W2, `b t h 3`.
-        momentum: How much of the last chunk's change is added, `b t h`, of which a chunk takes the mean; None: nothing.
+        momentum: How much of the last chunk's change is added, `b t h`, averaged over the chunk; None adds nothing.
         state: What `lact_state` or an earlier call returned, also in the middle of a chunk. If it has the weights only,
-            their rows' lengths are the norms and all else is 0. Without position all rows are at a chunk's start, and
-            no GPU is asked where they are.
+            the norms are the lengths of their rows, and all else is 0. Without position, all rows begin a chunk; this
+            avoids waiting for a GPU to read the positions.
         chunk: Tokens that are written together, in one step.
-        muon: Whether the step is orthogonalised; False: it is the sum of gradients itself.
+        muon: Whether the step is orthogonalised; if False, it is the sum of gradients itself.
         cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
             these sequences.
 
@@ -103,10 +103,10 @@ def lact(
             checks.check_position(state["position"], rows, chunk)
         tokens = (q, k, v, rates, momentum)
         if t == 1 and cu_seqlens is None:
-            if fresh:  # what comes back is no view of what a layer begins with
+            if fresh:  # the returned state must not be a view of a layer's initial weights
                 state = {name: x.clone(memory_format=torch.contiguous_format) for name, x in state.items()}
             y, after = _apply([x.to(dtype).transpose(1, 2) for x in tokens], _filled(state))
-            # A captured step cannot look, so it always does the work of a chunk's end, and takes it where it is one.
+            # A captured step cannot read positions: it always computes a chunk's end, and selects it in rows that end.
             capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
             ends = after["position"] == chunk
             if capturing or bool(ends.any()):
@@ -169,7 +169,7 @@ def _run(
 def _walk(
     tokens: Sequence[Tensor], state: dict[str, Tensor], position: int, chunk: int, muon: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Do what _run does, in steps that torch.func can look into."""
+    """Do what _run does in plain torch functions, which torch.func can transform."""
     dtype = state["weights_0"].dtype
     cuts = [0, *range(chunk - position, tokens[0].shape[1], chunk), tokens[0].shape[1]]
     sizes = [end - start for start, end in pairwise(cuts)]

@@ -58,7 +58,7 @@ class ScanState(NamedTuple):
 
 
 class ScanOptions(NamedTuple):
-    """What a scan needs beside tensors."""
+    """The options of a scan."""
 
     position: int
     """Where all rows stand in their chunks."""
@@ -199,7 +199,7 @@ class _Backward:
         self.dnorms = [torch.zeros_like(x) for x in norms]
 
     def asleep(self, run: ChunkRun) -> bool:
-        """Whether nobody asks what the last chunk of all wrote."""
+        """Whether no gradient arrives for what the very last chunk wrote."""
         if run.ends:  # its sums are used up
             self.dsums = self.dtotal = None
             return self.dmatrices is None and self.dprevious is None
@@ -217,7 +217,7 @@ class _Backward:
         return found
 
     def write(self, run: ChunkRun, starts: Tensor, changes: Tensor, by_matrices: Tensor) -> None:
-        """Store dk, dv, drates and dmomentum, and add to by_matrices, what q asks of M at the start of each chunk."""
+        """Store dk, dv, drates and dmomentum, and add to by_matrices, q's gradient by M at each chunk's start."""
         m, rows = starts.shape[:2]
         k, v, rates = (run.cells(x, starts.dtype) for x in self.tokens[1:4])
         upper, lower = halves(starts.flatten(0, 1))

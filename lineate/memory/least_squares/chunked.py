@@ -13,7 +13,7 @@ from lineate.memory.products import product
 from lineate.sequences import sequence_lengths
 
 SMALLEST_WEIGHT = 1e-12
-"""The chunked form takes a beta below this for this: its square root has no gradient at 0."""
+"""The chunked form raises a smaller beta to this, because the square root has no gradient at 0."""
 
 TOGETHER = 64
 """Chunks whose states are found together: their products grow with its square."""
@@ -84,7 +84,7 @@ def _chunkwise(
         k, v = scale * k, scale * v
     total = sums[..., -1, 0]  # log L_c, n rows h
     checks.check_forgetting(total, layout.chunk)
-    sums = sums.where(total[..., None, None] >= checks.LEAST_LEFT, torch.nan)  # on a GPU and compiled nobody looked
+    sums = sums.where(total[..., None, None] >= checks.LEAST_LEFT, torch.nan)  # unchecked on a GPU or compiled
     end = state["position"] + layout.lengths
     ridge, raised = _ridges(state["ridge"].double(), total, end, layout.chunk, restored)
     after = _added(state)
@@ -135,7 +135,7 @@ def _before(first: Tensor, k: Tensor, v: Tensor, sums: Tensor, raised: Tensor) -
     written = product(k.mT, torch.cat((k, v), -1))  # n rows h k k+v
     eye = torch.eye(size, written.shape[-1], dtype=k.dtype, device=k.device)
     written = written + raised[..., None, None] * eye
-    # A chunk that is not finite may not touch those before it, whose weight of it is 0.
+    # A chunk that is not finite must not affect earlier ones, which give it weight 0 (0 * inf is NaN).
     bad = ~written.isfinite().flatten(3).all(-1)  # n rows h
     written = written.masked_fill(bad[..., None, None], 0)
     found = weight.permute(2, 3, 0, 1) @ written.flatten(3).permute(1, 2, 0, 3)  # rows h n+1 k*(k+v)

@@ -97,7 +97,7 @@ def empty_state(
         h: Heads.
         key_dim: Channels of a key.
         value_dim: Channels of a value.
-        ridge: What weighs the squared length of S.
+        ridge: The weight of the squared length of S.
         dtype: float32 or float64.
         device: Where the tensors lie.
     """
@@ -138,7 +138,7 @@ def step(
     ridge = ridge * kept[..., 0, 0]
     if restored is not None:
         full = position == chunk
-        if P.device.type != "cpu" or bool(full.any()):  # on a GPU looking would wait for it
+        if P.device.type != "cpu" or bool(full.any()):  # on a GPU, reading values would wait for the device
             W, ridge = _restore(torch.cat((P, S), -1), ridge, full, restored)
             P, S = (x.contiguous() for x in W.split((P.shape[-1], S.shape[-1]), -1))
     return output.squeeze(-2), {"P": P, "S": S, "ridge": ridge, "position": position % chunk}

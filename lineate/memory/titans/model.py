@@ -13,7 +13,7 @@ LAYER_NORM_EPS = 1e-6
 
 
 class TitansOptions(NamedTuple):
-    """What a memory is like, beside its matrices."""
+    """The options of a memory, beside its matrices."""
 
     clip: float | None
     """The largest norm of one token's gradient over all matrices; None: no clipping."""
@@ -24,12 +24,12 @@ class TitansOptions(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What the gates of a chunk of c tokens come to."""
+    """The factors that the gates of a chunk of c tokens give."""
 
     written: Tensor
     """W, `n h c c`: how much of each gradient is in M_t."""
     moving: Tensor
-    """E_cj theta_j, `n h c 1`: how much of it is in S at the end."""
+    """E_cj theta_j, `n h c 1`: how much of each gradient is in S at the end."""
     kept: Tensor
     """b, `n h c 1`: how much of M is in M_t."""
     pushed: Tensor
@@ -67,7 +67,7 @@ def _between(x: Tensor) -> Tensor:
 
 
 def select(rows: Tensor, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-    """Return new where rows says so, else old; all `rows h in out`."""
+    """Return new in the rows where `rows` is true, else old; all `rows h in out`."""
     return [torch.where(rows[:, None, None, None], x, y) for x, y in zip(new, old, strict=True)]
 
 

@@ -54,13 +54,13 @@ def titans(
         k: Keys `b t h k`.
         v: Values `b t h v`.
         theta: The step size of each token's write, `b t h`.
-        eta: What is kept of the momentum, `b t h`.
-        alpha: What is forgotten of the memory, `b t h`.
-        state: What `titans_state` or an earlier call returned, also in the middle of a chunk. Without position all rows
-            are at a chunk's start, and no GPU is asked where they are. None: one matrix of zeros.
+        eta: The fraction of the momentum that is kept, `b t h`.
+        alpha: The fraction of the memory that is forgotten, `b t h`.
+        state: What `titans_state` or an earlier call returned, also in the middle of a chunk. Without position,
+            all rows begin a chunk; this avoids waiting for a GPU to read the positions. None is one matrix of zeros.
         chunk: Tokens that share the weights at which the gradient is taken.
-        clip: The largest norm of one token's gradient over all matrices; of one token, so that the future cannot change
-            the past. None: no clipping.
+        clip: The largest norm of one token's gradient over all matrices; None does not clip. Clipping is per token, so
+            that the future cannot change the past.
         residual: Whether the memory answers f(x) + x.
         norm: Whether a layer norm without weights follows the last matrix.
         cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
@@ -132,7 +132,7 @@ def titans(
 
 
 def _scan_for(weights: list[Tensor], chunk: int) -> TitansScan | None:
-    """Return what takes many chunks at once, if the kernels serve them."""
+    """Return the function that runs many chunks at once, or None if the kernels do not support the call."""
     if not on_gpu(weights[0]):
         return None
     from lineate.kernels.memories.titans import fits  # triton, at its first use
@@ -142,9 +142,9 @@ def _scan_for(weights: list[Tensor], chunk: int) -> TitansScan | None:
 
 
 def _pieces(counts: list[int], known: bool, scanned: list[Tensor] | None) -> list[slice]:
-    """Return which chunks are taken together: one by one, or, by the kernels, up to STATE_NUMBERS of states.
+    """Return which chunks run together: single ones, or with the kernels as many as STATE_NUMBERS allows.
 
-    A first chunk that may begin in its middle is always alone.
+    A first chunk that some row may enter in the middle always runs alone.
     """
     if scanned is None:
         return [slice(j, j + 1) for j in range(len(counts))]

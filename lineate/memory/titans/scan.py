@@ -45,12 +45,12 @@ def scan(
 
     Args:
         qkv: q, k, v `cells h c d`.
-        factors: What the gates come to in every cell.
+        factors: The factors of the gates in every cell.
         weights: M at the rows' starts, `rows h in out`.
         momentum: S, likewise.
         counts: For each chunk, how many rows have it. All rows have a first one, and begin it.
         complete: For each chunk and row, whether the row reaches the chunk's end.
-        options: What the memory is like.
+        options: The options of the memory.
     """
     depth, (base, of_rows, chunks) = len(weights), walk_places(tuple(counts), qkv[0].device)
     walk = Walk(base, of_rows, sum(counts))

@@ -39,11 +39,11 @@ def run_chunks(
         tokens: The tokens of all rows.
         gamma: The weight of LN, `h d`.
         weights: The layers at the start of each row's first chunk.
-        sums: The sums since then, where rows may stand in the middle of a chunk; None: they all begin one.
+        sums: The sums since then, if rows may be in the middle of a chunk; None if all rows begin one.
         layout: Where the tokens lie in chunks.
         factor: The reader's factors, `chunk`.
         eps: Added to the variance in LN.
-        recompute_chunks: So many chunks at a time keep only their first weights for the backward; 0: all keep all.
+        recompute_chunks: How many chunks form a group that keeps only its first weights; 0 keeps everything.
     """
     b, t, h, _ = tokens.q.shape
     if not layout.even:  # else the rows keep their order

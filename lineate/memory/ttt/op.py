@@ -47,8 +47,8 @@ def ttt(
         cu_seqlens: The bounds of sequences packed into one row (b = 1), `n_seqs + 1`; the rows of the state are then
             these sequences.
         eps: Added to the variance in LN.
-        recompute_chunks: So many chunks at a time keep only their first weights for the backward, which runs them
-            again; 0 keeps everything.
+        recompute_chunks: How many chunks form a group that keeps only its first weights, and is run again in the
+            backward; 0 keeps everything.
 
     Returns:
         o `b t h d` in the dtype of q, and the state.
@@ -100,7 +100,7 @@ def _step(
 def _open(
     state: dict[str, Tensor], rows: int, head: torch.Size, chunk: int, dtype: torch.dtype
 ) -> tuple[Layers, Layers | None, Tensor | None]:
-    """Return the state's weights, and, if it has them, its sums and its place in the chunk."""
+    """Return the state's weights, and its sums and position if it has them."""
     h, d = head
     depth = sum(name.startswith("weight") and not name.endswith("_sum") for name in state)
     names = [f"{kind}{i + 1}" for i in range(depth) for kind in ("weight", "bias")]
@@ -139,7 +139,7 @@ def _open(
 
 
 def _close(weights: Layers, sums: Layers, position: Tensor, h: int) -> dict[str, Tensor]:
-    """Return the state by its names: the inverse of _open."""
+    """Return the state as a dictionary; the inverse of _open."""
     state = {}
     for suffix, pairs in (("", weights), ("_sum", sums)):
         for i, (w, a) in enumerate(pairs):
