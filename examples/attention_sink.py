@@ -15,7 +15,7 @@ EMPTY, MARKED, ASKS, ALWAYS = range(CONTENT, CONTENT + 4)  # channels that say w
 
 
 def texts(n: int, sink: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, what to give at each, and which ask: a fifth of those after the eighth."""
+    """Return tokens, the target of each, and which of them ask: a fifth of those after the eighth."""
     x = torch.zeros(n, TOKENS, HIDDEN)
     x[..., :CONTENT], x[..., ALWAYS] = torch.randn(n, TOKENS, CONTENT), 3
     if sink:
@@ -29,7 +29,7 @@ def texts(n: int, sink: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend(layer: nn.ModuleDict, x: Tensor, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, the weights `b t t`, and the gate."""
+    """Return the output, the weights `b t t`, and the gate."""
     scores = layer["q"](x) @ layer["k"](x).mT / HIDDEN**0.5
     future = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(future, -torch.inf).softmax(-1)

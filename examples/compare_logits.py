@@ -16,7 +16,7 @@ from lineate.models import HybridLM
 
 
 def make_checkpoint(folder: str) -> None:
-    """In transformers' layout: separate projections, interleaved heads, 1 + weight in the norms."""
+    """Save a checkpoint in transformers' layout: separate projections, interleaved heads, 1 + weight in the norms."""
     config = Qwen3NextConfig(
         vocab_size=1000, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,

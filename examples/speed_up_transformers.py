@@ -3,7 +3,7 @@
     from lineate.integrations import transformers as fast
     fast.enable()
 
-Here a small Kimi Linear with random weights, on whatever device torch has; the model stays transformers'.
+This example runs a small Kimi Linear with random weights, on whatever device torch has; the model stays transformers'.
 """
 
 import time
@@ -29,7 +29,7 @@ ids = torch.randint(3, 1000, (1, 512), device=device)
 
 
 def run() -> tuple[torch.Tensor, torch.Tensor, float, float]:
-    """Logits, the embedding's gradient, and the better of two times of a forward pass and of a training step."""
+    """Return logits, the embedding's gradient, and the better of two times of a forward pass and of a training step."""
     seconds = []
     for _ in range(2):
         start = time.perf_counter()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SHARPNESS = 8.0
 """Sharpness of softmax attention on keys of length 1."""
 FADE_A_TOKEN = 0.8
-"""The share of its memory that gated linear attention keeps at each token; it prefers what is new in this way."""
+"""The share of its memory that gated linear attention keeps at each token; so it prefers new tokens."""
 WRITES = ("A", "B", "C", "A'", "D")
 READS = ("?A", "?B", "?C", "?D")
 TOKENS_READ, MOST_TOKENS_READ = 32, 256

@@ -3,10 +3,11 @@
     mixer = GatedDeltaNet(1024, heads=8, value_heads=16, key_dim=64, value_dim=64)
     y, state = mixer(x)                    # x b t hidden
     y, state = mixer(x_next, state)        # continue where it stopped
-    y, state = mixer(packed, cu_seqlens=bounds)   # b = 1: sequences that never see each other
+    y, state = mixer(packed, cu_seqlens=bounds)   # b = 1: packed sequences, which never see each other
 
 Every mixer declares its state once: `state_spec`, a tuple of TensorSpec(name, shape, dtype). Its row in the registry
-(`kinds`, `kind_of`) says everything else; `register` adds a mixer of your own (examples/own_rule.py).
+(`kinds`, `kind_of`) holds everything else that the library knows about it; `register` adds a mixer of your own
+(examples/own_rule.py).
 """
 
 from lineate.layers.attention import GatedAttention

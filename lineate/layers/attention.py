@@ -32,10 +32,10 @@ def attend_new(
     q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None, key_bounds: Tensor | None = None,
     window: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Attend with q `b t heads k` to keys `b n kv k` and values `b n kv v`, of which q's tokens are the last, causally.
+    """Attend causally with q `b t heads k` to keys `b n kv k` and values `b n kv v`; q's tokens are the last t of n.
 
-    Returns `b t heads v`. key_bounds: those of packed keys; None: the same as cu_seqlens, of q. window (only where
-    takes_packed): a token sees itself and the window - 1 before; 0: all before.
+    Returns `b t heads v`. cu_seqlens are the bounds of q, key_bounds those of packed keys; None means the same bounds.
+    window (only if takes_packed): a token sees itself and the window - 1 tokens before it; 0 means all before it.
     """
     b, t, n = *q.shape[:2], k.shape[1]
     fast = takes_packed(q)
@@ -47,7 +47,7 @@ def attend_new(
         return _packed_softmax(q, k, v, scale, cu_seqlens, key_bounds, (t, n), window).unflatten(1, (b, t))[0]
     key_bounds = cu_seqlens if key_bounds is None else key_bounds
     if fast:
-        if torch.compiler.is_compiling():  # a graph cannot wait for the lengths; bounds of them serve as well
+        if torch.compiler.is_compiling():  # a graph cannot wait for the lengths; upper bounds suffice
             longest = t, n
         else:
             longest = max(sequence_lengths(cu_seqlens)), max(sequence_lengths(key_bounds))
@@ -71,9 +71,9 @@ _attend_texts = opaque(
 
 
 def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, cu_seqlens: Tensor | None) -> Tensor:
-    """Attend with q `b t heads k` to cached keys `rows n kv k` and values `rows n kv v`, q's tokens included, causally.
+    """Attend causally with q `b t heads k` to cached keys `rows n kv k` and values `rows n kv v`, q's tokens included.
 
-    Returns `b t heads v`. Without cu_seqlens the rows of q are those of the cache; with it, the sequences.
+    Returns `b t heads v`. The rows of the cache are the rows of q or, with cu_seqlens, its packed sequences.
     """
     t, k, v = q.shape[1], cache[keys], cache[values]
     if cu_seqlens is None:
@@ -90,7 +90,7 @@ def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, c
 
 
 def _row_by_row(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Run attend on packed sequences, each over the first so many keys `n kv k` of its row."""
+    """Run attend on packed sequences, each over the first lengths[row] keys `n kv k` of its row."""
     outputs = []
     for row, ((start, end), length) in enumerate(zip(pairwise(cu_seqlens.tolist()), lengths.tolist(), strict=True)):
         if end == start:
@@ -112,14 +112,14 @@ _attend_rows = opaque(
 
 
 def _softmax_last(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attend causally where the tokens of q `b t heads k` are the last of those of k and v `b n kv k|v`."""
+    """Attend causally; the tokens of q `b t heads k` are the last t of those of k and v `b n kv k|v`."""
     t, n = q.shape[1], k.shape[1]
     mask = torch.ones(t, n, dtype=torch.bool, device=q.device).tril(n - t) if 1 < t < n else None
     return _softmax(q, k, v, scale, mask, causal=1 < t == n)
 
 
 def takes_packed(q: Tensor) -> bool:
-    """Whether one launch serves packed sequences and windows: 16 bit on a GPU."""
+    """Whether one launch serves packed sequences and windows, which needs 16-bit tensors on a GPU."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] <= 256 and q.shape[3] % 8 == 0
 
 
@@ -127,8 +127,8 @@ def _packed_softmax(
     q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor, key_bounds: Tensor, longest: tuple[int, int],
     window: int,
 ) -> Tensor:  # fmt: skip
-    """Run attend_new on packed sequences on a GPU in one launch; longest: of q's sequences, and of the keys'."""
-    from torch.nn.attention.varlen import varlen_attn  # not in a build of torch for CPUs alone
+    """Run attend_new on packed sequences on a GPU in one launch; longest: the longest lengths of q and of the keys."""
+    from torch.nn.attention.varlen import varlen_attn  # absent from builds of torch for CPUs
 
     width, softmax = v.shape[3], partial(varlen_attn, scale=scale, window_size=(window - 1, 0))
     if k.shape[2] < q.shape[2]:
@@ -146,7 +146,7 @@ def _packed_softmax(
 
 @cache
 def _shares_keys() -> bool:
-    """Whether this torch takes fewer heads of keys than of queries."""
+    """Whether this version of torch accepts fewer heads of keys than of queries."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters
@@ -160,9 +160,9 @@ _varlen_shares_keys._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """q `b t heads k`; k, v `b n kv k|v`; mask `t n` or `b 1 t n` -> `b t heads v`."""
+    """Return softmax attention `b t heads v` of q `b t heads k`, k and v `b n kv k|v`, and mask `t n` or `b 1 t n`."""
     t, heads, kv = q.shape[1], q.shape[2], k.shape[2]
-    if v.shape[3] < k.shape[3]:  # the fast kernels want one width
+    if v.shape[3] < k.shape[3]:  # the fast kernels need keys and values of one width
         widened = F.pad(v, (0, k.shape[3] - v.shape[3]))
         return _softmax(q, k, widened, scale, mask, causal=causal)[..., : v.shape[3]]
     k, v = k.transpose(1, 2), v.transpose(1, 2)
@@ -192,7 +192,7 @@ class GatedAttention(nn.Module):
         heads: query heads, a multiple of kv_heads.
         kv_heads: heads of keys and values; None is heads.
         head_dim: channels of a head; None is hidden_size / heads.
-        rotary_dim: the first so many channels of a head carry positions; 0: none do.
+        rotary_dim: how many of a head's first channels carry positions; 0 means none do.
         rope_theta: base of the rotation's frequencies.
         gated: whether the output is multiplied by sigmoid(gate).
         qk_norm: RMSNorm of q and k: of every "head", of all heads together ("full"), or None.
@@ -202,7 +202,7 @@ class GatedAttention(nn.Module):
     """
 
     context: Context | None = None
-    """Set: x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
+    """If set, x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class GatedAttention(nn.Module):
 
         Args:
             x: `b t hidden`; with cu_seqlens `1 t hidden`.
-            state: what an earlier call returned, to continue its sequences; None: they begin here.
+            state: what an earlier call returned, to continue its sequences; with None they begin here.
             cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
         """
         check_call(self, x, state, cu_seqlens)
@@ -270,7 +270,7 @@ class GatedAttention(nn.Module):
             output = attend_new(q, new["keys"], new["values"], scale, cu_seqlens, bounds)
             state = TokenCache.of(new, bounds)
         elif state is None:
-            if x.is_cuda:  # both the kernel and the cache need it so
+            if x.is_cuda:  # both the kernel and the cache need it contiguous
                 new["values"] = v = v.contiguous()
             output, state = attend_new(q, k, v, scale, cu_seqlens), TokenCache.of(new, cu_seqlens)
         else:

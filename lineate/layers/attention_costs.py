@@ -1,6 +1,6 @@
 """What softmax attention and latent attention cost: operations, and bytes that the backward keeps.
 
-Counted as lineate/planning/compute.py and lineate/planning/activations.py say.
+lineate/planning/compute.py and lineate/planning/activations.py say what is counted.
 """
 
 from lineate.layers.configs import AttentionConfig, LatentConfig
@@ -28,8 +28,8 @@ def attention_kept(a: AttentionConfig, half: bool) -> float:
     """Return the bytes a token that the backward keeps.
 
     These are in_proj's output; q and k if norm or rotation made new ones; the output; its gate and the product with it.
-    In 16 bit, for the kernel of packed sequences, q, k and v without gaps (and repeated for grouped queries by a torch
-    that cannot share them: not counted).
+    In 16 bit they include contiguous copies of q, k and v for the kernel of packed sequences. Keys and values that an
+    older torch repeats for grouped queries are not counted.
     """
     e = 2 if half else 4
     wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim

@@ -1,10 +1,10 @@
-"""What mixers carry over the segments of context parallelism (context.py), so that all is as in one process.
+"""Pass the state of mixers between the segments of context parallelism (context.py), as if in one process.
 
-    linear rules   S_out = A S_in + B over a segment: the pairs (A, B) are gathered, every rank composes those before it
+    linear rules   S_out = A S_in + B over a segment; all ranks gather the pairs (A, B) and compose those before them
     convolution    the last few inputs of the ranks before
     attention      the keys and values (or latents) of the sequence on the ranks before
 
-Gradients go the other way by the same maps: dS_in = A^T dS_out + U^T dO, where S_in^T U_t is what token t reads of it.
+Gradients flow back through the same maps: dS_in = A^T dS_out + U^T dO, where token t reads S_in^T U_t of S_in.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,13 +21,13 @@ from lineate.rule import compute_dtype, full_precision
 from lineate.tracing import uncompiled
 
 READ_AT_ONCE = 4096
-"""Tokens whose gradients are summed into the state's at a time: bounds the copy in float32."""
+"""How many tokens' gradients are added to the state's at a time, which bounds the size of the float32 copy."""
 
 
 class _HandOn(torch.autograd.Function):
-    """Pieces `rows n c` of leaving sequences go to later ranks, and their gradients come back.
+    """Sends pieces `rows n c` of leaving sequences to later ranks, and their gradients back.
 
-    x, which is always used, passes through so that the backward runs on every rank.
+    x passes through because it is always used, so that the backward runs on every rank.
     """
 
     @staticmethod
@@ -50,9 +50,9 @@ class _HandOn(torch.autograd.Function):
 
 
 def _hand_on(segment: Segment, x: Tensor, piece: Tensor, parts: list[int]) -> tuple[Tensor, Tensor]:
-    """Return x, and the tokens of this rank's first sequence on the ranks before, `rows n c`.
+    """Return x, and the tokens `rows n c` of this rank's first sequence that earlier ranks hold.
 
-    piece: what this rank hands on.
+    piece: what this rank sends to later ranks.
     """
     if not any(parts):
         return x, piece.new_empty(piece.shape[0], 0, piece.shape[2])
@@ -61,7 +61,7 @@ def _hand_on(segment: Segment, x: Tensor, piece: Tensor, parts: list[int]) -> tu
 
 @uncompiled
 def enter_convolution(segment: Segment, x: Tensor, state: Tensor | None, past: int) -> tuple[Tensor, Tensor | None]:
-    """Return x `b t c` and the convolution's state `rows c past`; the first sequence's has the inputs before it."""
+    """Return x `b t c` and the convolution's state `rows c past`, with earlier ranks' inputs for the first sequence."""
     parts = segment.parts(past)
     mine = parts[segment.context.rank]
     piece = x[:, segment.bounds[-2] :]
@@ -85,9 +85,9 @@ def enter_convolution(segment: Segment, x: Tensor, state: Tensor | None, past: i
 def enter_attention(
     segment: Segment, new: dict[str, Tensor], state: TokenCache | None
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return all entries of this segment's sequences so far: new `b t ...` behind earlier ranks' and initial states'.
+    """Put the new entries `b t ...` of this segment's sequences after those of earlier ranks and of initial states.
 
-    Returns `b n ...`, or packed `1 n ...` with their bounds.
+    Returns all entries so far: `b n ...`, or packed `1 n ...` with their bounds.
     """
     x = torch.cat([y.flatten(2) for y in new.values()], -1)  # b t c
     starts = 1 if segment.continues else 0  # the first packed sequence with an initial state of its own
@@ -126,9 +126,9 @@ def run_rule(
     *,
     corrects: bool,
 ) -> Attended[Tensor]:
-    """Run op(*tensors, state=memory, cu_seqlens=bounds), linear in its state, from what enters the segment.
+    """Run op(*tensors, state=memory, cu_seqlens=bounds) from the state that enters the segment; op is linear in it.
 
-    tensors: q, k, v `b t heads d` and the gates, `b t ...`. corrects: A is a matrix k x k, else its diagonal is enough.
+    tensors: q, k, v `b t heads d` and the gates, `b t ...`. corrects: A is a k x k matrix, not only a diagonal.
     """
     if not isinstance(bounds, Segment):
         return op(*tensors, state=memory, cu_seqlens=bounds)
@@ -151,7 +151,7 @@ def _run_segment(
     empty = v.new_zeros(*sizes, v.shape[3], dtype=compute_dtype(v.dtype))
     with torch.no_grad():
         reads = across = None
-        if bounds.continues:  # U and A: what the rule makes of the identity with no values
+        if bounds.continues:  # U and A: output and final state of the rule on the identity with values of 0
             identity = torch.eye(sizes[2], dtype=empty.dtype, device=v.device).expand(*sizes, sizes[2]).contiguous()
             nothing = v.new_zeros(*v.shape[:3], sizes[2])
             reads, across = _run(op, (q, k, nothing, *tensors[3:]), identity, slice(0, bounds.first))
@@ -170,7 +170,7 @@ def _run_segment(
 
 
 class _Leave(torch.autograd.Function):
-    """The identity on output and final state; backward adds to the latter's gradient what later ranks make of it."""
+    """The identity on output and final state; backward adds later ranks' gradients to that of the final state."""
 
     @staticmethod
     def forward(
@@ -213,9 +213,9 @@ def _run(
 
 
 def _scan(context: Context, across: Tensor | None, added: Tensor, corrects: bool, ranks: Iterable[int]) -> Tensor:
-    """S = A S + added of each of these ranks in turn, from 0; across: A `b hv k k|1`, added `b hv k v`.
+    """Return S after S = A S + added of each of these ranks in turn, from 0; across: A `b hv k k|1`, added `b hv k v`.
 
-    The first rank's A, which may be that of another sequence, is never used: what is not finite stays in its sequence.
+    The first rank's A may belong to another sequence and is never used, so values that are not finite do not spread.
     """
     if across is None:
         across = added.new_zeros(*added.shape[:3], added.shape[2] if corrects else 1)
@@ -224,10 +224,10 @@ def _scan(context: Context, across: Tensor | None, added: Tensor, corrects: bool
         S: Tensor | None = None
         for rank in ranks:
             A, more = everyone[rank].split((across.shape[-1], added.shape[-1]), -1)
-            S = more.clone() if S is None else more + _times(A, S)  # a view would keep everyone's
+            S = more.clone() if S is None else more + _times(A, S)  # a view would keep the tensors of all ranks
     return torch.zeros_like(added) if S is None else S
 
 
 def _times(across: Tensor, S: Tensor) -> Tensor:
-    """A S; A a matrix `... k k`, or a diagonal `... k 1`."""
+    """Return A S, for a matrix A `... k k` or a diagonal `... k 1`."""
     return across @ S if across.shape[-1] > 1 else across * S

@@ -1,7 +1,7 @@
 """The sizes of the mixers: one frozen dataclass for each group of mixers that share them.
 
-`check_sizes` raises what a field alone cannot tell; `describe` is one line for people. A field's metadata may have
-`choices`, the values it takes, and `least`, its smallest number (lineate/models/fields.py reads them).
+`check_sizes` raises if fields do not fit each other; `describe` returns one line for people. A field's metadata may
+have `choices`, the values it takes, and `least`, its smallest number (lineate/models/fields.py reads them).
 """
 
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """The mixers with a fixed-size memory.
+    """The sizes of the mixers with a fixed-size memory.
 
     Args:
         heads: key heads.
-        value_heads: a multiple of heads: each key head serves value_heads / heads of them.
+        value_heads: value heads, a multiple of heads; each key head serves value_heads / heads of them.
         key_dim: channels of a key.
         value_dim: channels of a value.
-        conv_size: tokens that the short convolution sees; 0: no convolution.
+        conv_size: tokens that the short convolution sees; 0 means no convolution.
         decay_rank: width of the low-rank projection to the decay per channel (K, R); None is value_dim.
         gate_rank: the same for the output gate (K); None is value_dim.
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
         norm_eps: epsilon of the output norm.
-        gate_activation: activation of the output gate, "silu" or "sigmoid", which is what published KDA (K) has.
+        gate_activation: activation of the output gate, "silu" or "sigmoid"; published KDA (K) has "sigmoid".
         feature_map: feature map of linear attention (L), "identity" or "elu+1".
     """
 
@@ -52,15 +52,15 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """The mixers whose memory learns while it reads (T, P, N, C, E).
+    """The sizes of the mixers whose memory learns while it reads (T, P, N, C, E).
 
     Args:
         heads: heads, each with a memory of its own.
         head_dim: channels of a head.
-        chunk: tokens that share one gradient point (E: between two restored ridges); None is the mixer's own.
-        conv_size: tokens that the short convolution sees; 0: no convolution.
+        chunk: tokens that share one gradient point (E: between two restored ridges); None is the mixer's default.
+        conv_size: tokens that the short convolution sees; 0 means no convolution.
         titans: Titans' memory (N), "linear" or "mlp".
-        window: tokens that LaCT's attention (C) sees; None is its chunk, 0: no attention.
+        window: tokens that LaCT's attention (C) sees; None is its chunk, 0 means no attention.
     """
 
     heads: int
@@ -78,15 +78,15 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Softmax attention (A).
+    """The sizes of softmax attention (A).
 
     Args:
         heads: query heads, a multiple of kv_heads.
         kv_heads: heads of keys and values.
         head_dim: channels of a head.
-        rotary_dim: the first so many channels of a head are rotated; 0: no positions.
+        rotary_dim: how many of a head's first channels are rotated; 0 means no positions.
         rope_theta: base of the rotation's frequencies.
-        gated: output * sigmoid(gate) before the output projection.
+        gated: whether the output is multiplied by sigmoid(gate) before the output projection.
         qk_norm: RMSNorm of q and k: of every "head", of all heads together ("full"), or None.
         bias: whether the projections have a bias.
     """
@@ -124,7 +124,7 @@ class LatentConfig:
 
     Args:
         heads: heads of queries, keys and values.
-        rank: channels of the latent vector, which is all that is kept (with rope_dim more).
+        rank: channels of the latent vector; the cache holds only it and rope_dim shared channels.
         nope_dim: channels of a key that come from the latent vector.
         rope_dim: channels of a key that all heads share.
         value_dim: channels of a value.

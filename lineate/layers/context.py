@@ -1,9 +1,9 @@
-"""Context parallelism: one sequence split over the ranks of a process group; who holds which segment of which sequence.
+"""Context parallelism: sequences split over the ranks of a process group, and which rank holds which segment.
 
-Every rank holds a contiguous segment of the tokens, and knows of every call which sequences go on where. What mixers
-carry from one segment to the next is in carry.py. All ranks must run the same layers in the same order, forward and
-backward, and need gradients of the same things. None of it is compiled: a rank's graph would lack the collectives whose
-results it does not need.
+Every rank holds a contiguous segment of the tokens, and knows in every call on which ranks each sequence continues.
+carry.py passes the state of the mixers from one segment to the next. All ranks must run the same layers in the same
+order, forward and backward, and must need gradients of the same tensors. None of this is compiled, because the graph of
+a rank would lack the collectives whose results that rank does not need.
 """
 
 from collections.abc import Callable
@@ -23,18 +23,18 @@ if TYPE_CHECKING:  # absent from builds of torch without torch.distributed
 
 
 class Told(NamedTuple):
-    """What a rank tells all others about a call; its leaving sequence is the last one of its segment."""
+    """What a rank tells all others about a call; its leaving sequence is the last sequence of its segment."""
 
     rows: int
-    """b; 0: packed sequences."""
+    """The batch size b; 0 for packed sequences."""
     continues: int
     """Whether its first sequence began on an earlier rank."""
     through: int
-    """Whether its leaving sequence did, which is then the only one."""
+    """Whether its leaving sequence began on an earlier rank; it is then the only sequence of the segment."""
     tokens: int
     """Tokens of the leaving sequence in this segment."""
     seen: int
-    """Tokens of the leaving sequence before its first one: in its initial state, if it begins here."""
+    """Tokens of the leaving sequence before its first token here: those of its initial state, if it begins here."""
 
 
 class Context:
@@ -47,7 +47,7 @@ class Context:
     def segment(
         self, x: Tensor, cu_seqlens: Tensor | None = None, continues: bool | None = None, seen: int | Tensor = 0
     ) -> "Segment":
-        """Return this rank's part x `b t ...` of a call; all ranks must make it together.
+        """Describe this rank's part x `b t ...` of a call; all ranks must call this method together.
 
         cu_seqlens: the bounds of this rank's packed sequences, from 0 to t. continues: whether the first of them began
         on an earlier rank; must be given with cu_seqlens. Without cu_seqlens every row is one sequence over all ranks.
@@ -103,14 +103,14 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 @dataclass(frozen=True)
 class Segment:
-    """A rank's part of one call. Passed where cu_seqlens is, so that a recomputed forward sees the same one."""
+    """A rank's part of one call; passed in place of cu_seqlens, so that a recomputed forward gets the same one."""
 
     context: Context
     cu_seqlens: Tensor | None
     bounds: tuple[int, ...]
     """cu_seqlens, or (0, t)."""
     told: tuple[Told, ...]
-    """What every rank told."""
+    """The Told of every rank."""
 
     @property
     def own(self) -> Told:
@@ -122,17 +122,17 @@ class Segment:
 
     @property
     def first(self) -> int:
-        """Tokens of the first sequence here."""
+        """The number of tokens of the first sequence in this segment."""
         return self.bounds[1]
 
     @property
     def first_rows(self) -> slice:
-        """The rows of the state that are the first sequence's: all, or one of the packed."""
+        """The rows of the state that belong to the first sequence: all of them, or the first one if packed."""
         return slice(None) if self.cu_seqlens is None else slice(0, 1)
 
     @property
     def last_rows(self) -> slice:
-        """The rows of the state that are the leaving sequence's."""
+        """The rows of the state that belong to the leaving sequence."""
         return slice(None) if self.cu_seqlens is None else slice(len(self.bounds) - 2, None)
 
     @property
@@ -158,13 +158,13 @@ class Segment:
         return any(each.continues for each in self.told)
 
     def hands_on(self, rank: int) -> bool:
-        """Whether the rank's leaving sequence continues on the next."""
+        """Whether the rank's leaving sequence continues on the next rank."""
         return rank + 1 < self.context.size and bool(self.told[rank + 1].continues)
 
     def parts(self, most: int | None = None) -> list[int]:
-        """Return how many tokens of its leaving sequence each rank hands on, those of an initial state included.
+        """Return how many tokens of its leaving sequence each rank hands on, including those of an initial state.
 
-        most: as many, if there are; an initial state has always enough (the convolution's).
+        most: the upper limit per rank. An initial state (the convolution's) always has that many.
         """
         counts = []
         for rank, each in enumerate(self.told):
@@ -177,7 +177,7 @@ class Segment:
 
     @uncompiled
     def lengths(self, seen: int | Tensor) -> int | Tensor:
-        """Return the tokens of each row before this segment, from those of its initial states."""
+        """Return how many tokens each row has before this segment, given those of its initial states."""
         if not self.continues:
             return seen
         parts = self.parts()
@@ -193,7 +193,7 @@ class Segment:
 
 
 def check_splits(*mixers: Any) -> None:
-    """Raise unless every mixer can have its sequences split over ranks: its class has a `context`."""
+    """Raise unless every mixer supports sequences split over ranks, that is, its class has a `context`."""
     others = sorted({type(mixer).__name__ for mixer in mixers if not hasattr(type(mixer), "context")})
     if others:
         raise ValueError(
@@ -205,13 +205,13 @@ def check_splits(*mixers: Any) -> None:
 
 
 Bounds = Tensor | Segment | None
-"""What a mixer takes as cu_seqlens."""
+"""The type of the argument cu_seqlens of a mixer."""
 
 
 def segment_of(
     context: Context | None, x: Tensor, bounds: Bounds, seen: int | Tensor = 0
 ) -> tuple[Segment | None, Tensor | None]:
-    """Return the segment of a mixer's checked call, None without context parallelism, and the bounds of packing."""
+    """Return the segment of a checked call (None without context parallelism), and the bounds of packed sequences."""
     if isinstance(bounds, Segment):
         return bounds, bounds.cu_seqlens
     if context is None:

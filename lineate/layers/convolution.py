@@ -13,9 +13,9 @@ from lineate.sequences import locate
 def short_convolution(
     x: Tensor, weight: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """silu(y_t), y_tc = sum_i weight_ci x_{t - size + 1 + i, c}, and the last size - 1 inputs of each row.
+    """Return silu(y_t), y_tc = sum_i weight_ci x_{t - size + 1 + i, c}, and the last size - 1 inputs of each row.
 
-    The result has the wider dtype of x and weight; on a GPU under autocast that of x, as torch's own convolutions have.
+    The result has the wider dtype of x and weight; on a GPU under autocast that of x, as in torch's own convolutions.
 
     Args:
         x: `b t channels`.
@@ -39,11 +39,11 @@ def short_convolution(
         before = state.transpose(1, 2).to(x.dtype)
     padded = torch.cat((before, x), 1)  # b past+t channels
     last = padded[:, padded.shape[1] - past :].transpose(1, 2)
-    return _convolve(padded, weight), last.clone(memory_format=torch.contiguous_format)  # a view would keep all of it
+    return _convolve(padded, weight), last.clone(memory_format=torch.contiguous_format)  # a view would keep all of x
 
 
 def _convolve(padded: Tensor, weight: Tensor) -> Tensor:
-    """padded `b size-1+t channels`, without gaps."""
+    """Convolve the contiguous tensor padded `b size-1+t channels`."""
     t = padded.shape[1] - weight.shape[1] + 1
     y = padded[:, :t] * weight[:, 0]
     for i in range(1, weight.shape[1]):
@@ -52,7 +52,7 @@ def _convolve(padded: Tensor, weight: Tensor) -> Tensor:
 
 
 def _packed(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Convolve packed sequences, each behind its own size - 1 inputs: one longer row without gaps, then cut out."""
+    """Convolve packed sequences as one longer row, each after its own size - 1 inputs, and cut the outputs from it."""
     past, sequences = weight.shape[1] - 1, cu_seqlens.shape[0] - 1
     rows, _ = locate(cu_seqlens, x.shape[1])
     at = torch.arange(x.shape[1], device=x.device) + (rows + 1) * past  # where a token goes
@@ -68,7 +68,7 @@ def _packed(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor)
 
 
 class ShortConvolution(nn.Module):
-    """short_convolution with its weight `channels size`, no bias.
+    """A short_convolution with its weight `channels size`, without bias.
 
     Args:
         channels: channels, each with its own taps.
@@ -100,7 +100,7 @@ class ShortConvolution(nn.Module):
 
 
 def convolution_spec(conv: ShortConvolution | None, dtype: torch.dtype) -> tuple[TensorSpec, ...]:
-    """Return what a mixer keeps of its convolution's inputs: nothing if it has none."""
+    """Return the spec of the convolution's inputs in a mixer's state; empty if the mixer has no convolution."""
     if conv is None:
         return ()
     channels, size = conv.weight.shape

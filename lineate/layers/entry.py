@@ -1,4 +1,4 @@
-"""What every mixer checks before it runs: x, the bounds of packed sequences, and the state against its state_spec."""
+"""The checks of every mixer before it runs: x, the bounds of packed sequences, and the state against its state_spec."""
 
 from typing import Any, Protocol
 
@@ -11,11 +11,11 @@ from lineate.layers.state import Memory, TensorSpec, TokenCache
 from lineate.tracing import recorded
 
 PROJECTED = ("conv", "keys", "values", "latent")
-"""Tensors of a state whose dtype is that of in_proj's result, which autocast may lower."""
+"""Tensors of a state that have the dtype of in_proj's result, which autocast may lower."""
 
 
 class Mixer(Protocol):
-    """What is checked against."""
+    """The parts of a mixer that the checks read."""
 
     in_proj: nn.Linear
 
@@ -26,7 +26,7 @@ class Mixer(Protocol):
 def check_call(mixer: Mixer, x: Any, state: Any, cu_seqlens: Any) -> None:
     """Check the arguments of mixer.forward; nothing waits for a GPU.
 
-    Decoding makes the same call again and again: comparing it with the last that passed takes a third of the time.
+    Decoding repeats the same call, so a call is first compared with the last one that passed, in a third of the time.
     """
     form = None if state is None or cu_seqlens is not None else _form(x, state)
     if form is not None and vars(mixer).get("_passed") == form:
@@ -49,7 +49,7 @@ def check_call(mixer: Mixer, x: Any, state: Any, cu_seqlens: Any) -> None:
 
 
 def _form(x: Any, state: Any) -> Any:
-    """Return all that is looked at; None where it cannot be compared."""
+    """Return everything that the checks look at, or None if it cannot be compared."""
     if not isinstance(x, Tensor) or not isinstance(state, Memory | TokenCache) or recorded():
         return None
     tensors = [(name, y.shape, y.dtype, y.device) for name, y in state.tensors.items()]
@@ -57,7 +57,7 @@ def _form(x: Any, state: Any) -> Any:
 
 
 def _is_plain(in_proj: nn.Module) -> bool:
-    """Whether its weight says what it takes and gives: it may be wrapped, quantised, or fetched when it runs."""
+    """Whether the weight tells the input and output sizes; not if it is wrapped, quantised, or fetched when it runs."""
     return (
         type(in_proj) is nn.Linear
         and not in_proj.weight.is_meta
@@ -108,7 +108,7 @@ def _check_state(mixer: Mixer, state: Any, x: Tensor, rows: int) -> bool:
         if got.dtype != spec.dtype:
             again = False
             lowered = got.is_floating_point() and torch.is_autocast_enabled(x.device.type)
-            if spec.name not in PROJECTED or not lowered:  # else compared with that of the new tokens, when it is known
+            if spec.name not in PROJECTED or not lowered:  # otherwise checked against the new tokens
                 raise ValueError(
                     f"state[{spec.name!r}] must be {_name(spec.dtype)}, got {_name(got.dtype)}; "
                     "continue under the same autocast and model dtype"

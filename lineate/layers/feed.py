@@ -1,4 +1,4 @@
-"""Feed-forward: SwiGLU, and a mixture of them."""
+"""Feed-forward layers: SwiGLU, and a mixture of SwiGLU experts."""
 
 from collections.abc import Callable
 
@@ -14,9 +14,9 @@ from lineate.native import layers as native
 from lineate.rule import compute_dtype
 
 GATHERED = 16
-"""Up to so many pairs of token and expert a GPU copies the weights of each: fewer launches than sorting."""
+"""Up to this many pairs of token and expert, a GPU copies the weights of each: fewer launches than sorting."""
 ALL_EXPERTS = 64
-"""Up to so many tokens a GPU that has no grouped product for the dtype runs all experts rather than wait for counts."""
+"""Up to this many tokens, a GPU without a grouped product for the dtype runs all experts, which needs no counts."""
 
 
 class SwiGLU(nn.Module):
@@ -135,16 +135,16 @@ class MixtureOfExperts(nn.Module):
         """Return the weighted sum over each token's experts."""
         if tokens.is_cuda:
             parts = self._parts_on_gpu(tokens, chosen)
-        elif tokens.shape[0] == 1:  # a token at a time: no sorting
+        elif tokens.shape[0] == 1:  # one token at a time needs no sorting
             return matmul(weights, torch.cat([self._expert(tokens, e) for e in chosen[0].tolist()]))
         else:
             parts = self._sorted(tokens, chosen, self._one_by_one)
-        return (parts * weights[..., None]).sum(1)  # in one order, not by atomic additions
+        return (parts * weights[..., None]).sum(1)  # summed in a fixed order, not by atomic additions
 
     def _parts_on_gpu(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """Return what each token's experts make, `n active hidden`.
+        """Return the outputs of each token's experts, `n active hidden`.
 
-        For few tokens and in bfloat16 nothing waits for a count, so that a CUDA graph can hold it.
+        For few tokens, and in bfloat16, nothing waits for a count, so that a CUDA graph can capture it.
         """
         if chosen.numel() <= GATHERED:
             return self._gathered(tokens, chosen)
@@ -164,7 +164,7 @@ class MixtureOfExperts(nn.Module):
         return made.view(*chosen.shape, -1)
 
     def _all_experts(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """Run all experts on all tokens, of which the chosen are kept."""
+        """Run all experts on all tokens, and keep the outputs of the chosen experts."""
         x = tokens.expand(self.count, -1, -1)
         made = torch.bmm(glu(torch.bmm(x, self.experts_gate_up.transpose(1, 2))), self.experts_down.transpose(1, 2))
         return made[chosen, torch.arange(tokens.shape[0], device=tokens.device)[:, None]]

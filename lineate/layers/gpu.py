@@ -1,4 +1,4 @@
-"""Which calls the kernels around the rules serve, on a GPU."""
+"""Decide which calls run the GPU kernels of the layers around the rules."""
 
 from types import ModuleType
 

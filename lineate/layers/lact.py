@@ -27,10 +27,10 @@ class LaCT(LearningMixer):
     """y = out_proj(window attention(q, k, v) + RMSNorm(f(q')) silu(s)), f learned from k', v' chunk by chunk.
 
     in_proj is q | k | v | rates of W0, W1, W2 | momentum | s, the last five per head. q', k' = silu(scale * (q, k) +
-    offset) of norm 1 per head, v' = silu(v); f(x) = W1 (silu(W0 x) * W2 x) has expansion * head_dim channels. What f
-    reads was written by whole chunks before: the tokens of its own chunk are seen by the attention alone, so the window
-    is by default the chunk, which leaves no gap. rates = softplus(a + inverse of base_rate). The weights that every
-    sequence begins with are learned.
+    offset) of norm 1 per head, v' = silu(v); f(x) = W1 (silu(W0 x) * W2 x) has expansion * head_dim channels. f has
+    learned only from earlier, complete chunks; only the attention sees the tokens of the current chunk. So the window
+    is by default as long as the chunk, which leaves no gap. rates = softplus(a + inverse of base_rate). The weights
+    that every sequence begins with are learned.
     """
 
     beside = ("conv", "keys", "values", "seen")
@@ -64,7 +64,7 @@ class LaCT(LearningMixer):
             rope_theta: The base of the attention's rotary positions.
             base_rate: The step size at first, before Muon.
             muon: Whether the step is orthogonalised.
-            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            conv_size: Tokens that the short convolution sees; 0 means no convolution.
             norm_eps: Added to the mean square in the output norm.
         """
         head_dim = hidden_size // heads if head_dim is None else head_dim
@@ -233,13 +233,13 @@ def window_attention(
         past: The last window - 1 keys and values `b window-1 heads d`, zeros where there were none, and how many tokens
             were seen, `b`; None: none.
     """
-    if q.is_cuda:  # torch's kernels misread rows that are no multiple of 16 bytes apart
+    if q.is_cuda:  # torch's kernels misread rows whose distance is not a multiple of 16 bytes
         q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
     t, first, before = q.shape[1], None, 0
     if past is not None:
         k, v = torch.cat((past[0].to(k.dtype), k), 1), torch.cat((past[1].to(v.dtype), v), 1)
         before = window - 1
-        first = (before - past[2]).clamp_min(0)[:, None, None, None]  # the first key that is there
+        first = (before - past[2]).clamp_min(0)[:, None, None, None]  # the first key that exists
     outputs = []
     for start in range(0, t, _BLOCK):
         stop = min(start + _BLOCK, t)

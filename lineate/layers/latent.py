@@ -1,9 +1,9 @@
-"""Latent attention (MLA): all that is kept of a token is one vector, from which every head makes its key and value.
+"""Latent attention (MLA): the cache has one vector a token, from which every head makes its key and value.
 
     c = RMSNorm(W_c x)    key of head h: (W_kh c, p)    value: W_vh c    p: a few channels that all heads share
 
-The same scores come out if q goes through W_kh^T instead, and the values if what was read goes through W_vh: then the
-cache itself is the only key and value, which is what decoding uses.
+Decoding instead multiplies q by W_kh^T and the output by W_vh. That gives the same result with the cached vector itself
+as the only key and value.
 """
 
 import torch
@@ -40,7 +40,7 @@ class LatentAttention(nn.Module):
     """
 
     context: Context | None = None
-    """Set: x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
+    """If set, x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class LatentAttention(nn.Module):
 
         Args:
             x: `b t hidden`; with cu_seqlens `1 t hidden`.
-            state: what an earlier call returned, to continue its sequences; None: they begin here.
+            state: what an earlier call returned, to continue its sequences; with None they begin here.
             cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
         """
         check_call(self, x, state, cu_seqlens)
@@ -142,6 +142,6 @@ LATENT_ATTENTION = register(
         operations=LATENT,
         kept_bytes=latent_kept,
         cache="latent",
-        look=LOOK,  # it is drawn as the softmax attention that it is
+        look=LOOK,  # drawn like softmax attention
     )
 )

@@ -1,7 +1,7 @@
-"""What all mixers whose memory learns while it reads have in common: TTT, Titans, LaCT and least squares.
+"""The base class of the mixers whose memory learns while it reads: TTT, Titans, LaCT and least squares.
 
 q | k | v | ... = in_proj(x)         one projection for everything
-q | k | v = silu(conv(q | k | v))    the short convolution; with conv_size 0 neither it nor its silu
+q | k | v = silu(conv(q | k | v))    the short convolution; with conv_size 0 both it and its silu are left out
 o, memory = learn(q | k | v, ...)    the memory, from the state of an earlier call or from its learned beginning
 y = out_proj(o)
 """
@@ -26,14 +26,14 @@ class LearningMixer(nn.Module):
     """A mixer whose memory learns: projections, the short convolution, and the state.
 
     A subclass makes its own parameters and norm, calls `finish`, and has `reset_parameters`, `memory_spec` and `learn`.
-    Sequences are not split over ranks (context parallelism): their memory cannot be handed on, so there is no
-    `context`, and a segment is refused.
+    Context parallelism is not supported, because the memory cannot be passed between ranks: there is no `context`, and
+    a segment is refused.
     """
 
     beside: ClassVar[tuple[str, ...]] = ("conv",)
-    """Tensors of the state that are not the memory's."""
+    """Tensors of the state that do not belong to the memory."""
     expansion: float = 0
-    """Hidden channels of the memory's model over those of a head; 0: it has none."""
+    """Hidden channels of the memory's model, as a multiple of a head's channels; 0 if it has no hidden layer."""
 
     def __init__(
         self, hidden_size: int, heads: int, *, splits: tuple[int, ...], chunk: int, conv_size: int, norm_eps: float
@@ -45,7 +45,7 @@ class LearningMixer(nn.Module):
             heads: Heads of the memory.
             splits: The widths of q | k | v and of all else that in_proj makes.
             chunk: Tokens that share one gradient point; for least squares, those between two restored ridges.
-            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            conv_size: Tokens that the short convolution sees; 0 means no convolution.
             norm_eps: Added to what the norms divide by.
         """
         check_chunk(chunk)
@@ -55,16 +55,16 @@ class LearningMixer(nn.Module):
         self.conv = ShortConvolution(splits[0], conv_size) if conv_size else None
 
     def finish(self, width: int) -> None:
-        """Make out_proj, from so many channels, and give all parameters their first values."""
+        """Make out_proj with `width` input channels, and initialise all parameters."""
         self.out_proj = nn.Linear(width, self.in_proj.in_features, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Give the memory's own parameters their first values."""
+        """Initialise the memory's own parameters."""
         raise self._missing("reset_parameters")
 
     def memory_spec(self, dtype: torch.dtype, wide: torch.dtype) -> list[TensorSpec]:
-        """Return the tensors of the state behind the convolution's; dtype of projections, wide of the memory."""
+        """Return the specs of the state without the convolution's; dtype: of projections, wide: of the memory."""
         raise self._missing("memory_spec")
 
     def learn(
@@ -74,7 +74,7 @@ class LearningMixer(nn.Module):
 
         Args:
             x: The input of the layer, `b t hidden`.
-            mixed: q | k | v, behind the convolution.
+            mixed: q | k | v, after the convolution.
             gates: The other parts of in_proj's result.
             state: The state before x, or None.
             cu_seqlens: The bounds of packed sequences, or None.
@@ -125,7 +125,7 @@ def shared_sizes(model: ModelSizes, memory: MemoryConfig) -> dict[str, Any]:
 
 
 def check_chunked(name: str, choice: Any, allowed: tuple[str, ...]) -> None:
-    """Check a choice that has a chunked form for some names only; functions run in the reference."""
+    """Raise unless the choice is a name that has a chunked form; functions run only in the reference."""
     if callable(choice):
         raise ValueError(
             f"{name} must be one of {', '.join(map(repr, allowed))}, which have a chunked form, got a function; "

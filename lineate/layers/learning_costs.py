@@ -1,8 +1,8 @@
-"""What the memories that learn while they read cost: TTT, Titans, LaCT and least squares.
+"""The costs of the memories that learn while they read: TTT, Titans, LaCT and least squares.
 
-c is the chunk, d the channels of a head, n and m the sizes of a matrix of the memory. Executed are the products of
-lineate.memory, for whole chunks; least is the recurrence: a token's output for k, its gradients, its output for q.
-Each mixer says beside its class which of these its row has.
+c is the chunk, d the channels of a head, n and m the sizes of a matrix of the memory. "executed" counts the products of
+lineate.memory, for whole chunks; "least" counts the recurrence: a token's output for k, gradients, and output for q.
+Each mixer chooses one of these classes beside its own class.
 """
 
 from collections.abc import Callable
@@ -21,21 +21,21 @@ from lineate.tracing import cpu_by_default
 
 MakeMemory = Callable[[ModelSizes, MemoryConfig], nn.Module]
 
-_QUERIES = 512  # that share one mask in LaCT's attention
+_QUERIES = 512  # queries that share one mask in LaCT's attention
 
 
 @dataclass(frozen=True)
 class LearningCosts:
-    """The costs of one memory; those of TTT, of which the others differ."""
+    """The costs of one memory; this class counts those of TTT, and subclasses those of the others."""
 
     chunk: int
-    """Tokens a chunk where the configuration has none."""
+    """Tokens a chunk if the configuration does not set them."""
     gates: int
     """Gates a head, which in_proj makes."""
     gated: bool = True
     """Whether in_proj makes an output gate of all channels."""
     hidden: Callable[[MemoryConfig], int] = lambda memory: 0
-    """Hidden channels of the memory over those of a head; 0: it is one matrix."""
+    """Hidden channels of the memory, as a multiple of a head's channels; 0 if the memory is one matrix."""
 
     def operations(self) -> Operations:
         """Return the counts of the memory."""
@@ -81,7 +81,7 @@ class LearningCosts:
         return 0
 
     def executed(self, memory: MemoryConfig, tokens: int) -> int:
-        """Return the products of all chunks; a chunk that is not full runs what it has again."""
+        """Return the products of all chunks; an incomplete chunk computes the tokens that it has a second time."""
         c = self.chunk_of(memory)
         made, back, inside = self._products(memory, c)
         begun = 2 * made + back + sum(2 * c * m for _, m in self.matrices(memory)) if tokens % c else 0
@@ -92,11 +92,11 @@ class LearningCosts:
         return memory.heads * self.least(memory)
 
     def _products(self, memory: MemoryConfig, c: int) -> tuple[int, int, int]:
-        """Return the products with the memory, those back through all but its first matrix, and those of scores."""
+        """Return the products with the memory, of the backward through all but its first matrix, and of scores."""
         sizes = self.matrices(memory)
         made = sum(2 * c * n * m for n, m in sizes)
         back = made - 2 * c * sizes[0][0] * sizes[0][1]
-        return made, back, sum(2 * c * c * (n + m) for n, m in sizes)  # scores, and what they weigh
+        return made, back, sum(2 * c * c * (n + m) for n, m in sizes)  # scores, and products with them
 
 
 class TitansCosts(LearningCosts):
@@ -129,7 +129,7 @@ class LactCosts(LearningCosts):
         return min(context + 1, self.window(memory))
 
     def beside(self, memory: MemoryConfig, tokens: int, executed: bool) -> int:
-        """Count attention over the window; executed: each block of queries sees all keys that one of them sees."""
+        """Count attention over the window; if executed, a block of queries computes all keys that any of them sees."""
         window = self.window(memory)
         if not window:
             return 0
@@ -169,11 +169,11 @@ class LeastSquaresCosts(LearningCosts):
 
     def executed_one(self, memory: MemoryConfig, context: int) -> int:
         d = memory.head_dim
-        return memory.heads * (6 * d * d + 2 * d)  # the writes are no matrix products
+        return memory.heads * (6 * d * d + 2 * d)  # the writes are not matrix products
 
 
 def learning_kept(make: MakeMemory) -> Callable[[MemoryConfig, bool], float]:
-    """Return what tells the bytes a token that the backward of a memory keeps; they are measured.
+    """Return a function that measures the bytes a token that the backward of a memory keeps.
 
     Args:
         make: (model, config) -> the mixer.
@@ -188,7 +188,7 @@ def learning_kept(make: MakeMemory) -> Callable[[MemoryConfig, bool], float]:
 @lru_cache
 @cpu_by_default
 def learning_bytes(make: MakeMemory, memory: MemoryConfig) -> float:
-    """Return the bytes a token that a memory with one head keeps: measured, from one chunk to the next."""
+    """Measure the bytes a token that a memory with one head keeps, as the growth from one chunk to the next."""
     hidden = 8
     mixer = make(Sizes(hidden), memory)
     chunk = getattr(mixer, "chunk", 16)

@@ -26,9 +26,9 @@ from lineate.rule import compute_dtype, normalize
 class LeastSquares(LearningMixer):
     """S = argmin_S sum_s w_s ||S^T k_s - v_s||^2 + ridge ||S||^2, o = S^T q: the fit that DeltaNet approaches.
 
-    The state of a head is S `k v` and P `k k`. Each pair weighs beta, and lambda in (decay_floor, 1) less with every
-    token that follows; decay_floor=1: nothing is forgotten. The ridge is restored after each `chunk` tokens; where a
-    chunk is so long that floor^chunk < e^-25, the floor is e^(-25/chunk) instead.
+    The state of a head is S `k v` and P `k k`. The weight of a pair is beta, times lambda in (decay_floor, 1)
+    for every token that follows; with decay_floor=1 nothing is forgotten. The ridge is restored after each `chunk`
+    tokens; if a chunk is so long that floor^chunk < e^-25, the floor is e^(-25/chunk) instead.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LeastSquares(LearningMixer):
             heads: Heads, each with a memory of its own.
             key_dim: Channels of a key; None is hidden_size / heads.
             value_dim: Channels of a value; None is key_dim.
-            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            conv_size: Tokens that the short convolution sees; 0 means no convolution.
             ridge: What weighs the squared length of S.
             decay_floor: The least lambda; 1: nothing is forgotten.
             chunk: Tokens between two restorations of the ridge.
@@ -72,7 +72,7 @@ class LeastSquares(LearningMixer):
         self.key_dim, self.value_dim, self.width, self.ridge, self.decay_floor = (
             key_dim, value_dim, width, ridge, decay_floor,
         )  # fmt: skip
-        # What is left after a chunk must be more than e^-25, until the ridge is restored.
+        # The part left after a chunk must be more than e^-25, until the ridge is restored.
         self.log_floor = max(math.log(decay_floor), 0.99 * checks.LEAST_LEFT / chunk)
         self.norm = GatedRMSNorm(value_dim, norm_eps, activation=gate_activation)
         self.decay_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32)) if decay_floor < 1 else None

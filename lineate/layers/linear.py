@@ -72,7 +72,7 @@ class LinearAttention(LinearMixer):
     ) -> tuple[Attended[Tensor], Tensor]:
         (z,) = gates
         op = partial(linear_attention, feature_map=self.feature_map)
-        if isinstance(bounds, Segment):  # the division is not linear in the memory: after the rule
+        if isinstance(bounds, Segment):  # after the rule, because the division is not linear in the memory
             output, memory = run_rule(op, with_ones(q, k, v), memory, bounds, corrects=False)
             return Attended(divide_by_last(output, v.dtype), memory), z
         return op(q, k, v, state=memory, cu_seqlens=bounds, normalize=True), z
@@ -200,7 +200,7 @@ class GatedDeltaNet(DeltaNet):
 
 
 class KimiDeltaAttention(LinearMixer):
-    """As GatedDeltaNet with one decay per key channel; the decay and the output gate come from low-rank projections.
+    """GatedDeltaNet with one decay per key channel; the decay and the output gate come from low-rank projections.
 
     in_proj is q | k | v | f | z | b: decay_proj(f) is the a of GatedDeltaNet, per channel, and the output gate is
     sigmoid(gate_proj(z)), where GatedDeltaNet has silu(z), unless gate_activation says otherwise.

@@ -1,6 +1,6 @@
 """What the mixers with a fixed-size memory cost: operations, and bytes that the backward keeps.
 
-Counted as lineate/planning/compute.py and lineate/planning/activations.py say. k and v are the channels of a head.
+lineate/planning/compute.py and lineate/planning/activations.py say what is counted. k and v are the channels of a head.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ class LinearCosts:
     inner: Callable[[LinearConfig], int] = lambda config: 0
     """Elements of the low-rank projections behind in_proj."""
     corrects: bool = False
-    """Whether the rule compares with what the memory has before it writes."""
+    """Whether the rule compares the value with the memory's answer before it writes."""
     per_channel: bool = False
     """Whether the decay is one per key channel."""
     fused: bool = False
-    """Whether the gates go into the rule as they were projected: then only one token is served by recurrence."""
+    """Whether the rule takes the raw gates; the recurrence then serves only calls of one token."""
     sums_keys: bool = False
     """Whether the memory has one more column, the sum of the keys."""
 
@@ -74,7 +74,7 @@ class LinearCosts:
         return e * (width + self.gates(x) + convolved + 2 * values) + self.kept(x, half) + states
 
     def _spared(self, x: LinearConfig, tokens: int) -> int:
-        """Return what the recurrence spares at most: the state is empty at first, and near tokens can be compared."""
+        """Return the most operations that can be spared: the state begins empty, and near tokens can be compared."""
         near, reads = min(tokens, x.key_dim), 2 if self.corrects else 1
         pairs = near * (near + 1) // 2
         return 2 * reads * x.value_heads * self.columns(x) * (near * x.key_dim - pairs)
@@ -104,7 +104,7 @@ def _features_kept(x: LinearConfig, half: bool) -> float:
 
 
 def _channels_kept(x: LinearConfig, half: bool) -> float:
-    """Return the bytes of KDA's gates: its Triton kernels read them as they were projected."""
+    """Return the bytes of KDA's gates, which its Triton kernels read in raw form."""
     e, channels = 2 if half else 4, x.value_heads * x.key_dim
     return e * (values_of(x) + (channels if half else 3 * channels)) + (0 if half else 8 * x.value_heads)
 

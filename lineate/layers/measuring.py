@@ -1,8 +1,8 @@
-"""Costs of a mixer by running it, for those whose row does not count them.
+"""Measures the costs of a mixer by running it, if its row in the registry has no counts.
 
-Operations are counted on torch's meta device, which computes nothing, at the sizes of the model. A sequence that is too
-long to be run is extrapolated: exactly where the operations grow with the tokens, or with their square, from one block
-of LAYER_BLOCK tokens to the next.
+Operations are counted on torch's meta device, which computes nothing, at the sizes of the model. The cost of
+a sequence that is too long to run is extrapolated in blocks of LAYER_BLOCK tokens; this is exact if the operations grow
+with the tokens or with their square.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ LAYER_BLOCK = 512
 
 
 def operations_of(kind: MixerKind, model: ModelSizes) -> Operations:
-    """Return the counts of a kind of mixer: those of its row, or else measured ones, alike in both conventions."""
+    """Return the counts of a kind of mixer: those of its row, or measured ones, equal in both conventions."""
     if kind.operations is not None:
         return kind.operations
     sizes = Sizes(model.hidden_size, model.norm_eps, model.zero_centred_norm)
@@ -38,7 +38,7 @@ def operations_of(kind: MixerKind, model: ModelSizes) -> Operations:
 
 
 def kept_bytes(kind: MixerKind, model: ModelSizes, config: Any, half: bool) -> float:
-    """Return the bytes a token that the backward of a mixer keeps, beside its input: measured."""
+    """Measure the bytes a token that the backward of a mixer keeps beside its input."""
     sizes = Sizes(model.hidden_size, model.norm_eps, model.zero_centred_norm)
     return _kept_bytes(kind, sizes, config, half)
 
@@ -59,7 +59,7 @@ def _kept_bytes(kind: MixerKind, sizes: Sizes, config: Any, half: bool) -> float
 
 
 def _along(count: Callable[[int], int], tokens: int) -> int:
-    """Return count(tokens), from shorter sequences where that is long: a quadratic through three of them."""
+    """Return count(tokens); for long sequences, from a quadratic through the counts of three shorter ones."""
     blocks, rest = divmod(tokens, LAYER_BLOCK)
     if blocks <= 3:
         return count(tokens)
@@ -70,7 +70,7 @@ def _along(count: Callable[[int], int], tokens: int) -> int:
 
 @lru_cache(4096)
 def _count(kind: MixerKind, sizes: Sizes, config: Any, context: int, tokens: int) -> int:
-    """Count the operations of so many tokens after `context` others, on the meta device or else on a CPU."""
+    """Count the operations of `tokens` tokens after `context` others, on the meta device or else on a CPU."""
     try:
         return _count_on("meta", kind, sizes, config, context, tokens)
     except (RuntimeError, NotImplementedError):  # it looks at values

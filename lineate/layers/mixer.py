@@ -1,4 +1,4 @@
-"""What the token mixers with a fixed-size memory have in common, all of the same parts.
+"""The base class of the token mixers with a fixed-size memory, which all have the same parts.
 
 q | k | v | ... = in_proj(x)         one projection for everything
 q | k | v = silu(conv(q | k | v))    the short convolution
@@ -39,11 +39,11 @@ from lineate.rule import activate, compute_dtype, normalize
 
 
 class LinearMixer(nn.Module):
-    """What the mixers with a fixed-size memory have in common.
+    """The base class of the mixers with a fixed-size memory.
 
-    Each names its `gates`, the rows of in_proj behind q | k | v, and says in `rule_inputs` what its rule is called
-    with. Each of `heads` key heads serves value_heads / heads value heads. KimiDeltaAttention has a sigmoid on its
-    output gate by default, as Kimi Linear does, the others silu, as Qwen3-Next does.
+    A subclass lists in `gates` the rows of in_proj after q | k | v, and returns the arguments of its rule from
+    `rule_inputs`. Each of the `heads` key heads serves value_heads / heads value heads. By default the output gate of
+    KimiDeltaAttention has a sigmoid, as in Kimi Linear; those of the others have silu, as in Qwen3-Next.
 
     Args:
         hidden_size: channels of the tokens that come in and go out.
@@ -51,7 +51,7 @@ class LinearMixer(nn.Module):
         value_heads: value heads, a multiple of heads; None is heads.
         key_dim: channels of a key; None is hidden_size / heads.
         value_dim: channels of a value; None is key_dim.
-        conv_size: tokens that the short convolution sees; 0: no convolution.
+        conv_size: tokens that the short convolution sees; 0 means no convolution.
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu" or "sigmoid".
         decay_rank: width of the low-rank projection to the decay; None is value_dim.
@@ -59,15 +59,15 @@ class LinearMixer(nn.Module):
     """
 
     gates: ClassVar[tuple[str, ...]]
-    """How wide each gate is: "values" hv*v, "heads" hv, or a rank."""
+    """The width of each gate: "values" is hv*v, "heads" is hv, and the others are ranks."""
     options: ClassVar[tuple[str, ...]] = ()
-    """Arguments beside those that all have in common; LinearConfig has fields of the same names."""
+    """Constructor arguments beyond those that all mixers share; LinearConfig has fields of the same names."""
     normalize_qk: ClassVar[bool] = False
     """Whether the rule normalises q and k."""
     beta_scale: float = 1.0
-    """beta lies in (0, beta_scale) where it is made from a raw logit."""
+    """The upper bound of beta if it is made from a raw logit: beta lies in (0, beta_scale)."""
     context: Context | None = None
-    """Set: x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
+    """If set, x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
     def __init__(
         self,
@@ -106,13 +106,13 @@ class LinearMixer(nn.Module):
 
     @classmethod
     def from_config(cls, model: ModelSizes, config: LinearConfig) -> Self:
-        """Make the mixer of a configuration, for the model around it."""
+        """Make the mixer that a configuration describes, with the hidden size of the model."""
         common = ("value_heads", "key_dim", "value_dim", "conv_size", "norm_eps", "gate_activation")
         arguments: dict[str, Any] = {name: getattr(config, name) for name in (*common, *cls.options)}
         return cls(model.hidden_size, config.heads, **arguments)
 
     def add_gates(self) -> None:
-        """Add the parameters of the gates beside in_proj, if there are any."""
+        """Add the parameters that the gates have beyond in_proj, if there are any."""
 
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:
@@ -129,7 +129,7 @@ class LinearMixer(nn.Module):
 
         Args:
             x: `b t hidden`; with cu_seqlens `1 t hidden`.
-            state: what an earlier call returned, to continue its sequences; None: they begin here.
+            state: what an earlier call returned, to continue its sequences; with None they begin here.
             cu_seqlens: where sequences packed into one row begin and end, `n_seqs + 1`.
         """
         check_call(self, x, state, cu_seqlens)
@@ -151,8 +151,8 @@ class LinearMixer(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return in_proj(x), cut into q | k | v and the gates.
 
-        On a GPU, rows of 16-bit numbers whose size is no multiple of 16 bytes multiply half as fast: then the few
-        columns of the gates per head, which come last, are a product of their own.
+        On a GPU, a product of 16-bit matrices takes twice as long if the size of a row is not a multiple of 16 bytes.
+        In that case the few columns of the gates per head, which come last, are computed by a separate product.
         """
         heads = sum(gate == "heads" for gate in self.gates)
         aligned = sum(self.splits) % 8 == 0 or not heads or not x.is_cuda
@@ -173,9 +173,9 @@ class LinearMixer(nn.Module):
         return q, k, v.unflatten(-1, (self.value_heads, self.value_dim))
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
-        """Return what the rule is called with: its gates, or raw ones together with A_log.
+        """Return the arguments of the rule: its gates, or raw gates together with A_log.
 
-        Which of log_decay and beta are given decides which rule runs. A mixer of your own overrides this method.
+        The rule that runs depends on which of log_decay and beta are given. A mixer of your own overrides this method.
         """
         raise NotImplementedError
 
@@ -190,7 +190,7 @@ class LinearMixer(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
-        """Run the rule, and return the output gate too. owned: the memory may be overwritten, and returned."""
+        """Run the rule, and return the output gate too. owned: whether the rule may overwrite the memory in place."""
         inputs = self.rule_inputs(q, k, v, gates)
         tensors = [x for x in inputs[:5] if x is not None]  # q, k, v, log_decay, beta
         op: Callable[..., Attended[Tensor]]
@@ -209,7 +209,7 @@ class LinearMixer(nn.Module):
         return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned)
 
     def trace(self, x: Tensor) -> Inputs:
-        """Return what the rule uses on a sequence x `1 t hidden`: features or unit keys, and gates as activated."""
+        """Return the inputs of the rule on a sequence x `1 t hidden`: features or unit keys, and activated gates."""
         mixed, *gates = self.project(x)
         if self.conv is not None:
             mixed, _ = self.conv(mixed)
@@ -222,7 +222,7 @@ class LinearMixer(nn.Module):
 
 
 def delta_from_raw_gates(inputs: Inputs, beta_scale: float, in_place: bool = False) -> Attended[Tensor]:
-    """Run fused_delta_rule; one token a row takes one launch on a copy of the memory on a GPU, else the recurrent form.
+    """Run fused_delta_rule; for one token a row, a GPU kernel on a copy of the memory, or else the recurrent form.
 
     Args:
         inputs: what the rule is called with, its gates raw.

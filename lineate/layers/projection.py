@@ -8,7 +8,7 @@ from lineate.half import LinearThroughFloat32, half_dtype, linear
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
-    """Return module(x), of an nn.Linear or what stands for one: wrapped, quantised, hooked, or fetched when it runs."""
+    """Return module(x); the module is an nn.Linear or a stand-in (wrapped, quantised, hooked, fetched on use)."""
     if half_dtype(x) is None:
         result: Tensor = module(x)
         return result
@@ -23,7 +23,7 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _is_bare(module: nn.Linear) -> bool:
-    """Whether calling it does no more than to multiply."""
+    """Whether calling the module only multiplies by its weight."""
     hooks = (
         module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
         or _has_any_global_hook()

@@ -1,7 +1,8 @@
-"""One row a mixer: everything that the rest of the library needs to know about it.
+"""The registry of mixers: one row a mixer, with everything that the rest of the library needs to know about it.
 
-A row is declared beside its class and registered once. `models`, `planning`, `tasks`, `explore`, `inspect`, the command
-line and the benchmarks read rows; none of them names a letter. A user's own mixer goes through the same door:
+A row is declared beside the class of its mixer and registered once. `models`, `planning`, `tasks`, `explore`,
+`inspect`, the command line and the benchmarks read rows; none of them names a letter. A user's own mixer is registered
+in the same way:
 
     lineate.layers.register(MixerKind(letter="Z", name="my_rule", label="My rule", config=MyConfig, make=make_mine))
     HybridConfig(..., pattern="ZZZA", mixers={"my_rule": MyConfig(...)})
@@ -23,7 +24,7 @@ from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, 
 from lineate.rule import RULES
 
 ORDER = "LRDGKTPNCEAM"
-"""How lists name these mixers, whichever file is imported first; all others follow as they are registered."""
+"""The order of these mixers in lists, whichever file is imported first; others follow in order of registration."""
 
 SECTIONS: dict[str, type[Any]] = {
     "linear": LinearConfig,
@@ -35,7 +36,7 @@ SECTIONS: dict[str, type[Any]] = {
 
 
 class ModelSizes(Protocol):
-    """What a mixer may ask of the model around it; HybridConfig has all of it."""
+    """The sizes of the model that a mixer may read; HybridConfig has all of them."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -47,7 +48,7 @@ class ModelSizes(Protocol):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model that is not there, to make one mixer by itself."""
+    """Model sizes for making one mixer without a model."""
 
     hidden_size: int
     norm_eps: float = 1e-6
@@ -71,7 +72,7 @@ class Operations:
 
 @dataclass(frozen=True)
 class Look:
-    """How a mixer is drawn; safe for colour-blind readers, and told apart in grey by marker and line.
+    """How figures draw a mixer: a colour that is safe for colour-blind readers, and marker and line for grey prints.
 
     Args:
         color: of lines and markers.
@@ -137,8 +138,8 @@ class MixerKind:
 
     @property
     def module(self) -> str:
-        """The module whose import registers it, as far as its functions tell."""
-        makers = (getattr(self.make, "__self__", self.make), self.config)  # a class method is its class's
+        """The module whose import registers it, as far as its functions reveal that."""
+        makers = (getattr(self.make, "__self__", self.make), self.config)  # a class method belongs to its class
         found = [getattr(x, "__module__", None) or "" for x in makers]
         module = next((x for x in found if x and not _is_ours(x)), _REGISTERED_BY.get(self.name, found[0]))
         file = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -152,7 +153,7 @@ class MixerKind:
 
 _KINDS: dict[str, MixerKind] = {}
 _REGISTERED_BY: dict[str, str] = {}
-"""For each row's name, the module that called register: its functions may all be lineate's own."""
+"""For each row's name, the module that called register; the row's functions may all be lineate's own."""
 _LOCK = Lock()
 
 
@@ -161,7 +162,7 @@ def _is_ours(module: str) -> bool:
 
 
 def register(kind: MixerKind) -> MixerKind:
-    """Add a row, and return it; a letter or name that another row has is refused.
+    """Add a row, and return it; raise if another row has its letter or name.
 
     Args:
         kind: the row. One that is the same but for its functions replaces it, as when a notebook's cell runs again.
@@ -211,7 +212,7 @@ def _check_names(kind: MixerKind) -> None:
 
 
 def _check_config(kind: MixerKind) -> None:
-    """Raise unless config is a frozen dataclass, and that of the section if there is one."""
+    """Raise unless config is a frozen dataclass and, if the row has a section, the class of that section."""
     config, section = kind.config, kind.section
     if not isinstance(config, type) or not is_dataclass(config):
         raise TypeError(f"config must be a dataclass (the class, not a value of it), got {config!r}")
@@ -244,7 +245,7 @@ def _check_parts(kind: MixerKind) -> None:
 
 
 def _takes_two(function: Any) -> bool:
-    """Whether a function can be called with two arguments, as far as its signature tells."""
+    """Whether a function can be called with two arguments, judging by its signature."""
     try:
         signature(function).bind(None, None)
     except TypeError:
@@ -255,7 +256,7 @@ def _takes_two(function: Any) -> bool:
 
 
 def check_made(kind: MixerKind, mixer: Any) -> nn.Module:
-    """Return what `make` of a row returned, if it is a mixer.
+    """Return the result of a row's `make` if it is a mixer; otherwise raise.
 
     Args:
         kind: the row.

@@ -7,11 +7,11 @@ from lineate.layers.gpu import kernels_for
 from lineate.rule import compute_dtype
 
 Turn = tuple[Tensor, Tensor]
-"""cos and sin of every position's angles, `t dim/2` or `b t dim/2`, in float32 (of float64: float64)."""
+"""cos and sin of every position's angles, `t dim/2` or `b t dim/2`, in float32, or in float64 for float64 tensors."""
 
 
 def turns(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Turn:
-    """Return the turn of tensors of this dtype whose first `dim` channels turn; positions `t` or `b t`."""
+    """Return the cos and sin that rotate the first `dim` channels of tensors of this dtype; positions `t` or `b t`."""
     dtype = compute_dtype(dtype)
     frequencies = 1 / theta ** (torch.arange(0, dim, 2, device=positions.device, dtype=dtype) / dim)
     angles = positions[..., None].to(dtype) * frequencies

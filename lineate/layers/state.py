@@ -1,4 +1,4 @@
-"""What layers remember between calls: named tensors of fixed size (Memory), or of one entry a token (TokenCache).
+"""The states of layers between calls: named tensors of fixed size (Memory), or with one entry a token (TokenCache).
 
 A state has rows: the b rows of a batch, or the sequences of a packed one; a call on packed sequences may be continued
 by a call on a batch of as many rows, and the other way round. States are values: a call returns a new one and leaves
@@ -83,18 +83,18 @@ class Memory:
 
 
 _CLAIMING = Lock()
-"""Held while room is taken, since two threads may continue one state; not a buffer's: a graph cannot make a lock."""
+"""Held while room is claimed, as two threads may continue one state; global, as a graph cannot create a lock."""
 
 
 class _Buffer:
-    """Memory with room for more tokens, and how many are taken by whoever went farthest."""
+    """Memory with room for more tokens, and the number of tokens that the longest continuation has claimed."""
 
     def __init__(self, tensors: dict[str, Tensor], taken: int) -> None:
         self.tensors = tensors
         self.taken = taken
 
     def claim(self, n: int, t: int) -> bool:
-        """Take the room for tokens n .. n + t, if there is any and it is nobody's yet."""
+        """Claim the room for tokens n .. n + t, if there is any and no other continuation has claimed it."""
         first = next(iter(self.tensors.values()))
         if first.is_inference() and not torch.is_inference_mode_enabled():  # torch forbids writing to it
             return False
@@ -106,7 +106,7 @@ class _Buffer:
 
 
 class TokenCache:
-    """Tensors `rows n ...` with one entry a token: row r has the first `lengths[r]`; what follows these is not read.
+    """Tensors `rows n ...` with one entry a token: row r has the first `lengths[r]` entries; the rest is never read.
 
     Args:
         tensors: by name.
@@ -123,10 +123,10 @@ class TokenCache:
     @classmethod
     def of(cls, new: dict[str, Tensor], cu_seqlens: Tensor | None) -> "TokenCache":
         """Make a cache of the first tokens of all rows: new `b t ...`, or `1 t ...` with the bounds of packed ones."""
-        new = {name: x.contiguous() for name, x in new.items()}  # not a view of something larger, which would be kept
+        new = {name: x.contiguous() for name, x in new.items()}  # a view would keep the larger tensor alive
         if cu_seqlens is None:
             return cls(new, next(iter(new.values())).shape[1])
-        cache = cls.__new__(cls)  # padded when it is continued, if ever
+        cache = cls.__new__(cls)  # padded only when it is continued
         cache.lengths, cache.rows, cache.n = cu_seqlens.diff(), cu_seqlens.shape[0] - 1, -1
         cache._filled, cache._packed = None, (new, cu_seqlens)
         return cache
@@ -135,7 +135,7 @@ class TokenCache:
         lengths = self.lengths if isinstance(self.lengths, int) else "of each row"
         if self._packed is not None:
             tensors, kept = self._packed[0], "packed "
-        else:  # of the buffers, the part that is read
+        else:  # the part of the buffers that is read
             tensors, kept = {name: self[name] for name in self.names}, ""
         return f"TokenCache({kept}{_shown(tensors)}, rows={self.rows}, lengths={lengths}, nbytes={self.nbytes})"
 
@@ -144,7 +144,7 @@ class TokenCache:
         if self._filled is None:
             assert self._packed is not None and isinstance(self.lengths, Tensor)
             new, cu_seqlens = self._packed
-            # A graph cannot wait for the longest; a row is masked behind its length, so a bound serves as well.
+            # A graph cannot wait for the longest length; a bound suffices, as rows are masked after their length.
             tokens = next(iter(new.values())).shape[1]
             self.n = tokens if torch.compiler.is_compiling() else int(self.lengths.max())
             rows, at = locate(cu_seqlens, tokens)
@@ -168,7 +168,7 @@ class TokenCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is cached, without the room for more."""
+        """The bytes of the cached tokens, without the room for more."""
         if self._packed is not None:
             return sum(x.nbytes for x in self._packed[0].values())
         return sum(self[name].numel() * self[name].element_size() for name in self.names)
@@ -199,8 +199,8 @@ class TokenCache:
     def append(self, new: dict[str, Tensor]) -> "TokenCache":
         """Return the cache with t more tokens in every row, new `rows t ...`.
 
-        They go into the room behind the last token, unless another continuation took it, gradients may be wanted, or
-        the call is compiled (a graph cannot hold the lock): then all tokens are copied.
+        They are written into the room after the last token. All tokens are copied instead if another continuation has
+        claimed that room, if gradients may be needed, or if the call is compiled (a graph cannot hold the lock).
         """
         t = next(iter(new.values())).shape[1]
         buffer, n = self._buffer, self.n
@@ -232,8 +232,8 @@ class TokenCache:
     def append_packed(self, new: dict[str, Tensor], cu_seqlens: Tensor) -> "TokenCache":
         """Return a copy with the tokens of packed sequences, one sequence a row: new `1 t ...`.
 
-        A compiled call makes room for all new tokens in every row, since no graph knows the longest sequence; the next
-        call that is not compiled takes the room back.
+        A compiled call makes room for all new tokens in every row, because a graph does not know the longest sequence;
+        the next call that is not compiled removes the unused room.
         """
         t = next(iter(new.values())).shape[1]
         rows, offsets = locate(cu_seqlens, t)
@@ -247,7 +247,7 @@ class TokenCache:
         return TokenCache({name: grown[name].index_put(where, x[0])[:, :n] for name, x in new.items()}, lengths)
 
     def _grown(self, taken: int, room: int) -> _Buffer:
-        """Return a copy for `taken` tokens and room for more; 0 where there are none yet."""
+        """Return a copy with room for `taken` tokens and more, filled with 0 after the last token."""
         tensors = {}
         for name in self.names:
             old = self[name]
@@ -264,14 +264,14 @@ class TokenCache:
 
 
 def _shown(tensors: Mapping[str, Tensor]) -> str:
-    """Return names, shapes and dtypes, without a look at any value, which on a GPU would have to be waited for."""
+    """Return names, shapes and dtypes; values are not read, since that would wait for a GPU."""
     each = [f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()]
     devices = dict.fromkeys(str(x.device) for x in tensors.values())
     return f"{', '.join(each)} on {' and '.join(devices)}"
 
 
 def _check_alike(states: Sequence["Memory"] | Sequence["TokenCache"]) -> None:
-    """Raise unless their rows can be joined: the same names, sizes of a row (and token), dtypes and device."""
+    """Raise unless the rows can be joined: they need the same names, sizes of a row (and token), dtypes and device."""
     if not states:
         raise ValueError("states must be one or more, got none")
     first = states[0]
@@ -292,7 +292,7 @@ def _check_alike(states: Sequence["Memory"] | Sequence["TokenCache"]) -> None:
 
 
 def join_lengths(parts: Sequence[tuple[int, int | Tensor]], device: torch.device) -> int | Tensor:
-    """Return the lengths of parts with so many rows of these lengths; an int if all rows have as many."""
+    """Return the lengths of all rows of the joined parts; an int if all rows have the same length."""
     first = parts[0][1]
     if isinstance(first, int) and all(isinstance(n, int) and n == first for _, n in parts):
         return first
@@ -301,11 +301,11 @@ def join_lengths(parts: Sequence[tuple[int, int | Tensor]], device: torch.device
 
 
 LayerState = Memory | TokenCache
-torch.serialization.add_safe_globals([Memory, TokenCache, _Buffer])  # so that torch.load takes a saved state
+torch.serialization.add_safe_globals([Memory, TokenCache, _Buffer])  # so that torch.load accepts a saved state
 
 
 def token_positions(past: int | Tensor, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return where the tokens of x `b t ...` stand in their sequences: `b t`, or `t` if all rows agree."""
+    """Return the positions of the tokens of x `b t ...` in their sequences: `b t`, or `t` if all rows agree."""
     if cu_seqlens is None:
         steps = torch.arange(x.shape[1], device=x.device)
         return steps + past if isinstance(past, int) else past[:, None] + steps

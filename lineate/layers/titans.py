@@ -55,7 +55,7 @@ class Titans(LearningMixer):
             clip: The largest norm of a token's gradient; None: no clipping, and a sequence of repeated keys can make
                 the memory grow without bound.
             max_rate: The largest step size.
-            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            conv_size: Tokens that the short convolution sees; 0 means no convolution.
             norm_eps: Added to the mean square in the output norm.
             gate_activation: The activation of the output gate, "silu" or "sigmoid".
         """

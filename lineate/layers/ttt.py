@@ -6,8 +6,9 @@ rate = base_rate sigmoid(r + rate_bias) / d
 o, state = ttt(q, k, v, rate, ...)           lineate.memory.ttt
 y = out_proj(LayerNorm(o) * gelu(z))         over all heads
 
-This is the paper's layer except for q, k and v: there q and k are one projection behind two convolutions without silu,
-and v has none; here all three have their own, as in the other mixers.
+This is the paper's layer except for q, k and v. In the paper, q and k share one projection, followed by two
+convolutions without silu, and v has no convolution; here each has its own projection and convolution,
+as in the other mixers.
 """
 
 from itertools import pairwise
@@ -27,7 +28,7 @@ from lineate.rule import compute_dtype
 
 
 class TTTMixer(LearningMixer):
-    """What TTTLinear and TTTMLP have in common: heads of head_dim channels, each with a model of its own."""
+    """The base class of TTTLinear and TTTMLP: heads of head_dim channels, each with a model of its own."""
 
     def __init__(
         self,
@@ -48,11 +49,11 @@ class TTTMixer(LearningMixer):
         Args:
             hidden_size: Channels of x.
             heads: Heads, each with a model of its own.
-            widths: Hidden channels of the model; none: it is one layer.
+            widths: Hidden channels of the model; empty if it is one layer.
             head_dim: Channels of a head.
             chunk: Tokens that share one gradient point.
             base_rate: The largest step size, times head_dim.
-            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            conv_size: Tokens that the short convolution sees; 0 means no convolution.
             rope_theta: The base of the rotary positions in the chunk; None: no positions.
             norm_eps: Added to the variance in the norms.
             recompute_chunks: So many chunks at a time keep only their first weights for the backward, which runs them
@@ -74,7 +75,7 @@ class TTTMixer(LearningMixer):
         self.finish(channels)
 
     def reset_parameters(self) -> None:
-        """Begin with normal weights of deviation .02 and no bias; rates and norms as given."""
+        """Draw normal weights of deviation .02; set the biases to 0 and the norm's weight to 1."""
         for x in (self.rate_bias, self.factor_offset, self.norm_bias):
             nn.init.zeros_(x)
         nn.init.ones_(self.norm_weight)
@@ -144,7 +145,7 @@ class TTTLinear(TTTMixer):
             head_dim: Channels of a head; None is hidden_size / heads.
             chunk: Tokens that share one gradient point.
             base_rate: The largest step size, times head_dim.
-            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            conv_size: Tokens that the short convolution sees; 0 means no convolution.
             rope_theta: The base of the rotary positions in the chunk; None: no positions.
             norm_eps: Added to the variance in the norms.
             recompute_chunks: So many chunks at a time keep only their first weights for the backward, which runs them
@@ -160,7 +161,7 @@ class TTTLinear(TTTMixer):
 class TTTMLP(TTTMixer):
     """TTTLinear with W_2 gelu(W_1 x + b_1) + b_2 in place of W x + b.
 
-    base_rate is 0.1 in the paper; with 1 recall is learnt in half as many steps or less, and stays as stable.
+    base_rate is 0.1 in the paper; with 1, models learn recall in at most half as many steps, and training is as stable.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class TTTMLP(TTTMixer):
             expand: Hidden channels of the model over head_dim.
             chunk: Tokens that share one gradient point.
             base_rate: The largest step size, times head_dim.
-            conv_size: Tokens that the short convolution sees; 0: no convolution.
+            conv_size: Tokens that the short convolution sees; 0 means no convolution.
             rope_theta: The base of the rotary positions in the chunk; None: no positions.
             norm_eps: Added to the variance in the norms.
             recompute_chunks: So many chunks at a time keep only their first weights for the backward, which runs them

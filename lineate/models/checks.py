@@ -1,4 +1,4 @@
-"""What HybridLM and what stands around it say of wrong ids, masks, labels and states."""
+"""The checks of ids, masks, labels and states by HybridLM and the code around it."""
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ def check_ids(ids: Tensor, vocab_size: int, name: str = "input_ids") -> None:
 
 
 def check_mask(attention_mask: Tensor, input_ids: Tensor) -> Tensor | None:
-    """Return which tokens are no padding; None if none is. A device is asked once for all that must be known."""
+    """Return which tokens are not padding, or None if none is padding; synchronise with the device only once."""
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be a torch.Tensor, got {type(attention_mask).__name__}")
     if attention_mask.shape != input_ids.shape:
@@ -34,7 +34,7 @@ def check_mask(attention_mask: Tensor, input_ids: Tensor) -> Tensor | None:
             f"attention_mask must be on the device of input_ids, {input_ids.device}, got {attention_mask.device}"
         )
     kept = attention_mask.bool()
-    begun = F.pad(kept, (1, 0))  # a row begins again after a hole
+    begun = F.pad(kept, (1, 0))  # a row has tokens again after padding
     once = ((begun[:, 1:] & ~begun[:, :-1]).sum(1) <= 1).all()
     known, whole, some, once = torch.stack(((kept == attention_mask).all(), kept.all(), kept.any(), once)).tolist()
     if not known:

@@ -1,4 +1,4 @@
-"""What a hybrid language model is made of: sizes of its parts, and which layer has which mixer.
+"""The configuration of a hybrid language model: sizes of its parts, and which layer has which mixer.
 
     HybridConfig(vocab_size=256, hidden_size=512, n_layers=8, pattern="GGGA", linear=..., attention=..., feed=...)
 
@@ -8,7 +8,7 @@ A pattern is tiled over the layers, one letter a layer:
     R gated linear          G Gated DeltaNet    E least squares             M latent attention (MLA)
     T TTT-Linear            P TTT-MLP           N Titans                    C LaCT
 
-and those that lineate.layers.register has added; their sizes stand in `mixers`, under the name of the kind.
+Letters that lineate.layers.register has added are allowed too; `mixers` has their sizes, under the name of the kind.
 """
 
 from collections.abc import Iterable
@@ -150,7 +150,7 @@ class HybridConfig:
         return f"HybridConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what an earlier version pickled, which had no mixers."""
+        """Accept pickles of earlier versions, which have no field `mixers`."""
         self.__dict__.update({"mixers": {}} | state)
 
     def __post_init__(self) -> None:
@@ -210,7 +210,7 @@ class HybridConfig:
         return self.experts is not None and layer not in self.dense_layers
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values as JSON holds them; of your own mixers also what must be imported to read them."""
+        """Return the values as JSON can hold them; for mixers of your own, also the modules to import first."""
         values = {name: value for name, value in asdict(self).items() if name not in ("letters", "mixers")}
         own = [kind for kind in kinds() if kind.name in self.mixers]
         own += [kind for kind in self.mixer_kinds() if kind.section is not None and not kind.built_in]
@@ -224,7 +224,7 @@ class HybridConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "HybridConfig":
-        """Make a configuration of what JSON holds; unknown keys are errors.
+        """Make a configuration from JSON values; unknown keys are errors.
 
         Args:
             values: as to_dict returns them.
@@ -257,7 +257,7 @@ def _check_letters(name: str, given: str, least: int = 0) -> None:
 
 
 def _read_mixer(name: str, entry: Any) -> Any:
-    """Return the configuration of a registered kind as to_dict describes it; None if it stands in another field."""
+    """Return the configuration of a registered kind from to_dict's values; None if another field holds it."""
     if not isinstance(entry, dict) or not {"letter", "import"} <= entry.keys() <= {"letter", "import", "fields"}:
         raise ValueError(f"config.mixers[{show(name)}] must have letter, import and fields, got {show(entry)}")
     letter, module = entry["letter"], entry["import"]
@@ -276,7 +276,7 @@ def _read_mixer(name: str, entry: Any) -> Any:
 
 
 def _known(part: type[Any], values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a copy of the values, lists as tuples where such are declared, if all of them are fields."""
+    """Return a copy of the values, with tuples where the field is a tuple; raise for a key that is not a field."""
     allowed = [f.name for f in fields(part) if f.init]
     if unknown := sorted(set(values) - set(allowed)):
         found = ", ".join(map(show, unknown[:8])) + ", ..." * (len(unknown) > 8)
@@ -291,7 +291,7 @@ def _known(part: type[Any], values: dict[str, Any], where: str) -> dict[str, Any
 
 
 def _check_part(part: Any) -> None:
-    """Fields are as declared, heads divide each other, and what is multiplied stays possible."""
+    """Raise unless fields have their types, heads divide each other, and products of sizes stay within bounds."""
     name = type(part).__name__
     check_fields(part, f"{name}.")
     heads = max(_sizes(part, ("heads", "value_heads")), default=0)
@@ -303,5 +303,5 @@ def _check_part(part: Any) -> None:
 
 
 def _sizes(part: Any, names: Iterable[str]) -> list[int]:
-    """Return those of these fields that are numbers; a dataclass of the user's may have others."""
+    """Return those of these fields that are numbers; a user's own dataclass may have fields of other types."""
     return [value for name in names if isinstance(value := getattr(part, name, None), int)]

@@ -1,7 +1,7 @@
 """Checks of a configuration's fields: each is of its declared type, and no size is beyond what any model has.
 
-A configuration may come from anyone's file. Sizes are bounded before anything is made of them, so that a slip of the
-pen, or malice, costs an error and not an hour or all memory; a checkpoint's tensors bound them further.
+A configuration may come from an untrusted file. Sizes are bounded before anything is allocated, so that a typo or an
+attack raises an error instead of taking an hour or all memory; a checkpoint's tensors bound them further.
 """
 
 from dataclasses import Field, fields
@@ -10,21 +10,21 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 MOST_LAYERS = 4096
 MOST_CHANNELS = 2**24
-"""The most of any one size: hidden, vocabulary, heads times channels, tokens of a chunk or window."""
+"""The upper bound of any one size: hidden, vocabulary, heads times channels, tokens of a chunk or window."""
 MOST_EXPERTS = 2**16
 MOST_PIECES = 2**18
-"""Heads, or experts, of all layers together; a checkpoint may have a piece for each."""
+"""The upper bound of heads, or experts, of all layers together; a checkpoint may have a piece for each."""
 MOST_NUMBER = 2**63 - 1
 MOST = {"n_layers": MOST_LAYERS, "count": MOST_EXPERTS}
 UNBOUNDED = ("max_position", "bos_token_id", "pad_token_id")
-"""Numbers that nothing is made of."""
+"""Fields whose numbers are not the size of anything."""
 
 
 def check_fields(part: Any, prefix: str = "") -> None:
     """Raise a TypeError or ValueError that names the first field which is not as its annotation says.
 
-    A field's metadata may have `choices`, the values it takes, and `least`, its smallest whole number, which is else 1,
-    or its default where that is less. Fields of mappings are not looked at.
+    A field's metadata may have `choices`, the values it takes, and `least`, its smallest whole number; without `least`
+    that is 1, or the default if the default is less. The contents of mappings are not checked.
     """
     hints = get_type_hints(type(part))
     for field in fields(part):
@@ -86,7 +86,7 @@ def check_product(name: str, product: int, most: int = MOST_CHANNELS) -> None:
 
 
 def show(value: Any) -> str:
-    """Return a value of anyone's file, cut to what fits on a line."""
+    """Return a value from an untrusted file as text, cut to fit on a line."""
     if isinstance(value, int) and not isinstance(value, bool):
         if value.bit_length() > 100:
             return f"a number of about {value.bit_length() * 3 // 10} digits"
@@ -96,7 +96,7 @@ def show(value: Any) -> str:
 
 
 def _check_number(name: str, value: Any, field: Field[Any]) -> None:
-    """Raise unless it is finite, and above 0; 0 and less are allowed where the default is such."""
+    """Raise unless the number is finite and above 0; 0 and less are allowed if the default is 0 or less."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     usual = field.default if isinstance(field.default, int | float) else 1

@@ -69,7 +69,7 @@ def make_feed(config: HybridConfig, layer: int) -> nn.Module:
 
 
 class Block(nn.Module):
-    """A mixer and a feed-forward around the residual; norm_after normalises what they add, not what they read."""
+    """A mixer and a feed-forward with residuals; norm_after normalises their outputs instead of their inputs."""
 
     recompute: bool = False
     """Keep only the input for the backward pass, which computes the rest again."""
@@ -117,7 +117,7 @@ class HybridLM(nn.Module):
     """
 
     context: Context | None = None
-    """Set: every call has this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
+    """If set, every call has this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -132,19 +132,19 @@ class HybridLM(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all weights as in a new model, for one made on the meta device; the same seed gives the same bits.
 
-        Normal weights of config.initializer_range; decays, norms and convolutions as their layers want them.
+        Weights are normal with deviation config.initializer_range; the layers draw decays, norms and convolutions.
         """
 
         def reset(module: nn.Module) -> None:
             if module is not self and hasattr(module, "reset_parameters"):
                 module.reset_parameters()  # type: ignore[operator]
 
-        self.apply(reset)  # the parts of a module before itself, as they are built
+        self.apply(reset)  # children before their parent, in the order of construction
         self._draw_weights()
 
     @torch.no_grad()
     def _draw_weights(self) -> None:
-        """Draw what is not as the layers draw it."""
+        """Draw the weights that the layers do not draw themselves."""
         for module in self.modules():
             for name, x in module.named_parameters(recurse=False):
                 if isinstance(module, ShortConvolution):
@@ -183,7 +183,7 @@ class HybridLM(nn.Module):
         last_only: bool = False,
         continues: bool | None = None,
     ) -> LMOutput:
-        """Read tokens, and return the logits of what follows each.
+        """Read tokens, and return the logits of the token that follows each.
 
         Args:
             input_ids: `b t`; with cu_seqlens `1 t`.
@@ -214,7 +214,7 @@ class HybridLM(nn.Module):
     def loss_sum(
         self, input_ids: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, continues: bool | None = None
     ) -> Tensor:
-        """Return the sum of -log p(target) in float32, for training: the logits of many tokens are never there at once.
+        """Return the sum of -log p(target) in float32, for training; the logits are made a few at a time.
 
         Args:
             input_ids: `b t`; with cu_seqlens `1 t`.
@@ -231,7 +231,7 @@ class HybridLM(nn.Module):
     def _read(
         self, input_ids: Tensor, state: ModelState | None, cu_seqlens: Tensor | None, continues: bool | None
     ) -> tuple[Tensor, ModelState]:
-        """Return what the head reads of these tokens."""
+        """Return the input of the head for these tokens."""
         rows = input_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(state, self.layers, rows)
         bounds: Bounds = cu_seqlens
@@ -242,7 +242,7 @@ class HybridLM(nn.Module):
     def hidden(
         self, x: Tensor, state: ModelState | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, ModelState]:
-        """Return what the head reads, from embeddings x `b t hidden`."""
+        """Return the input of the head, from embeddings x `b t hidden`."""
         new = []
         for n, block in enumerate(self.layers):
             x, layer = block(x, None if state is None else state.layers[n], cu_seqlens)
@@ -257,7 +257,7 @@ class HybridLM(nn.Module):
         """Return the logits of what the head reads."""
         if self.head is not None:
             return project(self.head, x)
-        if self.embed.weight.is_meta and not x.is_meta:  # torch would return a tensor without numbers
+        if self.embed.weight.is_meta and not x.is_meta:  # torch would return a meta tensor, which has no values
             raise RuntimeError("embed, which is the head too, must not be offloaded; keep it on a device")
         return linear(x, self.embed.weight)
 
@@ -319,18 +319,18 @@ class HybridLM(nn.Module):
 
 
 def empty_model(config: HybridConfig) -> HybridLM:
-    """Make a model without memory for its tensors."""
+    """Make a model on the meta device, without memory for its tensors."""
     return without_memory(HybridLM, config)
 
 
 def save_pretrained(model: HybridLM, folder: str | Path, max_shard_bytes: int = SHARD_BYTES) -> None:
-    """Write config.json and safetensors, unless the model is not what its configuration describes."""
+    """Write config.json and safetensors; raise if the configuration does not describe the model."""
     check_saveable(model)
     write_pretrained(model, model.config, model.dtype, folder, max_shard_bytes)
 
 
 def check_saveable(model: HybridLM) -> None:
-    """Raise if a model made of its configuration and its tensors would not be this one."""
+    """Raise if its configuration and its tensors would not reproduce this model."""
     check_described(model, empty_model(model.config))
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is, from its headers alone: layers, rules, heads, parameters, bytes on disk, bytes of state."""
+"""Describe a checkpoint from its headers alone: layers, rules, heads, parameters, bytes on disk, bytes of state."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,11 +25,11 @@ class Description:
     family: str
     config: HybridConfig
     parameters: int
-    """How many the model has, without what the checkpoint has beside it."""
+    """The number of parameters of the model, without tensors of the checkpoint that it does not use."""
     active_parameters: int
-    """How many one token is multiplied with: of the experts, only those it goes to."""
+    """The number of parameters that one token is multiplied with; of the experts, only those it is routed to."""
     bytes_by_dtype: dict[str, int]
-    """Bytes on disk of everything."""
+    """Bytes on disk of all tensors."""
     ignored_bytes: int
     """Bytes on disk that are not needed by the model (vision, multi-token prediction)."""
     state_dtype: str
@@ -37,11 +37,11 @@ class Description:
     memory_bytes: int
     """Bytes of the memories of one sequence, whatever its length."""
     conv_bytes: int
-    """The same for the last inputs of the convolutions."""
+    """Bytes of the last inputs of the convolutions of one sequence."""
     cache_bytes_per_token: int
     """Bytes that one more token adds."""
     problem: str | None
-    """Why it would not load, if it would not."""
+    """Why the checkpoint cannot be loaded, if it cannot."""
 
     @property
     def bytes_on_disk(self) -> int:
@@ -157,7 +157,7 @@ def _state_bytes(model: HybridLM) -> tuple[int, int, int]:
 
 
 def idle_parameters(model: nn.Module) -> int:
-    """Return how many parameters belong to experts that a token does not go to."""
+    """Return how many parameters belong to experts that a token is not routed to."""
     idle = 0
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):

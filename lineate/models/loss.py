@@ -3,7 +3,7 @@
     L = sum_i log sum_j e^{z_ij} - z_{i, target_i},   z = x W^T,       dz = softmax(z) - onehot(target)
 
 With a vocabulary of 150,000 the logits of 8,192 tokens are 4.9 GB in float32, and their gradient as much again. So they
-are made a few thousand tokens at a time, and the gradients of x and W with them, while they are there.
+are made a few thousand tokens at a time, and the gradients of x and W are computed before they are freed.
 """
 
 import torch
@@ -14,15 +14,15 @@ from lineate.half import half_dtype, linear, times, wide_linear
 from lineate.rule import compute_dtype, full_precision
 
 AT_ONCE = 2**26
-"""Logits at a time; no more than these are left to autograd whole."""
+"""How many logits are made at a time; if there are no more, autograd handles them in one piece."""
 
 
 def loss_sum(logits: Tensor, targets: Tensor, name: str = "targets") -> tuple[Tensor, Tensor]:
     """Return the sum of -log p(target), in float32, and how many targets there are.
 
-    logits `b t vocab`, targets `b t`, -100: none.
+    logits `b t vocab`, targets `b t`; -100 means no target.
 
-    The targets are already shifted: targets_t is what follows input t. name: of the targets, in messages.
+    The targets are already shifted: targets_t follows input t. name: how messages call the targets.
     """
     check_targets(targets, logits, logits.shape[-1], name)
     with full_precision(logits):
@@ -50,7 +50,7 @@ def most_bytes(tokens: int, vocab: int, hidden: int) -> int:
 
 
 def check_targets(targets: Tensor, like: Tensor, vocab: int, name: str = "targets") -> None:
-    """Check shape and values of the targets; values only where looking does not wait for a GPU."""
+    """Check shape and values of the targets; values only if reading them does not wait for a GPU."""
     if targets.shape != like.shape[:2]:
         raise ValueError(f"{name} must have shape (b, t) = {tuple(like.shape[:2])}, got {tuple(targets.shape)}")
     if targets.device.type != "cpu" or torch.compiler.is_compiling() or not targets.numel():

@@ -15,7 +15,7 @@ from lineate.models.config import (
 
 
 def _sized(hidden: int, layers: int, heads: int, pattern: str, vocab_size: int) -> HybridConfig:
-    """A 3:1 hybrid of our own: heads of 64 or 128 channels, SwiGLU of about 8/3 hidden."""
+    """Return a 3:1 hybrid of our own: heads of 64 or 128 channels, SwiGLU of about 8/3 hidden."""
     dim = hidden // heads
     feed = -(-8 * hidden // 3 // 64) * 64
     kimi = KIMI_DELTA_KIND.letter in pattern

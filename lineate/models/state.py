@@ -1,4 +1,4 @@
-"""What a model remembers of the sequences it has read: one state a layer."""
+"""The state of a model after the tokens it has read: one state a layer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from lineate.layers.state import join_lengths
 
 @dataclass(frozen=True)
 class ModelState:
-    """One state a layer, and how many tokens each row has seen. A value: continuing it leaves it as it was.
+    """One state a layer, and how many tokens each row has seen. Continuing a state does not change it.
 
-    torch.save and torch.load keep it.
+    torch.save and torch.load support it.
 
     Args:
         layers: the state of every layer.
@@ -72,4 +72,4 @@ def _join(states: tuple[LayerState, ...]) -> LayerState:
     return type(states[0]).join(states)  # type: ignore[arg-type]
 
 
-torch.serialization.add_safe_globals([ModelState])  # so that torch.load takes a saved one
+torch.serialization.add_safe_globals([ModelState])  # so that torch.load accepts a saved state

@@ -1,4 +1,4 @@
-"""What a model needs: bytes, operations, time.
+"""Plan what a model needs: bytes, operations, time.
 
 >>> model = read_model("qwen3-next-80b")
 >>> plan_memory(model).total(batch=1, tokens=262144), plan_flops(model).decode(262144)

@@ -1,10 +1,10 @@
-"""What the backward needs of a forward: bytes of the tensors that autograd saves, each storage once.
+"""Count the bytes of the tensors that autograd saves for the backward, each storage once.
 
-Counted are the paths that training takes: in float32 the C kernels on a CPU, under bfloat16 autocast the Triton kernels
+The paths that training takes are counted: in float32 the C kernels on a CPU, under bfloat16 autocast the Triton kernels
 on a GPU. A block keeps what its norms, products, convolution, rule or attention, and feed-forward read; a part of a
-larger tensor keeps all of it. The row of a mixer tells what it keeps, or it is measured. The residual stream is
-float32. Not counted: what a kernel needs only while it runs, tables of rotary positions, and the one or two tensors of
-gradients that are alive at a time.
+larger tensor keeps all of it. The row of a mixer has what the mixer keeps; without it, that is measured. The residual
+stream is float32. Not counted: what a kernel needs only while it runs, tables of rotary positions, and the one or two
+tensors of gradients that are alive at a time.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Saved:
     mixer: float
     feed: float
     residual: int
-    """Its input, which is all that recomputation keeps."""
+    """Bytes of its input; recomputation keeps only this."""
 
     @property
     def total(self) -> float:
@@ -33,7 +33,7 @@ def saved_by(config: HybridConfig, layer: int, half: bool) -> Saved:
     kind, hidden, e = kind_of(config.letters[layer]), config.hidden_size, 2 if half else 4
     part = config.part(kind)
     mixer = kept_bytes(kind, config, part, half) if kind.kept_bytes is None else kind.kept_bytes(part, half)
-    # in front of the mixer: the residual, which the norm reads, and the norm's output; likewise of the feed-forward
+    # before the mixer: the residual, which the norm reads, and the norm's output; likewise before the feed-forward
     return Saved(mixer + e * hidden, _feed(config, layer, e) + (4 + e) * hidden, 4 * hidden)
 
 

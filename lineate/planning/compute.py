@@ -22,7 +22,7 @@ CONVENTIONS = ("executed", "least")
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Operations of one layer; those of its mixer are told by its row in the registry, or measured."""
+    """Operations of one layer; those of its mixer come from its row in the registry, or are measured."""
 
     config: HybridConfig
     """The model's configuration."""
@@ -92,7 +92,7 @@ class FlopsPlan:
 
         They are 3 forwards, as a backward is two, or 4 if blocks are computed again.
 
-        What kernels compute again in their backward anyway (a chunk's scores, flash attention's) is not in it.
+        Scores that kernels always recompute in their backward (of a chunk, of flash attention) are not counted.
         """
         blocks = sum(layer.forward(length, convention) for layer in self.layers)
         return (4 if recompute else 3) * blocks / length + 3 * self.head
@@ -118,7 +118,7 @@ def rule_flops(letter: str, linear: LinearConfig) -> int:
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that must come from or go to memory at least."""
+    """The least bytes that must be read from or written to memory."""
 
     weights: int
     """Weights that the tokens are multiplied with, each read once."""
@@ -161,7 +161,7 @@ def prefill_bytes(plan: MemoryPlan, batch: int, tokens: int, routing: str = "lea
 
 
 def touched_weights(plan: MemoryPlan, tokens: int, routing: str = "least") -> int:
-    """Return the bytes of the weights that so many tokens are multiplied with; of experts, those that they go to."""
+    """Return the bytes of the weights that so many tokens are multiplied with; of experts, those they are routed to."""
     if routing not in ("least", "expected"):
         raise ValueError(f"routing must be 'least' or 'expected', got {routing!r}")
     c = plan.model.config

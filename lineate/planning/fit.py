@@ -43,7 +43,7 @@ def crossover(
 ) -> int:
     """Return the first length at which a linear layer's fixed state has fewer bytes than a full layer's cache.
 
-    The layers are the model's own; if it has none of a kind, that of variants() is taken.
+    The layers are the model's own; if it has no layer of a kind, the one of variants() is used.
 
     Args:
         model: The model.

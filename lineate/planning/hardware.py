@@ -129,7 +129,7 @@ class Bound:
     seconds: float
     """The least time."""
     limit: str
-    """What binds: "memory bandwidth" or "matrix rate"."""
+    """The limit that sets the time: "memory bandwidth" or "matrix rate"."""
     detail: str
     """Both times, with operations and bytes, in words."""
     flops: int
@@ -153,7 +153,7 @@ def time_bounds(
     """Return lower bounds of the times of a prefill, of decoding one token, and of a training step.
 
     There are `batch` sequences of `tokens` tokens. A bound is the least operations at the peak rate, or the least bytes
-    at the peak bandwidth, whichever takes longer, although a program needs both, and launches, too. All tokens of a
+    at the peak bandwidth, whichever takes longer; a real program needs both, and launches. All tokens of a
     batch are taken to go to the same experts; "decode, experts at random" is what to expect if each chooses at random.
     Training has bfloat16 products where the machine has them, and weights and optimiser in float32.
 

@@ -36,7 +36,7 @@ class LayerMemory:
     weights: int
     """Bytes of the whole block: mixer, feed-forward, norms."""
     feed: int
-    """Those of them that are the feed-forward's."""
+    """Bytes of the feed-forward, which are included in the weights."""
     memory: int
     """Recurrent state; of LaCT also its window's keys and values, which are bounded."""
     conv: int
@@ -66,9 +66,9 @@ class MemoryPlan:
     norm: int
     """Bytes of the norm before the head; the other norms are in their layers."""
     parameters: int
-    """How many, not bytes; a tied embedding once."""
+    """The number of parameters, not bytes; a tied embedding counts once."""
     active_parameters: int
-    """How many one token is multiplied with: of the experts, only those it goes to."""
+    """The number of parameters that one token is multiplied with; of the experts, only those it is routed to."""
     state_dtype: torch.dtype
     """Dtype of the recurrent state."""
     conv_dtype: torch.dtype
@@ -93,7 +93,7 @@ class MemoryPlan:
         return sum(layer.cache_per_token for layer in self.layers)
 
     def cache(self, batch: int, tokens: int, kind: str | None = None) -> int:
-        """Return the bytes of so many sequences of so many tokens; kind: of the layers that cache this alone."""
+        """Return the bytes of so many sequences of so many tokens; kind: count only layers with this kind of cache."""
         check_size("batch", batch, 0)
         check_size("tokens", tokens, 0)
         return batch * tokens * sum(x.cache_per_token for x in self.layers if kind in (None, x.cache))
@@ -113,8 +113,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the bytes of a model, equal to what HybridLM.from_pretrained and a forward pass allocate.
 
-    A serving engine may keep its state in other dtypes: with conv_dtype="float32" the convolution state is that which
-    servers are seen to log. Of a cache, the tokens in it are counted, not the room that a buffer has for more.
+    A serving engine may keep its state in other dtypes: with conv_dtype="float32" the convolution state equals the one
+    that servers log. The tokens in a cache are counted, not the room that its buffer has for more.
 
     Args:
         model: The model to plan.
@@ -127,7 +127,7 @@ def plan_memory(
         dtype_of(conv_dtype or model.dtype, "conv_dtype"),
         dtype_of(cache_dtype or model.dtype, "cache_dtype"),
     )
-    empty = empty_model(model.config).to(torch.bfloat16)  # what is bfloat16 in its state has the model's dtype
+    empty = empty_model(model.config).to(torch.bfloat16)  # bfloat16 stands for the model's dtype in its state
     layers = []
     idle = 0
     for index, (block, specs) in enumerate(zip(empty.layers, empty.state_spec, strict=True)):
@@ -175,7 +175,7 @@ def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class _Dtypes:
-    """What each part of a state is kept in."""
+    """The dtype of each part of a state."""
 
     state: torch.dtype
     conv: torch.dtype
@@ -206,7 +206,7 @@ class TrainingMemory:
     casts: int
     """Copies of the weights in bfloat16 that autocast keeps until the backward; with recomputation, until it ends."""
     activations: int
-    """What the backward needs of the blocks."""
+    """The tensors of the blocks that autograd saves for the backward."""
     activations_recomputed: int
     """The same if every block keeps only its input and is computed again: inputs, and one whole block."""
     logits: int

@@ -1,4 +1,4 @@
-"""What is planned: sizes of a model and the dtype it is kept in, from a preset, a folder, a config.json or numbers."""
+"""The model to plan: its sizes and its dtype, from a preset, a folder, a config.json or numbers."""
 
 import math
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "int8": torch.int8,
 }
-"""By name. fp8 and int8 are a byte an element: what else a quantised model stores (scales) is not counted."""
+"""Dtypes by name. fp8 and int8 take a byte an element; the scales of a quantised model are not counted."""
 PLAIN_FAMILIES: dict[str, str | None] = {
     **dict.fromkeys(("ernie4_5", "granite", "granitemoe", "llama", "mistral", "mixtral", "phi3", "smollm3")),
     **dict.fromkeys(("qwen2", "qwen2_moe")),
@@ -180,7 +180,7 @@ def from_numbers(
 def variants(model: Model) -> dict[str, Model]:
     """Return the same sizes with softmax attention in every layer, in none, and in every 4th.
 
-    Letters are the first of each kind in the model's pattern, else G and A. A part that the model has not is derived:
+    Letters are the first of each kind in the model's pattern, else G and A. A part that the model lacks is derived:
     attention with the value heads of its linear layers, or linear layers with the heads of its attention.
 
     Args:
@@ -200,7 +200,7 @@ def variants(model: Model) -> dict[str, Model]:
 def mixed_ratio(config: HybridConfig) -> tuple[int, int]:
     """Return how many linear layers come to how many of softmax attention as the pattern repeats, in lowest terms.
 
-    (3, 1) if there is but one kind, or if a pattern that names every layer (Kimi Linear's) has no ratio to one.
+    It is (3, 1) if there is only one kind, or if a pattern that names every layer (Kimi Linear's) has no ratio n : 1.
     """
     pattern = config.pattern
     length = next(n for n in range(1, len(pattern) + 1) if (pattern[:n] * len(pattern)).startswith(pattern))
@@ -221,7 +221,7 @@ def _with_pattern(model: Model, pattern: str | None) -> Model:
 
 
 def _complete(config: HybridConfig) -> HybridConfig:
-    """Return the config with a part for every letter; what it has not gets the heads that it has."""
+    """Return the config with a part for every letter; a part that it lacks gets the heads of another part."""
     heads, dim = _heads(config)
     return replace(
         config,

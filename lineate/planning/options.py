@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONTEXTS = "4k,16k,64k,256k,1M"
 DEFAULT_RANGE = ("128", "128k")
-"""What --min-ctx and --max-ctx are if only the other is given."""
+"""The values of --min-ctx and --max-ctx if only the other is given."""
 AXES = ("log", "linear")
 PANEL_NAMES = ("memory", "batch", "flops", "decode", "prefill")
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")

@@ -5,7 +5,7 @@ import re
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 MOST_COUNTED = 2**40
-"""The most tokens or sequences that are believed; more are a slip of the pen."""
+"""The most tokens or sequences that are accepted; a larger number is taken for a typo."""
 
 
 def read_bytes(text: str, flag: str) -> int:

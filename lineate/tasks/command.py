@@ -177,7 +177,7 @@ def _plan(task: str, flags: dict[str, Any], quick: bool) -> "list[Cell]":
 
 
 def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[Cell, RunCost]":
-    """Return what the same command costs with --quick; nothing if its flags do not go together with that."""
+    """Return what the same command costs with --quick; nothing if its flags do not fit --quick."""
     from lineate.tasks.progress import estimate
 
     try:

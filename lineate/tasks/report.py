@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MORE_COLORS = ("#0072B2", "#882255", "#117733", "#999933", "#AA4499", "#332288")
-"""For patterns and for the rules that are not compared by default, in the order in which they come."""
+"""Looks of patterns and of rules that are not compared by default, in the order in which they appear."""
 
 
 def by_rule(results: Sequence[CellResult]) -> dict[str, list[CellResult]]:

@@ -88,7 +88,7 @@ class Cell:
 
 @dataclass
 class CellResult:
-    """What became of a cell."""
+    """The result of a cell."""
 
     rule: str
     seed: int

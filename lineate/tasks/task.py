@@ -1,4 +1,4 @@
-"""What a task is: a batch made on the device from (seed, step), and what its sizes must be."""
+"""The type of a task: it makes batches on the device from (seed, step), and checks its sizes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ NOTHING = -100
 """The target where nothing is asked."""
 STREAMS = ("train", "test")
 DEFAULT_RULES = "linear,gla,deltanet,gdn,kda,softmax"
-"""What a task compares unless told otherwise."""
+"""The rules that a task compares by default."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Checkpoint families: how a config.json becomes a HybridConfig, and where the tensors of a model come from.
 
-Each family is one file with a row, `FAMILY`; a new one is that file and its name in FAMILIES.
+Each family is one file with a row, `FAMILY`; to add a family, add its file and its name in FAMILIES.
 """
 
 import re
@@ -24,7 +24,7 @@ OF_TRANSFORMERS = ("model_type", "architectures", "auto_map", "dtype", "torch_dt
 
 
 FEW_LAYERS = 256
-"""So many are made without asking whether the files have tensors for them: a list of what is missing says more."""
+"""Up to this many layers are made without checking the files for them: a list of missing tensors says more."""
 
 
 FAMILIES: dict[str, CheckpointFamily] = {
@@ -32,7 +32,7 @@ FAMILIES: dict[str, CheckpointFamily] = {
     for module in (qwen3_next, qwen3_5, kimi_linear, olmo_hybrid)
     for model_type in module.FAMILY.model_types
 }
-"""By model_type of config.json; our own is "lineate"."""
+"""The families by model_type of config.json; our own is "lineate"."""
 
 
 def read_config(checkpoint: Checkpoint) -> HybridConfig:
@@ -68,7 +68,7 @@ def make_plan(checkpoint: Checkpoint, config: HybridConfig, model: nn.Module) ->
 
 
 def other_family(checkpoint: Checkpoint) -> str:
-    """Return what to add to a complaint about tensors that are those of another family than config.json says."""
+    """Return a hint for error messages if the tensors belong to another family than config.json says."""
     kind = _model_type(checkpoint)
     signatures = {name: family.signature for name, family in FAMILIES.items()} | {OWN: OWN_SIGNATURE}
     for name, signature in signatures.items():
@@ -88,7 +88,7 @@ def _model_type(checkpoint: Checkpoint) -> str:
 
 
 def _all_eos(checkpoint: Checkpoint, config: HybridConfig) -> tuple[int, ...]:
-    """Return the tokens that end a sequence: those of config.json, then what generation_config.json adds."""
+    """Return the tokens that end a sequence: those of config.json, then those that generation_config.json adds."""
     more = checkpoint.extra("generation_config.json").get("eos_token_id")
     more = token_ids("eos_token_id of generation_config.json", more)
     return tuple(dict.fromkeys((*config.eos_token_ids, *more)))

@@ -1,4 +1,4 @@
-"""Builds a plan from the names and shapes of a checkpoint; what several families share is written here once."""
+"""Builds a loading plan from the names and shapes of a checkpoint, with the parts that several families share."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from lineate.models.files.safetensors import CheckpointError
 
 Shape = tuple[int, ...]
 IGNORED = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.", r"rotary_emb\.inv_freq$")
-"""Multi-token prediction, vision, and rotary tables that are computed."""
+"""Tensors that the model does not need: multi-token prediction, vision, and rotary tables, which are computed."""
 FEW_EXPERTS = 1024
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 
@@ -25,15 +25,15 @@ class Part(NamedTuple):
     source: str
     shape: Shape
     rows: tuple[int, int] | None = None
-    """First and last + 1 row; None: all."""
+    """First and last + 1 row; None means all rows."""
     turned: bool = False
     """Whether the checkpoint has the transpose, a matrix (in, out); shape and rows are those of (out, in)."""
 
 
 def interleaved(source: str, heads: int, widths: Sequence[int], tail: Shape, turned: bool = False) -> list[Part]:
-    """Return the parts of a tensor that has the rows of one head after those of another, in our order.
+    """Return the parts, in our order, of a tensor whose rows are grouped by head.
 
-    Every head's rows are those of q, then those of k, and so on; ours are q of all heads, then k of all heads.
+    In the checkpoint every head has the rows of q, then of k, and so on; ours are q of all heads, then k of all heads.
 
     Args:
         source: the tensor's name in the checkpoint.
@@ -64,7 +64,7 @@ class PlanBuilder:
         return LoadingPlan(self.pieces, IGNORED, tuple(self.equal))
 
     def first(self, *names: str) -> str:
-        """Return the first name that the checkpoint has; the first of all if it has none."""
+        """Return the first of these names that the checkpoint has, or the first name if it has none of them."""
         return next((name for name in names if name in self.shapes), names[0])
 
     def shape(self, source: str, *allowed: Shape) -> Shape:
@@ -113,7 +113,7 @@ class PlanBuilder:
         self.copy(f"layers.{layer}.feed_norm.weight", feed, (self.config.hidden_size,))
 
     def delta(self, layer: int, source: str, gates: str, norm: str, out: str) -> None:
-        """Take what all linear layers have: A_log and dt_bias of `gates`; of `source` the norm and the output."""
+        """Take what all linear layers have: A_log and dt_bias from `gates`; the norm and the output from `source`."""
         linear = self.config.linear
         assert linear is not None
         hv, target = linear.value_heads, f"layers.{layer}.mixer"
@@ -129,7 +129,8 @@ class PlanBuilder:
     def convolution(self, layer: int, source: str) -> None:
         """Take the convolution over q | k | v.
 
-        It is conv1d, or q_conv1d, k_conv1d and v_conv1d, which need not be cut between q, k and v.
+        It is one tensor, conv1d, or three: q_conv1d, k_conv1d and v_conv1d. Only the sum of the three sizes must fit;
+        they need not be cut between q, k and v.
         """
         linear = self.config.linear
         assert linear is not None
@@ -177,7 +178,7 @@ class PlanBuilder:
         self.copy(f"{target}.down_proj.weight", f"{source}.down_proj.weight", (hidden, size))
 
     def experts(self, layer: int, source: str, names: Sequence[tuple[str, str, str]]) -> None:
-        """Take the experts in one tensor, or one by one; names: what gate, up and down of one expert may be called."""
+        """Take the experts in one tensor, or one by one; names: possible names of one expert's gate, up and down."""
         experts, hidden, target = self.config.experts, self.config.hidden_size, f"layers.{layer}.feed"
         assert experts is not None
         fused = f"{source}.experts.gate_up_proj", f"{source}.experts.down_proj"
@@ -199,7 +200,7 @@ class PlanBuilder:
         self.pieces[f"{target}.experts_gate_up"], self.pieces[f"{target}.experts_down"] = into, back
 
     def _fused_experts(self, target: str, gate_up: str, down: str) -> None:
-        """Take the experts as we hold them, or both transposed; where one tensor could be either, the other decides."""
+        """Take the experts in our layout, or both transposed; if one tensor's shape fits both, the other decides."""
         experts, hidden = self.config.experts, self.config.hidden_size
         assert experts is not None
         ours: dict[str, Shape] = {

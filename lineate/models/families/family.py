@@ -15,7 +15,7 @@ class CheckpointFamily:
     """How the checkpoints of a family are read."""
 
     model_types: tuple[str, ...]
-    """What config.json may say as model_type."""
+    """The values of model_type in config.json."""
     config_from: Callable[[dict[str, Any]], HybridConfig]
     """Reads config.json."""
     plan: Callable[[HybridConfig, Mapping[str, Shape]], LoadingPlan]

@@ -49,7 +49,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
             nope_dim=v.number("qk_nope_head_dim", least=0),
             rope_dim=v.number("qk_rope_head_dim", least=0),
             value_dim=v.number("v_head_dim"),
-            norm_eps=1e-6,  # of kv_a_layernorm, whatever rms_norm_eps is
+            norm_eps=1e-6,  # kv_a_layernorm has this epsilon whatever rms_norm_eps is
         )
     return HybridConfig(
         vocab_size=v.number("vocab_size"),

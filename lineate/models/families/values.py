@@ -1,4 +1,4 @@
-"""Reads the config.json of a checkpoint: what is missing or not understood is an error that names the key."""
+"""Reads the config.json of a checkpoint; a key that is missing or not understood raises an error that names it."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ class Values:
     """The keys of one family's config.json.
 
     layer_letters, rope, grouped_linear, attention and feed read the keys as Qwen and OLMo name them. A family with
-    other names reads each with number, flag, words, numbers, part and so on, which are given the key.
+    other names reads each key with number, flag, words, numbers, part and so on.
     """
 
     def __init__(self, family: str, values: dict[str, Any], inside: str = "") -> None:
@@ -36,18 +36,18 @@ class Values:
         return default
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Return what an object under this key has; nothing if it is null or not there."""
+        """Return the object under this key; empty if it is null or absent."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(f"must have an object in {name}, got {show(value)}")
         return value or {}
 
     def part(self, name: str) -> "Values":
-        """Return the keys of an object under this key, whose messages name the object too."""
+        """Return the Values of the object under this key; its error messages name the object too."""
         return Values(self.family, self.mapping(name), f"{self.inside}.{name}".removeprefix("."))
 
     def words(self, name: str, layers: str = "num_hidden_layers") -> list[str] | None:
-        """Return a list of words, if it is there: one for every layer, of which the key `layers` has the number."""
+        """Return the list of words under this key, if present: one a layer; the key `layers` has their number."""
         value = self.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(word, str) for word in value)):
             raise self.error(f"must have a list of words in {name}, got {show(value)}")
@@ -56,7 +56,7 @@ class Values:
         return value
 
     def numbers(self, name: str) -> list[int]:
-        """Return a list of whole numbers; empty if it is null or not there."""
+        """Return a list of whole numbers; empty if it is null or absent."""
         value = self.get(name)
         if value is None:
             return []
@@ -67,7 +67,7 @@ class Values:
         return list(value)
 
     def flag(self, *names: str, default: bool) -> bool:
-        """Return the flag under the first of these keys that is there and not null; null alone does not mean true."""
+        """Return the flag under the first of these keys that is present and not null; null does not count as true."""
         given = [self.values[name] for name in names if name in self.values]
         value = next((x for x in given if x is not None), None if given and default else default)
         if not isinstance(value, bool):
@@ -97,7 +97,7 @@ class Values:
         return kind(value)
 
     def layers(self, name: str = "num_hidden_layers") -> int:
-        """Return how many layers there are, at most as many as a model may have."""
+        """Return the number of layers; raise if it exceeds the most that a model may have."""
         return int(self.number(name, most=MOST_LAYERS))
 
     def must_be(self, name: str, allowed: Any, why: str, default: Any = _NONE) -> None:
@@ -155,7 +155,7 @@ class Values:
         )
 
     def attention(self, factor: float, gated: bool, qk_norm: str) -> AttentionConfig:
-        """Return softmax attention's sizes; factor: which part of a head is rotated, unless the config says so."""
+        """Return softmax attention's sizes; factor: the rotated part of a head if the config gives none."""
         heads = self.number("num_attention_heads")
         head_dim = self.number("head_dim", default=self.number("hidden_size") // heads)
         rotary_dim, theta = self.rope(head_dim, factor)

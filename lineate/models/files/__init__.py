@@ -1,1 +1,1 @@
-"""Files of models: tensors on disk, checkpoints and their names on the hub, loading and what may be saved."""
+"""Files of models: tensors on disk, checkpoints and their names on the hub, loading and saving."""

@@ -27,7 +27,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 LONGEST_CONFIG = 2**24
-"""Bytes of a config.json; a published one has a few thousand."""
+"""The most bytes of a config.json; a published one has a few thousand."""
 LONGEST_FILE = 200
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -158,8 +158,8 @@ def save(
 ) -> None:
     """Write config.json and the tensors, in shards with an index if they are larger than one shard.
 
-    Everything is first written beside its place and then renamed: a save that fails leaves what was there before. One
-    that is stopped amid the renaming leaves no config.json, so that no mixture of old and new is ever loaded.
+    Files are written under temporary names and then renamed, so a save that fails leaves the old files unchanged.
+    A save that is stopped while renaming leaves no config.json, so that no mixture of old and new files is ever loaded.
     """
     path = Path(folder)
     new = not path.exists()

@@ -9,7 +9,7 @@ from lineate.names import user_path
 
 ALL = ["*.json", "*.safetensors"]
 TEXTS = ["*.json"]
-"""Configs, the index and the tokenizer: some MB at most."""
+"""Patterns of configs, the index and the tokenizer, which have a few MB at most."""
 REVISION = r"[0-9a-f]{40}"
 
 
@@ -19,7 +19,7 @@ def is_hub_name(name: str | Path) -> bool:
 
 
 def find_folder(name: str | Path) -> Path:
-    """Return a folder as it is, or the folder of a hub name with everything, fetched if need be."""
+    """Return a folder as it is, or the folder with all files of a hub name, which are downloaded if necessary."""
     path = user_path(name)
     if path.is_dir():
         return path
@@ -38,12 +38,12 @@ def fetch(name: str, patterns: list[str]) -> Path:
         ) from None
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the library raises those of its network library too, which differ between versions
+    except Exception as error:  # the library also raises errors of its network library, which differ between versions
         raise _why(name, error) from None
 
 
 def open_headers(name: str | Path) -> Checkpoint:
-    """Open a folder, or of a hub name the config and the headers of its tensors, from which nothing can be read."""
+    """Open a folder, or the config and the tensor headers of a hub name, whose tensors cannot be read."""
     if not is_hub_name(name):
         return Checkpoint.open(find_folder(name))
     folder = fetch(str(name), TEXTS)
@@ -53,7 +53,7 @@ def open_headers(name: str | Path) -> Checkpoint:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether all weights lie in a folder of the hub's cache, which may have but the index of them."""
+    """Whether a folder of the hub's cache has all weights; it may have only their index."""
     if (folder / INDEX).is_file():
         places = read_json(folder / INDEX, LONGEST_HEADER).get("weight_map")
         return isinstance(places, dict) and all((folder / str(file)).is_file() for file in places.values())
@@ -64,7 +64,7 @@ def _fetch_entries(name: str, folder: Path) -> dict[str, Entry]:
     """Fetch the first bytes of every file of weights, which say what it holds."""
     from huggingface_hub import get_safetensors_metadata
 
-    revision = folder.name if re.fullmatch(REVISION, folder.name) else None  # that of the config, if another came since
+    revision = folder.name if re.fullmatch(REVISION, folder.name) else None  # the config's, not a newer one
     try:
         files = get_safetensors_metadata(name, revision=revision).files_metadata
     except Exception as error:

@@ -1,8 +1,8 @@
 """Fills a model from a checkpoint whose tensors have other names, orders and dtypes.
 
 A plan says for every tensor of the model which pieces of the checkpoint it is made of. It is checked against the
-headers before any memory is taken: all that is missing, unexpected or misshapen is told at once. Then every tensor is
-made once, on its device and in its dtype, and filled piece by piece in the order of the files.
+headers before any memory is allocated; one error lists all tensors that are missing, unexpected or misshapen. Then
+every tensor is made once, on its device and in its dtype, and filled piece by piece in the order of the files.
 """
 
 import math
@@ -25,9 +25,9 @@ from lineate.terminal import console, printable
 KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
 """Gate and router parameters whose rounding would be exponentiated or would change a choice."""
 OWN_PAGES = 2**18
-"""Bytes from which a tensor has pages of its own."""
+"""A tensor of at least this many bytes gets memory pages of its own."""
 LISTED = 40
-"""Tensors of one kind of problem that a message names; the error's attributes have all."""
+"""How many tensors a message names for each kind of problem; the error's attributes have all."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,23 @@ class Piece:
     shape: tuple[int, ...]
     """The shape that the source must have."""
     into: tuple[int | slice, ...] = ()
-    """Index of the part of the target that it fills, row-major."""
+    """The index of the part of the target that this piece fills, in row-major order."""
     rows: tuple[int, int] | None = None
     """First and last + 1 row of the source; None: all."""
     take: Callable[[Tensor], Tensor] | None = None
-    """Makes of these rows a tensor in the shape of that part, such as a transpose; held in memory while copied."""
+    """Changes these rows to the shape of that part, such as a transpose; the result is held in memory while copied."""
 
 
 @dataclass(frozen=True)
 class LoadingPlan:
-    """How a model is made of a checkpoint."""
+    """How the tensors of a model are made from those of a checkpoint."""
 
     pieces: Mapping[str, Sequence[Piece]]
     """The pieces of every parameter and buffer of the model."""
     ignored: tuple[str, ...] = ()
     """Patterns of tensors that the model does not need."""
     equal: tuple[tuple[str, str], ...] = ()
-    """Pairs of tensors of the checkpoint that stand for one of the model, and must hold the same."""
+    """Pairs of checkpoint tensors that fill one tensor of the model, and so must have equal values."""
 
 
 class MismatchError(CheckpointError):
@@ -126,7 +126,7 @@ def load(
 
 
 def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: LoadingPlan) -> None:
-    """Raise unless every element of the model is filled exactly once: else the plan is wrong, not the file."""
+    """Raise unless the plan fills every element of the model exactly once; a failure is an error of the plan."""
     if plan.pieces.keys() != shapes.keys():
         planned, made = sorted(plan.pieces.keys() - shapes.keys()), sorted(shapes.keys() - plan.pieces.keys())
         only = f"{planned[:8]} only in the plan and {made[:8]} only in the model"
@@ -164,7 +164,7 @@ def _taken_shape(take: Callable[[Tensor], Tensor], block: tuple[int, ...]) -> tu
 
 
 def check_tensors(plan: LoadingPlan, checkpoint: Checkpoint, floating: set[str], hint: str = "") -> None:
-    """Raise unless every planned tensor is there, in its shape, and every other one is known to be superfluous."""
+    """Raise unless every planned tensor exists with its shape, and every other one is known to be superfluous."""
     missing: dict[str, None] = {}
     misshapen: dict[str, None] = {}
     used = {name for pair in plan.equal for name in pair}
@@ -220,7 +220,7 @@ def _dtype_of(name: str, like: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for one tensor; large ones on a CPU get their own pages: torch's allocator may take 25% more."""
+    """Allocate one tensor; large ones on a CPU get their own pages, as torch's allocator may take 25% more."""
     nbytes = shape.numel() * dtype.itemsize
     if device.type != "cpu" or nbytes < OWN_PAGES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.empty(shape, dtype=dtype, device=device)
@@ -243,7 +243,7 @@ def _box(into: tuple[int | slice, ...], shape: tuple[int, ...]) -> list[tuple[in
 
 
 def _disjoint(boxes: list[list[tuple[int, int]]], dim: int) -> bool:
-    """Whether boxes that are equal in all dims before this one are apart."""
+    """Whether boxes that agree in all dims before this one do not overlap."""
     if len(boxes) <= 1:
         return True
     if dim == len(boxes[0]):
@@ -254,7 +254,7 @@ def _disjoint(boxes: list[list[tuple[int, int]]], dim: int) -> bool:
 
 
 def _place(checkpoint: Checkpoint, piece: Piece) -> tuple[str, int]:
-    """Return where it lies: pieces are read in this order, so that files are read from front to end."""
+    """Return the place of a piece in its file; pieces are read in this order, so that files are read front to end."""
     entry = checkpoint.entries[piece.source]
     first = 0 if piece.rows is None else piece.rows[0] * math.prod(entry.shape[1:]) * entry.dtype.itemsize
     return str(entry.file), entry.start + first
@@ -295,7 +295,7 @@ def _check_equal(checkpoint: Checkpoint, first: str, second: str) -> None:
 
 @contextmanager
 def _bar(checkpoint: Checkpoint, jobs: Sequence[tuple[Piece, str]], progress: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in bytes, if it is wanted, stderr is a terminal and rich is there."""
+    """Show a progress bar in bytes, if it is wanted, stderr is a terminal and rich is installed."""
     bar = None
     if progress and sys.stderr.isatty():
         try:

@@ -5,7 +5,7 @@
     data: the tensors, row-major, one after the other; offsets count from the end of the header
 
 Files are read with seek and readinto, straight into the memory of the final tensor. They are never mapped: mapped pages
-count as resident memory beside the tensors that are made of them. Pickles are never read.
+would count as resident memory in addition to the tensors made from them. Pickles are never read.
 """
 
 import ctypes
@@ -48,27 +48,27 @@ NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 LONGEST_HEADER = 100_000_000
 MOST_DIGITS, MOST_DIMS, LONGEST_NAME = 40, 64, 1000
 SURROGATES = re.compile("[\ud800-\udfff]")
-"""Halves of characters, which JSON can escape and no file or terminal takes."""
+"""Halves of surrogate pairs, which JSON can escape but files and terminals reject."""
 BUFFER_BYTES = 16 * 2**20
-"""What a tensor passes through when it changes dtype, layout or device on its way."""
+"""The size of the buffer for tensors whose dtype, layout or device changes while they are read."""
 
 
 class CheckpointError(ValueError):
     """A folder that cannot be read as a checkpoint; the message names the file, the tensor, expected and got."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))  # names of tensors are the file's words, and tracebacks show them
+        super().__init__(printable(message))  # tracebacks show the tensor names, which come from the file
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies."""
+    """The place of one tensor in a file."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Where its first byte lies in the file."""
+    """The offset of its first byte in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +112,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse JSON of anyone's making: no key twice, and no number so long that computing with it would take all day."""
+    """Parse untrusted JSON; raise for a repeated key, or a number so long that computing with it would take hours."""
     return json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_int=_whole_number)
 
 
@@ -131,7 +131,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_name(file: Path, name: str, most: int = LONGEST_NAME) -> None:
-    """Raise unless a name of anyone's making can be printed in a message, and asked a file system for."""
+    """Raise unless an untrusted name can be printed in a message and passed to a file system."""
     if len(name) > most or not (name.isascii() or SURROGATES.search(name) is None):
         raise CheckpointError(
             f"{file}: names must be text of at most {most} characters, got one of {len(name)}: {ascii(name)[:80]}"
@@ -189,7 +189,7 @@ def _check_offsets(file: Path, entries: Mapping[str, Entry], base: int, size: in
 
 
 class Reader:
-    """Fills tensors from files; one buffer serves all that cannot be filled in place."""
+    """Fills tensors from files; tensors that cannot be filled in place share one buffer."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -197,8 +197,8 @@ class Reader:
     def read_into(self, name: str, entry: Entry, target: Tensor, rows: tuple[int, int] | None = None) -> None:
         """Fill `target`, row-major, with the tensor or with `rows` of its first dim; dtype and device are the target's.
 
-        The element count must agree, the shape need not: (C, 1, 4) fills (C, 4). Where dtypes agree and the target is
-        contiguous CPU memory nothing lies between; otherwise a buffer of 16 MiB does.
+        The element count must agree, the shape need not: (C, 1, 4) fills (C, 4). If the dtypes agree and the target is
+        contiguous CPU memory, the file is read directly into it; otherwise through a buffer of 16 MiB.
         """
         start, count = entry.start, math.prod(entry.shape)
         if rows is not None:
@@ -215,7 +215,7 @@ class Reader:
             self._fill(handle, name, entry, target)
 
     def _fill(self, handle: FileIO, name: str, entry: Entry, target: Tensor) -> None:
-        """Fill the target from where the file stands."""
+        """Fill the target from the current position of the file."""
         if target.numel() == 0:
             return
         per_buffer = BUFFER_BYTES // entry.dtype.itemsize
@@ -268,7 +268,7 @@ def _read_exactly(handle: FileIO, name: str, entry: Entry, target: Tensor) -> No
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file, to the disk itself."""
+    """Write one file and sync it to the disk."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # wide dtypes first: all aligned
     end = 0
@@ -287,7 +287,7 @@ def _after(first: bytes, rest: Iterable[memoryview]) -> Iterable[bytes | memoryv
 
 
 def _bytes_of(tensor: Tensor) -> Iterable[memoryview]:
-    """Yield row-major bytes; what is not contiguous CPU memory, or not what it holds, is copied some rows at a time."""
+    """Yield row-major bytes; tensors that are virtual or not contiguous CPU memory are copied some rows at a time."""
     if tensor.numel() == 0:
         return
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not is_virtual(tensor):

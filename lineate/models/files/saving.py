@@ -1,8 +1,8 @@
-"""Whether a model is what its configuration describes: all that save_pretrained writes beside the tensors.
+"""Check that a model is what its configuration describes, since save_pretrained writes only that and the tensors.
 
-from_pretrained makes a model of the configuration alone and fills it with the tensors. A part of another class with
-tensors of the same names, or a setting that was changed after construction, would be lost without a word; so the model
-is compared, part by part, with an empty one of its configuration before anything is written.
+from_pretrained makes a model from the configuration alone and fills it with the tensors. A part of another class with
+tensors of the same names, or a setting that was changed after construction, would be lost silently. So the model is
+compared, part by part, with an empty one of its configuration before anything is written.
 """
 
 import sys
@@ -19,7 +19,7 @@ REMEDIES = {
     "peft": "merge the adapters into the weights first",
     "torch._dynamo": "save the model that was compiled, or compile in place with module.compile()",
 }
-"""By the package of the class that stands where another was expected."""
+"""Advice, by the package of the class that was found in place of the expected one."""
 REMEDY = (
     "undo the change, or keep the weights with torch.save(model.state_dict(), file) and make the change again before "
     "load_state_dict"
@@ -29,8 +29,8 @@ REMEDY = (
 def check_described(model: nn.Module, reference: nn.Module, around: nn.Module | None = None) -> None:
     """Raise if the model differs from `reference`, an empty model of its configuration, in more than its numbers.
 
-    around: a module that runs the model's parts, whose own methods must be those of its class. Hooks are not looked at:
-    as in torch's own state_dict they are the caller's, not the model's.
+    around: a module that runs the model's parts, whose own methods must be those of its class. Hooks are not compared:
+    as in torch's own state_dict, they belong to the caller and not to the model.
     """
     found = list(_differences("model", model, reference))
     if around is not None:
@@ -57,7 +57,7 @@ def check_whole(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _differences(name: str, module: nn.Module | None, reference: nn.Module | None) -> Iterator[tuple[str, str]]:
-    """Yield what differs, in words, and what to do about it; the parts of a part of another class are not looked at."""
+    """Yield each difference and its remedy in words; inside a part of another class nothing is compared."""
     kind, expected = _class_of(module), _class_of(reference)
     if kind is not expected:
         package = next((key for key in REMEDIES if kind.__module__.startswith(key)), "")
@@ -83,7 +83,7 @@ def _changed_settings(module: nn.Module, reference: nn.Module) -> Iterator[str]:
 
 
 def _shadowed(module: nn.Module, keys: Iterable[str]) -> Iterator[str]:
-    """Yield those of these attributes that stand before another thing of that name in the class."""
+    """Yield those of these attributes that shadow an attribute of the class."""
     for key in keys:
         value = vars(module)[key]
         if key not in HOW_IT_RUNS and hasattr(type(module), key) and not _is_wrapped(module, key, value):
@@ -103,7 +103,7 @@ def _changed_tensors(module: nn.Module, reference: nn.Module) -> Iterator[str]:
 
 
 def _class_of(module: nn.Module | None) -> type:
-    """Return its class; that of a module sharded by FSDP2, which makes a subclass, is the one it had before."""
+    """Return the class of a module; for one sharded by FSDP2, which makes a subclass, return the original class."""
     kind = type(module)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
@@ -126,12 +126,12 @@ def _is_wrapped(module: nn.Module, key: str, value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a plain value, or the class of another: a tensor's numbers would fill the screen."""
+    """Return a plain value as text, or else its class, since a tensor's numbers would fill the screen."""
     return f"{value!r:.80}" if isinstance(value, PLAIN_SETTINGS) else f"a {type(value).__name__}"
 
 
 def _shown(kind: type, other: type) -> str:
-    """Return a class by its name, and by its module where that alone tells two apart."""
+    """Return the name of a class, with its module if two classes have the same name."""
     if kind is type(None):
         return "nothing"
     return kind.__qualname__ if kind.__qualname__ != other.__qualname__ else f"{kind.__module__}.{kind.__qualname__}"
