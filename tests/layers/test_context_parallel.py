@@ -87,7 +87,7 @@ class Layout:
         return 2 if self.texts is None else len(self.texts) - 1
 
     def until(self, rank: int) -> tuple[Tensor | None, list[int]]:
-        """Of all tokens up to the rank's last: cu_seqlens, and the texts (rows) that the rank has a part of."""
+        """Return cu_seqlens of all tokens up to the rank's last, and the sequences (rows) that it has a part of."""
         start, end = self.cuts[rank : rank + 2]
         if self.texts is None:
             return None, [0, 1]
@@ -514,7 +514,7 @@ GPU_CASES = [
 
 
 def run_cases(folder: Path, device: str, names: list[str]) -> None:
-    """On a rank; writes what failed."""
+    """Run the cases on a rank, and write what failed."""
     torch.set_default_device(device)
     for message in ("mkldnn_matmul failed", "FSDP2-wrapped module"):  # torch's own
         warnings.filterwarnings("ignore", message)
@@ -542,7 +542,7 @@ def run_cases(folder: Path, device: str, names: list[str]) -> None:
 
 
 def start(folder: Path, device: str, names: list[str]) -> list[dict[str, str]]:
-    """Of each rank: case -> what failed, or nothing."""
+    """Return for each rank a mapping from case to what failed, or to nothing."""
     with suppress(Exception):  # then some case has no result
         run_ranks(RANKS, run_cases, folder, device, names)
     found = [Path(folder, f"{rank}.json") for rank in range(RANKS)]

@@ -1,4 +1,4 @@
-"""What every mixer says of a wrong input or state, instead of what torch would."""
+"""Every mixer has its own message about a wrong input or state, in place of an error from inside torch."""
 
 import pytest
 import torch
@@ -179,7 +179,7 @@ def test_states_of_other_layers(letter, other):
 @pytest.mark.parametrize("letter", "LGKTNEAM")
 @torch.no_grad()
 def test_dtype_of_a_state_under_autocast(letter):
-    """As autocast made it, and nothing else; without autocast none of autocast's."""
+    """Under autocast only the dtype that autocast produces is accepted; without autocast that dtype is refused."""
     mixer, x = make(letter), tokens()
     exact = mixer(x)[1]
     with torch.autocast("cpu", torch.bfloat16):
@@ -197,7 +197,7 @@ def test_dtype_of_a_state_under_autocast(letter):
 @letters
 @torch.no_grad()
 def test_a_layer_that_was_converted(letter):
-    """What has passed before is no excuse."""
+    """A layer that passed the check before its conversion is checked again."""
     mixer, x = make(letter), tokens()
     state = mixer(x)[1]
     mixer(x, state)
@@ -223,7 +223,7 @@ def _adapt(mixer):
 
 
 def _fetch(mixer):
-    """Its weight is on the meta device but while it runs, as when a model is offloaded."""
+    """Its weight is on the meta device except while it runs, as in an offloaded model."""
     linear, weight = mixer.in_proj, mixer.in_proj.weight
 
     def before(*_):

@@ -372,7 +372,7 @@ def test_mixture_of_experts_is_its_sum(scores, n):
 
 
 def test_experts_in_one_product_equal_one_by_one():
-    """What a GPU does in bfloat16, on a CPU in float32."""
+    """The way that a GPU takes in bfloat16 is tested on a CPU in float32."""
     torch.manual_seed(0)
     layer = MixtureOfExperts(16, 8, 3, 24)
     x = torch.randn(1, 50, 16)

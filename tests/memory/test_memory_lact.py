@@ -63,7 +63,7 @@ def test_equals_autograd_token_by_token(chunk, position, muon):
 
 
 def check_gradients(got, wanted, leaves, names: str = "") -> None:
-    """By y and those parts of the state that are named."""
+    """Check the gradients of y and of the named parts of the state."""
     asked = [
         (y, {name: x for name, x in end.items() if name.startswith(tuple(names.split()))}) for y, end in (got, wanted)
     ]
@@ -90,7 +90,7 @@ def test_any_shape_without_momentum(t, position, d, dh, muon):
 @pytest.mark.parametrize("names", ["", "weights", "sums", "previous", "momentum"])
 @pytest.mark.parametrize("t", [8, 10])
 def test_gradients_of_y_and_some_of_the_state(t, names):
-    """What the last chunk wrote may be of no interest to anyone."""
+    """A loss need not depend on what the last chunk wrote."""
     inputs, state = make(t=t)
     leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
     got, wanted = (form(*inputs, state, chunk=4) for form in (lact, reference))
@@ -129,7 +129,7 @@ def test_nothing_written_is_finite(muon):
 
 @pytest.mark.parametrize("t", [1, 9])
 def test_weights_alone_are_a_state(t):
-    """As lact_state, which fills in the rest; gradients of the weights go through their norms too."""
+    """They equal lact_state, which fills in the rest; gradients of the weights go through their norms too."""
     inputs, state = make(b=3, t=t)
     weights = [state[f"weights_{i}"][0].clone().requires_grad_() for i in range(3)]
     found = [lact(*inputs, form(weights, 3), chunk=4) for form in (fresh_state, lact_state)]

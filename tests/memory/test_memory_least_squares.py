@@ -34,7 +34,7 @@ def inputs(t, b=B, *, decay=True, beta=True, seed=0):
 
 
 def some_state(rows, position):
-    """What earlier tokens left: P positive, and rows at different places of their chunks."""
+    """Return a state as earlier tokens leave it: P positive, and rows at different positions in their chunks."""
     A = draw(rows, H, K, K, seed=11)
     P = A @ A.mT + torch.eye(K, dtype=torch.float64)
     return {
@@ -50,7 +50,7 @@ def error(a, b):
 
 
 def gradients(result, leaves):
-    """Of one number made of the output and the whole state."""
+    """Return the gradients of one number made of the output and the whole state."""
     y, state = result
     parts = [y, *(state[name] for name in ("P", "S", "ridge"))]
     total = sum((x * torch.sin(torch.arange(x.numel(), dtype=x.dtype)).view_as(x)).sum() for x in parts)
@@ -246,7 +246,7 @@ def test_stays_near_float64(kind, kept):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("start", [None, [3, 7]])
 def test_gpu(start):
-    """As on a CPU: chunks, then one token, and all gradients."""
+    """A GPU gives what a CPU gives: for chunks, then one token, and for all gradients."""
     given = inputs(29)
     state = None if start is None else some_state(B, start)
     moved = [x.detach().cuda().requires_grad_() for x in given]

@@ -382,7 +382,7 @@ def test_wrong_gates_and_weights():
 
 
 def momentum_step(gradients, carried, gates):
-    """What "momentum" does."""
+    """Take the step of "momentum"."""
     steps = {name: gates["momentum"] * carried[name] - gates["rate"] * x for name, x in gradients.items()}
     return steps, steps
 

@@ -112,7 +112,7 @@ def test_packed_texts_in_bfloat16_equal_separate_runs(case):
 
 @cases
 def test_packed_gradients_in_bfloat16(case):
-    """Of the loss under autocast, against float32 on the CPU."""
+    """Gradients of the loss under autocast are compared with float32 on the CPU."""
     ids, bounds = draw(1, 300), torch.tensor((0, 5, 5, 6, 170, 300))
     model = make(case)
     model(ids, cu_seqlens=bounds, labels=ids).loss.backward()
