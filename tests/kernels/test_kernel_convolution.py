@@ -151,7 +151,7 @@ def test_one_of_two_gradients(path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_dtypes_of_state_and_weight(path):
-    """As in torch: the state is read in the dtype of x, the output has the wider one of x and weight."""
+    """As in torch, the state is read in the dtype of x, and the output has the wider one of x and weight."""
     inputs = draw(path, 5, 20)
     single = {**inputs, "weight": inputs["weight"].float(), "state": inputs["state"].float()}
     found = run("short_convolution", single, path)

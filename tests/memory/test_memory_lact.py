@@ -22,7 +22,7 @@ def answer(weights: list[Tensor], x: Tensor) -> Tensor:
 
 
 def reference(q, k, v, rates, momentum, state, chunk, muon=True):
-    """Literally: the loss's gradient by autograd, token by token (rows and heads side by side); one position."""
+    """Take the loss's gradient by autograd, token by token (rows and heads side by side); one position."""
     names = ("weights", "sums", "previous", "norms")
     weights, sums, previous, norms = ([state[f"{name}_{i}"] for i in range(3)] for name in names)
     total, position = state["momentum"], int(state["position"][0])
@@ -256,7 +256,7 @@ def test_the_state_does_not_grow_and_the_norms_stay():
 
 
 def test_singular_values_of_a_step():
-    """Those from 0.8 % of the whole norm up come to 0.977 .. 1.032."""
+    """Singular values from 0.8 % of the whole norm up come to 0.977 .. 1.032."""
     g = torch.Generator().manual_seed(0)
     U, V = (torch.linalg.qr(torch.randn(64, 64, generator=g, dtype=torch.float64))[0] for _ in range(2))
     sizes = torch.logspace(0, -2, 64, dtype=torch.float64)

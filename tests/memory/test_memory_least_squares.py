@@ -21,7 +21,7 @@ def draw(*shape, seed=0):
 
 
 def inputs(t, b=B, *, decay=True, beta=True, seed=0):
-    """q, k, v, log_decay, beta as leaves."""
+    """Return q, k, v, log_decay, beta as leaves."""
     q, k, v = (
         draw(b, t, H, K, seed=seed),
         F.normalize(draw(b, t, H, K, seed=seed + 1), dim=-1),
@@ -304,7 +304,7 @@ def test_layer(options):
 
 
 def test_layer_rows_at_different_places():
-    """Texts of different lengths go on as one batch."""
+    """Sequences of different lengths continue as one batch."""
     mixer, x = layer(), draw(2, 30, 24)
     _, state = mixer(torch.cat((x[:1, :5], x[1:, :11]), 1), cu_seqlens=torch.tensor([0, 5, 16]))
     together, _ = mixer(torch.cat((x[:1, 5:15], x[1:, 11:21])), state)
@@ -434,7 +434,7 @@ def test_too_fast_forgetting_and_wrong_positions_are_errors():
 
 @pytest.mark.parametrize(("floor", "chunk"), [(0.5, 64), (0.95, 1024), (1e-30, 1)])
 def test_the_layer_never_forgets_too_fast(floor, chunk):
-    """Whatever its gates say; a usual floor and chunk are as they are."""
+    """Outputs are finite whatever its gates say; the limit leaves the default floor unchanged."""
     torch.manual_seed(0)
     layer = LeastSquares(8, 2, decay_floor=floor, chunk=chunk)
     with torch.no_grad():

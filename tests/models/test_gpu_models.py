@@ -55,7 +55,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 @cases
 @pytest.mark.parametrize("bounds", [None, (0, 5, 5, 6, 150)])
 def test_logits_and_gradients_equal_those_of_the_cpu(case, bounds):
-    """In float32; the loss goes through every layer, forward and backward."""
+    """They are float32; the loss goes through every layer, forward and backward."""
     found = {}
     for device in ("cpu", "cuda"):
         model = make(case).to(device)

@@ -63,7 +63,7 @@ def test_tangents(row, texts, dtype, tolerance):
 @DTYPES
 @pytest.mark.parametrize("way", WAYS)
 def test_tangents_by_every_way(way, dtype, tolerance):
-    """In three chunks of two tokens: the more operations, the longer compiling takes."""
+    """Three chunks of two tokens keep the time of compiling short."""
     check_tangents(KIMI_DELTA, WAYS[way], dtype, tolerance, shape=SHAPE._replace(t=5), chunk_size=2)
 
 
