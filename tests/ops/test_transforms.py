@@ -115,7 +115,7 @@ def test_second_derivatives_by_torch_func():
 @DTYPES
 @pytest.mark.parametrize("options", [{}, {"form": "recurrent"}], ids=["auto", "recurrent"])
 def test_vmap_is_a_loop(options, dtype, tolerance):
-    """And what it maps may need gradients, which cannot be seen inside."""
+    """The mapped tensors may need gradients, which cannot be seen inside vmap."""
     each = [convert(inputs_of(KIMI_DELTA, seed=seed), dtype) for seed in (0, 1)]
     stacked = {name: torch.stack([x[name] for x in each]).requires_grad_() for name in each[0]}
     function = function_of(KIMI_DELTA, **options)
