@@ -1,4 +1,4 @@
-"""Without a CUDA device Triton kernels run in the interpreter, which must be said before triton is imported.
+"""Run Triton kernels in the interpreter if there is no CUDA device; this must be set before triton is imported.
 
 --shard 3/8 runs the third of eight parts, for several processes side by side: what compiles the same kernels (a row in
 a dtype) stays in one of them.

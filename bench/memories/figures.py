@@ -122,7 +122,7 @@ def _singular(share: Tensor) -> Tensor:
 
 
 def section_7() -> Lines:
-    """A sequence that is split anywhere."""
+    """Measure how far a sequence that is split anywhere differs from the whole."""
     q, k, v = tokens(256, 16)
     gate, weight, bias = draw(1, 256, 1, seed=3).sigmoid(), draw(1, 16, 16, seed=4) / 4, draw(1, 16, seed=5) / 4
     ones, zeros = torch.ones(1, 16, dtype=torch.float64), torch.zeros(1, 16, dtype=torch.float64)
@@ -148,7 +148,7 @@ def section_7() -> Lines:
 
 
 def section_9() -> Lines:
-    """Formulas that are found elsewhere."""
+    """Measure the errors of formulas that are found elsewhere."""
     k, v, kept = units(256, 32), draw(256, 32, seed=1), 0.98
     for divided in (False, True):
         P, S = torch.eye(32, dtype=torch.float64) / 0.01, torch.zeros(32, 32, dtype=torch.float64)

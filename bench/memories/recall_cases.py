@@ -97,7 +97,7 @@ def _gated_delta(k: Tensor, v: Tensor, s: Setting, S: Tensor | None) -> Any:
 
 
 def _kimi(k: Tensor, v: Tensor, s: Setting, S: Tensor | None) -> Any:
-    """Kimi Delta Attention whose channels keep between 1 and `keep` of what they hold, evenly in the logarithm."""
+    """Run Kimi Delta Attention whose channels keep between 1 and `keep` of their content, evenly in the logarithm."""
     log_decay = torch.linspace(0, math.log(s["keep"]), k.shape[-1]).expand(k.shape)
     return lineate.kimi_delta_attention(k, k, v, log_decay, _full(k, s["rate"]), scale=1.0, state=S)
 

@@ -93,7 +93,7 @@ class ModelShape:
 
     @property
     def attention(self) -> tuple[int, int, int, int]:
-        """Heads, channels of a key and of a value, and what a token hands on to later ranks."""
+        """Return heads, channels of a key and of a value, and what a token hands on to later ranks."""
         if self.has_latents:
             x = self.config.latent
             return x.heads, x.nope_dim + x.rope_dim, x.value_dim, x.rank + x.rope_dim

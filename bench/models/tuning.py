@@ -1,4 +1,4 @@
-"""Peers tune themselves at their first call, hundreds of kernels one after another: the same choices in less time."""
+"""Shorten the tuning that peers do at their first call, hundreds of kernels one by one, with the same choices."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

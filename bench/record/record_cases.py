@@ -144,7 +144,7 @@ def run_op(
     draw: Draw, rule: str, dtype: str = "float32", sizes: dict[str, int] = SIZES, variant: str = "plain",
     grad: bool = True, autocast: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """Output, state and all gradients of one op."""
+    """Return output, state and all gradients of one op."""
     drawn = dict(VARIANTS[variant])
     normalize_qk = drawn.pop("normalize_qk", False)
     if "feature_map" in options:
@@ -159,7 +159,7 @@ def run_op(
 
 
 def op_cases(device: str) -> dict[str, Case]:
-    """Every op, form, backend, variant and dtype."""
+    """Return cases of every op, form, backend, variant and dtype."""
     cases: dict[str, Case] = {}
     gpu = device == "cuda"
     paths = [("chunkwise", "triton"), ("chunkwise", "torch"), ("auto", "auto")] if gpu else PATHS
@@ -234,7 +234,7 @@ def run_softmax(draw: Draw, variant: str, dtype: str) -> Any:
 
 
 def explain(draw: Draw, rule: str) -> Any:
-    """What would run, for all forms and backends, in words; Triton's interpreter is not to change them."""
+    """Return what lineate.explain says for all forms and backends, whether or not Triton's interpreter is on."""
     with patch.dict(os.environ):
         os.environ.pop("TRITON_INTERPRET", None)
         return plans(draw, rule)
@@ -257,7 +257,7 @@ def plans(draw: Draw, rule: str) -> dict[str, str]:
 
 
 def transform(draw: Draw, rule: str) -> Any:
-    """Derivatives of the torch forms by torch.func, and twice."""
+    """Return first and second derivatives of the torch forms by torch.func."""
     named, _ = inputs(draw, rule, torch.float32, SIZES | {"t": 40})
     leaves = tuple(x.detach() for x in named.values())
     op = getattr(lineate, RULES[rule][0])
@@ -321,7 +321,7 @@ DECODES: dict[str, dict[str, Any]] = {
 
 
 def run_decode(draw: Draw, rule: str, how: dict[str, Any], dtype: str, backend: str, width: int = 24) -> Any:
-    """The output and the memory after it."""
+    """Return the output and the memory after it."""
     how = dict(how)
     packed, group = how.pop("packed", False), how.pop("group", 1)
     named, keywords = inputs(
@@ -345,7 +345,7 @@ def run_decode(draw: Draw, rule: str, how: dict[str, Any], dtype: str, backend: 
 def run_fused(
     draw: Draw, rule: str, variant: str, dtype: str, backend: str, sizes: dict[str, int] = SIZES, bias: bool = True
 ) -> Any:
-    """lineate.fused_delta_rule, forward and backward."""
+    """Run lineate.fused_delta_rule forward and backward."""
     drawn = dict(VARIANTS[variant])
     drawn.pop("normalize_qk", None)
     named, keywords = inputs(draw, rule, DTYPES[dtype], sizes, **drawn)
@@ -359,7 +359,7 @@ def run_fused(
 
 
 def decode_cases(device: str) -> dict[str, Case]:
-    """lineate.decode and lineate.fused_delta_rule."""
+    """Return cases of lineate.decode and lineate.fused_delta_rule."""
     cases: dict[str, Case] = {}
     gpu = device == "cuda"
     for rule in RULES:
@@ -383,7 +383,7 @@ def decode_cases(device: str) -> dict[str, Case]:
 
 
 def interpreted_cases() -> dict[str, Case]:
-    """Kernels in Triton's interpreter, small."""
+    """Return small cases of kernels in Triton's interpreter."""
     cases: dict[str, Case] = {}
     sizes = {"b": 1, "t": 75, "h": 1, "k": 12, "v": 9}
     for rule in RULES:

@@ -35,7 +35,7 @@ MEMORIES: dict[str, tuple[str, tuple[int, ...] | None, dict[str, Any]]] = {
 def run_memory(
     draw: Draw, memory: str, how: str = "plain", dtype: str = "float32", d: int = 12, t: int = 45
 ) -> Any:  # fmt: skip
-    """Outputs, states and gradients; "split": in two calls, the first of which ends inside of a chunk."""
+    """Return outputs, states and gradients; "split" makes two calls, the first of which ends inside a chunk."""
     function, widths, keywords = MEMORIES[memory]
     kind, (b, h) = DTYPES[dtype], (2, 2)
     bounds = None
@@ -86,7 +86,7 @@ def run_memory(
 
 
 def run_reference(draw: Draw, rule: str, packed: bool) -> Any:
-    """The sequential reference of one rule, with every gate that it reads."""
+    """Run the sequential reference of one rule, with every gate that it reads."""
     from lineate.memory import RULES as TABLE
 
     chosen = TABLE[rule]
@@ -199,14 +199,14 @@ def fill(module: nn.Module, draw: Draw) -> nn.Module:
 
 
 def first_weights(draw: Draw, make: Callable[[], nn.Module]) -> Any:
-    """What a new layer is: its first weights, what it prints, and its state."""
+    """Return the first weights of a new layer, what it prints, and its state."""
     torch.manual_seed(5)
     module = make()
     return {"weights": module, "repr": repr(module), "state": repr(getattr(module, "state_spec", None))}
 
 
 def run_mixer(draw: Draw, make: Callable[[], nn.Module], how: str, width: int = 48, t: int = 75) -> Any:
-    """Outputs, state and gradients of a mixer."""
+    """Return outputs, state and gradients of a mixer."""
     dtype = torch.bfloat16 if "bfloat16" in how else torch.float32
     mixer = fill(make(), draw).to(dtype)
     packed = "packed" in how
@@ -237,7 +237,7 @@ def run_mixer(draw: Draw, make: Callable[[], nn.Module], how: str, width: int = 
 
 
 def run_feed(draw: Draw, make: Callable[[], nn.Module], how: str, width: int = 48) -> Any:
-    """Output and gradients of a feed-forward, norm or convolution."""
+    """Return output and gradients of a feed-forward, norm or convolution."""
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
     module = fill(make(), draw).to(dtype)
     given = {"x": draw(2, 33, width, dtype=dtype)}
@@ -251,7 +251,7 @@ def run_feed(draw: Draw, make: Callable[[], nn.Module], how: str, width: int = 4
 
 
 def layer_cases(device: str) -> dict[str, Case]:
-    """Every class of lineate.layers; on a GPU heads of 128 channels too."""
+    """Return cases of every class of lineate.layers; on a GPU with heads of 128 channels too."""
     cases: dict[str, Case] = {}
     for name, (kind, keywords) in MIXERS.items():
         make = partial(getattr(layers, kind), 48, 2, **keywords)

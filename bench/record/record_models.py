@@ -61,7 +61,7 @@ WAYS = (
 
 
 def run_model(draw: Draw, config: HybridConfig, how: str, t: int = 40) -> Any:
-    """A model of random weights; how: one of WAYS."""
+    """Run a model of random weights; `how` is one of WAYS."""
     torch.manual_seed(3)
     model = HybridLM(config)
     if how == "new":
@@ -117,7 +117,7 @@ def run_model(draw: Draw, config: HybridConfig, how: str, t: int = 40) -> Any:
 
 @torch.no_grad()
 def save_and_load(model: HybridLM, ids: Tensor) -> Any:
-    """Files, what is read back, and what the commands say of them."""
+    """Return the saved files, what is read back, and what the commands say of them."""
     model.save_pretrained("model")
     back = HybridLM.from_pretrained("model", progress=False, device=ids.device)
     files = {str(x): x.read_bytes() for x in sorted(Path("model").iterdir()) if x.suffix != ".json"}
@@ -143,7 +143,7 @@ def family_module() -> Any:
 
 @torch.no_grad()
 def run_family(draw: Draw, family: str, layout: str | None = None, dtype: str | None = None) -> Any:
-    """A tiny model of transformers, saved by it, possibly laid out differently, and read by lineate."""
+    """Run a tiny model that transformers saved, possibly in another layout, and lineate reads."""
     families = family_module()
     families.build(family, seed=1).save_pretrained("theirs")
     place = Path("theirs")
@@ -158,7 +158,7 @@ def run_family(draw: Draw, family: str, layout: str | None = None, dtype: str | 
 
 @torch.no_grad()
 def run_replaced(draw: Draw, family: str) -> Any:
-    """A model of transformers whose linear layers run on lineate."""
+    """Run a model of transformers whose linear layers run on lineate."""
     from lineate.integrations import transformers as integration
 
     model = family_module().build(family, seed=2).to(draw.device)
@@ -175,7 +175,7 @@ def run_replaced(draw: Draw, family: str) -> Any:
 
 
 def run_auto(draw: Draw, name: str) -> Any:
-    """HybridLM as a model of transformers."""
+    """Run HybridLM as a model of transformers."""
     from lineate.integrations.auto import LineateConfig, LineateForCausalLM
 
     model = fill(LineateForCausalLM(LineateConfig.from_hybrid(MODELS[name])), draw).eval()
@@ -188,7 +188,7 @@ def run_auto(draw: Draw, name: str) -> Any:
 
 
 def model_cases(device: str) -> dict[str, Case]:
-    """Models of every letter, checkpoints of every family, training."""
+    """Return cases of models of every letter, checkpoints of every family, and training."""
     cases: dict[str, Case] = {}
     for name, config in MODELS.items():
         for how in WAYS:
@@ -249,7 +249,7 @@ def command(*words: str) -> str:
 
 
 def train(draw: Draw, words: tuple[str, ...]) -> Any:
-    """20 steps through `lineate train`, or 12 and then 8 more: losses and weights."""
+    """Return losses and weights of 20 steps of `lineate train`, or of 12 and then 8 more."""
     texts = Path("texts")
     texts.mkdir()
     for n in range(24):
@@ -291,7 +291,7 @@ PLANS = [
 
 
 def numbers(file: Path) -> str:
-    """Return a JSON file without what is measured, and without versions."""
+    """Return the contents of a JSON file without measurements and versions."""
 
     def kept(x: Any) -> Any:
         if isinstance(x, dict):
@@ -315,7 +315,7 @@ TASKS = {
 
 
 def run_task(draw: Draw, task: str) -> Any:
-    """A few steps of `lineate tasks`; all numbers but times."""
+    """Return all numbers except times of a few steps of `lineate tasks`."""
     words = f"tasks {task} {TASKS[task]} --steps 4 --length 32 --width 32 --heads 2 --seeds 1 --rows 8 --test-rows 16"
     command(*words.split(), "--eval-every", "2", "--out", "tasks")
     return {"numbers": numbers(Path(f"tasks/{task}.json")), "table": Path(f"tasks/{task}.md").read_text()}
@@ -327,14 +327,14 @@ def run_demo(draw: Draw) -> Any:
 
 
 def run_picture(draw: Draw, name: str) -> Any:
-    """The numbers of a picture."""
+    """Return the numbers of a picture."""
     said = command("picture", name, "--quick", "--out", "pictures", "--format", "svg")
     files = {x.name: numbers(x) for x in sorted(Path("pictures").glob("*.json"))}
     return {"said": said, **files}
 
 
 def task_model(draw: Draw, rule: str) -> Any:
-    """The small model that `lineate tasks` makes for a rule."""
+    """Return the small model that `lineate tasks` makes for a rule."""
     from lineate.tasks.model import ModelOptions, make_config
 
     config = make_config(rule, 40, ModelOptions(width=32, heads=2))
@@ -343,7 +343,7 @@ def task_model(draw: Draw, rule: str) -> Any:
 
 
 def command_cases() -> dict[str, Case]:
-    """What people type, and what is printed."""
+    """Return cases of commands that people type, and what they print."""
     cases: dict[str, Case] = {f"commands/{line}": partial(run_command, line=line) for line in PLANS}
     for task in TASKS:
         cases[f"tasks/{task}"] = partial(run_task, task=task)

@@ -1,4 +1,4 @@
-"""What is measured: the inputs of each rule, ours, and what others offer for the same computation.
+"""The contestants: the inputs of each rule, our ops, and what others offer for the same computation.
 
 RuleInputs are what a trained layer sees: unit q and k, beta in (0, 1), a log_decay of about -0.05 a token.
 """

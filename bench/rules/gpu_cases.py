@@ -1,4 +1,4 @@
-"""What the GPU benchmark measures: the cases, who computes them, the floors and the targets. Needs no GPU, no torch."""
+"""The cases of the GPU benchmark, who computes them, the floors and the targets. It needs neither GPU nor torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def batch(self) -> tuple[str, str]:
-        """The name of the batch; cases of one batch share a process."""
+        """Return the name of the batch; cases of one batch share a process."""
         return self.group, self.what
 
     def record(self) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def flashkda(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
 
 
 def sdpa(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
-    """Softmax attention with hv heads for all of q, k, v."""
+    """Return a call of softmax attention with hv heads for all of q, k, v."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     group = case.hv // case.h

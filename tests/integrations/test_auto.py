@@ -54,7 +54,7 @@ def ids(*shape, seed=1):
 
 @torch.no_grad()
 def greedy(model, prompt, steps):
-    """Our own loop."""
+    """Decode greedily with our own loop."""
     out, made = model(prompt), [prompt]
     for _ in range(steps):
         made.append(out.logits[:, -1:].argmax(-1))
@@ -105,7 +105,7 @@ def test_padded_batches_are_single_texts(name):
 
 
 def best_of_beams(model, prompt, beams, steps):
-    """Beam search without a cache or an end token, by its definition."""
+    """Run beam search by its definition, without a cache or an end token."""
     kept = [(0.0, prompt)]
     for _ in range(steps):
         options = []

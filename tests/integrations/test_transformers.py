@@ -183,7 +183,7 @@ def separate(model, ids, lengths):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", NAMES)
 def test_packed_rows(family, attention):
-    """By positions, by cu_seq_lens, by both; with and without a cache; in two rows; with a mask of ones."""
+    """Rows are packed by positions, cu_seq_lens or both; with and without a cache; in two rows; with a mask of ones."""
     model = build(family, attention)
     ids, positions = tokens(1, sum(LENGTHS)), restarting(LENGTHS)
     borders = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
@@ -204,7 +204,7 @@ def test_packed_rows(family, attention):
 
 
 def test_transformers_still_leaks(model):
-    """What packed rows do without lineate: once this fails, transformers has learnt it and our wrapper may go."""
+    """Without lineate, packed sequences see each other in transformers; once this fails, our wrapper can go."""
     ids = tokens(1, sum(LENGTHS))
     with torch.no_grad():
         got = model(ids, position_ids=restarting(LENGTHS), use_cache=False).logits
@@ -224,7 +224,7 @@ def test_packed_gradients(model):
 
 
 def test_a_packed_row_continues_its_last_text(model):
-    """In the linear layers: their cached states are those of the last text alone."""
+    """The cached states of the linear layers are those of the last sequence alone."""
     ids = tokens(1, sum(LENGTHS))
     enable()
     with torch.no_grad():
@@ -374,7 +374,7 @@ def test_some_families_missing(monkeypatch):
 
 
 def test_a_class_that_inherits_its_forward_is_left_as_it_is(monkeypatch):
-    """Which disable() could not restore; the other families are enabled."""
+    """disable() could not restore such a class; the other families are enabled."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
     heir = type("Heir", (modeling.Qwen3_5GatedDeltaNet,), {})

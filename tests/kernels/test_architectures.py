@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def add_architecture(monkeypatch):
-    """Puts an architecture before all others."""
+    """Put an architecture before all others."""
 
     def add(stages: type) -> None:
         monkeypatch.setattr(architectures, "ARCHITECTURES", (stages, *architectures.ARCHITECTURES))
@@ -94,7 +94,7 @@ class Launches(list[tuple[str, str]]):
 
 @pytest.fixture
 def launches(monkeypatch, add_architecture):
-    """Has calls on a CPU take the stages of Hopper, and notes what would have been launched."""
+    """Make calls on a CPU take the stages of Hopper, and note what would be launched."""
 
     class Everywhere(hopper.HopperStages):
         @staticmethod
@@ -123,7 +123,7 @@ GLUON = {
 
 
 def launch_all(row: Row, inputs: dict[str, Tensor], found: Launches) -> list[list[tuple[str, str]]]:
-    """What a call and its backward launch."""
+    """Return the launches of a call and its backward."""
     calls, kernels = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.call")
     call = kernels.make_call(calls.Inputs(**inputs), calls.Options(row.corrects, 1.0))
     state, (output, final) = inputs["state"], (torch.empty_like(inputs[name]) for name in ("v", "state"))

@@ -36,7 +36,7 @@ def test_two_runs_give_the_same_bits(row, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_batch_company_never_changes_a_row(row, path):
-    """Alone, in company and in another order: the same bits, forward and backward; NaN stays in its row."""
+    """A row has the same bits alone, among others and in another order, both ways; NaN stays in its row."""
     shape = sized(path, SHORT._replace(b=3, hv=1), MODEL._replace(b=9))
     inputs = convert(draw(row, shape), path.dtype)
     together = row_results(row, inputs, path, list(range(shape.b)))

@@ -52,7 +52,7 @@ def test_wide_heads(row, path, shape):
 
 
 def tiled_shapes() -> list[object]:
-    """As the Gluon kernels take them: one, two and four value heads a key head, k and v of 64, 128 and 192."""
+    """Return shapes of the Gluon kernels: one, two and four value heads a key head, k and v of 64, 128 and 192."""
     sizes = [(1, 4, 128, 128), (2, 2, 128, 128), (2, 2, 64, 64), (1, 2, 64, 128), (2, 2, 128, 64), (1, 2, 128, 192)]
     return [param(BF16, Shape(2, 130, *size)) for size in sizes] + [param(GPU[2], Shape(2, 130, *sizes[2]))]
 

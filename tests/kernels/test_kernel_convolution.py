@@ -118,7 +118,7 @@ def test_split_equals_whole(cut, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("wrong", [(0, 9, 25), (3, 9, 20), (0, 18, 6, 20), (0, -5, 20), (0, 1000, 0, 20), (0, 0, 0)])
 def test_wrong_bounds_touch_nothing_outside(wrong, path):
-    """Nobody looks at them. Tokens outside every text are not used, and give 0."""
+    """Bounds are not checked. Tokens outside every sequence are not used, and give 0."""
     inputs = draw(path, 20, 20, rows=len(wrong) - 1)
     inputs["x"][:, : wrong[0] if any(wrong) else None] = torch.nan
     guards = {n: torch.full((3, *x.shape), 7.0, dtype=x.dtype, device=path.device) for n, x in inputs.items()}
@@ -151,7 +151,7 @@ def test_one_of_two_gradients(path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_dtypes_of_state_and_weight(path):
-    """As in torch: the state is read in the dtype of x, the output has the wider one of x and weight."""
+    """As in torch, the state is read in the dtype of x, and the output has the wider one of x and weight."""
     inputs = draw(path, 5, 20)
     single = {**inputs, "weight": inputs["weight"].float(), "state": inputs["state"].float()}
     found = run("short_convolution", single, path)

@@ -76,7 +76,7 @@ def test_losses_on_half_of_the_result(row, path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_backward_twice_through_one_graph(path):
-    """And twice through two graphs that share their inputs: buffers of one call are never another's."""
+    """The same holds for two graphs that share their inputs: two calls never share a buffer."""
     inputs = convert(draw(KIMI_DELTA, sized(path, SHORT)), path.dtype)
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
     outputs = [KIMI_DELTA.op(**leaves, form="chunkwise", backend="triton").output for _ in range(2)]
@@ -89,7 +89,7 @@ def test_backward_twice_through_one_graph(path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_second_derivatives_are_refused(path):
-    """Rather than given as if the first ones were constants."""
+    """They raise; treating the first derivatives as constants would be wrong."""
     inputs = convert(draw(GATED_DELTA, sized(path, SHORT)), path.dtype)
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
     output, _ = GATED_DELTA.op(**leaves, form="chunkwise", backend="triton")
@@ -100,7 +100,7 @@ def test_second_derivatives_are_refused(path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_inputs_are_never_modified(path):
-    """Neither by the call nor by its backward, nor through the result."""
+    """The call, its backward and changes to the result leave them as they are."""
     inputs = convert(draw(KIMI_DELTA, sized(path, SHORT)), path.dtype)
     for normalize_qk in (False, True):
         leaves = {name: x.to(path.device).clone().requires_grad_() for name, x in inputs.items()}
@@ -119,7 +119,7 @@ def test_inputs_are_never_modified(path):
 
 
 def past(row: Row, inputs: Inputs, path: Path, position: int) -> Result:
-    """The outputs before `position`, and the gradients of a loss on them."""
+    """Return the outputs before `position`, and the gradients of a loss on them."""
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
     output = row.op(**leaves, form="chunkwise", backend="triton").output[:, :position]
     loss = (output.double() * weights(output, 1).to(path.device)).sum()

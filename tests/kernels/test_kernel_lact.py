@@ -116,7 +116,7 @@ def test_steps_of_matrices(path, name, r, c, e, d, zero):
 @paths
 @pytest.mark.parametrize("b, t, heads, d", [(1, 1, 1, 1), (2, 19, 3, 5), (1, 70, 2, 64), (1, 2, 1, 2100)])
 def test_features(path, b, t, heads, d):
-    """Of a slice of a wider projection, as in the layer: q', k', v' and the gradients by the projection and weights."""
+    """Check q', k', v' of a slice of a wider projection, as in the layer, and gradients of projection and weights."""
     mixed, weights = random(b, t, 3 * heads * d + 7), random(2, 2, heads * d, seed=1)
 
     def run(form, dtype, device="cpu"):

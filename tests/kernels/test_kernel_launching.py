@@ -15,7 +15,7 @@ import lineate
 
 @pytest.mark.parametrize("problem", [None, ValueError, KeyboardInterrupt])
 def test_launches_that_only_compile(problem):
-    """Nothing is launched; and whatever ends it, later launches, and Triton, know nothing of it."""
+    """Nothing is launched; however the dry run ends, it leaves no trace in later launches or in Triton."""
     launching = pytest.importorskip("lineate.kernels.launching")
     modes = importlib.import_module("triton.runtime._async_compile").active_mode
     seen = []
@@ -54,7 +54,7 @@ def kernels() -> dict[str, object]:
 
 
 def compilations() -> dict[str, int]:
-    """How many variants of each kernel there are by now."""
+    """Return how many variants of each kernel have been compiled."""
     return {n: sum(len(cache[0]) for cache in x.device_caches.values()) for n, x in kernels().items()}
 
 

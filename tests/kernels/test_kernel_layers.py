@@ -128,7 +128,7 @@ def test_without_gradients(name, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("name", PLAIN)
 def test_second_derivatives_are_refused(name, path):
-    """Rather than given as if the first ones were constants."""
+    """They raise; treating the first derivatives as constants would be wrong."""
     inputs = {n: x.to(path.device).requires_grad_() for n, x in small(name, path).items()}
     results = kernel(name)(**inputs)
     y = results[0] if isinstance(results, tuple) else results

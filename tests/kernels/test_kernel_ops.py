@@ -142,7 +142,7 @@ def test_auto_takes_the_kernels(row, path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", [GATED_LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_a_positive_log_decay_answers_nan(row):
-    """Nobody waits for a GPU to look at its gates: what would be an error on a CPU is NaN there, in its head alone."""
+    """Gates are not checked on a GPU, which would need a wait: an error on a CPU is NaN there, in its head alone."""
     inputs = on_gpu(convert(draw(row, MODEL), torch.bfloat16))
     inputs["log_decay"][:, 20, 1] = 0.5
     output = row.op(**inputs, form="chunkwise").output

@@ -41,7 +41,7 @@ def test_packed_texts_do_not_see_each_other(row, path):
     inputs = packed_inputs(row, path, lengths)
 
     def part(result: Result | Inputs, which: int):
-        """What is one text's own."""
+        """Return the part of a result that belongs to one sequence."""
         start, end = bounds(lengths)[which : which + 2].tolist()
         own = slice(which, which + 1)
 

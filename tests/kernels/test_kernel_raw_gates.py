@@ -107,7 +107,7 @@ def test_fused_gradients_of_some_inputs_only(row, path):
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize(("row", "bias"), FUSED)
 def test_fused_without_kernels(row, bias, backend):
-    """On a CPU it is torch in front of the op: float32 within its budget, float64 to 1e-10."""
+    """On a CPU the activations run in torch before the op: float32 within its budget, float64 to 1e-10."""
     inputs = raw_inputs(row, INTERPRETER, bias, SMALL)
     expected = unfused(row, inputs, torch.float64, 2.0, normalize_qk=True)
     for dtype in (torch.float32, torch.float64):

@@ -46,7 +46,7 @@ def test_decay_per_channel_in_gluon(row, wild, gates, packed, normalize, monkeyp
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", [row for row in ROWS if row.decay != "channel"], ids=str)
 def test_scores_made_in_the_walk(row, packed, training, monkeypatch):
-    """To the bits of those made before it: which of the two is done depends on how many texts there are."""
+    """They have the bits of scores made before the walk: the number of sequences decides which of the two runs."""
     from lineate.kernels.architectures import architecture_of
 
     asked = []

@@ -197,7 +197,7 @@ def test_programs_that_share_a_head(programs, clip, kernels, monkeypatch):
 
 @paths
 def test_a_few_chunks_at_a_time(path, kernels, monkeypatch):
-    """As long texts are: the states of all chunks at once would be too many."""
+    """Long sequences run this way, because the states of all chunks at once would take too much memory."""
     case = Case((5, 7, 5), lengths=(3, 13, 19), positions=(0, 2, 1), h=1, clip=1.5, norm=True)
     seen = kernels(path)
     whole = differentiate(case, *draw(case), torch.float32, path.device)

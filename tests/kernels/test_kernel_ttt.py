@@ -47,7 +47,7 @@ models = pytest.mark.parametrize("model", ["linear", "mlp"])
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
-    """On a CPU float32 goes to the kernels too. Which of them were launched, in order."""
+    """Send float32 on a CPU to the kernels too, and return the names of those launched, in order."""
     seen: list[str] = []
 
     def watch(name):
@@ -251,7 +251,7 @@ def test_without_gradients_few_states_are_kept(model, path, monkeypatch, launche
 @models
 @paths
 def test_some_gradients(model, path):
-    """Of a loss of the output and of the state alone, by one input alone: the same as among all."""
+    """Gradients of the output alone and of the state alone add up; one input alone gets the same as among several."""
     named, options = make(model, Case(8, b=1))
 
     def grads(*wanted: str) -> list[list[Tensor]]:
@@ -299,7 +299,7 @@ def test_what_the_kernels_do_not_serve_is_a_loop(path, launches):
 @pytest.mark.slow
 @paths
 def test_compiled_equals_eager(path):
-    """With a break in the graph."""
+    """The compiled graph has a break."""
     torch._dynamo.reset()
     named, options = make("mlp", Case(6, b=1))
     leaves = {name: x.float().to(path.device).requires_grad_() for name, x in named.items()}
@@ -364,7 +364,7 @@ def test_layer(kind, packed, monkeypatch, launches):
 
 
 def each(layer: nn.Module, x: Tensor, ends: Tensor | None) -> Inputs:
-    """What the layer gives, and its parameters' gradients."""
+    """Return the outputs of the layer and the gradients of its parameters."""
     y, state = layer(x, cu_seqlens=ends)
     loss = y.sin().sum() + state["weight1"].sin().sum()
     grads = torch.autograd.grad(loss, list(layer.parameters()))

@@ -87,7 +87,7 @@ class Layout:
         return 2 if self.texts is None else len(self.texts) - 1
 
     def until(self, rank: int) -> tuple[Tensor | None, list[int]]:
-        """Of all tokens up to the rank's last: cu_seqlens, and the texts (rows) that the rank has a part of."""
+        """Return cu_seqlens of all tokens up to the rank's last, and the sequences (rows) that it has a part of."""
         start, end = self.cuts[rank : rank + 2]
         if self.texts is None:
             return None, [0, 1]
@@ -176,7 +176,7 @@ def make_model(dtype: torch.dtype) -> HybridLM:
 
 
 def pasts(layout: Layout) -> Tensor:
-    """Bounds of the texts that come before, one a row."""
+    """Return the bounds of the sequences that come before, one a row."""
     lengths = [4, 4] if layout.texts is None else [(3 * i + 2) % 5 for i in range(layout.rows)]
     return torch.tensor([0, *lengths]).cumsum(0)
 
@@ -187,7 +187,7 @@ def leaves(state: LayerState) -> tuple[LayerState, dict[str, Tensor]]:
 
 
 def own_rows(state: LayerState, rows: list[int], continues: bool, packed: bool) -> LayerState:
-    """The rank's rows; those of texts that began earlier are to be ignored: NaN."""
+    """Return the rank's rows; those of sequences that began earlier are NaN, because they must be ignored."""
     state = state.select(torch.tensor(rows))
     if continues:
         for name in state.names:
@@ -196,7 +196,7 @@ def own_rows(state: LayerState, rows: list[int], continues: bool, packed: bool) 
 
 
 def weigh(state: LayerState, rows: list[int], seed: int) -> Tensor:
-    """A random linear function of these rows, whatever lies behind a cache's last token."""
+    """Return a random linear function of these rows, without what lies behind a cache's last token."""
     total = torch.zeros(())
     for n, name in enumerate(state.names):
         for i, row in enumerate(rows):
@@ -465,7 +465,7 @@ def _(group):
 
 @case("what is not finite stays in its text")
 def _(group):
-    """The text of rank 3 began on rank 2, behind one that is not finite."""
+    """The sequence of rank 3 began on rank 2, after one that is not finite."""
     layout, rank = LAYOUTS["packed, one over three ranks"], dist.get_rank(group)
     start, end = layout.cuts[rank : rank + 2]
     for name in ("linear", "gated linear", "gated delta"):
@@ -514,7 +514,7 @@ GPU_CASES = [
 
 
 def run_cases(folder: Path, device: str, names: list[str]) -> None:
-    """On a rank; writes what failed."""
+    """Run the cases on a rank, and write what failed."""
     torch.set_default_device(device)
     for message in ("mkldnn_matmul failed", "FSDP2-wrapped module"):  # torch's own
         warnings.filterwarnings("ignore", message)
@@ -542,7 +542,7 @@ def run_cases(folder: Path, device: str, names: list[str]) -> None:
 
 
 def start(folder: Path, device: str, names: list[str]) -> list[dict[str, str]]:
-    """Of each rank: case -> what failed, or nothing."""
+    """Return for each rank a mapping from case to what failed, or to nothing."""
     with suppress(Exception):  # then some case has no result
         run_ranks(RANKS, run_cases, folder, device, names)
     found = [Path(folder, f"{rank}.json") for rank in range(RANKS)]

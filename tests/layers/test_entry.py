@@ -1,4 +1,4 @@
-"""What every mixer says of a wrong input or state, instead of what torch would."""
+"""Every mixer has its own message about a wrong input or state, in place of an error from inside torch."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def tokens(b: int = 2, t: int = 3) -> Tensor:
 
 
 def changed(state: LayerState, change) -> LayerState:
-    """All floating tensors changed."""
+    """Return the state with all floating tensors changed."""
     tensors = {name: change(state[name]) if state[name].is_floating_point() else state[name] for name in state.names}
     return Memory(tensors) if isinstance(state, Memory) else TokenCache(tensors, state.lengths)
 
@@ -96,7 +96,7 @@ def test_wrong_states(letter):
 
 
 class _Ranks:
-    """What a Context knows, without a process group."""
+    """The fields of a Context, without a process group."""
 
     rank, size = 0, 2
 
@@ -113,7 +113,7 @@ CANNOT_SPLIT = r"split over ranks .* must be .*KimiDeltaAttention \(K\).*, got {
 @pytest.mark.parametrize("letter", MEMORY_LETTERS)
 @torch.no_grad()
 def test_memories_that_learn_cannot_be_split_over_ranks(letter):
-    """One message for all of them, whatever asks: a segment, a layer or model set up for ranks."""
+    """All of them give one message, for a segment and for a layer or model that is set up for ranks."""
     mixer, x = make(letter), tokens(1)
     message = CANNOT_SPLIT.format(type(mixer).__name__)
     state = mixer(x)[1]
@@ -130,7 +130,7 @@ def test_memories_that_learn_cannot_be_split_over_ranks(letter):
 
 
 def test_the_message_names_every_mixer_that_can_be_split_over_ranks():
-    """With its letter; these are the mixers whose class has a `context`."""
+    """It gives their letters too; these are the mixers whose class has a `context`."""
     with pytest.raises(ValueError) as error:
         check_splits(make("T"))
     assert all(hasattr(type(make(letter)), "context") for letter in "LRDGKAM")
@@ -147,7 +147,7 @@ class _OwnMixer(nn.Module):
 
 
 def test_own_mixers_without_a_context_cannot_be_split():
-    """They would compute each rank's part as if it were a text of its own."""
+    """They would compute each rank's part as if it were a sequence of its own."""
     model = HybridLM(preset("tiny", pattern="G", vocab_size=9))
     model.layers[0].mixer = _OwnMixer()
     with pytest.raises(ValueError, match=CANNOT_SPLIT.format("_OwnMixer")):
@@ -179,7 +179,7 @@ def test_states_of_other_layers(letter, other):
 @pytest.mark.parametrize("letter", "LGKTNEAM")
 @torch.no_grad()
 def test_dtype_of_a_state_under_autocast(letter):
-    """As autocast made it, and nothing else; without autocast none of autocast's."""
+    """Under autocast only the dtype that autocast produces is accepted; without autocast that dtype is refused."""
     mixer, x = make(letter), tokens()
     exact = mixer(x)[1]
     with torch.autocast("cpu", torch.bfloat16):
@@ -197,7 +197,7 @@ def test_dtype_of_a_state_under_autocast(letter):
 @letters
 @torch.no_grad()
 def test_a_layer_that_was_converted(letter):
-    """What has passed before is no excuse."""
+    """A layer that passed the check before its conversion is checked again."""
     mixer, x = make(letter), tokens()
     state = mixer(x)[1]
     mixer(x, state)
@@ -223,7 +223,7 @@ def _adapt(mixer):
 
 
 def _fetch(mixer):
-    """Its weight is on the meta device but while it runs, as when a model is offloaded."""
+    """Its weight is on the meta device except while it runs, as in an offloaded model."""
     linear, weight = mixer.in_proj, mixer.in_proj.weight
 
     def before(*_):
@@ -246,7 +246,7 @@ def _convert(mixer):
 @pytest.mark.parametrize("change", [_adapt, _fetch, _convert])
 @torch.no_grad()
 def test_projections_that_are_not_plain_are_left_alone(change):
-    """Wrapped, fetched or converted by hooks: what they take and give is theirs to say. Streaming goes on."""
+    """Projections that are wrapped, fetched or converted by hooks choose their own dtypes; streaming still works."""
     torch.manual_seed(0)
     mixer, x = GatedDeltaNet(16, 2, key_dim=4, value_dim=4), torch.randn(1, 9, 16)
     if change is _convert:

@@ -51,7 +51,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """All parameters random, norms too."""
+    """Return a layer with random parameters, those of norms too."""
     torch.manual_seed(0)
     layer = MIXERS[name]()
     for key, x in layer.named_parameters():
@@ -103,7 +103,7 @@ def test_packed_texts_equal_separate_ones(name):
 
 @mixers
 def test_packed_gradients(name):
-    """Those of separate runs, summed; and none crosses a border."""
+    """They are the sum of those of separate runs, and none crosses a border."""
     layer, x = make(name), tokens(1, 20).requires_grad_()
     packed, _ = layer(x, cu_seqlens=torch.tensor([0, 7, 20]))
     weight = tokens(1, 20).cos()
@@ -166,7 +166,7 @@ def test_states_keep_no_more_than_they_say(name, dtype):
 
 @pytest.mark.parametrize("name", ["attention", "latent"])
 def test_caches_grow_in_place_and_stay_values(name):
-    """In threads, across inference mode, with gradients of q alone, and in rows of different lengths."""
+    """This holds in threads, across inference mode, with gradients of q alone, and in rows of different lengths."""
     layer, x = make(name), tokens(2, 400)
     with torch.inference_mode():
         _, state = layer(x[:, :10])
@@ -372,7 +372,7 @@ def test_mixture_of_experts_is_its_sum(scores, n):
 
 
 def test_experts_in_one_product_equal_one_by_one():
-    """What a GPU does in bfloat16, on a CPU in float32."""
+    """The way that a GPU takes in bfloat16 is tested on a CPU in float32."""
     torch.manual_seed(0)
     layer = MixtureOfExperts(16, 8, 3, 24)
     x = torch.randn(1, 50, 16)

@@ -90,7 +90,7 @@ layers = pytest.mark.parametrize("name", LAYERS)
 
 
 def make_layer(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """All parameters random."""
+    """Return a layer with random parameters."""
     torch.manual_seed(0)
     layer = LAYERS[name]()
     for key, x in layer.named_parameters():
@@ -120,7 +120,7 @@ def test_layer_split_anywhere_and_one_by_one_equals_whole(name):
 
 @layers
 def test_layer_packed_texts_equal_separate_ones(name):
-    """And their gradients; rows then stand at different positions of their chunks, and are continued as a batch."""
+    """So do their gradients; rows then stand at different positions of their chunks, and are continued as a batch."""
     layer, x = make_layer(name), hidden(1, 48).requires_grad_()
     lengths = (3, 0, 1, 24, 20)
     bounds = torch.tensor((0, *lengths)).cumsum(0)

@@ -22,7 +22,7 @@ CONFIG = LinearConfig(heads=2, value_heads=4, key_dim=16, value_dim=8)
 
 @pytest.mark.parametrize("letter", [x for x in LINEAR + "AM" if kind_of(x).operations])
 def test_measured_operations_are_the_counted_ones(letter):
-    """On torch's meta device, and extrapolated where a sequence is long."""
+    """They are measured on torch's meta device, and extrapolated to long sequences."""
     kind, model = kind_of(letter), preset("tiny", pattern=letter)
     part = CONFIG if letter in LINEAR else model.part(kind)
     counted, measured = kind.operations, operations_of(replace(kind, operations=None), model)
@@ -76,7 +76,7 @@ def test_every_row_says_how_it_looks_and_is_called():
 
 @pytest.fixture
 def empty_place(monkeypatch):
-    """Rows that a test registers are gone after it."""
+    """Undo the registrations of a test when it ends."""
     monkeypatch.setattr(registry, "_KINDS", registry._KINDS.copy())
     monkeypatch.setattr(registry, "_REGISTERED_BY", registry._REGISTERED_BY.copy())
 

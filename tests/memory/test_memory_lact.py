@@ -22,7 +22,7 @@ def answer(weights: list[Tensor], x: Tensor) -> Tensor:
 
 
 def reference(q, k, v, rates, momentum, state, chunk, muon=True):
-    """Literally: the loss's gradient by autograd, token by token (rows and heads side by side); one position."""
+    """Take the loss's gradient by autograd, token by token (rows and heads side by side); one position."""
     names = ("weights", "sums", "previous", "norms")
     weights, sums, previous, norms = ([state[f"{name}_{i}"] for i in range(3)] for name in names)
     total, position = state["momentum"], int(state["position"][0])
@@ -63,7 +63,7 @@ def test_equals_autograd_token_by_token(chunk, position, muon):
 
 
 def check_gradients(got, wanted, leaves, names: str = "") -> None:
-    """By y and those parts of the state that are named."""
+    """Check the gradients of y and of the named parts of the state."""
     asked = [
         (y, {name: x for name, x in end.items() if name.startswith(tuple(names.split()))}) for y, end in (got, wanted)
     ]
@@ -90,7 +90,7 @@ def test_any_shape_without_momentum(t, position, d, dh, muon):
 @pytest.mark.parametrize("names", ["", "weights", "sums", "previous", "momentum"])
 @pytest.mark.parametrize("t", [8, 10])
 def test_gradients_of_y_and_some_of_the_state(t, names):
-    """What the last chunk wrote may be of no interest to anyone."""
+    """A loss need not depend on what the last chunk wrote."""
     inputs, state = make(t=t)
     leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
     got, wanted = (form(*inputs, state, chunk=4) for form in (lact, reference))
@@ -129,7 +129,7 @@ def test_nothing_written_is_finite(muon):
 
 @pytest.mark.parametrize("t", [1, 9])
 def test_weights_alone_are_a_state(t):
-    """As lact_state, which fills in the rest; gradients of the weights go through their norms too."""
+    """They equal lact_state, which fills in the rest; gradients of the weights go through their norms too."""
     inputs, state = make(b=3, t=t)
     weights = [state[f"weights_{i}"][0].clone().requires_grad_() for i in range(3)]
     found = [lact(*inputs, form(weights, 3), chunk=4) for form in (fresh_state, lact_state)]
@@ -256,7 +256,7 @@ def test_the_state_does_not_grow_and_the_norms_stay():
 
 
 def test_singular_values_of_a_step():
-    """Those from 0.8 % of the whole norm up come to 0.977 .. 1.032."""
+    """Singular values from 0.8 % of the whole norm up come to 0.977 .. 1.032."""
     g = torch.Generator().manual_seed(0)
     U, V = (torch.linalg.qr(torch.randn(64, 64, generator=g, dtype=torch.float64))[0] for _ in range(2))
     sizes = torch.logspace(0, -2, 64, dtype=torch.float64)

@@ -21,7 +21,7 @@ def draw(*shape, seed=0):
 
 
 def inputs(t, b=B, *, decay=True, beta=True, seed=0):
-    """q, k, v, log_decay, beta as leaves."""
+    """Return q, k, v, log_decay, beta as leaves."""
     q, k, v = (
         draw(b, t, H, K, seed=seed),
         F.normalize(draw(b, t, H, K, seed=seed + 1), dim=-1),
@@ -34,7 +34,7 @@ def inputs(t, b=B, *, decay=True, beta=True, seed=0):
 
 
 def some_state(rows, position):
-    """What earlier tokens left: P positive, and rows at different places of their chunks."""
+    """Return a state as earlier tokens leave it: P positive, and rows at different positions in their chunks."""
     A = draw(rows, H, K, K, seed=11)
     P = A @ A.mT + torch.eye(K, dtype=torch.float64)
     return {
@@ -50,7 +50,7 @@ def error(a, b):
 
 
 def gradients(result, leaves):
-    """Of one number made of the output and the whole state."""
+    """Return the gradients of one number made of the output and the whole state."""
     y, state = result
     parts = [y, *(state[name] for name in ("P", "S", "ridge"))]
     total = sum((x * torch.sin(torch.arange(x.numel(), dtype=x.dtype)).view_as(x)).sum() for x in parts)
@@ -246,7 +246,7 @@ def test_stays_near_float64(kind, kept):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("start", [None, [3, 7]])
 def test_gpu(start):
-    """As on a CPU: chunks, then one token, and all gradients."""
+    """A GPU gives what a CPU gives: for chunks, then one token, and for all gradients."""
     given = inputs(29)
     state = None if start is None else some_state(B, start)
     moved = [x.detach().cuda().requires_grad_() for x in given]
@@ -304,7 +304,7 @@ def test_layer(options):
 
 
 def test_layer_rows_at_different_places():
-    """Texts of different lengths go on as one batch."""
+    """Sequences of different lengths continue as one batch."""
     mixer, x = layer(), draw(2, 30, 24)
     _, state = mixer(torch.cat((x[:1, :5], x[1:, :11]), 1), cu_seqlens=torch.tensor([0, 5, 16]))
     together, _ = mixer(torch.cat((x[:1, 5:15], x[1:, 11:21])), state)
@@ -434,7 +434,7 @@ def test_too_fast_forgetting_and_wrong_positions_are_errors():
 
 @pytest.mark.parametrize(("floor", "chunk"), [(0.5, 64), (0.95, 1024), (1e-30, 1)])
 def test_the_layer_never_forgets_too_fast(floor, chunk):
-    """Whatever its gates say; a usual floor and chunk are as they are."""
+    """Outputs are finite whatever its gates say; the limit leaves the default floor unchanged."""
     torch.manual_seed(0)
     layer = LeastSquares(8, 2, decay_floor=floor, chunk=chunk)
     with torch.no_grad():

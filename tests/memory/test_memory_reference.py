@@ -223,7 +223,7 @@ CASES = {
 
 
 def inputs_of(name, rows=1, t=T, d=4, e=6):
-    """q, k, v, gates, weights for any row of the table."""
+    """Return q, k, v, gates, weights for any row of the table."""
     q, k, v = (draw(rows, t, 2, d, seed=i) for i in range(3))
     shapes = {
         "S": (d, d), "W": (d, d), "b": (d,), "gamma": (d,), "beta": (d,),
@@ -337,7 +337,7 @@ def test_errors_say_what_to_do():
     ],
 )  # fmt: skip
 def test_wrong_fields_of_a_rule(change, error, message):
-    """When the rule is made, not when it runs."""
+    """The error comes when the rule is made, not when it runs."""
     with pytest.raises(error, match=message):
         replace(MEMORY_RULES["DeltaNet"], **change)
 
@@ -382,7 +382,7 @@ def test_wrong_gates_and_weights():
 
 
 def momentum_step(gradients, carried, gates):
-    """What "momentum" does."""
+    """Take the step of "momentum"."""
     steps = {name: gates["momentum"] * carried[name] - gates["rate"] * x for name, x in gradients.items()}
     return steps, steps
 

@@ -34,7 +34,7 @@ def answer(weights: list[Tensor], x: Tensor, residual: bool, norm: bool) -> Tens
 
 
 def reference(q, k, v, theta, eta, alpha, state, chunk=16, clip=None, residual=False, norm=False):
-    """Literally: the gradient of the loss by autograd, then the step, token by token (rows and heads side by side)."""
+    """Take the gradient of the loss by autograd, then the step, token by token (rows and heads side by side)."""
     depth, position = len(state) // 3, state["position"]
     weights, momentum, start = (
         [state[f"{name}_{i}"] for i in range(depth)] for name in ("weights", "momentum", "start")
@@ -64,7 +64,7 @@ def reference(q, k, v, theta, eta, alpha, state, chunk=16, clip=None, residual=F
 
 
 def make(case: str, b: int = 2, t: int = 13, h: int = 2, d: int = 5, dtype=torch.float64, seed: int = 0):
-    """Inputs with gates of exactly 0 and 1 among them, and a state of random weights and momentum."""
+    """Return inputs, with some gates of exactly 0 and 1, and a state of random weights and momentum."""
     g = torch.Generator().manual_seed(seed)
 
     def random(*shape):

@@ -67,7 +67,7 @@ def sequential(named: dict[str, Tensor], lengths: list[int] | None = None) -> tu
 
 
 def everything(result: tuple[Tensor, dict[str, Tensor]], named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Output, final state, and the gradients of a sum over both with fixed weights."""
+    """Return output, final state, and the gradients of a sum over both with fixed weights."""
     output, state = result
     results = {"output": output, **state}
     floating = [x for name, x in results.items() if name != "position"]
@@ -186,7 +186,7 @@ def test_recomputed_gradients_are_the_same(model):
 
 @models
 def test_writing_lowers_the_loss(model):
-    """A pair told again and again is known: LN(z(k)) goes to v - k, for a target a layer norm can reach."""
+    """A pair that is written repeatedly is learned: LN(z(k)) goes to v - k, for a target a layer norm can reach."""
     named = draw(model, 1, 400, rows=1)
     for x in "qkv":
         named[x] = named[x][:, :1].expand(-1, 400, -1, -1)
@@ -227,7 +227,7 @@ layers = pytest.mark.parametrize("name", LAYERS)
 
 
 def make(name: str) -> TTTMixer:
-    """All parameters random, so that each matters."""
+    """Return a layer with random parameters, so that each matters."""
     torch.manual_seed(0)
     layer = LAYERS[name]().double()
     with torch.no_grad():

@@ -50,7 +50,7 @@ class Compiled:
 @hybrids
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_training_is_one_graph(pattern, packed):
-    """Loss and all gradients to the bit: the same calls run."""
+    """Loss and all gradients agree to the bit, because the same calls run."""
     model = make(pattern)
     ids, bounds = (draw(1, 23), TEXTS) if packed else (draw(2, 21), None)
     compiled = Compiled(model)
@@ -88,7 +88,7 @@ def test_one_graph_serves_every_length(pattern):
 @hybrids
 @torch.no_grad()
 def test_one_graph_serves_every_packing(pattern):
-    """Nor for other numbers and lengths of texts."""
+    """Other numbers and lengths of sequences compile nothing again."""
     model = make(pattern)
     compiled = Compiled(model, dynamic=True)
     graphs = []
@@ -185,7 +185,7 @@ def test_packed_attention_keeps_the_promises_of_an_op():
 @hybrids
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_training_on_a_gpu_is_one_graph(pattern, packed):
-    """In bfloat16, where packed attention is one launch; the compiler's own fusions round apart."""
+    """It runs in bfloat16, where packed attention is one launch; the compiler's own fusions round differently."""
     model = make(pattern).cuda()
     ids, bounds = (
         (draw(1, 200).cuda(), torch.tensor([0, 90, 91, 91, 200]).cuda()) if packed else (draw(2, 100).cuda(), None)

@@ -55,7 +55,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 @cases
 @pytest.mark.parametrize("bounds", [None, (0, 5, 5, 6, 150)])
 def test_logits_and_gradients_equal_those_of_the_cpu(case, bounds):
-    """In float32; the loss goes through every layer, forward and backward."""
+    """They are float32; the loss goes through every layer, forward and backward."""
     found = {}
     for device in ("cpu", "cuda"):
         model = make(case).to(device)
@@ -112,7 +112,7 @@ def test_packed_texts_in_bfloat16_equal_separate_runs(case):
 
 @cases
 def test_packed_gradients_in_bfloat16(case):
-    """Of the loss under autocast, against float32 on the CPU."""
+    """Gradients of the loss under autocast are compared with float32 on the CPU."""
     ids, bounds = draw(1, 300), torch.tensor((0, 5, 5, 6, 170, 300))
     model = make(case)
     model(ids, cu_seqlens=bounds, labels=ids).loss.backward()

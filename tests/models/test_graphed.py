@@ -208,7 +208,7 @@ def test_errors_come_before_any_work():
 
 @pytest.mark.parametrize("n", [1, 5])
 def test_experts_without_counts_equal_one_by_one(n):
-    """What a GPU does for few tokens, on a CPU; with gradients."""
+    """The way that a GPU takes for few tokens is tested on a CPU, with gradients."""
     torch.manual_seed(0)
     layer = MixtureOfExperts(16, 8, 3, 24, scores="sigmoid").double()
     tokens = torch.randn(n, 16, dtype=torch.float64)

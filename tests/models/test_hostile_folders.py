@@ -325,7 +325,7 @@ DOORS = ("inspect", "load", "plan")
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[tuple[str, str], dict]:
-    """What every door said of every case; a process that a case has ended is started again for those after it."""
+    """Return what every entry point said of every case; if a case ends the process, the next ones get a new process."""
     root = tmp_path_factory.mktemp("hostile")
     folders = {f"{n:03d}": name for n, name in enumerate(CASES)}
     for folder, name in folders.items():
@@ -376,7 +376,7 @@ def test_sizes_in_python_are_bounded_too():
 
 
 def test_the_largest_sizes_do_not_overflow():
-    """What is allowed can be planned: no tensor has more elements than torch counts."""
+    """The largest allowed sizes can be planned: no tensor has more elements than torch can count."""
     width, sizes = 2**24, (2**12, 2**12, 2**12, 2**12)
     config = HybridConfig(
         vocab_size=width, hidden_size=width, n_layers=64, pattern="LRDGKTPNCEAM", linear=LinearConfig(*sizes),

@@ -41,7 +41,7 @@ def lineate(*words):
 
 @pytest.fixture(scope="module")
 def there(tmp_path_factory):
-    """What the hub has: a model in shards, with a tokenizer of ours."""
+    """Return what the hub has: a model in shards, with a tokenizer of ours."""
     folder = tmp_path_factory.mktemp("there")
     torch.manual_seed(0)
     save_pretrained(HybridLM(preset("tiny", vocab_size=257)).bfloat16(), folder, max_shard_bytes=10**6)
@@ -193,7 +193,7 @@ def failing(error):
 
 
 class ConnectError(Exception):
-    """Of httpx, which is no OSError."""
+    """An error like that of httpx, which is no OSError."""
 
 
 WHY = {

@@ -285,7 +285,7 @@ def test_presets(name):
 @cases
 @torch.no_grad()
 def test_saved_states_are_loaded(case, tmp_path):
-    """By torch.load as it is by default, which runs no code of the file."""
+    """torch.load reads them with its defaults, under which it runs no code of the file."""
     model, ids = make(case), draw(1, 12)
     for given in ({}, {"cu_seqlens": torch.tensor([0, 5, 12])}):
         state = model(ids, **given).state

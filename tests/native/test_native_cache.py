@@ -36,7 +36,7 @@ OTHER_USER = 12345
 
 @pytest.fixture
 def folder():
-    """Where another user can look, unlike pytest's own folders."""
+    """Make a folder that another user can read, unlike pytest's own folders."""
     made = Path(tempfile.mkdtemp())
     made.chmod(0o755)
     yield made
@@ -87,7 +87,7 @@ def filled(compiler: Path, cache: Path) -> Path:
 
 
 def assert_served_again(compiler: Path, cache: Path) -> None:
-    """From here on, without a word or a compiler."""
+    """Check that the library loads again without a warning and without a compiler."""
     before = compiled(compiler)
     done = begin(compiler, cache)
     assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
@@ -119,7 +119,7 @@ def test_damaged_libraries_are_compiled_anew(compiler, folder):
 
 
 def test_unlike_compilers_leave_one_library(compiler, folder):
-    """What is damaged and would not be overwritten, because the compiler never makes the same twice, is removed."""
+    """A damaged library is removed if it would not be overwritten, as the compiler never makes the same file twice."""
     library = filled(compiler, folder / "cache")
     library.write_bytes(library.read_bytes()[:100])
     (folder / "small.c").write_text("int lineate_answer(void) { return 43; }\n")
@@ -176,7 +176,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("name", [*PLANTED, *(pytest.param(name, marks=needs_root) for name in FOREIGN)])
 def test_planted_libraries_are_not_loaded(name, compiler, folder):
-    """From a folder that others can write nothing is loaded, and it is said; a file that they can write is replaced."""
+    """A folder that others can write is refused with a message; a file that they can write is replaced."""
     change, whole_folder, words = (PLANTED | FOREIGN)[name]
     library = planted(compiler, folder / "cache")
     change(library)
@@ -207,7 +207,7 @@ def test_a_folder_through_a_link_is_judged_by_what_it_is(compiler, folder):
 
 
 def test_a_private_group_may_write(compiler, folder):
-    """With a umask of 002 all folders are so."""
+    """With a umask of 002 every new folder can be written by its group."""
     assert build._alone_in(os.getegid()) or os.geteuid() != os.getegid()
     cache = folder / "cache"
     assert begin(compiler, cache, umask=0o002).stdout == "None\n"
@@ -216,7 +216,7 @@ def test_a_private_group_may_write(compiler, folder):
 
 
 def test_a_killed_compiler_leaves_nothing_for_ever(compiler, folder):
-    """What it leaves is in nobody's way, and removed when it is too old to be one at work."""
+    """Its leftovers disturb no other process, and are removed once they are too old to belong to a running one."""
     cache = folder / "cache"
     slow = script(folder / "slow", 'echo half > "$out"; sleep 60')
     process = subprocess.Popen([sys.executable, "-c", START], env=environment(slow, cache), start_new_session=True)
@@ -284,7 +284,7 @@ def test_a_damaged_read_only_cache_says_so(compiler, folder):
 
 
 def test_a_user_without_a_home_is_told(monkeypatch):
-    """As in a container whose user has no name; then torch runs."""
+    """A user without a home, as in some containers, gets a message, and torch runs."""
 
     def nobody() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -63,7 +63,7 @@ def results(
 
 
 def plainly(function: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """As if there were no native backend."""
+    """Run as if there were no native backend."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "serves", lambda *tensors: False)
         return function()

@@ -31,7 +31,7 @@ def gradients(call: Callable[..., Any], given: list[Tensor], forward: bool, back
 
 
 def check(call: Callable[..., Any], given: list[Tensor], when: str) -> None:
-    """To the last bit."""
+    """Check that the results agree to the last bit."""
     got, expected = gradients(call, given, *AUTOCAST[when]), gradients(call, given, False, False)
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 

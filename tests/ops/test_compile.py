@@ -103,7 +103,7 @@ def test_compiled_without_gradients(t, path):
 
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_fused_delta_rule_compiles(row):
-    """On a CPU: activations in torch, then the op; forward and backward, in one graph."""
+    """On a CPU, activations in torch and then the op are one graph, forward and backward."""
     torch._dynamo.reset()
     inputs = convert(draw(row, SHAPE), torch.float32)
     gates = {"gate": inputs.pop("log_decay"), "write": inputs.pop("beta"), "A_log": torch.zeros(SHAPE.hv)}
@@ -222,7 +222,7 @@ def test_custom_ops_keep_their_promises(row, packed, path):
 
 @needs_native
 def test_fake_tensors_have_the_real_strides():
-    """What the compiler believes about an output is what comes: contiguous, whatever the inputs are."""
+    """An output has the strides that the compiler expects: contiguous, whatever the inputs are."""
     inputs = convert(draw(GATED_DELTA, SHAPE), torch.float32)
     odd = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in inputs.items()}
     for call in (inputs, odd):

@@ -58,7 +58,7 @@ def run(inputs: Inputs, path: Path, **options: object) -> Result:
 
 
 def inputs_of(row: Row, shape: Shape, special: str = "ordinary", *, texts: int | None = None) -> Inputs:
-    """As cases.draw, in float32, with a state of zeros where the special one is none."""
+    """Draw inputs as cases.draw does, in float32, with a state of zeros where the special one is none."""
     inputs = convert(draw(row, shape, special, texts=texts), torch.float32)
     inputs.setdefault("state", zeros(shape.b, shape.hv, shape.k, shape.v))
     return inputs

@@ -422,7 +422,7 @@ def test_one_positive_log_decay_anywhere(row, path):
 @pytest.mark.parametrize("path", [{}, *FORWARD_PATHS])
 @pytest.mark.parametrize("row", [x for x in ROWS if x is not LINEAR], ids=str)
 def test_a_rule_needs_its_gates(row, path):
-    """By every form and backend: no other rule runs instead, and C code reads no tensor that is not there."""
+    """Every form and backend refuses missing gates: no other rule runs instead, and C code reads no missing tensor."""
     remedies = {
         "log_decay": f"without decay use {'delta_rule' if row.corrects else 'linear_attention'}",
         "beta": "to write at full rate pass torch.ones(2, 6, 4)",

@@ -235,7 +235,7 @@ def test_uninitialised_memory_is_never_read(row, path, packed, poisoned_memory):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_gradients_of_some_inputs_only(row, path):
-    """What requires gradients does not change them, and what does not require them has none."""
+    """Which inputs require gradients does not change the gradients; the other inputs get none."""
     inputs = convert(draw(row, SMALL), torch.float32)
     everything = run(row, inputs, **path)
     for name in inputs:

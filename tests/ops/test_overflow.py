@@ -20,7 +20,7 @@ TRITON = pytest.param({"form": "auto", "backend": "triton"}, id="triton", marks=
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process."""
+    """Reset the counters of the stability warning to those of a new process."""
     monkeypatch.setattr(stability, "_warned", False)
     monkeypatch.setattr(stability, "_unseen", stability.TOKENS_A_LOOK)
 

@@ -161,7 +161,7 @@ def test_nothing_crosses_a_decay_of_zero(row, path, position):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_packed_texts_equal_separate_runs(row, path):
-    """To the last bit, gradients too; an empty text returns its state, and the gradient of its state."""
+    """They agree to the last bit, gradients too; an empty sequence returns its state and the gradient of its state."""
     inputs = convert(draw(row, PACKED, texts=len(TEXTS)), torch.float32)
     packed = run(row, inputs, **path, cu_seqlens=bounds(), chunk_size=16)
     output_weights, state_weights = weights(packed.output, 1), weights(packed.state, 2)

@@ -29,7 +29,7 @@ PATHS = (("chunkwise", "torch"), ("chunkwise", "native"), ("parallel", "torch"),
 
 @dataclass(frozen=True)
 class Call:
-    """What a random call is made of; small enough to read when it fails."""
+    """The parts of a random call; small enough to read when it fails."""
 
     shape: Shape
     special: str

@@ -63,7 +63,7 @@ def test_tangents(row, texts, dtype, tolerance):
 @DTYPES
 @pytest.mark.parametrize("way", WAYS)
 def test_tangents_by_every_way(way, dtype, tolerance):
-    """In three chunks of two tokens: the more operations, the longer compiling takes."""
+    """Three chunks of two tokens keep the time of compiling short."""
     check_tangents(KIMI_DELTA, WAYS[way], dtype, tolerance, shape=SHAPE._replace(t=5), chunk_size=2)
 
 
@@ -115,7 +115,7 @@ def test_second_derivatives_by_torch_func():
 @DTYPES
 @pytest.mark.parametrize("options", [{}, {"form": "recurrent"}], ids=["auto", "recurrent"])
 def test_vmap_is_a_loop(options, dtype, tolerance):
-    """And what it maps may need gradients, which cannot be seen inside."""
+    """The mapped tensors may need gradients, which cannot be seen inside vmap."""
     each = [convert(inputs_of(KIMI_DELTA, seed=seed), dtype) for seed in (0, 1)]
     stacked = {name: torch.stack([x[name] for x in each]).requires_grad_() for name in each[0]}
     function = function_of(KIMI_DELTA, **options)

@@ -122,7 +122,7 @@ def check(row: Row, inputs: Inputs, view: Callable[[Tensor], Tensor], what: obje
 
 
 def inputs_of(row: Row) -> Inputs:
-    """In float32, with keys so short that no view of them writes more than it should."""
+    """Draw float32 inputs with keys so short that every view of them is stable."""
     given = convert(draw(row, Shape(2, 18, 2, 4, 6, 5)), torch.float32)
     return given | {"k": 0.5 * given["k"]}
 

@@ -32,7 +32,7 @@ from lineate.planning.teaching import taught_variants
 
 
 def family_config(name: str, folder: Path) -> HybridConfig:
-    """That of a tiny published model, through its config.json."""
+    """Return the configuration of a tiny published model, read through its config.json."""
     folder.mkdir(exist_ok=True, parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": name, **FAMILIES[name].values}))
     return read_model(folder).config
@@ -58,7 +58,7 @@ def storages(tensors: list[Tensor]) -> int:
 
 
 def state_tensors(model: HybridLM, batch: int, tokens: int) -> dict[str, list[Tensor]]:
-    """What a forward leaves, by kind."""
+    """Return the tensors of the state that a forward leaves, by kind."""
     with torch.no_grad():
         state = model(torch.randint(model.config.vocab_size, (batch, tokens))).state
     found: dict[str, list[Tensor]] = {"memory": [], "conv": [], "cache": []}
@@ -98,7 +98,7 @@ def test_bytes_are_those_allocated(name: str, dtype: str, tmp_path: Path) -> Non
 
 
 def test_servers_figures() -> None:
-    """What a server logged of Qwen3.5-27B and its like (4 sequences; a cache of 2^18 tokens in 16 bit)."""
+    """Plans agree with a server's log of Qwen3.5-27B and others (4 sequences; a cache of 2^18 tokens in 16 bit)."""
     plan = plan_memory(read_model("qwen3-5-27b"), conv_dtype="float32")
     assert 4 * plan.memory == 576 * 2**20
     assert 4 * plan.conv == 45 * 2**19  # 22.5 MiB

@@ -358,7 +358,7 @@ def test_training_memory_adds_up() -> None:
 
 
 def test_several_devices() -> None:
-    """As one that is so many times as large and as fast; of a bound nothing but the chips' caches is saved beside."""
+    """n devices count as one n times as large and fast; their caches lower bounds by memory bandwidth a little more."""
     h200, model = HARDWARE["h200"], read_model("qwen3-5-27b")
     eight = several(h200, 8)
     assert several(h200, 1) is h200 and eight.name == "8 x H200 SXM" and eight.memory_bytes == 8 * 141 * 10**9

@@ -57,9 +57,9 @@ def _pairs():
     ],
 )
 def test_programs_run(page, count, given):
-    """The first `count`, or all, one after another: a later one may use what an earlier one made.
+    """Run the first `count` programs, or all, in order: a later one may use what an earlier one made.
 
-    given: what a program names without making it.
+    `given` returns the names that a program uses without defining them.
     """
     names: dict[str, object] = given()
     found = programs(ROOT / page)[:count]
@@ -69,7 +69,7 @@ def test_programs_run(page, count, given):
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of the page has behind its #."""
+    """Return the anchors of the page's headings, as links write them after #."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
@@ -86,7 +86,7 @@ def test_links(page):
 
 
 def tree() -> set[str]:
-    """Paths that the tree of docs/architecture.md names."""
+    """Return the paths that the tree of docs/architecture.md names."""
     text = (ROOT / "docs/architecture.md").read_text()
     folders: list[str] = []
     named: set[str] = set()
@@ -100,7 +100,7 @@ def tree() -> set[str]:
 
 
 def test_the_tree_is_there_and_whole():
-    """It names every folder of lineate and every module at its top, and nothing that is not there."""
+    """The tree names every folder of lineate and every module at its top, and nothing that does not exist."""
     named = tree()
     assert sorted(path for path in named if not (ROOT / path).exists()) == []
     package = ROOT / "lineate"
@@ -111,7 +111,7 @@ def test_the_tree_is_there_and_whole():
 
 
 def test_the_version_is_written_once():
-    """In lineate/__init__.py, from where setuptools takes it; the changelog has an entry for it."""
+    """It stands in lineate/__init__.py, where setuptools reads it; the changelog has an entry for it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lineate.__version__"}
@@ -141,7 +141,7 @@ def check_unit_descent(names: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def test_the_programs_of_contributing_md(monkeypatch):
-    """Its rule, several writes a token, is that of the equation; a model of it continues where it stopped."""
+    """The rule with several writes a token follows its equation; a model of it continues from its state."""
     monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))  # other tests must not see its row
     names: dict[str, Any] = {}
     for text in programs(ROOT / "CONTRIBUTING.md"):

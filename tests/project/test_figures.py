@@ -208,7 +208,7 @@ def test_speed_on_a_gpu():
 
 
 def test_speed_of_models():
-    """On a GPU in ms, on a CPU times faster than transformers."""
+    """GPU tables are in ms; CPU tables say how many times faster than transformers."""
     shown = _rows("docs/speed.md", 4)
     for row in _results("models-gpu-h200.json")["results"]:
         what = "prefill 8192" if row["what"].startswith("prefill") else f"a token of {row['what'].split()[1]} row"

@@ -82,12 +82,12 @@ def circles() -> set[str]:
 
 
 def unit(module: str) -> str:
-    """The folder of a module, or its file at the top of the tree."""
+    """Return the folder of a module, or its file at the top of the tree."""
     return [*module.split("."), "__init__"][1]
 
 
 def level(module: str) -> int:
-    """0 at the bottom."""
+    """Return the level of a module, 0 at the bottom."""
     return next((len(LEVELS) - i for i, units in enumerate(LEVELS) if unit(module) in units), 0)
 
 
@@ -106,7 +106,7 @@ def long_files() -> set[str]:
 
 @cache
 def public_names() -> set[str]:
-    """What the packages of lineate list in __all__."""
+    """Return the names that the packages of lineate list in __all__."""
     found: set[str] = set()
     for module, file in sources().items():
         for node in tree(module).body if file.name == "__init__.py" else ():
@@ -117,7 +117,7 @@ def public_names() -> set[str]:
 
 @cache
 def registered(module: str) -> set[str]:
-    """Functions that are handed to torch.library, or to a function of ours that does so."""
+    """Return the functions that are handed to torch.library, or to a function of ours that does so."""
     calls = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
     calls = (node for node in calls if ast.unparse(node.func).split(".")[-1].startswith(REGISTRARS))
     given = (x for node in calls for x in (*node.args, *(keyword.value for keyword in node.keywords)))
@@ -152,7 +152,7 @@ def long_signatures() -> set[str]:
 
 
 def docstrings_without_a_verb() -> set[str]:
-    """Modules, classes and functions whose docstrings begin with "Of"."""
+    """Return modules, classes and functions whose docstrings begin with "Of"."""
     found = set()
     for module in sources():
         for node in ast.walk(tree(module)):
@@ -163,7 +163,7 @@ def docstrings_without_a_verb() -> set[str]:
 
 
 def mixer_tables() -> set[str]:
-    """Dictionaries and match statements that have letters or names of mixers as keys: their rows answer instead.
+    """Find dictionaries and match statements with letters or names of mixers as keys; the registry has these facts.
 
     All keys must be letters, as K, M and G are units too; two names are enough. A checkpoint family may say which
     mixers it has.
@@ -194,7 +194,7 @@ def long_tests() -> set[str]:
 
 
 def imports_between_tests() -> set[str]:
-    """Test files that import another: what they share belongs into tests/support."""
+    """Return test files that import another: what they share belongs in tests/support."""
     found = set()
     for file in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

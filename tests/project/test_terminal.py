@@ -1,4 +1,4 @@
-"""What others wrote is shown on a terminal, never obeyed: names of tensors and files, texts of models, messages."""
+"""A terminal shows text from others but never obeys it: names of tensors and files, texts of models, messages."""
 
 import json
 import shutil

@@ -25,7 +25,7 @@ FORMS = ("recurrent", "chunkwise", "parallel")
 
 
 def _native_obstacle() -> str:
-    """Why the native backend cannot run here, or nothing."""
+    """Return why the native backend cannot run here, or nothing."""
     x = torch.zeros(1, 1, 1, 1)
     try:
         lineate.explain(x, x, x, form="chunkwise", backend="native")
@@ -107,12 +107,12 @@ PACKED = Shape(1, sum(TEXTS), 2, 4, 6, 5)
 
 
 def bounds(lengths: tuple[int, ...] | list[int] = TEXTS) -> Tensor:
-    """cu_seqlens of texts with these lengths."""
+    """Return the cu_seqlens of sequences with these lengths."""
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
 def draw(row: Row, shape: Shape, special: str = "ordinary", *, texts: int | None = None, seed: int = 0) -> Inputs:
-    """The inputs of one call in float64: unit q and k, decays of .3 to 1, beta in (0, 1), a state that is not 0."""
+    """Draw inputs of one call in float64: unit q and k, decays of .3 to 1, beta in (0, 1), a state that is not 0."""
     b, t, h, hv, key_dim, value_dim = shape
     generator = torch.Generator().manual_seed(seed)
 
@@ -138,19 +138,19 @@ def draw(row: Row, shape: Shape, special: str = "ordinary", *, texts: int | None
 
 
 def unit(x: Tensor) -> Tensor:
-    """x / |x| over the last dimension."""
+    """Return x / |x| over the last dimension."""
     return x / x.norm(dim=-1, keepdim=True)
 
 
 def _reset(inputs: Inputs, value: float) -> None:
-    """Every 5th token forgets everything, every 7th its first head or channel, and two in direct succession."""
+    """Let every 5th token forget everything, every 7th its first head or channel, and two tokens in succession."""
     inputs["log_decay"][:, 3::5] = value
     inputs["log_decay"][:, 5::7, ..., 0] = value
     inputs["log_decay"][:, 8:10] = value
 
 
 def _nearly_parallel_keys(inputs: Inputs, cosine: float = 0.95) -> None:
-    """Keys whose cosines with each other are `cosine` on average."""
+    """Return keys whose cosines with each other are `cosine` on average."""
     k = inputs["k"]
     common = unit(torch.ones_like(k))
     apart = unit(k - (k * common).sum(-1, keepdim=True) * common + 1e-9)
@@ -179,7 +179,7 @@ SPECIALS: dict[str, Callable[[Inputs], object]] = {
 
 
 def specials(row: Row) -> Iterator[str]:
-    """The special inputs that the row's gates allow."""
+    """Return the special inputs that the row's gates allow."""
     for name in SPECIALS:
         needs_decay = "decay" in name or "reset" in name
         if (row.decay != "none" or not needs_decay) and (row.corrects or "beta" not in name):
@@ -190,7 +190,7 @@ SPECIAL_ROWS = [(row, special) for row in ROWS for special in specials(row)]
 
 
 class Result(NamedTuple):
-    """What one call computes, and its derivatives."""
+    """The results of one call, and its derivatives."""
 
     output: Tensor
     state: Tensor
@@ -221,7 +221,7 @@ def run(
 
 
 def oracle(row: Row, inputs: Inputs, **options: object) -> Result:
-    """The recurrent form in float64, on exactly the numbers that the tested call gets."""
+    """Run the recurrent form in float64, on exactly the numbers that the tested call gets."""
     return recurrent(row, convert(inputs, torch.float64), **options)
 
 
@@ -230,7 +230,7 @@ MOST_KEPT = 32
 
 
 def recurrent(row: Row, inputs: Inputs, **options: object) -> Result:
-    """The recurrent form; results are kept, for the next form or backend that is compared on the same numbers."""
+    """Run the recurrent form; cache results for the next form or backend that is compared on the same numbers."""
     key = (row.name, *((name, fingerprint(x)) for name, x in sorted({**inputs, **options}.items())))
     if key not in KEPT:
         if len(KEPT) >= MOST_KEPT:
@@ -241,7 +241,7 @@ def recurrent(row: Row, inputs: Inputs, **options: object) -> Result:
 
 
 def fingerprint(x: object) -> object:
-    """What tells tensors apart by their contents; other values as they are."""
+    """Return a key that tells tensors apart by their contents; return other values unchanged."""
     if not isinstance(x, Tensor):
         return x
     plain = x.detach().cpu().contiguous()
@@ -249,14 +249,14 @@ def fingerprint(x: object) -> object:
 
 
 def convert(inputs: Inputs, dtype: torch.dtype, gates: torch.dtype | None = None) -> Inputs:
-    """The inputs rounded to `dtype`, the gates to `gates` if given; the state is never below float32."""
+    """Return the inputs rounded to `dtype`, the gates to `gates` if given; the state is never below float32."""
     state = torch.float64 if dtype == torch.float64 else torch.float32
     dtypes = {"state": state, "log_decay": gates or dtype, "beta": gates or dtype}
     return {name: x.to(dtypes.get(name, dtype)) for name, x in inputs.items()}
 
 
 def weights(like: Tensor, seed: int) -> Tensor:
-    """Fixed random numbers that bfloat16 represents exactly, so that every dtype differentiates the same loss."""
+    """Return fixed random numbers exact in bfloat16, so that every dtype differentiates the same loss."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(-8, 9, like.shape, generator=generator).double() / 8
 
@@ -267,7 +267,7 @@ _SMALLEST = {torch.float64: 1e-180, torch.float32: 1e-20}
 
 
 def relative_error(got: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """|got - expected| / max(|expected|, floor) in the 2-norm over all elements; inf if anything is not finite."""
+    """Return |got - expected| / max(|expected|, floor), 2-norms over all elements; inf if anything is not finite."""
     floor = max(floor, _SMALLEST.get(got.dtype, 1e-20))
     got, expected = got.double(), expected.double()
     if not got.isfinite().all():
@@ -276,7 +276,7 @@ def relative_error(got: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 
 def errors(got: Result, expected: Result) -> dict[str, float]:
-    """Relative errors of output, state and each gradient.
+    """Return the relative errors of output, state and each gradient.
 
     dlog_decay is a sum of differences, dG_i = q_i dq_i + k_i dk_i(reader) - k_i dk_i(writer): at a reset the true value
     is about e^-50 and the terms are not, so its errors are measured against at least |dk| (k has unit length). Other
@@ -295,20 +295,20 @@ def errors(got: Result, expected: Result) -> dict[str, float]:
 
 
 def assert_within(found: dict[str, float], allowed: dict[str, float] | float, what: object = "") -> None:
-    """Every error at most what is allowed; the message lists those that are not."""
+    """Check that no error exceeds what is allowed; the message lists those that do."""
     limits = allowed if isinstance(allowed, dict) else dict.fromkeys(found, allowed)
     broken = {name: f"{x:.2e} > {limits[name]:.2e}" for name, x in found.items() if not x <= limits[name]}
     assert not broken, f"{what}: {broken}"
 
 
 def assert_float64_agrees(got: Result, expected: Result, what: object = "") -> None:
-    """What the forms promise in float64: 1e-12 on output and state, 1e-10 on every gradient."""
+    """Check what the forms promise in float64: 1e-12 on output and state, 1e-10 on every gradient."""
     found = errors(got, expected)
     assert_within(found, {name: 1e-12 if name in ("output", "state") else 1e-10 for name in found}, what)
 
 
 def assert_same_bits(got: Result, expected: Result, what: object = "") -> None:
-    """Equal to the last bit, NaN equal to NaN."""
+    """Check that all are equal to the last bit, with NaN equal to NaN."""
     pairs = [("output", got.output, expected.output), ("state", got.state, expected.state)]
     pairs += [("d" + name, x, expected.grads[name]) for name, x in got.grads.items()]
     broken = [name for name, x, y in pairs if not same_bits(x, y)]
@@ -316,14 +316,14 @@ def assert_same_bits(got: Result, expected: Result, what: object = "") -> None:
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Equal shape, dtype and elements; NaN equals NaN, and 0 equals -0 (a sum of nothing may have either sign)."""
+    """Whether shape, dtype and elements are equal; NaN equals NaN, 0 equals -0 (an empty sum may have either sign)."""
     return x.dtype == y.dtype and torch.equal(x.nan_to_num(7e7), y.nan_to_num(7e7))
 
 
 def budget(
     row: Row, inputs: Inputs, expected: Result, chunk_size: int, *, worst_case: bool = False, **options: object
 ) -> dict[str, float]:
-    """How large the relative errors of the chunkwise form may be in float32 arithmetic, from two derived terms:
+    """Return how large relative errors of the chunkwise form may be in float32 arithmetic, by two derived terms:
 
     2 x the errors of the recurrent form in float32 on the same numbers: how sensitive the problem itself is;
     u sqrt(n) kappa, with u = 2^-24: what the chunkwise form adds. Its sums have at most n = c + k + v terms (tokens,
@@ -354,7 +354,7 @@ def budget(
 
 
 def _sensitivity(row: Row, inputs: Inputs, expected: Result, **options: object) -> dict[str, float]:
-    """How much the exact results move, in units of u, when each input moves by u up or down: the most of 4 trials."""
+    """Return how far exact results move, in units of u, if each input moves by u up or down: the most of 4 trials."""
     largest: dict[str, float] = {}
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -370,7 +370,7 @@ def _sensitivity(row: Row, inputs: Inputs, expected: Result, **options: object) 
 def _condition(
     inputs: Inputs, chunk_size: int, cu_seqlens: Tensor | None = None, normalize_qk: bool = False, **_: object
 ) -> float:
-    """The largest |T|_F |T^-1|_F / c among the chunks of the call."""
+    """Return the largest |T|_F |T^-1|_F / c among the chunks of the call."""
     if "beta" not in inputs:
         return 1.0
     inputs = {name: x.double() for name, x in inputs.items()}

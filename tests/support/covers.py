@@ -31,7 +31,7 @@ def covering(names: str, *columns: Iterable[object], together: int = 2) -> pytes
 
 
 def _join(values: list[object], slow: bool) -> object:
-    """One parameter set of several, which may be pytest.param themselves, or tuples for several names."""
+    """Return one parameter set made of several, which may be pytest.param themselves, or tuples for several names."""
     marks, given, names = [], [], []
     for value in values:
         parts = list(value.values) if hasattr(value, "marks") else list(value) if type(value) is tuple else [value]

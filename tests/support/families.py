@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Tiny:
-    """How to build one."""
+    """How to build a tiny model of one family."""
 
     config: str
     """Class names in transformers."""
@@ -107,7 +107,7 @@ FAMILIES = {
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A transformers model in float32 and eval mode."""
+    """Return a transformers model in float32 and eval mode."""
     import transformers
 
     tiny = FAMILIES[family]
@@ -120,7 +120,7 @@ def build(family: str, seed: int = 0, **changes: Any) -> Any:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
-    """Every parameter and the routers' biases, at sizes that keep the logits of order one."""
+    """Fill every parameter and the routers' biases at random, at sizes that keep the logits of order one."""
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     tensors |= {name: x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")}
     for name, x in tensors.items():
@@ -210,7 +210,7 @@ def one_convolution(tensors: Tensors, family: str) -> None:
 
 
 def three_convolutions(tensors: Tensors, family: str) -> None:
-    """Cut between q, k and v."""
+    """Cut the convolution into those of q, k and v."""
     sizes = {"olmo_hybrid": (18, 18, 44)}.get(family, (16, 16, 72))
     if family == "olmo_hybrid":
         one_convolution(tensors, family)
@@ -244,7 +244,7 @@ LAYOUTS: list[tuple[str, tuple[str, ...], Callable[[Tensors, str], None]]] = [
 
 
 def rewrite(source: Path, target: Path, change=None, config=None, max_shard_bytes: int = 10**9) -> Path:
-    """A copy of a checkpoint with other tensors (change, in place) and other config keys (config; None: removed)."""
+    """Copy a checkpoint with other tensors (change, in place) and other config keys (config; None removes one)."""
     checkpoint = Checkpoint.open(source)
     tensors = {name: checkpoint.read(name) for name in checkpoint.entries}
     if change is not None:

@@ -73,7 +73,7 @@ class Through(torch.autograd.Function):
 
 
 def _scores(a: Tensor, k: Tensor, decay: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """sum_x a_ix k_jx e^{G_ix - G_jx}, j <= i. Per channel by halving: the factor shared out about a border between."""
+    """Return sum_x a_ix k_jx e^{G_ix - G_jx}, j <= i; per channel by halving, with factors split at a border."""
     c = a.shape[-2]
     j = torch.arange(c, device=a.device)[None, :]
     i = j.mT
@@ -94,13 +94,13 @@ def _scores(a: Tensor, k: Tensor, decay: Tensor | None, dtype: torch.dtype) -> T
 
 
 def _chunk(S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, dtype: torch.dtype):
-    """One chunk of `... c k`, decay `... c 1` or `... c k`, beta `... c 1`; the output and the next state."""
+    """Return output and next state of a chunk `... c k`, decay `... c 1` or `... c k`, beta `... c 1`."""
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         return Product.apply(a, b, dtype)
 
     def reader(x: Tensor) -> Tensor:
-        """e^G x S; a factor per head stays outside the product."""
+        """Return e^G x S; a factor per head stays outside the product."""
         if decay is None:
             return product(x, S)
         return product(x * read, S) if decay.shape[-1] > 1 else product(x, S) * read
@@ -120,7 +120,7 @@ def _chunk(S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, bet
 
 
 def attend(inputs: Inputs, *, cu_seqlens: Tensor | None = None, normalize_qk: bool = False, scale: float | None = None):
-    """Output and final state of a call, as the public op, for q, k, v in a 16-bit dtype."""
+    """Return output and final state of a call, as the public op does, for q, k, v in a 16-bit dtype."""
     dtype = inputs["v"].dtype
     group = inputs["v"].shape[2] // inputs["k"].shape[2]
     q, k, v = (inputs[name].float() for name in "qkv")
@@ -151,7 +151,7 @@ def attend(inputs: Inputs, *, cu_seqlens: Tensor | None = None, normalize_qk: bo
 
 
 def run(inputs: Inputs, *, raw: dict[str, object] | None = None, **options: object) -> Result:
-    """Output, state and all gradients, of the loss of cases.run; with `raw`, of gates before their activation."""
+    """Return output, state and all gradients of the loss of cases.run; with `raw`, of gates before their activation."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     call = leaves
     if raw is not None:
@@ -167,7 +167,7 @@ def run(inputs: Inputs, *, raw: dict[str, object] | None = None, **options: obje
 
 
 def budget(inputs: Inputs, expected: Result, **options: object) -> dict[str, float]:
-    """2 x the errors of this map on the same numbers, half an eps of results in 16 bits, and a term of float32's own.
+    """Return 2 x the errors of this map on the same numbers, half an eps of 16-bit results, and a float32 term.
 
     That last one, u sqrt(n) for sums of n = c + k + v terms, is what is left where 16 bits happen to be exact.
     """

@@ -14,7 +14,7 @@ from typing import Any
 
 @functools.cache
 def make_quick() -> None:
-    """Replace what takes the time, if this version of Triton has it."""
+    """Replace the slow parts of the interpreter, if this version of Triton has them."""
     try:
         import triton.language as tl
         from triton.language import core

@@ -22,7 +22,7 @@ def make(b: int = 2, t: int = 13, h: int = 2, d: int = 5, dh: int = 6, dtype=tor
 
 
 def middle(state: dict[str, Tensor], position: int) -> dict[str, Tensor]:
-    """A state that has read something: random sums and momentum."""
+    """Return a state that has read something: random sums and momentum."""
     g = torch.Generator().manual_seed(3)
     moved = {
         name: torch.randn(x.shape, generator=g, dtype=x.dtype) * 0.3

@@ -26,7 +26,7 @@ Inputs = dict[str, Tensor]
 def convolution(
     x: Tensor, weight: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Text by text; tap by tap, as the layer in plain torch."""
+    """Compute the convolution sequence by sequence and tap by tap, as the layer does in plain torch."""
     size = weight.shape[1]
     texts = list(x) if cu_seqlens is None else [x[0, i:j] for i, j in itertools.pairwise(cu_seqlens.tolist())]
     ys, finals = [], []
@@ -55,7 +55,7 @@ def gated_unit(x: Tensor) -> Tensor:
 
 
 def tables(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Angles that turn half of the channels, rounded to an even number."""
+    """Return angles that turn half of the channels, rounded to an even number."""
     n = x.shape[-1] // 4
     angles = torch.arange(x.shape[1] * n, device=x.device).view(x.shape[1], n).float().sqrt()
     return angles.cos(), angles.sin()
@@ -81,7 +81,7 @@ def kernel(name: str):
 
 
 def differentiate(function: object, leaves: Inputs, **options: object) -> Result:
-    """Output, state if there is one, and the gradients by all inputs of the loss of cases.run, on the CPU."""
+    """Return output, state if there is one, and the gradients of the loss of cases.run by all inputs, on the CPU."""
     results = function(**leaves, **options)
     results = results if isinstance(results, tuple) else (results,)
     loss = sum((x.double() * weights(x, i).to(x.device)).sum() for i, x in enumerate(results, 1))
@@ -103,7 +103,7 @@ def plain(name: str, inputs: Inputs, dtype: torch.dtype | None = None, **options
 
 
 def check(name: str, inputs: Inputs, path: Path, what: object = "", **options: object) -> Result:
-    """All results against float64 on the same numbers, within 2 x the error of torch in this dtype, and rounding:
+    """Compare all results with float64 on the same numbers, within 2 x torch's error in this dtype, and rounding:
 
     half an eps of the result's dtype (float32: its sums, of at most n terms, round like sqrt(n)); and natively 2^-20,
     the error of a sigmoid by ex2.approx (2^-22, and |x| 2^-24 from its argument, |x| < 8) and rcp.approx (2^-23).

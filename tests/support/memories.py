@@ -11,7 +11,7 @@ def floats(state: dict[str, Tensor]) -> list[Tensor]:
 
 
 def check_close(got, expected, **tolerance):
-    """Outputs and states, which have the same names."""
+    """Check that outputs and states agree, and that states have the same names."""
     (y, state), (wanted, end) = got, expected
     torch.testing.assert_close(y, wanted, **tolerance)
     assert set(state) == set(end)

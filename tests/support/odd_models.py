@@ -12,7 +12,7 @@ from lineate.models import (
 
 
 def odd(pattern: str, **changes: object) -> HybridConfig:
-    """Nothing is even or equal: 3 key heads for 6 value heads, 5 heads that attend."""
+    """Return a configuration of odd, unequal sizes: 3 key heads for 6 value heads, 5 heads that attend."""
     parts: dict[str, object] = {
         "linear": LinearConfig(3, 6, 7, 11, decay_rank=5, gate_rank=6),
         "memory": MemoryConfig(3, 10, chunk=4),

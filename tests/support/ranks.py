@@ -22,7 +22,7 @@ def make_store() -> dist.TCPStore:
 
 
 def run_ranks(size: int, worker: Callable[..., Any], *args: Any, store: dist.TCPStore | None = None) -> list[Any]:
-    """worker(*args) on every rank; results, made of tensors and plain values, by rank. An error fails the test.
+    """Run worker(*args) on every rank; return results (tensors and plain values) by rank. An error fails the test.
 
     A rank that ends without one has None. store: of an earlier call, as torchrun keeps it over restarts.
     """

@@ -29,7 +29,7 @@ FUSED_ROWS = [GATED_DELTA, KIMI_DELTA]
 
 
 def raw_inputs(row: Row, path: Path, bias: str, shape: Shape, texts: int | None = None) -> Inputs:
-    """Gates before their activation, in the dtype of q; A_log and dt_bias are parameters, in float32."""
+    """Return gates before their activation, in the dtype of q; A_log and dt_bias are parameters, in float32."""
     inputs = draw(row, shape, texts=texts)
     generator = torch.Generator().manual_seed(3)
     inputs["gate"] = 2 * torch.randn(inputs.pop("log_decay").shape, generator=generator, dtype=torch.float64)
@@ -46,7 +46,7 @@ def raw_inputs(row: Row, path: Path, bias: str, shape: Shape, texts: int | None 
 
 
 def unfused(row: Row, inputs: Inputs, dtype: torch.dtype, beta_scale: float, **options: object) -> Result:
-    """Activation, then the recurrent form in torch, differentiated by everything."""
+    """Run the activation, then the recurrent form in torch, and differentiate by all inputs."""
     leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
     bias = leaves.get("dt_bias")
     bias = None if bias is None else bias.view(leaves["gate"].shape[2:])
@@ -58,7 +58,7 @@ def unfused(row: Row, inputs: Inputs, dtype: torch.dtype, beta_scale: float, **o
 
 
 def rates(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """dlog_decay/dgate, and what a gate's gradient is multiplied by in dA_log = sum_t dgate_t softplus / sigmoid."""
+    """Return dlog_decay/dgate, and the factor of a gate's gradient in dA_log = sum_t dgate_t softplus / sigmoid."""
     given = inputs["gate"].double()
     if "dt_bias" in inputs:
         given = given + inputs["dt_bias"].double().view(given.shape[2:])
@@ -68,7 +68,7 @@ def rates(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def fused_errors(got: Result, expected: Result, inputs: Inputs) -> dict[str, float]:
-    """As cases.errors: dgate is dlog_decay times the slope, and measured like it, against |k| |dk| times the slope."""
+    """Return errors as cases.errors does; dgate, dlog_decay times the slope, is measured against |k| |dk| slope."""
     found = errors(got, expected)
     floor = (
         expected.grads["k"].norm() * inputs["k"].double().norm(dim=-1).mean() * rates(inputs)[0].square().mean().sqrt()
@@ -79,7 +79,7 @@ def fused_errors(got: Result, expected: Result, inputs: Inputs) -> dict[str, flo
 def fused_allowance(
     row: Row, inputs: Inputs, expected: Result, path: Path, beta_scale: float, **options: object
 ) -> dict[str, float]:
-    """As cases.budget and half.budget, with the activations in front.
+    """Return the budget of cases.budget or half.budget with the activations in front.
 
     dA_log and ddt_bias are a few sums of dgate over all tokens, and may cancel: their errors are bounded by that of
     dgate, |sum_t e_t r_t| <= |e| |r|.

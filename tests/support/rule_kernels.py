@@ -46,7 +46,7 @@ def to(device: str, x: object) -> object:
 
 
 def loss_of(output: Tensor, state: Tensor) -> Tensor:
-    """sum(w output) + sum(w' state), the loss of cases.run."""
+    """Return sum(w output) + sum(w' state), the loss of cases.run."""
     return sum((x.double() * weights(x, i).to(x.device)).sum() for i, x in ((1, output), (2, state)))
 
 
@@ -69,7 +69,7 @@ def run(row: Row, inputs: Inputs, path: Path, only: tuple[str, ...] | None = Non
 
 
 def native_term(path: Path, t: int, kappa: float = 1.0) -> float:
-    """What a GPU adds in float32: products of three tf32 ones keep 22 bits, and so does exp; once a chunk, by T."""
+    """Return the error a GPU adds in float32: products by three tf32 ones and exp keep 22 bits; once a chunk, by T."""
     return (-(-t // CHUNK) + 2) * 2**-22 * kappa if path.device == "cuda" else 0.0
 
 
@@ -89,7 +89,7 @@ def assert_like_the_inputs(got: Result, inputs: Inputs) -> None:
 
 
 def check(row: Row, inputs: Inputs, path: Path, what: object = "", **options: object) -> Result:
-    """Output, final state and all gradients against the oracle, on exactly the same numbers."""
+    """Compare output, final state and all gradients with the oracle, on exactly the same numbers."""
     expected = oracle(row, inputs, **options)
     got = run(row, inputs, path, **options)
     assert_like_the_inputs(got, inputs)

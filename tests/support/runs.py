@@ -14,7 +14,7 @@ WORDS = ("the memory", "forgets", "compares", "writes", "reads", "a key", "its v
 
 
 def make_texts(folder: Path, texts: int = 24) -> Path:
-    """Sentences of few words, in files."""
+    """Write sentences of few words to files."""
     folder.mkdir(parents=True, exist_ok=True)
     for n in range(texts):
         lines = [" ".join(WORDS[(n * 5 + i * (i + j)) % len(WORDS)] for j in range(4)) + "." for i in range(12)]
@@ -23,7 +23,7 @@ def make_texts(folder: Path, texts: int = 24) -> Path:
 
 
 def make_model(folder: Path) -> Path:
-    """Two layers, one of each kind, 32 wide, for bytes."""
+    """Return a model of bytes with two layers, one of each kind, 32 wide."""
     torch.manual_seed(7)
     config = tiny("GA", vocab_size=257)
     assert config.linear is not None and config.attention is not None and config.feed is not None
@@ -41,7 +41,7 @@ def make_model(folder: Path) -> Path:
 
 
 def make_config(folder: Path, **changes: Any) -> TrainConfig:
-    """A run in folder/run that saves every third of its 12 steps."""
+    """Return the config of a run in folder/run that saves every third of its 12 steps."""
     data, model = folder / "texts", folder / "start"
     if not data.exists():
         make_texts(data)
@@ -55,7 +55,7 @@ def make_config(folder: Path, **changes: Any) -> TrainConfig:
 
 
 def everything(trainer: Any) -> dict[str, torch.Tensor]:
-    """A run's weights and its optimiser's state, by name."""
+    """Return a run's weights and its optimiser's state, by name."""
     found = {name: x.detach().clone() for name, x in trainer.model.state_dict().items()}
     names = {x: name for name, x in trainer.model.named_parameters()}
     for x, state in trainer.optimizer.state.items():

@@ -6,7 +6,7 @@ from lineate.models import HybridConfig, HybridLM
 
 
 def random_model(config: HybridConfig) -> HybridLM:
-    """float32; zero-centred norms between -.5 and .5."""
+    """Return a random float32 model with zero-centred norms between -.5 and .5."""
     torch.manual_seed(0)
     model = HybridLM(config).eval()
     with torch.no_grad():

@@ -22,7 +22,7 @@ def write_lines(file, records):
 
 
 def make_store(folder, texts, made=None):
-    """A store of exactly these texts, empty ones too (which the sources leave out), made anew; and its tokenizer."""
+    """Make a new store of exactly these texts, also empty ones (which sources leave out); return its tokenizer too."""
     made = make_tokenizer("bytes", texts) if made is None else made
     own = Path(tempfile.mkdtemp(dir=folder))
     (own / "source.txt").write_text("not read")
@@ -31,7 +31,7 @@ def make_store(folder, texts, made=None):
 
 
 def view_of(lengths):
-    """Documents of these lengths whose tokens are all different."""
+    """Return documents of these lengths whose tokens are all different."""
     lengths = np.array(lengths, np.int64)
     stops = np.cumsum(lengths)
     return TokenView("train", np.arange(stops[-1], dtype=np.uint32), stops - lengths, lengths)

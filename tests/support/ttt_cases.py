@@ -13,7 +13,7 @@ HEADS, DIM, CHUNK = 2, 6, 4
 def draw(
     model: str, b: int, t: int, *, rows: int | None = None, chunk: int = CHUNK, dim: int = DIM
 ) -> dict[str, Tensor]:
-    """Inputs, norm, factors and weights, all float64; the weights differ between rows if their number is given."""
+    """Draw inputs, norm, factors and weights, all float64; the weights differ between rows if their number is given."""
     generator = torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> Tensor:

@@ -33,7 +33,7 @@ def rows_of(name, sizes=None, rows=40, seed=3):
 
 
 def dictionary(row, writes):
-    """What a dictionary holds after the pairs at the start of a row."""
+    """Return what a dictionary holds after the pairs at the start of a row."""
     return {row[2 * n]: row[2 * n + 1] for n in range(writes)}
 
 

@@ -71,7 +71,7 @@ def test_permutation():
 
 
 def naive(view, length, rows, seed, step):
-    """All epochs that are needed end to end, token by token: (id, target, does a text begin here)."""
+    """Return the needed epochs end to end, token by token: (id, target, whether a document begins here)."""
     stream, epoch = [], 0
     while len(stream) < (step + 1) * rows * length:
         for i in permutation(view.n_documents, seed, epoch):
@@ -127,7 +127,7 @@ def test_batches_are_the_documents_end_to_end_for_any(draw, lengths, seed):
 
 
 def assert_joined(pieces, whole, continues):
-    """The pieces side by side are the whole; a text that goes on in the next piece is one text again."""
+    """Check that the pieces joined are the whole; a document that continues in the next piece is one again."""
     assert torch.equal(torch.cat([piece.ids for piece in pieces], 1), whole.ids)
     assert torch.equal(torch.cat([piece.targets for piece in pieces], 1), whole.targets)
     assert [piece.continues for piece in pieces] == continues
@@ -158,7 +158,7 @@ def test_an_epoch_shows_every_document_once():
 
 
 def test_far_steps_are_exact():
-    """A position beyond what a float counts, without walking there."""
+    """A position beyond the integers of a float is found without walking there."""
     view = view_of([3, 4, 6])
     step = 10**17 + 1
     batch = Batches(view, 13, 1, 0).batch(step)

@@ -56,7 +56,7 @@ def make_batch(step, part, parts):
 
 
 def train(world, model, optimizer, steps, micro=1, first=0):
-    """Losses and norms of the gradient; every step in `micro` accumulated parts."""
+    """Return losses and gradient norms; make every step in `micro` accumulated parts."""
     found = []
     for step in range(first, first + steps):
         first_part, n_parts = world.data_rank * micro, world.data_size * micro
@@ -133,7 +133,7 @@ def test_ranks_train_as_one_process(name, steps):
 
 
 def whole_state(model, optimizer):
-    """Every number of the model and the optimizer, on every rank; plain tensors and values."""
+    """Return every number of the model and the optimizer, on every rank, as plain tensors and values."""
     found = {f"model.{name}": x for name, x in model.state_dict().items()}
     for group, options in enumerate(optimizer.param_groups):
         found |= {f"group {group} {key}": value for key, value in options.items() if key != "params"}
@@ -230,7 +230,7 @@ def test_options_of_the_optimizer_can_stay(tmp_path):
 
 
 def test_muon_moves_few_matrices_at_a_time(monkeypatch):
-    """So that a rank never holds all of a sharded model; the steps are the same."""
+    """A rank never holds all of a sharded model, and the steps are the same."""
     found = []
     for most in (2**26, 2000):
         monkeypatch.setattr(optim, "GATHERED_ELEMENTS", most)
@@ -377,7 +377,7 @@ def test_one_rank_of_torchrun(tmp_path):
 
 
 def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch):
-    """Over NCCL destroying the group would: they wait for this rank."""
+    """Over NCCL, destroying the group would wait for the other ranks, which wait for this one."""
     left = []
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: left.append(1))
     world = World(mesh=object())
@@ -415,14 +415,14 @@ def meet(late):
 
 
 def test_ranks_meet_again_after_a_restart():
-    """torchrun keeps the addresses of the dead."""
+    """torchrun keeps the addresses of ranks that have died."""
     store = make_store()
     for late in (0, 1, 0):
         assert run_ranks(2, meet, late, store=store) == [2, 2]
 
 
 def disk_is_full(folder, what):
-    """Where a rank cannot write, every rank says so, and no rank waits."""
+    """If one rank cannot write, every rank says so, and no rank waits."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     from lineate.training import sharded

@@ -73,7 +73,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def start_slow(folder: Path, config: TrainConfig, where: str) -> subprocess.Popen[str]:
-    """A process that trains, once it waits there."""
+    """Return a training process once it has reached its wait."""
     write_json(folder / "slow.json", config.to_dict())
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW, str(folder), where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -117,7 +117,7 @@ def test_a_run_that_comes_late_leaves_a_finished_one_alone(tmp_path: Path) -> No
 
 
 def try_to_prepare(values: dict[str, Any]) -> list[Any]:
-    """On a rank: why a run cannot be prepared, or its tokenizer's identity and ids."""
+    """Return, on a rank, why a run cannot be prepared, or its tokenizer's identity and ids."""
     try:
         trainer = prepare(TrainConfig.from_dict(values))
     except (ValueError, OSError) as error:
@@ -196,7 +196,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, changes: dict[
 
 
 def test_a_published_checkpoint_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
-    """Its ids are those of a tokenizer that is not read; a vocabulary of another size is a sign of the same."""
+    """Its ids belong to a tokenizer that lineate cannot read; a vocabulary of another size is refused as well."""
     pytest.importorskip("transformers")
     from families import build
 
@@ -243,20 +243,20 @@ NEWEST = "checkpoints/step-000003"
 
 
 def reseal(folder: Path) -> None:
-    """Make a manifest that vouches for what a checkpoint has now."""
+    """Write a manifest that matches the present files of a checkpoint."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.json"]
     entries = {str(x.relative_to(folder)): [x.stat().st_size, sha256(x.read_bytes()).hexdigest()] for x in files}
     (folder / "manifest.json").write_text(json.dumps(entries))
 
 
 def changed(folder: Path, **values: Any) -> str:
-    """state.json with other values; what is ... is left out."""
+    """Return state.json with other values; a value of `...` removes its key."""
     state = json.loads((folder / "state.json").read_text()) | values
     return json.dumps({name: x for name, x in state.items() if x is not ...})
 
 
 def bpe_with(text: str) -> Callable[[Path], None]:
-    """A tokenizer.json that tokenizer_kind.json vouches for."""
+    """Return a function that writes text as tokenizer.json, and a tokenizer_kind.json that matches it."""
 
     def write(folder: Path) -> None:
         identity = f"bpe:300-{sha256(text.encode()).hexdigest()}"
@@ -325,7 +325,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(folder: Path, *arguments: str) -> str:
-    """The one line with which a call ends that changes nothing."""
+    """Return the one-line message of a call that fails and changes nothing."""
     before = contents(folder)
     code, text = command(*arguments)
     last = text.strip().split("\n")[-1]

@@ -75,7 +75,7 @@ def test_wrong_lines_are_named(tmp_path, content, message):
 
 
 def test_wrong_sources_are_errors_at_once(tmp_path):
-    """Before the first text is asked for."""
+    """The error comes before the first document is read."""
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "a.png").write_bytes(b"1")

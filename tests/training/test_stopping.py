@@ -105,7 +105,7 @@ def test_work_without_end_is_left(
 def test_a_signal_in_a_save_waits_for_it(
     finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it takes: the process is not ended meanwhile."""
+    """The process is not ended during a save, however long it takes."""
     config = make_config(finished[0], out=str(tmp_path / "run"), sample_every=4)
     monkeypatch.setattr(stopping, "GRACE_SECONDS", 0.01)
     real = checkpoint.write_state
@@ -162,7 +162,7 @@ def test_a_stop_that_cannot_be_saved_says_so(
 def test_a_call_without_end_is_cut(
     finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, signals: str, grace: float
 ) -> None:
-    """Nothing can be saved then, and nothing that was saved is harmed."""
+    """The run cannot save then, and earlier checkpoints stay intact."""
     config = make_config(finished[0], out=str(tmp_path / "run"), sample_every=4)
     checkpoint.write_json(tmp_path / "c.json", config.to_dict())
     done = subprocess.run(

@@ -150,7 +150,7 @@ def test_large_files_are_not_read_whole_on_opening(data, tmp_path, monkeypatch):
 
 
 def in_child(function):
-    """Runs it in a forked process, which has this one's modules."""
+    """Run it in a forked process, which has the modules of this one."""
     process = multiprocessing.get_context("fork").Process(target=function)
     process.start()
     return process
