@@ -155,7 +155,10 @@ def test_compiled_calls_leave_the_state_they_continue():
     assert state._buffer.claim(6, 1)
 
 
-@pytest.mark.parametrize(("letter", "dynamic"), [("E", None), ("E", True), ("T", None), ("P", None), ("N", None)])
+@pytest.mark.parametrize(
+    ("letter", "dynamic"),
+    [("E", True), ("N", None), *(pytest.param(letter, None, marks=pytest.mark.slow) for letter in "ETP")],
+)
 @torch.no_grad()
 def test_learning_mixers_are_one_graph(letter, dynamic):
     """They are laid out in chunks by their lengths; those of least squares may be symbols."""
