@@ -177,7 +177,7 @@ class LinearMixer(nn.Module):
 
         The rule that runs depends on which of log_decay and beta are given. A mixer of your own overrides this method.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must have rule_inputs, as every LinearMixer")
 
     def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
         """Return z `b t hv*v`, before its activation."""
