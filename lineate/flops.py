@@ -54,7 +54,8 @@ class Heads(NamedTuple):
 def announce() -> None:
     """Register these formulas with torch's FLOP counters, both active ones and later ones.
 
-    Importing torch's counter takes longer than importing lineate, so this waits until a dispatch mode is active.
+    Importing torch's counter takes longer than importing lineate, so this does nothing unless another module has
+    imported it. `recorded` calls it whenever a dispatch mode, which may be a counter, is active.
     """
     counters = sys.modules.get("torch.utils.flop_counter")
     if counters is None:

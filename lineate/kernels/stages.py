@@ -12,6 +12,21 @@ affine map of each segment, and chain_segments the states between them.
 
 A folder implements `Stages`: portable/ in Triton, for every device; hopper/ in Gluon, for compute capability 9.0.
 Whatever depends on a call's dtype or sizes is decided inside the folder.
+
+Four words that the kernels use:
+
+    walk     A loop of one program over a sequence in order, which carries something from step to step: here the state,
+             from chunk to chunk. kernels/layers/convolution.py walks from token to token with the last inputs,
+             kernels/memories/ from chunk to chunk with the weights of a memory that learns.
+    wild     A row (token) of a chunk is wild if the fast products would overflow or lose digits there. In the inverse,
+             which bfloat16 inputs compute in float16, such a row has a negative beta or a beta |k|^2 that is too large
+             (portable/solve.py); in hopper/channel.py, one of its channels has decayed too far since the first row of
+             its block of 16. The row from which on a chunk counts as wild is its first wild row: a second, slower
+             launch computes that row and all later ones. In the gradients of decay per channel, `wild` marks whole
+             chunks, for 64 key channels at a time.
+    tame     Not wild.
+    board    A small float32 tile in shared memory with one number a block of 16 rows and key channel, through which the
+             warps of a program exchange these numbers (hopper/channel.py, hopper/channel_gradients.py).
 """
 
 from typing import NamedTuple, Protocol
@@ -37,7 +52,7 @@ class Prepared(NamedTuple):
     """`slot hv c c`, for the backward with decay per channel."""
     factors: Tensor
     wild: Tensor | None = None
-    """`slot hv`: the first row of each chunk that needs float32 products; None if all products are float32's."""
+    """`slot hv`: the first wild row of each chunk, or c if none is; None if all products are float32's."""
     norms: Tensor | None = None
     """`slot hv 2 c`: scale / |q_i|, 1 / |k_i|; only where one kernel finds them for another."""
 

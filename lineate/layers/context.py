@@ -34,7 +34,7 @@ class Told(NamedTuple):
     tokens: int
     """Tokens of the leaving sequence in this segment."""
     seen: int
-    """Tokens of the leaving sequence before its first token here: those of its initial state, if it begins here."""
+    """Tokens in the initial state of the leaving sequence; 0 if that sequence began on an earlier rank."""
 
 
 class Context:
@@ -162,9 +162,10 @@ class Segment:
         return rank + 1 < self.context.size and bool(self.told[rank + 1].continues)
 
     def parts(self, most: int | None = None) -> list[int]:
-        """Return how many tokens of its leaving sequence each rank hands on, including those of an initial state.
+        """Return how many tokens of its leaving sequence each rank hands on: 0 if the sequence ends there.
 
-        most: the upper limit per rank. An initial state (the convolution's) always has that many.
+        Tokens in the sequence's initial state count too. most: only so many last tokens are needed (the convolution's);
+        a rank on which the sequence begins hands on exactly that many, because the initial state has as many.
         """
         counts = []
         for rank, each in enumerate(self.told):

@@ -74,7 +74,10 @@ class LinearCosts:
         return e * (width + self.gates(x) + convolved + 2 * values) + self.kept(x, half) + states
 
     def _spared(self, x: LinearConfig, tokens: int) -> int:
-        """Return the most operations that can be spared: the state begins empty, and near tokens can be compared."""
+        """Return the most operations that a sequence from an empty state can save on its first k tokens.
+
+        Token i may sum what tokens 1 .. i wrote, i vectors of v numbers, instead of reading the k x v state.
+        """
         near, reads = min(tokens, x.key_dim), 2 if self.corrects else 1
         pairs = near * (near + 1) // 2
         return 2 * reads * x.value_heads * self.columns(x) * (near * x.key_dim - pairs)

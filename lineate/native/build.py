@@ -85,8 +85,8 @@ class _Unfit(Exception):
 def _load(file: Path) -> ctypes.CDLL:
     """Load a library whose content has the checksum of its name, and which nobody but us and root can write.
 
-    The checked file is the loaded one: both use one descriptor. It stays open, because the loader identifies a library
-    by the descriptor's path.
+    Where /proc exists the loader opens the descriptor's path, so it loads the very file that was checked. The
+    descriptor stays open, because the loader knows a library by its path: no other file must get its number.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)

@@ -13,9 +13,9 @@ every factor of portable/channel.py is a product of few, none above 1 but 1 / F:
 
 Rules that only accumulate have no M, T and Kr: their keys are writers alone.
 
-A row whose 1 / F is not a good number (portable/channel.py: good) is wild, as are those that portable/solve.py finds:
-this kernel leaves out the rows from the first wild one on. A second launch, of the portable channel_scores, computes
-them by the levels.
+A row whose 1 / F is too large (portable/channel.py: within_block) is wild, as are those that portable/solve.py finds.
+What this kernel stores for the rows from the first wild one on is not used: a second launch, of the portable
+channel_scores, stores those rows again, by the levels.
 """
 
 from triton.experimental import gluon

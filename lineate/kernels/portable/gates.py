@@ -34,7 +34,10 @@ def allowed(log_decay):
 
 @triton.jit
 def is_small(beta, dtype: tl.constexpr):
-    """Whether R = beta (E - M R) cannot be divided by beta: beta is 0, or R or beta M leave float16's range."""
+    """Whether E - M R must not be computed as R / beta: beta is 0, or at most 1/256 with inputs in 16 bits.
+
+    So small a beta makes R (float16 inputs), or beta M in the float16 products of the inverse (bfloat16), underflow.
+    """
     return tl.abs(beta) <= (0.0 if dtype == tl.float32 else SMALL_BETA)
 
 

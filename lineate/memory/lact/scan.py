@@ -199,8 +199,12 @@ class _Backward:
         self.dnorms = [torch.zeros_like(x) for x in norms]
 
     def asleep(self, run: ChunkRun) -> bool:
-        """Whether no gradient arrives for what the very last chunk wrote."""
-        if run.ends:  # its sums are used up
+        """Whether no gradient arrives for what the last chunk of the call wrote; `run` is the last run.
+
+        If that chunk is complete, its writes reach the result only through the update at its end. The sums that the
+        call returned are then new zeros, so their gradients are dropped.
+        """
+        if run.ends:
             self.dsums = self.dtotal = None
             return self.dmatrices is None and self.dprevious is None
         return self.dsums is None and self.dtotal is None

@@ -24,7 +24,10 @@ OF_TRANSFORMERS = ("model_type", "architectures", "auto_map", "dtype", "torch_dt
 
 
 FEW_LAYERS = 256
-"""Up to this many layers are made without checking the files for them: a list of missing tensors says more."""
+"""A config may have this many layers even if the files have fewer tensors.
+
+Loading then lists the tensors that are missing, which says more than an error about the number of layers.
+"""
 
 
 FAMILIES: dict[str, CheckpointFamily] = {

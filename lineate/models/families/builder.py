@@ -200,7 +200,10 @@ class PlanBuilder:
         self.pieces[f"{target}.experts_gate_up"], self.pieces[f"{target}.experts_down"] = into, back
 
     def _fused_experts(self, target: str, gate_up: str, down: str) -> None:
-        """Take the experts in our layout, or both transposed; if one tensor's shape fits both, the other decides."""
+        """Take all experts from two tensors, which are both in our layout or both transposed.
+
+        A tensor whose shape fits both layouts is read as the other one is; if neither decides, both are in our layout.
+        """
         experts, hidden = self.config.experts, self.config.hidden_size
         assert experts is not None
         ours: dict[str, Shape] = {
