@@ -2,10 +2,11 @@
 
     python -m bench.memories.gpu [--peers DIR] [--json FILE] [--tokens 8192] [--hidden 1024] [--heads 16] [--only NAMES]
 
-One layer alone, one text: forward without gradients, and forward with backward (to the input too). bfloat16 autocast
-over float32 weights, in which our layers keep the memory itself in float32; a peer that cannot do so runs in the next
-dtype that it can. A layer that runs out of memory gets half the tokens, and its row says so. Times are between events
-around whole calls from Python, medians of rounds in which all take turns; MiB are those of a call beyond the weights.
+One layer alone, one sequence: forward without gradients, and forward with backward (to the input too). All run under
+bfloat16 autocast over float32 weights, where our layers keep the memory itself in float32; a peer that cannot runs in
+the next dtype that it can. A layer that runs out of memory gets half the tokens, and its row says so. Times are between
+events around whole calls from Python, medians of rounds in which all take turns; MiB are those of a call beyond the
+weights.
 DIR holds the packages titans_pytorch, lact_model (of LaCT's language model), fla, flash_attn, and what they need.
 """
 

@@ -228,7 +228,7 @@ def run_mixer(draw: Draw, make: Callable[[], nn.Module], how: str, width: int = 
             y, state = mixer(x[:, t // 2 + 1 :], state)
         else:
             y, state = mixer(x, cu_seqlens=bounds)
-            if packed:  # the texts go on
+            if packed:  # the sequences go on
                 outputs.append(y)
                 y, state = mixer(x, state, bounds)
     outputs.append(y)

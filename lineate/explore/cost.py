@@ -76,7 +76,7 @@ class _Tokens:
 
 @cpu_by_default
 def measure_cost(setting: CostSetting, report: OnProgress = silent) -> MeasuredCost:
-    """Run every rule over longer and longer texts; measure the state it leaves and the time it takes."""
+    """Run every rule over longer and longer sequences; measure the state it leaves and the time it takes."""
     work = [length * (1 + length / 4096) for length in setting.lengths]
     lengths: list[int] = []
     held: dict[str, list[int]] = {rule: [] for rule in DEMO_RULES}

@@ -378,7 +378,7 @@ def test_trainer_learns_saves_and_resumes(tmp_path):
     plain = HybridLM.from_pretrained(tmp_path / "a/checkpoint-12", progress=False)
     assert torch.equal(plain(x).logits, loaded(x).logits)
 
-    packing = DataCollatorWithFlattening()  # one row of texts, told apart by position_ids
+    packing = DataCollatorWithFlattening()  # one row of sequences, told apart by position_ids
     assert train(tmp_path / "b", packing)[1][-1] < 0.6 * losses[0]
 
 

@@ -136,7 +136,7 @@ def test_logits_and_gradients(model, t):
 
 
 def test_prefill_then_decode(model):
-    """Any way to cut a text into calls gives the logits of one call, and those of transformers."""
+    """Any way to cut a sequence into calls gives the logits of one call, and those of transformers."""
     ids = tokens(2, 40)
     with torch.no_grad():
         want = model(ids).logits
@@ -263,7 +263,7 @@ def test_padded_batches(model, side):
 
 
 def test_packed_and_padded(model):
-    """Rows of several texts with padding at their end: texts apart, padding without effect."""
+    """Rows of several sequences with padding at their end: sequences apart, padding without effect."""
     lengths = ((12, 8), (6, 5, 4))
     ids, mask, at = tokens(2, 20), torch.ones(2, 20, dtype=torch.long), torch.zeros(2, 20, dtype=torch.long)
     mask[1, 15:] = 0

@@ -130,7 +130,7 @@ def test_no_state_is_a_state_of_zeros(row, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_recurrent_form(row, path):
-    """What decoding is made of, as a form of the op: no gradients, the given state untouched, packed texts too."""
+    """What decoding is made of, as a form of the op: no gradients, the given state untouched, packed sequences too."""
     for lengths in (None, (1, 0, 4)):
         shape = sized(path)._replace(b=2 if lengths is None else 1, t=5)
         inputs = convert(draw(row, shape, texts=lengths and len(lengths)), path.dtype)

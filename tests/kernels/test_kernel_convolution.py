@@ -1,4 +1,4 @@
-"""The kernel of the short convolution: shapes, packed texts, states, wrong bounds."""
+"""The kernel of the short convolution: shapes, packed sequences, states, wrong bounds."""
 
 import itertools
 from typing import NamedTuple
@@ -64,7 +64,7 @@ def test_packed_texts(size, state, path):
 
 @pytest.mark.parametrize("path", [param(path) for path in GPU])
 def test_many_packed_texts(path):
-    """More bounds than one look at them takes, and texts much longer than a walk."""
+    """More bounds than one look at them takes, and sequences much longer than a walk."""
     lengths = (*[1, 0, 2] * 60, 700, *[3] * 200, 1500, 0)
     inputs = draw(path, sum(lengths), 640, rows=len(lengths))
     check("short_convolution", inputs, path, cu_seqlens=bounds(lengths).int())
@@ -72,7 +72,7 @@ def test_many_packed_texts(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_texts_do_not_see_each_other(path):
-    """A text alone has the bits it has in company; one full of NaN, its state too, changes nothing but dweight."""
+    """A sequence alone has the bits it has in company; one full of NaN, its state too, changes nothing but dweight."""
     lengths = (2, 1, 15, 3)
     inputs = draw(path, sum(lengths), 20, rows=len(lengths))
     whole = run("short_convolution", inputs, path, cu_seqlens=bounds(lengths))
@@ -93,7 +93,7 @@ def test_texts_do_not_see_each_other(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_step_has_the_bits_of_the_walk(path):
-    """One token a row, and the same tokens as packed texts of one."""
+    """One token a row, and the same tokens as packed sequences of one."""
     inputs = draw(path, 1, 130, b=3)
     step = run("short_convolution", inputs, path)
     packed = {**inputs, "x": inputs["x"].transpose(0, 1)}

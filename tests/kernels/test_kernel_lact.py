@@ -175,7 +175,7 @@ def test_the_op_by_kernels(path, monkeypatch, muon, d, dh):
 @paths
 @pytest.mark.parametrize("window", [0, 5])
 def test_the_layer_by_kernels(path, monkeypatch, window):
-    """Two rows, and packed texts: outputs, states and the gradients of all parameters."""
+    """Two rows, and packed sequences: outputs, states and the gradients of all parameters."""
 
     def run(dtype, device="cpu"):
         torch.manual_seed(0)

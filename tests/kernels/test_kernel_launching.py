@@ -62,7 +62,7 @@ def compilations() -> dict[str, int]:
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
 def test_one_compilation_for_every_batch_and_length(row, packed, monkeypatch):
-    """Neither t nor b nor the number of texts may compile anything again: a server sees all of them.
+    """Neither t nor b nor the number of sequences may compile anything again: a server sees all of them.
 
     And all that a call and its backward need was compiled ahead of them, side by side.
     """

@@ -157,7 +157,7 @@ def test_nothing_waits_for_the_device(lengths):
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 def test_one_compilation_for_every_batch_and_length(packed):
-    """Neither t nor b nor the number of texts may compile anything again; a single token has its own kernel."""
+    """Neither t nor b nor the number of sequences may compile anything again; a single token has its own kernel."""
     modules = [importlib.import_module(f"lineate.kernels.layers.{name}") for name in ("convolution", "rows")]
     kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
 

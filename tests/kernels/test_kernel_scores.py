@@ -59,7 +59,7 @@ def test_scores_made_in_the_walk(row, packed, training, monkeypatch):
         inputs["log_decay"][:, 10:90:7] = -torch.inf
         inputs["log_decay"][:, 91:150:9] = -60
     options = {}
-    if packed:  # the last text must not be seen by the others
+    if packed:  # the last sequence must not be seen by the others
         options["cu_seqlens"] = bounds(texts)
         for name in ("q", "k", "v"):
             inputs[name][:, -50:] = torch.nan

@@ -1,4 +1,4 @@
-"""Long texts are cut into segments that run side by side, and their backward into slices, one after the other."""
+"""Long sequences are cut into segments that run side by side, and their backward into slices, one after the other."""
 
 import half
 import pytest

@@ -39,7 +39,7 @@ class Case(NamedTuple):
     chunk: int = 4
     t: int = 11
     lengths: tuple[int, ...] | None = None
-    """Of packed texts."""
+    """The lengths of packed sequences."""
     positions: tuple[int, ...] | None = (0, 0)
     """Where rows stand in their chunk; None: no state is given."""
     h: int = 2

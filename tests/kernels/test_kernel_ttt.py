@@ -67,7 +67,7 @@ def launches(monkeypatch):
 
 
 class Case(NamedTuple):
-    """Rows of t tokens, or one row of packed texts; `stand`: rows begin in the middle of their first chunk."""
+    """Rows of t tokens, or one row of packed sequences; `stand`: rows begin in the middle of their first chunk."""
 
     t: int | tuple[int, ...]
     chunk: int = 5
@@ -93,7 +93,7 @@ def make(model: str, case: Case) -> tuple[Inputs, dict[str, object]]:
     rows, b, t = len(lengths), 1 if case.packed else case.b, sum(lengths) if case.packed else case.t
     named = draw(model, b, t, rows=None if case.one_start else rows, chunk=case.chunk, dim=case.dim)
     named["rate"] *= 6 / case.dim  # as layers do: a step is |k|^2 times its rate, and large ones are chaos
-    if case.stand:  # after 1, 3, 5, ... tokens of another text
+    if case.stand:  # after 1, 3, 5, ... tokens of another sequence
         past = [(2 * i + 1) % (2 * case.chunk) for i in range(rows)]
         before = draw(model, 1, sum(past), rows=rows, chunk=case.chunk, dim=case.dim)
         _, state = dual(before, chunk=case.chunk, cu_seqlens=bounds(past))
@@ -166,7 +166,7 @@ SMALL = [
     Case(67, chunk=64, b=1),
     Case(53, chunk=16, dim=33, b=1),
 ]
-# The sizes of real layers: each tile of weights that the kernels can be compiled for, several chunks, rows and texts.
+# The sizes of real layers: each tile of weights that kernels can be compiled for, several chunks, rows and sequences.
 LARGE = [
     Case(200, chunk=16, dim=64),
     Case((3, 160, 0, 16, 75), chunk=16, dim=64),
@@ -188,7 +188,7 @@ def test_kernels_equal_the_loop(model, path, case, monkeypatch, launches):
     check(named, options, path, monkeypatch)
     assert set(launches) == {"states", "adjoints"}
     if not case.stand and not dict(case.options).get("recompute_chunks"):
-        assert launches == ["states", "adjoints"]  # once each, whatever the texts' lengths
+        assert launches == ["states", "adjoints"]  # once each, whatever the sequences' lengths
 
 
 @pytest.mark.gpu

@@ -74,13 +74,13 @@ MODEL = HybridConfig(
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens each rank has, and where texts begin and end."""
+    """Which tokens each rank has, and where sequences begin and end."""
 
     cuts: tuple[int, ...]
     texts: tuple[int, ...] | None = None
-    """Bounds of packed texts; None: two rows, each over all ranks."""
+    """Bounds of packed sequences; None: two rows, each over all ranks."""
     state: bool = False
-    """Every text continues one of its own length."""
+    """Every sequence continues one of its own length."""
 
     @property
     def rows(self) -> int:
@@ -95,7 +95,7 @@ class Layout:
         return torch.tensor(bounds), [i for i, x in enumerate(bounds[1:]) if x > start]
 
     def part(self, rank: int) -> tuple[Tensor | None, bool]:
-        """The rank's own cu_seqlens, and whether its first text began before."""
+        """The rank's own cu_seqlens, and whether its first sequence began before."""
         start, end = self.cuts[rank : rank + 2]
         if self.texts is None:
             return None, rank > 0
@@ -252,7 +252,7 @@ def run_mixer(
             _, initial = whole(past, None, before) if packed else whole(past.unflatten(1, (2, -1))[0])
         initial, tensors = leaves(initial)
 
-    # one process: the output, and the states of every rank's texts at the end of its segment
+    # one process: the output, and the states of every rank's sequences at the end of its segment
     bounds = None if layout.texts is None else torch.tensor(layout.texts)
     expected, _ = whole(x, initial, bounds)
     loss = (expected * weights).sum()
@@ -343,7 +343,7 @@ def run_model(
         got = torch.zeros_like(x) if x.grad is None else x.grad
         got = got.full_tensor() if isinstance(got, DTensor) else summed(got, group)
         close(f"gradient of {what}", got, gradient, tolerance)
-    if packed:  # the states of texts that end here, and how many tokens they have seen
+    if packed:  # the states of sequences that end here, and how many tokens they have seen
         ends = torch.tensor(layout.texts[1:])
         here = [(i, row) for i, row in enumerate(rows) if start < ends[row] <= end]
         for i, row in here:
@@ -518,7 +518,7 @@ def run_cases(folder: Path, device: str, names: list[str]) -> None:
     torch.set_default_device(device)
     for message in ("mkldnn_matmul failed", "FSDP2-wrapped module"):  # torch's own
         warnings.filterwarnings("ignore", message)
-    carry.READ_AT_ONCE = 16  # so that short texts are summed in several pieces
+    carry.READ_AT_ONCE = 16  # so that short sequences are summed in several pieces
     if device == "cuda":  # NCCL wants a GPU for every rank: gloo instead, with copies
         gather, scatter_sum = context.Context.gather, context.Context.scatter_sum
         context.Context.gather = lambda self, x: gather(self, x.cpu() if self.size > 1 else x).to(x.device)

@@ -140,7 +140,7 @@ def test_state_spec_is_what_is_there(name):
 
 @mixers
 def test_states_are_values(name):
-    """A text continued in two ways, and then again in the first."""
+    """A sequence continued in two ways, and then again in the first."""
     layer, x = make(name), tokens(2, 30)
     with torch.no_grad():
         _, state = layer(x[:, :10])

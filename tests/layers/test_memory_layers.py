@@ -1,4 +1,4 @@
-"""The layers whose memory learns: what all mixers promise of their states, and texts far longer than any training."""
+"""The layers whose memory learns: what all mixers promise of their states; sequences longer than any training."""
 
 import copy
 from itertools import pairwise
@@ -173,7 +173,7 @@ def test_layer_states_are_values(name):
         kept = {n: y.clone() for n, y in state.tensors.items()}
         first, after = layer(x[:, 7:8], state)
         layer(x[:, 20:28], state)
-        layer.initial[0].mul_(2)  # what a text began with is not read again
+        layer.initial[0].mul_(2)  # what a sequence began with is not read again
         assert torch.equal(layer(x[:, 7:8], state)[0], first)
     assert all(torch.equal(kept[n], state[n]) for n in kept)
 
@@ -205,7 +205,7 @@ LONG = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LONG)
 def test_layer_is_finite_over_16384_tokens(name, dtype):
-    """At default settings, backwards too: random tokens; and a text of few words, then of one word alone."""
+    """At default settings, backwards too: random tokens; and a sequence of few words, then of one word alone."""
     torch.manual_seed(0)
     layer = LONG[name]().to(dtype)
     words = torch.randn(4, 64)

@@ -210,7 +210,7 @@ def test_split_anywhere_and_one_by_one_equal_whole():
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_rows_never_see_each_other(packed):
-    """Packed texts, or rows of a batch, each from its own position in its chunk."""
+    """Packed sequences, or rows of a batch, each from its own position in its chunk."""
     lengths = (3, 0, 1, 21, 8) if packed else (9, 9, 9, 9, 9)
     inputs, _ = make(b=1, t=sum(lengths))
     _, state = make(b=len(lengths), seed=1)

@@ -134,7 +134,7 @@ def test_chunks_without_gates(gates):
 @pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
 @pytest.mark.parametrize("continued", [False, True])
 def test_packed(form, continued):
-    """Texts of 1, 0, 12, 8 and 4 tokens in one row are these texts alone."""
+    """Sequences of 1, 0, 12, 8 and 4 tokens in one row are these sequences alone."""
     bounds = [0, 1, 1, 13, 21, 25]
     given = inputs(25, b=1)
     state = some_state(5, [0, 2, 7, 0, 5]) if continued else None

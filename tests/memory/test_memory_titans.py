@@ -149,7 +149,7 @@ def test_split_anywhere_and_one_by_one_equal_whole(case):
 
 @cases
 def test_packed_texts_never_see_each_other(case):
-    """Texts of all lengths, none too, each from its own state in the middle of a chunk."""
+    """Sequences of all lengths, none too, each from its own state in the middle of a chunk."""
     lengths = (3, 0, 1, 21, 8)
     inputs, _ = make(case, b=1, t=sum(lengths))
     _, state = make(case, b=len(lengths), seed=1)

@@ -150,7 +150,7 @@ def test_split_anywhere_equals_whole(model, cuts):
 
 @models
 def test_rows_at_different_places(model):
-    """Packed texts leave rows anywhere in their chunks; these go on together, by a few tokens, by one, and packed."""
+    """Packed sequences leave rows anywhere in their chunks; these go on together: by a few tokens, by one, packed."""
     lengths, more = [3, 8, 1, 6], 2 * CHUNK + 1
     named = draw(model, 1, sum(lengths), rows=4)
     bounds = torch.tensor([0, *lengths]).cumsum(0)

@@ -15,7 +15,7 @@ from lineate.models import HybridConfig, HybridLM, ModelState
 from lineate.models.config import AttentionConfig, FeedConfig, LatentConfig, LinearConfig, MemoryConfig
 
 TEXTS = torch.tensor([0, 9, 10, 10, 23])
-"""Packed texts of 9, 1, 0 and 13 tokens."""
+"""Packed sequences of 9, 1, 0 and 13 tokens."""
 CONFIG = HybridConfig(
     vocab_size=40, hidden_size=16, n_layers=2, pattern="GA", tie_embeddings=True,
     linear=LinearConfig(2, 2, 8, 8), attention=AttentionConfig(4, 2, 8, rotary_dim=4),

@@ -1,4 +1,4 @@
-"""HybridLM: every letter of a pattern, states, packed and padded texts, loss, configurations."""
+"""HybridLM: every letter of a pattern, states, packed and padded sequences, loss, configurations."""
 
 from dataclasses import replace
 
@@ -173,7 +173,7 @@ def test_states_are_values(case):
 @cases
 @torch.no_grad()
 def test_rows_come_and_go(case):
-    """A text read alone and two of other lengths, read packed, go on together as each would alone."""
+    """A sequence read alone and two of other lengths, read packed, go on together as each would alone."""
     model, ids = make(case), draw(3, 20)
     packed = model(torch.cat((ids[0, :5], ids[1, :9]))[None], cu_seqlens=torch.tensor([0, 5, 14])).state
     alone = model(ids[2:, :7]).state

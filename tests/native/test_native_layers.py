@@ -230,7 +230,7 @@ def test_same_bits_for_any_number_of_threads(which):
 
 @pytest.mark.parametrize("which", range(5))
 def test_same_bits_in_any_company(which):
-    """A row, a text, a token alone gives what it gives among others."""
+    """A row, a sequence, a token alone gives what it gives among others."""
     function, inputs = cases()[which]
     outputs = function(**inputs)
     if function is convolution:

@@ -33,7 +33,7 @@ TEXTS = (0, 1, 16, 0, 33, 20, 0)
 
 
 def check_rules() -> None:
-    """Forward and backward of every rule, and tokens one by one: odd sizes, dtypes, packed texts, gaps in memory."""
+    """Forward, backward, and tokens one by one, of every rule: odd sizes, dtypes, packed sequences, gaps in memory."""
     shapes = [(shape, None) for shape in SHAPES] + [(Shape(1, sum(TEXTS), 2, 4, 6, 5), TEXTS)]
     for row, (shape, texts), dtype, normalize in product(ROWS, shapes, (torch.float32, torch.bfloat16), (False, True)):
         given = convert(draw(row, shape, texts=None if texts is None else len(texts)), dtype)
@@ -60,7 +60,7 @@ def differentiate(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> None:
 
 
 def check_layers() -> None:
-    """Convolution, norms and the gated unit: odd widths, one token, no token, packed texts."""
+    """Convolution, norms and the gated unit: odd widths, one token, no token, packed sequences."""
     for b, t, channels, size, started in product((1, 2), (1, 2, 3, 37), (1, 7, 16, 33), (2, 3, 4), (False, True)):
         x, weight = with_gaps(torch.randn(b, t, channels)), torch.randn(channels, size)
         state = torch.randn(b, channels, size - 1) if started else None

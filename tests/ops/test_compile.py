@@ -147,7 +147,7 @@ def test_softmax_attention_and_attention_matrix_compile():
 
 
 def test_compiled_calls_check_bounds_when_they_run():
-    """Values are not known while compiling; the op itself refuses bounds that would read past the texts."""
+    """Values are not known while compiling; the op itself refuses bounds that would read past the sequences."""
     torch._dynamo.reset()
     inputs = convert(draw(GATED_DELTA, SMALL._replace(b=1), "empty memory"), torch.float32)
     op = torch.compile(lambda x, ends: GATED_DELTA.op(**x, cu_seqlens=ends).output, fullgraph=True, backend="aot_eager")

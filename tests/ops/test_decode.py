@@ -1,6 +1,6 @@
 """decode: the token equation in place, in plain torch, in Triton's interpreter on a CPU, and natively on a GPU.
 
-The oracle is the recurrent form in float64, rows run one by one where slots or packed texts are involved.
+The oracle is the recurrent form in float64, rows run one by one where slots or packed sequences are involved.
 """
 
 from itertools import pairwise
@@ -222,7 +222,7 @@ def test_packed_texts_with_slots(path):
 
     one = run(inputs, path, cu_seqlens=ends, slots=torch.tensor([4, 0, 2, 3]), start_slots=torch.tensor(starts))
     assert_untouched(one.state, inputs["state"], [4, 0, 3])
-    assert same_bits(one.state[0], inputs["state"][6])  # a text without tokens moves its memory
+    assert same_bits(one.state[0], inputs["state"][6])  # a sequence without tokens moves its memory
     each = torch.tensor([[1, 2, -1], [3, 5, 7], [0, 11, -1], [9, -1, 10]])
     many = run(inputs, path, cu_seqlens=ends, slots=each, start_slots=torch.tensor(starts))
     assert_untouched(many.state, inputs["state"], [1, 2, 9, 10])

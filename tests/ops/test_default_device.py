@@ -109,7 +109,7 @@ def make_model(pattern: str) -> HybridLM:
 
 @pytest.mark.parametrize("letter", LETTERS)
 def test_models_of_every_mixer(letter, elsewhere):
-    """Forward, backward and two tokens more, rows and packed texts."""
+    """Forward, backward and two tokens more, rows and packed sequences."""
     model = make_model(letter)
     ids, packed = torch.randint(0, 64, (2, 21)), torch.randint(0, 64, (1, sum(TEXTS)))
 

@@ -34,7 +34,7 @@ def arguments(row: Row = GATED_DELTA, **changes: object) -> Arguments:
 
 
 def packed(**changes: object) -> Arguments:
-    """The first row of the batch, as packed texts."""
+    """The first row of the batch, as packed sequences."""
     return {**{name: x[:1] for name, x in arguments().items() if name != "state"}, **changes}
 
 

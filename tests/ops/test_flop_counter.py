@@ -56,7 +56,7 @@ def test_token_by_token(row: Row, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_and_texts(backend: str) -> None:
-    """Each text has its own chunks; torch counts the chunks it is asked for."""
+    """Each sequence has its own chunks; torch counts the chunks it is asked for."""
     inputs = {name: x[:1] for name, x in convert(draw(KIMI_DELTA, SMALL), torch.float32).items() if name != "state"}
     lengths = [20, 0, 33]
     packed = {"cu_seqlens": bounds(lengths), "form": "chunkwise", "backend": backend}

@@ -1,4 +1,4 @@
-"""What must hold whatever the numbers: continuing, causality, isolation of texts and rows, the same bits every time."""
+"""What must hold whatever the numbers: continuing, causality, isolation of sequences and rows, the same bits again."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_split_anywhere_equals_whole(row, forms):
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_split_packed_texts_equal_whole_ones(row):
-    """Each text cut at its own place; some have nothing left for the second call, some nothing for the first."""
+    """Each sequence cut at its own place; some have nothing left for the second call, some nothing for the first."""
     cuts = (0, 1, 5, 0, 16, 0, 20, 0)
     inputs = draw(row, PACKED, texts=len(TEXTS))
     whole = row.op(**inputs, cu_seqlens=bounds(), chunk_size=16)
@@ -155,7 +155,7 @@ def test_nothing_crosses_a_decay_of_zero(row, path, position):
         assert_same_bits(got, expected)
 
 
-# Packed texts never see each other.
+# Packed sequences never see each other.
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -188,7 +188,7 @@ def test_packed_texts_equal_separate_runs(row, path):
 
 @covering("row, path, broken", ROWS, PATHS, [1, 4, 6])
 def test_a_broken_text_stays_alone(row, path, broken):
-    """One text full of NaN, its state too: no other text changes a bit."""
+    """One sequence full of NaN, its state too: no other sequence changes a bit."""
     inputs = convert(draw(row, PACKED, texts=len(TEXTS)), torch.float32)
     options = {**path, "cu_seqlens": bounds(), "chunk_size": 16}
     expected = run(row, inputs, **options)

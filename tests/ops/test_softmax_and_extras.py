@@ -94,13 +94,13 @@ def test_packed_softmax_equals_separate_runs():
         start += length
     changed = {name: x.clone() for name, x in inputs.items()}
     for x in changed.values():
-        x[:, 1:17] = torch.nan  # all of the second text that is not empty
+        x[:, 1:17] = torch.nan  # all of the second sequence that is not empty
     others = [*range(1), *range(17, PACKED.t)]
     assert torch.equal(lineate.softmax_attention(**changed, cu_seqlens=bounds()).output[:, others], output[:, others])
 
 
 def test_packed_softmax_continues_from_its_cache():
-    """Two texts and an empty one grow by different lengths; the cache keeps each text in one piece."""
+    """Two sequences and an empty one grow by different lengths; the cache keeps each sequence in one piece."""
     first, second, third = (3, 0, 5), (2, 4, 0), (0, 1, 1)
     inputs = [qkv(Shape(1, sum(n), 2, 4, 6, 5), seed=i) for i, n in enumerate((first, second, third))]
     cache, outputs = None, []

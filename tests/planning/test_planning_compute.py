@@ -212,7 +212,7 @@ def test_no_bound_of_a_rule_is_above_a_measured_time() -> None:
 
 
 def test_a_step_of_training_is_bounded_and_takes_the_planned_memory() -> None:
-    """Packed texts of 4096 under bfloat16 autocast with AdamW. Kernels need a little more than what is kept."""
+    """Packed sequences of 4096 under bfloat16 autocast with AdamW. Kernels need a little more than what is kept."""
     header = json.loads((RESULTS / "train-h200.json").read_text())["header"]
     for row in measured("train-h200.json"):
         model = read_model(preset("compact", pattern=row["pattern"]))

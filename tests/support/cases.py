@@ -101,7 +101,7 @@ LENGTHS = (1, 2, 15, 16, 17, 3 * 16 + 5, 63, 64, 65, 3 * 64 + 5)
 SHAPES = (*(Shape(2, t, 2, 4, 6, 5) for t in LENGTHS), Shape(2, 37, 1, 3, 1, 1), Shape(1, 70, 2, 2, 33, 66))
 SMALL = Shape(2, 3 * 16 + 5, 2, 4, 6, 5)
 LARGE = Shape(1, 3 * 64 + 5, 1, 2, 48, 40)
-# Texts packed into one row, for chunks of 16: one token, none (first, inside, last), one chunk, two, a remainder.
+# Sequences packed into one row, for chunks of 16: one token, none (first, inside, last), one chunk, two, a remainder.
 TEXTS = (0, 1, 16, 0, 32, 1, 21, 0)
 PACKED = Shape(1, sum(TEXTS), 2, 4, 6, 5)
 

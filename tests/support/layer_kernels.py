@@ -1,7 +1,7 @@
 """The kernels around the rules, run and differentiated; the same in plain torch; and a budget between the two.
 
-The oracle is plain torch in float64, written here text by text; a budget is twice the error of the same lines in the
-tested dtype, and rounding.
+The oracle is plain torch in float64, written here sequence by sequence; a budget is twice the error of the same lines
+in the tested dtype, and rounding.
 """
 
 import importlib
