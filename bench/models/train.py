@@ -187,7 +187,7 @@ def main() -> None:
             f"{r['peak_mib']:.0f}", ratio,
         ])  # fmt: skip
     columns = ["pattern", "layers of", "M parameters", "ms a step", "k tokens/s", "peak MiB", "faster"]
-    show(f"{args.tokens} tokens a step in texts of {args.length}, medians", columns, table)
+    show(f"{args.tokens} tokens a step in sequences of {args.length}, medians", columns, table)
     print(f"wrote {args.json}")
 
 

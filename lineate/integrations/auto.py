@@ -400,7 +400,7 @@ def _packed(position_ids: Tensor, b: int, t: int) -> Tensor | None:
     starts = (position_ids[0] == 0).nonzero().flatten()
     cu_seqlens = F.pad(starts, (0, 1), value=t)
     if b > 1 or position_ids[0, 0] != 0 or not torch.equal(locate(cu_seqlens, t)[1], position_ids[0]):
-        raise ValueError("position_ids must count from 0, or, with b = 1, from 0 again in every packed text")
+        raise ValueError("position_ids must count from 0, or, with b = 1, from 0 again in every packed sequence")
     return cu_seqlens
 
 

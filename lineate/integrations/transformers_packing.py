@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 NOT_EMPTY = (
-    "past_key_values must be empty for packed texts (cu_seq_lens_q), got one that has seen tokens; "
-    "pass a new cache, or one text a row"
+    "past_key_values must be empty for packed sequences (cu_seq_lens_q), got one that has seen tokens; "
+    "pass a new cache, or one sequence a row"
 )
 
 

@@ -58,8 +58,8 @@ class Context:
             continues = self.rank > 0 if continues is None else continues
         elif continues is None:
             raise ValueError(
-                "continues must be given with cu_seqlens under context parallelism: whether this rank's first text "
-                "began on an earlier rank; to a mixer pass mixer.context.segment(x, cu_seqlens, continues)"
+                "continues must be given with cu_seqlens under context parallelism: whether this rank's first "
+                "sequence began on an earlier rank; to a mixer pass mixer.context.segment(x, cu_seqlens, continues)"
             )
         bounds = (0, x.shape[1]) if cu_seqlens is None else tuple(cu_seqlens.tolist())
         through = continues and len(bounds) == 2
@@ -67,7 +67,7 @@ class Context:
             if cu_seqlens is None and not continues and bool((seen != seen[0]).any()):
                 raise ValueError(
                     f"state must have as many tokens in every row under context parallelism, got {seen.tolist()}; "
-                    "pack the texts with cu_seqlens"
+                    "pack the sequences with cu_seqlens"
                 )
             seen = int(seen[-1])
         rows = x.shape[0] if cu_seqlens is None else 0

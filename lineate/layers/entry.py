@@ -94,7 +94,7 @@ def _check_state(mixer: Mixer, state: Any, x: Tensor, rows: int) -> bool:
         raise ValueError(f"state must have {names}, got {', '.join(tensors)}; it is another layer's")
     if state.rows != rows:
         raise ValueError(
-            f"state must have {rows} rows, as many as the batch or the packed texts, got {state.rows}; "
+            f"state must have {rows} rows, as many as the batch or the packed sequences, got {state.rows}; "
             "state.select takes some of them"
         )
     for spec in specs:

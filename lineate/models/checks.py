@@ -72,7 +72,7 @@ def check_context(
             "compute the loss from the logits and targets that were shifted before the split"
         )
     if attention_mask is not None:
-        raise ValueError("attention_mask cannot be used under context parallelism; pack the texts with cu_seqlens")
+        raise ValueError("attention_mask cannot be used under context parallelism; pack the sequences with cu_seqlens")
 
 
 def check_state(state: ModelState | None, blocks: nn.ModuleList, rows: int) -> None:
@@ -87,4 +87,4 @@ def check_state(state: ModelState | None, blocks: nn.ModuleList, rows: int) -> N
             names, got = (", ".join(x) for x in (block.state_names, layer.names))  # type: ignore[arg-type]
             raise ValueError(f"state of layer {n} must have {names}, got {got}; it is another model's")
     if state.rows != rows:
-        raise ValueError(f"state must have {rows} rows, as many as the batch or the packed texts, got {state.rows}")
+        raise ValueError(f"state must have {rows} rows, as many as the batch or the packed sequences, got {state.rows}")

@@ -203,7 +203,9 @@ class HybridLM(nn.Module):
         check_context(self.context, labels, attention_mask, continues)
         if attention_mask is not None:
             if cu_seqlens is not None:
-                raise ValueError("attention_mask and cu_seqlens cannot be used together; packed texts have no padding")
+                raise ValueError(
+                    "attention_mask and cu_seqlens cannot be used together; packed sequences have no padding"
+                )
             return self._padded(input_ids, state, labels, attention_mask, last_only)
         x, state = self._read(input_ids, state, cu_seqlens, continues)
         if last_only:

@@ -111,7 +111,7 @@ def _batch(axes: "Axes", report: PlanNumbers) -> None:
     counts = {name: x["largest_batch"] for name, x in fits.items()}
     softmax, mixed, linear = (counts[_named(counts, name)][-1] for name in (SOFTMAX_ONLY, MIXED_3_TO_1, LINEAR_ONLY))
     axes.set_title(
-        f"Texts of {_longest(report)} tokens in {room}\nlinear {linear:,}, 3:1 {mixed:,}, softmax {softmax:,}"
+        f"Sequences of {_longest(report)} tokens in {room}\nlinear {linear:,}, 3:1 {mixed:,}, softmax {softmax:,}"
     )
     axes.set_ylabel("sequences that fit")
     if not any(x["weights_fit"] for x in fits.values()):

@@ -27,7 +27,7 @@ def print_report(report: PlanNumbers, console: "Console", layers: bool = False) 
     say(console, weights_line(report["weights"]))
     say(console, state_line(report["state_of_a_sequence"]))
     if m["longest_trained_tokens"] is not None:
-        say(console, f"Made for texts of up to {m['longest_trained_tokens']:,} tokens.")
+        say(console, f"Made for sequences of up to {m['longest_trained_tokens']:,} tokens.")
     table(console, f"State, {sequences(report['batch'])}", *context_rows(report))
     if report["against_batch"]:
         table(console, "Weights and state against the number of sequences", *batch_rows(report))
@@ -269,7 +269,7 @@ def training_note(t: PlanNumbers) -> str:
     times = ", ".join(
         f"{x['hardware']} {show_seconds(x['least_seconds'])} ({x['limit'].removeprefix('memory ')})" for x in t["times"]
     )
-    return f"A step on texts of {t['text_tokens']:,} tokens takes at least: {times}."
+    return f"A step on sequences of {t['text_tokens']:,} tokens takes at least: {times}."
 
 
 def layer_rows(report: PlanNumbers) -> tuple[list[str], Rows]:

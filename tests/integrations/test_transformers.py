@@ -401,7 +401,7 @@ def test_bad_borders():
     with pytest.raises(ValueError, match="cu_seq_lens_q must go up from 0 to at most"):
         model(ids, cu_seq_lens_q=torch.tensor([0, 7, 12]))
     cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values must be empty for packed texts"):
+    with pytest.raises(ValueError, match="past_key_values must be empty for packed sequences"):
         model(ids, past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 5, 10]))
 
 
@@ -419,6 +419,6 @@ def test_packed_texts_on_a_cache_that_has_seen_tokens_are_refused(model):
     enable()
     with torch.no_grad():
         cache = model(tokens(1, 2), use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="past_key_values must be empty for packed texts"):
+        with pytest.raises(ValueError, match="past_key_values must be empty for packed sequences"):
             model(tokens(1, 6), past_key_values=cache, position_ids=torch.tensor([[2, 3, 4, 0, 1, 2]]))
         model(tokens(1, 6), past_key_values=cache, position_ids=torch.arange(2, 8)[None])

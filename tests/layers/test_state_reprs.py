@@ -28,11 +28,11 @@ def run(pattern: str, packed: bool = False):
 
 STATES = {
     "model": lambda: run("GGGA"),
-    "model of packed texts": lambda: run("KMAT", packed=True),
+    "model of packed sequences": lambda: run("KMAT", packed=True),
     "every learning memory": lambda: run("TPNC"),
     "memory": lambda: Memory({"memory": torch.zeros(2, 4, 8, 8), "conv": torch.zeros(2, 24, 3)}, owned=True),
     "cache": lambda: TokenCache({"keys": torch.zeros(2, 7, 1, 8), "values": torch.zeros(2, 7, 1, 4)}, 7),
-    "cache of packed texts": lambda: TokenCache.of({"keys": torch.zeros(1, 7, 1, 8)}, torch.tensor([0, 3, 7])),
+    "cache of packed sequences": lambda: TokenCache.of({"keys": torch.zeros(1, 7, 1, 8)}, torch.tensor([0, 3, 7])),
     "cache with room": lambda: STATES["cache"]().append(
         {"keys": torch.ones(2, 1, 1, 8), "values": torch.ones(2, 1, 1, 4)}
     ),
@@ -65,7 +65,7 @@ def test_what_is_printed():
 
 
 def test_printing_a_packed_cache_leaves_it_packed():
-    cache = STATES["cache of packed texts"]()
+    cache = STATES["cache of packed sequences"]()
     before = copy.copy(vars(cache))
     assert "packed keys (1, 7, 1, 8)" in repr(cache) and "lengths=of each row" in repr(cache)
     assert vars(cache) == before

@@ -240,7 +240,7 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
      "cu_seqlens must not decrease, got [0, 4, 2, 6]"),
     ("cu_seqlens long and decreasing", GATED_DELTA.op, packed(cu_seqlens=ints(0, 2, 1, *[4] * 20, 6)), ValueError,
      "cu_seqlens must not decrease, got [0, 2, 1, 4, 4, 4, 4, 4, 4, 4, 4, ...]"),
-    ("one state for two texts", GATED_DELTA.op, packed(cu_seqlens=ints(0, 2, 6), state=zeros(1, 4, 3, 5)), ValueError,
+    ("one state, two sequences", GATED_DELTA.op, packed(cu_seqlens=ints(0, 2, 6), state=zeros(1, 4, 3, 5)), ValueError,
      "state must have shape (n_seqs, hv, k, v) = (2, 4, 3, 5), got (1, 4, 3, 5)"),
     # linear attention
     ("normalize int", lineate.linear_attention, arguments(LINEAR, normalize=1), TypeError,
@@ -332,7 +332,7 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
     ("cache not packed", lineate.softmax_attention,
      one_row(cache(keys=zeros(1, 6, 2, 3), values=zeros(1, 6, 4, 5), cu_seqlens=ints(0, 6))), ValueError,
      "state must come from a call with cu_seqlens exactly when this one has it"),
-    ("cache of other texts", lineate.softmax_attention,
+    ("cache of other sequences", lineate.softmax_attention,
      one_row(cache(keys=zeros(1, 6, 2, 3), values=zeros(1, 6, 4, 5), cached_ends=ints(0, 6),
                    cu_seqlens=ints(0, 2, 6))), ValueError,
      "state must hold 2 sequences like cu_seqlens, got 1"),

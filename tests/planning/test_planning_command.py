@@ -340,7 +340,7 @@ def test_a_training_step_is_on_texts_of_the_shortest_length():
     one = next(x for x in time_bounds(read_model("tiny"), HARDWARE["h200"], 1024, 1024) if x.what == "training step")
     assert got["times"][0]["least_seconds"] == one.seconds
     assert numbers(*words, "--recompute")["training"]["times"][0]["least_seconds"] > one.seconds
-    assert "A step on texts of 1,024 tokens takes at least" in " ".join(plan(*words).stdout.split())
+    assert "A step on sequences of 1,024 tokens takes at least" in " ".join(plan(*words).stdout.split())
 
 
 def test_own_numbers_of_a_machine():
