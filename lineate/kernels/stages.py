@@ -18,12 +18,12 @@ Four words that the kernels use:
     walk     A loop of one program over a sequence in order, which carries something from step to step: here the state,
              from chunk to chunk. kernels/layers/convolution.py walks from token to token with the last inputs,
              kernels/memories/ from chunk to chunk with the weights of a memory that learns.
-    wild     A row (token) of a chunk is wild if the fast products would overflow or lose digits there. In the inverse,
-             which bfloat16 inputs compute in float16, such a row has a negative beta or a beta |k|^2 that is too large
-             (portable/solve.py); in hopper/channel.py, one of its channels has decayed too far since the first row of
-             its block of 16. The row from which on a chunk counts as wild is its first wild row: a second, slower
-             launch computes that row and all later ones. In the gradients of decay per channel, `wild` marks whole
-             chunks, for 64 key channels at a time.
+    wild     A row (token) of a chunk is wild if the fast products could overflow or lose digits there: in the inverse,
+             whose products are float16's for bfloat16 inputs, because its beta is negative, or its beta, |k|^2 or
+             beta |k|^2 is too large (portable/solve.py); in hopper/channel.py, also because a channel has decayed too
+             far since the first row of its block of 16. A second, slower launch computes the first wild row of each
+             chunk and all later ones. In the gradients of hopper/channel_gradients.py, `wild` marks whole chunks, for
+             64 key channels at a time.
     tame     Not wild.
     board    A small float32 tile in shared memory with one number a block of 16 rows and key channel, through which the
              warps of a program exchange these numbers (hopper/channel.py, hopper/channel_gradients.py).
