@@ -1,4 +1,4 @@
-"""torch's FlopCounterMode around ops, layers and models finds what lineate.planning counts."""
+"""torch's FlopCounterMode around ops, layers and models counts what lineate.planning counts."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def test_an_op_forward_and_backward(row: Row, backend: str) -> None:
     inputs = {name: x.requires_grad_() for name, x in convert(draw(row, SMALL), torch.float32).items()}
     assert count(lambda: row.op(**inputs, **options).output.sum().backward()) == 3 * expected
     out = row.op(**inputs, **options).output.sum()
-    assert count(out.backward) == 2 * expected  # of a forward outside
+    assert count(out.backward) == 2 * expected  # the forward ran outside the counter
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -56,7 +56,7 @@ def test_token_by_token(row: Row, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_and_texts(backend: str) -> None:
-    """Each text has its own chunks; torch counts the chunks it is asked for."""
+    """Each sequence has its own chunks; torch counts the chunks it is asked for."""
     inputs = {name: x[:1] for name, x in convert(draw(KIMI_DELTA, SMALL), torch.float32).items() if name != "state"}
     lengths = [20, 0, 33]
     packed = {"cu_seqlens": bounds(lengths), "form": "chunkwise", "backend": backend}
@@ -92,7 +92,7 @@ SIZES: dict[str, Any] = dict(
 
 @pytest.mark.parametrize("pattern", [*"LRDGK", "GGA", "KM"])
 def test_a_model(pattern: str) -> None:
-    """In float32, as it runs: a prefill, a token after it, and a training step."""
+    """It runs in float32: a prefill, a token after it, and a training step."""
     config = HybridConfig(**SIZES, n_layers=len(pattern), pattern=pattern)
     model, plan = HybridLM(config), plan_flops(Model(pattern, config, torch.float32, "config"))
     with sdpa_kernel(SDPBackend.MATH):
