@@ -1,4 +1,4 @@
-"""save_pretrained refuses what its config.json does not describe, and saves changes that only affect how a model runs."""
+"""save_pretrained refuses what its config.json does not describe, and saves a model that only runs differently."""
 
 from dataclasses import replace
 
