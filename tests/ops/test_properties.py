@@ -155,7 +155,7 @@ def test_nothing_crosses_a_decay_of_zero(row, path, position):
         assert_same_bits(got, expected)
 
 
-# Packed texts never see each other.
+# Packed sequences never see each other.
 
 
 @pytest.mark.parametrize("path", PATHS)

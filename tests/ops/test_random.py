@@ -1,4 +1,4 @@
-"""Random calls of every rule: shapes, dtypes, head groups, chunk sizes, states, packed texts, special gates."""
+"""Random calls of every rule: shapes, dtypes, head groups, chunk sizes, states, packed sequences, special gates."""
 
 from dataclasses import dataclass
 

@@ -86,7 +86,7 @@ def test_it_is_the_equation(config):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_trains_and_resumes(config, tmp_path, dtype):
-    make_config(tmp_path)  # texts
+    make_config(tmp_path)  # writes the documents
     torch.manual_seed(7)
     HybridLM(config).save_pretrained(tmp_path / "own")
     options = {"model": str(tmp_path / "own"), "steps": 6, "dtype": dtype}

@@ -1,6 +1,6 @@
 """The elementwise steps of LaCT's scan, one launch each, with the same names as in lineate/memory/lact/steps.py.
 
-With a | u `r c 2E`, z `r c E` and rates `r c 3`, the steps for one token are:
+With a | u `r c 2E`, z `r c E` and rates `r c 3`, the steps are (s and hidden for each token):
 
     s = [rate0 z u silu'(a), rate2 z silu(a)],  hidden = rate1 silu(a) u
     C = sums + mean * previous,  x = C / (|C| + eps)                   for each of the three matrices, `E D`

@@ -29,7 +29,7 @@ BF16_LIMIT = tl.constexpr(100.0)  # the limit that within_block uses
 
 
 def make_spans(C: int, like: torch.Tensor) -> torch.Tensor:
-    """Store which tokens j the sums of row i run over, `10 C C`: for each level those up to the border of its pair."""
+    """Return which tokens j the sums of row i run over, `10 C C`: for each level those up to the border of its pair."""
     i = torch.arange(C, device=like.device).unsqueeze(1)
     j = i.T
     levels = [(i >> n == j >> n) & ((j <= i) == ((i >> n) % 2 == 1)) for n in range(LEVELS.value)]
@@ -108,7 +108,7 @@ def within_block(
 ):
     """Return log2 of e^{G_i - G_a} [C, BX], and the rows [C] where its inverse is good in every channel.
 
-    In float16 a good number is below the largest one; in float32 its exponent has lost no digits.
+    A number is good in float16 if it is below the largest one, and in float32 if its exponent has lost no digits.
     """
     decay = sums(spans, WITHIN, coarse, fine, C, SPLIT, PRECISION)
     LIMIT: tl.constexpr = BF16_LIMIT if dtype == tl.bfloat16 else 6.0 if dtype == tl.float16 else 8.0

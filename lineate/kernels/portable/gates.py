@@ -61,8 +61,8 @@ def head_gates(
 ):  # fmt: skip
     """Compute the factors of decay per head; a program takes a chunk and HEADS value heads, in tiles [C, HEADS].
 
-    G is summed in two parts. Coarse is a multiple of 1/512 below 2^14 and adds without rounding; fine is what is left,
-    below 1/1024 a token. So e^{G_i - G_j} is as exact after a reset as before, and causal to the last bit.
+    G is summed in two parts. Coarse is a multiple of 1/512 below 2^14 and adds without rounding; fine is the rest,
+    below 1/1024 per token. So e^{G_i - G_j} is as exact after a reset as before, and causal to the last bit.
     """
     slot = tl.program_id(0)
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
