@@ -113,7 +113,7 @@ def channel_gradients(
     ready_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready_P = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready_M = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    of_states = (states, doutput, residuals, dstates)  # without dvalues, the tuples below also leave out dE
+    of_states = (states, doutput, residuals, dstates)  # without dvalues, dE of the tuples below is not used
     if CORRECTS:
         of_states += (dvalues,)
     ready_1 = (ready_S1, ready_dO1, ready_R1, ready_dS1, ready_dE1)
