@@ -1,4 +1,4 @@
-"""Interleaved timing, peak memory in a fresh process, and what the numbers were measured on."""
+"""Interleaved timing, peak memory in a fresh process, and a description of the machine."""
 
 import gc
 import json
@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 Call = Callable[[], Any]
 
-SAMPLE_SECONDS = 0.01  # a shorter call is repeated inside one sample until it fills this
+SAMPLE_SECONDS = 0.01  # a shorter call is repeated inside one sample until it takes this long
 
 
 @dataclass
 class Samples:
-    """Seconds a call, one entry a round."""
+    """Seconds per call, one entry for each round."""
 
     seconds: list[float] = field(default_factory=list)
 
@@ -45,11 +45,11 @@ def interleave(
     inspect: Callable[[Key, Any], None] | None = None,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[Key, Samples]:
-    """Time A, B, C, A, B, C, ..., so that what disturbs the machine disturbs all of them alike.
+    """Time A, B, C, A, B, C, ..., so that whatever disturbs the machine disturbs all of them alike.
 
-    Each is called once to warm up, and `inspect` sees that result. A call leaves the rounds once it has used `budget`
-    seconds, but not before `at_least` samples; the warm-up of one slower than the budget is its first sample.
-    `synchronize` waits for a device that works asynchronously.
+    Each is called once to warm up, and `inspect` receives that result. A call leaves the rounds once it has used
+    `budget` seconds, but not before `at_least` samples; if its warm-up alone exceeds the budget, that is its first
+    sample. `synchronize` waits for a device that works asynchronously.
     """
 
     def seconds(call: Call, repeats: int = 1) -> float:
@@ -73,7 +73,7 @@ def interleave(
             samples[key].seconds.append(first)
         again = first if first > 10 * SAMPLE_SECONDS else min(seconds(call), seconds(call))
         repeats[key] = min(1000, max(1, round(SAMPLE_SECONDS / again)))
-        spent[key] = 0.0  # a warm-up that something disturbed costs no rounds
+        spent[key] = 0.0  # a disturbed warm-up costs no rounds
 
     gc.collect()
     gc.disable()
@@ -89,8 +89,8 @@ def interleave(
     return samples
 
 
-# What is freed goes back to the system at once and what is taken is seen as new, in glibc's malloc and in mimalloc,
-# which some builds of torch carry. Without these a block that is reused counts as nothing.
+# With these, glibc's malloc and mimalloc (which some builds of torch carry) return freed memory to the system at once,
+# and allocated memory counts as new. Without them, a block that is reused would count as nothing.
 EXACT_ALLOCATION = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -98,20 +98,20 @@ EXACT_ALLOCATION = {
     "MIMALLOC_PURGE_DECOMMITS": "1",
     "MIMALLOC_ARENA_EAGER_COMMIT": "0",
 }
-METER_WITHIN = 0.05  # how far from 1 `meter` may read before a measurement is not believed
+METER_WITHIN = 0.05  # how far from 1 `meter` may be for a measurement to be trusted
 
 
 def peak_extra_bytes(call: Call) -> dict[str, float | str]:
-    """Return the resident bytes that `call` needs at its peak beyond those before it.
+    """Return the resident bytes at the peak of `call`, beyond those before it.
 
     Run it in a fresh process with EXACT_ALLOCATION.
     """
     gc.collect()
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present
+        Path("/proc/self/clear_refs").write_text("5")  # the peak restarts from the current memory
         how = "peak reset before the call"
     except OSError:
-        how = "peak of the process"  # an upper bound where VmRSS can be read, else a lower one
+        how = "peak of the process"  # an upper bound where VmRSS can be read, else a lower bound
     before = _status_bytes("VmRSS") or _peak_bytes()
     result = call()
     peak = _status_bytes("VmHWM") or _peak_bytes()
@@ -120,9 +120,9 @@ def peak_extra_bytes(call: Call) -> dict[str, float | str]:
 
 
 def meter(allocate: Callable[[int], Any], size: int = 2**26) -> float:
-    """Return what peak_extra_bytes makes of a known allocation, as a share of its size: 1 if it can be believed.
+    """Return what peak_extra_bytes finds for a known allocation, relative to its size: 1 if it can be trusted.
 
-    The block is taken and freed once before: an allocator that keeps it would give it back unseen, and read 0.
+    The block is allocated and freed once before: an allocator that keeps it would hand it out again unseen, giving 0.
     """
     allocate(size)
     return float(peak_extra_bytes(lambda: allocate(size))["bytes"]) / size
@@ -153,13 +153,13 @@ def in_fresh_process(arguments: list[str], environment: Mapping[str, str]) -> An
 
 
 class OtherProcesses:
-    """Says how many cores others have kept busy since this was made, on average; None without /proc/stat.
+    """Says how many cores other processes have kept busy on average since this was made; None without /proc/stat.
 
-    Contention is not fair to contestants, taking turns or not: threads that wait for each other at the end of every
-    operation suffer most, so code of many small parallel operations looks far slower than it is.
+    Contention is not fair to contestants, even if they take turns: threads that wait for each other at the end of every
+    operation suffer most, so code with many small parallel operations looks far slower than it is.
     """
 
-    BUSY = 0.1  # cores; above it ratios are not to be believed
+    BUSY = 0.1  # cores; above this, ratios cannot be trusted
 
     def __init__(self) -> None:
         self.start = self._read()
@@ -173,7 +173,7 @@ class OtherProcesses:
 
     @staticmethod
     def _read() -> tuple[float, float, float] | None:
-        """Return seconds: on the clock, of all processes, of this one and its finished children."""
+        """Return the seconds on the clock, of all processes, and of this one with its finished children."""
         try:
             fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
         except OSError:
@@ -195,7 +195,7 @@ def cpu_model() -> str:
 
 
 def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table: with rich where it is installed, else as plain text."""
+    """Print a table, with rich if it is installed, else as plain text."""
     print(f"\n{title}")
     try:
         from rich.console import Console
@@ -213,5 +213,5 @@ def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
         table.add_row(*row)
     console = Console()
     if not console.is_terminal:
-        console.width = 220  # a file or a pipe has no width: do not cut the cells
+        console.width = 220  # a file or a pipe has no width, and cells must not be cut
     console.print(table)

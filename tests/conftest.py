@@ -1,11 +1,11 @@
 """Run Triton kernels in the interpreter if there is no CUDA device; this must be set before triton is imported.
 
---shard 3/8 runs the third of eight parts, for several processes side by side: what compiles the same kernels (a row in
-a dtype) stays in one of them.
+--shard 3/8 runs the third of eight parts, so that several processes can run side by side. Tests that compile the same
+kernels (a row in a dtype) stay in one part.
 
---quick runs one case of each test function, another one for each function, so that all kinds of cases are among them.
-Functions that take long are in tests/not_quick.txt, to which --quick --note-slow .5 adds; a new test takes part at
-once.
+--quick runs one case of each test function, a different one for each function, so that all kinds of cases are covered.
+Functions that take long are listed in tests/not_quick.txt, to which --quick --note-slow .5 adds; a new test is included
+at once.
 """
 
 import os
@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 
 NOT_QUICK = Path(__file__).with_name("not_quick.txt")
 seconds: dict[str, float] = defaultdict(float)
-"""How long each test took, by its id."""
+"""The seconds that each test took, by its id."""
 
 
 def pytest_runtest_setup(item):
@@ -38,9 +38,9 @@ def pytest_addoption(parser):
 
 
 def _group(item):
-    """Return a name for the tests that compile the same kernels; those of other sizes may go elsewhere."""
+    """Return a name for the tests that compile the same kernels; those of other sizes may go into another part."""
     if "on_gpu" in item.fixturenames:
-        return "on_gpu"  # the ranks of all these cases start once
+        return "on_gpu"  # the ranks of all these cases start only once
     parts = getattr(item, "callspec", None)
     ids = [] if parts is None else [str(parts.params[name]) for name in ("row", "path") if name in parts.params]
     if parts is not None and "shape" in parts.params:
@@ -56,7 +56,7 @@ def _function(test):
 
 
 def _quick(items):
-    """Return one case of each function, which depends on its name, but for those in not_quick.txt."""
+    """Return one case, chosen by its name, of each function that is not in not_quick.txt."""
     cases = defaultdict(list)
     for item in items:
         cases[_function(item.nodeid)].append(item)

@@ -1,4 +1,4 @@
-"""One layer of every kind that has a memory of fixed size, as the registry makes it, by the names that results have."""
+"""One layer of every kind with a memory of fixed size, as the registry makes it, under the names used in results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,14 +17,14 @@ def name_of(kind: MixerKind) -> str:
 
 
 def make_linear(hidden: int, heads: int) -> dict[str, Callable[[], nn.Module]]:
-    """Return how to make a layer of each linear rule."""
+    """Return functions that make a layer of each linear rule, by name."""
     dim = hidden // heads
     config = LinearConfig(heads, heads, dim, dim)
     return {name_of(kind): partial(kind.make, Sizes(hidden), config) for kind in kinds() if kind.section == "linear"}
 
 
 def make_learning(hidden: int, heads: int) -> dict[str, Callable[[], nn.Module]]:
-    """Return how to make a layer of each memory that learns; Titans also with a memory of two matrices."""
+    """Return functions that make a layer of each memory that learns, by name; Titans also with two matrices."""
     made: dict[str, Callable[[], nn.Module]] = {}
     for kind in kinds():
         if kind.section == "memory":

@@ -1,4 +1,4 @@
-"""What a token costs in each layer, and the chunked forms beside the reference that takes gradients by autograd."""
+"""The cost of a token in each layer, and in the chunked forms beside the reference that differentiates by autograd."""
 
 import math
 from collections.abc import Callable
@@ -20,11 +20,14 @@ from lineate.memory.ttt import ttt
 
 HIDDEN, HEADS, T = 256, 4, 2048
 D = HIDDEN // HEADS
-STEPS = 64  # tokens of a run that goes one token at a time
+STEPS = 64  # tokens of a run that processes one token at a time
 
 
 def layers(quick: bool) -> list[dict[str, Any]]:
-    """Measure microseconds a token (a whole sequence, its backward too, one token at a time) and bytes of the state."""
+    """Measure microseconds per token and the bytes of the state.
+
+    The times are those of a whole sequence, of its backward too, and of one token at a time.
+    """
     torch.manual_seed(0)
     x = torch.randn(1, T, HIDDEN)
     modules = {name: make() for name, make in (make_linear(HIDDEN, HEADS) | make_learning(HIDDEN, HEADS)).items()}
@@ -78,9 +81,9 @@ def _train(module: nn.Module, x: Tensor) -> None:
 
 
 def forms(quick: bool) -> list[dict[str, Any]]:
-    """Measure the time a token of a chunked form on T tokens, and of the autograd reference on fewer.
+    """Measure the time per token of a chunked form on T tokens, and of the autograd reference on fewer tokens.
 
-    All tokens of the reference cost the same.
+    The reference may have fewer, because each of its tokens costs the same.
     """
     some = 32 if quick else 128
     calls: dict[tuple[str, str], timing.Call] = {}

@@ -1,7 +1,7 @@
-"""The single figures of docs/memory.md, sections 3 to 7 and 9, which no file of results has.
+"""The single figures of docs/memory.md, sections 3 to 7 and 9, that no results file contains.
 
-python -m bench.memories.figures             all of them, about a minute on one thread
-python -m bench.memories.figures --only 5    those of one section
+python -m bench.memories.figures             prints all of them; about a minute on one thread
+python -m bench.memories.figures --only 5    prints those of one section
 
 Inputs are random with fixed seeds, float64 unless a line says otherwise; another seed changes the last digits.
 """
@@ -34,7 +34,7 @@ def units(*shape: int, seed: int = 0) -> Tensor:
 
 
 def apart(x: Tensor, y: Tensor) -> float:
-    """Return the distance of x from y over the length of y."""
+    """Return the distance of x from y, divided by the length of y."""
     return float((x.detach().double() - y.detach()).norm() / y.detach().norm())
 
 
@@ -117,7 +117,7 @@ def section_6() -> Lines:
 
 
 def _singular(share: Tensor) -> Tensor:
-    """Return what becomes of a singular value of this share of the Frobenius norm, beside one that has the rest."""
+    """Return the new value of a singular value with this share of the Frobenius norm, beside one that has the rest."""
     return orthogonalise(torch.diag(torch.stack(((1 - share.square()).sqrt(), share))))[1, 1]
 
 

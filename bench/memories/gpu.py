@@ -1,13 +1,13 @@
-"""The layers whose memory learns while it reads, beside titans-pytorch and LaCT's reference, on a GPU.
+"""The layers whose memory learns while reading, compared with titans-pytorch and LaCT's reference, on a GPU.
 
     python -m bench.memories.gpu [--peers DIR] [--json FILE] [--tokens 8192] [--hidden 1024] [--heads 16] [--only NAMES]
 
-One layer alone, one sequence: forward without gradients, and forward with backward (to the input too). All run under
-bfloat16 autocast over float32 weights, where our layers keep the memory itself in float32; a peer that cannot runs in
+Each layer runs alone on one sequence: forward without gradients, and forward with backward (to the input too). Weights
+are float32 under bfloat16 autocast, and our layers keep the memory itself in float32; a peer that cannot run so uses
 the next dtype that it can. A layer that runs out of memory gets half the tokens, and its row says so. Times are between
-events around whole calls from Python, medians of rounds in which all take turns; MiB are those of a call beyond the
-weights.
-DIR holds the packages titans_pytorch, lact_model (of LaCT's language model), fla, flash_attn, and what they need.
+events around whole calls from Python, as medians of rounds in which all layers take turns; MiB are those of a call
+beyond the weights. DIR holds the packages titans_pytorch, lact_model (of LaCT's language model), fla, flash_attn, and
+their dependencies.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from bench.memories.contestants import make_learning, make_linear
 from lineate.layers import LaCT
 
 AUTOCAST, BFLOAT16, FLOAT32 = "bf16 autocast", "bf16 weights", "float32"
-FEW = 4  # heads; LaCT is meant for few and wide ones
+FEW = 4  # heads; LaCT is meant for few, wide heads
 PARTS = (1, 2, 4, 8)  # a layer that runs out of memory gets 1/2, 1/4, 1/8 of the tokens
-HUNGRY = 32 * 1024  # MiB; a call that needs more is made once before it is timed, so that it need not ask for memory
+HUNGRY = 32 * 1024  # MiB; a call that needs more runs once before it is timed, so that the timed call need not allocate
 
 
 @dataclass
@@ -40,7 +40,7 @@ class LayerContestant:
     make: Callable[[], nn.Module]
     settings: str
     ours: str | None = None
-    """The layer of ours that a peer is compared with."""
+    """Our layer that a peer is compared with."""
     dtypes: tuple[str, ...] = (AUTOCAST, FLOAT32)
 
 
@@ -90,8 +90,8 @@ def contestants(hidden: int, heads: int) -> dict[str, LayerContestant]:
 
 
 def titans_peer(hidden: int, heads: int, chunk: int, batch: int | None, *, depth: int) -> nn.Module:
-    """Return a layer as near to our Titans as its options allow; it has no short convolution and one gate a chunk."""
-    torch._C._jit_set_texpr_fuser_enabled(False)  # it cannot compile the package's scan in bfloat16
+    """Return a layer as close to our Titans as its options allow; it has no short convolution, and one gate a chunk."""
+    torch._C._jit_set_texpr_fuser_enabled(False)  # this fuser cannot compile the package's scan in bfloat16
     from titans_pytorch import MemoryMLP, NeuralMemory
 
     d = hidden // heads
@@ -112,10 +112,10 @@ def titans_default(hidden: int, heads: int) -> nn.Module:
 
 
 def lact_peer(hidden: int, heads: int, *, fused: bool) -> nn.Module:
-    """Return a layer with the settings of our LaCT: those of its configurations, but weights of full rank."""
+    """Return a layer with the settings of our LaCT: those of its published configurations, but weights of full rank."""
     from lact_model.layer_lact_swiglu import LaCTSWIGLULayer
 
-    torch._dynamo.config.automatic_dynamic_shapes = False  # compile each size for itself
+    torch._dynamo.config.automatic_dynamic_shapes = False  # compile each size separately
     with torch.device("meta"):
         ours = LaCT(hidden, heads)
     return LaCTSWIGLULayer(
@@ -150,7 +150,7 @@ class TimedLayer:
         self.x.grad = None
 
     def first(self, what: str) -> None:
-        """Make the first call and note its seconds, then another and note its memory."""
+        """Make the first call and record its seconds, then another and record its memory."""
         self.clear()
         synchronize(self.x)
         begin = time.perf_counter()
@@ -212,9 +212,9 @@ def in_a_line(error: Exception) -> str:
 
 
 def prepare(name: str, contestant: LayerContestant, tokens: int, hidden: int, device: str) -> TimedLayer | str:
-    """Return a layer that is ready to be timed, or why it cannot be.
+    """Return a layer that is ready to be timed, or the reason why there is none.
 
-    It has the first of its dtypes that works, and fewer tokens if memory demands it.
+    It uses the first of its dtypes that works, and fewer tokens if it runs out of memory.
     """
     reasons = []
     for dtype in contestant.dtypes:
@@ -236,7 +236,7 @@ def prepare(name: str, contestant: LayerContestant, tokens: int, hidden: int, de
                 return str(error)
             except torch.OutOfMemoryError:
                 reason, again = "out of memory", True
-            except Exception as error:  # whatever a peer may do, the others go on
+            except Exception as error:  # whatever a peer raises, the others go on
                 reason, again = in_a_line(error), "out of memory" in str(error)
             module = x = case = None
             reasons.append(f"{dtype}, {t} tokens: {reason}")
@@ -244,18 +244,18 @@ def prepare(name: str, contestant: LayerContestant, tokens: int, hidden: int, de
             if not again:
                 break
         else:
-            break  # no dtype would make it fit
+            break  # it would not fit in any dtype
     return "; ".join(reasons)
 
 
 def measure(cases: list[TimedLayer], rounds: int, budget: float) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Let all take turns; a call leaves the rounds once it has used `budget` seconds.
+    """Time all layers in turns; a call leaves the rounds once it has used `budget` seconds.
 
-    Return the rows, and why others left.
+    Return the rows, and the reasons why layers failed.
     """
     left: dict[str, str] = {}
     gc.collect()
-    gc.freeze()  # what is there now is not looked at again
+    gc.freeze()  # the garbage collector skips all objects that exist here
     gc.disable()
     for _ in range(rounds):
         for case in cases:
@@ -263,7 +263,7 @@ def measure(cases: list[TimedLayer], rounds: int, budget: float) -> tuple[list[d
                 for what, times in case.times.items():
                     if sum(times) < 1e3 * budget:
                         case.sample(what)
-            except Exception as error:  # the same, while it is timed
+            except Exception as error:  # whatever a peer raises while it is timed, the others go on
                 left[case.row["name"]] = in_a_line(error)
                 print(f"{case.row['name']}: {left[case.row['name']]}", flush=True)
         cases = [case for case in cases if case.row["name"] not in left]

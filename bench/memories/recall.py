@@ -1,12 +1,12 @@
-"""Rules and memories side by side: what each recalls, overwrites and forgets at equal state bytes, and what it costs.
+"""Rules and memories side by side at equal state bytes: what each recalls, overwrites and forgets, and its cost.
 
-    python -m bench.memories.recall                                       all tables, several minutes
-    python -m bench.memories.recall --quick                               fewer seeds, shorter streams
-    python -m bench.memories.recall --only recall,exact                   some tables
+    python -m bench.memories.recall                                       makes all tables, in several minutes
+    python -m bench.memories.recall --quick                               uses fewer seeds and shorter streams
+    python -m bench.memories.recall --only recall,exact                   makes some tables
     python -m bench.memories.recall --json bench/out/memory.json --plot docs/images
 
-Random keys of length 1, random normal values, nothing trained. Rates and the like are the best of at most eight
-settings (bench/memories/recall_cases.py), found for each table and size on seeds that are not measured.
+Keys are random with length 1, values are random normal, and nothing is trained. Rates and other settings are the best
+of at most eight (bench/memories/recall_cases.py), chosen for each table and size on seeds that are not measured.
 """
 
 import argparse
@@ -29,9 +29,9 @@ from bench.memories.recall_cases import CONTESTANTS, MemoryContestant, Setting, 
 from lineate.memory.least_squares import least_squares
 
 BUDGET = 64 * 1024  # bytes of state
-LAST = 64  # pairs that are asked for at the end of a stream
-TUNED = 512  # tokens at which a stream's settings are chosen
-TRIALS = 2  # seeds that choose a setting
+LAST = 64  # pairs whose values are asked for at the end of a stream
+TUNED = 512  # tokens of the streams on which settings are chosen
+TRIALS = 2  # seeds on which a setting is chosen
 
 Row = dict[str, Any]
 
@@ -44,7 +44,7 @@ def pairs(seed: int, rows: int, n: int, d: int) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(y: Tensor, values: Tensor, right: Tensor) -> float:
-    """Return how often the nearest of all values by cosine is the right one; y is `b n d`, right is `n`."""
+    """Return how often the value nearest by cosine, among all values, is the right one; y is `b n d`, right is `n`."""
     nearest = (F.normalize(y.nan_to_num(), dim=-1) @ F.normalize(values, dim=-1).mT).argmax(-1)
     return float((nearest == right).double().mean())
 
@@ -82,7 +82,7 @@ def overwrite(who: MemoryContestant, s: Setting, d: int, n: int, seed: int, rows
 
 
 def stream(who: MemoryContestant, s: Setting, d: int, n: int, seed: int, rows: int = TRIALS) -> Row:
-    """Write n pairs and ask for the last ones; note the norm of the weights at each doubling on the way."""
+    """Write n pairs and ask for the last ones; record the norm of the weights at each doubling of the length."""
     state: State | None = None
     points, done = [], 0
     for mark in (x for x in (256, 512, 1024, 2048, 4096, 8192, 16384) if x <= n):
@@ -97,7 +97,7 @@ def stream(who: MemoryContestant, s: Setting, d: int, n: int, seed: int, rows: i
 
 
 def best(who: MemoryContestant, d: int, n: int, measure: Any) -> Setting:
-    """Return the setting of the highest accuracy, then of the lowest error."""
+    """Return the setting of the highest accuracy and, among equals, of the lowest error."""
 
     def rank(s: Setting) -> tuple[float, float]:
         found = measure(who, s, d, n, seed=1)
@@ -107,7 +107,7 @@ def best(who: MemoryContestant, d: int, n: int, measure: Any) -> Setting:
 
 
 def measured(measure: Any, sizes: list[int], seeds: int, tuned: int | None = None) -> list[Row]:
-    """Return one row a contestant and size."""
+    """Return one row for each contestant and size."""
     rows = []
     for who in CONTESTANTS:
         d = who.width(BUDGET)
@@ -193,7 +193,7 @@ def _setting(s: Setting) -> str:
 
 
 def _json(x: Any) -> Any:
-    """Return the same with None for infinity, which JSON lacks."""
+    """Return x with None in place of infinity, which JSON lacks."""
     if isinstance(x, dict):
         return {name: _json(y) for name, y in x.items()}
     if isinstance(x, list):
@@ -215,7 +215,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     data: dict[str, Any] = {}
     if args.json.exists():
-        data = json.loads(args.json.read_text())  # tables of an earlier run stay
+        data = json.loads(args.json.read_text())  # keep the tables of an earlier run
     others = timing.OtherProcesses()
     print(f"{timing.cpu_model()}, {args.threads} threads, torch {torch.__version__}, lineate {lineate.__version__}")
     args.json.parent.mkdir(parents=True, exist_ok=True)

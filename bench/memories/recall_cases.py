@@ -1,7 +1,8 @@
-"""The rules and memories of bench/memories/recall.py behind one pair of functions: write pairs, read keys.
+"""The rules and memories of bench/memories/recall.py, each as a pair of functions: write pairs, read keys.
 
-Every one has one head and as many channels as its state may have bytes. What is chosen by hand (rates, momentum,
-forgetting, ridge, chunk) is a setting; each has at most eight, and the best is found on seeds that are not measured.
+Each has one head and as many channels as its budget of state bytes allows. The settings are what one chooses by hand
+(rates, momentum, forgetting, ridge, chunk); each memory has at most eight, and the best is chosen on seeds that are not
+measured.
 """
 
 import math
@@ -32,26 +33,26 @@ class MemoryContestant:
     name: str
     settings: tuple[Setting, ...]
     write: Callable[[Tensor, Tensor, Setting, State | None], State]
-    """Takes k, v `b t d`, what is set by hand, and a state or None; returns the state."""
+    """Takes k, v `b t d`, a setting, and a state or None; returns the state."""
     read: Callable[[State, Tensor, Setting], Tensor]
     """Takes a state and q `b n d`; returns `b n d`, without writing."""
     weights: tuple[str, ...]
-    """How the names of the state's tensors begin that are the model."""
+    """The prefixes of the names of the state's tensors that are the model's weights."""
     scaled: bool = True
-    """Whether what is read has the size of a value."""
+    """Whether a result of reading has the size of a value."""
 
     def norm(self, state: State) -> Tensor:
-        """Return the length of all weights together, `b`."""
+        """Return the norm of all weights together, `b`."""
         own = [x for name, x in state.items() if name.startswith(self.weights) and not name.endswith("_sum")]
         return torch.stack([x.flatten(1).square().sum(1) for x in own]).sum(0).sqrt()
 
     def state_bytes(self, d: int) -> int:
-        """Return the bytes of one row, as its state holds them."""
+        """Return the bytes of the state of one row."""
         k = torch.zeros(1, 16, d)
         return sum(x.nbytes for x in self.write(k, k, self.settings[0], None).values())
 
     def width(self, budget: int) -> int:
-        """Return the most channels with a state of at most `budget` bytes."""
+        """Return the most channels whose state has at most `budget` bytes."""
         low, high = 2, 512
         while high - low > 1:
             middle = (low + high) // 2
@@ -97,14 +98,14 @@ def _gated_delta(k: Tensor, v: Tensor, s: Setting, S: Tensor | None) -> Any:
 
 
 def _kimi(k: Tensor, v: Tensor, s: Setting, S: Tensor | None) -> Any:
-    """Run Kimi Delta Attention whose channels keep between 1 and `keep` of their content, evenly in the logarithm."""
+    """Run Kimi Delta Attention; its channels keep from `keep` to 1 of their content, evenly spaced in the logarithm."""
     log_decay = torch.linspace(0, math.log(s["keep"]), k.shape[-1]).expand(k.shape)
     return lineate.kimi_delta_attention(k, k, v, log_decay, _full(k, s["rate"]), scale=1.0, state=S)
 
 
 @lru_cache
 def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
-    """Return first weights, always the same, of deviation 1 / sqrt(inputs)."""
+    """Return initial weights, always the same, with standard deviation 1 / sqrt(inputs)."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, *shape, generator=generator) * shape[0] ** -0.5 for shape in shapes]
 
@@ -112,7 +113,7 @@ def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
 def _ttt(expand: int) -> dict[str, Any]:
     """Return TTT's functions.
 
-    Keys are longer than 1, because the bias answers all keys alike, as if each had one more channel, of 1.
+    Keys are longer than 1, because the bias answers all keys alike, as if each key had one more channel with value 1.
     """
 
     def start(d: int) -> State:

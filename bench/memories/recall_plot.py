@@ -1,4 +1,4 @@
-"""Draw what bench.memories.recall measured.
+"""Draw the results of bench.memories.recall.
 
 python -m bench.memories.recall_plot bench/out/memory.json docs/images
 """
@@ -19,7 +19,8 @@ LOOKS = {name_of(kind): (kind.look.color, kind.look.marker) for kind in kinds() 
     "Titans MLP": ("#E69F00", "v"),
     "LaCT": ("#CC79A7", "P"),
 }
-"""Colour and marker by name. Rules look as their rows say; memories that learn share a panel with DeltaNet alone."""
+"""Colour and marker by name. Rules have those of their registry entries; memories that learn share a panel only with
+DeltaNet."""
 PANELS = (
     ("linear attention", "gated linear attention", "DeltaNet", "Gated DeltaNet", "KDA", "least squares"),
     ("DeltaNet", "TTT-Linear", "TTT-MLP", "Titans", "Titans MLP", "LaCT"),
@@ -33,7 +34,7 @@ FONT: dict[str, Any] = {
 
 
 def draw(data: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw one picture for every table that there is; return their paths."""
+    """Draw one picture for every table in the data; return their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -70,7 +71,7 @@ def recall(plt: Any, data: dict[str, Any]) -> Any:
 
 
 def overwrite(plt: Any, data: dict[str, Any]) -> Any:
-    """Draw share recalled and error of keys with new values and of keys left alone, one row a memory."""
+    """Draw the share recalled and the error, for keys with new values and for keys left alone, one row per memory."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 5.8), sharey=True)
     rows = data["overwrite"]
     for axis, what, title in zip(
@@ -123,7 +124,7 @@ def length(plt: Any, data: dict[str, Any]) -> Any:
 
 
 def cost(plt: Any, data: dict[str, Any]) -> Any:
-    """Draw the time of a whole sequence and of one token, and bytes of the state, one row a layer."""
+    """Draw the time of a whole sequence and of one token, and the bytes of the state, one row per layer."""
     figure, panels = plt.subplots(1, 2, figsize=(8, 5.2), sharey=True, width_ratios=(1.4, 1))
     rows = data["cost"]
     y = range(len(rows))

@@ -1,9 +1,9 @@
-"""HybridLM against the same weights in transformers, on a CPU: prefill and decoding.
+"""HybridLM compared with the same weights in transformers, on a CPU: prefill and decoding.
 
     python -m bench.models.cpu [--json FILE] [--quick]
 
-Models of the families' shapes, scaled down to hidden 1024 and 8 layers: "GGGA" is Qwen3-Next, "KKKM" is Kimi Linear,
-each with experts and (--dense) without. Weights are random; logits are compared in the same run.
+The models have the families' shapes, scaled down to hidden 1024 and 8 layers: "GGGA" is Qwen3-Next, "KKKM" is Kimi
+Linear, each with experts and (--dense) without. Weights are random; logits are compared in the same run.
 """
 
 import argparse
@@ -25,9 +25,9 @@ HIDDEN, LAYERS, VOCAB = 1024, 8, 8192
 
 
 def qwen3_next(dense: bool) -> Any:
-    """Return Qwen3-Next's shape, with 4 of 32 experts for 10 of 512.
+    """Return Qwen3-Next's shape, with 4 of 32 experts instead of 10 of 512.
 
-    The key width is hidden, the value width 2 hidden, and every 4th layer attends.
+    The key width is hidden, the value width 2 hidden, and every 4th layer is attention.
     """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -42,9 +42,9 @@ def qwen3_next(dense: bool) -> Any:
 
 
 def kimi_linear(dense: bool) -> Any:
-    """Return Kimi Linear's shape, with 4 of 32 experts for 8 of 256.
+    """Return Kimi Linear's shape, with 4 of 32 experts instead of 8 of 256.
 
-    The linear width is 2 hidden, and every 4th layer has latent attention.
+    The linear width is 2 hidden, and every 4th layer is latent attention.
     """
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
@@ -66,7 +66,7 @@ MODELS: dict[str, Callable[[bool], Any]] = {"GGGA": qwen3_next, "KKKM": kimi_lin
 def load_both(
     make: Callable[[bool], Any], dense: bool, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, HybridLM]:  # fmt: skip
-    """Return transformers' model, and ours from its files."""
+    """Return transformers' model, and our model loaded from its files."""
     torch.manual_seed(0)
     theirs = make(dense).eval().to(dtype)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,9 @@
-"""HybridLM against the same weights in transformers with flash-linear-attention, on a GPU: prefill and decoding.
+"""HybridLM compared with the same weights in transformers and flash-linear-attention, on a GPU: prefill and decoding.
 
     python -m bench.models.gpu [--peers DIR] [--json FILE] [--quick]
 
-The models of bench.models.cpu in bfloat16. Times are between events around whole calls from Python, as a user has them.
+The models are those of bench.models.cpu in bfloat16. Times are between events around whole calls from Python, as a user
+sees them.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from torch import Tensor
 
 
 def median_ms(call: Callable[[], Any], rounds: int) -> float:
-    """Return the median over the rounds, after two to warm up."""
+    """Return the median over the rounds, after two warm-up calls."""
     times = []
     for n in range(rounds + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -36,7 +37,7 @@ def median_ms(call: Callable[[], Any], rounds: int) -> float:
 
 
 def step_of(advance: Callable[[Any], tuple[Tensor, Any]], past: Any) -> Callable[[], Tensor]:
-    """Return a call that decodes one token more each time."""
+    """Return a call that decodes one more token each time."""
 
     def step() -> Tensor:
         nonlocal past
@@ -70,7 +71,7 @@ def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> li
         what = f"prefill {b} x {t}" if t == tokens else f"decode {b} rows after {t}"
         row: dict[str, Any] = {"model": name, "what": what, "taken_from": taken_from(theirs)}
         logits = {}
-        # cuDNN's attention plans every new length of a cache, for 30 to 40 ms: transformers decodes faster without it.
+        # cuDNN's attention takes 30 to 40 ms to plan every new cache length, so transformers decodes faster without it.
         torch.backends.cuda.enable_cudnn_sdp(t == tokens)
         for who, (prefill, advance) in calls.items():
             torch.cuda.empty_cache()
@@ -100,7 +101,7 @@ def measure(name: str, tokens: int, batches: tuple[int, ...], rounds: int) -> li
 
 
 def taken_from(model: Any) -> dict[str, str]:
-    """Return which package each function came from that transformers may take from elsewhere."""
+    """Return the package that provided each function that transformers may take from elsewhere."""
     module, found = sys.modules[type(model).__module__], {}
     for name, function in vars(module).items():
         if inspect.isfunction(function):

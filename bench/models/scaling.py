@@ -1,9 +1,9 @@
-"""The plan of docs/scaling.md: memory, bytes moved and lower bounds of the time of one step, from formulas alone.
+"""The plan of docs/scaling.md: memory, bytes moved and lower bounds of the time of one step, all from formulas.
 
     python -m bench.models.scaling            prints the tables of the document
 
-Nothing here was measured. Every formula is that of the code in lineate/training and lineate/layers/carry.py: float32
-parameters under autocast (4 bytes a parameter gathered and reduced), blocks recomputed in the backward pass, keys and
+Nothing here was measured. The formulas follow the code in lineate/training and lineate/layers/carry.py: float32
+parameters under autocast (4 bytes per parameter gathered and reduced), blocks recomputed in the backward pass, keys and
 values of a sequence gathered by every rank that shares it, contiguous segments (so the last rank attends to all).
 """
 
@@ -22,7 +22,7 @@ RULE_CHUNK = 64
 STATE_BYTES = 16
 """Bytes of a parameter, its gradient and AdamW's two averages, in float32."""
 FORWARDS = 4
-"""A step in forward passes: forward, forward again (recomputed), and backward, which counts as two."""
+"""A step's cost in forward passes: forward, recomputed forward, and backward, which counts as two."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Machine:
     memory: float = 141e9
     hbm: float = 4.8e12
     nvlink: float = 450e9
-    """Bytes a second in each direction."""
+    """Bytes per second in each direction."""
     network: float = 50e9
-    """Bytes a second of a GPU's own 400 Gb/s."""
+    """Bytes per second of a GPU's own 400 Gb/s."""
     node: int = 8
     latency: float = 10e-6
     """Seconds of one of the log2(ranks) rounds of a collective."""
 
     def seconds(self, nbytes: float, calls: float, ranks: int) -> float:
-        """Return the seconds of collectives in which every rank receives so many bytes.
+        """Return the seconds of collectives in which every rank receives this many bytes.
 
-        Between nodes all 8 networks carry them.
+        Between nodes, all 8 networks carry the bytes.
         """
         if ranks == 1:
             return 0.0
@@ -55,16 +55,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the formulas need of a model."""
+    """The numbers of a model that the formulas use."""
 
     config: HybridConfig
     parameters: int
     active: int
-    """Parameters that one token is multiplied with."""
+    """Parameters by which one token is multiplied."""
     block: int
     """Parameters of the largest block."""
     root: int
-    """Parameters outside of blocks."""
+    """Parameters outside of the blocks."""
 
     @classmethod
     def of(cls, config: HybridConfig) -> "ModelShape":
@@ -72,7 +72,7 @@ class ModelShape:
             model = HybridLM(config)
         blocks = [sum(x.numel() for x in block.parameters()) for block in model.layers]
         total = sum(x.numel() for x in model.parameters())
-        idle = 0 if config.tie_embeddings else model.embed.weight.numel()  # looked up, not multiplied with
+        idle = 0 if config.tie_embeddings else model.embed.weight.numel()  # looked up, not multiplied
         if (experts := config.experts) is not None:
             layers = sum(config.has_experts(layer) for layer in range(config.n_layers))
             idle += layers * (experts.count - experts.active) * 3 * experts.size * config.hidden_size
@@ -88,12 +88,12 @@ class ModelShape:
 
     @property
     def has_latents(self) -> bool:
-        """Whether a layer caches latent vectors, not keys and values."""
+        """Whether a layer caches latent vectors instead of keys and values."""
         return any(kind.cache == "latent" for kind in self.config.mixer_kinds())
 
     @property
     def attention(self) -> tuple[int, int, int, int]:
-        """Return heads, channels of a key and of a value, and what a token hands on to later ranks."""
+        """Return heads, channels of a key and of a value, and the numbers that a token sends to later ranks."""
         if self.has_latents:
             x = self.config.latent
             return x.heads, x.nope_dim + x.rope_dim, x.value_dim, x.rank + x.rope_dim
@@ -101,13 +101,13 @@ class ModelShape:
         return x.heads, x.head_dim, x.head_dim, 2 * x.kv_heads * x.head_dim
 
     def forward_flops(self, tokens: int, context: int = 1) -> tuple[float, float, float]:
-        """Return operations of a token: products with weights, linear rules, and attention on the last rank."""
+        """Return the operations for a token: products with weights, linear rules, and attention on the last rank."""
         linear, (heads, key, value, _) = self.config.linear, self.attention
         rule = 4 * RULE_CHUNK * (linear.key_dim + linear.value_dim) + 6 * linear.key_dim * linear.value_dim
-        runs = 1 if context == 1 else 3  # the segment's map, what it leaves, and the output
-        seen = tokens * (1 - 1 / (2 * context))  # by a token of the last rank, on average
+        runs = 1 if context == 1 else 3  # the segment's map, the state that leaves it, and the output
+        seen = tokens * (1 - 1 / (2 * context))  # tokens that a token of the last rank sees, on average
         attended = 2 * heads * (key + value) * seen
-        if self.has_latents:  # every rank expands the latents of all
+        if self.has_latents:  # every rank expands the latents of all ranks
             latent = self.config.latent
             attended += (context - 1) * 2 * latent.rank * heads * (latent.nope_dim + latent.value_dim)
         return (
@@ -119,7 +119,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One step of data x context ranks, a sequence of `tokens` for each of the data ranks, FSDP2 over all of them."""
+    """One step of data x context ranks, with a sequence of `tokens` for each data rank, and FSDP2 over all ranks."""
 
     shape: ModelShape
     data: int
@@ -137,11 +137,11 @@ class TrainingStep:
 
     @property
     def memory(self) -> dict[str, float]:
-        """Return the bytes of a GPU: what stays, and the larger of the two peaks above it."""
+        """Return the bytes of a GPU: what is always held, and the larger of the two peaks above it."""
         c, shape = self.shape.config, self.shape
         heads, key, _, _ = shape.attention
-        gathered = 3 * 4 * shape.block  # this block, the next, and this one's gradient
-        keys = 2 * 2 * 2 * self.tokens * heads * key  # and values (padded), bfloat16, with their gradients
+        gathered = 3 * 4 * shape.block  # this block, the next one, and this block's gradient
+        keys = 2 * 2 * 2 * self.tokens * heads * key  # keys and values (padded) in bfloat16, with their gradients
         found = {
             "state": STATE_BYTES * shape.parameters / self.gpus,
             "kept": 4 * self.own_tokens * c.hidden_size * c.n_layers + 2 * 4 * shape.root,
@@ -159,7 +159,7 @@ class TrainingStep:
 
     @property
     def shard_bytes(self) -> float:
-        """Return the bytes that a GPU receives: blocks gathered twice, the rest once, all gradients reduced."""
+        """Return the bytes that a GPU receives: blocks gathered twice, other parameters once, all gradients reduced."""
         blocks = self.shape.parameters - self.shape.root
         return (12 * blocks + 8 * self.shape.root) * (1 - 1 / self.gpus)
 
@@ -169,7 +169,7 @@ class TrainingStep:
 
     @property
     def context_bytes(self) -> float:
-        """Return the bytes that a GPU receives of maps, halos, keys and values, in both forwards and backward."""
+        """Return the bytes that a GPU receives of maps, halos, keys and values, in both forwards and the backward."""
         linear, others = self.shape.config.linear, self.context - 1
         maps = 4 * linear.value_heads * linear.key_dim * (linear.key_dim + linear.value_dim)
         channels = 2 * linear.heads * linear.key_dim + linear.value_heads * linear.value_dim
@@ -184,12 +184,15 @@ class TrainingStep:
 
     @property
     def optimizer_seconds(self) -> float:
-        """Return AdamW's seconds; it reads 16 bytes a parameter and writes 12."""
+        """Return AdamW's seconds; it reads 16 bytes per parameter and writes 12."""
         return 28 * self.shape.parameters / self.gpus / self.machine.hbm
 
     @property
     def seconds(self) -> float:
-        """Return the least seconds: gathers and reductions are hidden behind compute, what crosses segments is not."""
+        """Return a lower bound of the seconds of a step.
+
+        Gathers and reductions are hidden behind compute; the transfers between segments are not.
+        """
         return max(self.compute_seconds, self.shard_seconds) + self.context_seconds + self.optimizer_seconds
 
     @property
@@ -202,7 +205,7 @@ LAYOUTS = ((1, 8), (8, 8), (1, 64), (16, 64))
 
 
 def tables() -> str:
-    """Return the tables as docs/scaling.md has them."""
+    """Return the tables of docs/scaling.md."""
     shapes = {name: ModelShape.of(preset(name)) for name in MODELS}
     lines = [
         "| model | parameters | active | linear / attention layers | weights | rules | attention at 1M |",

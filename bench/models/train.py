@@ -1,12 +1,12 @@
-"""A training step of every rule and of the hybrids, beside the same model with fla's layers, on a GPU.
+"""A training step of every rule and of the hybrids, compared with the same model with fla's layers, on a GPU.
 
     python -m bench.models.train [--peers DIR] [--json FILE] [--patterns G,K,A] [--tokens 65536]
                                  [--length 4096] [--compile]
 
-One model a pattern (preset compact, about 50M parameters), packed rows, bfloat16 autocast over float32 weights, AdamW.
-A step is forward, backward and update. fla's side has its mixers, norms and feed-forwards in our blocks; softmax
-attention is torch's on both. DIR holds the package flash-linear-attention and what it needs. --compile: also our blocks
-under torch.compile, as `lineate train --compile` has them.
+There is one model per pattern (preset compact, about 50M parameters), trained on packed rows with AdamW, in bfloat16
+autocast over float32 weights. A step is forward, backward and update. fla's side has its mixers, norms and
+feed-forwards in our blocks; softmax attention is torch's on both sides. DIR holds the package flash-linear-attention
+and its dependencies. --compile: also time our blocks under torch.compile, as in `lineate train --compile`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PATTERNS = ("L", "R", "D", "G", "K", "A", "GGGA", "KKKM")
 
 
 class Peer(nn.Module):
-    """A mixer of fla that is called as one of ours."""
+    """A mixer of fla with the call signature of our mixers."""
 
     def __init__(self, mixer: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Peer(nn.Module):
 
 
 def make_peer(letter: str, config: HybridConfig) -> nn.Module | None:
-    """Return fla's layer of the same rule and sizes, or None."""
+    """Return fla's layer of the same rule and sizes, or None if it has none."""
     from fla import layers
 
     assert config.linear is not None

@@ -1,12 +1,12 @@
 """transformers' own models with and without `lineate.integrations.transformers.enable()`, on a CPU, in one process.
 
-    python -m bench.models.transformers_cpu                           all models: prefill, training step, decode
-    python -m bench.models.transformers_cpu --only kimi,qwen          some models
-    python -m bench.models.transformers_cpu --profile                 and where the time of a prefill goes
+    python -m bench.models.transformers_cpu                           runs prefill, training step, decode of all models
+    python -m bench.models.transformers_cpu --only kimi,qwen          runs some models
+    python -m bench.models.transformers_cpu --profile                 also shows where the time of a prefill goes
     python -m bench.models.transformers_cpu --json bench/out/transformers_cpu.json
 
-Both sides are one model, random weights, float32, with the same inputs; they take turns. A table says how far apart
-logits and gradients are; a difference above 1e-4 ends the run with exit code 1.
+Both sides are one model with random float32 weights and the same inputs; they take turns. A table gives the differences
+of logits and gradients; a difference above 1e-4 ends the run with exit code 1.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from bench import timing
 from lineate.integrations.transformers import enabled
 
 T, VOCAB, WITHIN = 2048, 4096, 1e-4
-GRADIENT_T = 256  # transformers' KDA keeps gigabytes for a backward over more
+GRADIENT_T = 256  # for a backward over more tokens, transformers' KDA keeps gigabytes
 SIDES = ("transformers", "lineate")
 
 
@@ -54,8 +54,8 @@ def qwen(heads: int, value_heads: int, dim: int, experts: tuple[int, int, int]) 
     return transformers.Qwen3NextForCausalLM(config)
 
 
-# Experts: how many, how many run for a token, how wide. "narrow" has a feed-forward far smaller than the family's, so
-# that matrix products, which are torch's on both sides, do not hide the linear layers.
+# Experts: how many, how many run for a token, how wide. "narrow" has a far smaller feed-forward than the family, so
+# that matrix products, which torch computes on both sides, do not hide the linear layers.
 NARROW = (8, 2, 64)
 MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
     "kimi": ("Kimi-like, 16 heads of 128", lambda: kimi(128, (64, 8, 448), 4096)),
@@ -84,7 +84,7 @@ def prefill(model: Any, ids: torch.Tensor, side: str) -> timing.Call:
 
 
 def decode(model: Any, ids: torch.Tensor, side: str) -> timing.Call:
-    """Decode one token after a prefill of 128; the state goes on, which costs the same every time."""
+    """Decode one token after a prefill of 128; the state goes on from call to call, and every call costs the same."""
     with torch.no_grad(), on(side):
         cache = model(ids[:, :128], use_cache=True).past_key_values
 
@@ -107,7 +107,7 @@ def train(model: Any, ids: torch.Tensor, side: str) -> timing.Call:
 def differences(model: Any, ids: torch.Tensor) -> dict[str, float]:
     """Return the largest difference of a logit and of a gradient entry.
 
-    The latter is also given as a share of the largest entry of its tensor.
+    The latter is also given relative to the largest entry of its tensor.
     """
     found = []
     for side in SIDES:
@@ -127,7 +127,7 @@ def differences(model: Any, ids: torch.Tensor) -> dict[str, float]:
 
 
 def profile(model: Any, ids: torch.Tensor, side: str, rows: int = 12) -> list[tuple[str, float]]:
-    """Print the milliseconds of one prefill by torch operator, own time."""
+    """Print the milliseconds of one prefill for each torch operator, without those of the operators that it calls."""
     call = prefill(model, ids, side)
     call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:

@@ -1,4 +1,4 @@
-"""Shorten the tuning that peers do at their first call, hundreds of kernels one by one, with the same choices."""
+"""Shorten the tuning of hundreds of kernels that peers do at their first call, without changing its choices."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +10,8 @@ from typing import Any
 def tune_side_by_side(share: str | None = None) -> None:
     """Let Triton's autotuner compile all configurations of a kernel at once, and time each for 20 ms (not 100).
 
-    With share "3/8" it tries only the third eighth of the configurations. Eight such processes fill Triton's cache,
-    where the next run finds all of them.
+    With share "3/8", try only the third eighth of the configurations. Eight such processes fill Triton's cache, where
+    the next run finds all of them.
     """
     import triton
     from triton.runtime.autotuner import Autotuner
@@ -26,7 +26,7 @@ def tune_side_by_side(share: str | None = None) -> None:
         pool = ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0))))
         with pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             for config in configs:
-                with suppress(Exception):  # it will fail again, and be left out, when it is timed
+                with suppress(Exception):  # it will fail again when it is timed, and then be left out
                     self.fn.run(*self.nargs.values(), **(kwargs | config.all_kwargs() | {"warmup": True}))
         return configs
 

@@ -1,11 +1,11 @@
-"""Record the bits of some hundred calls of lineate, and tell which of them changed.
+"""Record the bits of some hundred calls of lineate, and report which of them changed.
 
     python bench/record/record.py --out before.json       before a change that must not change results
     python bench/record/record.py --compare before.json   after it: names what differs; status 1 if anything does
 
---only REGEX takes a part of the calls, --list prints their names, --results prints what they return, --device cuda runs
-larger ones on a GPU, --triton adds kernels in Triton's interpreter. The lineate that is recorded is the one that Python
-imports, so PYTHONPATH chooses it. Bits depend on the processor and on torch: compare on one machine.
+--only REGEX selects calls, --list prints their names, --results prints what they return, --device cuda runs larger ones
+on a GPU, --triton adds kernels in Triton's interpreter. The record is of the lineate that Python imports, so PYTHONPATH
+selects it. Bits depend on the processor and on torch, so compare on one machine.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, dict[str, str]]
-"""For each call, by the name of each result: a digest, or the text or number itself."""
+"""For each call, and each of its results by name: a digest, or the text or number itself."""
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def prepare(interpreter: bool) -> None:
-    """Set what must be set before torch is imported: one thread, nothing from the net, a terminal of one width."""
+    """Set what must be set before torch is imported: one thread, no network, a terminal of fixed width."""
     os.environ |= {
         "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1",
         "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "MPLBACKEND": "agg",
@@ -85,7 +85,7 @@ def prepare(interpreter: bool) -> None:
 
 
 def run_all(cases: Mapping[str, Any], device: str, verbose: bool) -> Record:
-    """Run every call in a folder of its own, with random numbers of its own."""
+    """Run every call in a folder of its own and with its own random numbers."""
     import torch
     from record_cases import Draw
 
@@ -102,7 +102,7 @@ def run_all(cases: Mapping[str, Any], device: str, verbose: bool) -> Record:
             try:
                 with contextlib.redirect_stderr(said):
                     calls[name] = dict(flatten(case(draw)))
-            except Exception as error:  # a refusal is a result as well
+            except Exception as error:  # an error is a result, too
                 calls[name] = {"error": f"{type(error).__name__}: {error}"}
                 if verbose:
                     traceback.print_exc()
@@ -116,7 +116,7 @@ def run_all(cases: Mapping[str, Any], device: str, verbose: bool) -> Record:
 
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Give every tensor, text and number inside of a result a name and a digest."""
+    """Give every tensor, text and number inside a result a name and a digest."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -133,12 +133,12 @@ def flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Return the named parts of a result that is made of others."""
+    """Return the named parts of a nested result."""
     if isinstance(value, Mapping):
         yield from value.items()
     elif hasattr(value, "_asdict"):
         yield from value._asdict().items()
-    elif hasattr(value, "names") and hasattr(value, "lengths"):  # a cache, of which a row's first tokens count
+    elif hasattr(value, "names") and hasattr(value, "lengths"):  # a cache: only the first tokens of each row count
         for name in value.names:
             x, lengths = value[name], value.lengths
             if not isinstance(lengths, int):
@@ -175,7 +175,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], only: str, known: set[str]
         if old["versions"].get(key) != value:
             print(f"the record was made with {key} {old['versions'].get(key)}, this is {value}")
     before = {name: x for name, x in old["calls"].items() if re.search(only, name)}
-    # The record may have kinds of calls that were not asked for now: those in the interpreter have not vanished.
+    # A kind of call that this run did not ask for, such as those in the interpreter, has not vanished from the record.
     kinds = {name.partition("/")[0] for name in known}
     vanished = [name for name in before if name not in new["calls"] and name.partition("/")[0] in kinds]
     appeared = [name for name in new["calls"] if name not in before]
@@ -197,7 +197,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], only: str, known: set[str]
 
 
 def first_difference(was: str | None, now: str | None) -> str:
-    """Return what to say of a result: that it is new or missing, or for texts their first different line."""
+    """Return the text about a differing result: that it is new or missing, or the first line in which texts differ."""
     if was is None or now is None:
         return ": only in the record" if now is None else ": not in the record"
     if all(re.fullmatch("[0-9a-f]{64}", x) for x in (was, now)):
@@ -206,13 +206,13 @@ def first_difference(was: str | None, now: str | None) -> str:
     for a, b in zip(old, new, strict=False):
         if a != b:
             alike = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            start = max(0, alike - 40)  # of long lines, what is near the difference
+            start = max(0, alike - 40)  # for long lines, show only the part near the difference
             return f"\n        was {a[start:].strip():.160}\n        now {b[start:].strip():.160}"
     return ""
 
 
 def versions(device: str) -> dict[str, str]:
-    """Return all that bits may depend on beside the code."""
+    """Return everything besides the code on which bits may depend."""
     import torch
 
     try:

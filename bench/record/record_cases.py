@@ -1,7 +1,7 @@
-"""The calls of bench/record/record.py on ops and decoding.
+"""The calls of bench/record/record.py that run ops and decoding.
 
 A case is a function of a Draw, which makes its random numbers, and returns tensors, texts and numbers in any nesting.
-Names are "kind/what/how". Only public names of lineate are used, so that its modules may move.
+Names are "kind/what/how". Cases use only public names of lineate, so that its modules may move.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 class Draw:
-    """Random tensors of one case: the same in every process, whichever cases run before it."""
+    """Random tensors of one case, which are the same in every process, whichever cases run before it."""
 
     def __init__(self, name: str, device: str) -> None:
         self.seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
@@ -32,7 +32,7 @@ class Draw:
         self.device = device
 
     def __call__(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return N(0, 1)."""
+        """Return numbers drawn from N(0, 1)."""
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.device, dtype)
 
     def ids(self, *shape: int, most: int = 90) -> Tensor:
@@ -52,7 +52,7 @@ def make_cases(device: str, triton: bool) -> dict[str, Case]:
 
 
 def find(name: str, package: str) -> Any:
-    """Return a function of this name from anywhere in a package, whose modules may have been moved."""
+    """Return a function of this name from anywhere in a package, because its modules may have moved."""
     root = importlib.import_module(package)
     inside = pkgutil.walk_packages(root.__path__, package + ".")
     for module in (root, *(importlib.import_module(x.name) for x in inside if ".kernels" not in x.name)):
@@ -63,7 +63,7 @@ def find(name: str, package: str) -> Any:
 
 
 def gradients(draw: Draw, results: list[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """Return the gradients of a random weighting of all results."""
+    """Return the gradients of a sum of all results with random weights."""
     wanted = [x for x in results if x.requires_grad]
     weights = [draw(*x.shape, dtype=x.dtype) for x in wanted]
     found = torch.autograd.grad(wanted, list(leaves.values()), weights, allow_unused=True)
@@ -97,7 +97,7 @@ PATHS = [
 SIZES = {"b": 2, "t": 150, "h": 2, "k": 24, "v": 20}
 TOKEN = SIZES | {"b": 3, "t": 1}
 WIDE = {"b": 1, "t": 4133, "h": 2, "k": 128, "v": 128}
-"""For a GPU: heads that its own kernels serve."""
+"""Sizes for a GPU, with heads that its own kernels support."""
 MEDIUM, ODD = WIDE | {"k": 64, "v": 64}, WIDE | {"t": 1061, "k": 60, "v": 100}
 FEATURES: dict[str, dict[str, Any]] = {
     "elu+1": {"feature_map": "elu+1"},
@@ -110,14 +110,17 @@ def inputs(
     draw: Draw, rule: str, dtype: torch.dtype, sizes: dict[str, int], *, packed: bool = False, state: bool = False,
     group: int = 1, views: bool = False, resets: bool = False, grad: bool = True, more: int = 0, features: int = 1,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
-    """Return the tensors of a call, which are leaves, and its keywords. more: columns of a state beside those of v."""
+    """Return the tensors of a call, which are leaves, and its keywords.
+
+    more: the columns of a state besides those of v.
+    """
     _, decay, beta = RULES[rule]
     b, t, h, k, v = sizes.values()
     if packed:
         b, t = 1, b * t
     hv = h * group
     q, keys, values = draw(b, t, h, k), F.normalize(draw(b, t, h, k), dim=-1), draw(b, t, hv, v)
-    if views:  # as a layer's projection gives them
+    if views:  # as slices of a layer's fused projection
         whole = torch.cat((q.flatten(2), keys.flatten(2), values.flatten(2)), -1)
         split = zip(whole.split((h * k, h * k, hv * v), -1), (k, k, v), strict=True)
         q, keys, values = (x.unflatten(2, (-1, n)) for x, n in split)
@@ -234,7 +237,7 @@ def run_softmax(draw: Draw, variant: str, dtype: str) -> Any:
 
 
 def explain(draw: Draw, rule: str) -> Any:
-    """Return what lineate.explain says for all forms and backends, whether or not Triton's interpreter is on."""
+    """Return the answers of lineate.explain for all forms and backends, whether or not Triton's interpreter is on."""
     with patch.dict(os.environ):
         os.environ.pop("TRITON_INTERPRET", None)
         return plans(draw, rule)
@@ -257,7 +260,7 @@ def plans(draw: Draw, rule: str) -> dict[str, str]:
 
 
 def transform(draw: Draw, rule: str) -> Any:
-    """Return first and second derivatives of the torch forms by torch.func."""
+    """Return first and second derivatives of the torch forms, by torch.func."""
     named, _ = inputs(draw, rule, torch.float32, SIZES | {"t": 40})
     leaves = tuple(x.detach() for x in named.values())
     op = getattr(lineate, RULES[rule][0])
@@ -282,7 +285,7 @@ def rate_per_channel(draw: Draw, rule: str) -> Any:
     return {"found": found, "grads": gradients(draw, list(found), named)}
 
 
-# Calls that are refused: what is changed about a call of gated_delta_rule.
+# Calls that must be refused: each changes one thing about a call of gated_delta_rule.
 WRONG: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "beta's shape": lambda x: {"beta": x["beta"][:, :-1]},
     "decay's shape": lambda x: {"log_decay": x["log_decay"][..., None]},
@@ -321,7 +324,7 @@ DECODES: dict[str, dict[str, Any]] = {
 
 
 def run_decode(draw: Draw, rule: str, how: dict[str, Any], dtype: str, backend: str, width: int = 24) -> Any:
-    """Return the output and the memory after it."""
+    """Return the output, and the memory after the call."""
     how = dict(how)
     packed, group = how.pop("packed", False), how.pop("group", 1)
     named, keywords = inputs(
@@ -364,7 +367,7 @@ def decode_cases(device: str) -> dict[str, Case]:
     gpu = device == "cuda"
     for rule in RULES:
         for name, how in DECODES.items():
-            if how.get("raw_gates") and rule == "linear_attention":  # which has no gates
+            if how.get("raw_gates") and rule == "linear_attention":  # linear attention has no gates
                 continue
             for dtype in ("float32", "bfloat16") if gpu or name != "plain" else DTYPES:
                 for backend in ("triton", "torch") if gpu else ("auto",):

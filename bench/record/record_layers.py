@@ -1,4 +1,4 @@
-"""The calls of bench/record/record.py on memories that learn, and on layers."""
+"""The calls of bench/record/record.py that run memories that learn, and layers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -114,7 +114,7 @@ def run_reference(draw: Draw, rule: str, packed: bool) -> Any:
 
 
 def memory_cases(device: str) -> dict[str, Case]:
-    """The chunked memories and the reference."""
+    """Return cases of the chunked memories and the reference."""
     cases: dict[str, Case] = {}
     sizes = {"d": 64, "t": 512} if device == "cuda" else {}
     for memory in MEMORIES:
@@ -134,7 +134,7 @@ def memory_cases(device: str) -> dict[str, Case]:
 # Layers --------------------------------------------------------------------------------------------------------------
 
 HEADS = {"value_heads": 4, "key_dim": 8, "value_dim": 12}
-# name: the class, keywords beside hidden_size and heads
+# name: the class, keywords besides hidden_size and heads
 MIXERS: dict[str, tuple[str, dict[str, Any]]] = {
     "LinearAttention": ("LinearAttention", HEADS),
     "LinearAttention identity": ("LinearAttention", {"feature_map": "identity", "conv_size": 0}),
@@ -180,7 +180,7 @@ FEEDS: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
 
 @torch.no_grad()
 def fill(module: nn.Module, draw: Draw) -> nn.Module:
-    """Give every weight a random value of a size that keeps results of order one; no norm is neutral."""
+    """Give every weight a random value of a size that keeps results of order one; no norm is left neutral."""
     for name, x in (*module.named_parameters(), *module.named_buffers()):
         noise = draw(*x.shape)
         if name.endswith("A_log"):
@@ -199,7 +199,7 @@ def fill(module: nn.Module, draw: Draw) -> nn.Module:
 
 
 def first_weights(draw: Draw, make: Callable[[], nn.Module]) -> Any:
-    """Return the first weights of a new layer, what it prints, and its state."""
+    """Return the initial weights of a new layer, what it prints, and its state."""
     torch.manual_seed(5)
     module = make()
     return {"weights": module, "repr": repr(module), "state": repr(getattr(module, "state_spec", None))}
@@ -228,7 +228,7 @@ def run_mixer(draw: Draw, make: Callable[[], nn.Module], how: str, width: int = 
             y, state = mixer(x[:, t // 2 + 1 :], state)
         else:
             y, state = mixer(x, cu_seqlens=bounds)
-            if packed:  # the sequences go on
+            if packed:  # the second call continues the sequences
                 outputs.append(y)
                 y, state = mixer(x, state, bounds)
     outputs.append(y)
@@ -251,7 +251,7 @@ def run_feed(draw: Draw, make: Callable[[], nn.Module], how: str, width: int = 4
 
 
 def layer_cases(device: str) -> dict[str, Case]:
-    """Return cases of every class of lineate.layers; on a GPU with heads of 128 channels too."""
+    """Return cases of every class of lineate.layers; on a GPU, also with heads of 128 channels."""
     cases: dict[str, Case] = {}
     for name, (kind, keywords) in MIXERS.items():
         make = partial(getattr(layers, kind), 48, 2, **keywords)

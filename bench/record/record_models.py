@@ -1,4 +1,4 @@
-"""The calls of bench/record/record.py on models, checkpoints, training and the command line."""
+"""The calls of bench/record/record.py that run models, checkpoints, training and the command line."""
 
 import importlib
 import json
@@ -61,7 +61,7 @@ WAYS = (
 
 
 def run_model(draw: Draw, config: HybridConfig, how: str, t: int = 40) -> Any:
-    """Run a model of random weights; `how` is one of WAYS."""
+    """Run a model with random weights; `how` is one of WAYS."""
     torch.manual_seed(3)
     model = HybridLM(config)
     if how == "new":
@@ -117,7 +117,7 @@ def run_model(draw: Draw, config: HybridConfig, how: str, t: int = 40) -> Any:
 
 @torch.no_grad()
 def save_and_load(model: HybridLM, ids: Tensor) -> Any:
-    """Return the saved files, what is read back, and what the commands say of them."""
+    """Return the saved files, the model read back from them, and what the commands print about them."""
     model.save_pretrained("model")
     back = HybridLM.from_pretrained("model", progress=False, device=ids.device)
     files = {str(x): x.read_bytes() for x in sorted(Path("model").iterdir()) if x.suffix != ".json"}
@@ -132,7 +132,7 @@ def save_and_load(model: HybridLM, ids: Tensor) -> Any:
 
 @cache
 def family_module() -> Any:
-    """Return families.py of lineate's tests, wherever it lies there: tiny models of every family."""
+    """Return families.py of lineate's tests, wherever it is there; it makes tiny models of every family."""
     tests = Path(lineate.__file__).resolve().parents[1] / "tests"
     found = next(tests.rglob("families.py"), None)
     if found is None:
@@ -249,7 +249,7 @@ def command(*words: str) -> str:
 
 
 def train(draw: Draw, words: tuple[str, ...]) -> Any:
-    """Return losses and weights of 20 steps of `lineate train`, or of 12 and then 8 more."""
+    """Return losses and weights of 20 steps of `lineate train`, or of 12 steps and then 8 more."""
     texts = Path("texts")
     texts.mkdir()
     for n in range(24):

@@ -1,6 +1,6 @@
-"""The contestants: the inputs of each rule, our ops, and what others offer for the same computation.
+"""The contestants of the benchmarks: the inputs of each rule, our ops, and other packages' versions of them.
 
-RuleInputs are what a trained layer sees: unit q and k, beta in (0, 1), a log_decay of about -0.05 a token.
+RuleInputs are like those of a trained layer: unit q and k, beta in (0, 1), a log_decay of about -0.05 per token.
 """
 
 import inspect
@@ -24,16 +24,16 @@ from lineate.rule import RULES, DecayShape, Rule
 def _words() -> Iterator[tuple[str, tuple[Rule, DecayShape]]]:
     for rule in RULES:
         kind = kind_named(rule.name)
-        word = (kind.short or kind.name).removesuffix("net")  # deltanet is delta in the results
+        word = (kind.short or kind.name).removesuffix("net")  # "deltanet" is "delta" in the results
         for decay in rule.decays:
             also = len(rule.decays) > 1 and decay == "channel"
             yield (f"{word} per channel" if also else word), (rule, decay)
 
 
 EQUATION: dict[str, tuple[Rule, DecayShape]] = dict(_words())
-"""The rules by the words that results have, and the decay that each is measured with."""
+"""The rules by their names in the results, and the decay with which each is measured."""
 OPS: dict[str, Callable[..., Any]] = {word: getattr(lineate, rule.name) for word, (rule, _) in EQUATION.items()}
-"""Their public ops."""
+"""The public op of each rule."""
 RULE_WORDS = (*OPS, "softmax")
 
 
@@ -54,11 +54,11 @@ class RuleInputs:
         return tuple(x for x in (self.log_decay, self.beta) if x is not None)
 
     def first(self, t: int) -> "RuleInputs":
-        """Return the same for the first t tokens, without a copy."""
+        """Return the inputs of the first t tokens, without a copy."""
         return self.map(lambda y: y[:, :t])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RuleInputs":
-        """Return the same with every tensor except the state changed."""
+        """Return the inputs with `change` applied to every tensor except the state."""
         q, k, v = (change(y) for y in (self.q, self.k, self.v))
         log_decay, beta = (None if y is None else change(y) for y in (self.log_decay, self.beta))
         return RuleInputs(self.rule, q, k, v, log_decay, beta, self.state)
@@ -104,7 +104,7 @@ def make_inputs(
 def transformers_functions() -> dict[str, Callable[..., Any]]:
     """Return transformers' own torch fallbacks, without the wrapper that may swap in kernels.
 
-    There are none if it is not installed.
+    The result is empty if transformers is not installed.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -136,9 +136,9 @@ def ours_in_torch(x: RuleInputs) -> Call:
 
 
 def theirs(x: RuleInputs, form: str = "chunk") -> Call | None:
-    """Return a call of transformers' fallback, "chunk" or "recurrent"; None if it has none.
+    """Return a call of transformers' fallback, "chunk" or "recurrent"; None if it has none for this rule.
 
-    DeltaNet is its gated rule without decay.
+    For DeltaNet, this is its gated rule without decay.
     """
     function = transformers_functions().get(f"{'gdn' if x.rule == 'delta' else x.rule} {form}")
     if function is None:
@@ -154,7 +154,7 @@ def theirs(x: RuleInputs, form: str = "chunk") -> Call | None:
 
 
 def token_loop(x: RuleInputs) -> Call:
-    """Return a call of the equation as one would first write it: a loop over tokens."""
+    """Return a call of the equation as one would first write it, as a loop over tokens."""
 
     def call() -> tuple[Tensor, Tensor]:
         b, t, h, dim = x.q.shape  # h = hv
@@ -174,7 +174,7 @@ def token_loop(x: RuleInputs) -> Call:
 
 
 def in_pieces(x: RuleInputs, size: int) -> Call:
-    """Return a call of ours that takes one piece after the other, each from the state of the one before."""
+    """Return a call of ours that takes one piece after another, each from the state that the previous one left."""
 
     def call() -> tuple[Tensor, Tensor | None]:
         state, outputs = x.state, []
@@ -206,13 +206,13 @@ def one_by_one(x: RuleInputs) -> Call:
 
 
 def sdpa(x: RuleInputs) -> Call:
-    """Return a call of torch's scaled_dot_product_attention, causal, on the layout it likes best."""
+    """Return a call of torch's scaled_dot_product_attention, causal, in the layout that suits it best."""
     q, k, v = (y.transpose(1, 2).contiguous() for y in (x.q, x.k, x.v))  # b h t k
     return lambda: (F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2),)
 
 
 def forward(call: Call | None) -> Call | None:
-    """Return the call without gradients; None stays None."""
+    """Return the call without gradients, or None if there is no call."""
     return None if call is None else torch.no_grad()(call)
 
 

@@ -1,11 +1,11 @@
-"""lineate on a CPU against transformers' fallbacks, a plain token loop and SDPA: time, memory, scaling with length.
+"""lineate on a CPU compared with transformers' fallbacks, a plain token loop and SDPA: time, memory, scaling.
 
-    python -m bench.rules.cpu                              all tables, several minutes
-    python -m bench.rules.cpu --quick                      fewer rounds, shorter sequences
-    python -m bench.rules.cpu --only gdn,kda,decode        some rules, some tables
-    python -m bench.rules.cpu --plot bench/out/cpu.png     and a picture of time and memory against length
+    python -m bench.rules.cpu                              makes all tables, in several minutes
+    python -m bench.rules.cpu --quick                      uses fewer rounds and shorter sequences
+    python -m bench.rules.cpu --only gdn,kda,decode        measures some rules and makes some tables
+    python -m bench.rules.cpu --plot bench/out/cpu.png     also plots time and memory against length
 
-Contestants take turns, round by round, and must agree before they are timed: a wrong result ends the run, exit code 1.
+Contestants take turns in every round, and must agree before they are timed: a wrong result ends the run, exit code 1.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from lineate.dispatch import RECURRENT_UP_TO
 T, HEADS, HEAD_DIM = 2048, 16, 128  # the base shape, b = 1
 BASE = f"b 1, t {T}, {HEADS} heads, {HEAD_DIM} dims, float32"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-PEERS_UP_TO = 16384  # SDPA is quadratic in time, transformers' fallback holds many copies of its inputs
+PEERS_UP_TO = 16384  # SDPA is quadratic in time, and transformers' fallback holds many copies of its inputs
 SHORT = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 TRAIN = "forward+backward"
 RESETS = "float32, every 16th log_decay -50"
@@ -35,7 +35,7 @@ IMPORT = "import time, torch; s = time.perf_counter(); import lineate; print(tim
 
 
 def contestants(rule: str, what: str) -> list[str]:
-    """Return who can compute this rule."""
+    """Return the contestants that can compute this rule."""
     if rule == "softmax":
         return ["lineate", "SDPA"]
     names = ["lineate", "lineate torch"]
@@ -57,7 +57,7 @@ def contestant(who: str, what: str, x: c.RuleInputs) -> timing.Call | None:
 
 
 def prefill(bench: Bench) -> None:
-    for rule in bench.rules:  # gradients against the loop's, where its memory allows
+    for rule in bench.rules:  # compare gradients with the loop's, where its memory allows
         x = c.make_inputs(rule, 160, dim=64)
         other = "SDPA" if rule == "softmax" else "token loop"
         got, want = (contestant(who, TRAIN, x) for who in ("lineate", other))
@@ -106,7 +106,7 @@ def memory(bench: Bench) -> None:
 
 
 def measure(case: str) -> None:
-    """Run as the child of `memory`: warm up on a few tokens, try the meter, then print what one call needs."""
+    """Run as the child of `memory`: warm up on a few tokens, test the meter, then print the bytes of one call."""
     rule, who, what = case.split("/")
     few, many = (contestant(who, what, c.make_inputs(rule, t)) for t in (128, T))
     assert few is not None and many is not None
@@ -170,7 +170,7 @@ def short(bench: Bench) -> None:
 
 
 def dtype(bench: Bench) -> None:
-    """Time dtypes without SDPA, whose bfloat16 takes minutes a call on a CPU without bfloat16 instructions."""
+    """Time the dtypes, without SDPA, whose bfloat16 takes minutes per call on a CPU without bfloat16 instructions."""
     calls: Calls = {}
     oracles = {}
     for rule in ("gdn", "kda"):
@@ -208,11 +208,11 @@ def shapes(bench: Bench) -> None:
 
 def import_time(bench: Bench) -> None:
     seconds = [timing.in_fresh_process(["-c", IMPORT], os.environ) for _ in range(4 if bench.quick else 8)]
-    bench.import_seconds = [s for s in seconds[1:] if s is not None]  # the first may have compiled it
+    bench.import_seconds = [s for s in seconds[1:] if s is not None]  # the first import may have compiled the files
 
 
 def targets(bench: Bench) -> list[dict[str, Any]]:
-    """Return what the library promises on two threads at the base shape, by minimum times."""
+    """Return the promises of the library on two threads at the base shape, judged by minimum times."""
 
     def ratio(table: str, over: tuple[Any, ...], under: tuple[Any, ...]) -> float | None:
         numerator, denominator = bench.minimum(table, *over), bench.minimum(table, *under)
@@ -223,7 +223,7 @@ def targets(bench: Bench) -> list[dict[str, Any]]:
 
     def over_sdpa(table: str, t: int) -> float | None:
         ours = ("gdn", "lineate", "forward", t)
-        # Both names run torch's kernel, on two layouts: the faster one is the one to beat.
+        # Both names run torch's kernel, in two layouts; ours is compared with the faster one.
         found = [ratio(table, ("softmax", who, "forward", t), ours) for who in ("SDPA", "lineate")]
         return min((x for x in found if x is not None), default=None)
 
@@ -232,7 +232,7 @@ def targets(bench: Bench) -> list[dict[str, Any]]:
 
     extra = bench.memory.get(Measured("kda", "lineate", "forward", T))
     imported = statistics.median(bench.import_seconds) if bench.import_seconds else None
-    bf16, f32 = ("bfloat16", T), ("float32", T)  # "no slower", with 2% for the noise between two equal times
+    bf16, f32 = ("bfloat16", T), ("float32", T)  # "no slower" allows 2% for the noise between two equal times
     lines: list[tuple[str, str, float, float | None]] = [
         ("GDN prefill, times faster than transformers", ">=", 3, gain("prefill", "gdn", "forward", T)),
         ("GDN prefill, times faster than SDPA", ">=", 1.5, over_sdpa("prefill", T)),
@@ -302,7 +302,7 @@ def main() -> None:
     for name in [name for name in TABLES if name in args.only] or TABLES:
         TABLES[name](bench)
         promises = targets(bench)
-        args.json.write_text(json.dumps(bench.report(shape, promises), indent=1) + "\n")  # what there is so far
+        args.json.write_text(json.dumps(bench.report(shape, promises), indent=1) + "\n")  # save the results so far
     timing.show(
         f"Targets (meant for 2 threads, run on {args.threads}), {BASE}, minima",
         ["", "wanted", "measured", "verdict"],

@@ -1,17 +1,17 @@
-"""lineate on an NVIDIA GPU against fla, FlashQLA, FlashKDA and flash SDPA: time, memory, first call, the floor.
+"""lineate on an NVIDIA GPU compared with fla, FlashQLA, FlashKDA and flash SDPA: time, memory, first call, the floor.
 
-    python -m bench.rules.gpu                                       every case, lineate and SDPA
-    python -m bench.rules.gpu --peers DIR                           and the peers in DIR, or installed ones
+    python -m bench.rules.gpu                                       runs every case with lineate and SDPA
+    python -m bench.rules.gpu --peers DIR                           also runs the peers in DIR, or installed ones
     python -m bench.rules.gpu --only gdn,decode --contestants ours,fla --quick
-    python -m bench.rules.gpu --keep --only kda                     measure these again, keep the rest of the JSON file
-    python -m bench.rules.gpu --show                                tables and plot of what the JSON file holds
+    python -m bench.rules.gpu --keep --only kda                     measures these again, keeps the rest of the file
+    python -m bench.rules.gpu --show                                shows tables and plot of the JSON file
 
-Every contestant runs in processes of its own, a batch of cases each, with empty compiler caches (--warm: all cases in
-one process, with the compilers' own caches); a case that fails or takes too long is reported and loses no other. Times
-are medians: `graph` inside a replayed CUDA graph, `events` between CUDA events around calls from Python, back to back,
-so the larger of the host's and the device's time. Input sets are rotated so that none is found in the L2 cache. Extra
-memory is the allocator's peak during a call less what was there before, results included. The first call is that of a
-fresh process after importing, compiling and tuning included.
+Every contestant runs in processes of its own, one for each batch of cases, with empty compiler caches (--warm: all
+cases in one process, with the compilers' own caches). A case that fails or takes too long is reported, and the others
+go on. Times are medians: `graph` inside a replayed CUDA graph, `events` between CUDA events around calls from Python,
+back to back, which gives the larger of the host's and the device's time. Input sets are rotated so that none is found
+in the L2 cache. Extra memory is the allocator's peak during a call minus what was allocated before, results included.
+The first call is that of a fresh process after importing; it includes compiling and tuning.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from bench.rules.gpu_cases import CASES, CONTESTANTS, GROUPS, LENGTHS, Case, tar
 from bench.rules.gpu_tables import show, times
 
 ROOT = Path(__file__).resolve().parents[2]
-RESTARTS = 4  # processes that one batch may take
+RESTARTS = 4  # processes that one batch may use
 CHILD = "bench.rules.gpu_peers"
 
 
 class Run:
-    """Holds the results so far; every change is written at once."""
+    """Holds the results so far, and writes every change to the file at once."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -63,7 +63,7 @@ class Run:
         self.save()
 
     def batch(self, who: str, cases: list[int]) -> None:
-        """Measure cases in one process after the other, until all are measured or given up."""
+        """Measure cases in one process after another, until all are measured or given up."""
         with tempfile.TemporaryDirectory(prefix="lineate-bench-") as folder:
             for attempt in range(RESTARTS):
                 if time.monotonic() > self.deadline:
@@ -73,11 +73,11 @@ class Run:
                     break
         measured = {(r["group"], r["case"], r["who"]) for r in self.data["results"]}
         for case in (CASES[index] for index in cases):
-            if (case.group, case.name, who) not in measured:  # an older result may stay
+            if (case.group, case.name, who) not in measured:  # a result from an earlier run may stay
                 self.fail(who, case, "not measured: out of time")
 
     def process(self, who: str, cases: list[int], folder: Path, fresh: bool) -> list[int]:
-        """Run one process; return the cases that it did not get to."""
+        """Run one process; return the cases that it did not reach."""
         lines, errors = folder / "lines", folder / "stderr"
         lines.write_text("")
         job = {"who": who, "cases": cases, "seconds": 0.08 if self.args.quick else 0.25, "graph": True, "fresh": fresh,
@@ -115,7 +115,7 @@ class Run:
         if why or child.returncode != 0:
             tail = errors.read_text(errors="replace").strip().splitlines()[-1:] or [""]
             why = why or f"exit code {child.returncode}: {tail[0][:200]}"
-            if current is None and left:  # it did not even begin: the package does not import, say
+            if current is None and left:  # it did not even begin: for example, its package cannot be imported
                 gone = left if not seen else left[:1]
             else:
                 gone = [] if current is None else [current]
@@ -127,7 +127,7 @@ class Run:
         return left
 
     def take(self, who: str, line: dict[str, Any], left: list[int]) -> int | None:
-        """Note one line of a child; return the case that it is at now."""
+        """Record one line of a child; return the case that it is working on."""
         if "start" in line:
             return line["start"]
         if "ceilings" in line:

@@ -1,4 +1,4 @@
-"""The cases of the GPU benchmark, who computes them, the floors and the targets. It needs neither GPU nor torch."""
+"""The cases of the GPU benchmark, their contestants, floors and targets. This module needs neither GPU nor torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ class Case:
     """One computation: bfloat16 q, k, v; float32 log_decay, beta and state."""
 
     group: str
-    """What --only selects."""
+    """The name by which --only selects it."""
     rule: str
     what: str
     """FORWARD, TRAIN or STEP."""
@@ -23,9 +23,9 @@ class Case:
     h: int
     hv: int
     raw: bool = False
-    """Whether gates are bfloat16 before their activations: norm, softplus and sigmoid are then part of the work."""
+    """Whether gates are bfloat16 before their activations; norm, softplus and sigmoid are then part of the work."""
     target: float | None = None
-    """Milliseconds that ours should need at most."""
+    """Milliseconds that our version should take at most."""
 
     @property
     def name(self) -> str:
@@ -33,7 +33,7 @@ class Case:
 
     @property
     def batch(self) -> tuple[str, str]:
-        """Return the name of the batch; cases of one batch share a process."""
+        """Return the name of the batch; the cases of one batch share a process."""
         return self.group, self.what
 
     def record(self) -> dict[str, Any]:
@@ -62,14 +62,14 @@ CASES = (
     *(Case("length", "gdn", FORWARD, 1, t, 16, 32) for t in LENGTHS),
 )
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES))
-NEEDED_FASTER = 1.5  # times faster than fla: DeltaNet and linear attention
-NEEDED_MEMORY = 0.5  # of fla's extra memory: GDN forward+backward at the last of its shapes
-NEEDED_DECODE = 1.12  # of the floor: a decoding step of batch 256
+NEEDED_FASTER = 1.5  # times faster than fla, for DeltaNet and linear attention
+NEEDED_MEMORY = 0.5  # as a share of fla's extra memory, for GDN forward+backward at the last of its shapes
+NEEDED_DECODE = 1.12  # as a multiple of the floor, for a decoding step of batch 256
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who computes, which package it needs, what it can do, and the switches of its process."""
+    """A contestant: its name, the package that it needs, the cases that it can do, and the switches of its process."""
 
     label: str
     package: str
@@ -77,13 +77,13 @@ class Contestant:
     environment: Mapping[str, str]
 
 
-# fla hands calls to other packages when it finds them. Off here, as these are contestants of their own; TileLang stays
-# on where fla wants it, because fla refuses the gated backward of Triton 3.4 to 3.7 on Hopper.
+# fla hands calls to other packages if it finds them. This is off here, as they are contestants themselves; TileLang
+# stays on where fla wants it, because fla refuses the gated backward of Triton 3.4 to 3.7 on Hopper.
 FLA_ALONE = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0"}
 CONTESTANTS = {
     "ours": Contestant("lineate", "lineate", lambda case: True, {}),
     "fla": Contestant("fla", "fla", lambda case: True, FLA_ALONE),
-    # The same kernels with the bounded gate lower_bound * sigmoid(exp(A_log) (gate + dt_bias)), which allows it more.
+    # The same kernels, which may do more with the bounded gate lower_bound * sigmoid(exp(A_log) (gate + dt_bias)).
     "fla-bounded": Contestant("fla, bounded gate", "fla", lambda case: case.raw, FLA_ALONE),
     "flashqla": Contestant("FlashQLA", "flash_qla", lambda case: case.rule == "gdn" and case.what != STEP, {}),
     "flashkda": Contestant("FlashKDA, bounded gate", "flash_kda", lambda case: case.raw, {}),
@@ -96,21 +96,24 @@ def least_bytes(case: Case) -> float:
 
     Every input is read once and every output written once; the backward reads all inputs again.
     """
-    from bench.rules.contestants import EQUATION  # imports lineate, whose import is timed
+    from bench.rules.contestants import EQUATION  # (this imports lineate, whose import is timed)
 
     per_token = case.h / case.hv
     rule, decay = EQUATION[case.rule]
     gates = (2 if case.raw else 4) * (rule.corrects + {"none": 0, "head": 1, "channel": HEAD_DIM}[decay])
-    qk, value = 2 * 2 * HEAD_DIM * per_token, 2 * HEAD_DIM  # q and k; one of v, o, dv, do
+    qk, value = 2 * 2 * HEAD_DIM * per_token, 2 * HEAD_DIM  # q and k; one of v, o, dv and do
     token = qk + 2 * value + gates
     if case.what == TRAIN:
-        token += (qk + 2 * value + gates) + (qk + value + gates)  # reads with do; writes dq, dk, dv and the gates'
+        token += (qk + 2 * value + gates) + (qk + value + gates)  # reads with do; writes all gradients
     state = 4 * HEAD_DIM * HEAD_DIM * case.b * case.hv
     return token * case.b * case.t * case.hv + (2 * state if case.what == STEP else state)
 
 
 def operations(case: Case) -> float:
-    """Return the floating-point operations of the chunk map with chunks of 64 (a step's are those of the equation)."""
+    """Return the floating-point operations of the chunk map with chunks of 64.
+
+    For a decoding step, they are those of the token equation.
+    """
     if case.what == STEP:
         per_token = 7 * HEAD_DIM * HEAD_DIM
     elif case.rule == "linear":
@@ -125,9 +128,9 @@ def operations(case: Case) -> float:
 
 
 def floor_ms(case: Case, ceilings: Mapping[str, float] | None) -> float | None:
-    """Return a time that no version beats by much.
+    """Return a time that no version can beat by much.
 
-    It is the larger of the bytes' and the operations' time at the measured ceilings.
+    It is the time of the bytes or of the operations at the measured ceilings, whichever is larger.
     """
     if not ceilings:
         return None
@@ -137,14 +140,14 @@ def floor_ms(case: Case, ceilings: Mapping[str, float] | None) -> float | None:
 
 
 def device_ms(result: Mapping[str, Any] | None) -> float | None:
-    """Return the device's time: of a graph's replays where it could be captured, else between events."""
+    """Return the device's time: that of a graph's replays if it could be captured, else that between events."""
     if result is None:
         return None
     return result["event_ms"] if result.get("graph_ms") is None else result["graph_ms"]
 
 
 def targets(results: list[dict[str, Any]], ceilings: Mapping[str, float] | None) -> list[dict[str, Any]]:
-    """Return what the library promises on an H200."""
+    """Return the promises of the library on an H200."""
     found = {(r["group"], r["case"], r["who"]): r for r in results if r.get("event_ms") is not None}
     lines: list[tuple[str, str, float, float | None]] = []
     for case in CASES:

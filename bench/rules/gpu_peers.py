@@ -1,6 +1,6 @@
-"""One contestant of the GPU benchmark on some cases, in a process of its own: bench/rules/gpu.py starts it.
+"""One contestant of the GPU benchmark on some cases, in a process of its own that bench/rules/gpu.py starts.
 
-Every line it adds to the file given is one JSON object: {"start": case} before a case, its result after it.
+Every line that it appends to the given file is one JSON object: {"start": case} before a case, its result after it.
 """
 
 import gc
@@ -26,13 +26,13 @@ from bench.rules.gpu_cases import CASES, CONTESTANTS, HEAD_DIM, STEP, TRAIN, Cas
 from bench.timing import Call
 
 DEVICE = "cuda"
-LOWER_BOUND = -5.0  # of the bounded gate
-RESULT = tuple[Tensor, Tensor | None]  # output, final state
+LOWER_BOUND = -5.0  # the lower bound of the bounded gate
+RESULT = tuple[Tensor, Tensor | None]  # output and final state
 
 
 @dataclass(frozen=True)
 class PeerInputs:
-    """q, k `b t h k`; v `b t hv v`; gates `b t hv [k]`, given or raw; the parameters of the raw ones; a state."""
+    """q, k `b t h k`; v `b t hv v`; gates `b t hv [k]`, final or raw; the parameters of raw gates; a state."""
 
     q: Tensor
     k: Tensor
@@ -59,7 +59,7 @@ class PeerInputs:
 
 
 def make_inputs(case: Case, seed: int) -> PeerInputs:
-    """Return random inputs: unit q and k, beta in (0, 1), log_decay of about -0.14 in the median.
+    """Return random inputs: unit q and k, beta in (0, 1), log_decay with a median of about -0.14.
 
     log_decay is -exp(x - 2) with x normal.
     """
@@ -91,7 +91,7 @@ def ours(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
         from lineate.decoding import decode
 
         assert x.state is not None
-        state = x.state  # in place
+        state = x.state  # updated in place
         return lambda: (decode(x.q, x.k, x.v, x.log_decay, x.beta, state=state, backend="triton"), state)
     if case.raw:
         return lambda: lineate.fused_delta_rule(x.q, x.k, x.v, x.gate, x.write, x.A_log, x.dt_bias, normalize_qk=True)
@@ -182,7 +182,7 @@ def train(
 def error(case: Case, who: str, x: PeerInputs, got: Any, weight: Tensor | None) -> float:
     """Return the largest relative error (2-norm) of the result's tensors for the last sequence and key head.
 
-    The reference is lineate's torch form in float32, given the same inputs and the decay that the contestant means.
+    The reference is lineate's torch form in float32, with the same inputs and the decay that the contestant computes.
     """
     from bench.rules.contestants import OPS
 
@@ -219,7 +219,7 @@ def error(case: Case, who: str, x: PeerInputs, got: Any, weight: Tensor | None) 
 
 
 def calls_of(case: Case, who: str) -> tuple[list[Call], Callable[[], float]]:
-    """Return the call on as many input sets as twice the L2 cache holds, and the error of the first."""
+    """Return the call on as many input sets as fill twice the L2 cache, and a function for the first one's error."""
     cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 2**26
     sets = [make_inputs(case, 0)]
     wanted = min(gpu_timing.AT_MOST, math.ceil(2 * cache / sets[0].nbytes))
@@ -236,7 +236,7 @@ def calls_of(case: Case, who: str) -> tuple[list[Call], Callable[[], float]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what is imported by now."""
+    """Return the versions of the packages that are imported so far."""
     found = {}
     for module, package in (
         ("torch", "torch"), ("triton", "triton"), ("lineate", "lineate"), ("fla", "fla-core"), ("tilelang", "tilelang"),
@@ -252,7 +252,7 @@ def versions() -> dict[str, str]:
 
 
 class BackendLog(logging.Handler):
-    """Notes which backends fla says it handed its calls to."""
+    """Records which backends fla says it handed its calls to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def main(job: dict[str, Any]) -> None:
             if CONTESTANTS[who].package == "fla":
                 result["path"] = sorted(set(log.taken)) or ["Triton alone"]
             say({"done": index, "result": result, "versions": versions()})
-        except Exception as problem:  # one case lost, not the others
+        except Exception as problem:  # this case is lost, but the others go on
             traceback.print_exc()
             say({"failed": index, "why": summary(problem), "versions": versions()})
             fit = fit and "CUDA" not in str(problem)
@@ -307,14 +307,14 @@ def main(job: dict[str, Any]) -> None:
 
 
 def run(case: Case, who: str, job: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Measure one case; return it, and whether this process can go on after it."""
+    """Measure one case; return its result, and whether this process can go on after it."""
     calls, check = calls_of(case, who)
     result = gpu_timing.measure(calls, seconds=job["seconds"], graph=job["graph"])
     try:
         torch.cuda.synchronize()
-        if who != "sdpa" and case.group != "length":  # the lengths repeat a shape that is checked
+        if who != "sdpa" and case.group != "length":  # the lengths repeat a shape that is already checked
             result["error"] = check()
-    except Exception as problem:  # the times stand
+    except Exception as problem:  # the times remain valid
         traceback.print_exc()
         result["check_error"] = summary(problem)
         return result, "CUDA" not in str(problem)

@@ -1,12 +1,12 @@
-"""The GPU benchmark's JSON as tables."""
+"""Functions that show the GPU benchmark's JSON as tables."""
 
 from typing import Any
 
 from bench import timing
 from bench.rules.gpu_cases import CASES, CONTESTANTS, HEAD_DIM, device_ms, floor_ms
 
-HOST_BOUND = 1.25  # events over graph
-WRONG = 3e-2  # relative error above which a bfloat16 result is not the same function
+HOST_BOUND = 1.25  # time between events divided by time in a graph
+WRONG = 3e-2  # the relative error above which a bfloat16 result is not of the same function
 
 
 def times(result: dict[str, Any]) -> str:
@@ -36,7 +36,7 @@ def notes(result: dict[str, Any]) -> str:
 
 
 def show(data: dict[str, Any], groups: list[str]) -> None:
-    """Print the tables, the header first."""
+    """Print the header and then the tables."""
     for line in header(data):
         print(line)
     found = {(r["group"], r["case"], r["who"]): r for r in data["results"]}

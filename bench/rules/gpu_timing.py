@@ -1,4 +1,4 @@
-"""Times and memory on a CUDA device: events between calls, graph replays, the allocator's peak, the two ceilings."""
+"""Time and memory on a CUDA device: events between calls, graph replays, the allocator's peak, the two ceilings."""
 
 import gc
 import math
@@ -13,11 +13,11 @@ import torch
 from bench.timing import Call
 
 WARM_UP = 3
-AT_MOST = 64  # calls in one graph
+AT_MOST = 64  # the most calls in one graph
 
 
 def first_call(call: Call) -> float:
-    """Return the seconds until the first result is there, compiling and tuning included."""
+    """Return the seconds until the first result is complete, including compiling and tuning."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -26,7 +26,7 @@ def first_call(call: Call) -> float:
 
 
 def extra_bytes(call: Call) -> int:
-    """Return what one call adds to the allocator's peak, its results included."""
+    """Return how many bytes one call adds to the allocator's peak, including its results."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -38,7 +38,7 @@ def extra_bytes(call: Call) -> int:
 
 
 def between_events(calls: Sequence[Call], seconds: float) -> list[float]:
-    """Return the milliseconds a call, one after the other without waiting: the slower of host and device."""
+    """Return the milliseconds per call, back to back without waiting: the slower of host and device."""
     for i in range(WARM_UP):
         calls[i % len(calls)]()
     torch.cuda.synchronize()
@@ -58,7 +58,7 @@ def between_events(calls: Sequence[Call], seconds: float) -> list[float]:
 
 
 def graph_replays(calls: Sequence[Call], expected_ms: float, seconds: float) -> list[float]:
-    """Return the milliseconds a call inside a graph of several, whose replays cost the host next to nothing."""
+    """Return the milliseconds per call inside a graph of several calls, whose replays cost the host next to nothing."""
     rounds = max(1, math.ceil(min(AT_MOST, 2 / expected_ms) / len(calls)))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -78,7 +78,10 @@ def graph_replays(calls: Sequence[Call], expected_ms: float, seconds: float) -> 
 
 
 def ceilings() -> dict[str, float]:
-    """Return bytes read and written a second by a large copy, and operations a second of a large bfloat16 product."""
+    """Return the two ceilings: bytes per second of a copy, and operations per second of a bfloat16 product.
+
+    Both are measured on large tensors; a copy's bytes are those read and written.
+    """
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
     copy = statistics.median(between_events([lambda: target.copy_(source)], 0.1))
@@ -92,7 +95,7 @@ def ceilings() -> dict[str, float]:
 
 
 def measure(calls: Sequence[Call], *, seconds: float, graph: bool) -> dict[str, Any]:
-    """Return all of the above; a graph that cannot be captured is noted, not raised."""
+    """Return all of these measurements; a graph that cannot be captured is recorded, not raised."""
     result: dict[str, Any] = {"first_call_s": first_call(calls[0])}
     for call in calls[1:3]:
         call()
@@ -104,7 +107,7 @@ def measure(calls: Sequence[Call], *, seconds: float, graph: bool) -> dict[str, 
         try:
             replays = graph_replays(calls, result["event_ms"], seconds)
             result |= {"graph_ms": statistics.median(replays), "graph_samples": _few(replays)}
-        except Exception as error:  # whatever a peer raises while captured: its event time stands
+        except Exception as error:  # whatever a peer raises while captured, its event time remains valid
             result["graph_error"] = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
     return result
 

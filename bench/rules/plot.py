@@ -1,4 +1,4 @@
-"""Draw a benchmark's JSON, of bench.rules.cpu or bench.rules.gpu: time and memory against length.
+"""Draw the JSON of bench.rules.cpu or bench.rules.gpu: time and memory against length.
 
 python -m bench.rules.plot bench/out/cpu.json bench/out/cpu.png
 """
@@ -23,7 +23,7 @@ GPU_LINES = {
     "flashqla": ("gdn", "FlashQLA", "#35978f", "v"),
     "ours": ("gdn", "lineate", "#1f4e9c", "o"),
 }
-"""By contestant: the short name of the mixer that it runs, and the same."""
+"""By contestant: the short name of the mixer that it runs, whose code it is, and a colour and marker."""
 
 
 def draw(source: Path, target: Path) -> None:
@@ -54,7 +54,7 @@ def draw(source: Path, target: Path) -> None:
 
 
 def gpu_panels(data: dict[str, Any], left: Any, right: Any) -> tuple[list[int], str]:
-    """Draw forward time in a graph (or between events), and what a call adds to the allocator's peak."""
+    """Draw forward time in a graph (or between events), and the bytes that a call adds to the allocator's peak."""
     from bench.rules.gpu_cases import CASES, floor_ms
 
     measured = [r for r in data["results"] if r["group"] == "length" and r["event_ms"] is not None]

@@ -1,4 +1,4 @@
-"""Time contestants that agree, keep what was measured, show it as tables, write it as JSON."""
+"""Functions that time contestants that agree, keep the measurements, show them as tables and write them as JSON."""
 
 import importlib.metadata
 import platform
@@ -17,7 +17,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}  # relative to the largest entry
 
 
 class Measured(NamedTuple):
-    """What was measured: the rule, whose code, what it did, on how many tokens."""
+    """The key of a measurement: the rule, whose code, what it did, on how many tokens."""
 
     rule: str
     who: str
@@ -33,13 +33,13 @@ Label = Callable[[Measured], str]
 
 
 class Bench:
-    """The settings of a run, and all that it measured."""
+    """The settings of a run, and all its measurements."""
 
     def __init__(self, *, rules: list[str], threads: int, rounds: int, budget: float, quick: bool) -> None:
         self.rules, self.threads, self.quick = rules, threads, quick
         self.rounds, self.budget = rounds, budget
         self.others = timing.OtherProcesses()
-        self.plans: list[str] = []  # what lineate says it runs
+        self.plans: list[str] = []  # which code lineate says it runs
         self.times: dict[str, dict[Measured, timing.Samples]] = {}
         self.differences: dict[str, dict[Measured, tuple[float, float]]] = {}
         self.memory: dict[Measured, dict[str, Any]] = {}
@@ -71,7 +71,7 @@ class Bench:
         self.times[table] = timing.interleave(present, rounds=self.rounds, budget=self.budget, inspect=inspect)
 
     def compare(self, table: str, key: Measured, got: Any, want: Any) -> None:
-        """Note how far two results are apart; a wrong one ends the run."""
+        """Record the difference of two results; a wrong one ends the run."""
         absolute, relative = difference(got, want)
         self.differences.setdefault(table, {})[key] = (absolute, relative)
         if not relative <= TOLERANCE["bfloat16" if "bfloat16" in key.what else "float32"]:
@@ -79,7 +79,7 @@ class Bench:
             raise SystemExit(1)
 
     def minimum(self, table: str, *key: Any) -> float | None:
-        """Return seconds, or None if it was not measured."""
+        """Return the minimum seconds, or None if this was not measured."""
         samples = self.times.get(table, {}).get(Measured(*key))
         return None if samples is None else samples.minimum
 
@@ -102,7 +102,7 @@ class Bench:
             print(f"{found[worst][1]:.1e} of the largest entry ({worst})")
 
     def report(self, shape: dict[str, Any], targets: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return everything measured, ready for JSON."""
+        """Return all measurements, ready for JSON."""
         versions = {"python": platform.python_version(), "torch": torch.__version__, "lineate": lineate.__version__}
         if transformers_functions():
             versions["transformers"] = importlib.metadata.version("transformers")

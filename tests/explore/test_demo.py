@@ -75,7 +75,7 @@ def test_only_the_delta_rule_replaces_a_value(overwritten: recall.Overwrite) -> 
     assert overwritten.ghost[LINEAR] > 0.8 and overwritten.ghost[DELTA] < 0.15
     best_of_fading = min(map(max, overwritten.kept_by_decay, overwritten.overwritten_by_decay))
     assert max(overwritten.kept[DELTA], overwritten.overwritten[DELTA]) < best_of_fading
-    # With the same key twice, softmax attention answers the mean of two values: an error of sqrt(1/2).
+    # With the same key twice, softmax attention returns the mean of two values, an error of sqrt(1/2).
     assert overwritten.overwritten[SOFTMAX] == pytest.approx(0.5**0.5, abs=0.05)
     assert max(overwritten.kept[SOFTMAX], overwritten.old[SOFTMAX]) < 0.05
 
@@ -105,10 +105,10 @@ def test_forgetting_clears_a_full_memory() -> None:
 
 def test_only_a_gate_per_channel_clears_a_part() -> None:
     result = recall.scratch_pad(SMALL)
-    assert result.facts[GATED_DELTA] == pytest.approx(1.0, abs=0.02)  # all lost
+    assert result.facts[GATED_DELTA] == pytest.approx(1.0, abs=0.02)  # everything is lost
     assert result.facts[KIMI] == pytest.approx(result.facts[DELTA], abs=1e-4)  # as if nothing had been cleared
     assert result.facts[KIMI] < 0.6
-    assert result.unseen[KIMI] == pytest.approx(result.unseen[GATED_DELTA], abs=1e-4)  # and yet as clean
+    assert result.unseen[KIMI] == pytest.approx(result.unseen[GATED_DELTA], abs=1e-4)  # and still as clean
     assert result.unseen[KIMI] < 0.7 * result.unseen[DELTA]
     best_of_one_gate = min(map(max, result.facts_by_gate[GATED_DELTA], result.unseen_by_gate[GATED_DELTA]))
     assert max(result.facts[KIMI], result.unseen[KIMI]) < best_of_one_gate
@@ -193,7 +193,7 @@ def test_a_file_as_out_is_explained(tmp_path: Path, inside: bool) -> None:
 
 @pytest.mark.parametrize("module", ["typer", "matplotlib"])
 def test_a_missing_extra_is_one_line(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, module, None)  # the import then fails as if it were not installed
+    monkeypatch.setitem(sys.modules, module, None)  # makes the import fail as if it were not installed
     monkeypatch.setattr(sys, "argv", ["lineate", "demo", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as stopped:
         cli.main()

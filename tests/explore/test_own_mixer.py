@@ -1,4 +1,4 @@
-"""A mixer that a user registers is pictured as the library's own are."""
+"""A mixer that a user registers is pictured like the library's own."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ class OwnConfig:
 
 
 class OwnMixer(GatedDeltaNet):
-    """A mixer of the user's whose memory forgets twice as fast as its gates say."""
+    """A user's mixer whose memory forgets twice as fast as its gates say."""
 
     def trace_own(self, x: Tensor) -> Inputs:
         found = self.trace(x)
@@ -42,7 +42,7 @@ def make_own(model: ModelSizes, config: OwnConfig) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def own(monkeypatch: pytest.MonkeyPatch) -> HybridLM:
-    """A model with the mixer in every second layer, which the pictures open."""
+    """Return a model with the mixer in every second layer, which the pictures open."""
     monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
     register(
         MixerKind(
@@ -90,5 +90,5 @@ def test_it_is_drawn(name: str) -> None:
     texts = [text.get_text() for part in (figure, *figure.subfigs) for text in (part._suptitle,) if text is not None]
     legends = [text.get_text() for axes in figure.axes if axes.get_legend() for text in axes.get_legend().get_texts()]
     plt.close(figure)
-    if name != "attention":  # whose panels are the public ops
+    if name != "attention":  # its panels are the public ops
         assert any(label_of("own_rule") in text for text in texts + legends)

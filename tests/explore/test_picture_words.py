@@ -1,4 +1,4 @@
-"""Tokens on the axes of pictures: their texts, every character to be seen, none read as a formula."""
+"""Tokens on the axes of pictures show their texts, with every character visible and none read as a formula."""
 
 import json
 from io import BytesIO
@@ -17,11 +17,11 @@ from lineate.explore.words import LONGEST_LABEL, cut, visible
 from lineate.models import HybridLM, preset
 
 HOSTILE = "a_b $x_1^{2$ \\frac{ <b>&amp;\t\x1b[31m\n\u4e2d"
-"""Formulas that do not end, markup, an escape sequence, blanks, a character that few fonts have."""
+"""Unfinished formulas, markup, an escape sequence, blanks, and a character that few fonts have."""
 
 
 def folder_with(tokenizer, folder, vocab_size):
-    """A model whose tokenizer is "bytes", "bpe" (ours), "published" (tokenizer.json alone) or none."""
+    """Write a model whose tokenizer is "bytes", "bpe" (ours), "published" (only tokenizer.json) or none."""
     if tokenizer is not None:
         from lineate.training.tokenizer import make_tokenizer
 
@@ -34,7 +34,7 @@ def folder_with(tokenizer, folder, vocab_size):
 
 
 def ticks_of(figure):
-    """The labels of the x axis, and of the y axis, of every panel that has any."""
+    """Return the labels of the x axis, and of the y axis, of every panel that has any."""
     figure.draw_without_rendering()
     panels = [tuple([x.get_text() for x in axis.get_ticklabels()] for axis in (a.xaxis, a.yaxis)) for a in figure.axes]
     return [panel for panel in panels if panel[0]]
@@ -103,12 +103,12 @@ def test_the_state_labels_a_short_text_and_counts_a_long_one():
     assert all(label.isdigit() for x, _ in long for label in x)
 
 
-@pytest.mark.filterwarnings("error")  # a glyph that the font lacks is a warning
+@pytest.mark.filterwarnings("error")  # a glyph that the font lacks causes a warning
 @pytest.mark.parametrize("name", ["attention", "state"])
 def test_hostile_texts_are_drawn_as_they_are(name):
     figure, written = draw(name, model="tiny", text=HOSTILE, tokens=40), BytesIO()
     figure.savefig(written, format="svg")
-    ElementTree.fromstring(written.getvalue())  # no character that XML forbids, no markup of its own
+    ElementTree.fromstring(written.getvalue())  # there is no character that XML forbids, and no markup from the tokens
     labels = [x for x in figure.findobj(Text) if x.get_text() in ("$", "_", "\\x1b", "&", "\u21e5")]
     assert len(labels) >= 5 and not any(x.get_parse_math() for x in labels)
 

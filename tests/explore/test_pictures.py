@@ -1,4 +1,4 @@
-"""The pictures: they show what the ops and the model compute, can be read, and say what is wrong with bad input."""
+"""The pictures show what the ops and the model compute, are legible, and say what is wrong with bad input."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ OURS = ("state", "attention", "growth")
 
 @pytest.fixture(autouse=True)
 def quick_small_model(monkeypatch, tmp_path):
-    """The built-in model is not trained, and the user's cache is left alone."""
+    """Leave the built-in model untrained and the user's cache alone."""
     monkeypatch.setattr(small, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(small, "TRAINING_STEPS", 0)
 
@@ -45,7 +45,7 @@ def run():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A folder with a model and no tokenizer."""
+    """Return a folder with a model and no tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoint")
     HybridLM(preset("tiny", "KA", vocab_size=32)).save_pretrained(folder)
     return folder
@@ -67,7 +67,7 @@ def test_every_picture_is_found_and_uses_options_that_exist():
 
 @pytest.mark.parametrize("letter", "LRDGK")
 def test_the_trace_is_what_the_layer_computes(letter):
-    """The rule on the trace leaves the memory that the model's own state has, and `steps` walks to the same."""
+    """The rule applied to the trace gives the memory in the model's own state, and `steps` ends at the same."""
     options = PictureOptions(model="tiny", pattern=letter, seed=3)
     subject = open_subject(options)
     ids, _ = subject.read(options, 37)
@@ -208,7 +208,7 @@ def test_a_checkpoint_with_a_published_tokenizer(tmp_path):
     from lineate.training.tokenizer import make_tokenizer
 
     make_tokenizer("bpe:260", ["some words and some more words"]).save(tmp_path)
-    (tmp_path / "tokenizer_kind.json").unlink()  # ours; others have tokenizer.json alone
+    (tmp_path / "tokenizer_kind.json").unlink()  # it is ours; other tokenizers have only tokenizer.json
     HybridLM(preset("tiny", "G", vocab_size=260)).save_pretrained(tmp_path)
     options = PictureOptions(model=str(tmp_path), text="some words")
     ids, words = open_subject(options).read(options, 50)
@@ -235,7 +235,7 @@ def test_a_damaged_cache_costs_only_time(monkeypatch, tmp_path):
     small.small_model()
     (folder,) = (tmp_path / "cache").glob("small-*")
     (folder / "model.safetensors").write_bytes(b"half")
-    assert small.small_model().config == small.SMALL_CONFIG  # made again ...
+    assert small.small_model().config == small.SMALL_CONFIG  # it is made again ...
     monkeypatch.setattr(small, "train_small", lambda steps: pytest.fail("trained again"))
     small.small_model()  # ... and kept again
     assert not list((tmp_path / "cache").glob(".small-*"))
@@ -271,7 +271,7 @@ def test_training_lowers_the_loss_and_leaves_random_numbers_alone():
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """The folder of a picture, with or without a model, made when it is first asked for."""
+    """Return a function that gives the folder of a picture, with or without a model, made at its first use."""
     folders = {}
 
     def get(name, kind):
@@ -310,7 +310,7 @@ def test_the_same_numbers_give_the_same_bytes(drawn, tmp_path):
 
 
 def _unseen(figure):
-    """Hidden texts, and the labels of ticks beyond the ends of an axis, which are made and not drawn."""
+    """Return hidden texts, and the labels of ticks beyond the ends of an axis, which exist but are not drawn."""
     hidden = {x for x in figure.findobj(Text) if not x.get_visible()}
     for axes in figure.findobj(Axes):
         for axis in (axes.xaxis, axes.yaxis):
@@ -484,7 +484,7 @@ def test_all_pictures_take_a_text_and_a_layer():
     given = {"text": "some words", "layer": 2}
     chosen = {name: options_for(find(name), given, several=True) for name in MODULES}
     assert chosen["state"].layer == 2 and chosen["state"].text == "some words"
-    assert chosen["growth"] == PictureOptions()  # of the rules, which read no text
+    assert chosen["growth"] == PictureOptions()  # it shows the rules, and reads no text
     assert options_for(find("growth"), given | {"model": "tiny"}, several=True).text == "some words"
 
 

@@ -1,4 +1,4 @@
-"""Forgetting, recall and cost: numbers against hand-made cases and other code, and figures drawn of them alone."""
+"""Forgetting, recall and cost: numbers against hand-made cases and other code, and figures drawn from numbers alone."""
 
 import math
 import re
@@ -33,7 +33,7 @@ def recalled() -> dict[str, Any]:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> HybridLM:
-    """Untrained layers of all kinds that forget, whose decay is the same for every token."""
+    """Return a model with untrained layers of all kinds that forget, with the same decay for every token."""
     torch.manual_seed(0)
     made = HybridLM(preset("tiny", "GKRL")).eval()
     with torch.no_grad():
@@ -48,14 +48,14 @@ def model(monkeypatch: pytest.MonkeyPatch) -> HybridLM:
 
 
 def drawn(name: str, numbers: dict[str, Any], tmp_path: Path) -> Figure:
-    """Drawn from what the JSON file gives back."""
+    """Draw a figure from the numbers as the JSON file gives them back."""
     pictures.save_numbers(name, numbers, tmp_path / "numbers.json")
     with styled():
         return pictures.find(name).draw(pictures.load_numbers(name, tmp_path / "numbers.json"))
 
 
 def check_text(figure: Figure) -> None:
-    """Every axis that has numbers has a label; no text leaves the figure, and no two titles touch."""
+    """Check that axes with numbers have labels, that no text leaves the figure, and that no two titles touch."""
     figure.canvas.draw()
     width, height = figure.canvas.get_width_height()
     ticks = {id(x) for axes in figure.axes for x in (*axes.get_xticklabels(), *axes.get_yticklabels())}
@@ -88,7 +88,7 @@ def test_half_lives_are_the_tokens_until_half_is_left() -> None:
     assert forgetting.half_life(decay.log()).tolist() == pytest.approx(
         [1, 100, forgetting.LONGEST_HALF_LIFE, 0, 0.5], rel=1e-4
     )
-    after = torch.full((7,), -0.099).cumsum(0).exp()  # what is left after 1 .. 7 tokens
+    after = torch.full((7,), -0.099).cumsum(0).exp()  # what remains after 1 .. 7 tokens
     assert forgetting.half_life(torch.tensor(-0.099)).item() == pytest.approx(7, rel=1e-3)
     assert after[-1] == pytest.approx(0.5, abs=1e-3)
     assert [forgetting.number(x) for x in (0.123, 99.7, 12345, 2e9)] == ["0.12", "100", "12000", "1e9 or more"]
@@ -207,7 +207,7 @@ def test_correcting_holds_more_than_adding(recalled: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("memory", load.MEMORIES, ids=lambda memory: memory.kind.name)
 def test_reading_writes_nothing_and_later_pairs_matter(memory: load.MemoryUnderLoad) -> None:
-    """The same answers twice; a memory of other values answers otherwise."""
+    """The answers are the same twice; a memory of other values answers differently."""
     setting = RecallSetting(key_dim=16, trials=2)
     k, v = memories.pairs(setting, 16, setting.generator())
     _, other = memories.pairs(setting, 16, torch.Generator().manual_seed(9))

@@ -1,4 +1,4 @@
-"""The demo's page stands alone, is well formed, says what the terminal said, and has the numbers of demo.json."""
+"""The demo's page is self-contained, well formed, agrees with the terminal, and has the numbers of demo.json."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ VOID = {"meta", "img", "br"}
 
 
 class Page(HTMLParser):
-    """Tables as rows of text, images, links, headings, all text; fails where tags do not match."""
+    """Collects tables as rows of text, images, links, headings and all text; fails where tags do not match."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_the_page_says_what_the_terminal_said(run: tuple[Path, str], page: Page)
 
 
 def _rows(table: list[list[str]]) -> dict[str, list[str]]:
-    """The cells of every memory, without the star of the best."""
+    """Return the cells of every memory, without the star of the best."""
     names = {narrow_label_of(rule): rule for rule in DEMO_RULES}
     return {names[row[0]]: [cell.rstrip("* ") for cell in row[1:]] for row in table[1:]}
 

@@ -1,4 +1,4 @@
-"""HybridLM inside transformers: generate, Trainer, the Auto classes and the harness on our own model."""
+"""HybridLM inside transformers: generate, Trainer, the Auto classes and the evaluation harness on our own model."""
 
 import copy
 import json
@@ -156,7 +156,7 @@ def test_continues_from_past_key_values():
     assert cache.get_seq_length() == 6 and cache.batch_size == 2
     kept = copy.copy(cache)
     assert torch.equal(model.generate(both, past_key_values=cache, max_new_tokens=8, do_sample=False), whole)
-    assert cache.get_seq_length() == 17 and kept.get_seq_length() == 6  # moved on in place; the copy was not
+    assert cache.get_seq_length() == 17 and kept.get_seq_length() == 6  # it moved on in place; the copy did not
     out = model.generate(
         both, past_key_values=kept, max_new_tokens=8, do_sample=False, return_dict_in_generate=True
     )  # fmt: skip
@@ -169,11 +169,12 @@ def test_continues_from_past_key_values():
 
 
 def test_a_padded_batch_continues():
-    model, prompt, more = build("GGA").double(), ids(2, 6), ids(2, 3, seed=3)  # float32's roundings grow to 4e-5
+    # In float32, roundings would grow to 4e-5.
+    model, prompt, more = build("GGA").double(), ids(2, 6), ids(2, 3, seed=3)
     mask = torch.ones(2, 9, dtype=torch.long)
-    mask[0, :4], mask[1, 8] = 0, 0  # padding on the left of the first part, on the right of the second
+    mask[0, :4], mask[1, 8] = 0, 0  # padding on the left of the first part, and on the right of the second
     cache = model(prompt, attention_mask=mask[:, :6]).past_key_values
-    for given in (mask, mask[:, 6:]):  # past and new, or the new alone
+    for given in (mask, mask[:, 6:]):  # for past and new tokens, or for the new ones alone
         out = model(more, attention_mask=given, past_key_values=copy.copy(cache)).logits
         first = model(torch.cat((prompt[:1, 4:], more[:1]), 1)).logits[0, 2:]
         second = model(torch.cat((prompt[1:], more[1:, :2]), 1)).logits[0, 6:]
@@ -332,7 +333,7 @@ def test_gradient_checkpointing():
     calls = []
     model.layers[1].register_forward_pre_hook(lambda *_: calls.append(1))
     model(x, labels=x).loss.backward()
-    assert len(calls) == 2  # once forward, once again backward
+    assert len(calls) == 2  # once in the forward, once again in the backward
     for p, grad in zip(model.parameters(), plain, strict=True):
         torch.testing.assert_close(p.grad, grad)
     assert model(x).past_key_values is None
@@ -383,7 +384,7 @@ def test_trainer_learns_saves_and_resumes(tmp_path):
 
 
 def byte_tokenizer():
-    """Two special tokens and one for every byte."""
+    """Return a tokenizer with two special tokens and one for every byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     words = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

@@ -75,7 +75,7 @@ MODELS = {
 
 
 def build(family, attention="sdpa"):
-    """A tiny random model with every norm, gate and bias away from its first value."""
+    """Return a tiny random model with every norm, gate and bias away from its initial value."""
     config, model, options = MODELS[family]
     torch.manual_seed(0)
     made = getattr(transformers, config)(**{**SHARED, **options})
@@ -128,7 +128,7 @@ def test_logits_and_gradients(model, t):
     (want, wanted), (got, gradients) = found
     assert apart(got, want) < 1e-5
     assert gradients.keys() == wanted.keys()
-    if t == 1:  # softmax over one key: what remains of the gradients of q and k is rounding
+    if t == 1:  # softmax over one key: the gradients of q and k are only rounding
         wanted = {n: g for n, g in wanted.items() if "self_attn.q_" not in n and "self_attn.k_" not in n}
     worst = max(apart(gradients[n], g) / max(1e-3, g.abs().max().item()) for n, g in wanted.items())
     assert worst < 1e-4
@@ -151,7 +151,7 @@ def test_prefill_then_decode(model):
 
 
 def test_a_cache_passes_between_both(model):
-    """A cache filled without lineate continues with it, and back."""
+    """A cache filled without lineate continues with it, and the reverse."""
     ids = tokens(1, 30)
     with torch.no_grad():
         want = model(ids).logits
@@ -204,7 +204,7 @@ def test_packed_rows(family, attention):
 
 
 def test_transformers_still_leaks(model):
-    """Without lineate, packed sequences see each other in transformers; once this fails, our wrapper can go."""
+    """Without lineate, packed sequences affect each other in transformers; once this fails, our wrapper can go."""
     ids = tokens(1, sum(LENGTHS))
     with torch.no_grad():
         got = model(ids, position_ids=restarting(LENGTHS), use_cache=False).logits
@@ -237,7 +237,7 @@ def test_a_packed_row_continues_its_last_text(model):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batches(model, side):
-    """Rows of 30, 3, 17 and 29 tokens: prefill, two calls of several tokens, then one token; each as if alone."""
+    """Rows of 30, 3, 17 and 29 tokens: prefill, two calls of several tokens, then one token, equal each row alone."""
     lengths, steps = (30, 3, 17, 29), (4, 2, 1, 1)
     rows = [tokens(1, n + sum(steps), seed=n) for n in lengths]
     enable()
@@ -263,7 +263,10 @@ def test_padded_batches(model, side):
 
 
 def test_packed_and_padded(model):
-    """Rows of several sequences with padding at their end: sequences apart, padding without effect."""
+    """Rows have several sequences, and padding at their end, which has no effect.
+
+    Sequences do not affect each other.
+    """
     lengths = ((12, 8), (6, 5, 4))
     ids, mask, at = tokens(2, 20), torch.ones(2, 20, dtype=torch.long), torch.zeros(2, 20, dtype=torch.long)
     mask[1, 15:] = 0
@@ -293,7 +296,7 @@ def test_gradient_checkpointing(model):
 
 
 def test_gradients_through_a_cache(model):
-    """Backward through a prefill and a continuation, which overwrites the cached states."""
+    """The backward goes through a prefill and a continuation, which overwrites the cached states."""
     ids = tokens(1, 12)
     enable()
     first = model(ids[:, :8], use_cache=True)
@@ -309,7 +312,7 @@ def test_gradients_through_a_cache(model):
 
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
 def test_bfloat16(family):
-    """No further from float32 than twice what transformers is in bfloat16."""
+    """The distance from float32 is at most twice that of transformers in bfloat16."""
     model, ids = build(family), tokens(2, 80)
     with torch.no_grad():
         want = model(ids).logits
@@ -415,7 +418,7 @@ def test_compiles(family):
 
 
 def test_packed_texts_on_a_cache_that_has_seen_tokens_are_refused(model):
-    """Whichever way their borders are given; without borders the same call goes through."""
+    """This holds whichever way their borders are given; without borders the same call succeeds."""
     enable()
     with torch.no_grad():
         cache = model(tokens(1, 2), use_cache=True).past_key_values

@@ -1,4 +1,4 @@
-"""Memory in which mistakes of kernels show."""
+"""Fixtures that make mistakes of kernels visible in memory."""
 
 import importlib
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Every uninitialised tensor arrives full of NaN, on the GPU too."""
+    """Fill every uninitialised tensor with NaN, on the GPU too."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.zeros(3).new_empty(5).isnan().all()
     yield
@@ -19,7 +19,7 @@ def poisoned_memory():
 
 @pytest.fixture
 def guarded_memory(request, monkeypatch):
-    """The interpreter reads and writes nothing outside the tensors that a kernel was given."""
+    """Fail if the interpreter reads or writes outside the tensors that a kernel was given."""
     path = getattr(request.node, "callspec", None) and request.node.callspec.params.get("path")
     if not path or path.device != "cpu":
         return

@@ -1,4 +1,4 @@
-"""The seam between the pipeline and an architecture: which stages run, in which order, and whose kernels do them."""
+"""The interface between the pipeline and an architecture: which stages run, in which order, and with whose kernels."""
 
 import importlib
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def add_architecture(monkeypatch):
-    """Put an architecture before all others."""
+    """Return a function that puts an architecture before all others."""
 
     def add(stages: type) -> None:
         monkeypatch.setattr(architectures, "ARCHITECTURES", (stages, *architectures.ARCHITECTURES))
@@ -54,7 +54,7 @@ def test_decisions_in_the_interpreter_are_those_of_an_h200():
 
 @interpreted
 def test_a_new_architecture_is_one_class_and_one_line(add_architecture):
-    """Its stages run in the order that stages.py names; what it does not replace is the portable one."""
+    """Its stages run in the order that stages.py names; a stage that it does not replace is the portable one."""
     seen = []
 
     class Noted(portable.PortableStages):
@@ -84,7 +84,7 @@ def test_a_new_architecture_is_one_class_and_one_line(add_architecture):
 
 
 class Launches(list[tuple[str, str]]):
-    """Takes launches instead of a GPU: the last folder of a kernel's module, and its name."""
+    """Records launches in place of a GPU: the last folder of a kernel's module, and its name."""
 
     def start(self, kernel: object, grid: tuple[int, ...]) -> object:
         self.append((kernel.fn.__module__.split(".")[-2], kernel.fn.__name__))
@@ -94,7 +94,7 @@ class Launches(list[tuple[str, str]]):
 
 @pytest.fixture
 def launches(monkeypatch, add_architecture):
-    """Make calls on a CPU take the stages of Hopper, and note what would be launched."""
+    """Make calls on a CPU take the stages of Hopper, and record what would be launched."""
 
     class Everywhere(hopper.HopperStages):
         @staticmethod
@@ -137,7 +137,7 @@ def launch_all(row: Row, inputs: dict[str, Tensor], found: Launches) -> list[lis
 
 @pytest.mark.parametrize("row", GLUON, ids=str)
 def test_hopper_launches_its_own_kernels(row, launches):
-    """Without a GPU: every launch of a call that the Gluon kernels take can be made, and which of them are."""
+    """Without a GPU, every launch of a call that the Gluon kernels support can be prepared, and is as expected."""
     inputs = convert(draw(row, Shape(12, 10, 12, 12, 128, 128)), torch.bfloat16)
     made = [[name for folder, name in part if folder == "hopper"] for part in launch_all(row, inputs, launches)]
     assert made == GLUON[row]

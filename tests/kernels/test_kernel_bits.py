@@ -1,4 +1,4 @@
-"""The same bits twice, in any company and beside NaN; split anywhere equals whole."""
+"""Bits of the kernels: the same twice, in any batch and beside NaN; a call split anywhere equals the whole."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_two_runs_give_the_same_bits(row, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_batch_company_never_changes_a_row(row, path):
-    """A row has the same bits alone, among others and in another order, both ways; NaN stays in its row."""
+    """A row has the same bits alone, among others and in another order, forward and backward; NaN stays in its row."""
     shape = sized(path, SHORT._replace(b=3, hv=1), MODEL._replace(b=9))
     inputs = convert(draw(row, shape), path.dtype)
     together = row_results(row, inputs, path, list(range(shape.b)))
@@ -55,7 +55,7 @@ def test_batch_company_never_changes_a_row(row, path):
 @pytest.mark.parametrize("path", GPU_ONLY[:2])
 @pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_batch_company_never_changes_a_long_row(row, path):
-    """Neither does a batch so large, or a row so long, that the work may be divided differently."""
+    """The same holds for a batch so large, or a row so long, that the work may be divided differently."""
     inputs = convert(draw(row, MODEL._replace(b=2, t=4100)), path.dtype)
     many = {name: x.repeat_interleave(20, 0) for name, x in inputs.items()}  # 160 walks: more than multiprocessors
     together = row_results(row, many, path, list(range(40)))
@@ -67,7 +67,7 @@ def test_batch_company_never_changes_a_long_row(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_heads_do_not_see_each_other(row, path):
-    """One key head full of NaN, with its value heads: the others keep their bits."""
+    """If one key head and its value heads are full of NaN, the other heads keep their bits."""
     inputs = convert(draw(row, sized(path, SHORT._replace(h=2, hv=4))), path.dtype)
     expected = run(row, inputs, path)
     for name, x in inputs.items():
@@ -88,7 +88,7 @@ def test_heads_do_not_see_each_other(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_nan_is_never_swallowed(row, path):
-    """One NaN in any input must show in the output, at the latest one token later: a gate of NaN is no reset."""
+    """One NaN in any input shows in the output at most one token later: a NaN gate does not count as a reset."""
     shape = sized(path, SHORT._replace(b=2, hv=1), MODEL._replace(b=2))
     for name in draw(row, shape):
         inputs = convert(draw(row, shape), path.dtype)
@@ -114,7 +114,7 @@ def test_autocast_changes_no_bit(path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_split_anywhere_equals_whole(row, path):
-    """Outputs, the final state and all gradients, with the state carried over."""
+    """Outputs, the final state and all gradients agree when the state is carried over."""
     shape = sized(path, LEAN)
     inputs = convert(draw(row, shape), path.dtype)
     expected = oracle(row, inputs)

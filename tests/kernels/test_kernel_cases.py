@@ -52,7 +52,7 @@ def test_wide_heads(row, path, shape):
 
 
 def tiled_shapes() -> list[object]:
-    """Return shapes of the Gluon kernels: one, two and four value heads a key head, k and v of 64, 128 and 192."""
+    """Return shapes for the Gluon kernels: one, two and four value heads per key head; k and v of 64, 128 and 192."""
     sizes = [(1, 4, 128, 128), (2, 2, 128, 128), (2, 2, 64, 64), (1, 2, 64, 128), (2, 2, 128, 64), (1, 2, 128, 192)]
     return [param(BF16, Shape(2, 130, *size)) for size in sizes] + [param(GPU[2], Shape(2, 130, *sizes[2]))]
 
@@ -68,7 +68,7 @@ def test_whole_tiles(row, path, shape):
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_more_chunks_than_programs(row, packed, heads, path):
-    """Programs that take one chunk after another take several, and the walk has whole states, not halves of them."""
+    """Each program takes several chunks, one after another, and the walk holds whole states, not halves of them."""
     shape = Shape(3, 200, heads, 48, 128, 128)
     if packed:
         texts = (200, 1, 0, 330, 69)
@@ -84,14 +84,14 @@ def test_more_chunks_than_programs(row, packed, heads, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_special_inputs(row, special, path):
-    """Resets of -50 and -inf, no decay, decay -200, beta 0, 1 and 1.99, parallel keys, an empty memory."""
+    """The cases: resets of -50 and -inf, no decay, decay -200, beta 0, 1 and 1.99, parallel keys, an empty memory."""
     check(row, convert(draw(row, sized(path, LEAN), special), path.dtype), path, special)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_normalize_qk(row, path):
-    """q and k of any length, and one key of zeros: its direction does not exist, its gradient does."""
+    """q and k have any length, and one key is zero: it has no direction, but it has a gradient."""
     inputs = convert(draw(row, sized(path, LEAN)), path.dtype)
     inputs["q"], inputs["k"] = inputs["q"] * 4, inputs["k"] * 4
     inputs["k"][:, 7] = 0
@@ -112,7 +112,7 @@ GATED_ROWS = [row for row in ROWS if row is not LINEAR]
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", GATED_ROWS, ids=str)
 def test_gates_of_another_dtype(row, path):
-    """Gates have a dtype of their own, and so have their gradients (the interpreter cuts bfloat16, a GPU rounds)."""
+    """Gates and their gradients may have another dtype than q (the interpreter truncates to bfloat16, a GPU rounds)."""
     for gates in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         if gates != path.dtype and not (path.device == "cpu" and gates == torch.bfloat16):
             check(row, convert(draw(row, sized(path, SHORT)), path.dtype, gates), path, gates)
@@ -130,7 +130,7 @@ def test_no_state_is_a_state_of_zeros(row, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_recurrent_form(row, path):
-    """What decoding is made of, as a form of the op: no gradients, the given state untouched, packed sequences too."""
+    """The kernel of decoding serves as a form of the op: no gradients, an unchanged input state, and packing."""
     for lengths in (None, (1, 0, 4)):
         shape = sized(path)._replace(b=2 if lengths is None else 1, t=5)
         inputs = convert(draw(row, shape, texts=lengths and len(lengths)), path.dtype)

@@ -52,7 +52,7 @@ TEXTS = (0, 1, 0, 0, 2, 3, 21, 0, 1, 4, 0)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("size", "state"), [(4, True), (4, False), (3, True), (2, True)])
 def test_packed_texts(size, state, path):
-    """None (first, inside, twice, last), one token, fewer than the state has, one that needs two walks."""
+    """Sequences have no token (first, inside, twice, last), one, fewer than the state holds, or two walks' worth."""
     channels = 20 if path.device == "cpu" else 1032
     inputs = draw(path, sum(TEXTS), channels, size, rows=len(TEXTS), state=state)
     found = check("short_convolution", inputs, path, cu_seqlens=bounds(TEXTS))
@@ -64,7 +64,7 @@ def test_packed_texts(size, state, path):
 
 @pytest.mark.parametrize("path", [param(path) for path in GPU])
 def test_many_packed_texts(path):
-    """More bounds than one look at them takes, and sequences much longer than a walk."""
+    """There are more bounds than are read at once, and sequences much longer than a walk."""
     lengths = (*[1, 0, 2] * 60, 700, *[3] * 200, 1500, 0)
     inputs = draw(path, sum(lengths), 640, rows=len(lengths))
     check("short_convolution", inputs, path, cu_seqlens=bounds(lengths).int())
@@ -72,7 +72,7 @@ def test_many_packed_texts(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_texts_do_not_see_each_other(path):
-    """A sequence alone has the bits it has in company; one full of NaN, its state too, changes nothing but dweight."""
+    """A sequence has the same bits alone and among others; one full of NaN, with its state, changes only dweight."""
     lengths = (2, 1, 15, 3)
     inputs = draw(path, sum(lengths), 20, rows=len(lengths))
     whole = run("short_convolution", inputs, path, cu_seqlens=bounds(lengths))
@@ -93,13 +93,13 @@ def test_texts_do_not_see_each_other(path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_step_has_the_bits_of_the_walk(path):
-    """One token a row, and the same tokens as packed sequences of one."""
+    """One token per row gives the bits of the same tokens as packed sequences of length one."""
     inputs = draw(path, 1, 130, b=3)
     step = run("short_convolution", inputs, path)
     packed = {**inputs, "x": inputs["x"].transpose(0, 1)}
     walked = run("short_convolution", packed, path, cu_seqlens=torch.arange(4))
     walked.grads["x"] = walked.grads["x"].transpose(0, 1)
-    dweight = step.grads.pop("weight"), walked.grads.pop("weight")  # sums over rows and over tokens: another order
+    dweight = step.grads.pop("weight"), walked.grads.pop("weight")  # sums over rows and over tokens differ in order
     assert relative_error(*dweight) < torch.finfo(path.dtype).eps
     assert_same_bits(step, walked._replace(output=walked.output.transpose(0, 1)))
 
@@ -138,7 +138,7 @@ def test_wrong_bounds_touch_nothing_outside(wrong, path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_one_of_two_gradients(path):
-    """A loss of the output alone, or of the state alone."""
+    """The loss depends on the output alone, or on the state alone."""
     inputs = {n: x.to(path.device).requires_grad_() for n, x in draw(path, 5, 20).items()}
     results = kernel("short_convolution")(**inputs)
     both = torch.autograd.grad(results, list(inputs.values()), [torch.ones_like(x) for x in results], retain_graph=True)
@@ -151,7 +151,7 @@ def test_one_of_two_gradients(path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_dtypes_of_state_and_weight(path):
-    """As in torch, the state is read in the dtype of x, and the output has the wider one of x and weight."""
+    """As in torch, the state is read in the dtype of x, and the output has the wider dtype of x and weight."""
     inputs = draw(path, 5, 20)
     single = {**inputs, "weight": inputs["weight"].float(), "state": inputs["state"].float()}
     found = run("short_convolution", single, path)

@@ -1,4 +1,4 @@
-"""Gradients of some inputs, of half of the result, twice; and causality of outputs and gradients."""
+"""Gradients of some inputs, from half of the result, and taken twice; causality of outputs and gradients."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_gradients_of_some_inputs_only(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_without_gradients(row, path):
-    """Nothing is kept for a backward then; the numbers are the same, in no_grad and inference mode too."""
+    """Nothing is kept for a backward; the numbers are the same, in no_grad and inference mode too."""
     inputs = convert(draw(row, sized(path, SHORT)), path.dtype)
     expected = run(row, inputs, path)
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
@@ -58,7 +58,7 @@ def test_without_gradients(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_losses_on_half_of_the_result(row, path):
-    """A loss on the output alone, or on the state alone: gradients that do not come are zeros, not memory."""
+    """With a loss on the output alone, or on the state alone, missing gradients are zeros, not uninitialised memory."""
     inputs = convert(draw(row, sized(path, SHORT)), path.dtype)
     totals = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in inputs.items()}
     for which in (0, 1):
@@ -67,7 +67,7 @@ def test_losses_on_half_of_the_result(row, path):
         loss = (result.double() * weights(result, which + 1).to(path.device)).sum()
         for name, x in zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True), strict=True):
             if which == 1 and name == "q":
-                assert x is None or not x.any()  # reading changes no memory
+                assert x is None or not x.any()  # reading does not depend on the final memory
             totals[name] += 0 if x is None else x.double().cpu()
     expected = oracle(row, inputs)
     whole = run(row, inputs, path)
@@ -89,7 +89,7 @@ def test_backward_twice_through_one_graph(path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_second_derivatives_are_refused(path):
-    """They raise; treating the first derivatives as constants would be wrong."""
+    """They raise, because treating the first derivatives as constants would be wrong."""
     inputs = convert(draw(GATED_DELTA, sized(path, SHORT)), path.dtype)
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
     output, _ = GATED_DELTA.op(**leaves, form="chunkwise", backend="triton")
@@ -100,7 +100,7 @@ def test_second_derivatives_are_refused(path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_inputs_are_never_modified(path):
-    """The call, its backward and changes to the result leave them as they are."""
+    """The call, its backward and changes to the result leave the inputs as they are."""
     inputs = convert(draw(KIMI_DELTA, sized(path, SHORT)), path.dtype)
     for normalize_qk in (False, True):
         leaves = {name: x.to(path.device).clone().requires_grad_() for name, x in inputs.items()}
@@ -134,10 +134,10 @@ def causal_positions() -> list[object]:
 @pytest.mark.parametrize(("path", "position"), causal_positions())
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_the_future_never_changes_the_past(row, path, position):
-    """Not one bit of an earlier output or gradient; and no gradient reaches the future, not even a rounding error.
+    """No bit of an earlier output or gradient changes, and gradients of future tokens are exactly 0.
 
-    Only where a reset leaves a chunk's gradients to another kernel (channel.py instead of hopper/channel_gradients.py)
-    are they merely close.
+    Gradients are only close, not equal, where a reset leaves a chunk to another kernel (channel.py instead of
+    hopper/channel_gradients.py).
     """
     inputs = convert(draw(row, sized(path, LEAN)), path.dtype)
     other = convert(draw(row, sized(path, LEAN), seed=99), path.dtype)
@@ -170,9 +170,9 @@ def test_the_future_never_changes_the_past(row, path, position):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.decay != "none"], ids=str)
 def test_nothing_crosses_a_decay_of_zero(row, path):
-    """What follows log_decay = -inf has the same bits whatever came before, and no gradient reaches back across it.
+    """The bits after log_decay = -inf do not depend on earlier tokens, and no gradient reaches back across it.
 
-    Only dlog_decay, a sum of differences over all later tokens, keeps their rounding errors before the reset.
+    Only dlog_decay before the reset has rounding errors, because it is a sum of differences over all later tokens.
     """
     position = 40
     inputs = convert(draw(row, sized(path, LEAN)), path.dtype)

@@ -1,7 +1,7 @@
-"""The kernels of LaCT's scan against the forms of torch, each alone and through the op.
+"""The kernels of LaCT's scan against the torch forms, each alone and through the op.
 
 `path` is Triton's interpreter or a GPU. The oracle is lineate.memory.lact.steps in float64; a budget is twice its error
-in float32, and rounding. Uninitialised memory is full of NaN, and in the interpreter every access must lie inside a
+in float32, plus rounding. Uninitialised memory is full of NaN, and in the interpreter every access must lie inside a
 tensor of the launch.
 """
 
@@ -38,7 +38,7 @@ paths = pytest.mark.parametrize(
 )
 
 SIZES = ((1, 1, 1, 1), (2, 5, 6, 4), (3, 33, 20, 37), (1, 3, 1030, 2), (1, 2, 3, 700))
-"""r, c, e, d: less than a tile, more, none a power of two."""
+"""r, c, e, d: smaller and larger than a tile, none a power of two."""
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -73,7 +73,7 @@ def matrix_step(steps, name: str, M: Tensor, other: Tensor, mean: Tensor, norms:
 
 
 def check_step(path, run, *tensors: object) -> None:
-    """run(module, tensors), by kernels within twice the error of torch."""
+    """Run run(module, tensors) with the kernels, and check that it is within twice the error of torch."""
 
     def cast(x, dtype, device="cpu"):
         return [y.to(device, dtype) for y in x] if isinstance(x, list) else x.to(device, dtype)
@@ -101,7 +101,7 @@ def test_steps_of_tokens(path, name, r, c, e, d):
 )
 @pytest.mark.parametrize("r, c, e, d", SIZES)
 def test_steps_of_matrices(path, name, r, c, e, d, zero):
-    """zero: of matrices or lines that are 0, at which no length has a derivative."""
+    """zero: matrices or lines are 0, where a length has no derivative."""
     M, other = random(r, 3 * e, d), random(r, 3 * e, d, seed=1)
     if zero:
         M[:, :e] = 0
@@ -116,7 +116,7 @@ def test_steps_of_matrices(path, name, r, c, e, d, zero):
 @paths
 @pytest.mark.parametrize("b, t, heads, d", [(1, 1, 1, 1), (2, 19, 3, 5), (1, 70, 2, 64), (1, 2, 1, 2100)])
 def test_features(path, b, t, heads, d):
-    """Check q', k', v' of a slice of a wider projection, as in the layer, and gradients of projection and weights."""
+    """Check q', k', v' from a slice of a wider projection, as in the layer, and gradients of projection and weights."""
     mixed, weights = random(b, t, 3 * heads * d + 7), random(2, 2, heads * d, seed=1)
 
     def run(form, dtype, device="cpu"):
@@ -151,7 +151,7 @@ def test_features_with_gradients_of_some(path):
 @pytest.mark.parametrize("muon", [True, False])
 @pytest.mark.parametrize("d, dh", [(5, 6), (6, 5)])
 def test_the_op_by_kernels(path, monkeypatch, muon, d, dh):
-    """A first chunk in its middle, whole ones, part of one: outputs, states and all gradients."""
+    """The call begins inside a chunk, has whole chunks and ends inside one: outputs, states and all gradients agree."""
 
     def run(dtype, device="cpu"):
         inputs, state = make(d=d, dh=dh)
@@ -175,7 +175,7 @@ def test_the_op_by_kernels(path, monkeypatch, muon, d, dh):
 @paths
 @pytest.mark.parametrize("window", [0, 5])
 def test_the_layer_by_kernels(path, monkeypatch, window):
-    """Two rows, and packed sequences: outputs, states and the gradients of all parameters."""
+    """Two rows, and packed sequences, agree in outputs, states and the gradients of all parameters."""
 
     def run(dtype, device="cpu"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Launches that only compile, and one compilation for every batch and length."""
+"""Launches that only compile, and one compilation for every batch size and length."""
 
 import importlib
 import pkgutil
@@ -62,9 +62,9 @@ def compilations() -> dict[str, int]:
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
 def test_one_compilation_for_every_batch_and_length(row, packed, monkeypatch):
-    """Neither t nor b nor the number of sequences may compile anything again: a server sees all of them.
+    """No new t, b or number of sequences may compile anything again, because a server sees all of them.
 
-    And all that a call and its backward need was compiled ahead of them, side by side.
+    Everything that a call and its backward need was compiled before them, in parallel.
     """
     chunkwise = importlib.import_module("lineate.kernels.pipeline")
     before, ahead, compile_ahead = None, {}, chunkwise.compile_ahead

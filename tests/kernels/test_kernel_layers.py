@@ -1,4 +1,4 @@
-"""The kernels around the rules: what all of them promise.
+"""The kernels around the rules, and what all of them promise.
 
 `path` is ("cpu", float32), Triton's interpreter, or ("cuda", a dtype). Uninitialised memory is full of NaN, and in the
 interpreter every access must lie inside a tensor of the launch.
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 
 def strange_layouts(x: Tensor) -> dict[str, Tensor]:
-    """The same numbers in memory that is not contiguous, or not aligned."""
+    """Return the same numbers in memory that is not contiguous, or not aligned."""
     if x.dim() < 2:
         return {}
     wide = x.new_full((*x.shape[:-1], x.shape[-1] + 40), torch.nan)
@@ -45,7 +45,7 @@ def test_memory_layout_does_not_matter(name, path):
     for layout in strange_layouts(inputs["x"]):
         leaves = {n: strange_layouts(x).get(layout, x).detach().requires_grad_() for n, x in inputs.items()}
         found = differentiate(kernel(name), leaves)
-        if "norm" in name and path.device == "cuda":  # a thread has other elements of a row: another sum
+        if "norm" in name and path.device == "cuda":  # threads share rows differently, and sums differ in order
             assert_within(errors(found, expected), torch.finfo(path.dtype).eps, layout)
         else:
             assert_same_bits(found, expected, layout)
@@ -53,7 +53,7 @@ def test_memory_layout_does_not_matter(name, path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_gate_of_all_heads_in_one_projection(path):
-    """v | z | more in one tensor: z of a head is a row of the gate, one token's heads lie together."""
+    """v | z | more are one tensor: z of a head is a row of the gate, and the heads of one token lie together."""
     inputs = draw_norm(path, 2, 3, 4, 24)
     expected = run("gated_rms_norm", inputs, path)
     wide = torch.randn(2, 3, 8 + 4 * 24 + 16).to(path.dtype)
@@ -71,7 +71,7 @@ def test_gate_of_all_heads_in_one_projection(path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("name", PLAIN)
 def test_expanded_gradients(name, path):
-    """The gradient of a sum is one number, of stride 0 in all dimensions; that of a mean over tokens in one."""
+    """The gradient of a sum is one number with stride 0 in all dimensions; that of a mean over tokens, in one."""
     inputs = {n: x.to(path.device).requires_grad_() for n, x in small(name, path).items()}
     results = kernel(name)(**inputs)
     y = results[0] if isinstance(results, tuple) else results
@@ -85,7 +85,7 @@ def test_expanded_gradients(name, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("name", PLAIN)
 def test_nothing_to_do(name, path):
-    """No rows and no tokens: empty results, the state as it was, dweight 0."""
+    """Without rows or tokens, results are empty, the state is unchanged, and dweight is 0."""
     inputs = small(name, path)
     for cut in (lambda x: x[:0], lambda x: x[:, :0]):
         few = {n: cut(x) if n in ("x", "gate") else x for n, x in inputs.items()}
@@ -115,7 +115,7 @@ def test_same_bits_twice_and_inputs_untouched(name, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("name", PLAIN)
 def test_without_gradients(name, path):
-    """The same bits with autograd, without it, and without any input that wants a gradient."""
+    """Bits are the same with autograd, without it, and if no input requires a gradient."""
     inputs = {n: x.to(path.device) for n, x in small(name, path).items()}
     expected = run(name, inputs, path)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_without_gradients(name, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("name", PLAIN)
 def test_second_derivatives_are_refused(name, path):
-    """They raise; treating the first derivatives as constants would be wrong."""
+    """They raise, because treating the first derivatives as constants would be wrong."""
     inputs = {n: x.to(path.device).requires_grad_() for n, x in small(name, path).items()}
     results = kernel(name)(**inputs)
     y = results[0] if isinstance(results, tuple) else results

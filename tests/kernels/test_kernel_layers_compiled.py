@@ -1,4 +1,4 @@
-"""What torch.compile, CUDA graphs and a GPU's queue see of the kernels around the rules."""
+"""The kernels around the rules under torch.compile, in CUDA graphs and in a GPU's queue."""
 
 import importlib
 
@@ -51,7 +51,7 @@ def step(layer: object, parameters: list[Tensor], x: Tensor, state: Tensor, cu_s
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("lengths", [None, (1, 0, 4)], ids=["whole", "packed"])
 def test_compiled_equals_eager(lengths, path):
-    """Compiled in one graph, forward and backward: the same bits as eager."""
+    """Compiled in one graph, forward and backward have the same bits as in eager mode."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     layer = Layer(path)
@@ -64,7 +64,7 @@ def test_compiled_equals_eager(lengths, path):
 
 @pytest.mark.gpu
 def test_compiled_by_inductor():
-    """The defaults of torch.compile, in one graph, for several lengths; what it fuses around the ops rounds apart."""
+    """torch.compile works with its defaults, in one graph, for several lengths; fusions around the ops round."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(False)
@@ -78,7 +78,7 @@ def test_compiled_by_inductor():
 
 
 class Captured(TorchDispatchMode):
-    """The calls of lineate's own torch ops, with their arguments."""
+    """Records the calls of lineate's own torch ops, with their arguments."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Captured(TorchDispatchMode):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("lengths", [None, (1, 0, 4)], ids=["whole", "packed"])
 def test_custom_ops_keep_their_promises(lengths, path):
-    """opcheck: schema, fake tensors, autograd registration, of every op that a call and its backward use."""
+    """opcheck passes (schema, fake tensors, autograd registration) for every op that a call and its backward use."""
     layer = Layer(path)
     with Captured() as captured:
         step(layer, list(layer.parameters()), *layer_inputs(path, lengths))
@@ -111,7 +111,7 @@ def test_custom_ops_keep_their_promises(lengths, path):
 @pytest.mark.parametrize("lengths", [None, (1, 0, 4)], ids=["whole", "packed"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_in_a_cuda_graph(backward, lengths):
-    """Captured once, replayed with other numbers and other bounds: the same bits as eager calls."""
+    """A graph captured once and replayed with other numbers and other bounds has the bits of eager calls."""
     layer = Layer(BF16)
     x, state, ends = inputs = layer_inputs(BF16, lengths)
 
@@ -157,7 +157,7 @@ def test_nothing_waits_for_the_device(lengths):
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 def test_one_compilation_for_every_batch_and_length(packed):
-    """Neither t nor b nor the number of sequences may compile anything again; a single token has its own kernel."""
+    """No new t, b or number of sequences may compile anything again; a single token has its own kernel."""
     modules = [importlib.import_module(f"lineate.kernels.layers.{name}") for name in ("convolution", "rows")]
     kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
 
@@ -181,13 +181,13 @@ def test_one_compilation_for_every_batch_and_length(packed):
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements():
-    """Channels are independent: the last ones, whose addresses are the largest, equal a run on them alone."""
+    """Channels are independent, so the last ones, with the largest addresses, must equal a run on them alone."""
     t, channels = 300_000, 8192
     assert t * channels > 2**31
-    torch.cuda.empty_cache()  # what another test left
+    torch.cuda.empty_cache()  # frees what another test left
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB of free GPU memory")
-    torch.use_deterministic_algorithms(False)  # poisoning takes as long as all of it
+    torch.use_deterministic_algorithms(False)  # poisoning would take as long as the whole test
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -205,7 +205,7 @@ def test_more_than_two_to_the_31_elements():
     alone = results(kernel("short_convolution"), dy[..., last].contiguous(), x=x[..., last], weight=weight[last])
     for found, expected in zip(whole[:2], alone[:2], strict=True):
         assert same_bits(found[:, -1000:, last], expected[:, -1000:])
-    assert relative_error(whole[2][last], alone[2]) <= 2**-8  # other walks, other sums
+    assert relative_error(whole[2][last], alone[2]) <= 2**-8  # walks and sums differ
     del whole, alone
 
     heads = x.view(1, t, 64, 128), dy.view(1, t, 64, 128)

@@ -1,4 +1,4 @@
-"""Views, strides and expanded tensors give the bits that contiguous ones give."""
+"""Views, strides and expanded tensors give the same bits as contiguous tensors."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 @pytest.mark.parametrize("by_head", [False, True], ids=["q, k, v", "head by head"])
 @pytest.mark.parametrize("row", [LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_views_of_one_projection(row, by_head, path):
-    """q, k and v where a fused projection left them; its gradient is their gradients beside each other."""
+    """q, k and v stay where a fused projection left them; its gradient is their gradients beside each other."""
     shape = sized(path, SHORT._replace(b=2, hv=1, k=16, v=24), MODEL._replace(b=2))
     if by_head:
         shape = shape._replace(h=2, hv=2)
@@ -47,7 +47,7 @@ def test_views_of_one_projection(row, by_head, path):
 
 
 def strange_layouts(x: Tensor) -> dict[str, Tensor]:
-    """The same numbers in memory that is not contiguous, or not aligned."""
+    """Return the same numbers in memory that is not contiguous, or not aligned."""
     padded = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan)
     padded[..., ::2] = x
     behind = x.new_full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), torch.nan)
@@ -68,7 +68,7 @@ def strange_layouts(x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("one_token", [False, True], ids=["many tokens", "one token"])
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_memory_layout_does_not_matter(row, one_token, path):
-    """Not contiguous inputs, and gradients that arrive transposed: the same bits. With one token strides lie."""
+    """Non-contiguous inputs and transposed gradients give the same bits; with one token, strides are arbitrary."""
     shape = sized(path, SHORT._replace(b=2, hv=1), MODEL._replace(b=2))
     shape = shape._replace(t=1, h=2, hv=2) if one_token else shape
     inputs = convert(draw(row, shape), path.dtype)
@@ -87,7 +87,7 @@ def test_memory_layout_does_not_matter(row, one_token, path):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_expanded_inputs_and_gradients(path):
-    """One token for all and one state for all rows, as views of stride 0; the gradient of a sum is one too."""
+    """One token is expanded to all and one state to all rows, with stride 0; so is the gradient of a sum."""
     inputs = convert(draw(GATED_DELTA, sized(path, SHORT._replace(b=2), MODEL._replace(b=2))), path.dtype)
     expanded = {name: x[:1] if name == "state" else x[:1, :1] for name, x in inputs.items()}
     results = []

@@ -40,7 +40,7 @@ def test_norm(zero_centred, path, shape):
 
 @pytest.mark.parametrize("path", [param(GPU[0])])
 def test_norm_under_autocast_is_in_its_dtype(path):
-    """The same numbers as rounding afterwards, forward and backward, but for the order of sums."""
+    """Forward and backward equal rounding afterwards, except for the order of sums."""
     norm, x = layers.RMSNorm(384).cuda(), torch.randn(5, 70, 384, device="cuda", requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16):
         low = norm(x)
@@ -55,7 +55,7 @@ def test_norm_under_autocast_is_in_its_dtype(path):
 @pytest.mark.parametrize("path", [param(GPU[0])])
 @pytest.mark.parametrize("kind", [layers.DeltaNet, layers.GatedDeltaNet, layers.KimiDeltaAttention])
 def test_under_autocast_the_rule_is_in_its_dtype(path, kind):
-    """Weights stay float32: were the convolution's product float32, the rule would run several times slower."""
+    """Weights stay float32; if the convolution's product were float32, the rule would run several times slower."""
     mixer, seen = kind(256, 2).cuda(), []
     hook = mixer.conv.register_forward_hook(lambda module, inputs, output: seen.append(output[0].dtype))
     with torch.autocast("cuda", torch.bfloat16):
@@ -66,7 +66,7 @@ def test_under_autocast_the_rule_is_in_its_dtype(path, kind):
     assert mixer.conv.weight.grad.dtype == torch.float32 and mixer.conv.weight.grad.isfinite().all()
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy: the interpreter divides in idle rows too
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from numpy: the interpreter also divides in idle rows
 @pytest.mark.parametrize("path", PATHS)
 def test_gated_norm_of_zeros_and_without_eps(path):
     inputs = draw_norm(path, 3, 20)

@@ -1,4 +1,4 @@
-"""What torch sees of the kernels: compiled calls, custom ops, backends, CUDA graphs."""
+"""The kernels as torch sees them: compiled calls, custom ops, backends, CUDA graphs."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ import lineate
 
 
 class Layer(nn.Module):
-    """Something to differentiate before and after the op, the state in and out."""
+    """Something to differentiate before and after the op, with the state in and out."""
 
     def __init__(self, op: object, path: Path, shape: Shape, **options: object):
         super().__init__()
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 def compare_compiled(layer: Layer, inputs: Inputs, path: Path, cu_seqlens: Tensor | None = None) -> None:
-    """Compiled in one graph, forward and backward: the same bits as eager, twice."""
+    """Check that forward and backward, compiled in one graph, have the bits of eager mode, twice."""
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     cu_seqlens = to(path.device, cu_seqlens)
@@ -94,7 +94,7 @@ def test_compiled_recurrent_form(path):
 
 
 class Captured(TorchDispatchMode):
-    """The calls of lineate's own torch ops, with their arguments."""
+    """Records the calls of lineate's own torch ops, with their arguments."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ class Captured(TorchDispatchMode):
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("which", ["gated_delta", "fused gated_delta", "fused kimi_delta"])
 def test_custom_ops_keep_their_promises(which, packed, path):
-    """opcheck: schema, fake tensors, autograd registration, of every op that a call and its backward use."""
+    """opcheck passes (schema, fake tensors, autograd registration) for every op that a call and its backward use."""
     lengths = (1, 0, 19)
     shape, texts = sized(path, SHORT._replace(hv=1))._replace(t=20), len(lengths) if packed else None
     row = {x.name: x for x in ROWS}[which.removeprefix("fused ")]
@@ -142,7 +142,7 @@ def test_auto_takes_the_kernels(row, path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", [GATED_LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_a_positive_log_decay_answers_nan(row):
-    """Gates are not checked on a GPU, which would need a wait: an error on a CPU is NaN there, in its head alone."""
+    """On a GPU, checking gates would need a wait, so an error on a CPU is NaN on a GPU, in its head alone."""
     inputs = on_gpu(convert(draw(row, MODEL), torch.bfloat16))
     inputs["log_decay"][:, 20, 1] = 0.5
     output = row.op(**inputs, form="chunkwise").output
@@ -155,7 +155,7 @@ def test_a_positive_log_decay_answers_nan(row):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
 def test_in_a_cuda_graph(row, backward, packed):
-    """Captured once, replayed with other numbers and other bounds: the same bits as eager calls."""
+    """A graph captured once and replayed with other numbers and other bounds has the bits of eager calls."""
     shape = MODEL._replace(b=1, t=130)
     lengths = (64, 0, 66)
     inputs = on_gpu(raw_inputs(row, BF16, "bias", shape, len(lengths) if packed else None))

@@ -1,4 +1,4 @@
-"""Packed sequences: against the oracle, without a look at each other, with wrong bounds."""
+"""Packed sequences: they agree with the oracle, do not affect each other, and wrong bounds are harmless."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_packed_texts(row, path):
-    """None (first, inside, last), one token, one chunk, two chunks, a remainder; an empty sequence keeps its state."""
+    """Sequences have no token (first, inside, last), one, one chunk, two or more; an empty one keeps its state."""
     texts = FEWER_TEXTS if path.device == "cpu" else TEXTS
     inputs = packed_inputs(row, path, texts)
     got = check(row, inputs, path, cu_seqlens=bounds(texts))
@@ -36,7 +36,7 @@ def test_packed_texts(row, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_packed_texts_do_not_see_each_other(row, path):
-    """A sequence alone has the bits it has in company; a sequence full of NaN, its state too, changes nobody else."""
+    """A sequence has the same bits alone and among others; one full of NaN, with its state, changes no other."""
     lengths = (1, 66, 0, 5) if path.device == "cpu" else (1, 70, 0, 20)
     inputs = packed_inputs(row, path, lengths)
 
@@ -54,7 +54,7 @@ def test_packed_texts_do_not_see_each_other(row, path):
         return Result(cut("output", result.output), cut("state", result.state), grads)
 
     def separate_losses(inputs: Inputs, lengths: tuple[int, ...]) -> Result:
-        """The loss of a sequence must not depend on its place: all weights are 1."""
+        """Run with all weights 1, so that the loss of a sequence does not depend on its place."""
         leaves = {name: x.clone().to(path.device).requires_grad_() for name, x in inputs.items()}
         ends = bounds(lengths).to(path.device)
         output, state = row.op(**leaves, cu_seqlens=ends, backend="triton", form="chunkwise")
@@ -80,7 +80,7 @@ def test_packed_texts_do_not_see_each_other(row, path):
     "wrong", [(0, 20, 140), (3, 20, 130), (0, 120, 60, 130), (0, -5, 130), (0, 1000, 0, 130), (0, 0, 0)], ids=str
 )
 def test_wrong_bounds_touch_nothing_outside(wrong):
-    """Bounds are not looked at on a GPU either; memory around the tensors stays as it is."""
+    """Bounds are not checked on a GPU either; memory around the tensors stays as it is."""
     shape = MODEL._replace(h=1, hv=2) if not any(wrong) else MODEL
     inputs = convert(draw(GATED_DELTA, shape, "empty memory"), torch.bfloat16)
     guarded = {}

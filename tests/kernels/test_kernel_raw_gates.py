@@ -1,4 +1,4 @@
-"""The fused op: gates, norms and rates inside the kernels."""
+"""The fused op, which computes gates, norms and rates inside the kernels."""
 
 import half
 import pytest
@@ -15,7 +15,7 @@ import lineate
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("row", "bias"), FUSED)
 def test_fused_equals_activation_and_op(row, bias, path):
-    """Norms, gates and rates inside the kernels; the gradients of A_log and dt_bias too."""
+    """Norms, gates and rates are computed inside the kernels; the gradients of A_log and dt_bias agree too."""
     shape = sized(path, SMALL._replace(b=2 if bias == "bias" else 1))
     inputs = raw_inputs(row, path, bias, shape)
     got = check_fused(row, inputs, path)
@@ -26,7 +26,7 @@ def test_fused_equals_activation_and_op(row, bias, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
 def test_fused_options(row, path):
-    """Negative eigenvalues, a scale, no normalisation, an empty memory."""
+    """The cases are negative eigenvalues, a scale, no normalisation, and an empty memory."""
     inputs = raw_inputs(row, path, "bias", sized(path, SHORT))
     check_fused(row, inputs, path, "beta_scale", beta_scale=2.0)
     check_fused(row, inputs, path, "scale", beta_scale=2, scale=0.3)
@@ -47,7 +47,7 @@ def test_fused_packed_texts(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
 def test_fused_gates_of_another_dtype(row, path):
-    """A layer's gates may come in float32 beside q in bfloat16, its parameters in bfloat16."""
+    """A layer's gates may be float32 beside q in bfloat16, and its parameters bfloat16."""
     inputs = raw_inputs(row, path, "bias", sized(path, SHORT))
     narrow = torch.float16 if path.device == "cpu" else torch.bfloat16
     for gates, parameters in ((narrow, torch.float32), (torch.float32, narrow)):
@@ -59,7 +59,7 @@ def test_fused_gates_of_another_dtype(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
 def test_fused_extreme_gates(row, path):
-    """Gates of -100 to 100 and infinite ones: exp never overflows, a closed gate forgets all, an open one nothing."""
+    """With gates of -100 to 100 or infinite, exp never overflows; a closed gate forgets all, an open one nothing."""
     inputs = raw_inputs(row, path, "no bias", sized(path, SHORT))
     gate = inputs["gate"].flatten(2)
     gate[:, 3], gate[:, 5], gate[:, 8], gate[:, 11] = 100.0, -100.0, torch.inf, -torch.inf
@@ -81,7 +81,7 @@ def test_fused_extreme_gates(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
 def test_small_raw_gates_are_not_lost(row, path):
-    """softplus(-12) is 6e-6: 1 + e^-12 alone would lose a hundredth of it, and a long memory with it."""
+    """softplus(-12) is 6e-6; 1 + e^-12 in float32 would lose a hundredth of it, and so a long memory."""
     shape = sized(path)._replace(b=1, t=1)
     inputs = raw_inputs(row, path, "no bias", shape)
     inputs["gate"].fill_(-12.0)
@@ -107,7 +107,7 @@ def test_fused_gradients_of_some_inputs_only(row, path):
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize(("row", "bias"), FUSED)
 def test_fused_without_kernels(row, bias, backend):
-    """On a CPU the activations run in torch before the op: float32 within its budget, float64 to 1e-10."""
+    """On a CPU the activations run in torch before the op, in float32 within its budget and in float64 to 1e-10."""
     inputs = raw_inputs(row, INTERPRETER, bias, SMALL)
     expected = unfused(row, inputs, torch.float64, 2.0, normalize_qk=True)
     for dtype in (torch.float32, torch.float64):

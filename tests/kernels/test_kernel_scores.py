@@ -1,4 +1,4 @@
-"""What prepares a chunk: scores and inverses by Gluon, wild rows made anew by the plain kernels, scores in the walk."""
+"""The stages that prepare a chunk: scores and inverses in Gluon, wild rows by portable kernels, scores in the walk."""
 
 import importlib
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 @pytest.mark.parametrize("wild", [None, -50.0, -300.0, -torch.inf], ids=str)
 @pytest.mark.parametrize("row", CHANNEL_ROWS, ids=str)
 def test_decay_per_channel_in_gluon(row, wild, gates, packed, normalize, monkeypatch):
-    """The Gluon kernels take both rules; what is wild (a few tokens, all channels or three) the plain ones do again."""
+    """The Gluon kernels take both rules; portable kernels redo wild parts (a few tokens; all channels or three)."""
     taken = []
     for file, name in (("launch_scores", "fill_channel_scores"), ("launch_gradients", "fill_channel_gradients")):
         module = importlib.import_module(f"lineate.kernels.hopper.{file}")
@@ -46,7 +46,7 @@ def test_decay_per_channel_in_gluon(row, wild, gates, packed, normalize, monkeyp
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", [row for row in ROWS if row.decay != "channel"], ids=str)
 def test_scores_made_in_the_walk(row, packed, training, monkeypatch):
-    """They have the bits of scores made before the walk: the number of sequences decides which of the two runs."""
+    """Their bits equal those of scores made before the walk; the number of sequences decides which of the two runs."""
     from lineate.kernels.architectures import architecture_of
 
     asked = []
@@ -59,7 +59,7 @@ def test_scores_made_in_the_walk(row, packed, training, monkeypatch):
         inputs["log_decay"][:, 10:90:7] = -torch.inf
         inputs["log_decay"][:, 91:150:9] = -60
     options = {}
-    if packed:  # the last sequence must not be seen by the others
+    if packed:  # the last sequence must not affect the others
         options["cu_seqlens"] = bounds(texts)
         for name in ("q", "k", "v"):
             inputs[name][:, -50:] = torch.nan
@@ -82,7 +82,7 @@ def test_scores_made_in_the_walk(row, packed, training, monkeypatch):
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 @pytest.mark.parametrize("how", ["negative beta", "long keys"])
 def test_wild_systems(how, row, path):
-    """A memory that grows by a fifth a token has entries in its inverse that leave float16: they must be right too."""
+    """If the memory grows by a fifth per token, entries of the inverse exceed float16; they must be right too."""
     inputs = draw(row, sized(path))
     inputs["log_decay"] = inputs["log_decay"] * 0.1
     if how == "negative beta":
@@ -95,7 +95,7 @@ def test_wild_systems(how, row, path):
 
 
 def call_of(inputs: Inputs, corrects: bool, normalize: bool = False, beta_scale: float = 1.0) -> object:
-    """The call that the stages get of these inputs."""
+    """Return the call that the stages get for these inputs."""
     calls, kernels = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.call")
     options = calls.Options(corrects, 1.0, normalize, beta_scale=beta_scale)
     return kernels.make_call(calls.Inputs(**{name: x for name, x in inputs.items() if name != "state"}), options)
@@ -105,7 +105,7 @@ def call_of(inputs: Inputs, corrects: bool, normalize: bool = False, beta_scale:
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 @pytest.mark.parametrize("path", [param(INTERPRETER)])
 def test_wild_rows_are_made_anew(row, path, normalize, monkeypatch):
-    """As with bfloat16 inputs: products of float16 up to the first wild row, of float32 from there on."""
+    """As with bfloat16 inputs, products are in float16 up to the first wild row and in float32 from there on."""
     stages = importlib.import_module("lineate.kernels.portable.stages").PortableStages
     inputs = convert(draw(row, LEAN._replace(t=150)), path.dtype)
     inputs["k"][:, 100:] *= 1.7
@@ -123,7 +123,7 @@ def test_wild_rows_are_made_anew(row, path, normalize, monkeypatch):
 
 @pytest.fixture
 def as_on_hopper(monkeypatch):
-    """Has calls take the Gluon launches of decay per channel, and puts others in their place."""
+    """Return a function that makes calls use the stages of Hopper with these functions as their Gluon launches."""
     hopper = pytest.importorskip("lineate.kernels.hopper.stages")
 
     class Stages(hopper.HopperStages):
@@ -143,7 +143,7 @@ def as_on_hopper(monkeypatch):
 @pytest.mark.parametrize("path", [param(INTERPRETER)])
 @pytest.mark.parametrize("row", CHANNEL_ROWS, ids=str)
 def test_scores_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
-    """Whatever lies from a chunk's first wild row on, and of what looks ahead, becomes the plain kernel's."""
+    """The portable kernel recomputes a chunk from its first wild row on, and all values that depend on later rows."""
     portable = importlib.import_module("lineate.kernels.portable.stages").PortableStages
     call = call_of(convert(draw(row, LEAN._replace(t=150), "reset -50"), path.dtype), row.corrects)
     expected = portable(call).prepare(for_backward=True)
@@ -171,7 +171,7 @@ def test_scores_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
 @pytest.mark.parametrize("path", [param(INTERPRETER)])
 @pytest.mark.parametrize("row", CHANNEL_ROWS, ids=str)
 def test_gradients_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
-    """64 channels of a chunk become the plain kernels' if they are wild, and are not touched if not."""
+    """64 channels of a chunk get the portable kernels' results if they are wild, and are left unchanged if not."""
     inputs = convert(draw(row, Shape(1, 70, 1, 1, 128, 128), "reset -50"), path.dtype)
     expected = run(row, inputs, path)
     wild_units = torch.tensor([[[1, 0]], [[0, 1]]])
@@ -195,7 +195,7 @@ def test_gradients_that_gluon_leaves_are_made_anew(row, path, as_on_hopper):
 
 
 def test_wild_rows_are_looked_for_unless_there_can_be_none():
-    """Unit keys and beta = 2 sigmoid(logit) at most: no second launch. Decay per channel can always be wild."""
+    """With unit keys and beta = 2 sigmoid(logit) at most, there is no second launch; decay per channel can be wild."""
     stages = pytest.importorskip("lineate.kernels.portable.stages").PortableStages
     x = torch.zeros(1, 5, 2, 16, dtype=torch.bfloat16)
 

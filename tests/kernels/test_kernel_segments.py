@@ -1,4 +1,4 @@
-"""Long sequences are cut into segments that run side by side, and their backward into slices, one after the other."""
+"""Long sequences are cut into segments that run in parallel, and their backward into slices that run in turn."""
 
 import half
 import pytest
@@ -30,7 +30,7 @@ import lineate
 
 @pytest.fixture
 def cuts(monkeypatch):
-    """Sets how many segments a walk of so many chunks has, and how many bytes of states a slice may have."""
+    """Return a function that sets how many segments a walk has, and how many bytes of states a slice may have."""
     chunkwise = pytest.importorskip("lineate.kernels.pipeline")
 
     def set_cuts(segments: object = None, slice_bytes: int | None = None) -> None:
@@ -45,7 +45,7 @@ def cuts(monkeypatch):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_segments(row, path, cuts):
-    """Two segments of two chunks, and one of none: the same results within the same budget."""
+    """Two segments of two chunks, and one of none, give the same results within the same budget."""
     cuts(segments=lambda chunks: min(3, chunks))
     shape = sized(path, LEAN, MODEL)._replace(t=3 * CHUNK + 5)
     check(row, convert(draw(row, shape, "reset -50" if row.decay != "none" else "ordinary"), path.dtype), path)
@@ -64,7 +64,7 @@ def test_slices_of_the_backward_change_no_bit(row, path, cuts):
 
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_slices_of_the_fused_backward(path, cuts):
-    """dA_log and ddt_bias are sums over the slices, in another order; the rest keeps its bits."""
+    """dA_log and ddt_bias are sums over the slices, in another order; everything else keeps its bits."""
     inputs = raw_inputs(KIMI_DELTA, path, "bias", sized(path, LEAN)._replace(t=130))
     expected = differentiate(lineate.fused_delta_rule, inputs, path)
     cuts(slice_bytes=1)
@@ -77,7 +77,7 @@ def test_slices_of_the_fused_backward(path, cuts):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_batch_company_never_changes_where_a_row_is_cut(row, path, cuts):
-    """A row alone is sliced by tokens, rows together are sliced by rows: the same bits all the same."""
+    """A row alone is sliced by tokens, rows together are sliced by rows, and the bits are the same."""
     shape = sized(path, LEAN)._replace(b=2, t=4 * CHUNK - 3)
     inputs = convert(draw(row, shape), path.dtype)
     size = 4 if path.dtype == torch.float32 else 2
@@ -89,7 +89,8 @@ def test_batch_company_never_changes_where_a_row_is_cut(row, path, cuts):
 @pytest.mark.parametrize("path", GPU_ONLY[:2])
 @pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_long_texts(row, path):
-    """100003 tokens against the chunkwise form in float64 on the GPU; 2 x the error of torch in the same dtype."""
+    """100003 tokens agree with the chunkwise form in float64 on the GPU, within 2 x the error of torch in the same
+    dtype."""
     inputs = on_gpu(convert(draw(row, MODEL._replace(t=100_003)), path.dtype))
 
     def in_torch(dtype: torch.dtype) -> Result:
@@ -101,7 +102,7 @@ def test_long_texts(row, path):
     expected = in_torch(torch.float64)
     if path.dtype == torch.float32:
         kappa = _condition({n: x[:, -1000:].cpu() for n, x in inputs.items() if n != "state"}, CHUNK)
-        extra = native_term(path, 100_003 if row.decay == "none" else 10 * CHUNK, kappa)  # what is decayed is forgotten
+        extra = native_term(path, 100_003 if row.decay == "none" else 10 * CHUNK, kappa)  # decayed tokens are forgotten
         allowed = {n: 2 * x + extra for n, x in errors(in_torch(torch.float32), expected).items()}
     else:
         allowed = half.budget(inputs, expected)
@@ -110,7 +111,7 @@ def test_long_texts(row, path):
     grads = torch.autograd.grad(loss_of(output, state), list(leaves.values()))
     got = Result(output.detach(), state.detach(), dict(zip(leaves, grads, strict=True)))
     assert_within(errors(got, expected), allowed)
-    # The end is as exact as the whole: nothing drifts.
+    # The end is as exact as the whole, so errors do not accumulate.
     late = slice(-1000, None)
 
     def tail(result: Result) -> Result:
@@ -123,10 +124,10 @@ def test_long_texts(row, path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_more_than_two_to_the_31_elements(row):
-    """Heads are independent: the last ones, whose addresses are the largest, equal a run on them alone."""
+    """Heads are independent, so the last ones, with the largest addresses, must equal a run on them alone."""
     t, h, hv, k, v = 300_000, 16, 64, 128, 128
     assert t * hv * v > 2**31
-    torch.cuda.empty_cache()  # what another test left
+    torch.cuda.empty_cache()  # frees what another test left
     if torch.cuda.mem_get_info()[0] < 110 * 2**30:
         pytest.skip("needs 110 GiB of free GPU memory")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -148,7 +149,7 @@ def test_more_than_two_to_the_31_elements(row):
         return {"output": output.detach(), "state": state.detach(), **dict(zip(leaves, grads, strict=True))}
 
     def last(name: str, x: Tensor) -> Tensor:
-        """The last key head and its value heads."""
+        """Return the part of the last key head and its value heads."""
         return x[:, -hv // h :] if name == "state" else x[:, :, -1:] if name in ("q", "k") else x[:, :, -hv // h :]
 
     own = {name: last(name, x.detach()).contiguous() for name, x in inputs.items()}

@@ -1,4 +1,4 @@
-"""Programs that share a matrix: who has which part of it, and that their sums are those of all of them."""
+"""Programs that share a matrix: which part each has, and that all of them get the sum over all parts."""
 
 import importlib
 
@@ -31,7 +31,7 @@ def test_without_a_gpu_each_program_is_alone():
 
 @triton.jit
 def _add_up(x, y, room, arrived, turns, PARTS: tl.constexpr, N: tl.constexpr):
-    """y[group, turn] = the sum over parts of x[group, turn, part]; each part adds it up for itself."""
+    """Store y[group, turn], the sum over parts of x[group, turn, part]; each part computes it itself."""
     group, part = tl.program_id(0), tl.program_id(1)
     i, j = tl.arange(0, N), tl.arange(0, N)
     room += group * (2 * PARTS * N * N)

@@ -1,8 +1,8 @@
 """The kernels of Titans: output, state and all gradients against the loop over chunks in float64.
 
-A budget is twice the error of the loop in float32, and rounding: u sqrt(n) for sums of n terms, u = 2^-24, natively
+A budget is twice the error of the loop in float32, plus rounding: u sqrt(n) for sums of n terms, u = 2^-24, natively
 16 u more for a sigmoid by ex2.approx (2^-22, and |x| u from its argument, |x| < 8), times how much the exact result
-moves, in units of u, when the inputs move by u (at least 1). `path`, poisoned and guarded memory: as in
+moves, in units of u, when the inputs move by u (at least 1). `path`, and poisoned and guarded memory, are those of
 conftest.py.
 """
 
@@ -33,7 +33,7 @@ Tensors = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """One call; sizes are keys, hidden channels if there are any, values."""
+    """One call; sizes are those of keys, of hidden channels if there are any, and of values."""
 
     sizes: tuple[int, ...]
     chunk: int = 4
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     lengths: tuple[int, ...] | None = None
     """The lengths of packed sequences."""
     positions: tuple[int, ...] | None = (0, 0)
-    """Where rows stand in their chunk; None: no state is given."""
+    """The positions of rows in their chunks; None if no state is given."""
     h: int = 2
     clip: float | None = None
     residual: bool = False
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 def draw(case: Case) -> tuple[Tensors, Tensors]:
-    """Inputs in float32 with gates of exactly 0 and 1 and a key of 0, and a state in which start is not the weights."""
+    """Return float32 inputs with gates of exactly 0 and 1, a key of 0, and a state whose start is not its weights."""
     generator = torch.Generator().manual_seed(0)
     b, t = (2, case.t) if case.lengths is None else (1, sum(case.lengths))
     keys, values, h = case.sizes[0], case.sizes[-1], case.h
@@ -75,7 +75,7 @@ def draw(case: Case) -> tuple[Tensors, Tensors]:
 
 
 def differentiate(case: Case, inputs: Tensors, state: Tensors, dtype: torch.dtype, device: str = "cpu") -> Tensors:
-    """y, the state, and the gradients of the loss of cases.run by all inputs and the state, on the CPU."""
+    """Return y, the state, and the gradients of cases.run's loss by all inputs and the state, on the CPU."""
     leaves = {n: x.to(device, dtype, copy=True).requires_grad_() for n, x in inputs.items()}
     own = {n: x.to(device, x.dtype if n == "position" else dtype, copy=True) for n, x in state.items()}
     begin = {n: x.requires_grad_() for n, x in own.items() if n != "position"}
@@ -92,7 +92,7 @@ def differentiate(case: Case, inputs: Tensors, state: Tensors, dtype: torch.dtyp
 
 
 def errors(found: Tensors, expected: Tensors) -> dict[str, float]:
-    """Relative ones; of gradients against at least a thousandth of the largest, since some cancel to 0."""
+    """Return relative errors; gradients, some of which cancel, count from a thousandth of the largest."""
     least = 1e-3 * max(x.norm().item() for n, x in expected.items() if n.startswith("d"))
     return {n: relative_error(x, expected[n], least if n.startswith("d") else 0.0) for n, x in found.items()}
 
@@ -114,7 +114,7 @@ def budget(case: Case, inputs: Tensors, state: Tensors, expected: Tensors, path:
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """A function that makes the kernels serve float32, on a CPU too, and returns the list of their calls."""
+    """Return a function that makes the kernels serve float32, on a CPU too, and returns the list of their calls."""
     seen = []
     scan = titans_scan.scan
 
@@ -147,7 +147,10 @@ SQUARE = ((5, 5), (5, 7, 5))
 
 
 def lengths() -> list[Case]:
-    """t = 1, c - 1, c, c + 1, 3c + 5 tokens; alone, a chunk in the middle of which a row stands is not the kernels'."""
+    """Return cases of t = 1, c - 1, c, c + 1 and 3c + 5 tokens.
+
+    The kernels do not serve a call that only continues a chunk from its middle.
+    """
     cases = [Case((5, 6), t=t, positions=None) for t in (3, 4, 5, 17)]
     cases += [Case(sizes, t=t, clip=1.5) for sizes in SIZES for t in (5, 17)]
     cases += [Case((5, 6), chunk=16, t=53, positions=None), Case((5, 7, 6), chunk=16, t=53, positions=(0, 7))]
@@ -165,7 +168,7 @@ def options() -> list[Case]:
 
 
 def widths() -> list[Case]:
-    """One tile or several, filled or not, of rows; keys wider than the widest values."""
+    """Return widths of one tile or several of rows, filled or not, and keys wider than the widest values."""
     narrow = Case((1, 1), h=1, clip=1.5), Case((2, 1, 2), h=1, residual=True, clip=1.5)
     wide = [(33, 20), (150, 40), (20, 70, 18), (17, 130, 34)]
     return [*narrow, *(Case(sizes, t=9, h=1, clip=1.5, norm=True) for sizes in wide)]
@@ -211,7 +214,7 @@ def test_a_few_chunks_at_a_time(path, kernels, monkeypatch):
 
 @paths
 def test_texts_do_not_see_each_other(path, kernels):
-    """One full of NaN, its state too, changes no bit of the others."""
+    """One full of NaN, with its state, changes no bit of the others."""
     case = Case((5, 7, 5), lengths=(9, 10, 6), positions=(0, 0, 0), h=1, clip=1.5)
     inputs, state = draw(case)
     kernels(path)
@@ -279,7 +282,7 @@ def test_compiled(path, kernels):
 @on_gpu
 @pytest.mark.parametrize("memory", ["linear", "mlp"])
 def test_layer(memory, path):
-    """On a GPU against float64: twice the CPU's float32 error, and sums over 300 tokens; under autocast, finite."""
+    """A GPU agrees with float64 within twice the CPU's float32 error and sums over 300 tokens; autocast is finite."""
     torch.manual_seed(0)
     layer, x = layers.Titans(128, 2, memory=memory), torch.randn(2, 150, 128)
     results = {}

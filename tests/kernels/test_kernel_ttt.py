@@ -1,7 +1,7 @@
 """The kernels of TTT-Linear and TTT-MLP, through the op that uses them and the layers.
 
 `path` is Triton's interpreter or a GPU. The oracle is the loop over chunks in float64, which test_memory_ttt.py checks;
-a budget is twice the error of the same loop in float32, and rounding. Uninitialised memory is full of NaN, and in the
+a budget is twice the error of the same loop in float32, plus rounding. Uninitialised memory is full of NaN, and in the
 interpreter every access must lie inside a tensor of the launch.
 """
 
@@ -67,7 +67,7 @@ def launches(monkeypatch):
 
 
 class Case(NamedTuple):
-    """Rows of t tokens, or one row of packed sequences; `stand`: rows begin in the middle of their first chunk."""
+    """Rows of t tokens, or one row of packed sequences; with `stand`, rows begin in the middle of their first chunk."""
 
     t: int | tuple[int, ...]
     chunk: int = 5
@@ -88,12 +88,12 @@ class Case(NamedTuple):
 
 
 def make(model: str, case: Case) -> tuple[Inputs, dict[str, object]]:
-    """All inputs in float64, those of the state by its names, and the options of the call."""
+    """Return all inputs in float64, those of the state under its names, and the options of the call."""
     lengths = case.t if isinstance(case.t, tuple) else (case.t,) * case.b
     rows, b, t = len(lengths), 1 if case.packed else case.b, sum(lengths) if case.packed else case.t
     named = draw(model, b, t, rows=None if case.one_start else rows, chunk=case.chunk, dim=case.dim)
-    named["rate"] *= 6 / case.dim  # as layers do: a step is |k|^2 times its rate, and large ones are chaos
-    if case.stand:  # after 1, 3, 5, ... tokens of another sequence
+    named["rate"] *= 6 / case.dim  # as layers do: a step is |k|^2 times its rate, and large steps are chaotic
+    if case.stand:  # rows begin after 1, 3, 5, ... tokens of another sequence
         past = [(2 * i + 1) % (2 * case.chunk) for i in range(rows)]
         before = draw(model, 1, sum(past), rows=rows, chunk=case.chunk, dim=case.dim)
         _, state = dual(before, chunk=case.chunk, cu_seqlens=bounds(past))
@@ -105,7 +105,7 @@ def make(model: str, case: Case) -> tuple[Inputs, dict[str, object]]:
 
 
 def run(named: Inputs, options: dict[str, object], dtype: torch.dtype, path: Path = INTERPRETER) -> Inputs:
-    """Output, final state, and the gradients of a sum over both with fixed weights, by all inputs; on the CPU."""
+    """Return output, final state, and the gradients of a fixed weighted sum of both by all inputs, on the CPU."""
 
     def move(x: object) -> object:
         return x.to(path.device) if isinstance(x, Tensor) else x
@@ -125,15 +125,17 @@ def run(named: Inputs, options: dict[str, object], dtype: torch.dtype, path: Pat
 
 
 def errors(found: Inputs, expected: Inputs) -> dict[str, float]:
-    """Relative; of gradients against at least a thousandth of the largest, of sums that may be 0 against 1e-3."""
+    """Return relative errors; gradients count from a thousandth of the largest, sums that may be 0 from 1e-3."""
     least = 1e-3 * max(x.double().norm().item() for name, x in expected.items() if name.startswith("d"))
     floors = {name: least if name.startswith("d") else 1e-3 for name in expected}
     return {n: relative_error(found[n], x, floors[n]) for n, x in expected.items() if n != "position"}
 
 
 def check(named: Inputs, options: dict[str, object], path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
-    """Within 2 x the error of the loop in float32, and the rounding of sums of n terms, tokens, then channels: sqrt(n),
-    or, of results of only a few numbers, which have no average, n; natively also 2^-20, as in layer_kernels.py.
+    """Check errors against 2 x the error of the loop in float32, plus the rounding of sums of n terms.
+
+    The terms are tokens, then channels; rounding grows like sqrt(n), or like n for results of only a few numbers, which
+    have no average. Natively 2^-20 is added, as in layer_kernels.py.
     """
     single = {name: x if name == "position" else x.float() for name, x in named.items()}
     found = run(single, options, torch.float32, path)
@@ -166,7 +168,7 @@ SMALL = [
     Case(67, chunk=64, b=1),
     Case(53, chunk=16, dim=33, b=1),
 ]
-# The sizes of real layers: each tile of weights that kernels can be compiled for, several chunks, rows and sequences.
+# The sizes of real layers: each tile of weights that the kernels can be compiled for, with several chunks and rows.
 LARGE = [
     Case(200, chunk=16, dim=64),
     Case((3, 160, 0, 16, 75), chunk=16, dim=64),
@@ -180,7 +182,7 @@ LARGE = [
 CASES = [param(INTERPRETER, x) for x in SMALL] + [param(GPU, x) for x in SMALL + LARGE]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy: in the interpreter e^-x may be inf in a sigmoid
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from numpy: in the interpreter, e^-x may be inf in a sigmoid
 @models
 @pytest.mark.parametrize(("path", "case"), CASES)
 def test_kernels_equal_the_loop(model, path, case, monkeypatch, launches):
@@ -188,7 +190,7 @@ def test_kernels_equal_the_loop(model, path, case, monkeypatch, launches):
     check(named, options, path, monkeypatch)
     assert set(launches) == {"states", "adjoints"}
     if not case.stand and not dict(case.options).get("recompute_chunks"):
-        assert launches == ["states", "adjoints"]  # once each, whatever the sequences' lengths
+        assert launches == ["states", "adjoints"]  # once each, whatever the lengths
 
 
 @pytest.mark.gpu
@@ -215,7 +217,7 @@ def test_twice_gives_the_same_bits_and_a_permuted_batch_permutes(model, path):
 @models
 @paths
 def test_texts_do_not_see_each_other(model, path):
-    """One full of NaN changes nothing in others, nor in their gradients."""
+    """One full of NaN changes neither the others nor their gradients."""
     lengths = (7, 6, 3)
     named, options = make(model, Case(lengths))
     whole = run(named, options, torch.float32, path)
@@ -232,7 +234,7 @@ def test_texts_do_not_see_each_other(model, path):
 @models
 @paths
 def test_without_gradients_few_states_are_kept(model, path, monkeypatch, launches):
-    """A few chunks at a time are as good as all together; the state returned has no more memory than it needs."""
+    """A few chunks at a time give the same result; the returned state keeps no more memory than it needs."""
     named, options = make(model, Case(23, b=1))
     leaves = {name: x.float().to(path.device).requires_grad_() for name, x in named.items()}
     whole, final = dual(leaves, **options)
@@ -251,7 +253,7 @@ def test_without_gradients_few_states_are_kept(model, path, monkeypatch, launche
 @models
 @paths
 def test_some_gradients(model, path):
-    """Gradients of the output alone and of the state alone add up; one input alone gets the same as among several."""
+    """Gradients from the output alone and the state alone add up; an input alone gets the same as among several."""
     named, options = make(model, Case(8, b=1))
 
     def grads(*wanted: str) -> list[list[Tensor]]:
@@ -280,7 +282,7 @@ def test_second_derivatives_are_refused(path):
 
 @paths
 def test_what_the_kernels_do_not_serve_is_a_loop(path, launches):
-    """Three layers, long chunks, wide heads, float64, a step of decoding."""
+    """The cases are three layers, long chunks, wide heads, float64, and a step of decoding."""
     assert kernels.serves(64, [64]) and kernels.serves(16, [128, 512]) and kernels.serves(1, [3, 4000])
     assert not any((kernels.serves(65, [8]), kernels.serves(16, [129]), kernels.serves(64, [128, 9])))
     named, options = make("mlp", Case(12))
@@ -337,7 +339,7 @@ def test_transforms_go_round_the_kernels(model, launches):
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("kind", [TTTLinear, TTTMLP])
 def test_layer(kind, packed, monkeypatch, launches):
-    """Head 64, chunk 16, against float64 within 2 x the error of the loop on the GPU; finite in a bfloat16 region."""
+    """Head 64 and chunk 16 agree with float64 within 2 x the error of the loop on the GPU; bfloat16 is finite."""
     torch.manual_seed(0)
     layer = kind(256, 4)
     for name, x in layer.named_parameters():

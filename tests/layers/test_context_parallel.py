@@ -1,7 +1,7 @@
-"""Context parallelism: ranks that each hold a segment equal one process that holds all, outputs and all gradients.
+"""Context parallelism: ranks that each hold a segment equal one process that holds all, in outputs and all gradients.
 
-Four processes (gloo) are started once and run every fast case, and once for the slow ones; each computes the whole by
-itself beside its own part.
+Four processes (gloo) start once for all fast cases, and once for the slow ones; each computes the whole by itself
+besides its own part.
 """
 
 import json
@@ -80,7 +80,7 @@ class Layout:
     texts: tuple[int, ...] | None = None
     """Bounds of packed sequences; None: two rows, each over all ranks."""
     state: bool = False
-    """Every sequence continues one of its own length."""
+    """Whether every sequence continues one of its own length."""
 
     @property
     def rows(self) -> int:
@@ -95,7 +95,7 @@ class Layout:
         return torch.tensor(bounds), [i for i, x in enumerate(bounds[1:]) if x > start]
 
     def part(self, rank: int) -> tuple[Tensor | None, bool]:
-        """The rank's own cu_seqlens, and whether its first sequence began before."""
+        """Return the rank's own cu_seqlens, and whether its first sequence began before."""
         start, end = self.cuts[rank : rank + 2]
         if self.texts is None:
             return None, rank > 0
@@ -121,12 +121,12 @@ LAYOUTS = {
 }
 
 CASES: dict[str, Callable[[dist.ProcessGroup], None]] = {}
-"""Name -> what each rank runs; the group has as many ranks as the layout."""
+"""What each rank runs, by name; the group has as many ranks as the layout."""
 SIZE_OF: dict[str, int] = {}
 SLOW: set[str] = set()
 FAST_LAYOUTS = ("rows, state", "packed, one over three ranks")
 FAST_IN_TURN = ("packed, ends at the edges", "packed, tiny", "2 ranks")
-"""One of these for each mixer, so that several mixers have each."""
+"""Each mixer gets one of these, so that several mixers have each."""
 MANY_CHUNKS = ("kimi: rows, many chunks", "linear: rows, many chunks")
 
 
@@ -176,7 +176,7 @@ def make_model(dtype: torch.dtype) -> HybridLM:
 
 
 def pasts(layout: Layout) -> Tensor:
-    """Return the bounds of the sequences that come before, one a row."""
+    """Return the bounds of the sequences that come before, one per row."""
     lengths = [4, 4] if layout.texts is None else [(3 * i + 2) % 5 for i in range(layout.rows)]
     return torch.tensor([0, *lengths]).cumsum(0)
 
@@ -196,7 +196,7 @@ def own_rows(state: LayerState, rows: list[int], continues: bool, packed: bool) 
 
 
 def weigh(state: LayerState, rows: list[int], seed: int) -> Tensor:
-    """Return a random linear function of these rows, without what lies behind a cache's last token."""
+    """Return a random linear function of these rows, without the entries after a cache's last token."""
     total = torch.zeros(())
     for n, name in enumerate(state.names):
         for i, row in enumerate(rows):
@@ -208,7 +208,7 @@ def weigh(state: LayerState, rows: list[int], seed: int) -> Tensor:
 
 
 DIFFERENCES: list[str] = []
-"""Of the case that runs. A rank that stopped at its first would leave the others in a collective."""
+"""The differences of the running case. A rank that stopped at its first one would leave the others in a collective."""
 
 
 def close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -252,7 +252,7 @@ def run_mixer(
             _, initial = whole(past, None, before) if packed else whole(past.unflatten(1, (2, -1))[0])
         initial, tensors = leaves(initial)
 
-    # one process: the output, and the states of every rank's sequences at the end of its segment
+    # One process: the output, and the states of every rank's sequences at the end of its segment.
     bounds = None if layout.texts is None else torch.tensor(layout.texts)
     expected, _ = whole(x, initial, bounds)
     loss = (expected * weights).sum()
@@ -269,7 +269,7 @@ def run_mixer(
     wanted = [x, *tensors.values(), *whole.parameters()]
     gradients = torch.autograd.grad(loss + sum(state_losses), wanted)
 
-    # this rank's part
+    # This rank's part.
     context_parallel(split, group)
     start, end = layout.cuts[rank : rank + 2]
     cu_seqlens, continues = layout.part(rank)
@@ -405,7 +405,7 @@ def _(group):
 
 @case("two forwards, then both backwards, recomputed", slow=True)
 def _(group):
-    """Each recomputation sees its own segment, not the latest."""
+    """Each recomputation uses its own segment, not the latest one."""
     rank, totals = dist.get_rank(group), []
     model = make_model(torch.float64)
     context_parallel(model, group)
@@ -431,7 +431,7 @@ def _(group):
 
 @case("bytes that docs/scaling.md says")
 def _(group):
-    """2 rows of 9 tokens a rank, in float32; forward, and the same again backward."""
+    """Each rank has 2 rows of 9 tokens in float32; forward runs, and again in the backward."""
     received = []
 
     def counted(run):
@@ -514,12 +514,12 @@ GPU_CASES = [
 
 
 def run_cases(folder: Path, device: str, names: list[str]) -> None:
-    """Run the cases on a rank, and write what failed."""
+    """Run the cases on a rank, and write down what failed."""
     torch.set_default_device(device)
-    for message in ("mkldnn_matmul failed", "FSDP2-wrapped module"):  # torch's own
+    for message in ("mkldnn_matmul failed", "FSDP2-wrapped module"):  # torch's own warnings
         warnings.filterwarnings("ignore", message)
     carry.READ_AT_ONCE = 16  # so that short sequences are summed in several pieces
-    if device == "cuda":  # NCCL wants a GPU for every rank: gloo instead, with copies
+    if device == "cuda":  # NCCL needs a GPU for every rank, so use gloo, with copies
         gather, scatter_sum = context.Context.gather, context.Context.scatter_sum
         context.Context.gather = lambda self, x: gather(self, x.cpu() if self.size > 1 else x).to(x.device)
         context.Context.scatter_sum = lambda self, x: scatter_sum(self, x.cpu() if self.size > 1 else x).to(x.device)
@@ -534,7 +534,7 @@ def run_cases(folder: Path, device: str, names: list[str]) -> None:
             if rank < SIZE_OF[name]:
                 CASES[name](groups[SIZE_OF[name]])
             failures[name] = "; ".join(DIFFERENCES)
-        except BaseException:  # the other ranks may wait for this one: no case after it can run
+        except BaseException:  # the other ranks may wait for this one, so no later case can run
             failures[name] = traceback.format_exc()
             break
         finally:
@@ -542,8 +542,8 @@ def run_cases(folder: Path, device: str, names: list[str]) -> None:
 
 
 def start(folder: Path, device: str, names: list[str]) -> list[dict[str, str]]:
-    """Return for each rank a mapping from case to what failed, or to nothing."""
-    with suppress(Exception):  # then some case has no result
+    """Return for each rank a mapping from each case to what failed, or to nothing."""
+    with suppress(Exception):  # in that case some results are missing
         run_ranks(RANKS, run_cases, folder, device, names)
     found = [Path(folder, f"{rank}.json") for rank in range(RANKS)]
     return [json.loads(x.read_text()) if x.exists() else {} for x in found]

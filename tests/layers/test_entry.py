@@ -1,4 +1,4 @@
-"""Every mixer has its own message about a wrong input or state, in place of an error from inside torch."""
+"""Every mixer raises its own message about a wrong input or state, in place of an error from inside torch."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_wrong_states(letter):
         (changed(state, Tensor.bfloat16), ValueError, r"state\['\w+'\] must be float32, got bfloat16"),
         (changed(state, lambda y: y.to("meta")), ValueError, r"state\['\w+'\] must be on the device of x, cpu, got"),
     ):
-        for _ in range(2):  # a state that passed changes nothing
+        for _ in range(2):  # a state that passed the check changes nothing
             with pytest.raises(error, match=message):
                 mixer(x, wrong)
             mixer(x, state)
@@ -223,7 +223,7 @@ def _adapt(mixer):
 
 
 def _fetch(mixer):
-    """Its weight is on the meta device except while it runs, as in an offloaded model."""
+    """Keep its weight on the meta device except while it runs, as in an offloaded model."""
     linear, weight = mixer.in_proj, mixer.in_proj.weight
 
     def before(*_):
@@ -238,7 +238,7 @@ def _fetch(mixer):
 
 
 def _convert(mixer):
-    """x comes in another dtype, and a hook converts it."""
+    """Give x in another dtype, which a hook converts."""
     mixer.in_proj.register_forward_pre_hook(lambda module, args: (args[0].to(module.weight.dtype),))
     mixer.double()
 

@@ -1,4 +1,4 @@
-"""The layers: against their equations written out, and what every mixer promises about its state."""
+"""The layers: they agree with their equations written out, and every mixer keeps its promises about its state."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -51,7 +51,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Return a layer with random parameters, those of norms too."""
+    """Return a layer with random parameters, including those of norms."""
     torch.manual_seed(0)
     layer = MIXERS[name]()
     for key, x in layer.named_parameters():
@@ -140,7 +140,7 @@ def test_state_spec_is_what_is_there(name):
 
 @mixers
 def test_states_are_values(name):
-    """A sequence continued in two ways, and then again in the first."""
+    """A sequence is continued in two ways, and then again in the first."""
     layer, x = make(name), tokens(2, 30)
     with torch.no_grad():
         _, state = layer(x[:, :10])
@@ -252,7 +252,7 @@ def test_short_convolution_is_a_convolution():
 
 @pytest.mark.parametrize("name", ["gated delta, no convolution", "kimi"])
 def test_delta_mixers_are_their_equation(name):
-    """Projections, convolution, gates, the rule token by token, gated norm: in plain steps."""
+    """The equation is written in plain steps: projections, convolution, gates, the rule token by token, gated norm."""
     layer, x = make(name), tokens(1, 12)
     mixed, *gates = layer.in_proj(x).split(layer.splits, -1)
     if layer.conv is not None:
@@ -322,7 +322,7 @@ def test_latent_attention_expanded_equals_absorbed(name):
     q, latent, shared = layer.in_proj(x).split(layer.splits, -1)
     _, state = layer(x)
     q = q.unflatten(-1, (3, -1))
-    if name == "latent":  # else q is rotated first
+    if name == "latent":  # otherwise q is rotated first
         torch.testing.assert_close(layer._expanded(q, state, None), layer._absorbed(q, state, None), **CLOSE)
         keys, values = layer.up_proj(layer.latent_norm(latent)).unflatten(-1, (3, -1)).split((6, 5), -1)
         keys = torch.cat((keys, shared[:, :, None].expand(-1, -1, 3, -1)), -1)
@@ -372,7 +372,7 @@ def test_mixture_of_experts_is_its_sum(scores, n):
 
 
 def test_experts_in_one_product_equal_one_by_one():
-    """The way that a GPU takes in bfloat16 is tested on a CPU in float32."""
+    """The path that a GPU takes in bfloat16 is tested on a CPU in float32."""
     torch.manual_seed(0)
     layer = MixtureOfExperts(16, 8, 3, 24)
     x = torch.randn(1, 50, 16)

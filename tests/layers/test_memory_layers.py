@@ -1,4 +1,4 @@
-"""The layers whose memory learns: what all mixers promise of their states; sequences longer than any training."""
+"""The layers whose memory learns: the promises of mixers about states, and sequences far longer than in training."""
 
 import copy
 from itertools import pairwise
@@ -16,13 +16,13 @@ DEFAULTS = {
     "TTTMLP": lambda: TTTMLP(64, 2),
     "Titans": lambda: Titans(64, 2),
     "Titans, mlp": lambda: Titans(64, 2, memory="mlp"),
-    "LaCT": lambda: LaCT(64, 2),  # 12 tokens are no chunk of 2048: its attention alone learns here, and slowly
+    "LaCT": lambda: LaCT(64, 2),  # 12 tokens are no chunk of 2048, so only its attention learns here, and slowly
     "LeastSquares": lambda: LeastSquares(64, 2),
 }
 
 
 class Recaller(nn.Module):
-    """Four pairs of a key (0 .. 7) and a value (8 .. 15), then the keys in another order: their values are asked."""
+    """A model that reads four pairs of a key (0 .. 7) and a value (8 .. 15), then recalls the values for the keys."""
 
     def __init__(self, mixer: nn.Module) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Recaller(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_recall_is_learnt_and_long_texts_stay_finite(name):
-    """16,384 tokens, in float32 and bfloat16; half of the second row is one word. 2,000 single tokens add no bytes."""
+    """16,384 tokens in float32 and bfloat16, half of the second row one word, are finite; 2,000 more add no bytes."""
     torch.manual_seed(0)
     net = Recaller(DEFAULTS[name]())
     losses = net.learn(200)
@@ -120,7 +120,7 @@ def test_layer_split_anywhere_and_one_by_one_equals_whole(name):
 
 @layers
 def test_layer_packed_texts_equal_separate_ones(name):
-    """So do their gradients; rows then stand at different positions of their chunks, and are continued as a batch."""
+    """So are their gradients; rows are then at different positions of their chunks, and continue as a batch."""
     layer, x = make_layer(name), hidden(1, 48).requires_grad_()
     lengths = (3, 0, 1, 24, 20)
     bounds = torch.tensor((0, *lengths)).cumsum(0)
@@ -142,8 +142,8 @@ def test_layer_packed_texts_equal_separate_ones(name):
         for y, z in ((packed, continued), wanted)
     )
     for got, own in zip(grads, expected, strict=True):
-        assert own.abs().max() > 0  # every parameter has a say
-        # Of a deep memory whose output is normalised, one rounding of an input moves the gradients by up to 6e-9.
+        assert own.abs().max() > 0  # every parameter matters
+        # With a deep memory and a normalised output, one rounding of an input moves the gradients by up to 6e-9.
         torch.testing.assert_close(got, own, rtol=1e-8, atol=1e-8)
 
 
@@ -173,7 +173,7 @@ def test_layer_states_are_values(name):
         kept = {n: y.clone() for n, y in state.tensors.items()}
         first, after = layer(x[:, 7:8], state)
         layer(x[:, 20:28], state)
-        layer.initial[0].mul_(2)  # what a sequence began with is not read again
+        layer.initial[0].mul_(2)  # the initial weights of a sequence are not read again
         assert torch.equal(layer(x[:, 7:8], state)[0], first)
     assert all(torch.equal(kept[n], state[n]) for n in kept)
 
@@ -205,7 +205,7 @@ LONG = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LONG)
 def test_layer_is_finite_over_16384_tokens(name, dtype):
-    """At default settings, backwards too: random tokens; and a sequence of few words, then of one word alone."""
+    """This holds at default settings, backward too, for random tokens, and for few words and then one word alone."""
     torch.manual_seed(0)
     layer = LONG[name]().to(dtype)
     words = torch.randn(4, 64)
@@ -218,7 +218,7 @@ def test_layer_is_finite_over_16384_tokens(name, dtype):
 
 
 def recall_loss(layer: torch.nn.Module, steps: int, pairs: int = 4, words: int = 8) -> tuple[float, float]:
-    """Train on "k1 v1 k2 v2 ... k3 ?": the mean loss of the first and of the last 10 steps."""
+    """Train on "k1 v1 k2 v2 ... k3 ?"; return the mean loss of the first and of the last 10 steps."""
     torch.manual_seed(0)
     embed, head = torch.nn.Embedding(2 * words, 64), torch.nn.Linear(64, words)
     norm = torch.nn.RMSNorm(64)
@@ -245,7 +245,7 @@ def recall_loss(layer: torch.nn.Module, steps: int, pairs: int = 4, words: int =
 RECALLING = {
     "Titans, linear": lambda: Titans(64, 2, memory="linear"),
     "Titans, mlp": lambda: Titans(64, 2, memory="mlp"),
-    # What is asked was told in chunks before, out of the window's reach.
+    # The answers were given in earlier chunks, out of the window's reach.
     "LaCT": lambda: LaCT(64, 2, chunk=8, window=8, conv_size=4),
 }
 

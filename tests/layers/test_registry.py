@@ -1,4 +1,4 @@
-"""Rows of the registry: what they count is what is measured, and what a rule is traced with gives its output."""
+"""Rows of the registry: their counts are the measured ones, and what a rule is traced with gives its output."""
 
 import pickle
 import sys
@@ -27,7 +27,7 @@ def test_measured_operations_are_the_counted_ones(letter):
     part = CONFIG if letter in LINEAR else model.part(kind)
     counted, measured = kind.operations, operations_of(replace(kind, operations=None), model)
     products = counted.projections(model, part)
-    made = measured.projections(model, part) - products  # latent attention: keys and values are made as it mixes
+    made = measured.projections(model, part) - products  # latent attention makes keys and values as it mixes
     assert (made > 0) == (letter == "M")
     for tokens in (64, 100, 1536, 5000, 2**18):
         found = measured.mixing(part, tokens, "executed") + tokens * made
@@ -82,7 +82,7 @@ def empty_place(monkeypatch):
 
 
 def test_a_row_of_lineates_own_parts_belongs_to_who_registers_it(empty_place):
-    """Its checkpoint must say what to import, although every function of the row is lineate's."""
+    """Its checkpoint must name the module to import, although every function of the row is lineate's."""
     kind = register(replace(kind_of("G"), letter="W", name="renamed", short=None))
     assert not kind.built_in and kind.module == __name__ and kind_of("G").built_in
     saved = preset("tiny", pattern="WA").to_dict()
@@ -90,7 +90,7 @@ def test_a_row_of_lineates_own_parts_belongs_to_who_registers_it(empty_place):
 
 
 def test_threads_may_register_and_read(empty_place):
-    """Reading while another thread registers sees a whole table."""
+    """A thread that reads while another registers sees a whole table."""
     failed: list[Exception] = []
     before = sys.getswitchinterval()
 

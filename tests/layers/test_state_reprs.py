@@ -1,4 +1,4 @@
-"""States are printed as names, shapes and bytes: short, and without reading a value."""
+"""States are printed as names, shapes and bytes, briefly and without reading a value."""
 
 import copy
 
@@ -13,7 +13,7 @@ from lineate.models import HybridLM, preset
 
 
 class NoValues(TorchDispatchMode):
-    """Refuses what makes Python wait for a number of a tensor."""
+    """Refuses ops that make Python wait for a tensor's value."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert "_local_scalar_dense" not in str(func) and "_to_copy" not in str(func), func

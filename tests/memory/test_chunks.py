@@ -7,7 +7,7 @@ from cases import bounds
 from lineate.memory.chunks import check_chunk, cut_runs, lay_out, walk_places
 
 CASES = [
-    # lengths, positions; equal lengths are rows of a batch, others packed
+    # lengths, positions; equal lengths are rows of a batch, others are packed
     ((7, 7), None),
     ((8, 8, 8), None),
     ((7, 7), (3, 0)),

@@ -1,4 +1,4 @@
-"""What all mixers whose memory learns have in common (lineate/layers/learning.py)."""
+"""What all mixers whose memory learns share (lineate/layers/learning.py)."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ mixers = pytest.mark.parametrize("mixer", MIXERS)
 
 @mixers
 def test_without_a_convolution_the_projections_are_read_as_they_are(mixer, monkeypatch):
-    """No mixer keeps inputs of a convolution then, and none puts a silu in its place."""
+    """No mixer then keeps inputs of a convolution, and none applies a silu in its place."""
     torch.manual_seed(0)
     layer, x, seen = mixer(16, 2, chunk=4, conv_size=0), torch.randn(2, 6, 16), []
     learn = layer.learn

@@ -1,4 +1,4 @@
-"""LaCT: large chunks against the rule taken literally, by autograd and token by token; and the layer."""
+"""LaCT: large chunks agree with the rule taken literally, by autograd and token by token; and the layer."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -22,7 +22,7 @@ def answer(weights: list[Tensor], x: Tensor) -> Tensor:
 
 
 def reference(q, k, v, rates, momentum, state, chunk, muon=True):
-    """Take the loss's gradient by autograd, token by token (rows and heads side by side); one position."""
+    """Take the loss's gradient by autograd, token by token (rows and heads in parallel), from one position."""
     names = ("weights", "sums", "previous", "norms")
     weights, sums, previous, norms = ([state[f"{name}_{i}"] for i in range(3)] for name in names)
     total, position = state["momentum"], int(state["position"][0])
@@ -78,7 +78,7 @@ def check_gradients(got, wanted, leaves, names: str = "") -> None:
 @pytest.mark.parametrize("d, dh", [(6, 3), (3, 7), (4, 4)])
 @pytest.mark.parametrize("t, position", [(1, 3), (2, 1), (4, 0), (8, 0), (10, 0), (11, 3)])
 def test_any_shape_without_momentum(t, position, d, dh, muon):
-    """Wide and upright matrices; parts of a chunk before and behind whole ones, and neither."""
+    """Matrices are wide and tall; a call has parts of a chunk before and after whole ones, or neither."""
     inputs, state = make(t=t, d=d, dh=dh)
     state = middle(state, position)
     leaves = [x.requires_grad_() for x in (*inputs[:4], *floats(state))]
@@ -104,7 +104,7 @@ def test_runs_of_any_size_are_the_same(position, most, monkeypatch):
     state = middle(state, position)
     leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
     wanted = lact(*inputs, state, chunk=4)
-    size = 2 * 2 * 3 * 6 * 5  # of the matrices of a chunk
+    size = 2 * 2 * 3 * 6 * 5  # numbers in the matrices of a chunk
     monkeypatch.setattr(chunks, "LARGEST_TENSOR", most * size)
     runs = chunks.cut_runs(25, position, 4, size)
     assert max(run.n for run in runs) == most and sum(run.n * run.length for run in runs) == 25
@@ -115,7 +115,7 @@ def test_runs_of_any_size_are_the_same(position, most, monkeypatch):
 
 @pytest.mark.parametrize("muon", [True, False])
 def test_nothing_written_is_finite(muon):
-    """Rates of 0: C is 0, where its norm has no derivative."""
+    """With rates of 0, C is 0, where its norm has no derivative."""
     inputs, state = make(t=9)
     inputs[3] = torch.zeros_like(inputs[3])
     leaves = [x.requires_grad_() for x in (*inputs, *floats(state))]
@@ -210,7 +210,7 @@ def test_split_anywhere_and_one_by_one_equal_whole():
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_rows_never_see_each_other(packed):
-    """Packed sequences, or rows of a batch, each from its own position in its chunk."""
+    """The cases are packed sequences, and rows of a batch, each from its own position in its chunk."""
     lengths = (3, 0, 1, 21, 8) if packed else (9, 9, 9, 9, 9)
     inputs, _ = make(b=1, t=sum(lengths))
     _, state = make(b=len(lengths), seed=1)
@@ -256,7 +256,7 @@ def test_the_state_does_not_grow_and_the_norms_stay():
 
 
 def test_singular_values_of_a_step():
-    """Singular values from 0.8 % of the whole norm up come to 0.977 .. 1.032."""
+    """Singular values from 0.8 % of the whole norm up become 0.977 .. 1.032."""
     g = torch.Generator().manual_seed(0)
     U, V = (torch.linalg.qr(torch.randn(64, 64, generator=g, dtype=torch.float64))[0] for _ in range(2))
     sizes = torch.logspace(0, -2, 64, dtype=torch.float64)
@@ -289,7 +289,7 @@ def test_errors_say_what_was_expected():
 
 @pytest.mark.parametrize("window", [1, 3, 600])
 def test_window_attention_is_softmax_of_the_last_tokens(window):
-    """Over more than one block of queries, and continued from a cache."""
+    """This holds over more than one block of queries, and when continued from a cache."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 1100, 1, 4, generator=g, dtype=torch.float64) for _ in range(3))
     at = torch.arange(1100)
@@ -315,7 +315,7 @@ def test_last_tokens_of_packed_texts():
 @pytest.mark.parametrize("bounds", [None, (0, 1, 1, 70, 300)])
 @pytest.mark.parametrize("window", [2, 20, 400])
 def test_the_window_in_one_launch_equals_blocks(window, bounds):
-    """bfloat16 on a GPU against float32 there and on a CPU: outputs, states, gradients."""
+    """bfloat16 on a GPU agrees with float32 there and on a CPU in outputs, states and gradients."""
     layer = LaCT(64, 2, chunk=32, window=window)
     given = [
         x.bfloat16() for x in torch.randn(3, 1 if bounds else 2, 300, 64, generator=torch.Generator().manual_seed(0))

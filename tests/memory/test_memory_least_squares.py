@@ -1,4 +1,4 @@
-"""Least squares: against the normal equations and the reference, chunked against token by token, and as a layer."""
+"""Least squares against the normal equations and the reference, chunked against token by token, and as a layer."""
 
 import math
 from itertools import accumulate
@@ -34,7 +34,7 @@ def inputs(t, b=B, *, decay=True, beta=True, seed=0):
 
 
 def some_state(rows, position):
-    """Return a state as earlier tokens leave it: P positive, and rows at different positions in their chunks."""
+    """Return a state as earlier tokens leave it: P is positive, and rows are at different positions in their chunks."""
     A = draw(rows, H, K, K, seed=11)
     P = A @ A.mT + torch.eye(K, dtype=torch.float64)
     return {
@@ -50,13 +50,13 @@ def error(a, b):
 
 
 def gradients(result, leaves):
-    """Return the gradients of one number made of the output and the whole state."""
+    """Return the gradients of one number that depends on the output and the whole state."""
     y, state = result
     parts = [y, *(state[name] for name in ("P", "S", "ridge"))]
     total = sum((x * torch.sin(torch.arange(x.numel(), dtype=x.dtype)).view_as(x)).sum() for x in parts)
     grads = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
     grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves, grads, strict=True)]
-    # P is symmetric: only that part of its gradient means anything.
+    # P is symmetric, so only the symmetric part of its gradient has a meaning.
     return [x + x.mT if x.dim() == 4 and x.shape[-2:] == (K, K) else x for x in grads]
 
 
@@ -93,7 +93,7 @@ def test_minimum(form, restore):
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("beta", [False, True])
 def test_is_a_row_of_the_table(decay, beta):
-    """The autograd reference, Newton's step on the squared error: outputs, state, all gradients."""
+    """It agrees with the autograd reference, Newton's step on the squared error: outputs, state, all gradients."""
     q, k, v, log_decay, weight = inputs(9, decay=decay, beta=beta)
     gates = {name: x for name, x in (("log_decay", log_decay), ("rate", weight)) if x is not None}
     leaves = [x for x in (q, k, v, log_decay, weight) if x is not None]
@@ -114,7 +114,7 @@ def test_is_a_row_of_the_table(decay, beta):
 @pytest.mark.parametrize("restore", [False, True])
 @pytest.mark.parametrize("start", [None, [0, 3], [8 - 1, 5]])
 def test_chunks(t, restore, start):
-    """The chunked form is the recurrent one: outputs, state, all gradients, wherever rows stand in their chunks."""
+    """The chunked form equals the recurrent one in outputs, state and gradients, wherever rows are in their chunks."""
     given = inputs(t)
     state = None if start is None else some_state(B, start)
     leaves = [*given, *([] if state is None else [state[n] for n in ("P", "S", "ridge")])]
@@ -134,7 +134,7 @@ def test_chunks_without_gates(gates):
 @pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
 @pytest.mark.parametrize("continued", [False, True])
 def test_packed(form, continued):
-    """Sequences of 1, 0, 12, 8 and 4 tokens in one row are these sequences alone."""
+    """Sequences of 1, 0, 12, 8 and 4 tokens packed into one row equal these sequences alone."""
     bounds = [0, 1, 1, 13, 21, 25]
     given = inputs(25, b=1)
     state = some_state(5, [0, 2, 7, 0, 5]) if continued else None
@@ -197,14 +197,17 @@ def recalled(k, v, S):
 )
 @pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
 def test_recalls_all_pairs(n, dtype, ridge, form):
-    """n <= k random pairs exactly, where DeltaNet has lost the first ones. Keys of a square matrix need float64."""
+    """It recalls n <= k random pairs exactly, where DeltaNet has lost the first ones.
+
+    Keys that form a square matrix need float64.
+    """
     k, v = pairs(n, 64, dtype)
     assert recalled(k, v, least_squares(k, k, v, ridge=ridge, chunk=16, form=form)[1]["S"]) < 1e-5
     assert recalled(k, v, lineate.delta_rule(k, k, v, torch.ones(2, n, 2, dtype=dtype)).state) > 0.1
 
 
 def test_float32_and_bfloat16():
-    """Rounding: float32 near float64; bfloat16 inputs are computed with in float32."""
+    """float32 is close to float64; bfloat16 inputs are computed in float32."""
     q, k, v, log_decay, beta = (x.detach() for x in inputs(200))
     given = q, k, v, log_decay / 8, beta
     exact, _ = least_squares(*given, ridge=0.05)
@@ -222,7 +225,7 @@ def test_float32_and_bfloat16():
 @pytest.mark.parametrize("kind", ["random", "few directions", "one direction", "positive"])
 @pytest.mark.parametrize("kept", [1.0, 0.999, 0.95])
 def test_stays_near_float64(kind, kept):
-    """16,384 tokens in float32, also with keys that leave most directions out."""
+    """16,384 tokens in float32 stay close, also with keys that leave out most directions."""
     t, size = 16384, 32
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(1, t, 2, size, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -283,7 +286,7 @@ def layer(**options):
 
 @pytest.mark.parametrize("options", [{}, {"conv_size": 0}, {"decay_floor": 1.0}])
 def test_layer(options):
-    """One token at a time, split and packed are the whole; the state is what state_spec says."""
+    """One token at a time, split and packed equal the whole; the state is as state_spec says."""
     mixer, x = layer(**options), draw(2, 21, 24).requires_grad_()
     whole, after = mixer(x)
     outputs, state = [], None
@@ -312,7 +315,7 @@ def test_layer_rows_at_different_places():
 
 
 def test_layer_state_does_not_grow():
-    """20,000 tokens, the last ones one by one: as many bytes as state_spec says, and no more behind the tensors."""
+    """After 20,000 tokens, the last ones one by one, the state and the memory behind it have state_spec's bytes."""
     mixer = LeastSquares(24, 2, key_dim=6)
     x = draw(1, 20000, 24).float()
     with torch.no_grad():
@@ -340,7 +343,7 @@ def test_layer_errors():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("repeated", [False, True])
 def test_layer_over_16384_tokens(dtype, repeated):
-    """No NaN, forward or backward, with varied tokens or one and the same."""
+    """There is no NaN, forward or backward, with varied tokens or one repeated token."""
     torch.manual_seed(0)
     mixer = LeastSquares(64, 2).to(dtype)
     x = torch.randn(1, 16384, 64, dtype=dtype)
@@ -356,7 +359,7 @@ def test_layer_over_16384_tokens(dtype, repeated):
 
 @pytest.mark.slow
 def test_layer_learns_recall():
-    """200 steps on pairs of tokens, key then value, asked for again: the loss falls below that of guessing."""
+    """In 200 steps on pairs of tokens, key then value, that are asked for again, the loss falls below guessing."""
     torch.manual_seed(0)
     n, words = 8, 16
 
@@ -386,7 +389,7 @@ def test_layer_learns_recall():
 
 
 def test_packed_texts_of_very_different_lengths():
-    """They are taken in groups: outputs, states and gradients as one by one, from states anywhere in a chunk."""
+    """They run in groups, with the outputs, states and gradients of one by one, from states anywhere in a chunk."""
     lengths = (1, 40, 0, 3, 17, 1, 9, 0)
     q, k, v, log_decay, beta = inputs(sum(lengths), b=1)
     bounds = torch.tensor([0, *accumulate(lengths)])
@@ -406,7 +409,7 @@ def test_the_future_cannot_spoil_the_past():
 
 
 def test_a_rounded_state_does_not_explode():
-    """Keys of 8 kinds and a small ridge: P in float32 has directions of no certainty, and is not definite."""
+    """With keys of 8 kinds and a small ridge, P in float32 has directions of no certainty, and is not definite."""
     g = torch.Generator().manual_seed(0)
     kinds = F.normalize(torch.randn(8, 64, generator=g), dim=-1) * 8
     k = kinds[torch.randint(8, (1, 2048, 1), generator=g)]
@@ -422,9 +425,9 @@ def test_too_fast_forgetting_and_wrong_positions_are_errors():
     given = [x.detach() for x in inputs(20)]
     with pytest.raises(ValueError, match="log_decay must sum to at least -25 over chunk = 8"):
         least_squares(*given[:3], torch.full_like(given[3], -4.0), given[4], chunk=8)
-    fast = torch.where(torch.arange(20)[:, None] < 8, given[3], -4.0)  # in the second chunk
+    fast = torch.where(torch.arange(20)[:, None] < 8, given[3], -4.0)  # changed only in the second chunk
     compiled = torch.compile(lambda *x: least_squares(*x, chunk=8), backend="aot_eager", fullgraph=True)
-    y, _ = compiled(*given[:3], fast, given[4])  # cannot look
+    y, _ = compiled(*given[:3], fast, given[4])  # compiled code cannot check the values
     assert y[:, 8:].isnan().all()
     assert error([y[:, :8]], [least_squares(*given, chunk=8)[0][:, :8]]) < 1e-13
     state = some_state(B, [0, 9])
@@ -434,7 +437,7 @@ def test_too_fast_forgetting_and_wrong_positions_are_errors():
 
 @pytest.mark.parametrize(("floor", "chunk"), [(0.5, 64), (0.95, 1024), (1e-30, 1)])
 def test_the_layer_never_forgets_too_fast(floor, chunk):
-    """Outputs are finite whatever its gates say; the limit leaves the default floor unchanged."""
+    """Outputs are finite whatever its gates are; the limit leaves the default floor unchanged."""
     torch.manual_seed(0)
     layer = LeastSquares(8, 2, decay_floor=floor, chunk=chunk)
     with torch.no_grad():

@@ -40,7 +40,7 @@ OPS = [
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name, op, decay, corrects", OPS)
 def test_five_rules_are_rows(name, op, decay, corrects, packed):
-    """Outputs, state and all gradients of lineate's ops, from an initial state, with rates up to 2."""
+    """Outputs, state and all gradients equal those of lineate's ops, from an initial state, with rates up to 2."""
     q, k, v = draw(B, T, H, K), unit(draw(B, T, H, K, seed=1)), draw(B, T, HV, V, seed=2)
     inputs = {"q": q, "k": k, "v": v}
     gates = {}
@@ -71,7 +71,7 @@ def test_five_rules_are_rows(name, op, decay, corrects, packed):
 
 
 def test_kda_decays_before_it_compares():
-    """Explicit matrices: (I - beta k k^T) Diag(a) S + beta k v^T."""
+    """With explicit matrices, the step is (I - beta k k^T) Diag(a) S + beta k v^T."""
     k, v, S = unit(draw(1, K)), draw(1, V, seed=1), draw(K, V, seed=2)
     a, beta = torch.rand(1, K, dtype=torch.float64), torch.tensor([0.7], dtype=torch.float64)
     _, after = run_head(MEMORY_RULES["KDA"], k, k, v, {"log_decay": a.log(), "rate": beta}, {"S": S})
@@ -101,7 +101,7 @@ def test_least_squares_is_the_minimum(decay):
 
 
 def test_ttt_linear_is_the_dual_form():
-    """The specification's closed form over two chunks: G by hand, eta[t, s] with 1/t + learned_t."""
+    """The specification's closed form holds over two chunks: G by hand, eta[t, s] with 1/t + learned_t."""
     c, d = 4, 5
     q, k, v = draw(2 * c, d), draw(2 * c, d, seed=1), draw(2 * c, d, seed=2)
     W, b, gamma, beta = draw(d, d, seed=3), draw(d, seed=4), draw(d, seed=5), draw(d, seed=6)
@@ -110,7 +110,7 @@ def test_ttt_linear_is_the_dual_form():
     weights = {"W": W, "b": b, "gamma": gamma, "beta": beta}
     y, after = run_head(rule, q, k, v, {"rate": rate, "position": learned}, weights)
     factor = (1 / torch.arange(1, c + 1, dtype=torch.float64) + learned).clamp(min=0)
-    assert float(factor.min()) == 0  # the clamp is part of the test
+    assert float(factor.min()) == 0  # some factors are clamped to 0, so the test covers the clamp
     expected = []
     for i in (0, c):
         x, target = k[i : i + c], (v - k)[i : i + c]
@@ -155,7 +155,7 @@ def test_ttt_mlp_takes_the_gradient_of_both_layers():
 
 
 def test_titans_linear_is_the_closed_form():
-    """The specification's products over one chunk from M0 and S0, continued from the first chunk."""
+    """The specification's products hold over one chunk from M0 and S0, continued from the first chunk."""
     c, d = 5, 4
     q, k, v, M = draw(2 * c, d), draw(2 * c, d, seed=1), draw(2 * c, V, seed=2), draw(d, V, seed=3)
     alpha, eta, theta = (torch.rand(2 * c, dtype=torch.float64) for _ in range(3))
@@ -179,7 +179,7 @@ def test_titans_linear_is_the_closed_form():
 
 
 def test_lact_is_the_closed_form():
-    """Two full chunks and a part of a third, which is read but not written."""
+    """There are two full chunks and a part of a third, which is read but not written."""
     c, d, e, t = 3, 4, 6, 8
     q, k, v = draw(t, d), draw(t, d, seed=1), draw(t, d, seed=2)
     weights = {"W0": draw(e, d), "W1": draw(d, e, seed=1), "W2": draw(e, d, seed=2)}
@@ -266,7 +266,7 @@ def test_split_equals_whole_and_packed(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_outer_training_sees_the_inner_learning(name):
-    """gradcheck: finite differences of the whole reading against autograd through every inner gradient."""
+    """gradcheck compares finite differences of the whole reading with autograd through every inner gradient."""
     rule, q, k, v, gates, weights = inputs_of(name, t=5, d=3, e=4)
     names = [*gates, *weights]
     leaves = [
@@ -283,7 +283,7 @@ def test_outer_training_sees_the_inner_learning(name):
 
 
 def test_muon_and_clipping():
-    """Singular values near 1 over a wide range; a gradient over the limit is scaled to it, others are left alone."""
+    """Singular values are near 1 over a wide range; a gradient over the limit is scaled to it, others are unchanged."""
     values = torch.linalg.svdvals(orthogonalise(torch.randn(64, 32, dtype=torch.float64)))
     assert float(values.min()) > 0.9 and float(values.max()) < 1.1
     small, large = {"a": draw(3), "b": draw(4)}, {"a": 100 * draw(3), "b": 100 * draw(4)}
@@ -337,7 +337,7 @@ def test_errors_say_what_to_do():
     ],
 )  # fmt: skip
 def test_wrong_fields_of_a_rule(change, error, message):
-    """The error comes when the rule is made, not when it runs."""
+    """The error is raised when the rule is made, not when it runs."""
     with pytest.raises(error, match=message):
         replace(MEMORY_RULES["DeltaNet"], **change)
 
@@ -382,14 +382,14 @@ def test_wrong_gates_and_weights():
 
 
 def momentum_step(gradients, carried, gates):
-    """Take the step of "momentum"."""
+    """Take the step of the optimiser "momentum"."""
     steps = {name: gates["momentum"] * carried[name] - gates["rate"] * x for name, x in gradients.items()}
     return steps, steps
 
 
 @pytest.mark.parametrize("name", ["Titans", "Titans MLP"])
 def test_an_optimiser_and_a_loss_can_be_functions(name):
-    """A function that does what a named optimiser does has its bits, in two calls too, and its gradients."""
+    """A function that does what a named optimiser does has the same bits and gradients, over two calls too."""
     rule, q, k, v, gates, weights = inputs_of(name)
 
     def half_squared(model, weights, k, v):

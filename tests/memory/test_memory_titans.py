@@ -1,4 +1,4 @@
-"""Titans: the chunked form against the rule taken literally, by autograd and token by token; and the layer."""
+"""Titans: the chunked form agrees with the rule taken literally, by autograd and token by token; and the layer."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -34,7 +34,7 @@ def answer(weights: list[Tensor], x: Tensor, residual: bool, norm: bool) -> Tens
 
 
 def reference(q, k, v, theta, eta, alpha, state, chunk=16, clip=None, residual=False, norm=False):
-    """Take the gradient of the loss by autograd, then the step, token by token (rows and heads side by side)."""
+    """Take the gradient of the loss by autograd, then the step, token by token (rows and heads in parallel)."""
     depth, position = len(state) // 3, state["position"]
     weights, momentum, start = (
         [state[f"{name}_{i}"] for i in range(depth)] for name in ("weights", "momentum", "start")
@@ -89,7 +89,7 @@ def make(case: str, b: int = 2, t: int = 13, h: int = 2, d: int = 5, dtype=torch
 @cases
 @pytest.mark.parametrize("chunk", [1, 4, 16])
 def test_equals_autograd_token_by_token(case, chunk):
-    """Outputs, state and all gradients, from positions in the middle of a chunk that differ between rows."""
+    """Outputs, state and all gradients agree, from positions inside a chunk that differ between rows."""
     inputs, state = make(case)
     state["position"] = torch.tensor([0, 3]) % chunk
     if chunk > 1:  # the second row began its chunk elsewhere
@@ -149,7 +149,7 @@ def test_split_anywhere_and_one_by_one_equal_whole(case):
 
 @cases
 def test_packed_texts_never_see_each_other(case):
-    """Sequences of all lengths, none too, each from its own state in the middle of a chunk."""
+    """Sequences have all lengths, even 0, each from its own state in the middle of a chunk."""
     lengths = (3, 0, 1, 21, 8)
     inputs, _ = make(case, b=1, t=sum(lengths))
     _, state = make(case, b=len(lengths), seed=1)
@@ -237,7 +237,7 @@ def test_errors_say_what_was_expected():
 
 
 def test_layouts_are_kept_but_no_state_is_part_of_them():
-    """Twice the same call; the first state is then written to, as decoding in place does; inference goes first."""
+    """The same call runs twice; its first state is then written to, as decoding in place does; inference runs first."""
     inputs, _ = make("linear", t=7)
     with torch.inference_mode():
         titans(*inputs, chunk=4)

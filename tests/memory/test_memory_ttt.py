@@ -20,7 +20,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def sequential(named: dict[str, Tensor], lengths: list[int] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Row by row, head by head, token by token, with autograd's gradient of the loss as it is written down."""
+    """Run row by row, head by head, token by token, with autograd's gradient of the loss as it is written down."""
     depth = 1 + ("weight2" in named)
     names = [f"{kind}{i + 1}" for i in range(depth) for kind in ("weight", "bias")]
     b, t, heads, dim = named["q"].shape
@@ -108,7 +108,7 @@ def test_packed_equals_autograd(model):
 @models
 @pytest.mark.parametrize("packed", [False, True])
 def test_dual_equals_the_reference_of_all_memories(model, packed):
-    """lineate.memory.run_reference, whose factors are max(0, 1/i + learned_i), some of them 0 here."""
+    """It agrees with lineate.memory.run_reference, whose factors max(0, 1/i + learned_i) are sometimes 0 here."""
     rule = replace(MEMORY_RULES["TTT-Linear" if model == "linear" else "TTT-MLP"], chunk=CHUNK)
     bounds = torch.tensor([0, 5, 11]) if packed else None
     named = draw(model, 1 if packed else 2, 11, rows=2)
@@ -139,7 +139,7 @@ def only_inputs(named: dict[str, Tensor]) -> dict[str, Tensor]:
 @models
 @pytest.mark.parametrize("cuts", [[1], [1, 3], [CHUNK], [14], [2, 3, 5, 12], list(range(1, 15))])
 def test_split_anywhere_equals_whole(model, cuts):
-    """Gradients too, through the states between; the last case is one token at a time."""
+    """Gradients agree too, through the states between; the last case is one token at a time."""
     named = learnable(draw(model, 2, 15, rows=2))
     parts, state = [], {x: named[x] for x in named if x.startswith(("weight", "bias"))}
     for start, end in pairwise([0, *cuts, 15]):
@@ -150,7 +150,10 @@ def test_split_anywhere_equals_whole(model, cuts):
 
 @models
 def test_rows_at_different_places(model):
-    """Packed sequences leave rows anywhere in their chunks; these go on together: by a few tokens, by one, packed."""
+    """After packed sequences, rows are anywhere in their chunks.
+
+    They continue together by a few tokens, one, and packed.
+    """
     lengths, more = [3, 8, 1, 6], 2 * CHUNK + 1
     named = draw(model, 1, sum(lengths), rows=4)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
@@ -276,7 +279,7 @@ def test_the_layer_is_its_equations(name):
 @layers
 @torch.no_grad()
 def test_the_layer_streams(name):
-    """Cut anywhere, token by token, and packed, then on from there; the state is as large as its spec says."""
+    """It may be cut anywhere, run token by token or packed, and continued; the state is as large as its spec says."""
     layer, x = make(name), tokens(3, 14)
     whole, final = layer(x)
     for cuts in ([1], [5, 6], range(1, 14)):
@@ -317,7 +320,7 @@ def test_states_are_values(name):
 
 @layers
 def test_dtypes(name):
-    """The memory stays in float32 in a bfloat16 layer and under autocast."""
+    """The memory stays float32 in a bfloat16 layer and under autocast."""
     layer, x = make(name).bfloat16(), tokens(1, 9).bfloat16()
     y, state = layer(x)
     assert y.dtype == torch.bfloat16 and state["weight1"].dtype == state["bias1_sum"].dtype == torch.float32
@@ -346,7 +349,7 @@ def test_bytes_do_not_grow(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_long_texts_stay_finite(model, dtype):
-    """Defaults, 16,384 tokens: random ones, then the same one over and over, then large ones."""
+    """At defaults, 16,384 tokens stay finite: random ones, then one token repeated, then large ones."""
     torch.manual_seed(0)
     layer = {"linear": TTTLinear, "mlp": TTTMLP}[model](32, 2).to(dtype)
     x = torch.randn(3, 16_384, 32)
@@ -357,7 +360,7 @@ def test_long_texts_stay_finite(model, dtype):
 
 
 class Recaller(nn.Module):
-    """Pairs (key, value), then keys: their values are asked for."""
+    """A model that reads pairs (key, value), then keys, whose values it must recall."""
 
     def __init__(self, mixer: TTTMixer) -> None:
         super().__init__()
@@ -373,8 +376,8 @@ RECALLS = {
     "linear": (lambda: TTTLinear(32, 1), 0.5),
     "mlp": (lambda: TTTMLP(32, 1), 0.5),
 }
-"""A layer and the loss it must reach. log 16 = 2.77 is a guess without memory, log 8 = 2.08 knows which values are
-there but not whose."""
+"""A layer and the loss that it must reach. log 16 = 2.77 is a guess without memory; log 8 = 2.08 knows which values
+occurred, but not for which keys."""
 
 
 @pytest.mark.slow

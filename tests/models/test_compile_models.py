@@ -35,7 +35,7 @@ def draw(b: int, t: int) -> Tensor:
 
 
 class Compiled:
-    """A model in one graph, and how many graphs it took so far."""
+    """A model in one graph, and how many graphs it has taken so far."""
 
     def __init__(self, model: HybridLM, dynamic: bool | None = None) -> None:
         torch._dynamo.reset()
@@ -102,7 +102,7 @@ def test_one_graph_serves_every_packing(pattern):
 @hybrids
 @torch.no_grad()
 def test_decoding_is_one_graph_for_every_length(pattern):
-    """The second step finds the length of the cache to differ, and no later one does."""
+    """The second step finds that the length of the cache differs, and no later step does."""
     model = make(pattern)
     compiled = Compiled(model)
     state, expected = (model(draw(2, 21)).state for _ in range(2))
@@ -122,8 +122,10 @@ def read(run, ids: Tensor, ends: Tensor | None, state: ModelState | None) -> tup
 @hybrids
 @torch.no_grad()
 def test_states_of_packed_texts_continue(pattern):
-    """Token by token and packed, from states of eager and of compiled calls; the caches are padded apart, so not to
-    the bit."""
+    """States of eager and of compiled calls continue token by token and packed.
+
+    The caches have different padding, so results do not agree to the bit.
+    """
     model = make(pattern)
     compiled = Compiled(model)
     more = torch.tensor([0, 2, 9, 10, 10])
@@ -136,17 +138,17 @@ def test_states_of_packed_texts_continue(pattern):
             wanted, expected = read(model, ids, ends, expected)
             assert relative_error(got, wanted) <= 1e-6
             assert torch.equal(torch.as_tensor(state.lengths), torch.as_tensor(expected.lengths))
-        _, state = read(model, draw(1, 10), more, state)  # which takes back the room of the bounds
+        _, state = read(model, draw(1, 10), more, state)  # this takes back the room after the bounds
         _, expected = read(model, draw(1, 10), more, expected)
         assert state.nbytes == expected.nbytes
 
 
 @torch.no_grad()
 def test_compiled_calls_leave_the_state_they_continue():
-    """Nothing is written into the room behind a cache: another continuation may take it meanwhile."""
+    """Nothing is written into the room after a cache, because another continuation may use it meanwhile."""
     layer = GatedAttention(16, 2)
     _, state = layer(torch.randn(1, 5, 16))
-    _, state = layer(torch.randn(1, 1, 16), state)  # with room for more
+    _, state = layer(torch.randn(1, 1, 16), state)  # leaves room for more tokens
     kept = {name: x.clone() for name, x in state.tensors.items()}
     torch._dynamo.reset()
     _, after = torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(1, 1, 16), state)
@@ -161,7 +163,7 @@ def test_compiled_calls_leave_the_state_they_continue():
 )
 @torch.no_grad()
 def test_learning_mixers_are_one_graph(letter, dynamic):
-    """They are laid out in chunks by their lengths; those of least squares may be symbols."""
+    """They are laid out in chunks by their lengths; the lengths of least squares may be symbolic."""
     mixer = make(letter).layers[0].mixer
     torch._dynamo.reset()
     run = torch.compile(mixer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -171,7 +173,7 @@ def test_learning_mixers_are_one_graph(letter, dynamic):
 
 
 def test_packed_attention_keeps_the_promises_of_an_op():
-    """opcheck: schema, fake tensors, autograd registration."""
+    """opcheck passes (schema, fake tensors, autograd registration)."""
     q, k, v = (torch.randn(1, 23, 4, 8) for _ in range(3))
     checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
     for name in ("attend_texts", "attend_texts_backward"):

@@ -1,4 +1,4 @@
-"""Checkpoints of every family against transformers: the same logits, from every layout that is about."""
+"""Checkpoints of every family against transformers: the same logits, from every published layout."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def family(request) -> str:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Callable[[str], Path]:
-    """A family's tiny model as transformers saves it."""
+    """Return a function that gives the folder of a family's tiny model as transformers saves it."""
 
     @cache
     def folder(name: str) -> Path:
@@ -208,7 +208,7 @@ def test_every_spelling_of_the_config_gives_the_same_model(folders, ours, tmp_pa
 
 
 def test_config_of_kimi_as_released():
-    """Layers count from 1, and sizes of the linear layers are in a part of their own."""
+    """Layers count from 1, and the sizes of the linear layers are in a section of their own."""
     full = [4, 8, 12, 16, 20, 24, 27]
     linear = {
         "full_attn_layers": full, "kda_layers": [i for i in range(1, 28) if i not in full],
@@ -234,7 +234,7 @@ def test_config_of_kimi_as_released():
 
 
 def test_published_shapes(family):
-    """Every tensor of the full-size model of transformers' default config has its place."""
+    """Every tensor of the full-size model with transformers' default config has its place."""
     tiny = FAMILIES[family]
     config = getattr(transformers, tiny.config)()
     with torch.device("meta"):
@@ -327,7 +327,7 @@ def test_dtype_none_is_that_of_most_bytes(family, folders, tmp_path):
 
 
 def test_ambiguous_experts_are_decided_by_the_other_tensor(tmp_path):
-    """2 I = H: gate_up could be either way round, down could not; I = H: the other way."""
+    """If 2 I = H, gate_up could be either way round, but down could not; if I = H, down is the ambiguous one."""
     for size in (24, 48):
         other = build("qwen3_5_moe", moe_intermediate_size=size)
         other.save_pretrained(tmp_path / "a")

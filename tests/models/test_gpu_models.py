@@ -1,4 +1,4 @@
-"""Whole models on a GPU: HybridLM against itself on the CPU, and transformers' models on lineate there."""
+"""Whole models on a GPU: HybridLM against itself on the CPU, and transformers' models with lineate on the GPU."""
 
 import copy
 import itertools
@@ -55,7 +55,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 @cases
 @pytest.mark.parametrize("bounds", [None, (0, 5, 5, 6, 150)])
 def test_logits_and_gradients_equal_those_of_the_cpu(case, bounds):
-    """They are float32; the loss goes through every layer, forward and backward."""
+    """The model is float32, and the loss goes through every layer, forward and backward."""
     found = {}
     for device in ("cpu", "cuda"):
         model = make(case).to(device)
@@ -82,7 +82,7 @@ def test_prefill_then_token_by_token_equals_the_full_pass(case, dtype):
     for t in range(70, 90):
         kept = copy.deepcopy(out.state) if t == 80 else None
         before, out = out.state, model(ids[:, t : t + 1], state=out.state)
-        if kept is not None:  # a state is a value: using it changes nothing in it
+        if kept is not None:  # a state is a value: using it does not change it
             again = model(ids[:, t : t + 1], state=before).logits
             assert torch.equal(again, out.logits)
         logits.append(out.logits)
@@ -96,7 +96,7 @@ def test_bfloat16_is_as_near_as_its_precision(case):
     model, ids = make(case), draw(2, 200)
     expected = model(ids).logits
     found = model.cuda().bfloat16()(ids.cuda()).logits.float()
-    assert relative(found, expected) < 8e-2  # a token near the edge goes to another expert
+    assert relative(found, expected) < 8e-2  # a token with nearly equal scores may go to another expert
 
 
 @cases
@@ -121,7 +121,7 @@ def test_packed_gradients_in_bfloat16(case):
     with torch.autocast("cuda", torch.bfloat16):
         model(ids.cuda(), cu_seqlens=bounds.cuda(), labels=ids.cuda()).loss.backward()
     for name, x in model.named_parameters():
-        # Of a router more: tokens near the edge go to another expert.
+        # Routers get more, because tokens with nearly equal scores go to another expert.
         assert relative(x.grad, expected[name]) < (0.4 if "router" in name else 0.2), name
 
 
@@ -138,7 +138,7 @@ def test_padding_changes_nothing(case):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_on_lineate(family):
-    """Logits and gradients of transformers' models on a GPU with enable(), against transformers alone on the CPU."""
+    """Logits and gradients of transformers' models on a GPU with enable() agree with transformers alone on the CPU."""
     from lineate.integrations.transformers import enabled
 
     theirs = build(family).train(False)

@@ -1,4 +1,4 @@
-"""GraphedDecoder: the steps of model(ids, state=...), in place; on a CPU without the graph, on a GPU with it."""
+"""GraphedDecoder: the steps of model(ids, state=...) in place; on a CPU without the graph, on a GPU with it."""
 
 import copy
 from dataclasses import replace
@@ -53,7 +53,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def read(model: HybridLM, lengths: tuple[int, ...]) -> ModelState:
-    """The state after a prompt a row."""
+    """Return the state after one prompt per row."""
     if len(set(lengths)) == 1:
         return model(draw(len(lengths), lengths[0]).to(model.device)).state
     bounds = torch.tensor((0, *lengths)).cumsum(0).to(model.device)
@@ -78,7 +78,7 @@ def tensors_of(state: ModelState) -> list[Tensor]:
 
 
 def same_state(got: ModelState, expected: ModelState, tolerance: float) -> None:
-    """Entries behind a row's length say nothing."""
+    """Check that states agree; entries after a row's length do not count."""
     assert torch.equal(torch.as_tensor(got.lengths).cpu(), torch.as_tensor(expected.lengths).cpu())
     assert isinstance(got.lengths, int) == isinstance(expected.lengths, int)
     lengths = torch.as_tensor(expected.lengths).expand(expected.rows).tolist()
@@ -96,7 +96,7 @@ def same_state(got: ModelState, expected: ModelState, tolerance: float) -> None:
 @prompts
 @torch.no_grad()
 def test_equals_eager_decoding(case, lengths, monkeypatch):
-    """Through several widths of what attention reads, and more tokens than there was room for."""
+    """This holds over several widths of what attention reads, and for more tokens than there was room for."""
     monkeypatch.setattr(graphed, "WINDOW_STEP", 8)
     model = make(case)
     state, ids = read(model, lengths), draw(len(lengths), 40, seed=1)
@@ -120,7 +120,7 @@ def test_equals_eager_decoding_in_float64(lengths):
 @cases
 @torch.no_grad()
 def test_states_are_values(case):
-    """The one that was given and those given back stay as they are, and can be continued by either way."""
+    """The given state and the returned ones do not change, and either way can continue them."""
     model, ids = make(case), draw(3, 12, seed=1)
     state = read(model, (3, 41, 1))
     before = copy.deepcopy(state)
@@ -161,7 +161,7 @@ def test_two_decoders_of_one_model():
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_in_and_out_of_inference_mode():
-    """A state from inference mode is continued outside of it, and the other way round; autocast is remembered."""
+    """A state from inference mode is continued outside of it, and the reverse; autocast is remembered."""
     model, ids = make("LRDGKAM"), draw(1, 4, seed=1)
     with torch.no_grad():
         expected, _ = continue_eagerly(model, read(model, (20,)), ids)
@@ -208,7 +208,7 @@ def test_errors_come_before_any_work():
 
 @pytest.mark.parametrize("n", [1, 5])
 def test_experts_without_counts_equal_one_by_one(n):
-    """The way that a GPU takes for few tokens is tested on a CPU, with gradients."""
+    """The path that a GPU takes for few tokens is tested on a CPU, with gradients."""
     torch.manual_seed(0)
     layer = MixtureOfExperts(16, 8, 3, 24, scores="sigmoid").double()
     tokens = torch.randn(n, 16, dtype=torch.float64)
@@ -236,7 +236,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_graph_equals_eager_decoding(case, lengths, dtype, monkeypatch):
-    """Captured anew when a window or the room is full."""
+    """The graph is captured again when a window or the room is full."""
     monkeypatch.setattr(graphed, "WINDOW_STEP", 32)
     model = make(case).cuda().to(dtype)
     state, ids = read(model, lengths), draw(len(lengths), 40, seed=1).cuda()
@@ -250,7 +250,7 @@ def test_graph_equals_eager_decoding(case, lengths, dtype, monkeypatch):
     if dtype == torch.float32:
         assert relative(found, expected) < 1e-5
         same_state(decoder.state, final, 1e-4)
-    else:  # a token near the edge may go to another expert
+    else:  # a token with nearly equal scores may go to another expert
         assert relative(found, expected) < 5e-2
 
 
@@ -259,7 +259,7 @@ def test_graph_equals_eager_decoding(case, lengths, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_a_capture_changes_no_bits(case, dtype):
-    """Against the same steps launched one by one."""
+    """The steps equal the same steps launched one by one."""
     model = make(case).cuda().to(dtype)
     state, ids = read(model, (3, 41, 1)), draw(3, 40, seed=1).cuda()
     decoder, plain = (GraphedDecoder(model, state, room=64) for _ in range(2))
@@ -318,5 +318,5 @@ def test_graph_in_inference_mode_and_autocast():
         state = read(model, (20,))
         expected, _ = continue_eagerly(model, state, ids)
         decoder = GraphedDecoder(model, state, room=8)
-    torch.empty(2**24, device="cuda").fill_(torch.nan)  # what autocast had cached is gone
+    torch.empty(2**24, device="cuda").fill_(torch.nan)  # overwrites memory that autocast's cache has freed
     assert relative(continue_with(decoder, ids), expected) < 5e-2

@@ -1,6 +1,6 @@
-"""Folders of anyone's making: every size is bounded before anything is made, every wrong value is named on one line.
+"""Folders from anyone: every size is bounded before anything is allocated, and every wrong value is named on one line.
 
-All cases are read by one process that may take little memory and processor time; what must hold is what it answers.
+One process, limited to little memory and processor time, reads all cases; the tests check its answers.
 """
 
 import json
@@ -325,7 +325,7 @@ DOORS = ("inspect", "load", "plan")
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[tuple[str, str], dict]:
-    """Return what every entry point said of every case; if a case ends the process, the next ones get a new process."""
+    """Return the answer of every entry point to every case; if a case ends the process, the next ones get a new one."""
     root = tmp_path_factory.mktemp("hostile")
     folders = {f"{n:03d}": name for n, name in enumerate(CASES)}
     for folder, name in folders.items():
@@ -351,7 +351,7 @@ def test_a_hostile_folder_is_refused_on_one_line(answers, name):
     message = CASES[name][1]
     for door in DOORS:
         said = answers.get((name, door), {"refused": "not asked: the process was ended by the door before"})
-        if message in (UNFIT, TOO_FEW) and door == "plan":  # which reads the sizes alone
+        if message in (UNFIT, TOO_FEW) and door == "plan":  # plan reads only the sizes
             assert "kind" not in said, said
         elif name.startswith("llama") and door != "plan":
             assert "model_type must be one of" in said["refused"]
@@ -359,7 +359,7 @@ def test_a_hostile_folder_is_refused_on_one_line(answers, name):
             assert re.search(message, said["refused"] or ""), (door, said)
             assert "ValueError" in said.get("kind", ["ValueError"]), said
             short = "\n" not in said["refused"] and len(said["refused"]) < 1000
-            assert short or message == UNFIT, said  # which lists the tensors
+            assert short or message == UNFIT, said  # that message lists the tensors
 
 
 def test_sizes_in_python_are_bounded_too():

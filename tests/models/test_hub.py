@@ -41,7 +41,7 @@ def lineate(*words):
 
 @pytest.fixture(scope="module")
 def there(tmp_path_factory):
-    """Return what the hub has: a model in shards, with a tokenizer of ours."""
+    """Return the hub's content: a model in shards, with a tokenizer of ours."""
     folder = tmp_path_factory.mktemp("there")
     torch.manual_seed(0)
     save_pretrained(HybridLM(preset("tiny", vocab_size=257)).bfloat16(), folder, max_shard_bytes=10**6)
@@ -53,7 +53,7 @@ def there(tmp_path_factory):
 
 
 class Hub:
-    """Copies files into a cache as snapshot_download does, and remembers what was asked for."""
+    """Copies files into a cache as snapshot_download does, and records the requests."""
 
     def __init__(self, there, cache):
         self.there, self.snapshot = there, cache / "snapshots" / REVISION
@@ -118,7 +118,7 @@ def test_plan_fetches_the_config_alone(online, there):
 def test_inspect_fetches_headers_alone(online, there):
     done = lineate("inspect", NAME)
     assert done.exit_code == 0, done.output
-    assert not online.weights and online.headers == [(NAME, REVISION)]  # of the same commit as the config
+    assert not online.weights and online.headers == [(NAME, REVISION)]  # from the same commit as the config
     assert NAME in done.stdout
     assert done.stdout.splitlines()[2:] == lineate("inspect", there).stdout.splitlines()[2:]
     assert open_headers(NAME).shapes == open_headers(there).shapes
@@ -179,7 +179,7 @@ def test_train(online, tmp_path):
 
 
 def http_error(kind):
-    """An error of the library as a server's answer would raise it, whatever its network library is."""
+    """Return an error of the library as a server's answer would raise it, whatever its network library is."""
     error = kind.__new__(kind)
     error.args = ("404 Client Error.\n\nhow to log in",)
     return error
@@ -193,7 +193,7 @@ def failing(error):
 
 
 class ConnectError(Exception):
-    """An error like that of httpx, which is no OSError."""
+    """An error like that of httpx, which is not an OSError."""
 
 
 WHY = {
@@ -243,7 +243,7 @@ def test_without_the_library(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_library_itself_finds_what_is_in_its_cache(there, tmp_path):
-    """Nothing is replaced: huggingface_hub, offline, with a cache as it would have made it."""
+    """Nothing is replaced: huggingface_hub runs offline, with a cache as it would have made it."""
     place = tmp_path / "models--lineate--tiny-model"
     shutil.copytree(there, place / "snapshots" / REVISION)
     (place / "refs").mkdir()

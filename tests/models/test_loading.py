@@ -25,7 +25,7 @@ def random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, whatever the dtype."""
+    """Whether both are equal bit for bit, whatever the dtype."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     one, other = (x.contiguous().view(-1).view(torch.uint8) if x.numel() else x for x in (a, b))
@@ -82,7 +82,7 @@ def test_the_safetensors_package_reads_ours_and_we_read_its(tmp_path):
 
 
 def test_reading_into_other_dtypes_layouts_and_shapes(tmp_path, monkeypatch):
-    monkeypatch.setattr("lineate.models.files.safetensors.BUFFER_BYTES", 64)  # many turns of the buffer
+    monkeypatch.setattr("lineate.models.files.safetensors.BUFFER_BYTES", 64)  # forces many refills of the buffer
     x = torch.randn(12, 1, 10)
     save(tmp_path, {"x": x}, {})
     checkpoint = Checkpoint.open(tmp_path)
@@ -311,7 +311,7 @@ def test_pieces_become_a_model(tmp_path, dtype):
     load(model, LoadingPlan(PIECES, (r"^mtp\.",)), Checkpoint.open(tmp_path), dtype=dtype)
     whole = torch.cat((tensors["top"], tensors["rest"][4:5], tensors["turned"].t())).to(dtype)
     assert same(model.both.weight.data, whole)
-    assert same(model.A_log.data, tensors["log"].flatten())  # stays float32
+    assert same(model.A_log.data, tensors["log"].flatten())  # it stays float32
     assert model.count == 7 and model.count.dtype == torch.int64
     assert all(p.requires_grad for p in model.parameters())
 
@@ -508,14 +508,14 @@ print(peak - before, peak, sum(x.nbytes for x in model.state_dict().values()))
 
 
 def peaks(folder: Path) -> tuple[int, int, int]:
-    """Growth of resident memory while loading, its absolute peak, and the bytes of the model."""
+    """Return the growth of resident memory while loading, its absolute peak, and the bytes of the model."""
     run = subprocess.run([sys.executable, "-c", MEASURE, str(folder)], capture_output=True, text=True, check=True)
     grown, peak, size = map(int, run.stdout.split())
     return grown, peak, size
 
 
 def make_large(folder: Path, size: int) -> None:
-    """A model of our own of about so many bytes, in shards; what is in it does not matter."""
+    """Make a model of our own of about this many bytes, in shards, with arbitrary contents."""
     config = replace(preset("small"), n_layers=round(size / 7.1e6), vocab_size=2048, tie_embeddings=False)
     tensors = {name: torch.ones(1).expand(x.shape) for name, x in empty_model(config).state_dict().items()}
     save(folder, tensors, {"model_type": "lineate", **config.to_dict()}, max_shard_bytes=size // 3)
@@ -530,7 +530,7 @@ def test_loading_takes_no_second_copy(tmp_path, size):
     assert model > 0.9 * size
     assert grown < 1.2 * model
     if size > 10**9:
-        assert peak < 1.2 * model  # with Python and torch themselves
+        assert peak < 1.2 * model  # including Python and torch themselves
 
 
 def test_a_save_stopped_amid_renaming_never_loads_as_a_mixture(tmp_path, monkeypatch):

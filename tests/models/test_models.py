@@ -173,7 +173,7 @@ def test_states_are_values(case):
 @cases
 @torch.no_grad()
 def test_rows_come_and_go(case):
-    """A sequence read alone and two of other lengths, read packed, go on together as each would alone."""
+    """A sequence read alone and two of other lengths, read packed, continue together as each would alone."""
     model, ids = make(case), draw(3, 20)
     packed = model(torch.cat((ids[0, :5], ids[1, :9]))[None], cu_seqlens=torch.tensor([0, 5, 14])).state
     alone = model(ids[2:, :7]).state
@@ -222,7 +222,7 @@ REMADE = {letter: replace(CONFIG, pattern=letter, n_layers=1) for letter in LETT
 
 @pytest.mark.parametrize("case", REMADE)
 def test_weights_of_a_model_made_on_the_meta_device(case):
-    """Those that a new one has, to the bit."""
+    """They are those of a new model, to the bit."""
     torch.manual_seed(0)
     expected = HybridLM(REMADE[case]).state_dict()
     with torch.device("meta"):
@@ -306,7 +306,7 @@ def test_padding_on_both_sides():
 
 
 def test_state_bytes_of_a_real_server():
-    """Logged by a server for Qwen3.5-27B with 4 sequences: 576 MiB of memory; 64 KiB of keys and values a token."""
+    """A server's log for Qwen3.5-27B with 4 sequences: 576 MiB of memory; 64 KiB of keys and values per token."""
     with torch.device("meta"):
         model = HybridLM(preset("qwen3-5-27b")).to(torch.bfloat16)
     specs = [spec for layer in model.state_spec for spec in layer]

@@ -1,4 +1,4 @@
-"""Plans of layouts that no family has yet: transposed matrices, whose columns may be interleaved by head."""
+"""Plans of layouts that no family has so far: transposed matrices, whose columns may be interleaved by head."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ HEADS, WIDTHS, HIDDEN = 3, (2, 2, 5), 7
 
 
 def loaded(folder, tensors, parts):
-    """The weight of a linear layer that is filled with these parts."""
+    """Return the weight of a linear layer that is filled with these parts."""
     save(folder, tensors, {})
     checkpoint = Checkpoint.open(folder)
     builder = PlanBuilder(preset("tiny"), checkpoint.shapes)
@@ -24,7 +24,7 @@ def loaded(folder, tensors, parts):
 
 
 def test_interleaved_rows_and_columns(tmp_path):
-    """q | k | v of the first head, then of the second, ...; as rows of (out, in), and as columns of (in, out)."""
+    """q | k | v of the first head, then of the second, ... are rows of (out, in), or columns of (in, out)."""
     q, k, v = (torch.randn(HEADS, width, HIDDEN) for width in WIDTHS)
     ours = torch.cat([x.flatten(0, 1) for x in (q, k, v)])
     stored = torch.cat((q, k, v), 1).flatten(0, 1)

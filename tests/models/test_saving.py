@@ -1,4 +1,4 @@
-"""save_pretrained refuses what its config.json does not describe; what only changes how a model runs is saved."""
+"""save_pretrained refuses what its config.json does not describe, and saves a model that only runs differently."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from lineate.training.prepare import prepare
 
 
 class Doubled(GatedDeltaNet):
-    """The same tensors, other numbers."""
+    """A mixer with the same tensors but other numbers."""
 
     def forward(self, x, state=None, cu_seqlens=None):
         y, state = super().forward(x, state, cu_seqlens)
@@ -179,7 +179,7 @@ def test_how_a_model_runs_does_not_matter(case, tmp_path):
     ALLOWED[case](model)
     before = torch.get_rng_state()
     model.save_pretrained(tmp_path)
-    assert torch.equal(torch.get_rng_state(), before)  # a run goes on after a save as it would have without
+    assert torch.equal(torch.get_rng_state(), before)  # a run continues after a save as it would have without it
     assert torch.equal(HybridLM.from_pretrained(tmp_path, progress=False)(x).logits, model.eval()(x).logits)
 
 
@@ -208,7 +208,7 @@ def test_offloaded_by_accelerate():
     accelerate = pytest.importorskip("accelerate")
     model = build()
     accelerate.cpu_offload(model.layers[0])
-    check_saveable(model)  # its parts are as they were, if they are not here
+    check_saveable(model)  # its parts are unchanged; only their weights are elsewhere
     model.layers[1].mixer.forward = torch.relu
     with pytest.raises(ValueError, match=r"layers\.1\.mixer\.forward"):
         check_saveable(model)

@@ -1,7 +1,7 @@
 """The cache of compiled C code: damaged, planted, left by a killed compiler, read-only, and made by many at once.
 
-Each start is a process of its own that loads build.py alone, with a compiler that takes no time: it makes a library of
-one function, and so that starts can be told apart, writes a line into a log.
+Each start is a separate process that loads only build.py, with a compiler that takes no time: it makes a library of one
+function and writes a line into a log, so that starts can be counted.
 """
 
 import hashlib
@@ -45,13 +45,13 @@ def folder():
 
 @pytest.fixture
 def compiler(folder: Path) -> Path:
-    """A compiler for one small file, whatever it is given."""
+    """Return a compiler that compiles one small file, whatever it is given."""
     (folder / "small.c").write_text("int lineate_answer(void) { return 42; }\n")
     return script(folder / "compiler", f'{COMPILER} -shared -fPIC {folder}/small.c -o "$out"')
 
 
 def script(file: Path, command: str) -> Path:
-    """A compiler that tells its version, and otherwise runs this command; its last argument but one is -o's."""
+    """Return a compiler that prints its version, and otherwise runs this command; its last argument but one is -o's."""
     file.write_text(
         "#!/bin/sh\n"
         'for last; do if [ "$last" = --version ]; then echo small 1; exit; fi; done\n'
@@ -67,13 +67,13 @@ def environment(compiler: Path, cache: Path) -> dict[str, str]:
 
 
 def begin(compiler: Path, cache: Path, **options: object) -> subprocess.CompletedProcess[str]:
-    """One start: what why_not says, and the warnings."""
+    """Run one start; return what why_not says, and the warnings."""
     command = [sys.executable, "-c", START]
     return subprocess.run(command, env=environment(compiler, cache), capture_output=True, text=True, **options)
 
 
 def compiled(compiler: Path) -> int:
-    """How often a compiler ran."""
+    """Return how often a compiler ran."""
     log = compiler.parent / "log"
     return len(log.read_text().splitlines()) if log.exists() else 0
 
@@ -105,7 +105,7 @@ DAMAGE = {
 
 
 def test_damaged_libraries_are_compiled_anew(compiler, folder):
-    """Each start of the table, and the one after it."""
+    """This holds for each start of the table, and for the one after it."""
     library = filled(compiler, folder / "cache")
     whole = library.read_bytes()
     for name, damage in DAMAGE.items():
@@ -119,7 +119,7 @@ def test_damaged_libraries_are_compiled_anew(compiler, folder):
 
 
 def test_unlike_compilers_leave_one_library(compiler, folder):
-    """A damaged library is removed if it would not be overwritten, as the compiler never makes the same file twice."""
+    """A damaged library that would not be overwritten is removed, as the compiler never makes the same file twice."""
     library = filled(compiler, folder / "cache")
     library.write_bytes(library.read_bytes()[:100])
     (folder / "small.c").write_text("int lineate_answer(void) { return 43; }\n")
@@ -129,7 +129,7 @@ def test_unlike_compilers_leave_one_library(compiler, folder):
 
 
 def planted(compiler: Path, cache: Path) -> Path:
-    """A library with the name and checksum that belong there, which leaves a file when it is loaded."""
+    """Return a library with the name and checksum that belong there, which leaves a file when it is loaded."""
     library = filled(compiler, cache)
     source = compiler.parent / "planted.c"
     source.write_text(
@@ -152,7 +152,7 @@ def link(library: Path) -> None:
 
 
 needs_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give files away")
-PLANTED = {  # what is done to a cache -> whether the folder is refused, and what is said
+PLANTED = {  # what is done to a cache -> whether the folder is refused, and the message
     "a folder that all can write": (lambda x: x.parent.chmod(0o777), True, "every user can write it (mode 777)"),
     "a sticky folder": (lambda x: x.parent.chmod(0o1777), True, "every user can write it (mode 1777)"),
     "a file that all can write": (lambda x: x.chmod(0o666), False, "every user can write it (mode 666)"),
@@ -192,7 +192,7 @@ def test_planted_libraries_are_not_loaded(name, compiler, folder):
 
 
 def test_a_library_of_ours_is_loaded(compiler, folder):
-    """The plant of the test above would work if it were ours: the table can fail."""
+    """The plant of the test above would work if it were ours, so the table can fail."""
     library = planted(compiler, folder / "cache")
     done = begin(compiler, library.parent)
     assert done.stdout == "None\n" and (folder / "ran").exists()
@@ -207,7 +207,7 @@ def test_a_folder_through_a_link_is_judged_by_what_it_is(compiler, folder):
 
 
 def test_a_private_group_may_write(compiler, folder):
-    """With a umask of 002 every new folder can be written by its group."""
+    """With a umask of 002, every new folder is writable by its group."""
     assert build._alone_in(os.getegid()) or os.geteuid() != os.getegid()
     cache = folder / "cache"
     assert begin(compiler, cache, umask=0o002).stdout == "None\n"
@@ -229,9 +229,9 @@ def test_a_killed_compiler_leaves_nothing_for_ever(compiler, folder):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     (left,) = cache.iterdir()
-    (cache / "tmpold.so").write_bytes(b"half")  # as earlier versions called them
+    (cache / "tmpold.so").write_bytes(b"half")  # the name that earlier versions used
     assert begin(compiler, cache).stdout == "None\n"
-    assert left.exists()  # it could be at work
+    assert left.exists()  # its compiler could still be running
     for path in (left, cache / "tmpold.so"):
         os.utime(path, (0, 0))
     assert_served_again(compiler, cache)
@@ -251,7 +251,7 @@ def test_many_first_starts_at_once(compiler, folder):
 
 
 def begin_without_writing(compiler: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    """One start that cannot write into the cache: by another user if it is root's, since root can write everywhere."""
+    """Run one start that cannot write into the cache: by another user if we are root, who can write everywhere."""
     if os.geteuid() != 0:
         cache.chmod(0o500)
         done = begin(compiler, cache)

@@ -1,7 +1,7 @@
 """The parts of a layer in C against the plain torch code that specifies them, in float64.
 
-Budgets are derived: 2x the error of the torch code in float32 against float64, plus a few roundings of the largest
-number, for each result by itself.
+Budgets are derived: for each result, 2x the error of the torch code in float32 against float64, plus a few roundings of
+the largest number.
 """
 
 import math
@@ -50,7 +50,7 @@ def gated_linear(x: Tensor) -> list[Tensor]:
 def results(
     function: Callable[..., list[Tensor]], inputs: Inputs, dtype: torch.dtype, **options: object
 ) -> list[Tensor]:
-    """Outputs, then the gradients of all inputs of a fixed random projection of all outputs."""
+    """Return outputs, then the gradients of all inputs, for a fixed random projection of all outputs."""
     leaves = {}
     for name, x in inputs.items():
         leaf = x if x is None or not x.is_floating_point() else x.detach().to(dtype)
@@ -63,7 +63,7 @@ def results(
 
 
 def plainly(function: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Run as if there were no native backend."""
+    """Run a function as if there were no native backend."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "serves", lambda *tensors: False)
         return function()
@@ -84,7 +84,7 @@ def compare(function: Callable[..., list[Tensor]], inputs: Inputs, **options: ob
 
 
 def wide(*shape: int, left: int = 3, right: int = 5) -> Tensor:
-    """Part of a wider tensor, as split gives it."""
+    """Return part of a wider tensor, as split gives it."""
     *rest, size = shape
     return torch.randn(*rest, left + size + right)[..., left : left + size]
 
@@ -171,7 +171,7 @@ def test_nothing(shape):
 
 
 def test_silu_over_its_whole_range():
-    """Relative error of silu and of its slope, element by element, away from where they are 0."""
+    """The relative errors of silu and of its slope are small element by element, away from where they are 0."""
     x = torch.cat((torch.linspace(-86, 86, 100_001), torch.linspace(-2, 2, 100_001)))
     got = results(gated_linear, {"x": torch.stack((x, torch.ones_like(x)), -1)}, torch.float32)
     exact = x.double().requires_grad_()
@@ -181,12 +181,12 @@ def test_silu_over_its_whole_range():
     assert error < ROUNDINGS
     along = torch.randn(x.shape[0], 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64).float()
     error = got[1][:, 0] / along[:, 0].double() - slope
-    terms = exact.sigmoid() * (1 + (exact * (-exact).sigmoid()).abs())  # they cancel at x = -1.28
+    terms = exact.sigmoid() * (1 + (exact * (-exact).sigmoid()).abs())  # the terms cancel at x = -1.28
     assert (error.abs() / terms).max() < ROUNDINGS
 
 
 def test_long_sums_keep_their_digits():
-    """dweight over many tokens: the error must not grow with them as that of one sum in float32 does."""
+    """The error of dweight over many tokens must not grow with them as that of one sum in float32 does."""
     torch.manual_seed(0)
     t = 20_000
     x = torch.rand(1, t, 4) + 1
@@ -202,7 +202,7 @@ def test_long_sums_keep_their_digits():
 
 
 def cases() -> list[tuple[Callable[..., list[Tensor]], Inputs]]:
-    """Large enough to be worth several threads."""
+    """Return cases large enough for several threads."""
     torch.manual_seed(0)
     return [
         (convolution, draw_convolution(2, 300, 517, 4, state="dense")),
@@ -230,7 +230,7 @@ def test_same_bits_for_any_number_of_threads(which):
 
 @pytest.mark.parametrize("which", range(5))
 def test_same_bits_in_any_company(which):
-    """A row, a sequence, a token alone gives what it gives among others."""
+    """A row, a sequence or a token alone gives what it gives among others."""
     function, inputs = cases()[which]
     outputs = function(**inputs)
     if function is convolution:
@@ -259,7 +259,7 @@ def test_token_by_token_is_the_whole():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("at", [0, LANES + 2])  # within a vector, and in what is left over
+@pytest.mark.parametrize("at", [0, LANES + 2])  # within a vector, and in the remainder
 def test_what_is_not_finite_spreads_as_in_torch(value, at):
     size = LANES + 3
     for function, inputs in (
@@ -385,7 +385,7 @@ def test_ops():
 
 
 def test_switched_off():
-    """LINEATE_NATIVE=0: the torch code, and the same numbers."""
+    """With LINEATE_NATIVE=0, the torch code runs and gives the same numbers."""
     code = (
         "import torch; from lineate.native import layers; from lineate.layers.feed import glu\n"
         "x = torch.linspace(-4, 4, 64).view(4, 16)\n"

@@ -1,6 +1,6 @@
-"""The C code under the address and undefined-behaviour sanitizers: a table of calls in a process of its own.
+"""The C code under the address and undefined-behaviour sanitizers: a table of calls in a separate process.
 
-The process runs this file. A report of a sanitizer ends it, and its text is the test's message.
+The process runs this file. A sanitizer's report ends it, and its text is the test's message.
 """
 
 import os
@@ -21,7 +21,7 @@ from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.native import build, layers
 
 SANITIZE = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
-"""(At -O3 gcc takes minutes.)"""
+"""The compiler's flags (at -O3 gcc takes minutes)."""
 SHAPES = (
     Shape(1, 1, 1, 1, 1, 1),
     Shape(2, 5, 1, 3, 3, 7),
@@ -33,7 +33,7 @@ TEXTS = (0, 1, 16, 0, 33, 20, 0)
 
 
 def check_rules() -> None:
-    """Forward, backward, and tokens one by one, of every rule: odd sizes, dtypes, packed sequences, gaps in memory."""
+    """Run every rule forward and backward, and token by token: odd sizes, dtypes, packed sequences, gaps in memory."""
     shapes = [(shape, None) for shape in SHAPES] + [(Shape(1, sum(TEXTS), 2, 4, 6, 5), TEXTS)]
     for row, (shape, texts), dtype, normalize in product(ROWS, shapes, (torch.float32, torch.bfloat16), (False, True)):
         given = convert(draw(row, shape, texts=None if texts is None else len(texts)), dtype)
@@ -49,7 +49,7 @@ def check_rules() -> None:
 
 
 def with_gaps(x: Tensor) -> Tensor:
-    """x as part of a wider projection, to whose end it reaches."""
+    """Return x as part of a wider projection, to whose end it reaches."""
     wide = x.new_zeros(*x.shape[:-1], x.shape[-1] + 3)
     wide[..., 3:] = x
     return wide[..., 3:]
@@ -60,7 +60,7 @@ def differentiate(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> None:
 
 
 def check_layers() -> None:
-    """Convolution, norms and the gated unit: odd widths, one token, no token, packed sequences."""
+    """Run convolution, norms and the gated unit: odd widths, one token, no token, packed sequences."""
     for b, t, channels, size, started in product((1, 2), (1, 2, 3, 37), (1, 7, 16, 33), (2, 3, 4), (False, True)):
         x, weight = with_gaps(torch.randn(b, t, channels)), torch.randn(channels, size)
         state = torch.randn(b, channels, size - 1) if started else None
@@ -84,12 +84,12 @@ if __name__ == "__main__":
         torch.set_num_threads(threads)
         check_rules()
         check_layers()
-    assert layers.serves(torch.zeros(1))  # not by torch
+    assert layers.serves(torch.zeros(1))  # torch does not run in its place
     print("no report")
 
 
 def runtime(compiler: list[str], name: str) -> str | None:
-    """A library of the compiler's, by its full path."""
+    """Return a library of the compiler's, by its full path."""
     found = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
     return found if os.path.isabs(found) else None
 
@@ -108,7 +108,7 @@ def test_sanitizers_report_nothing(tmp_path):
     tried = [str(cc), "-shared", "-fPIC", str(tmp_path / "empty.c"), "-o", str(tmp_path / "empty.so")]
     if subprocess.run(tried, capture_output=True).returncode:
         pytest.skip("needs gcc with -fsanitize=address,undefined")
-    # Compiled here: in the other process the compiler would be watched, too.
+    # Compiled here, because in the other process the sanitizers would watch the compiler, too.
     command = [str(cc), *build._FLAGS, build._machine_flag(), *build._LINK]
     build._compile(command, tmp_path, f"native-{build._fingerprint(command)}-")
     environment = {

@@ -1,4 +1,4 @@
-"""Gradients of everything that runs in full precision, taken inside of autocast: the same as outside of it."""
+"""Everything that runs in full precision has the same gradients inside autocast as outside it."""
 
 from collections.abc import Callable
 from threading import Thread
@@ -19,7 +19,7 @@ AUTOCAST = {"forward too": (True, True), "backward alone": (False, True)}
 
 
 def gradients(call: Callable[..., Any], given: list[Tensor], forward: bool, backward: bool) -> list[Tensor]:
-    """Return the gradients of a sum over all results; forward, backward: whether these run inside of autocast."""
+    """Return the gradients of a sum over all results; forward, backward: whether these run inside autocast."""
     leaves = [x.detach().clone().requires_grad_() for x in given]
     with torch.autocast("cpu", torch.bfloat16, enabled=forward):
         results = call(*leaves)
@@ -97,7 +97,7 @@ def test_the_memories_that_learn(name: str, when: str) -> None:
 
 @pytest.mark.parametrize("form", ["recurrent", "parallel"])
 def test_what_comes_before_and_after_keeps_its_autocast(form: str) -> None:
-    """A user's own products around the rule are still taken in bfloat16, forward and backward."""
+    """A user's own products around the rule still run in bfloat16, forward and backward."""
     x, weight = normal(1, 6, 8, seed=1).requires_grad_(), normal(8, 8, seed=2).requires_grad_()
 
     def loss() -> Tensor:
@@ -125,7 +125,7 @@ def test_a_graph_that_is_kept_goes_back_again() -> None:
 
 @pytest.mark.parametrize("form", ["recurrent", "parallel"])
 def test_nodes_of_another_thread_keep_their_autocast(form: str) -> None:
-    """Threads number their nodes apart, so what came in is known by itself."""
+    """Threads number their autograd nodes separately, so nodes before the op are not found by their numbers."""
     seen: list[bool] = []
 
     class Watched(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of modules that use the ops, and what torch demands of custom ops."""
+"""torch.compile(fullgraph=True) of modules that use the ops, and torch's checks of custom ops."""
 
 import shutil
 
@@ -31,7 +31,7 @@ SHAPE = Shape(2, 21, 2, 4, 6, 5)
 
 
 class Memory(nn.Module):
-    """A layer around one op: something to differentiate before it and after it, the state in and out."""
+    """A layer around one op: something to differentiate before it and after it, with the state in and out."""
 
     def __init__(self, row: Row, shape: Shape, **options: object):
         super().__init__()
@@ -45,7 +45,7 @@ class Memory(nn.Module):
 
 
 def results(module: nn.Module, inputs: Inputs, *rest: object) -> list[Tensor]:
-    """Output, state, and the gradients of inputs and parameters."""
+    """Return output, state, and the gradients of inputs and parameters."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     output, state = module(leaves, *rest)
     loss = output.square().sum() + state.square().sum()
@@ -66,7 +66,7 @@ def compare(module: Memory, inputs: Inputs, *rest: object, backend: str = "aot_e
 @pytest.mark.parametrize("path", CHUNKWISE)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_compiled_equals_eager(row, path):
-    """Forward and backward, state in and out, to the last bit: the op runs as it is."""
+    """Forward and backward, with the state in and out, agree to the last bit, because the op itself runs."""
     torch.manual_seed(0)
     inputs = convert(draw(row, SHAPE), torch.float32)
     compare(Memory(row, SHAPE, **path, chunk_size=8, normalize_qk=True), inputs)
@@ -81,7 +81,7 @@ def test_compiled_packed_texts(row):
 
 @pytest.mark.parametrize("form", ["auto", "recurrent", "parallel"])
 def test_other_forms_compile(form):
-    """Plain torch all the way; the compiler may order sums differently."""
+    """These are plain torch, in which the compiler may order sums differently."""
     torch.manual_seed(0)
     shape = SHAPE._replace(t=4)
     compare(Memory(KIMI_DELTA, shape, form=form), convert(draw(KIMI_DELTA, shape), torch.float32), tolerance=1e-6)
@@ -90,7 +90,7 @@ def test_other_forms_compile(form):
 @pytest.mark.parametrize("path", [*FORWARD_PATHS, {}], ids=lambda x: "auto" if not x else None)
 @pytest.mark.parametrize("t", [1, 4, 21])
 def test_compiled_without_gradients(t, path):
-    """Decoding and prefill in inference: whatever `auto` chooses compiles in one graph."""
+    """Decoding and prefill in inference compile in one graph, whatever `auto` chooses."""
     torch._dynamo.reset()
     unrolled = path == {"form": "recurrent", "backend": "torch"}
     shape = SHAPE._replace(t=min(t, 7) if unrolled else t)
@@ -103,7 +103,7 @@ def test_compiled_without_gradients(t, path):
 
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_fused_delta_rule_compiles(row):
-    """On a CPU, activations in torch and then the op are one graph, forward and backward."""
+    """On a CPU, the activations in torch and the op are one graph, forward and backward."""
     torch._dynamo.reset()
     inputs = convert(draw(row, SHAPE), torch.float32)
     gates = {"gate": inputs.pop("log_decay"), "write": inputs.pop("beta"), "A_log": torch.zeros(SHAPE.hv)}
@@ -119,7 +119,7 @@ def test_fused_delta_rule_compiles(row):
 
 
 def test_one_graph_serves_every_length():
-    """Dynamic shapes: after the second length nothing is compiled again."""
+    """With dynamic shapes, nothing is compiled again after the second length."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     op = torch.compile(lambda x: KIMI_DELTA.op(**x, chunk_size=16), fullgraph=True, backend=counter, dynamic=True)
@@ -147,7 +147,7 @@ def test_softmax_attention_and_attention_matrix_compile():
 
 
 def test_compiled_calls_check_bounds_when_they_run():
-    """Values are not known while compiling; the op itself refuses bounds that would read past the sequences."""
+    """Values are unknown while compiling; the op itself refuses bounds that would read outside the sequences."""
     torch._dynamo.reset()
     inputs = convert(draw(GATED_DELTA, SMALL._replace(b=1), "empty memory"), torch.float32)
     op = torch.compile(lambda x, ends: GATED_DELTA.op(**x, cu_seqlens=ends).output, fullgraph=True, backend="aot_eager")
@@ -190,7 +190,7 @@ def test_inductor(path):
 
 
 class Captured(TorchDispatchMode):
-    """The calls of lineate's own torch ops, with their arguments."""
+    """Records the calls of lineate's own torch ops, with their arguments."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +206,7 @@ class Captured(TorchDispatchMode):
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_custom_ops_keep_their_promises(row, packed, path):
-    """opcheck: schema, fake tensors, autograd registration, of every op that a call and its backward use."""
+    """opcheck passes (schema, fake tensors, autograd registration) for every op that a call and its backward use."""
     shape, texts = (PACKED, len(TEXTS)) if packed else (SHAPE, None)
     inputs = convert(draw(row, shape, texts=texts), torch.float32)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
@@ -222,7 +222,7 @@ def test_custom_ops_keep_their_promises(row, packed, path):
 
 @needs_native
 def test_fake_tensors_have_the_real_strides():
-    """An output has the strides that the compiler expects: contiguous, whatever the inputs are."""
+    """An output has the strides that the compiler expects: it is contiguous, whatever the inputs are."""
     inputs = convert(draw(GATED_DELTA, SHAPE), torch.float32)
     odd = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in inputs.items()}
     for call in (inputs, odd):

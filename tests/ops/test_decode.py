@@ -1,6 +1,6 @@
 """decode: the token equation in place, in plain torch, in Triton's interpreter on a CPU, and natively on a GPU.
 
-The oracle is the recurrent form in float64, rows run one by one where slots or packed sequences are involved.
+The oracle is the recurrent form in float64, run row by row where slots or packed sequences are involved.
 """
 
 from itertools import pairwise
@@ -47,7 +47,7 @@ SMALL = Shape(1, 10, 1, 2, 6, 5)
 
 
 def run(inputs: Inputs, path: Path, **options: object) -> Result:
-    """decode on copies of the inputs; the result back on the CPU."""
+    """Run decode on copies of the inputs, and return the result on the CPU."""
     device, backend = path
     call = {name: x.to(device).clone() for name, x in inputs.items()}
     options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
@@ -58,7 +58,7 @@ def run(inputs: Inputs, path: Path, **options: object) -> Result:
 
 
 def inputs_of(row: Row, shape: Shape, special: str = "ordinary", *, texts: int | None = None) -> Inputs:
-    """Draw inputs as cases.draw does, in float32, with a state of zeros where the special one is none."""
+    """Draw float32 inputs as cases.draw does, with a state of zeros if the special case has none."""
     inputs = convert(draw(row, shape, special, texts=texts), torch.float32)
     inputs.setdefault("state", zeros(shape.b, shape.hv, shape.k, shape.v))
     return inputs
@@ -67,7 +67,7 @@ def inputs_of(row: Row, shape: Shape, special: str = "ordinary", *, texts: int |
 def check(
     row: Row, inputs: Inputs, path: Path, what: object = "", *, worst_case: bool = False, **options: object
 ) -> Result:
-    """Against the oracle, within cases.budget for chunks of one token.
+    """Compare with the oracle, within cases.budget for chunks of one token.
 
     The GPU's exp and rsqrt are approximations to about 2^-22, and each token's errors stay in the memory.
     """
@@ -91,14 +91,17 @@ def test_every_rule(row, t, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_special_inputs(row, special, path):
-    """Resets of -50 and -inf, zero decay, beta 0, 1 and 1.99, an empty memory."""
+    """The cases are resets of -50 and -inf, zero decay, beta 0, 1 and 1.99, and an empty memory."""
     check(row, inputs_of(row, SMALL, special), path, special)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [LINEAR, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_sizes(row, path):
-    """k and v of one, more than one block of columns, no powers of two, whole tiles, 7 value heads a key head."""
+    """k and v are 1, more than one block of columns, no powers of two, or whole tiles.
+
+    7 value heads share a key head.
+    """
     for k, v in ((1, 1), (33, 66), (64, 32), (8, 100), (3, 256), (256, 3)):
         check(row, inputs_of(row, Shape(1, 2, 1, 1, k, v)), path, (k, v), worst_case=k * v == 1)
     check(row, inputs_of(row, Shape(1, 2, 1, 7, 4, 3)), path)
@@ -127,7 +130,7 @@ def test_beta_per_value_channel(path):
 @pytest.mark.parametrize("path", KERNEL)
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_same_bits_however_split(row, path):
-    """Tokens one by one, rows one by one: the same bits as all at once."""
+    """Tokens one by one, and rows one by one, give the same bits as all at once."""
     shape = SHAPE._replace(t=3)
     inputs = inputs_of(row, shape)
     whole = run(inputs, path)
@@ -142,7 +145,7 @@ def test_same_bits_however_split(row, path):
 
 
 def alone(inputs: Inputs, path: Path, row: int, tokens: slice, state: Tensor) -> Result:
-    """One row's tokens from one state `hv k v`."""
+    """Run one row's tokens from one state `hv k v`."""
     own = {name: x[row : row + 1, tokens] for name, x in inputs.items() if name != "state"}
     return run({**own, "state": state[None]}, path)
 
@@ -155,7 +158,7 @@ def assert_untouched(pool: Tensor, before: Tensor, written: list[int]) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=str)
 def test_slots(path, integer):
-    """Rows in any order in a pool, two of them idle; nothing else changes, not even the NaN in it."""
+    """Rows are in any order in a pool, two of them idle; nothing else in it changes, not even NaN."""
     shape = SHAPE._replace(b=4, t=2)
     inputs = inputs_of(GATED_DELTA, shape, texts=7)
     inputs["state"][[0, 4]] = torch.nan
@@ -188,10 +191,10 @@ def test_rows_may_start_from_a_shared_slot(path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_a_slot_for_each_token(row, path):
-    """The memory after each token is kept where asked, so that a rejected guess can be taken back."""
+    """The memory after each token is stored where asked, so that a rejected draft token can be undone."""
     inputs = inputs_of(row, SHAPE._replace(b=3, t=3), texts=9)
     slots = torch.tensor([[8, 0, 5], [3, -1, 1], [2, 4, 6]])
-    starts = [5, 7, -1]  # the first row starts where it ends, the last one is idle
+    starts = [5, 7, -1]  # the first row starts where it ends; the last one is idle
     got = run(inputs, path, slots=slots, start_slots=torch.tensor(starts))
     assert_untouched(got.state, inputs["state"], [8, 0, 5, 3, 1])
     assert torch.equal(got.output[2], zeros(3, 4, 5))
@@ -238,7 +241,7 @@ def test_packed_texts_with_slots(path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("decay", ["head", "head, no bias", "channel", "channel, bias per head", "none"])
 def test_raw_gates(decay, path):
-    """-exp(A_log) softplus(x + dt_bias) and beta_scale sigmoid(x), for gates of -100 to 100 and infinite ones too."""
+    """Gates are -exp(A_log) softplus(x + dt_bias) and beta_scale sigmoid(x), for x of -100 to 100 and infinite x."""
     row = {"h": GATED_DELTA, "c": KIMI_DELTA, "n": DELTA}[decay[0]]
     shape = SHAPE._replace(t=3)
     inputs = inputs_of(row, shape)
@@ -258,7 +261,7 @@ def test_raw_gates(decay, path):
             rate, bias = rate[:, None], bias if bias.dim() == 2 else bias[:, None]
         gates["log_decay"] = rate * F.softplus(raw["log_decay"].double() + bias, threshold=1000)
     expected = oracle(row, {**inputs, **gates}, only=())
-    # The gates' own rounding: the error of the same gates in float32, carried through three tokens.
+    # The gates' own rounding is the error of the same gates in float32, carried through three tokens.
     single = {name: x.float() for name, x in gates.items()}
     allowed = budget(row, {**inputs, **single}, expected, 1)
     got = run({**inputs, **raw}, path, **options)
@@ -267,7 +270,7 @@ def test_raw_gates(decay, path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_small_raw_gates_are_not_lost(path):
-    """softplus(-12) is 6e-6: 1 + e^-12 alone would lose a hundredth of it, and a long memory with it."""
+    """softplus(-12) is 6e-6; 1 + e^-12 in float32 would lose a hundredth of it, and so a long memory."""
     inputs = inputs_of(GATED_DELTA, Shape(1, 1, 1, 1, 2, 2))
     raw = {"log_decay": torch.full((1, 1, 1), -12.0), "beta": torch.full((1, 1, 1), -torch.inf)}
     got = run({**inputs, **raw}, path, raw_gates=True, A_log=torch.tensor([8.0]))
@@ -278,7 +281,7 @@ def test_small_raw_gates_are_not_lost(path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_views_are_read_and_written_where_they_lie(row, path):
-    """q, k, v of one projection, gates of another, the state of one layer among others, and a transposed v."""
+    """q, k, v are views of one projection, gates of another, the state is one layer's among others, v is transposed."""
     device, backend = path
     b, t, h, hv, k, v = shape = SHAPE._replace(t=2)
     inputs = inputs_of(row, shape)
@@ -336,7 +339,7 @@ def test_parameters_are_fine_without_grad():
 
 @pytest.mark.parametrize("path", KERNEL)
 def test_the_kernel_touches_nothing_outside_the_pool(path):
-    """Values are not looked at on a GPU: a slot that does not exist answers NaN, and is not written."""
+    """Values are not checked on a GPU: a slot that does not exist gives NaN, and is not written."""
     from lineate import call
     from lineate.kernels import pipeline
     from lineate.kernels.stages import Slots
@@ -354,12 +357,12 @@ def test_the_kernel_touches_nothing_outside_the_pool(path):
 
 
 def call_compiled(inputs: Inputs, path: Path, backend: str, **options: object) -> None:
-    """Twice, since the second call runs what the first compiled; state and output to the last bit."""
+    """Check state and output to the last bit, twice, because the second call runs what the first one compiled."""
     device, which = path
 
     def layer(state, **rest):
         output = decode(**rest, **options, state=state, backend=which)
-        return output * 2, state.sum()  # what reads the state afterwards must see the new one
+        return output * 2, state.sum()  # code that reads the state afterwards must see the new one
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
@@ -484,7 +487,7 @@ WRONG: list[tuple[str, dict[str, object], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("changes", "error", "message"), [x[1:] for x in WRONG], ids=[x[0] for x in WRONG])
 def test_wrong_calls(changes, error, message):
-    """The exact message, and every tensor as it was."""
+    """The message is exact, and no tensor changes."""
     call = {**RIGHT, **changes}
     kept = {name: x.clone() for name, x in call.items() if isinstance(x, Tensor)}
     with pytest.raises(Exception) as caught:
@@ -506,7 +509,7 @@ def test_wrong_packed_slots():
 
 @interpreted
 def test_what_the_kernel_does_not_do():
-    """An explicit request raises; 'auto' on a CPU takes torch."""
+    """An explicit request raises; 'auto' on a CPU uses torch."""
     message = r"^backend='triton' cannot serve this call: {}; use backend='torch'$"
     wide = inputs_of(GATED_DELTA, Shape(1, 1, 1, 1, 257, 2))
     with pytest.raises(ValueError, match=message.format("it takes k and v up to 256, got k = 257 and v = 2")):
@@ -537,7 +540,7 @@ def test_native_dtypes_and_model_sizes(row, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_in_a_cuda_graph(row):
-    """Captured once, replayed with other tokens and other slots: the same bits as eager calls."""
+    """A graph captured once and replayed with other tokens and other slots has the bits of eager calls."""
     inputs = {n: x.cuda() for n, x in convert(draw(row, Shape(4, 1, 2, 4, 128, 128), texts=9), torch.bfloat16).items()}
     first = inputs["state"].clone()
     slots = torch.tensor([5, -1, 2, 0], device="cuda")

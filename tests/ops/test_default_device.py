@@ -1,4 +1,4 @@
-"""Calls on CPU tensors while torch's default device is another one: only what makes new weights takes it.
+"""Calls on CPU tensors while torch's default device is another one, which only functions that make new weights use.
 
 The default is meta, whose tensors have no memory: a buffer made there by mistake has no numbers, or ends the process.
 """
@@ -46,7 +46,7 @@ def elsewhere(request) -> Callable[[], object]:
 
 
 def assert_unmoved(run: Callable[[], list[Tensor]], elsewhere: Callable[[], object]) -> None:
-    """run() gives the same bits, on the CPU, with the default device elsewhere."""
+    """Check that run() gives the same bits, on the CPU, when the default device is another one."""
     wanted = run()
     with elsewhere():
         found = run()
@@ -101,7 +101,7 @@ def test_convolution(elsewhere):
 
 
 def make_model(pattern: str) -> HybridLM:
-    """One layer of each letter."""
+    """Return a model with one layer for each letter."""
     config = tiny(pattern, 64)
     torch.manual_seed(0)
     return HybridLM(replace(config, n_layers=len(pattern)))
@@ -109,7 +109,7 @@ def make_model(pattern: str) -> HybridLM:
 
 @pytest.mark.parametrize("letter", LETTERS)
 def test_models_of_every_mixer(letter, elsewhere):
-    """Forward, backward and two tokens more, rows and packed sequences."""
+    """Forward, backward and two more tokens work, with rows and with packed sequences."""
     model = make_model(letter)
     ids, packed = torch.randint(0, 64, (2, 21)), torch.randint(0, 64, (1, sum(TEXTS)))
 
@@ -150,7 +150,7 @@ def test_save_and_load(elsewhere, tmp_path):
 
 
 def test_training(elsewhere, tmp_path):
-    """A run, and one that goes on from its checkpoint."""
+    """A run works, and so does one that continues from its checkpoint."""
     changes = {"steps": 2, "warmup": 1, "save_every": 1, "sample_every": 2, "eval_every": 2}
     make_config(tmp_path)
 
@@ -177,13 +177,13 @@ def test_tasks_and_plans(elsewhere):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_pictures(name, elsewhere):
-    """Their numbers, but for times; of a model for those that have one."""
+    """Every picture computes its numbers, and those of a model if it can show one."""
     with elsewhere():
         assert find(name).compute(PictureOptions(quick=True))
 
 
 def test_new_models_are_made_where_asked(elsewhere):
-    """Meta weights of every mixer."""
+    """Models of every mixer have their weights on meta."""
     with elsewhere():
         for letter in LETTERS:
             assert {x.device.type for x in make_model(letter).state_dict().values()} == {"meta"}

@@ -1,4 +1,4 @@
-"""Statements of docs/derivation.md and docs/memory.md that no other test needs, in float64."""
+"""Statements of docs/derivation.md and docs/memory.md that no other test covers, in float64."""
 
 from dataclasses import replace
 
@@ -10,14 +10,17 @@ from lineate.memory import MEMORY_RULES, run_head
 
 
 def one_point(S, k, target, rate, penalty):
-    """One SGD step on 1/2 ||S^T k - target||^2 + 1/2 <S, penalty S>, its gradient by autograd; k, penalty `k`."""
+    """Return one SGD step on 1/2 ||S^T k - target||^2 + 1/2 <S, penalty S>, with autograd's gradient.
+
+    K, penalty `k`.
+    """
     S = S.detach().requires_grad_()
     loss = (S.T @ k - target).square().sum() / 2 + (penalty[:, None] * S * S).sum() / 2
     return (S - rate * torch.autograd.grad(loss, S)[0]).detach()
 
 
 def walk(op, log_decay):
-    """Inputs of one head, 12 tokens, k 6, v 5; the memory after every token by the op."""
+    """Return inputs of one head, 12 tokens, k 6, v 5, and the memory after every token, computed by the op."""
     torch.manual_seed(0)
     t, key_dim, value_dim = log_decay.shape[0], 6, 5
     k = torch.nn.functional.normalize(torch.randn(t, key_dim, dtype=torch.float64), dim=-1)
@@ -31,7 +34,7 @@ def walk(op, log_decay):
 
 
 def test_gated_delta_net_is_sgd_with_weight_decay_at_another_rate_and_target():
-    """Section 4: eta = a beta, u = v / a, lambda = (1 - a) / (a beta). With beta and v themselves it is not."""
+    """Section 4: eta = a beta, u = v / a, lambda = (1 - a) / (a beta). With beta and v themselves it does not hold."""
     log_decay = -2 * torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     k, v, beta, S, after = walk(gated_delta_rule, log_decay)
     for i, expected in enumerate(after):
@@ -46,7 +49,7 @@ def test_gated_delta_net_is_sgd_with_weight_decay_at_another_rate_and_target():
 
 
 def test_decay_per_channel_is_no_such_step():
-    """What KDA erases is beta k (a k)^T, whose antisymmetric part no step on the key k can have."""
+    """KDA erases beta k (a k)^T, whose antisymmetric part no step on the key k can have."""
     log_decay = -2 * torch.rand(1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     k, _, beta, _, _ = walk(kimi_delta_attention, log_decay)
     nothing = torch.zeros(1, 1, 1, 6, dtype=torch.float64)
@@ -62,7 +65,7 @@ def test_decay_per_channel_is_no_such_step():
 
 @pytest.mark.parametrize("a", [0.5, 0.9])
 def test_a_full_overwrite_leaves_no_ghost(a):
-    """With beta = 1 and a unit key ours stores v; the step at one point with the same names leaves -(1 - a) v_old."""
+    """With beta = 1 and a unit key, ours stores v; the step at one point with the same names leaves -(1 - a) v_old."""
     decay = torch.full((1, 1, 1), a, dtype=torch.float64)
     keys, values, _, S, _ = walk(gated_delta_rule, decay[0, 0].log())
     k, v = keys[0], values[0]
@@ -75,7 +78,7 @@ def test_a_full_overwrite_leaves_no_ghost(a):
 
 
 def test_titans_without_momentum_is_gated_delta_net_under_other_names():
-    """docs/memory.md, section 5: theta = (1 - alpha) beta and v / (1 - alpha) for v, at chunk 1."""
+    """docs/memory.md, section 5: theta = (1 - alpha) beta, and v / (1 - alpha) in place of v, at chunk 1."""
     log_decay = -torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     k, v, beta, start, after = walk(gated_delta_rule, log_decay)
     kept = log_decay.exp()

@@ -1,4 +1,4 @@
-"""`auto` is one pure function: a table of what it chooses, and of what it refuses; `explain` tells what really runs."""
+"""`auto` is one pure function: a table of what it chooses and refuses; `explain` reports what really runs."""
 
 import itertools
 import os
@@ -77,7 +77,7 @@ DEFAULTS = {
 GPU = {"device": "cuda"}
 GPU_AND_NO_TRITON = {**GPU, "no_triton": NO_TRITON}
 
-# What differs from the defaults -> form, backend, chunk size, why this form, why this backend.
+# Each entry: changes to the defaults, then form, backend, chunk size, the reason for the form and for the backend.
 SERVED = [
     # auto form on the native backend
     ({}, "chunkwise", "native", 32, CHUNKS, NATIVE),
@@ -92,7 +92,7 @@ SERVED = [
     ({"chunk_size": 64}, "chunkwise", "native", 64, CHUNKS, NATIVE),
     ({"chunk_size": 1000}, "chunkwise", "native", 100, CHUNKS, NATIVE),
     ({"t": 8, "chunk_size": 4}, "recurrent", "native", 1, SHORT, NATIVE),
-    # auto backend where native cannot serve
+    # auto backend where native cannot serve the call
     ({"dtype": F64}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NO_FLOAT64),
     ({"t": 1, "dtype": F64}, "recurrent", "torch", 1, SHORT, BECAUSE + NO_FLOAT64),
     ({"device": "mps"}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + NOT_CPU.format("mps")),
@@ -105,7 +105,7 @@ SERVED = [
     ({"beta_per_channel": True, "needs_grad": True}, "recurrent", "torch", 1, RATES, BECAUSE + NO_RATES),
     ({"transformed": True}, "chunkwise", "torch", 64, CHUNKS, BECAUSE + TRANSFORMED),
     ({"transformed": True, "t": 1}, "recurrent", "torch", 1, SHORT, BECAUSE + TRANSFORMED),
-    # auto on a GPU: the triton kernels, and torch where they cannot serve; what native lacks is no matter there
+    # auto on a GPU: the triton kernels, or torch where they cannot serve; limits of native do not matter there
     (GPU, "chunkwise", "triton", 64, CHUNKS, TRITON),
     ({**GPU, "t": 8}, "recurrent", "triton", 1, SHORT, TRITON),
     ({**GPU, "t": 9}, "chunkwise", "triton", 9, CHUNKS, TRITON),
@@ -158,7 +158,7 @@ SERVED = [
     ({**GPU, "backend": "triton", "t": 1, "needs_grad": True}, "chunkwise", "triton", 1, CHUNKS, TRITON_ASKED),
     ({**GPU, "backend": "triton", "form": "chunkwise"}, "chunkwise", "triton", 64, ASKED, TRITON_ASKED),
     ({**GPU, "backend": "triton", "form": "recurrent", "chunk_size": 7}, "recurrent", "triton", 1, ASKED, TRITON_ASKED),
-    # the interpreter, which is there when no_triton is None, serves a CPU only when asked
+    # the interpreter, which is present if no_triton is None, serves a CPU only when asked
     ({"backend": "triton"}, "chunkwise", "triton", 64, CHUNKS, TRITON_ASKED),
     ({"backend": "triton", "t": 1}, "recurrent", "triton", 1, SHORT, TRITON_ASKED),
 ]
@@ -232,7 +232,7 @@ def test_refused(changes, message):
 
 
 def test_an_explicit_request_is_served_or_refused_but_never_replaced():
-    """Every combination there is: what was asked for by name is what the plan says."""
+    """In every combination, the plan has what was asked for by name."""
     choices = {
         "t": (1, 100),
         "width": (128, 257),
@@ -303,7 +303,7 @@ def test_explain_prints():
 
 
 class CustomOps(TorchDispatchMode):
-    """The names of lineate's own torch ops that ran."""
+    """Records the names of lineate's own torch ops that ran."""
 
     def __init__(self):
         super().__init__()
@@ -340,7 +340,7 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS, ids=label)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_explain_says_what_really_runs(row, call):
-    """The same bits as asking for the plan by name; and of the ops the one that the plan names."""
+    """A call has the same bits as one that asks for the plan by name, and runs the op that the plan names."""
     call = dict(call)
     packed, needs_grad = call.pop("packed", False), call.pop("needs_grad", False)
     shape = PACKED if packed else SMALL._replace(t=call.pop("t", SMALL.t))
@@ -361,7 +361,7 @@ def test_explain_says_what_really_runs(row, call):
 
 
 def test_explain_runs_nothing():
-    """Not one torch op on the inputs but the look at the gates."""
+    """It runs no torch op on the inputs, except for the check of the gates."""
     inputs = {name: x.to("meta") for name, x in draw(KIMI_DELTA, SMALL).items()}
     with CustomOps() as ran:
         plan = lineate.explain(**inputs)
@@ -373,7 +373,7 @@ def test_explain_runs_nothing():
 
 
 def test_explain_asks_for_a_device_that_has_kernels():
-    """A meta tensor stands for any device without kernels (mps, xpu): auto takes torch, an explicit request is told."""
+    """A meta tensor stands for any device without kernels (mps, xpu): auto uses torch, an explicit request fails."""
     inputs = {name: x.to("meta") for name, x in convert(draw(GATED_DELTA, SMALL), F32).items()}
     plan = lineate.explain(**inputs)
     assert (plan.form, plan.backend) == ("chunkwise", "torch")
@@ -397,7 +397,7 @@ def test_why_no_triton_names_the_device(monkeypatch):
 
 
 def without_native(code: str, **environment: str) -> str:
-    """The output of `code` in a fresh process with these environment variables."""
+    """Return the output of `code` in a fresh process with these environment variables."""
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
     )
@@ -427,7 +427,7 @@ def test_switched_off():
 
 
 def test_without_a_compiler(tmp_path):
-    """A compiler that is not there, one that fails, and a cache that cannot be written: torch serves, and says why."""
+    """With a missing compiler, one that fails, or a read-only cache, torch serves, and explain says why."""
     gone = without_native(EXPLAIN, CC=str(tmp_path / "no-such-cc"), LINEATE_CACHE=str(tmp_path / "a")).splitlines()
     fails = without_native(EXPLAIN, CC="false", LINEATE_CACHE=str(tmp_path / "b")).splitlines()
     (tmp_path / "file").write_text("")

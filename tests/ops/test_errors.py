@@ -1,4 +1,4 @@
-"""Wrong calls: each gets its exact message (argument, expected, got, remedy) and changes nothing."""
+"""Wrong calls: each raises its exact message (argument, expected, got, remedy) and changes nothing."""
 
 from collections.abc import Callable
 
@@ -34,12 +34,12 @@ def arguments(row: Row = GATED_DELTA, **changes: object) -> Arguments:
 
 
 def packed(**changes: object) -> Arguments:
-    """The first row of the batch, as packed sequences."""
+    """Return the first row of the batch as packed sequences."""
     return {**{name: x[:1] for name, x in arguments().items() if name != "state"}, **changes}
 
 
 def cache(**changes: object) -> Arguments:
-    """A call of softmax attention with a cache of itself, changed."""
+    """Return a call of softmax attention with a cache of itself, changed."""
     own = arguments(LINEAR)
     keys, values, ends = (
         changes.pop(name, own.get(which)) for name, which in (("keys", "k"), ("values", "v"), ("cached_ends", None))
@@ -57,7 +57,7 @@ def packed_qkv() -> Arguments:
 
 
 def raw(**changes: object) -> Arguments:
-    """A call of fused_delta_rule."""
+    """Return the arguments of fused_delta_rule."""
     own = arguments()
     gates = {"gate": own.pop("log_decay"), "write": own.pop("beta"), "A_log": zeros(4), "dt_bias": zeros(4)}
     return {**own, **gates, **changes}
@@ -70,7 +70,7 @@ def ints(*numbers: int) -> torch.Tensor:
 TRITON = "backend='triton' cannot serve this call: {}; use backend='torch'"
 
 
-# Keywords that every op takes, and what it says when they are wrong.
+# Keywords that every op takes, and the messages for wrong values.
 KEYWORDS: list[tuple[str, Arguments, type[Exception], str]] = [
     ("unknown form", {"form": "fast"}, ValueError,
      "form must be one of 'auto', 'recurrent', 'chunkwise', 'parallel', got 'fast'"),
@@ -378,7 +378,7 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
 
 
 def check(op: Op, call: Arguments, error: type[Exception], message: str) -> None:
-    """The exact message, and every tensor as it was."""
+    """Check that the message is exact, and that no tensor changes."""
     kept = {name: x.clone() for name, x in call.items() if isinstance(x, torch.Tensor)}
     with pytest.raises(Exception) as caught:
         op(**call)
@@ -389,7 +389,7 @@ def check(op: Op, call: Arguments, error: type[Exception], message: str) -> None
 
 
 def named(table: list[tuple]) -> list[object]:
-    """Parameters by their names; what triton says about a CPU tensor takes triton's interpreter."""
+    """Return the parameters by name; triton's message about a CPU tensor needs triton's interpreter."""
     return [pytest.param(*rest, id=name, marks=[interpreted] if "triton" in name else []) for name, *rest in table]
 
 
@@ -407,7 +407,7 @@ def test_wrong_calls(op, call, error, message):
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", [GATED_LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_one_positive_log_decay_anywhere(row, path):
-    """Wherever it stands: first, last, alone among resets; by every form and backend, before anything is modified."""
+    """It may be first, last or alone among resets; every form and backend refuses it before anything is modified."""
     message = (
         "log_decay must be <= 0 (natural log of a decay in [0, 1]), got a maximum of 0.5; "
         "pass log(decay), or -exp(A_log) * softplus(x)"
@@ -462,7 +462,8 @@ def test_explain_makes_the_same_checks():
 
 
 def test_what_may_look_wrong_but_is_not():
-    """int scales, int32 bounds, gates of another dtype than q, a state that is a view, one token, one head, hv = 7h."""
+    """The cases are int scales, int32 bounds, gates of another dtype than q, a state that is a view, one token,
+    one head, and hv = 7h."""
     call = arguments()
     call["log_decay"], call["beta"] = call["log_decay"].double(), call["beta"].bfloat16()
     call["state"] = torch.zeros(2, 4, 5, 3).mT

@@ -1,4 +1,4 @@
-"""torch's FlopCounterMode around ops, layers and models finds what lineate.planning counts."""
+"""torch's FlopCounterMode around ops, layers and models counts what lineate.planning counts."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def test_an_op_forward_and_backward(row: Row, backend: str) -> None:
     inputs = {name: x.requires_grad_() for name, x in convert(draw(row, SMALL), torch.float32).items()}
     assert count(lambda: row.op(**inputs, **options).output.sum().backward()) == 3 * expected
     out = row.op(**inputs, **options).output.sum()
-    assert count(out.backward) == 2 * expected  # of a forward outside
+    assert count(out.backward) == 2 * expected  # the forward ran outside the counter
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -92,7 +92,7 @@ SIZES: dict[str, Any] = dict(
 
 @pytest.mark.parametrize("pattern", [*"LRDGK", "GGA", "KM"])
 def test_a_model(pattern: str) -> None:
-    """In float32, as it runs: a prefill, a token after it, and a training step."""
+    """It runs in float32: a prefill, a token after it, and a training step."""
     config = HybridConfig(**SIZES, n_layers=len(pattern), pattern=pattern)
     model, plan = HybridLM(config), plan_flops(Model(pattern, config, torch.float32, "config"))
     with sdpa_kernel(SDPBackend.MATH):

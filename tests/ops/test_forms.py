@@ -1,4 +1,4 @@
-"""Three forms of one computation: they agree in float64, derivatives are right, special cases reduce to each other."""
+"""Three forms of one computation agree in float64, have correct derivatives, and special cases reduce to each other."""
 
 import itertools
 import math
@@ -42,7 +42,10 @@ import lineate
 
 
 def every_form(row: Row, inputs: Inputs, **options: object):
-    """Chunks of 1, 16, 64 and t, and the parallel form. A chunk of 64 is one of t if there are no more tokens."""
+    """Yield chunks of 1, 16, 64 and t, and the parallel form.
+
+    A chunk of 64 is a chunk of t if there are no more tokens.
+    """
     t = inputs["q"].shape[1]
     for chunk_size in sorted({1, 16, 64 if t > 64 else t, t}):
         yield f"chunks of {chunk_size}", run(row, inputs, "chunkwise", chunk_size=chunk_size, **options)
@@ -85,17 +88,17 @@ def test_auto_agrees_for_every_short_length(row):
 
 @pytest.mark.slow
 def test_five_thousand_tokens():
-    """79 chunks in float64, and in float32 by every backend."""
+    """79 chunks agree in float64, and in float32 by every backend."""
     inputs = draw(KIMI_DELTA, Shape(1, 5000, 1, 1, 5, 3))
     expected = oracle(KIMI_DELTA, inputs)
     assert_float64_agrees(run(KIMI_DELTA, inputs), expected)
     for backend in ("torch", "auto"):
         found = errors(run(KIMI_DELTA, convert(inputs, torch.float32), backend=backend), expected)
-        assert_within(found, 1e-5, backend)  # most of it is the rounding of the inputs
+        assert_within(found, 1e-5, backend)  # most of this is the rounding of the inputs
 
 
 def gradchecks() -> Iterator[object]:
-    """Fast are those of the one form that has a backward of its own, and of each other form those of one rule."""
+    """Yield cases; fast are those of the form with its own backward, and those of one rule for each other form."""
     for row, form, texts in itertools.product(ROWS, FORMS, (None, (1, 0, 3))):
         fast = form == "chunkwise" or row is KIMI_DELTA
         name = f"{row}-{form}-" + ("whole" if texts is None else "packed and normalize_qk")
@@ -104,7 +107,7 @@ def gradchecks() -> Iterator[object]:
 
 @pytest.mark.parametrize(("row", "form", "texts"), gradchecks())
 def test_gradcheck(row, form, texts):
-    """Numerical derivatives of output and state with respect to everything, across chunks of 2."""
+    """Numerical derivatives of output and state with respect to everything agree, across chunks of 2."""
     inputs = draw(row, Shape(1, 4, 1, 2, 3, 2), texts=texts and len(texts))
     options: dict[str, object] = {"form": form, "chunk_size": 2}
     if texts:
@@ -130,7 +133,7 @@ def test_second_derivatives():
 
 
 def explicit(row: Row, inputs: Inputs, decay_first: bool = True) -> tuple[Tensor, Tensor]:
-    """S_t = (I - beta k k^T) Diag(a) S_{t-1} + beta k v^T with the matrices written out, head by head."""
+    """Return S_t = (I - beta k k^T) Diag(a) S_{t-1} + beta k v^T with the matrices written out, head by head."""
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     b, t, hv, _ = v.shape
     key_dim, group = q.shape[-1], hv // q.shape[2]
@@ -161,7 +164,7 @@ def test_forms_are_the_explicit_matrices(row):
 
 
 def test_decay_comes_before_the_erasure():
-    """Per channel the two do not commute, so this order is a choice; per head it is none."""
+    """Per channel the two do not commute, so the order matters; per head it does not."""
     for row, differs in ((KIMI_DELTA, True), (GATED_DELTA, False)):
         inputs = draw(row, Shape(1, 6, 1, 1, 3, 2))
         erased_first, _ = explicit(row, inputs, decay_first=False)
@@ -204,7 +207,7 @@ def test_zero_decay_is_the_rule_without(gated, plain):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_orthonormal_keys_store_exactly(form):
-    """With beta 1 and orthonormal keys nothing interferes: asking with the keys returns the values, from any memory."""
+    """With beta 1 and orthonormal keys nothing interferes: reading with the keys gives the values, from any memory."""
     basis, _ = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     k = basis.reshape(1, 8, 1, 8)
     inputs = draw(DELTA, Shape(1, 8, 1, 1, 8, 5), "beta 1")
@@ -227,7 +230,7 @@ def test_one_chunk_is_the_parallel_form(row):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_grouped_value_heads_are_repeated_keys(row, form):
-    """hv > h: value heads i * hv/h ... (i + 1) * hv/h - 1 read key head i, and its gradient is their sum."""
+    """If hv > h, value heads i * hv/h ... (i + 1) * hv/h - 1 read key head i, and its gradient is their sum."""
     h, hv = 2, 6
     inputs = draw(row, Shape(2, 21, h, hv, 6, 5))
     repeated = {**inputs, **{name: inputs[name].repeat_interleave(hv // h, dim=2) for name in ("q", "k")}}
@@ -269,7 +272,7 @@ def test_scale_multiplies_the_output_alone(row, scale):
 
 @pytest.mark.parametrize("row", [DELTA, GATED_DELTA, KIMI_DELTA], ids=str)
 def test_beta_per_value_channel(row):
-    """Each value channel is a memory of its own: its column follows from running that channel with its own beta."""
+    """Each value channel is a separate memory, so its column equals a run of that channel with its own beta."""
     inputs = draw(row, SMALL)
     rates = torch.sigmoid(torch.randn(*inputs["v"].shape, generator=torch.Generator().manual_seed(9)).double())
     got = run(row, {**inputs, "beta": rates}, "recurrent")
@@ -325,7 +328,7 @@ def test_attention_matrix(row):
     heads = SMALL.hv if gates else SMALL.h
     assert matrix.shape == (SMALL.b, heads, SMALL.t, SMALL.t)
     assert torch.equal(matrix, matrix.tril())
-    spread = matrix.repeat_interleave(SMALL.hv // heads, dim=1)  # without gates only q knows the heads
+    spread = matrix.repeat_interleave(SMALL.hv // heads, dim=1)  # without gates, A has one matrix per head of q
     output = (spread @ leaves["v"].transpose(1, 2)).transpose(1, 2)
     grads = torch.autograd.grad((output * weights(output, 1)).sum(), list(leaves.values()))
     got = Result(output.detach(), torch.zeros(1), dict(zip(leaves, grads, strict=True)))
@@ -343,7 +346,8 @@ def test_attention_matrix(row):
 def test_inverse_entries_are_at_most_2(beta, cosine):
     """An entry of (I + beta M)^{-1} is -beta_i k_i^T (product of I - beta k k^T) k_j, whose factors have norms <= 1.
 
-    With q = k and scale = 1 the attention matrix is A = P (I + beta M)^{-1} beta, P = I + M; so it is P^-1 A / beta.
+    With q = k and scale = 1 the attention matrix is A = P (I + beta M)^{-1} beta, P = I + M; so the inverse is
+    P^-1 A / beta.
     """
     t = 64
     normal = torch.randn(1, t, 1, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

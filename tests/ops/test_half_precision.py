@@ -1,6 +1,6 @@
-"""16-bit products on a CPU go through float32 where the processor has none: as exact as torch's, and never torch's own.
+"""16-bit products on a CPU go through float32 if the processor has none: as exact as torch's, and never by torch's own.
 
-The environment forces the choice, so that all of this runs alike on processors with and without such products.
+The environment forces the choice, so that these tests run alike on processors with and without such products.
 """
 
 import copy
@@ -49,7 +49,7 @@ def set_products(monkeypatch, value: str) -> None:
 
 @pytest.fixture
 def without(monkeypatch):
-    """A processor without products of 16 bit."""
+    """Simulate a processor without 16-bit products."""
     set_products(monkeypatch, "0")
     yield
     processor._multiplies.cache_clear()
@@ -57,14 +57,14 @@ def without(monkeypatch):
 
 @pytest.fixture
 def in_blocks(without, monkeypatch):
-    """Also under a mode that records calls, and with small weights."""
+    """Simulate the same, with products in blocks also under a mode that records calls and for small weights."""
     monkeypatch.setattr(half, "is_eager", lambda *tensors: True)
     monkeypatch.setattr(half, "BLOCK", 64)
     monkeypatch.setattr(native, "MOST_ROWS", 2)
 
 
 class Recorder(TorchDispatchMode):
-    """The products that had an operand of 16 bit."""
+    """Records the products that had a 16-bit operand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_explain_and_inspect_say_so(without, tmp_path):
 
 
 def bound(exact: Tensor, size: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """One rounding to dtype, and float32 sums of k terms whose absolute values sum to size."""
+    """Return the bound of one rounding to dtype, and float32 sums of k terms whose absolute values sum to size."""
     smallest = torch.finfo(dtype).smallest_normal
     return torch.finfo(dtype).eps / 2 * exact.abs() + (k + 2) * torch.finfo(torch.float32).eps * size + smallest
 
@@ -246,12 +246,12 @@ def test_second_derivatives_and_transforms(without):
 
 
 def test_under_autocast(without):
-    """The result has autocast's dtype, gradients those of their tensors; float64 is left alone."""
+    """The result has autocast's dtype, gradients have those of their tensors; float64 is unchanged."""
     torch.manual_seed(0)
     x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
     with torch.autocast("cpu", BF16):
         y = half.linear(x, weight)
-        y.float().square().sum().backward()  # inside of it, too
+        y.float().square().sum().backward()  # the backward runs inside autocast, too
         assert half.linear(x.double(), weight.double()).dtype == torch.float64
     assert y.dtype == BF16
     assert torch.equal(y, F.linear(x, weight).to(BF16))
@@ -278,7 +278,7 @@ models = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 
 
 def run_all(model: HybridLM, ids: Tensor, autocast: bool = False) -> None:
-    """Reading, continuing by one token and by several, packed and padded; a training step."""
+    """Read, continue by one token and by several, packed and padded; run a training step."""
     with torch.autocast("cpu", BF16, enabled=autocast):
         with torch.no_grad():
             state = model(ids).state
@@ -328,7 +328,7 @@ def test_a_model_is_as_near_to_float32_as_with_torchs_products(config, without, 
 
 
 def test_logits_in_pieces(in_blocks, monkeypatch):
-    """The loss that never has all logits at once, against that which has."""
+    """The loss that never holds all logits at once equals the one that does."""
     torch.manual_seed(0)
     model, ids = HybridLM(replace(CONFIG, pattern="G", n_layers=1)).bfloat16(), torch.randint(61, (2, 20))
     whole = model.loss_sum(ids, ids)
@@ -362,7 +362,7 @@ class ByName(nn.Linear):
 
 
 class Quantised(Tensor):
-    """A weight that has a product of its own."""
+    """A weight with its own product."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -372,7 +372,7 @@ class Quantised(Tensor):
 
 
 def test_products_that_are_not_ours(without):
-    """Names of torch's arguments, weights of one dimension, and tensors with products of their own."""
+    """The cases are named arguments, weights of one dimension, and tensors with their own products."""
     x, module = torch.randn(3, 16, dtype=BF16), ByName(16, 4, dtype=BF16)
     torch.testing.assert_close(project(module, x), half.linear(x, module.weight, module.bias))
     torch.testing.assert_close(half.linear(x, module.weight[0]), F.linear(x, module.weight[0]))
@@ -406,5 +406,5 @@ def test_compiled_in_one_graph(without):
     compiled = torch.compile(feed, fullgraph=True, backend=keep)
     torch.testing.assert_close(compiled(x), feed(x))
     assert len(graphs) == 1
-    assert graphs[0].count("float()") == 4  # x and the weight of both products
+    assert graphs[0].count("float()") == 4  # x and the weight in both products
     torch._dynamo.reset()

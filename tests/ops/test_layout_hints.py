@@ -1,4 +1,4 @@
-"""Tensors whose heads come before their tokens, as other libraries have them: the shape errors say transpose(1, 2)."""
+"""If tensors have heads before tokens, as in other libraries, the shape errors suggest transpose(1, 2)."""
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 )
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_float32_on_ordinary_inputs(row, shape):
-    """Chunkwise in float32 against recurrent in float64: 2e-6 on outputs, 1e-5 on gradients."""
+    """The chunkwise form in float32 is within 2e-6 of the float64 recurrent form on outputs, 1e-5 on gradients."""
     inputs = convert(draw(row, shape), torch.float32)
     expected = oracle(row, inputs)
     for chunk_size, backend in itertools.product((16, 64, 100), BACKENDS):
@@ -58,7 +58,7 @@ def test_float32_on_ordinary_inputs(row, shape):
 
 @covering("row, special, shape", SPECIAL_ROWS, [SMALL, LARGE], together=1)
 def test_float32_on_special_inputs(row, special, shape):
-    """Resets, no decay, extreme beta, nearly parallel keys: finite, and within the derived budget."""
+    """With resets, no decay, extreme beta and nearly parallel keys, results are finite and within budget."""
     inputs = convert(draw(row, shape, special), torch.float32)
     expected = oracle(row, inputs)
     for chunk_size in (16, 64):
@@ -70,7 +70,7 @@ def test_float32_on_special_inputs(row, special, shape):
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_normalize_qk_in_float32(row):
-    """q and k five times too long, and one key of zeros: its direction does not exist, its gradient does."""
+    """q and k are five times too long, and one key is zero: it has no direction, but it has a gradient."""
     inputs = convert(draw(row, SMALL), torch.float32)
     inputs["q"], inputs["k"] = inputs["q"] * 5, inputs["k"] * 5
     inputs["k"][:, 7] = 0
@@ -83,7 +83,7 @@ def test_normalize_qk_in_float32(row):
 
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_parallel_form_in_float32(row, special):
-    """The same budget, with one chunk of length t."""
+    """The budget is the same, with one chunk of length t."""
     inputs = convert(draw(row, SMALL, special), torch.float32)
     expected = oracle(row, inputs)
     assert_within(errors(run(row, inputs, "parallel"), expected), budget(row, inputs, expected, SMALL.t))
@@ -92,7 +92,7 @@ def test_parallel_form_in_float32(row, special):
 @needs_native
 @covering("row, special, dtype", SPECIAL_ROWS, [torch.float32, torch.bfloat16, torch.float16], together=1)
 def test_decoding_in_float32(row, special, dtype):
-    """The native recurrent form, which has no gradients: the same budget with chunks of 1, whole and packed."""
+    """The native recurrent form, which has no gradients, meets the same budget with chunks of 1, whole and packed."""
     for shape, texts in ((SMALL, None), (PACKED, TEXTS)):
         inputs = convert(draw(row, shape, special, texts=texts and len(texts)), dtype)
         options = {"cu_seqlens": bounds(texts)} if texts else {}
@@ -103,7 +103,7 @@ def test_decoding_in_float32(row, special, dtype):
 
 @covering("row, path, dtype, gates", ROWS, PATHS, HALF, ["same", "float32"])
 def test_half_precision_only_rounds_inputs_and_results(row, path, dtype, gates):
-    """State, sums, solve are in float32: against the float64 oracle on the same numbers the last rounding is all."""
+    """State, sums and solve are float32: the only difference from the float64 oracle is the last rounding."""
     inputs = convert(
         draw(row, SMALL, "reset -50" if row.decay != "none" else "ordinary"),
         HALF[dtype],
@@ -141,7 +141,10 @@ def test_dtype_and_shape_of_the_result(row, path):
 
 @covering("row, path, dtype", ROWS, FORWARD_PATHS, [torch.float32, torch.bfloat16])
 def test_autocast_changes_no_bit(row, path, dtype):
-    """Autocast would round the operands of every product to bfloat16; torch asks to call backward outside of it."""
+    """Autocast would round the operands of every product to bfloat16.
+
+    As torch asks, the backward is called outside of it.
+    """
     inputs = convert(draw(row, SMALL), dtype)
     gradients = path != {"form": "recurrent", "backend": "native"}
     results = []
@@ -167,7 +170,7 @@ def test_backward_inside_autocast_changes_no_bit(row, path):
 
 
 def strange_layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same numbers in memory that is not contiguous."""
+    """Return the same numbers in memory that is not contiguous."""
     padded = torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype)
     padded[..., ::2] = x
     behind = torch.full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), torch.nan, dtype=x.dtype)
@@ -183,7 +186,7 @@ def strange_layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_memory_layout_does_not_matter(row, path):
-    """Not contiguous inputs, and gradients that arrive transposed: the same numbers up to rounding."""
+    """Non-contiguous inputs, and gradients that arrive transposed, give the same numbers up to rounding."""
     inputs = convert(draw(row, SMALL), torch.float32)
     expected = oracle(row, inputs)
     allowed = budget(row, inputs, expected, 64)
@@ -200,7 +203,7 @@ def test_memory_layout_does_not_matter(row, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_expanded_inputs_and_gradients(row, path):
-    """One token for all and one state for all rows, as views of stride 0; the gradient of a sum is one too."""
+    """One token is expanded to all and one state to all rows, with stride 0; so is the gradient of a sum."""
     inputs = convert(draw(row, SMALL), torch.float32)
     expanded = {name: x[:1] if name == "state" else x[:1, :1] for name, x in inputs.items()}
     expanded = {name: x.expand_as(inputs[name]) for name, x in expanded.items()}
@@ -214,7 +217,7 @@ def test_expanded_inputs_and_gradients(row, path):
 
 @pytest.fixture
 def poisoned_memory():
-    """Every uninitialised tensor arrives full of NaN."""
+    """Fill every uninitialised tensor with NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.zeros(3).new_empty(5).isnan().all()
@@ -265,7 +268,7 @@ def test_without_gradients(row, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_on_half_of_the_result(row, path):
-    """A loss on the output alone, or on the state alone: the gradients of both halves add up to the whole."""
+    """Gradients of a loss on the output alone and on the state alone add up to those of both."""
     inputs = convert(draw(row, SMALL), torch.float32)
     totals = {name: torch.zeros_like(x) for name, x in inputs.items()}
     for which in (0, 1):
@@ -275,7 +278,7 @@ def test_losses_on_half_of_the_result(row, path):
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         for name, x in zip(leaves, grads, strict=True):
             if which == 1 and name == "q":
-                assert x is None or not x.any()  # reading changes no memory
+                assert x is None or not x.any()  # reading does not depend on the final memory
             totals[name] += 0 if x is None else x
     whole = run(row, inputs, **path, chunk_size=16)
     expected = oracle(row, inputs)
@@ -311,7 +314,7 @@ def test_backward_twice_through_one_graph(path):
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_nan_is_never_swallowed(row, path):
-    """One NaN in any input must show in the output, at the latest one token later: a gate of NaN is no reset."""
+    """One NaN in any input shows in the output at most one token later: a NaN gate does not count as a reset."""
     for name in draw(row, SMALL):
         inputs = convert(draw(row, SMALL), torch.float32)
         (inputs[name][0] if name == "state" else inputs[name][0, 20]).flatten()[0] = torch.nan

@@ -69,7 +69,7 @@ def test_nan_alone_is_computed_with(path: dict[str, str]) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [row for row in ROWS if row.corrects], ids=str)
 def test_rates_too_small_for_float32(row: Row, path: dict[str, str], beta: float) -> None:
-    """dbeta = X . (E - M R): finite and exact however small beta is, though R = beta (E - M R) is not."""
+    """dbeta = X . (E - M R) is finite and exact however small beta is, although R = beta (E - M R) is not."""
     inputs = convert(draw(row, SHAPE), torch.float32)
     inputs["beta"][:, ::2] = beta
     assert_within(errors(run(row, inputs, **path), oracle(row, inputs)), 2e-6)

@@ -1,4 +1,4 @@
-"""Keys of no unit length: said once, on every path of a CPU, never of stable calls, and never instead of a result."""
+"""Keys without unit length warn once, on every CPU path, never for stable calls, and never in place of a result."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def test_random_keys_are_named(row: Row, path: dict[str, str]) -> None:
     q = tokens()
     with pytest.warns(lineate.UnstableMemoryWarning, match=r"beta \|k\|\^2 must stay in \[0, 2\].*normalize_qk=True"):
         row.op(q, q, q, **gates(row, q), **path)
-    quiet(lambda: row.op(q, q, q, **gates(row, q), **path))  # once a process
+    quiet(lambda: row.op(q, q, q, **gates(row, q), **path))  # only once per process
 
 
 @pytest.mark.parametrize("path", FORWARD_PATHS[:4])
@@ -62,7 +62,7 @@ def test_training_and_packed_texts(path: dict[str, str]) -> None:
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[interpreted])])
 @pytest.mark.parametrize("raw", [False, True], ids=["gates", "raw gates"])
 def test_decoding(backend: str, raw: bool) -> None:
-    """Token by token: one of 16 is looked at, so that 20 tokens are enough wherever they begin."""
+    """Token by token, one of 16 is checked, so 20 tokens are enough wherever they begin."""
     q, state = tokens(), torch.zeros(1, 2, 16, 16)
     quiet(lambda: lineate.decode(*[unit(q[:, :1])] * 3, None, torch.ones(1, 1, 2), state=state, backend=backend))
     with pytest.warns(lineate.UnstableMemoryWarning):
@@ -91,7 +91,7 @@ def test_other_doors() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("row", CORRECTING, ids=str)
 def test_stable_calls_are_not_named(row: Row, dtype: torch.dtype) -> None:
-    """Unit keys rounded to their dtype, rates of 0, 1 and exactly 2; any keys that are normalised; NaN."""
+    """The cases: unit keys rounded to their dtype, rates of 0, 1 and exactly 2, normalised keys of any size, NaN."""
     for seed in range(20):
         k = unit(tokens(seed=seed, width=2 + 9 * seed)).to(dtype)
         for beta in (0.0, 1.0, 2.0):

@@ -1,4 +1,4 @@
-"""What must hold whatever the numbers: continuing, causality, isolation of sequences and rows, the same bits again."""
+"""What holds for all numbers: continuing, causality, isolation of sequences and rows, and the same bits every time."""
 
 import pytest
 import torch
@@ -29,12 +29,12 @@ from torch import Tensor
 
 
 def tokens(inputs: Inputs, part: slice) -> Inputs:
-    """Some tokens of a call, without its state."""
+    """Return some tokens of a call, without its state."""
     return {name: x[:, part] for name, x in inputs.items() if name != "state"}
 
 
 def rows(inputs: Inputs, which: list[int]) -> Inputs:
-    """Some rows of the batch."""
+    """Return some rows of the batch."""
     return {name: x[which] for name, x in inputs.items()}
 
 
@@ -44,7 +44,7 @@ def rows(inputs: Inputs, which: list[int]) -> Inputs:
 @pytest.mark.parametrize("forms", [*((form, form) for form in FORMS), ("chunkwise", "recurrent")], ids="-".join)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_split_anywhere_equals_whole(row, forms):
-    """Outputs, the final state and all gradients, with the state carried over; also from chunks to decoding."""
+    """Outputs, the final state and all gradients agree when the state is carried over, also from chunks to decoding."""
     inputs = draw(row, SMALL)
     expected = oracle(row, inputs)
     for split in (1, 7, 16, 33, SMALL.t - 1):
@@ -61,7 +61,7 @@ def test_split_anywhere_equals_whole(row, forms):
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_split_packed_texts_equal_whole_ones(row):
-    """Each sequence cut at its own place; some have nothing left for the second call, some nothing for the first."""
+    """Each sequence is cut at its own place; some have no tokens left for the second call, some none for the first."""
     cuts = (0, 1, 5, 0, 16, 0, 20, 0)
     inputs = draw(row, PACKED, texts=len(TEXTS))
     whole = row.op(**inputs, cu_seqlens=bounds(), chunk_size=16)
@@ -81,7 +81,7 @@ def test_split_packed_texts_equal_whole_ones(row):
 
 
 def futures(row: Row, inputs: Inputs, position: int):
-    """The same call with other tokens from `position` on: other numbers, and gates that forget all of a sudden."""
+    """Yield the same call with other tokens from `position` on: other numbers, and gates that suddenly forget."""
     other = convert(draw(row, SMALL, seed=99), inputs["q"].dtype)
     for value in (None, 0.0, -50.0, -torch.inf):
         if value is not None and row.decay == "none":
@@ -96,17 +96,17 @@ def futures(row: Row, inputs: Inputs, position: int):
 
 
 def past(row: Row, inputs: Inputs, path: dict[str, str], position: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The outputs before `position`, and the gradients of a loss on them."""
+    """Return the outputs before `position`, and the gradients of a loss on them."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     output = row.op(**leaves, **path, chunk_size=32).output[:, :position]
     grads = torch.autograd.grad((output * weights(output, 1)).sum(), list(leaves.values()))
     return output.detach(), dict(zip(leaves, grads, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::lineate.UnstableMemoryWarning")  # futures of any size
+@pytest.mark.filterwarnings("ignore::lineate.UnstableMemoryWarning")  # the futures' numbers have any size
 @covering("row, path, position", ROWS, PATHS, [1, 5, 16, 17, 31, 32, 47])
 def test_the_future_never_changes_the_past(row, path, position):
-    """Not one bit of an earlier output or gradient; and no gradient reaches the future, not even a rounding error."""
+    """No bit of an earlier output or gradient changes, and gradients of future tokens are exactly 0."""
     inputs = convert(draw(row, SMALL), torch.float32)
     output, grads = past(row, inputs, path, position)
     for name, x in grads.items():
@@ -127,9 +127,9 @@ def test_the_future_never_changes_the_past(row, path, position):
 
 @covering("row, path, position", [row for row in ROWS if row.decay != "none"], PATHS, [5, 16, 40])
 def test_nothing_crosses_a_decay_of_zero(row, path, position):
-    """What follows log_decay = -inf has the same bits whatever came before, and no gradient reaches back across it.
+    """The bits after log_decay = -inf do not depend on earlier tokens, and no gradient reaches back across it.
 
-    Only dlog_decay, a sum of differences over all later tokens, keeps their rounding errors before the reset.
+    Only dlog_decay before the reset has rounding errors, because it is a sum of differences over all later tokens.
     """
     inputs = convert(draw(row, SMALL), torch.float32)
     inputs["log_decay"][:, position] = -torch.inf
@@ -188,7 +188,7 @@ def test_packed_texts_equal_separate_runs(row, path):
 
 @covering("row, path, broken", ROWS, PATHS, [1, 4, 6])
 def test_a_broken_text_stays_alone(row, path, broken):
-    """One sequence full of NaN, its state too: no other sequence changes a bit."""
+    """If one sequence is full of NaN, with its state, no other sequence changes a bit."""
     inputs = convert(draw(row, PACKED, texts=len(TEXTS)), torch.float32)
     options = {**path, "cu_seqlens": bounds(), "chunk_size": 16}
     expected = run(row, inputs, **options)
@@ -224,7 +224,7 @@ def row_results(row: Row, inputs: Inputs, path: dict[str, str], order: list[int]
 
 @covering("row, path, heads, threads", ROWS, PATHS, [((1, 1), 1), ((2, 6), 1), ((5, 5), 2), ((11, 11), 2)])
 def test_batch_company_never_changes_a_row(row, path, heads, threads):
-    """Alone, in batches of 2 to 20 and in another order: the same bits, forward and backward."""
+    """A row alone, in batches of 2 to 20 and in another order has the same bits, forward and backward."""
     h, hv = heads
     inputs = convert(draw(row, Shape(20, 19, h, hv, 6, 5)), torch.float32)
     before = torch.get_num_threads()
@@ -254,7 +254,7 @@ def test_a_broken_row_stays_alone(row, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_heads_do_not_see_each_other(row, path):
-    """One key head full of NaN, with its value heads: the others keep their bits."""
+    """If one key head and its value heads are full of NaN, the other heads keep their bits."""
     inputs = convert(draw(row, Shape(2, 21, 3, 6, 6, 5)), torch.float32)
     expected = run(row, inputs, **path, chunk_size=16)
     key_heads, value_heads = [0, 2], [0, 1, 4, 5]
@@ -284,7 +284,8 @@ def test_heads_do_not_see_each_other(row, path):
 def test_two_runs_give_the_same_bits(row, path, shape):
     inputs = convert(draw(row, shape, "reset -50" if row.decay != "none" else "ordinary"), torch.float32)
     first = run(row, inputs, **path)
-    junk = [torch.full((n,), torch.nan) for n in (100, 10_000, 1_000_000)]  # other memory, at other addresses
+    # Makes the next calls use other memory, at other addresses.
+    junk = [torch.full((n,), torch.nan) for n in (100, 10_000, 1_000_000)]
     second = run(row, inputs, **path)
     del junk
     assert_same_bits(second, first)
@@ -293,7 +294,7 @@ def test_two_runs_give_the_same_bits(row, path, shape):
 
 @covering("row, path, shape", ROWS, PATHS, [SMALL, Shape(1, 20, 1, 1, 6, 5), Shape(1, 1, 1, 1, 6, 5)])
 def test_inputs_are_never_modified(row, path, shape):
-    """Neither by the call nor by its backward, nor through the result: output and state own their memory."""
+    """The call, its backward and writes to the result leave them unchanged: output and state own their memory."""
     for normalize_qk in (False, True):
         inputs = convert(draw(row, shape, seed=5), torch.float32)
         kept = {name: x.clone() for name, x in inputs.items()}

@@ -64,7 +64,7 @@ def calls(pick, row: Row) -> Call:
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_forms_agree_on_random_calls(row, examples):
-    """Every form and backend against the float64 oracle on the same numbers: output, state and all gradients."""
+    """Every form and backend agrees with the float64 oracle on the same numbers: output, state and all gradients."""
     compared = 0
 
     @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -79,7 +79,7 @@ def test_forms_agree_on_random_calls(row, examples):
         for form, backend in PATHS:
             if backend == "native" and (NATIVE_OBSTACLE or call.dtype == torch.float64):
                 continue
-            only = () if (form, backend) == ("recurrent", "native") else None  # for decoding: it has no gradients
+            only = () if (form, backend) == ("recurrent", "native") else None  # it is for decoding and has no gradients
             got = run(row, inputs, form, backend=backend, only=only, chunk_size=call.chunk_size, **options)
             if call.dtype == torch.float64:
                 assert_float64_agrees(got, expected, (form, backend))

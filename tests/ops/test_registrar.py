@@ -1,4 +1,4 @@
-"""One registrar makes the ops: eager calls and calls as an op agree, in both directions and under a compiler."""
+"""One registrar makes the ops: eager calls and calls as an op agree, forward, backward and under a compiler."""
 
 import importlib
 
@@ -70,7 +70,7 @@ double = register_op(
 
 
 class Seen(TorchDispatchMode):
-    """The ops of lineate that are called."""
+    """Records the ops of lineate that are called."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ def test_a_second_derivative_is_refused(x):
 
 @pytest.mark.parametrize("part", ["registrar", pytest.param("norm of the kernels", marks=interpreted)])
 def test_activation_checkpointing_may_unpack_saved_tensors_once(part, x):
-    """It refuses a second look at them, so gradients read them once."""
+    """It refuses to unpack them a second time, so gradients read them once."""
     run = lambda x: product(x, None, 2.0)[0] + double(x, 3.0)  # noqa: E731
     if part != "registrar":
         ops = importlib.import_module("lineate.kernels.layers.ops")

@@ -40,7 +40,7 @@ def leaves_of(inputs: Inputs) -> Inputs:
 
 
 def explicit_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, past: int = 0) -> Tensor:
-    """o_t = sum_j softmax_j(scale q_t . k_j) v_j, j <= past + t, key heads repeated."""
+    """Return o_t = sum_j softmax_j(scale q_t . k_j) v_j, j <= past + t, with key heads repeated."""
     group = v.shape[2] // q.shape[2]
     q, k = q.repeat_interleave(group, dim=2), k.repeat_interleave(group, dim=2)
     scores = scale * torch.einsum("bihk,bjhk->bhij", q, k)
@@ -66,7 +66,7 @@ def test_softmax_is_the_explicit_softmax(scale, normalize_qk):
 
 @pytest.mark.parametrize("splits", [(1,), (20,), (52,), (1, 2, 3), (16, 32, 48, 52)], ids=str)
 def test_softmax_continues_from_its_cache(splits):
-    """Outputs and gradients, through the cache: prefill, more prefill, single tokens."""
+    """Outputs and gradients agree through the cache: prefill, more prefill, single tokens."""
     leaves = leaves_of(qkv())
     expected, whole = lineate.softmax_attention(**leaves)
     outputs, cache = [], None
@@ -94,7 +94,7 @@ def test_packed_softmax_equals_separate_runs():
         start += length
     changed = {name: x.clone() for name, x in inputs.items()}
     for x in changed.values():
-        x[:, 1:17] = torch.nan  # all of the second sequence that is not empty
+        x[:, 1:17] = torch.nan  # all of the second non-empty sequence
     others = [*range(1), *range(17, PACKED.t)]
     assert torch.equal(lineate.softmax_attention(**changed, cu_seqlens=bounds()).output[:, others], output[:, others])
 
@@ -132,7 +132,7 @@ def test_softmax_dtypes_and_bytes(dtype):
     assert cache.nbytes == (b * t * h * k + b * t * hv * v) * dtype.itemsize
     assert isinstance(cache, lineate.KeyValueCache)
     exact = lineate.softmax_attention(**convert(inputs, torch.float64), normalize_qk=True).output
-    # Rounding of the unit keys, of the weights and of the output: three, half an eps each.
+    # The unit keys, the weights and the output are rounded: three roundings of half an eps each.
     assert relative_error(output, exact) < max(1.5 * torch.finfo(dtype).eps, 1e-6 if dtype == torch.float32 else 0)
 
 
@@ -226,7 +226,7 @@ def test_normalised_attention_of_packed_texts():
 
 
 def test_normalised_weights_sum_to_1():
-    """Constant values come back as they are, and outputs stay between the smallest and the largest value so far."""
+    """Constant values come back unchanged, and outputs stay between the smallest and the largest value so far."""
     inputs = qkv()
     inputs["v"] = torch.full_like(inputs["v"], 3.5)
     output = lineate.linear_attention(**inputs, feature_map="elu+1", normalize=True).output
@@ -270,7 +270,7 @@ def test_linear_attention_in_bfloat16(normalize):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_sums_of_normalised_attention_may_exceed_float16(path):
-    """q . sum of the keys, some 2^18 here, where float16 ends at 2^16: the result alone is rounded to it."""
+    """q . sum of the keys is about 2^18 here, beyond float16's 2^16; only the result is rounded to float16."""
     inputs = convert(qkv(Shape(1, 40, 1, 2, 6, 5)), torch.float16)
     inputs |= {name: 100 * inputs[name] for name in ("q", "k")}
     q, k = ((F.elu(inputs[name]) + 1).double() for name in ("q", "k"))
@@ -278,7 +278,7 @@ def test_sums_of_normalised_attention_may_exceed_float16(path):
     rounded = torch.finfo(torch.float16).eps / 2
     options = {"feature_map": "elu+1", "normalize": True, **path}
     state = exact_state = None
-    for _ in range(2):  # the second time from the sums of the first
+    for _ in range(2):  # the second time from the sums of the first call
         output, state = lineate.linear_attention(**inputs, **options, state=state)
         exact, exact_state = lineate.linear_attention(
             q, k, inputs["v"].double(), normalize=True, form="recurrent", state=exact_state
@@ -290,4 +290,4 @@ def test_sums_of_normalised_attention_may_exceed_float16(path):
     expected = lineate.linear_attention(**doubles, feature_map="elu+1", normalize=True, form="recurrent").output
     found = gradients(lineate.linear_attention(**leaves, **options).output, leaves)
     for dx, exact in zip(found, gradients(expected, doubles), strict=True):
-        assert relative_error(dx, exact) < 3 * rounded + 1e-6  # of the features, twice, and of the gradient
+        assert relative_error(dx, exact) < 3 * rounded + 1e-6  # two roundings of the features, one of the gradient

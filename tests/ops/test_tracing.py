@@ -15,7 +15,7 @@ from lineate.layers.feed import SwiGLU
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LatentConfig, LinearConfig
 
-# Tracing says at every Python decision that it records what was decided.
+# Tracing warns at every Python decision that it records the outcome.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning"),
@@ -44,7 +44,8 @@ def as_call(row: Row, **options: Any) -> Callable[..., tuple[Tensor, Tensor]]:
 def test_a_trace_gives_what_the_op_gives(row: Row, path: dict[str, str]) -> None:
     call = as_call(row, **path)
     traced = trace(call, *example(row, 9))
-    lengths = (9,) if path == {"form": "recurrent", "backend": "torch"} else (9, 50)  # that loop is unrolled
+    # This loop is unrolled in the trace.
+    lengths = (9,) if path == {"form": "recurrent", "backend": "torch"} else (9, 50)
     for t in lengths:
         given = example(row, t, seed=1)
         for got, expected in zip(traced(*given), call(*given), strict=True):
@@ -153,7 +154,7 @@ def test_a_record_without_gradients_says_so_when_they_are_wanted(record: Any, pa
 
 @needs_native
 def test_recording_leaves_nothing_behind() -> None:
-    """A trace's sizes are tensors, which must not end up among the calls that need no more checks."""
+    """A trace's sizes are tensors, which must not be remembered as a call that needs no further checks."""
     from lineate import decoding, dispatch
 
     known = len(dispatch._KNOWN), len(decoding._KNOWN)

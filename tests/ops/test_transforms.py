@@ -1,4 +1,4 @@
-"""torch.func (vmap, grad, jvp) and forward mode: the default call gives what the recurrent form in float64 gives."""
+"""torch.func (vmap, grad, jvp) and forward mode of the default call agree with the recurrent form in float64."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def inputs_of(row: Row, texts: int | None = None, seed: int = 0, shape: Shape = 
 
 
 def function_of(row: Row, **options: object) -> Function:
-    """Output and state of the inputs, in three chunks."""
+    """Return a function from the inputs to output and state, in three chunks."""
     return lambda inputs: tuple(row.op(**inputs, **({"chunk_size": 8} | options)))
 
 
@@ -63,7 +63,7 @@ def test_tangents(row, texts, dtype, tolerance):
 @DTYPES
 @pytest.mark.parametrize("way", WAYS)
 def test_tangents_by_every_way(way, dtype, tolerance):
-    """Three chunks of two tokens keep the time of compiling short."""
+    """Three chunks of two tokens keep the compile time short."""
     check_tangents(KIMI_DELTA, WAYS[way], dtype, tolerance, shape=SHAPE._replace(t=5), chunk_size=2)
 
 
@@ -98,7 +98,7 @@ def test_torch_func_grad_is_autograd(row, dtype, tolerance):
 
 
 def test_second_derivatives_by_torch_func():
-    """The product of the Hessian with a vector, which autograd's own second derivative of the op refuses."""
+    """The product of the Hessian with a vector works, although autograd's second derivative of the op is refused."""
     inputs, tangents = inputs_of(GATED_DELTA), inputs_of(GATED_DELTA, seed=1)
 
     def gradient(**options: object) -> Function:
@@ -115,7 +115,7 @@ def test_second_derivatives_by_torch_func():
 @DTYPES
 @pytest.mark.parametrize("options", [{}, {"form": "recurrent"}], ids=["auto", "recurrent"])
 def test_vmap_is_a_loop(options, dtype, tolerance):
-    """The mapped tensors may need gradients, which cannot be seen inside vmap."""
+    """The mapped tensors may require gradients, which cannot be seen inside vmap."""
     each = [convert(inputs_of(KIMI_DELTA, seed=seed), dtype) for seed in (0, 1)]
     stacked = {name: torch.stack([x[name] for x in each]).requires_grad_() for name in each[0]}
     function = function_of(KIMI_DELTA, **options)
@@ -141,7 +141,7 @@ def test_what_is_not_mapped_is_checked():
 
 
 def test_tangents_of_a_layer():
-    """Its convolution and norms pass them on too; in float32, against differences in float64."""
+    """Its convolution and norms propagate them too; in float32, they agree with finite differences in float64."""
     torch.manual_seed(0)
     layer, x, dx = GatedDeltaNet(16, 2, key_dim=4, value_dim=6), torch.randn(2, 70, 16), torch.randn(2, 70, 16)
     found = {way: WAYS[way](lambda x: layer(x["x"])[:1], {"x": x}, {"x": dx})[0] for way in ("jvp", "dual")}
@@ -155,7 +155,7 @@ def test_tangents_of_a_layer():
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ["jvp", "dual", "compiled jvp"])
 def test_tangents_on_a_gpu(way):
-    """Not by the kernels, neither those of the rule nor those around it."""
+    """Neither the kernels of the rule nor those around it are used."""
     inputs, tangents = ({n: x.float().cuda() for n, x in inputs_of(GATED_DELTA, seed=seed).items()} for seed in (0, 1))
     found, expected = (
         WAYS[way](function_of(GATED_DELTA, **options), inputs, tangents) for options in ({}, {"form": "parallel"})
@@ -166,7 +166,7 @@ def test_tangents_on_a_gpu(way):
     layer, x, dx = GatedDeltaNet(16, 2, key_dim=4, value_dim=6).cuda(), torch.randn(2, 70, 16), torch.randn(2, 70, 16)
     x, dx = x.cuda(), dx.cuda()
     (found,) = WAYS[way](lambda x: layer(x["x"])[:1], {"x": x}, {"x": dx})
-    exact = layer.double()  # not inside: torch's own functions crash with weights that change there
+    exact = layer.double()  # outside, because torch's own functions crash with weights that change inside
     (expected,) = jvp(lambda x: exact(x["x"])[:1], {"x": x.double()}, {"x": dx.double()})
     assert relative_error(found, expected) < 1e-3
 
@@ -187,7 +187,7 @@ def test_decoding_passes_tangents_on_or_refuses():
 
 
 def test_a_recorded_call_is_recorded():
-    """make_fx and linearize see every step, those in C too: replayed on other numbers it gives theirs."""
+    """make_fx and linearize see every step, those in C too: a replay on other numbers gives their results."""
     torch.manual_seed(0)
     layer, x, y = GatedDeltaNet(16, 2, key_dim=4, value_dim=4), torch.randn(1, 17, 16), torch.randn(1, 17, 16)
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_a_recorded_call_is_recorded():
     assert relative_error(linear(tangents)[0], expected[0]) < 1e-12
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap calls the op once for each
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap calls the op once for each element
 @pytest.mark.parametrize("t", [1, 21])
 def test_gradients_in_batches(t):
     inputs = {

@@ -1,6 +1,6 @@
-"""Tensors whose memory is not what it seems: odd strides, negative bits, zero tensors and subclasses.
+"""Tensors with unusual memory: odd strides, negative bits, zero tensors and subclasses.
 
-Each case is compared with the float64 oracle on the same values, with all gradients; those arrive in odd layouts too.
+Each case is compared with the float64 oracle on the same values, with all gradients, which arrive in odd layouts too.
 """
 
 import importlib
@@ -49,37 +49,37 @@ class Marked(Tensor):
 
 
 def negative(x: Tensor) -> Tensor:
-    """x as a view whose memory holds -x."""
+    """Return x as a view whose memory holds -x."""
     return torch._neg_view(-x)
 
 
 def sliced(x: Tensor) -> Tensor:
-    """x in the middle of NaN, which a step outside of it would read."""
+    """Return x in the middle of NaN, which an access outside of it would read."""
     room = x.new_full([n + 5 for n in x.shape], torch.nan)
     inner = room[tuple(slice(3, n + 3) for n in x.shape)]
     return inner.copy_(x)
 
 
 def spread(x: Tensor) -> Tensor:
-    """x in every second number of its last dimension."""
+    """Return x in every second number of its last dimension."""
     room = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan)
     return room[..., 1::2].copy_(x)
 
 
 def turned(x: Tensor) -> Tensor:
-    """x with its dimensions in memory the other way round."""
+    """Return x with its dimensions in reversed order in memory."""
     order = tuple(reversed(range(x.dim())))
     return x.permute(order).contiguous().permute(order)
 
 
 def overlapping(x: Tensor) -> Tensor:
-    """Tokens that begin one number after the one before: other values than those of x, with the same signs."""
+    """Return tokens that each begin one number after the previous one: other values than x, with the same signs."""
     strides = list(x.contiguous().stride())
     strides[1] = 1
     return x.contiguous().as_strided(x.shape, strides)
 
 
-# Views of x, with its values or with others out of them.
+# Views of x, with its values or with others taken from it.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "negative": negative,
     "imaginary part of a conjugate": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
@@ -100,11 +100,11 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "negative subclass": lambda x: negative(x).as_subclass(Marked),
 }
 OF_VALUES = ("negative", "zero tensor")
-"""Those that are tried on one tensor at a time, too."""
+"""Views that are also tried on one tensor at a time."""
 
 
 def differentiate(row: Row, leaves: Inputs, view: Callable[[Tensor], Tensor], **options: object) -> Result:
-    """The op on the leaves, and its gradients from views of fixed gradients of output and state."""
+    """Run the op on the leaves, with gradients from views of fixed gradients of output and state."""
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
     output, state = row.op(**leaves, **options)
     along = [view(weights(x, i).to(x.dtype)) for i, x in enumerate((output, state))]
@@ -113,7 +113,7 @@ def differentiate(row: Row, leaves: Inputs, view: Callable[[Tensor], Tensor], **
 
 
 def check(row: Row, inputs: Inputs, view: Callable[[Tensor], Tensor], what: object, **options: object) -> None:
-    """inputs: views; the gradients arrive as such views as well."""
+    """Compare with the oracle; inputs are views, and the gradients arrive as such views too."""
     got = differentiate(row, inputs, view, **options)
     exact = {name: x.detach().clone().double() for name, x in inputs.items()}
     expected = differentiate(row, exact, lambda x: view(x.float()).clone().double(), form="recurrent")
@@ -164,7 +164,7 @@ def test_one_tensor_of_a_call_at_a_time(name, each):
 @needs_native
 @pytest.mark.parametrize("name", VIEWS)
 def test_tokens_one_by_one_take_any_view(name):
-    """The native recurrent form, which decoding uses: the bits of a contiguous copy."""
+    """The native recurrent form, which decoding uses, has the bits of a contiguous copy."""
     given = {each: VIEWS[name](x) for each, x in inputs_of(KIMI_DELTA).items()}
     copies = {each: x.clone().as_subclass(Tensor).contiguous() for each, x in given.items()}
     found, wanted = (KIMI_DELTA.op(**x, form="recurrent", backend="native") for x in (given, copies))
@@ -174,7 +174,7 @@ def test_tokens_one_by_one_take_any_view(name):
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
 @pytest.mark.parametrize("raw", [False, True])
 def test_decode_takes_negative_views_and_writes_through_them(backend, raw):
-    """Every tensor a negative view, the pool that is written too; the bits of a contiguous copy."""
+    """Every tensor is a negative view, even the pool that is written; the bits are those of a contiguous copy."""
     given = {name: x[:, :3].contiguous() if name != "state" else x for name, x in inputs_of(GATED_DELTA).items()}
     if raw:
         given |= {"A_log": torch.tensor([0.1, 0.2, 0.3, 0.4]), "dt_bias": torch.tensor([0.4, 0.3, 0.2, 0.1])}
@@ -226,7 +226,7 @@ PARTS: dict[str, tuple[Callable[..., object], dict[str, tuple[int, ...]]]] = {
 
 
 def results(function: Callable[..., object], leaves: list[Tensor], view: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """All outputs, then the gradients by all leaves, of views of fixed gradients."""
+    """Return all outputs, then the gradients by all leaves, from views of fixed gradients."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     found = function(*leaves)
     outputs = list(found) if isinstance(found, tuple) else [found]
@@ -237,7 +237,7 @@ def results(function: Callable[..., object], leaves: list[Tensor], view: Callabl
 def assert_like_a_copy(
     function: Callable[..., object], tensors: list[Tensor], view: Callable[[Tensor], Tensor]
 ) -> None:
-    """function of views of the tensors has the bits of function of contiguous copies of these views."""
+    """Check that function has the same bits for views of the tensors and for contiguous copies of these views."""
 
     def copied(x: Tensor) -> Tensor:
         return view(x).clone().as_subclass(Tensor).contiguous()
@@ -259,7 +259,7 @@ def test_parts_of_layers_take_any_view(part, name):
     function, shapes = PARTS[part]
 
     def view(x: Tensor) -> Tensor:
-        if x.dim() < 3 and not name.startswith("negative"):  # a weight
+        if x.dim() < 3 and not name.startswith("negative"):  # x is a weight
             return x
         return VIEWS[name](x) if x.dim() > 1 else negative(x)
 
@@ -298,7 +298,7 @@ def test_kernels_of_layers_take_virtual_tensors(view):
     ],
 )
 def test_kernels_of_memories_take_virtual_tensors(memory, name, monkeypatch):
-    """All tokens and the state they start from."""
+    """All tokens, and the state they start from, are virtual."""
     for module in (lact_scan, titans_rule, ttt_rule):
         monkeypatch.setattr(module, "on_gpu", lambda x: x.dtype == torch.float32)
     if memory.startswith("ttt"):
@@ -355,7 +355,7 @@ def test_loading_writes_through_negative_views(tmp_path):
 
 @needs_native
 def test_tensors_of_other_kinds_do_not_reach_c():
-    """One token of tensors that only pretend, as decoding has it, is the op's to refuse or to record."""
+    """A decoding step with such tensors is left to the op, which refuses or records it."""
     mode = FakeTensorMode()
     given = {name: mode.from_tensor(x[:, :1] if name != "state" else x) for name, x in inputs_of(GATED_DELTA).items()}
     with torch.no_grad():
@@ -378,7 +378,7 @@ virtual = pytest.mark.parametrize("view", [negative, zero], ids=["negative", "ze
 @pytest.mark.parametrize("row", (GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA), ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_of_the_rules_on_a_gpu(dtype, row, view):
-    """Forward, backward with gradients that are views, and the recurrent form: the bits of a contiguous copy."""
+    """Forward, backward with gradients that are views, and the recurrent form have the bits of a contiguous copy."""
     given = {name: x.cuda() for name, x in convert(draw(row, Shape(2, 150, 2, 4, 64, 64)), dtype).items()}
     names, tensors = list(given), list(given.values())
     assert_like_a_copy(lambda *x: tuple(row.op(**dict(zip(names, x, strict=True)), backend="triton")), tensors, view)

@@ -1,4 +1,4 @@
-"""lineate.planning: bytes equal to those allocated, operations equal to torch's count, bounds below measured times."""
+"""lineate.planning: bytes equal those allocated, operations equal torch's count, bounds are below measured times."""
 
 import json
 from dataclasses import replace
@@ -53,7 +53,7 @@ CONFIGS = {
 
 
 def storages(tensors: list[Tensor]) -> int:
-    """Bytes of the memory they lie in, each piece once."""
+    """Return the bytes of the memory behind the tensors, counting each piece once."""
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
@@ -92,7 +92,7 @@ def test_bytes_are_those_allocated(name: str, dtype: str, tmp_path: Path) -> Non
         for kind, tensors in found.items():
             assert sum(x.nbytes for x in tensors) == expected[kind], kind
             if batch * tokens > 1:  # the cache of one token may be a view, which the next one replaces
-                assert storages(tensors) == expected[kind], kind  # nor do they keep more alive
+                assert storages(tensors) == expected[kind], kind  # they keep no more memory alive
         assert plan.state(batch, tokens) == sum(expected.values())
         assert plan.total(batch, tokens) == plan.weights + sum(expected.values())
 
@@ -119,7 +119,7 @@ def test_dtypes_of_the_state_are_apart() -> None:
 
 
 def test_teaching_numbers() -> None:
-    """--emb-dim 2048 --n-heads 16 --n-layers 48 --dtype bf16, by hand: 393216 and 524288 bytes a layer, ..."""
+    """Numbers for --emb-dim 2048 --n-heads 16 --n-layers 48 --dtype bf16 by hand: 393216 and 524288 bytes a layer."""
     expected = {
         128: (50_331_648, 25_165_824, 31_457_280),
         4096: (1_610_612_736, 25_165_824, 421_527_552),
@@ -171,7 +171,7 @@ def test_a_checkpoint_is_read_by_its_headers(tmp_path: Path) -> None:
     assert plan_memory(model).weights == sum(
         x.nbytes for x in HybridLM.from_pretrained(tmp_path / "mine", progress=False).parameters()
     )
-    described, plan = describe(tmp_path / "mine"), plan_memory(model)  # lineate inspect says the same
+    described, plan = describe(tmp_path / "mine"), plan_memory(model)  # lineate inspect prints the same
     assert (described.memory_bytes, described.conv_bytes) == (plan.memory, plan.conv)
     assert (described.cache_bytes_per_token, described.parameters) == (plan.cache_per_token, plan.parameters)
     (tmp_path / "mine" / "model.safetensors").unlink()
@@ -208,7 +208,7 @@ def test_a_plain_softmax_model(tmp_path: Path) -> None:
         ({"mlp_bias": True}, "must not have mlp_bias, got True"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "must have decoder_sparse_step = 1, got 2"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"must not have mlp_only_layers, got \[0\]"),
-        # they would pass for softmax attention in every layer, without their experts or with no state
+        # they would look like softmax attention in every layer, without their experts or with no state
         ({"model_type": "jamba"}, r"model_type must be one of ernie4_5, .* qwen3_next, .* got 'jamba'"),
         ({"model_type": "glm4_moe"}, "got 'glm4_moe'"),
         ({"model_type": "falcon_h1"}, "got 'falcon_h1'"),
@@ -229,7 +229,7 @@ def test_a_quantised_model_is_planned_in_a_given_dtype(tmp_path: Path) -> None:
     assert read_model(tmp_path, dtype="fp8").config.family == "qwen3_next"
 
 
-# Without the biases of these two.
+# qwen2 and qwen2_moe are left out, because they have biases.
 @pytest.mark.parametrize("kind", sorted(PLAIN_FAMILIES.keys() - {"qwen2", "qwen2_moe"}))
 def test_weights_of_plain_softmax_models_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -283,7 +283,7 @@ def test_variants_are_of_the_same_sizes() -> None:
 
 
 def test_other_mixers_at_the_sizes_of_a_model(tmp_path: Path) -> None:
-    """Every letter fits every model: parts that it has keep their sizes, the others get its heads."""
+    """Every letter fits every model: parts that the model has keep their sizes, the others get its heads."""
     for name in ("qwen3-next-80b", "kimi-linear-48b", "olmo-hybrid-7b"):
         published = read_model(name)
         for pattern in ("GGGGGGGA", "KKKM", "TPNCE", "L"):
@@ -357,6 +357,6 @@ def test_crossover(name: str) -> None:
     assert crossover(model) == next(n for n in range(10**6) if fixed < n * cache)
     halved = crossover(
         model, cache_dtype="fp8" if model.dtype.itemsize == 2 else "bf16"
-    )  # half the cache, twice the way
+    )  # half the cache, twice the distance
     assert halved in (2 * crossover(model) - 1, 2 * crossover(model))
     assert read_model(name, dtype="float8_e4m3fn").dtype == read_model(name, dtype="fp8").dtype

@@ -1,4 +1,4 @@
-"""`lineate plan`: its numbers are the library's, bad input is one line, figures keep their text."""
+"""`lineate plan`: its numbers are the library's, bad input gives one line, figures keep their text."""
 
 import csv
 import io
@@ -37,7 +37,7 @@ def numbers(*words):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint of ours, 16-bit."""
+    """Return a checkpoint of ours in 16 bits."""
     path = tmp_path_factory.mktemp("planned") / "tiny-model"
     HybridLM(preset("tiny")).bfloat16().save_pretrained(path)
     return path
@@ -138,7 +138,7 @@ def test_csv_and_json_have_the_same_numbers(tmp_path):
     assert done.exit_code == 0 and str(file) in done.stdout.replace("\n", "")
     report = json.loads((tmp_path / "plan.json").read_text())
     rows = {(x["table"], x["of"], x["tokens"], x["quantity"]): x["value"] for x in csv.DictReader(file.open())}
-    assert len(rows) == file.read_text().count("\n") - 1  # no two lines for one number
+    assert len(rows) == file.read_text().count("\n") - 1  # no number has two lines
     assert rows["weights", "tiny", "", "total_bytes"] == str(report["weights"]["total_bytes"])
     softmax = report["variants"]["softmax only"]
     assert rows["variants", "softmax only", "2048", "state_bytes"] == str(softmax["state_bytes"][1])
@@ -168,7 +168,7 @@ def test_teaching_gives_the_numbers_people_know():
 
 
 def test_as_readers_type_it():
-    """The options of the script that the formulas are taught with, spelled as there."""
+    """The options of the script with which the formulas are taught work, spelled as there."""
     words = ["--emb_dim", 2048, "--n_heads", 16, "--n_layers", 48, "--dtype", "bf16", "--batch", 1]
     words += ["--min_ctx", 128, "--max_ctx", 131072]
     for form in (words, [*words, "--teaching"]):
@@ -447,7 +447,7 @@ class TestFigures:
 
 
 def check_texts(figure):
-    """Titles and labels: within the figure, none over another; axes named, with units in ticks or label."""
+    """Check that titles and labels are inside the figure and do not overlap, and that axes have names and units."""
     from matplotlib import pyplot as plt
 
     figure.canvas.draw()

@@ -1,4 +1,4 @@
-"""lineate.planning: operations equal to torch's count, bounds below measured times, memory of training."""
+"""lineate.planning: operations equal torch's count, bounds are below measured times, and the memory of training."""
 
 import json
 import math
@@ -54,7 +54,7 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 def inside(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, beta: Any, state: Tensor, cu_seqlens: None, *rest: Any,
            out_val: Any) -> int:  # fmt: skip
-    """torch's count of what the chunkwise op runs."""
+    """Return torch's count of the operations that the chunkwise op runs."""
     corrects, scale, normalize_qk, chunk_size, keep = rest
     outputs = empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
@@ -67,8 +67,8 @@ def in_place_flop(_: Any, left: torch.Size, right: torch.Size, **options: Any) -
     return 2 * math.prod(left) * right[-1]
 
 
-inside._get_raw = True  # type: ignore[attr-defined]  # of tensors, not their shapes
-IN_PLACE = {torch.ops.aten.baddbmm_: in_place_flop}  # the counter knows baddbmm alone
+inside._get_raw = True  # type: ignore[attr-defined]  # it takes tensors, not their shapes
+IN_PLACE = {torch.ops.aten.baddbmm_: in_place_flop}  # the counter only knows baddbmm
 
 
 def counted(call: Any) -> tuple[int, Any]:
@@ -88,7 +88,7 @@ FULL = dict(
 @pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("letter", "LRDGKAM")
 def test_flops_are_those_that_torch_counts(letter: str, experts: Any) -> None:
-    """In float64, which plain torch computes: chunks of 64, and everything is seen by the counter."""
+    """They run in float64, which plain torch computes in chunks of 64, and the counter sees everything."""
     config = HybridConfig(**FULL, n_layers=1, pattern=letter, experts=experts)  # type: ignore[arg-type]
     model, plan = HybridLM(config).double().eval(), plan_flops(Model(letter, config, torch.float32, "config"))
     for tokens in (1, 3, 65, 150):
@@ -118,7 +118,7 @@ def test_flops_of_a_model_add_up() -> None:
     assert [rule_flops(x, LinearConfig(16, 32, 128, 128)) // square for x in "RDGK"] == [4, 6, 6, 6]
     plan = plan_flops(read_model("qwen3-next-80b"))
     active = plan_memory(plan.model).active_parameters - 151936 * 2048  # without the embedding, which is looked up
-    assert plan.decode(1, "least") == pytest.approx(2 * active, rel=0.02)  # 2 a parameter, and a little for the state
+    assert plan.decode(1, "least") == pytest.approx(2 * active, rel=0.02)  # 2 per parameter, and a little for the state
     assert plan.prefill(4096) == plan.forward(4096, 1) / 4096
     blocks = sum(layer.forward(4096) for layer in plan.layers) / 4096
     assert plan.training(4096) == 3 * (blocks + plan.head)
@@ -212,7 +212,7 @@ def test_no_bound_of_a_rule_is_above_a_measured_time() -> None:
 
 
 def test_a_step_of_training_is_bounded_and_takes_the_planned_memory() -> None:
-    """Packed sequences of 4096 under bfloat16 autocast with AdamW. Kernels need a little more than what is kept."""
+    """Packed sequences of 4096 run under bfloat16 autocast with AdamW. Kernels need a little more than what is kept."""
     header = json.loads((RESULTS / "train-h200.json").read_text())["header"]
     for row in measured("train-h200.json"):
         model = read_model(preset("compact", pattern=row["pattern"]))
@@ -273,15 +273,15 @@ def test_more_rows_touch_more_experts() -> None:
     expected = [decode_bytes(plan, rows, 10, "expected").weights for rows in (1, 2, 64, 4096)]
     assert expected == sorted(expected)
     row = 2048 * 2
-    assert expected[0] - row == decode_bytes(plan, 64, 10).weights - 64 * row  # at least those of one row
-    assert expected[-1] - 4096 * row == plan.weights - plan.embedding  # at last all of them
+    assert expected[0] - row == decode_bytes(plan, 64, 10).weights - 64 * row  # at least the weights of one row
+    assert expected[-1] - 4096 * row == plan.weights - plan.embedding  # in the end, all weights
 
 
 # ---- training
 
 
 def saved(model: HybridLM, batch: int, tokens: int) -> tuple[int, int]:
-    """Bytes that the backward of a loss keeps: of all but the logits, and of these."""
+    """Return the bytes that the backward of a loss keeps: all except the logits, and the logits."""
     own = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *model.buffers()]}
     found: dict[int, tuple[int, bool, Tensor]] = {}
 
@@ -308,7 +308,7 @@ TRAINED = [
 
 @pytest.mark.parametrize(("size", "pattern"), TRAINED)
 def test_activations_are_what_autograd_saves(size: str, pattern: str) -> None:
-    """float32 on a CPU, whose kernels save what the GPU's do."""
+    """They are float32 on a CPU, whose kernels save what the GPU's do."""
     config = preset(size, pattern=pattern, vocab_size=251)
     plan = plan_training(Model(size, config, torch.float32, "config"), 2 * 192, "float32")
     blocks, logits = saved(HybridLM(config), 2, 192)

@@ -21,12 +21,12 @@ def lineate(*words):
 
 
 def said(done):
-    """All that was printed, whatever boxes and line breaks are around it."""
+    """Return everything that was printed, without boxes and line breaks."""
     return " ".join((done.stdout + done.stderr).replace("│", " ").split())
 
 
 def options():
-    """Every spelling of every option with a hyphen in it, of every command."""
+    """Return every spelling of every option with a hyphen in it, for every command."""
     for name, command in get_command(build_app()).commands.items():
         for param in command.params:
             for flag in (*param.opts, *param.secondary_opts):
@@ -39,7 +39,8 @@ def test_underscores_and_hyphens_are_alike(command, flag, values):
     typed = "--" + flag.lstrip("-").replace("-", "_")
     done = lineate(command, typed, *["1"] * values, "--help")
     assert done.exit_code == 0, said(done)
-    assert "No such option" in said(lineate(command, typed + "_x", *["1"] * values, "--help"))  # it is read at all
+    # The option is read at all.
+    assert "No such option" in said(lineate(command, typed + "_x", *["1"] * values, "--help"))
 
 
 def test_most_commands_have_such_options():
@@ -105,7 +106,7 @@ def test_the_learning_rate_in_a_config_file_is_called_lr():
     ],
 )
 def test_the_home_of_a_user_who_does_not_exist(words, tmp_path, monkeypatch):
-    """Is a name like any other, as in a shell, and there is nothing of that name."""
+    """It is a name like any other, as in a shell, and nothing of that name exists."""
     monkeypatch.chdir(tmp_path)
     done = lineate(*words)
     assert done.exit_code == 2 and isinstance(done.exception, SystemExit), repr(done.exception)

@@ -123,7 +123,7 @@ def test_the_readme_is_short():
 
 
 def check_unit_descent(names: dict[str, Any]) -> None:
-    """Check that the memory's chunked form is its rule, packed, and that its mixer goes on in the middle of a chunk."""
+    """Check that the memory's chunked form is its rule, packed too, and that its mixer continues inside a chunk."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 40, 2, 6).double()
     rate, S = torch.rand(1, 40, 2).double(), torch.randn(2, 6, 6).double()
@@ -146,7 +146,7 @@ def test_the_programs_of_contributing_md(monkeypatch):
     names: dict[str, Any] = {}
     for text in programs(ROOT / "CONTRIBUTING.md"):
         exec(compile(text, "CONTRIBUTING.md", "exec"), names)
-    assert names["y"].shape == (1, 10, 2, 8)  # of the memory
+    assert names["y"].shape == (1, 10, 2, 8)  # the memory's output
     check_unit_descent(names)
     b, t, n, h, d = 2, 7, 3, 2, 4
     q, (k, v) = torch.randn(b, t, h, d).double(), torch.randn(2, b, t, n, h, d).double()
@@ -167,7 +167,7 @@ def test_the_programs_of_contributing_md(monkeypatch):
 
 
 def _fla_weights(kind: str, h: int, hv: int, k: int, v: int, hidden: int) -> dict[str, torch.Tensor]:
-    """Random weights under the names and in the shapes of fla's layer."""
+    """Return random weights under the names and in the shapes of fla's layer."""
     sizes = {"q_proj": (h * k, hidden), "k_proj": (h * k, hidden), "v_proj": (hv * v, hidden), "b_proj": (hv, hidden)}
     if kind == "GatedDeltaNet":
         sizes |= {"g_proj": (hv * v, hidden), "a_proj": (hv, hidden), "o_proj": (hidden, hv * v)}
@@ -186,7 +186,7 @@ def _fla_weights(kind: str, h: int, hv: int, k: int, v: int, hidden: int) -> dic
 @pytest.mark.parametrize("kind", ["GatedDeltaNet", "KimiDeltaAttention"])
 @torch.no_grad()
 def test_weights_of_fla_load_as_from_fla_md_says(kind):
-    """The loaded layer computes what fla's layer means, written here in its own names."""
+    """The loaded layer computes the same as fla's layer, which is written here with fla's names."""
     names: dict[str, Any] = {}
     for text in programs(ROOT / "docs/from-fla.md"):
         exec(compile(text, "from-fla.md", "exec"), names)
@@ -240,7 +240,7 @@ def test_output_gates_are_as_models_md_says():
 @pytest.mark.parametrize("kind", ["GatedDeltaNet", "KimiDeltaAttention", "GatedLinearAttention", "TTTLinear"])
 @torch.no_grad()
 def test_output_gates_gate(kind):
-    """At z = 0 silu and gelu are shut; a sigmoid is half open."""
+    """At z = 0, silu and gelu are 0, and a sigmoid is one half."""
     mixer, x = getattr(layers, kind)(32, 2, conv_size=0), torch.randn(1, 5, 32)
     mixer.out_proj.weight.copy_(torch.eye(32))
     z = {"GatedDeltaNet": slice(96, 128), "GatedLinearAttention": slice(112, 144), "TTTLinear": slice(96, 128)}
@@ -263,7 +263,7 @@ def test_plans_print_what_is_shown(command, shown):
 
 
 def test_generating_needs_the_tokenizer_that_serving_md_names(tmp_path):
-    """A folder without one, as a published checkpoint is, is refused; a run and its model/ have it."""
+    """A folder without one, like a published checkpoint, is refused; a run and its model/ have one."""
     HybridLM(preset("tiny", vocab_size=257)).save_pretrained(tmp_path / "model")
     arguments = ("def ", 2, 0.0, 0, 1.0, 0, "cpu")
     assert "`tokenizer_kind.json`" in (ROOT / "docs/serving.md").read_text()

@@ -1,4 +1,4 @@
-"""Every example runs, says what it should, and stays short."""
+"""Every example runs, prints what it should, and stays short."""
 
 import re
 import runpy
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DIFFERENCES = {  # how many an example prints, and how large they may be
+DIFFERENCES = {  # how many differences an example prints, and how large they may be
     "attention_sink": (0, 0.0),
     "build_a_hybrid": (0, 0.0),
     "compare_logits": (1, 1e-5),
@@ -55,7 +55,7 @@ def test_differences_are_rounding(name, capsys, monkeypatch):
 
 
 def test_a_head_without_a_gate_needs_a_sink(capsys, monkeypatch):
-    """The figures in the example's docstring, as far as they are its point."""
+    """The test checks the figures in the example's docstring that support its point."""
     out = run("attention_sink", capsys, monkeypatch)
     rows = re.findall(r"^(yes|no) +(yes|no) +([\d.]+) +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
     error, first, gate = ({row[:2]: float(row[i]) for row in rows} for i in (2, 3, 4))  # by (gated, empty first token)

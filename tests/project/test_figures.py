@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _rows(page, columns, section=""):
-    """Cells of the tables with so many columns, by their first one; section: only between there and the next bold."""
+    """Return the cells of tables with this many columns, by the first one; section: only from it to the next bold."""
     text = (ROOT / page).read_text()
     text = text[text.index(section) :]
     if section:
@@ -71,7 +71,7 @@ def _each(parts):
 
 
 def _percent(part):
-    """Rounded down."""
+    """Return a percentage, rounded down."""
     return f"{math.floor(1000 * part) / 10:.1f}"
 
 
@@ -99,7 +99,7 @@ def test_memories():
 
 
 def test_memories_on_a_gpu():
-    """The figures of each of our layers are those of one run."""
+    """The figures of each of our layers come from one run."""
     shown = _rows("docs/memory.md", 5, "**On a GPU**")
     rows = [row for run in _results("memory-gpu-h200.json")["runs"] for row in run["results"]]
     for name in ("TTT-Linear", "TTT-MLP", "Titans", "Titans MLP", "LaCT", "least squares"):
@@ -118,7 +118,7 @@ def _faster(ratio):
 
 
 def _digits(x):
-    """Three of them, and no zero before the point."""
+    """Return three digits, without a zero before the point."""
     return (f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 1 else f"{x:.3f}").lstrip("0")
 
 

@@ -1,4 +1,4 @@
-"""`import lineate` needs torch alone."""
+"""`import lineate` needs only torch."""
 
 import os
 import subprocess
@@ -76,7 +76,7 @@ def test_without_a_gpu_a_request_for_triton_says_so():
 
 
 def test_triton_is_imported_at_its_first_use_only():
-    """Neither by importing lineate nor by calls that torch or C serve (torch imports triton by itself at some call)."""
+    """Neither importing lineate nor calls that torch or C serve import it (torch itself does so in some call)."""
     code = """
 import sys, torch
 before = "triton" in sys.modules
@@ -93,7 +93,7 @@ print(any(name.startswith("lineate.kernels") for name in sys.modules))
 
 
 def test_import_adds_nothing_heavy():
-    """Only lineate itself and the standard library, beyond what torch has loaded already."""
+    """It loads only lineate itself and the standard library, beyond what torch has already loaded."""
     code = """
 import sys, torch
 before = set(sys.modules)
@@ -106,7 +106,7 @@ print(sorted(added - {"torch"}), sorted(torch_parts & {"torch._dynamo", "torch._
 
 
 def test_calls_import_no_compiler():
-    """An op of torch.library imports torch._dynamo at its first call, which takes seconds; eager calls go round it."""
+    """An op of torch.library imports torch._dynamo at its first call, which takes seconds; eager calls avoid it."""
     code = """
 import sys, torch, lineate
 from lineate.layers import GatedDeltaNet, KimiDeltaAttention
@@ -124,7 +124,7 @@ print("torch._dynamo" in sys.modules)
 
 
 def test_import_compiles_nothing(tmp_path):
-    """The C code is built at first use, not at import, and not by explain of a call it does not serve."""
+    """The C code is built at first use, neither at import nor by explain of a call that it does not serve."""
     code = f"""
 import os
 os.environ["LINEATE_CACHE"] = {str(tmp_path / "cache")!r}

@@ -1,4 +1,4 @@
-"""bench/memories/recall.py measures what it says: equal bytes, reading writes nothing, errors of known size."""
+"""bench/memories/recall.py measures what it says: equal bytes, reading without writing, errors of known size."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_measures():
     v = torch.randn(2, 50, 16)
     assert accuracy(3 * v, v, torch.arange(50)) == 1 and accuracy(v.flip(1), v, torch.arange(50)) == 0
     assert error(torch.zeros_like(v), v) == 1 and error(v * torch.nan, v) == float("inf")
-    # Random keys: n - 1 others disturb a pair by 1/d of their energy each.
+    # With random keys, each of n - 1 others disturbs a pair by 1/d of its energy.
     found = recall(by_name["linear attention"], {}, 64, 129, seed=5, rows=8)
     assert found["error"] == pytest.approx(2**0.5, rel=0.05)
 

@@ -1,4 +1,4 @@
-"""A mixer of the user's own (examples/own_rule.py) is trained, resumed, planned, pictured, saved and loaded."""
+"""A user's own mixer (examples/own_rule.py) is trained, resumed, planned, pictured, saved and loaded."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ SIZES = LinearConfig(heads=2, value_heads=2, key_dim=16, value_dim=16)
 
 @pytest.fixture
 def unregistered(monkeypatch):
-    """The rows as they were before the test, when it ends."""
+    """Restore the rows when the test ends."""
     monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
 
 
@@ -59,7 +59,7 @@ def test_the_example_runs_and_is_short(unregistered, tmp_path, monkeypatch, caps
 
 
 def test_it_is_the_equation(config):
-    """The recurrence of the example's first line, token by token, in float64."""
+    """It equals the recurrence of the example's first line, token by token, in float64."""
     torch.manual_seed(0)
     mixer = HybridLM(config).double().layers[0].mixer
     x = torch.randn(1, 9, 32, dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_it_is_the_equation(config):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_trains_and_resumes(config, tmp_path, dtype):
-    make_config(tmp_path)  # texts
+    make_config(tmp_path)  # writes the documents
     torch.manual_seed(7)
     HybridLM(config).save_pretrained(tmp_path / "own")
     options = {"model": str(tmp_path / "own"), "steps": 6, "dtype": dtype}
@@ -106,7 +106,7 @@ def test_it_trains_and_resumes(config, tmp_path, dtype):
 
 
 def test_it_is_planned(config):
-    """Operations are measured: those of gated linear attention with one decay a head, at any length."""
+    """Operations are measured: they are those of gated linear attention with one decay per head, at any length."""
     model = read_model(config)
     layer, keys = plan_flops(model).layers[0], 2 * 16
     assert layer.projections == 2 * 32 * (3 * keys + keys + 2 + keys)
@@ -171,7 +171,7 @@ class Sizes:
 
 
 class Nothing(nn.Module):
-    """Made of Sizes."""
+    """A mixer made from Sizes."""
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def test_what_a_model_says_of_a_make_that_makes_no_mixer(kind, made, message):
 
 
 def test_a_row_may_name_the_rule_that_it_runs(unregistered):
-    """Then beta in (0, 2) can be asked for if the rule has a beta; the word is that of the row."""
+    """Then beta in (0, 2) can be asked for if the rule has a beta; the rule is then called by the row's name."""
     row = MixerKind("Y", "twice", "Twice", LinearConfig, GatedLinearAttention.from_config, section="linear")
     register(row)
     with pytest.raises(ValueError, match="'twice-2' has no beta, only deltanet, gdn"):
@@ -299,7 +299,7 @@ def test_a_row_may_name_the_rule_that_it_runs(unregistered):
 
 
 def test_a_users_kind_may_share_a_section(unregistered):
-    """Its sizes stand where those of the built-in mixers do; the file still says what to import."""
+    """Its sizes are where those of the built-in mixers are; the file still says what to import."""
     register(MixerKind("X", "mine", "Mine", LinearConfig, lambda *sizes: GatedLinearAttention.from_config(*sizes),
                        section="linear"))  # fmt: skip
     config = HybridConfig(9, 8, 1, "X", linear=SIZES, feed=FeedConfig(4))

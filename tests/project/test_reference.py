@@ -1,4 +1,4 @@
-"""The reference has every public name, and every public name says what its arguments are.
+"""The reference has every public name, and every public name documents its arguments.
 
 A public name is one that a page of docs/reference shows: a function or a class, or all names of a module's `__all__`,
 or all that it defines without an underscore.
@@ -32,7 +32,7 @@ SAME_FIELDS = {"lineate.integrations.auto.LineateConfig": "lineate.models.Hybrid
 
 
 def find(name: str) -> Any:
-    """The module or object of a dotted name."""
+    """Return the module or object of a dotted name."""
     if importlib.util.find_spec(name.split(".")[0]) is None:
         raise ImportError(name)
     parts = name.split(".")
@@ -50,7 +50,7 @@ def find(name: str) -> Any:
 
 
 def public(name: str) -> dict[str, Any]:
-    """The functions and classes that a directive shows, by their dotted names."""
+    """Return the functions and classes that a directive shows, by their dotted names."""
     found = find(name)
     if not inspect.ismodule(found):
         return {name: found}
@@ -60,7 +60,7 @@ def public(name: str) -> dict[str, Any]:
 
 
 def section(docstring: str | None) -> set[str]:
-    """The names in the `Args:` sections of a docstring."""
+    """Return the names in the `Args:` sections of a docstring."""
     names: set[str] = set()
     for body in re.findall(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", inspect.cleandoc(docstring or "") + "\n", re.MULTILINE):
         names |= set(re.findall(r"^\*{0,2}(\w+)(?: \([^)]*\))?:", textwrap.dedent(body), re.MULTILINE))
@@ -73,7 +73,7 @@ def tree(file: str) -> ast.Module:
 
 
 def described(kind: type) -> set[str]:
-    """Fields of a class that have a string below them."""
+    """Return the fields of a class that have a string below them."""
     names: set[str] = set()
     for node in ast.walk(tree(inspect.getfile(kind))):
         if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
@@ -90,7 +90,7 @@ def ours(thing: Any) -> bool:
 
 
 def arguments(thing: Any) -> tuple[set[str], set[str]]:
-    """Arguments that a function or a class takes, and those that are documented."""
+    """Return the arguments that a function or a class takes, and those that are documented."""
     if not inspect.isclass(thing):
         return set(inspect.signature(thing).parameters), section(thing.__doc__)
     fields = getattr(thing, "__dataclass_fields__", None) or getattr(thing, "_fields", None)
@@ -98,7 +98,7 @@ def arguments(thing: Any) -> tuple[set[str], set[str]]:
     if fields is not None:
         named = set().union(*(inspect.get_annotations(base) for base in own))
         taken = {x for x in fields if x in inspect.signature(thing).parameters and x in named}
-        # options of a command line carry their help
+        # options of a command line carry their help text
         helped = {x for x, field in fields.items() if "help" in field.metadata} if isinstance(fields, dict) else set()
         return taken, helped.union(*(described(base) | section(base.__doc__) for base in own))
     maker = next((base for base in thing.__mro__ if "__init__" in vars(base)), object)
@@ -106,7 +106,7 @@ def arguments(thing: Any) -> tuple[set[str], set[str]]:
         return set(), set()
     taken = set(inspect.signature(vars(maker)["__init__"]).parameters) - {"self"}
     documented = section(vars(maker)["__init__"].__doc__)
-    for base in own[: own.index(maker) + 1]:  # a class may leave it to the one whose constructor it takes
+    for base in own[: own.index(maker) + 1]:  # a class may leave it to the one whose constructor it inherits
         documented |= section(base.__doc__)
     return taken, documented
 
@@ -133,7 +133,7 @@ def test_arguments_are_documented(shown):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "docs").rglob("*.md")), ids=lambda file: file.name)
 def test_every_page_is_in_the_contents(file):
-    """`mkdocs.yml` lists it; its check for pages that are left out needs mkdocs, this one does not."""
+    """`mkdocs.yml` lists it; unlike mkdocs' own check for missing pages, this one does not need mkdocs."""
     assert f"- {file.relative_to(ROOT / 'docs').as_posix()}\n" in (ROOT / "mkdocs.yml").read_text()
 
 

@@ -1,6 +1,6 @@
-"""The tree of lineate as DESIGN section 5 has it: imports go one way, files and signatures stay small.
+"""The tree of lineate follows DESIGN section 5: imports go one way, files and signatures stay small.
 
-Everything is read from the source, lazy imports included; only the letters and names of mixers are asked of lineate.
+Everything is read from the source, lazy imports included; only the letters and names of mixers come from lineate.
 """
 
 import ast
@@ -17,8 +17,8 @@ MOST_LINES = 500
 MOST_TEST_LINES = 600
 MOST_PARAMETERS = 10
 
-# From the top; a folder or file imports from its own level and from those below. What is not named here, such as
-# rule.py or checks.py, is at the bottom, beside the backends.
+# From the top; a folder or file imports from its own level and from those below. Modules that are not named here, such
+# as rule.py or checks.py, are at the bottom, beside the backends.
 LEVELS = (
     ("cli",),
     ("serving", "explore", "tasks", "planning", "training", "learn"),
@@ -35,7 +35,7 @@ STRANGERS = {("forms", "kernels"), ("kernels", "forms"), ("planning", "explore")
 
 @cache
 def sources() -> dict[str, Path]:
-    """The files of lineate by the names of their modules."""
+    """Return the files of lineate by the names of their modules."""
     files = sorted((ROOT / "lineate").rglob("*.py"))
     return {".".join(x.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): x for x in files}
 
@@ -46,7 +46,7 @@ def tree(module: str) -> ast.Module:
 
 
 def imported(module: str) -> Iterator[str]:
-    """The modules of lineate that a module imports anywhere in its text, by statements or by import_module."""
+    """Yield the modules of lineate that a module imports anywhere in its text, by statements or by import_module."""
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
@@ -68,7 +68,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def circles() -> set[str]:
-    """Each group of modules that reach each other, as their names in order."""
+    """Return each group of modules that import each other in a circle, as their names in order."""
     reach: dict[str, set[str]] = {}
     for module in sources():
         found, ahead = set(), [module]
@@ -133,7 +133,8 @@ def is_free(node: ast.FunctionDef, module: str) -> bool:
     return (
         node.name == "__init__"
         or (node.name == module.split(".")[-1] and unit(module) == "memory")  # lineate.memory.ttt.ttt, ...
-        or (node.name in ("forward", "backward") and decorators == ["staticmethod"])  # of torch.autograd.Function
+        # Methods of torch.autograd.Function.
+        or (node.name in ("forward", "backward") and decorators == ["staticmethod"])
         or node.name in public_names()
         or node.name in registered(module)
         or any(word in x for x in decorators for word in ("jit", "command", "overload", *REGISTRARS))
@@ -165,8 +166,8 @@ def docstrings_without_a_verb() -> set[str]:
 def mixer_tables() -> set[str]:
     """Find dictionaries and match statements with letters or names of mixers as keys; the registry has these facts.
 
-    All keys must be letters, as K, M and G are units too; two names are enough. A checkpoint family may say which
-    mixers it has.
+    If keys are letters, all must be, as K, M and G are also units; two names are enough. A checkpoint family may say
+    which mixers it has.
     """
     own = [kind for kind in kinds() if kind.built_in]  # not those that other tests register
     letters = {kind.letter for kind in own}
@@ -194,7 +195,7 @@ def long_tests() -> set[str]:
 
 
 def imports_between_tests() -> set[str]:
-    """Return test files that import another: what they share belongs in tests/support."""
+    """Return test files that import another one; what they share belongs in tests/support."""
     found = set()
     for file in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -218,5 +219,5 @@ CHECKS = {
 @pytest.mark.parametrize("what", CHECKS)
 def test_structure(what):
     found = CHECKS[what]()
-    print(what, *sorted(found), sep="\n")  # seen with -s, and where the test fails
+    print(what, *sorted(found), sep="\n")  # shown with -s, and where the test fails
     assert sorted(found) == []

@@ -39,7 +39,7 @@ def lineate(*words):
         (EVIL, SHOWN),
         ("\x00\x08\x7f\x85\x9f", DOT * 5),  # NUL, backspace, DEL, and 8-bit controls
         ("\u2066\u2069\u200f\ufeff\u2028", DOT * 5),  # direction, marks and a separator of lines
-        ("\ud800", DOT),  # half a pair, which no encoding has
+        ("\ud800", DOT),  # half a surrogate pair, which no encoding has
         ("no\u00a0break, wide\u3000space", "no\u00a0break, wide\u3000space"),
         ("\u0646\u0645\u06cc\u200c\u062e\u0648", "\u0646\u0645\u06cc\u200c\u062e\u0648"),  # a joiner that Persian needs
         ("\U0001f468\u200d\U0001f469", "\U0001f468\u200d\U0001f469"),  # and one of emoji
@@ -65,7 +65,7 @@ def test_a_console_shows_strings_as_they_are(capsys):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint with a tensor too many, whose name is an escape sequence."""
+    """Return a checkpoint with an extra tensor, whose name is an escape sequence."""
     path = tmp_path_factory.mktemp("evil") / "[red]model\x1b[2J"
     model = HybridLM(preset("tiny"))
     tensors = {**model.state_dict(), EVIL: torch.zeros(2)}
@@ -80,7 +80,7 @@ def safe(text):
 def test_inspect(folder):
     done = lineate("inspect", folder)
     assert done.exit_code == 0 and safe(done.stdout)
-    assert f"    {SHOWN}: of shape (2,)" in done.stdout  # brackets and colons literally
+    assert f"    {SHOWN}: of shape (2,)" in done.stdout  # brackets and colons appear literally
     assert f"[red]model{DOT}[2J" in done.stdout.replace("\n", "")
 
 
@@ -94,7 +94,7 @@ def test_plan(folder, tmp_path):
 
 
 def test_errors_in_python(folder):
-    """A traceback shows the message too; the attributes have the names as they are."""
+    """A traceback shows the message too; the attributes have the original names."""
     with pytest.raises(CheckpointError) as error:
         HybridLM.from_pretrained(folder, progress=False)
     assert safe(str(error.value)) and SHOWN in str(error.value)
@@ -125,7 +125,7 @@ def test_a_config(key, folder, tmp_path):
 
 @pytest.fixture
 def spoken(monkeypatch, tmp_path):
-    """`lineate generate` of a model whose text is EVIL over two lines."""
+    """Return a model for which `lineate generate` prints EVIL over two lines, and that text."""
     import lineate.generation
 
     text = f"{EVIL}\n\tand more"
@@ -164,7 +164,7 @@ def test_names_of_data_files(tmp_path):
 
 
 def test_file_names_that_are_no_text(tmp_path):
-    """A byte that is not UTF-8 reaches Python as half a pair, which cannot be printed."""
+    """A byte that is not UTF-8 reaches Python as half a surrogate pair, which cannot be printed."""
     if sys.platform == "darwin":
         pytest.skip("file names are UTF-8 here")
     place = tmp_path / Path("a\udcffb")

@@ -1,8 +1,8 @@
-"""The one table of cases: six rows of rules, shapes, special inputs, and the helpers every test uses.
+"""The one table of cases: six rows of rules, shapes, special inputs, and the helpers that every test uses.
 
 `draw` makes the inputs of a row; `run` returns the output, the state and all gradients, including the initial state's;
-`errors` compares two results; `budget` says how large an error rounding may explain. The oracle is the recurrent form
-in float64.
+`errors` compares two results; `budget` returns how large an error rounding may explain. The oracle is the recurrent
+form in float64.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ FORMS = ("recurrent", "chunkwise", "parallel")
 
 
 def _native_obstacle() -> str:
-    """Return why the native backend cannot run here, or nothing."""
+    """Return why the native backend cannot run here, or an empty string."""
     x = torch.zeros(1, 1, 1, 1)
     try:
         lineate.explain(x, x, x, form="chunkwise", backend="native")
@@ -36,7 +36,7 @@ def _native_obstacle() -> str:
 
 NATIVE_OBSTACLE = _native_obstacle()
 needs_native = pytest.mark.skipif(bool(NATIVE_OBSTACLE), reason=NATIVE_OBSTACLE)
-# What runs kernels on a CPU.
+# Skip a test that needs kernels on a CPU where they cannot run.
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None,
     reason="needs triton and TRITON_INTERPRET=1, which tests/conftest.py sets where there is no GPU",
@@ -52,7 +52,7 @@ def _path(form: str, backend: str) -> object:
     return pytest.param({"form": form, "backend": backend}, id=f"{form}-{backend}", marks=marks)
 
 
-# Every way to compute in float32 and below, as keywords of an op; float64 has the torch backend alone.
+# Every way to compute in float32 and below, as keywords of an op; float64 has only the torch backend.
 CHUNKWISE = [_path("chunkwise", "torch"), _path("chunkwise", "native")]
 PATHS = [_path("recurrent", "torch"), *CHUNKWISE, _path("parallel", "torch")]
 # The native recurrent form is for decoding: it has no gradients.
@@ -101,7 +101,7 @@ LENGTHS = (1, 2, 15, 16, 17, 3 * 16 + 5, 63, 64, 65, 3 * 64 + 5)
 SHAPES = (*(Shape(2, t, 2, 4, 6, 5) for t in LENGTHS), Shape(2, 37, 1, 3, 1, 1), Shape(1, 70, 2, 2, 33, 66))
 SMALL = Shape(2, 3 * 16 + 5, 2, 4, 6, 5)
 LARGE = Shape(1, 3 * 64 + 5, 1, 2, 48, 40)
-# Sequences packed into one row, for chunks of 16: one token, none (first, inside, last), one chunk, two, a remainder.
+# The lengths of sequences packed into one row, for chunks of 16: one token, none (first, inside, last), one chunk, ...
 TEXTS = (0, 1, 16, 0, 32, 1, 21, 0)
 PACKED = Shape(1, sum(TEXTS), 2, 4, 6, 5)
 
@@ -112,7 +112,7 @@ def bounds(lengths: tuple[int, ...] | list[int] = TEXTS) -> Tensor:
 
 
 def draw(row: Row, shape: Shape, special: str = "ordinary", *, texts: int | None = None, seed: int = 0) -> Inputs:
-    """Draw inputs of one call in float64: unit q and k, decays of .3 to 1, beta in (0, 1), a state that is not 0."""
+    """Draw float64 inputs of one call: unit q and k, decays of .3 to 1, beta in (0, 1), a state that is not 0."""
     b, t, h, hv, key_dim, value_dim = shape
     generator = torch.Generator().manual_seed(seed)
 
@@ -143,14 +143,14 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _reset(inputs: Inputs, value: float) -> None:
-    """Let every 5th token forget everything, every 7th its first head or channel, and two tokens in succession."""
+    """Make every 5th token forget everything, every 7th its first head or channel, and two tokens in succession."""
     inputs["log_decay"][:, 3::5] = value
     inputs["log_decay"][:, 5::7, ..., 0] = value
     inputs["log_decay"][:, 8:10] = value
 
 
 def _nearly_parallel_keys(inputs: Inputs, cosine: float = 0.95) -> None:
-    """Return keys whose cosines with each other are `cosine` on average."""
+    """Replace the keys by keys whose cosines with each other are `cosine` on average."""
     k = inputs["k"]
     common = unit(torch.ones_like(k))
     apart = unit(k - (k * common).sum(-1, keepdim=True) * common + 1e-9)
@@ -206,7 +206,7 @@ def run(
     weighted: bool = True,
     **options: object,
 ) -> Result:
-    """Run and differentiate sum(w * output) + sum(w' * state), w and w' fixed, by every input (or by `only` some)."""
+    """Run a call; differentiate sum(w * output) + sum(w' * state), w and w' fixed, by all inputs (or `only` some)."""
     leaves = {name: x.detach().clone().requires_grad_(only is None or name in only) for name, x in inputs.items()}
     output, state = row.op(**leaves, form=form, **options)
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
@@ -262,7 +262,7 @@ def weights(like: Tensor, seed: int) -> Tensor:
 
 
 # Float32 has no relative accuracy left near its smallest number (1e-38): a memory that was decayed to e^-75 is 0 beside
-# anything else, and the forms say so. Errors of numbers below these are measured against these.
+# anything else, and the forms return 0. Errors of numbers below these are measured relative to these.
 _SMALLEST = {torch.float64: 1e-180, torch.float32: 1e-20}
 
 
@@ -323,10 +323,10 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 def budget(
     row: Row, inputs: Inputs, expected: Result, chunk_size: int, *, worst_case: bool = False, **options: object
 ) -> dict[str, float]:
-    """Return how large relative errors of the chunkwise form may be in float32 arithmetic, by two derived terms:
+    """Return how large relative errors of the chunkwise form may be in float32 arithmetic, as the sum of two terms:
 
-    2 x the errors of the recurrent form in float32 on the same numbers: how sensitive the problem itself is;
-    u sqrt(n) kappa, with u = 2^-24: what the chunkwise form adds. Its sums have at most n = c + k + v terms (tokens,
+    2 x the errors of the recurrent form in float32 on the same numbers, which show how sensitive the problem itself is;
+    u sqrt(n) kappa, with u = 2^-24, which the chunkwise form adds. Its sums have at most n = c + k + v terms (tokens,
         then channels), whose rounding errors add up like sqrt(n). The triangular system T = I + beta M of a chunk
         multiplies independent errors, in the mean square, by kappa = |T|_F |T^-1|_F / c; without a correction T = I
         and kappa = 1.
@@ -334,8 +334,8 @@ def budget(
     Outputs and gradients in bfloat16 or float16 are then rounded once more, by at most half an eps.
 
     A result of only a few numbers has no average, and may be a small difference of large ones, which the recurrent form
-    gets right only by luck. `worst_case` is the bound for those: n for sqrt(n), the largest possible sum of n rounding
-    errors, and for kappa at least how much the exact result moves, in units of u, when the inputs move by u.
+    gets right only by luck. `worst_case` is the bound for those: n instead of sqrt(n), the largest possible sum of n
+    rounding errors, and for kappa at least how much the exact result moves, in units of u, when the inputs move by u.
     """
     single = {name: x.float() for name, x in inputs.items()}
     t, key_dim, value_dim = *inputs["k"].shape[1::2], inputs["v"].shape[-1]
@@ -354,7 +354,7 @@ def budget(
 
 
 def _sensitivity(row: Row, inputs: Inputs, expected: Result, **options: object) -> dict[str, float]:
-    """Return how far exact results move, in units of u, if each input moves by u up or down: the most of 4 trials."""
+    """Return how far exact results move, in units of u, if each input moves by u up or down; the most of 4 trials."""
     largest: dict[str, float] = {}
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Products of parameters of which the fast suite runs a cover and `make test-all` everything."""
+"""Products of parameters, of which the fast suite runs a cover and `make test-all` everything."""
 
 import itertools
 from collections import Counter
@@ -8,9 +8,10 @@ import pytest
 
 
 def covering(names: str, *columns: Iterable[object], together: int = 2) -> pytest.MarkDecorator:
-    """Parametrize a test by the product of the columns; what the cover does not need is marked slow.
+    """Parametrize a test by the product of the columns; cases that the cover does not need are marked slow.
 
-    In the cover every `together` values of different columns meet at least once: 2, every pair; 1, every value occurs.
+    In the cover every `together` values of different columns occur together at least once: 2 covers every pair, 1
+    every value.
     """
     tables = [list(column) for column in columns]
     everything = list(itertools.product(*(range(len(table)) for table in tables)))

@@ -1,6 +1,6 @@
-"""Tiny random transformers models of every family, and the layouts in which their checkpoints are about.
+"""Tiny random transformers models of every family, and the layouts in which their checkpoints are published.
 
-Nothing in them is symmetric and no norm is neutral; weights are small enough that float32 agrees with itself to 1e-5.
+Nothing in them is symmetric and no norm is neutral; weights are small enough for float32 to be exact to 1e-5.
 """
 
 from collections.abc import Callable
@@ -142,7 +142,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def layers_of(tensors: Tensors) -> list[str]:
-    """model.layers.0, model.layers.1, ..."""
+    """Return the prefixes model.layers.0, model.layers.1, ..."""
     return sorted({".".join(name.split(".")[:3]) for name in tensors if name.startswith("model.layers.")})
 
 

@@ -1,7 +1,7 @@
-"""The chunk map of docs/derivation.md in plain torch with 16-bit operands: how exact a 16-bit kernel can be.
+"""The chunk map of docs/derivation.md in plain torch with 16-bit operands, to find how exact a 16-bit kernel can be.
 
 Every matrix product rounds its two operands to the dtype and sums in float32, backward as forward; the state, the gates
-and the triangular inverse are float32. `budget` is twice this map's error against the float64 oracle, and the rounding
+and the triangular inverse are float32. `budget` is twice this map's error against the float64 oracle, plus the rounding
 of the result.
 """
 
@@ -57,7 +57,7 @@ class Solve(torch.autograd.Function):
 
 
 class Through(torch.autograd.Function):
-    """e^{G_c} S, whose gradient is taken from S and dS as they are kept between the passes: rounded."""
+    """e^{G_c} S, whose gradient is computed from S and dS as they are kept between the passes, which is rounded."""
 
     @staticmethod
     def forward(ctx, last: Tensor, S: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,7 +132,7 @@ def attend(inputs: Inputs, *, cu_seqlens: Tensor | None = None, normalize_qk: bo
     decay, beta = (
         None if x is None else (x.unsqueeze(-1) if x.dim() == 3 else x).transpose(1, 2) for x in (decay, beta)
     )
-    if decay is not None:  # e^-200 is 0; sums stay finite, and what is below has no gradient
+    if decay is not None:  # e^-200 is 0: sums stay finite, and smaller decays have no gradient
         decay = torch.where(decay < -200, torch.full_like(decay, -200), decay)
     b, t = q.shape[0], q.shape[2]
     bounds = [0, t] if cu_seqlens is None else cu_seqlens.tolist()
@@ -151,7 +151,10 @@ def attend(inputs: Inputs, *, cu_seqlens: Tensor | None = None, normalize_qk: bo
 
 
 def run(inputs: Inputs, *, raw: dict[str, object] | None = None, **options: object) -> Result:
-    """Return output, state and all gradients of the loss of cases.run; with `raw`, of gates before their activation."""
+    """Return output, state and all gradients of cases.run's loss.
+
+    With `raw`, those of gates before their activation.
+    """
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     call = leaves
     if raw is not None:
@@ -169,7 +172,7 @@ def run(inputs: Inputs, *, raw: dict[str, object] | None = None, **options: obje
 def budget(inputs: Inputs, expected: Result, **options: object) -> dict[str, float]:
     """Return 2 x the errors of this map on the same numbers, half an eps of 16-bit results, and a float32 term.
 
-    That last one, u sqrt(n) for sums of n = c + k + v terms, is what is left where 16 bits happen to be exact.
+    The last term, u sqrt(n) for sums of n = c + k + v terms, remains where 16 bits happen to be exact.
     """
     n = CHUNK + inputs["k"].shape[-1] + inputs["v"].shape[-1]
     allowed = {}

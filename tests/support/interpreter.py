@@ -1,8 +1,8 @@
-"""Triton's interpreter, made three times as quick without a change to what kernels compute.
+"""Triton's interpreter, made three times as fast without changing what kernels compute.
 
-Left out is what it does again and again: it prepares triton.language for every function that a kernel calls, although
-the launch has done so, makes the same shapes and types for every array, and looks for overflows of integers that it
-then says nothing about (without debug).
+Repeated work is left out: the interpreter prepares triton.language for every function that a kernel calls, although the
+launch has done so, makes the same shapes and types for every array, and looks for overflows of integers that it does
+not report (without debug).
 """
 
 import functools

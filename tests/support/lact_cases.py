@@ -1,4 +1,4 @@
-"""Inputs and states of LaCT, and the gradients of a loss on all that it returns."""
+"""Inputs and states of LaCT, and the gradients of a loss on everything that it returns."""
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ def make(b: int = 2, t: int = 13, h: int = 2, d: int = 5, dh: int = 6, dtype=tor
 
 
 def middle(state: dict[str, Tensor], position: int) -> dict[str, Tensor]:
-    """Return a state that has read something: random sums and momentum."""
+    """Return a state from the middle of a sequence, with random sums and momentum."""
     g = torch.Generator().manual_seed(3)
     moved = {
         name: torch.randn(x.shape, generator=g, dtype=x.dtype) * 0.3

@@ -1,7 +1,7 @@
-"""The kernels around the rules, run and differentiated; the same in plain torch; and a budget between the two.
+"""The kernels around the rules, run and differentiated; the same in plain torch; and a budget for their difference.
 
 The oracle is plain torch in float64, written here sequence by sequence; a budget is twice the error of the same lines
-in the tested dtype, and rounding.
+in the tested dtype, plus rounding.
 """
 
 import importlib
@@ -55,7 +55,7 @@ def gated_unit(x: Tensor) -> Tensor:
 
 
 def tables(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return angles that turn half of the channels, rounded to an even number."""
+    """Return angles that rotate half of the channels, rounded to an even number."""
     n = x.shape[-1] // 4
     angles = torch.arange(x.shape[1] * n, device=x.device).view(x.shape[1], n).float().sqrt()
     return angles.cos(), angles.sin()
@@ -103,10 +103,11 @@ def plain(name: str, inputs: Inputs, dtype: torch.dtype | None = None, **options
 
 
 def check(name: str, inputs: Inputs, path: Path, what: object = "", **options: object) -> Result:
-    """Compare all results with float64 on the same numbers, within 2 x torch's error in this dtype, and rounding:
+    """Compare all results with float64 on the same numbers, within 2 x torch's error in this dtype plus rounding.
 
-    half an eps of the result's dtype (float32: its sums, of at most n terms, round like sqrt(n)); and natively 2^-20,
-    the error of a sigmoid by ex2.approx (2^-22, and |x| 2^-24 from its argument, |x| < 8) and rcp.approx (2^-23).
+    Rounding is half an eps of the result's dtype (float32: its sums of at most n terms round like sqrt(n)), and
+    natively 2^-20, the error of a sigmoid by ex2.approx (2^-22, and |x| 2^-24 from its argument, |x| < 8) and
+    rcp.approx (2^-23).
     """
     expected = plain(name, inputs, torch.float64, **options)
     found = run(name, inputs, path, **options)

@@ -1,4 +1,4 @@
-"""What the tests of the memories that learn share."""
+"""Helpers that the tests of the memories that learn share."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Configurations in which no two sizes are equal, so that none can stand for another."""
+"""Configurations in which no two sizes are equal, so that none can be mistaken for another."""
 
 from lineate.models import (
     AttentionConfig,
@@ -12,7 +12,7 @@ from lineate.models import (
 
 
 def odd(pattern: str, **changes: object) -> HybridConfig:
-    """Return a configuration of odd, unequal sizes: 3 key heads for 6 value heads, 5 heads that attend."""
+    """Return a configuration of odd, unequal sizes: 3 key heads for 6 value heads, 5 attention heads."""
     parts: dict[str, object] = {
         "linear": LinearConfig(3, 6, 7, 11, decay_rank=5, gate_rank=6),
         "memory": MemoryConfig(3, 10, chunk=4),

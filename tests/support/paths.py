@@ -1,4 +1,4 @@
-"""Where the tests of kernels run them: Triton's interpreter on a CPU, and a GPU in three dtypes."""
+"""The places where tests run kernels: Triton's interpreter on a CPU, and a GPU in three dtypes."""
 
 from typing import NamedTuple
 

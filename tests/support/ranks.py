@@ -1,7 +1,7 @@
 """Run a function on several ranks, as torchrun would start them, and collect what each returns.
 
 Ranks are forked from a clean server process that has imported torch once. The parent holds the store through which they
-meet, on a port that the system chose, so that no port is ever guessed.
+meet, on a port that the system chose, so no port is ever guessed.
 """
 
 import os
@@ -24,7 +24,7 @@ def make_store() -> dist.TCPStore:
 def run_ranks(size: int, worker: Callable[..., Any], *args: Any, store: dist.TCPStore | None = None) -> list[Any]:
     """Run worker(*args) on every rank; return results (tensors and plain values) by rank. An error fails the test.
 
-    A rank that ends without one has None. store: of an earlier call, as torchrun keeps it over restarts.
+    A rank that ends without a result has None. store: that of an earlier call, as torchrun keeps it over restarts.
     """
     mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
     store = make_store() if store is None else store

@@ -1,4 +1,4 @@
-"""The fused op, whose gates come before their activation: inputs, the oracle, budgets."""
+"""The fused op, which takes gates before their activation: inputs, the oracle, budgets."""
 
 import half
 import pytest
@@ -81,7 +81,7 @@ def fused_allowance(
 ) -> dict[str, float]:
     """Return the budget of cases.budget or half.budget with the activations in front.
 
-    dA_log and ddt_bias are a few sums of dgate over all tokens, and may cancel: their errors are bounded by that of
+    dA_log and ddt_bias are a few sums of dgate over all tokens, which may cancel: their errors are bounded by that of
     dgate, |sum_t e_t r_t| <= |e| |r|.
     """
     if path.dtype != torch.float32:

@@ -1,4 +1,4 @@
-"""The kernels of the rules, run and checked: in Triton's interpreter on a CPU and natively on a GPU.
+"""The kernels of the rules, run and checked in Triton's interpreter on a CPU and natively on a GPU.
 
 One body serves both: `path` is ("cpu", float32), which is the interpreter, or ("cuda", a dtype). The oracle is the
 recurrent form in float64 on a CPU; budgets are cases.budget in float32 and half.budget in 16 bits.
@@ -27,14 +27,14 @@ from torch import Tensor
 
 CHUNK = 64
 
-# k != v, hv > h and no power of two everywhere; the GPU adds the sizes of models, for which kernels may differ.
+# k != v, hv > h, and no size is a power of two; a GPU adds the sizes of models, which may have other kernels.
 LENGTHS = (1, 63, 64, 65, 3 * 64 + 5)
 SMALL = Shape(1, 70, 1, 2, 12, 20)
 LEAN = SMALL._replace(hv=1)
 SHORT = SMALL._replace(t=20)
 MODEL = Shape(1, 130, 2, 4, 128, 128)
 TEXTS = (0, 1, 64, 0, 128, 70, 0)
-FEWER_TEXTS = (0, 1, 64, 0, 67)  # on a CPU, where every program costs
+FEWER_TEXTS = (0, 1, 64, 0, 67)  # for a CPU, where every program is slow
 
 
 def sized(path: Path, small: Shape = SMALL, model: Shape = MODEL) -> Shape:
@@ -69,7 +69,10 @@ def run(row: Row, inputs: Inputs, path: Path, only: tuple[str, ...] | None = Non
 
 
 def native_term(path: Path, t: int, kappa: float = 1.0) -> float:
-    """Return the error a GPU adds in float32: products by three tf32 ones and exp keep 22 bits; once a chunk, by T."""
+    """Return the error that a GPU adds in float32.
+
+    Products by three tf32 ones and exp keep 22 bits; once per chunk, T multiplies the errors.
+    """
     return (-(-t // CHUNK) + 2) * 2**-22 * kappa if path.device == "cuda" else 0.0
 
 

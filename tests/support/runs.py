@@ -1,4 +1,4 @@
-"""Runs that take a second: a model of 30 thousand parameters, a few texts."""
+"""Runs that take a second: a model of 30 thousand parameters, and a few documents."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ WORDS = ("the memory", "forgets", "compares", "writes", "reads", "a key", "its v
 
 
 def make_texts(folder: Path, texts: int = 24) -> Path:
-    """Write sentences of few words to files."""
+    """Write documents of few different words to files."""
     folder.mkdir(parents=True, exist_ok=True)
     for n in range(texts):
         lines = [" ".join(WORDS[(n * 5 + i * (i + j)) % len(WORDS)] for j in range(4)) + "." for i in range(12)]
@@ -23,7 +23,7 @@ def make_texts(folder: Path, texts: int = 24) -> Path:
 
 
 def make_model(folder: Path) -> Path:
-    """Return a model of bytes with two layers, one of each kind, 32 wide."""
+    """Return a byte-level model with two layers, one of each kind, 32 wide."""
     torch.manual_seed(7)
     config = tiny("GA", vocab_size=257)
     assert config.linear is not None and config.attention is not None and config.feed is not None

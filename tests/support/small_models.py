@@ -1,4 +1,4 @@
-"""Small models whose every part counts: norms are not 1, weights not tiny."""
+"""Small models in which every part matters: norms are not 1, weights are not tiny."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Texts, and stores and views of their tokens."""
+"""Documents, and stores and views of their tokens."""
 
 import json
 import tempfile
@@ -22,7 +22,10 @@ def write_lines(file, records):
 
 
 def make_store(folder, texts, made=None):
-    """Make a new store of exactly these texts, also empty ones (which sources leave out); return its tokenizer too."""
+    """Make a new store of exactly these documents, even empty ones (which sources leave out).
+
+    Return its tokenizer too.
+    """
     made = make_tokenizer("bytes", texts) if made is None else made
     own = Path(tempfile.mkdtemp(dir=folder))
     (own / "source.txt").write_text("not read")

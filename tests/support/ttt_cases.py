@@ -1,4 +1,4 @@
-"""Inputs of TTT-Linear and TTT-MLP, and their op with everything by name."""
+"""Inputs of TTT-Linear and TTT-MLP, and their op with all inputs by name."""
 
 from itertools import pairwise
 

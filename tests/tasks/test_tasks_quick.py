@@ -44,7 +44,7 @@ def test_every_letter_has_a_name():
     latent = make_config("KM", 32, ModelOptions(64, 2, 2)).latent
     assert latent is not None
     assert (latent.heads, latent.rank, latent.nope_dim + latent.rope_dim, latent.value_dim) == (2, 32, 32, 32)
-    assert latent.rope_theta is not None  # a task may ask for an order, and nothing else tells M of positions
+    assert latent.rope_theta is not None  # a task may ask for an order, and only the rotation tells M about positions
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_times_for_people(seconds, said):
 
 
 def test_the_estimate_counts_steps_tests_and_minutes(monkeypatch):
-    """Every step takes 2 s and a row of a test 0.25 s, of which two are timed."""
+    """Every step takes 2 s and a row of a test 0.25 s; only two rows are timed."""
     from lineate.tasks import progress
 
     now = [0.0]
@@ -79,7 +79,7 @@ def test_the_estimate_counts_steps_tests_and_minutes(monkeypatch):
     first, second = estimate(cells).values()
     assert first.seconds == pytest.approx(100 * 2 + 4 * 2 + 2 * 2 + (1 + 4) * 2)
     assert second.steps == int(60 / 2.08 + 1) and second.last == first.last
-    assert now[0] == 2 * (2 * 0.25 + 2 * 0.25)  # two steps and a test of a few rows each: the steps are slow
+    assert now[0] == 2 * (2 * 0.25 + 2 * 0.25)  # two steps and a test of a few rows each, because the steps are slow
     assert whole({cells[0]: first, cells[1]: second}, 2) == first.seconds
 
 
@@ -99,7 +99,7 @@ def test_runs_side_by_side():
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """A clock that advances only when told."""
 
     now = 0.0
 
@@ -125,9 +125,9 @@ def test_the_time_left_follows_what_the_runs_take():
             progress.step(CELLS[0], steps)
         assert progress.left() == pytest.approx(210 * (60 + TRUST) / (30 + TRUST))
         progress.say("a line")
-        progress.finish(CELLS[0])  # learnt early: its fourth step is not expected any more
+        progress.finish(CELLS[0])  # learnt early, so its fourth step is not expected
         assert progress.left() == pytest.approx(180 * (60 + TRUST) / (50 + TRUST))
-        progress.step(CELLS[0], 3)  # a late message of a process changes nothing
+        progress.step(CELLS[0], 3)  # a late message from a process changes nothing
         assert progress.left() == pytest.approx(180 * (60 + TRUST) / (50 + TRUST))
         for cell in CELLS[1:]:
             progress.step(cell, 4)
@@ -148,7 +148,7 @@ def test_a_terminal_has_a_bar():
 
 
 class Ear:
-    """Keeps what it is told."""
+    """Records what it is told."""
 
     def __init__(self):
         self.lines, self.steps, self.finished = [], [], []
@@ -179,7 +179,7 @@ def test_before_a_long_run_the_command_says_how_long_and_what_is_shorter(monkeyp
     said = list(command._outlook(long, 1, lambda: small))
     assert said[0] == "4 runs of at most 4 steps: about 2 h 13 min on this machine; --quick takes about 2 min"
     assert "--seeds, --steps and --minutes" in said[1]
-    assert list(command._outlook(long, 1, dict)) == [said[0].partition(";")[0], said[1]]  # --quick cannot be
+    assert list(command._outlook(long, 1, dict)) == [said[0].partition(";")[0], said[1]]  # --quick is not suggested
     assert list(command._outlook(small, 1, None)) == [
         "4 runs of at most 4 steps: about 2 min on this machine; less if rules learn the task early"
     ]
@@ -197,7 +197,7 @@ def test_every_task_is_quick_and_keeps_full_results_apart(tmp_path, name):
     assert QUICK[name].look in done.output and f"{name} --quick (" in done.output
     assert (tmp_path / f"{name}.json").read_text() == "full results"
     content = json.loads((tmp_path / f"{name}-quick.json").read_text())
-    assert content["quick"] is True and content["train"]["steps"] == 2  # an option that is given counts
+    assert content["quick"] is True and content["train"]["steps"] == 2  # a given option counts
     assert content["model"]["width"] == QUICK[name].flags["width"]
     assert (tmp_path / f"{name}-quick.png").exists() and "--quick" in (tmp_path / f"{name}-quick.md").read_text()
     again = run(name, "--quick", *TINY, "--out", tmp_path)

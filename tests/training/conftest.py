@@ -1,4 +1,4 @@
-"""A tokenizer that has learned, and a file of texts."""
+"""Fixtures: a trained tokenizer, and a file of texts."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The split of texts, and batches against the naive way to make them."""
+"""The split of documents, and batches against the naive way to make them."""
 
 from pathlib import Path
 
@@ -63,8 +63,8 @@ def test_permutation():
     assert sorted(permutation(1000, 0, 0).tolist()) == list(range(1000))
     assert permutation(1, 3, 4).tolist() == [0]
     orders = {tuple(permutation(5, seed, epoch)) for seed in range(30) for epoch in range(30)}
-    assert len(orders) == 120  # every order comes up
-    assert permutation(8, 0, 0).tolist() == [5, 0, 7, 4, 2, 1, 3, 6]  # a stored run must go on with the same data
+    assert len(orders) == 120  # every order occurs
+    assert permutation(8, 0, 0).tolist() == [5, 0, 7, 4, 2, 1, 3, 6]  # a stored run must continue with the same data
 
 
 # Batches
@@ -158,7 +158,7 @@ def test_an_epoch_shows_every_document_once():
 
 
 def test_far_steps_are_exact():
-    """A position beyond the integers of a float is found without walking there."""
+    """A position beyond the integers that a float holds exactly is found without walking there."""
     view = view_of([3, 4, 6])
     step = 10**17 + 1
     batch = Batches(view, 13, 1, 0).batch(step)

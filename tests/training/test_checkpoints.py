@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whole or not there, exact to the bit, whatever kills the process or refuses the write."""
+"""Checkpoints of a run are whole or absent, and exact to the bit, whatever kills the process or refuses the write."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
 from lineate.training.tokenizer import make_tokenizer
 
-# Dies at a given event: a step, or a call that makes something last on the disk.
+# Ends the process at a given event: a step, or a call that makes something durable on the disk.
 DIES = """
 import os, shutil, signal, sys
 import torch
@@ -53,19 +53,19 @@ print("events", int(sys.argv[3]) - left)
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A folder with data, a model, and a run of 12 steps that was left alone; what that run ended with."""
+    """Return a folder with data, a model and an uninterrupted run of 12 steps, and that run's final tensors."""
     folder = tmp_path_factory.mktemp("finished")
     return folder, everything(train(make_config(folder)))
 
 
 def copy(folder: Path, out: Path, **changes: object) -> TrainConfig:
-    """The config of a copy of the run in a folder."""
+    """Return the config of a copy of the run in a folder."""
     shutil.copytree(folder / "run", out)
     return make_config(folder, out=str(out), **changes)
 
 
 def die_and_resume(folder: Path, moments: list[int], **changes: object) -> None:
-    """Kill a run after so many events of each life, then let it end; compare with a run that was left alone."""
+    """Kill a run after this many events of each life, then let it end; compare it with an uninterrupted run."""
     plain = train(make_config(folder, out=str(folder / "plain"), **changes))
     config = make_config(folder, **changes)
     (folder / "wanted.json").write_text(json.dumps(config.to_dict()))
@@ -117,12 +117,12 @@ def test_resume_is_exact_and_repeats_no_line(tmp_path: Path, changes: dict[str, 
     plain = train(make_config(tmp_path, out=str(tmp_path / "plain"), **changes))
     config = make_config(tmp_path, **changes)
     first = prepare(config)
-    for _ in range(8):  # saved at 6 only
+    for _ in range(8):  # only step 6 is saved
         first.train_step()
         if first.step == 6:
             assert first.save()
     first.close()
-    torch.rand(3)  # what happens between two lives does not matter
+    torch.rand(3)  # random numbers between two lives do not matter
     second = train(config, resume=True)
     assert_same_bits(everything(plain), everything(second))
     assert [line["step"] for line in read_metrics(tmp_path / "run") if "loss" in line] == list(range(1, 13))
@@ -144,9 +144,9 @@ def test_resume_is_exact_on_a_gpu(tmp_path: Path, dtype: str) -> None:
 
 def test_more_steps_can_be_asked_for(tmp_path: Path) -> None:
     train(make_config(tmp_path, steps=3))
-    shutil.rmtree(tmp_path / "start")  # the model it began with is not needed any more
+    shutil.rmtree(tmp_path / "start")  # the initial model is not needed
     assert train(make_config(tmp_path, steps=5), resume=True).step == 5
-    assert train(make_config(tmp_path, steps=5), resume=True).step == 5  # nothing to do
+    assert train(make_config(tmp_path, steps=5), resume=True).step == 5  # nothing is left to do
     with pytest.raises(ValueError, match="steps must be at least 5, which are done, got 4"):
         prepare(make_config(tmp_path, steps=4), resume=True)
 
@@ -184,7 +184,7 @@ def test_a_damaged_checkpoint_is_skipped_and_named(
     trainer.run()
     trainer.close()
     assert_same_bits(finished[1], everything(trainer))
-    assert checkpoint.problem(newest) is None  # made again
+    assert checkpoint.problem(newest) is None  # it was made again
 
 
 def test_when_all_checkpoints_are_damaged_nothing_is_thrown_away(
@@ -232,7 +232,7 @@ def test_a_full_disk_costs_one_checkpoint_and_says_so(
         "step 9 was not saved (No space left on device); the newest checkpoint is still step-000006"
         in capsys.readouterr().err
     )
-    assert sorted(x.name for x in (run / "checkpoints").iterdir()) == ["step-000003", "step-000006"]  # and no rest
+    assert sorted(x.name for x in (run / "checkpoints").iterdir()) == ["step-000003", "step-000006"]  # and no leftovers
     assert_same_bits(finished[1], everything(trainer))
 
 
@@ -284,9 +284,9 @@ def test_pruning_keeps_the_last_good_ones(tmp_path: Path) -> None:
         assert save(step, 3)
     os.truncate(tmp_path / "step-000003/a", 1)
     checkpoint.prune(tmp_path, 1)
-    assert names() == [3, 2]  # 3 is damaged and the newest: left for whoever wants to look; 2 is the last good one
+    assert names() == [3, 2]  # 3, the newest, is damaged and left for inspection; 2 is the last good one
     assert save(4, 2) and names() == [4, 2]
-    (tmp_path / ".step-000005.part").mkdir()  # by a killed process
+    (tmp_path / ".step-000005.part").mkdir()  # left by a killed process
     assert save(5, 1) and names() == [5] and not list(tmp_path.glob(".*"))
     os.truncate(tmp_path / "step-000005/a", 1)
     assert checkpoint.newest(tmp_path, print) is None

@@ -1,4 +1,4 @@
-"""Many ranks train as one process does; what they save, any number of them loads."""
+"""Many ranks train as one process does; any number of ranks loads what they save."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ VOCAB, ROWS, LENGTH = 37, 8, 24
 
 
 def make_model(pattern="GA", tied=True, experts=False):
-    """Sizes that 2 and 4 ranks do not divide: 3 heads leave the fourth rank an empty shard."""
+    """Return a model whose sizes 2 and 4 ranks do not divide: with 3 heads, the fourth rank has an empty shard."""
     torch.manual_seed(0)
     return HybridLM(
         HybridConfig(
@@ -38,7 +38,7 @@ def make_model(pattern="GA", tied=True, experts=False):
 
 
 def make_batch(step, part, parts):
-    """ids, targets, cu_seqlens of this part of the step's rows. Later rows have far fewer targets."""
+    """Return ids, targets and cu_seqlens of this part of the step's rows. Later rows have far fewer targets."""
     random = torch.Generator().manual_seed(step)
     ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=random)
     ids[:, 1::2] = (ids[:, ::2] * 3 + 1) % VOCAB  # something to learn
@@ -156,7 +156,7 @@ def train_and_save(folder, shard, steps):
 
 
 def load_and_train(folder, shard, steps):
-    """The state that was loaded, into a model and an optimizer with other values, and the losses that follow."""
+    """Return the state loaded into a model and an optimizer with other values, and the losses that follow."""
     world = World.start("cpu", shard=shard)
     model = make_model()
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_checkpoint_loads_at_another_world_size(tmp_path, saved, loaded):
 
 
 def test_save_before_the_first_step_and_model_alone(tmp_path):
-    """No step is made to learn what the optimizer's state will be: there is none yet."""
+    """No step is made to find out the shape of the optimizer's state, which does not exist yet."""
     model = make_model()
     optimizer = make_optimizer(model)
     save_distributed(tmp_path, model, optimizer)
@@ -216,7 +216,7 @@ def test_save_before_the_first_step_and_model_alone(tmp_path):
 
 
 def test_options_of_the_optimizer_can_stay(tmp_path):
-    """A run that is resumed with another weight decay."""
+    """A run is resumed with another weight decay."""
     model = make_model()
     optimizer = make_optimizer(model)
     train(World(), model, optimizer, 1)
@@ -323,7 +323,7 @@ def test_start_says_what_is_wrong(monkeypatch, options, variables, message):
 
 
 def test_alone():
-    """No process group, no collectives; shard="full" has nothing to split."""
+    """There is no process group and no collective; shard="full" has nothing to split."""
     world = World.start("cpu", shard="full")
     assert (world.rank, world.size, world.data_rank, world.data_size, world.context_rank) == (0, 1, 0, 1, 0)
     assert world.is_main and not torch.distributed.is_initialized()
@@ -365,7 +365,7 @@ def test_places_in_the_mesh():
 
 
 def one_rank(folder):
-    """Nothing to split: the model stays plain, and saves as that of a single process."""
+    """The model stays plain, and saves like that of a single process."""
     world = World.start("cpu", shard="full")
     model = world.wrap(make_model())
     write_state(folder, model, make_optimizer(model), world)
@@ -392,7 +392,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch):
 
 
 def one_dies(call):
-    """Rank 1 ends without a word, as if killed; rank 0 must hear of it, not wait for the timeout."""
+    """Rank 1 ends silently, as if killed; rank 0 must notice it without waiting for the timeout."""
     world = World.start("cpu")
     world.barrier()
     if world.rank == 1:
@@ -408,7 +408,7 @@ def test_a_rank_that_dies_is_noticed(call):
 
 
 def meet(late):
-    """One rank comes late, when the other may have read what the last start left."""
+    """One rank is late, when the other may have read what the previous start left."""
     if os.environ["RANK"] == str(late):
         time.sleep(0.3)
     return int(World.start("cpu").sum(torch.tensor(1)))
@@ -422,7 +422,7 @@ def test_ranks_meet_again_after_a_restart():
 
 
 def disk_is_full(folder, what):
-    """If one rank cannot write, every rank says so, and no rank waits."""
+    """If one rank cannot write, every rank reports it, and no rank waits."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     from lineate.training import sharded
@@ -438,7 +438,7 @@ def disk_is_full(folder, what):
         sharded.write_bytes = full
     with pytest.raises(OSError) as caught:
         save_distributed(folder, model, make_optimizer(model))
-    world.barrier()  # all are still there
+    world.barrier()  # all ranks are still there
     with pytest.raises(CheckpointError, match="the save was not finished"):
         load_distributed(folder, model)
     return str(caught.value)
@@ -454,7 +454,7 @@ def test_a_full_disk_fails_the_save_on_all_ranks(tmp_path, what, said):
 
 
 def on_a_gpu(folder, shard):
-    """Over NCCL, with AdamW's fused kernel, whose step counts are on the GPU."""
+    """It runs over NCCL, with AdamW's fused kernel, whose step counts are on the GPU."""
     world = World.start("cuda", shard=shard)
     # World.wrap does not shard the model of a single rank.
     wrap = partial(fully_shard_model, mesh=world.everyone) if shard == "full" else world.wrap

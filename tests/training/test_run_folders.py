@@ -1,4 +1,4 @@
-"""A run's folder belongs to one run: two processes in one, folders that are hostile, and what a refused call leaves."""
+"""A run's folder belongs to one run: two processes in one folder, hostile folders, and what a refused call leaves."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from lineate.training.report import RunReporter
 from lineate.training.sources import documents
 from lineate.training.tokenizer import make_tokenizer
 
-# `lineate train --config FILE` that stops at a named function, says so by a file, and waits for another.
+# `lineate train --config FILE` that stops at a named function, signals it by a file, and waits for another file.
 SLOW = """
 import sys, time
 from collections.abc import Callable
@@ -53,7 +53,7 @@ main()
 
 
 def command(*arguments: str) -> tuple[int, str]:
-    """Exit code of `lineate ...` and all that it printed; a traceback fails the test."""
+    """Return the exit code of `lineate ...` and everything that it printed; a traceback fails the test."""
     from typer.testing import CliRunner
 
     from lineate.cli import build_app
@@ -65,7 +65,7 @@ def command(*arguments: str) -> tuple[int, str]:
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file and folder under it: time of the last change, and bytes."""
+    """Return every file and folder under it, with the time of the last change, and bytes."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) if path.is_file() else (0, b"")
         for path in sorted(folder.rglob("*"))
@@ -146,7 +146,8 @@ def test_ranks_are_refused_together_and_learn_one_tokenizer(tmp_path: Path) -> N
 
 
 def test_a_lock_that_was_removed_is_none(tmp_path: Path) -> None:
-    """A process that could not begin removes its empty metrics.jsonl; who has just opened that file opens the next."""
+    """A process that could not begin removes its empty metrics.jsonl; another that has just opened that file opens the
+    next."""
     from lineate.training import report
 
     lock, made = report._lock, []
@@ -220,14 +221,14 @@ def test_a_published_checkpoint_is_refused_before_anything_is_computed(tmp_path:
         assert contents(tmp_path) == before
     (tmp_path / "run").mkdir()
     write_json(tmp_path / "run/config.json", TrainConfig(out=config.out, model=str(folder)).to_dict())
-    code, text = command("train", "--resume", config.out)  # a run that was stopped before its first checkpoint
+    code, text = command("train", "--resume", config.out)  # the run was stopped before its first checkpoint
     assert code == 2 and text.strip().split("\n")[-1].startswith(
         "lineate: model must bring a tokenizer of lineate train"
     )
 
 
 def test_a_vocabulary_with_room_to_spare_can_be_sampled(tmp_path: Path) -> None:
-    """The folder brings our tokenizer, so its model may have more rows, none of which a text has."""
+    """The folder brings our tokenizer, so its model may have more rows, none of which a text uses."""
     torch.manual_seed(0)
     HybridLM(tiny("G", vocab_size=2000)).save_pretrained(tmp_path / "wide")
     make_tokenizer("bytes", ()).save(tmp_path / "wide")
@@ -243,7 +244,7 @@ NEWEST = "checkpoints/step-000003"
 
 
 def reseal(folder: Path) -> None:
-    """Write a manifest that matches the present files of a checkpoint."""
+    """Write a manifest that matches the current files of a checkpoint."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "manifest.json"]
     entries = {str(x.relative_to(folder)): [x.stat().st_size, sha256(x.read_bytes()).hexdigest()] for x in files}
     (folder / "manifest.json").write_text(json.dumps(entries))
@@ -317,7 +318,7 @@ MANIFESTS = ["", "[]", "{}", "5", DEEP, '{"state.json": 5}', '{"state.json": [1,
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps with one checkpoint, without its finished model."""
+    """Return a run of three steps with one checkpoint, without its finished model."""
     folder = tmp_path_factory.mktemp("finished")
     train(make_config(folder, steps=3, warmup=0, keep=1))
     shutil.rmtree(folder / "run/model")
@@ -349,7 +350,7 @@ def test_a_hostile_run_is_one_line_and_changes_nothing(
         reseal(folder / NEWEST)
     assert message in refused(tmp_path, "train", "--resume", str(folder), "--steps", "5")
     for other in (("inspect", str(folder)), ("plan", str(folder)), ("generate", str(folder), "--tokens", "1")):
-        code, text = command(*other)  # which need not read what is damaged
+        code, text = command(*other)  # these need not read what is damaged
         assert code == 0 or (code == 2 and text.strip().split("\n")[-1].startswith("lineate: ")), text
 
 

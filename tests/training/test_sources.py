@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library, files, folders, lines, a dataset; and what is wrong with them."""
+"""Sources of text: the standard library, files, folders, lines, a dataset; and errors in them."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Signals end a run within a moment, wherever they meet it, and a resumed run ends as one that was left alone."""
+"""Signals end a run within a moment, wherever they arrive, and a resumed run ends like an uninterrupted one."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from lineate.training.loop import Trainer, TrainingStopped
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
 
-# A run whose fifth step is one call that does not return: the main thread sleeps and no signal wakes it.
+# A run whose fifth step is one call that does not return: the main thread sleeps, and no signal wakes it.
 STUCK = """
 import os, signal, sys, threading, time
 from lineate.cli import main
@@ -48,7 +48,7 @@ main()
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A folder with data, a model, and a run that was left alone; what that run ended with."""
+    """Return a folder with data, a model and an uninterrupted run, and that run's final tensors."""
     folder = tmp_path_factory.mktemp("finished")
     return folder, everything(train(make_config(folder, sample_every=4)))
 
@@ -67,8 +67,8 @@ def resume_and_compare(config: TrainConfig, finished: tuple[Path, dict[str, torc
 @pytest.mark.parametrize(
     ("method", "step", "number"),
     [
-        ("gradients", 0, signal.SIGTERM),  # nothing was learnt: nothing is saved
-        ("gradients", 3, signal.SIGTERM),  # of which there is a checkpoint already
+        ("gradients", 0, signal.SIGTERM),  # nothing was learnt, so nothing is saved
+        ("gradients", 3, signal.SIGTERM),  # this step already has a checkpoint
         ("gradients", 4, signal.SIGTERM),
         pytest.param("gradients", 5, signal.SIGINT, marks=pytest.mark.slow),
         ("evaluate", 5, signal.SIGTERM),  # the resumed run evaluates first

@@ -176,9 +176,9 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(data, tmp_path, monkeypa
     child.join()
     left = list((tmp_path / "cache").iterdir())
     assert [file.suffix for file in left] == [".partial"] and left[0].stat().st_size > tokens.HEADER_BYTES
-    assert left[0].read_bytes()[: tokens.HEADER_BYTES] == bytes(tokens.HEADER_BYTES)  # the header comes last
+    assert left[0].read_bytes()[: tokens.HEADER_BYTES] == bytes(tokens.HEADER_BYTES)  # the header is written last
     store = TokenStore.open_or_make(data, made, tmp_path / "cache")
-    assert store.n_documents == 20 and left[0].exists()  # it might have been alive
+    assert store.n_documents == 20 and left[0].exists()  # its writer might have been alive
     said = []
     shutil.copy(left[0], store.path)
     TokenStore.open_or_make(data, made, tmp_path / "cache", said.append).path.unlink()
@@ -189,7 +189,7 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(data, tmp_path, monkeypa
 
 
 def test_two_writers_at_once(data, tmp_path):
-    """Both begin before either ends, the other's file is renamed over an open one, and both read the truth."""
+    """Both begin before either ends, one's file is renamed over the other's open one, and both read correct tokens."""
     made, expected = make_tokenizer("bytes", ()), sorted(documents(data))
     barrier = multiprocessing.get_context("fork").Barrier(3)
 
@@ -213,7 +213,7 @@ def test_two_writers_at_once(data, tmp_path):
 
 @pytest.mark.parametrize("missing", [4, 1000])
 def test_a_full_disk_is_said_and_leaves_no_half_file(data, tmp_path, missing):
-    """A file may not grow beyond a limit: write() takes a part, the next one fails."""
+    """A file may not grow beyond a limit: write() takes a part, and the next one fails."""
     made = make_tokenizer("bytes", ())
     size = TokenStore.open_or_make(data, made, tmp_path / "whole").path.stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes and learned ones; any text comes back."""
+"""Tokenizers, of bytes and learned ones, give back any text."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""`lineate train` under torchrun: a rank that dies ends the job, or the job goes on from its last checkpoint."""
+"""`lineate train` under torchrun: a rank that dies ends the job, or the job resumes from its last checkpoint."""
 
 import itertools
 import os
@@ -26,10 +26,10 @@ main()
 
 
 def break_at(step, how):
-    """Rank 1 is killed, or fails, in this step, once: not after a restart."""
+    """Kill rank 1, or let it fail, in this step, once: not after a restart."""
     real, calls = World.clip, itertools.count()
 
-    def clip(self, *args):  # once a step
+    def clip(self, *args):  # called once per step
         if next(calls) == step and self.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -40,7 +40,7 @@ def break_at(step, how):
 
 
 def torchrun(folder, out, step, how="killed", restarts=0, shard="none", context=1):
-    """8 steps on 2 ranks, saved after 2, 4, ..."""
+    """Run 8 steps on 2 ranks, saved after 2, 4, ..."""
     (folder / "script.py").write_text(SCRIPT)
     if not (folder / "data.txt").exists():
         (folder / "data.txt").write_text("".join(f"{n} and {n + 1} make {2 * n + 1}\n" for n in range(2000)))

@@ -1,4 +1,4 @@
-"""The training loop and its parts: config, loss, optimisers, rows in random order, what is said when it goes wrong."""
+"""The training loop and its parts: config, loss, optimisers, rows in random order, and messages when it goes wrong."""
 
 import io
 import json
@@ -37,7 +37,7 @@ def closed(trainer: Trainer) -> Trainer:
 
 
 def command(*arguments: str) -> tuple[int, str]:
-    """Exit code and all that `lineate ...` printed."""
+    """Return the exit code and everything that `lineate ...` printed."""
     from typer.testing import CliRunner
 
     from lineate.cli import build_app
@@ -122,7 +122,7 @@ def test_parts_of_a_loss_add_up() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wanted", ["both", "x", "weight", "neither"])
 def test_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wanted: str) -> None:
-    """Products in bfloat16 under autocast; pieces of 3 rows, the last one shorter, some without a target."""
+    """Products run in bfloat16 under autocast, in pieces of 3 rows, the last one shorter, some without a target."""
     torch.manual_seed(0)
     autocast = dtype == torch.bfloat16
     x, weight = torch.randn(2, 5, 8, dtype=dtype), torch.randn(11, 8, dtype=torch.float32 if autocast else dtype)
@@ -363,7 +363,7 @@ def test_the_validation_loss_is_that_of_every_text_alone(tmp_path: Path) -> None
 
 
 def poisoned(trainer: Trainer, steps: range, row: int = 2) -> Trainer:
-    """A model whose embedding of a row's tokens is NaN in these steps."""
+    """Return the trainer, with a NaN in the embedding of one of a row's tokens in these steps."""
     length = trainer.config.length
 
     def poison(module: torch.nn.Module, ids: tuple[torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
@@ -388,7 +388,7 @@ def test_a_bad_loss_stops_and_says_step_parameter_and_rows(tmp_path: Path) -> No
     assert "the first parameter whose gradient is not: embed.weight" in text
     assert f"1 of 4 (row 2: training documents {numbers}" in text
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
-    again = closed(train(make_config(tmp_path), resume=True))  # from step 3: nothing bad was saved
+    again = closed(train(make_config(tmp_path), resume=True))  # from step 3, because nothing bad was saved
     assert again.step == 12 and all(x.isfinite().all() for x in again.model.parameters())
 
 
@@ -497,7 +497,7 @@ def test_wrong_arguments_of_generate_are_one_line(tmp_path: Path) -> None:
 
 
 def test_a_run_is_planned_and_inspected(tmp_path: Path) -> None:
-    """Its folder stands for its model: the finished one, else that of the newest checkpoint."""
+    """A run's folder stands for its model: the finished one, or else that of the newest checkpoint."""
     closed(train(make_config(tmp_path, steps=3)))
     run = tmp_path / "run"
     code, text = command("plan", str(run), "--json", "-")
@@ -559,7 +559,7 @@ def test_generation_continues_as_whole_forwards_would(tmp_path: Path) -> None:
     stops = list(generate(model, ids, 12, temperature=0, stop={int(made[0, 3]), int(made[1, 5])}))
     first = [next(n for n in range(12) if int(row[n]) in (int(made[0, 3]), int(made[1, 5]))) for row in made]
     assert len(stops) == max(first) + 1
-    for row, n in enumerate(first):  # as without stop up to it, then the stop token again and again
+    for row, n in enumerate(first):  # as without stop up to it, then the stop token repeated
         assert [int(x[row]) for x in stops] == [int(made[row, min(i, n)]) for i in range(len(stops))]
     with pytest.raises(ValueError, match="max_new_tokens"):
         generate(model, ids, -1)

@@ -1,1 +1,1 @@
-"""The same stages in Gluon, for GPUs of compute capability 9.0."""
+"""The stages of a call in Gluon, for GPUs of compute capability 9.0."""

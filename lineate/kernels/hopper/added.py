@@ -2,8 +2,9 @@
 
     dP = tril(dO V^T) D      dq = (dO S) read_q + dP k      dk = (V dS) write + dP^T q
 
-Two warpgroups, each with all 64 tokens and half the columns of every product. It moves 160 KB a unit (R = 1) and is
-bound by that: S and dO come two units ahead, q and k an item, v and dS a unit.
+Two warpgroups work on each unit (a chunk and value head): each has all 64 tokens and half the columns of every product.
+A unit moves 160 KB (R = 1), and that traffic bounds the time: S and dO are fetched two units ahead, q and k one item
+(chunk and key head) ahead, v and dS one unit ahead.
 """
 
 from triton.experimental import gluon
@@ -32,12 +33,12 @@ from lineate.kernels.hopper.parts import (
 )
 from lineate.kernels.portable.gates import COARSE, FACTORS, FINE, LAST, READ_Q, WRITE
 
-ADDED_PARTS = gl.constexpr(3)  # of sums: what is summed along rows, each warpgroup's columns; along columns
+ADDED_PARTS = gl.constexpr(3)  # of `sums`: along rows, over each warpgroup's columns (two parts); along columns (one)
 
 
 @gluon.jit
 def _halves(x, layout: gl.constexpr):
-    """Sums along the rows, of each warpgroup's columns by themselves: [64, 2]. No warp waits for another."""
+    """Return the sums along the rows, one for each warpgroup's columns, [64, 2], so that no warp waits for another."""
     x = gl.reshape(x, [64, 2, x.shape[1] // 2])
     return gl.convert_layout(gl.sum(x, 2), layout)
 
@@ -51,7 +52,7 @@ def _quarter(tile, X: gl.constexpr):
 def _unit(
     u, item, step, items, bounds, first_slots, slot_texts, t, HV: gl.constexpr, R: gl.constexpr, PACKED: gl.constexpr
 ):  # fmt: skip
-    """First token, value head and place among the states of a program's unit u, and whether there is such a unit."""
+    """Return the first token, value head and state index of a program's unit u, and whether that unit exists."""
     item = item + u // R * step
     slot, token, _ = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, HV // R, PACKED)
     head = item % (HV // R) * R + u % R
@@ -66,7 +67,10 @@ def added_gradients(
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
     PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """q ... dk: descriptors; numbers: the factors; at_dq, at_dk: dq and dk. sums `slot hv ADDED_PARTS c`: dG."""
+    """Fill dq, dk and, with decay, the parts of dG in sums `slot hv ADDED_PARTS c`.
+
+    q ... dk: descriptors; numbers: the factors; at_dq, at_dk: pointers to dq and dk.
+    """
     gl.static_assert(K == 128)
     gl.static_assert(V == 128)
     gl.static_assert(num_warps == 8)
@@ -106,7 +110,7 @@ def added_gradients(
     slot, token, rows = _chunk(_within(item, items), bounds, first_slots, slot_texts, t, H, PACKED)
     some = count > 0
     key_head = item % H
-    at = slot * HV + key_head * R  # of the unit in hand
+    at = slot * HV + key_head * R  # index of the current unit
     token1, head1, at1, more1 = _unit(1, first_item, step, items, bounds, first_slots, slot_texts, t, HV, R, PACKED)
     _expect((k, q, v, dstates), (ready_k, ready_q, ready_v, ready_dS), 0, some)
     _expect((states, doutput, factors), (ready_S, ready_dO, ready_factors), 0, some)
@@ -157,7 +161,7 @@ def added_gradients(
         total_q = none
         total_k = none
         for r in range(R):
-            turn = unit % 2  # of the rings of one; and the buffer of S, dO and factors
+            turn = unit % 2  # parity of the rings of one buffer, and index of the buffer of S, dO and factors
             turn2 = (unit // 2) % 2
             last_r = r == R - 1
             more = more_items | (r < R - 1)
@@ -172,7 +176,8 @@ def added_gradients(
                 _trim(kept_v, ready_v, 0, turn, rows)
                 fence_async_shared()
                 barrier()
-            # 0, which the compiler does not know: else it keeps all operands' addresses, in more registers than are.
+            # Always 0, but the compiler cannot know it; with a constant it would keep the addresses of all operands, in
+            # more registers than there are.
             only = unit >> 24
             S = kept_S.index(turn)
             dO = kept_dO.index(turn)
@@ -201,7 +206,7 @@ def added_gradients(
                 D = gl.where(lower, scale, nothing)
             if NORMALIZE:
                 D = D * norm_k_across[None, :] * norm_q[:, None]
-            barrier()  # all have done with the last dP
+            barrier()  # all warps have read the previous dP
             if GATED:
                 dP, QK, OS, VdS = warpgroup_mma_wait(2, deps=(dP, QK, OS, VdS))
             else:
@@ -216,7 +221,7 @@ def added_gradients(
                 at_sums = sums + at.to(gl.int64) * (ADDED_PARTS * 64)
                 gl.store(at_sums + 128 + j, columns * -1.0)
                 SdS = nothing
-                for x in gl.static_range(4):  # few registers at a time
+                for x in gl.static_range(4):  # a quarter at a time, to use few registers
                     each = _quarter(S, x).load(square).to(gl.float32)
                     SdS = SdS + each * _quarter(dS, x).load(square).to(gl.float32)
                 aside_kept.store(_halves(SdS, halves))
@@ -235,13 +240,13 @@ def added_gradients(
                 dlast = gl.sum(gl.reshape(written + aside_kept.load(halves) * last, [128]), 0)
                 dG = aside_dG.load(halves) + gl.where(row == rows - 1, gl.where(half == 0, dlast, 0.0), written * -1.0)
                 gl.store(at_sums + half * 64 + row, dG)
-            tma.store_wait(0)  # of the last item, dq and dk have left q's and k's places
+            tma.store_wait(0)  # dq and dk of the previous item have left the buffers of q and k
             first = (r == 0) & more_items
             _expect((states, doutput, factors), (ready_S, ready_dO, ready_factors), turn, more2)
             _expect((dstates, v), (ready_dS, ready_v), 0, more)
             _expect((k, q), (ready_k, ready_q), 1 - stage, first)
             barrier()
-            # dP is there for all to see; S, dS, dO, v have been read.
+            # All warps see dP from here on, and have read S, dS, dO and v.
             only = unit >> 25
             dQK = kept_dQK.index(only)
             keys = kept_k.index(stage + only)
@@ -268,7 +273,7 @@ def added_gradients(
         if NORMALIZE:
             total_q = _through_norm(total_q, queries, gl.convert_layout(norm_q, along), wide)
             total_k = _through_norm(total_k, keys, gl.convert_layout(norm_k, along), wide)
-        barrier()  # all have read q and k: their places take dq and dk
+        barrier()  # all warps have read q and k, whose buffers take dq and dk
         queries.store(total_q.to(dtype))
         keys.store(total_k.to(dtype))
         fence_async_shared()

@@ -1,8 +1,9 @@
-"""The channel_scores of portable/channel.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
+"""The channel_scores of portable/channel.py for Hopper (sm_90), in Gluon, by persistent programs with TMA and wgmma.
 
-Blocks of 16 rows, of the decay d (log2) of one channel: W_i its sum over (a, i] with a the block's first row, E_i over
-(i, end of block], B the whole block's. A thread holds 16 rows of a block, so that W is a sum of its own registers, and
-every factor of portable/channel.py is a product of few, none above 1 but 1 / F:
+A chunk is cut into blocks of 16 rows. For the decay d (log2) of one channel, W_i is its sum over (a, i] with a the
+block's first row, E_i its sum over (i, end of block], and B its sum over the whole block. A thread holds all 16 rows of
+a block, so W is a sum of its own registers. Every factor of portable/channel.py is a product of a few of the following,
+none of which exceeds 1 except 1 / F:
 
     F = 2^W                               the pairs inside a block: q F, k F against k / F
     R = F 2^{d_a}                         from the block's start: readers
@@ -11,11 +12,11 @@ every factor of portable/channel.py is a product of few, none above 1 but 1 / F:
     level 5 (blocks 2, 3 - 0, 1)          R, R 2^{B_2} against 2^E 2^{B_1}, 2^E
     Qr, Kr, Kw                            R 2^{B before}, 2^E 2^{B behind}
 
-Rules that only accumulate have no M, T and Kr: their keys are writers alone.
+Rules that only accumulate have no M, T and Kr, because their keys only write.
 
-A row whose 1 / F is too large (portable/channel.py: within_block) is wild, as are those that portable/solve.py finds.
-What this kernel stores for the rows from the first wild one on is not used: a second launch, of the portable
-channel_scores, stores those rows again, by the levels.
+A row is wild if its 1 / F is not a good number (within_block of portable/channel.py) or if portable/solve.py calls it
+wild. This kernel leaves out the rows from the first wild one on; a second launch, of the portable channel_scores,
+computes them by the levels.
 """
 
 from triton.experimental import gluon
@@ -54,24 +55,24 @@ def _sigmoid(x):
 
 @gluon.jit
 def _gram(a0, a1, b0, b1, none):
-    """A B^T of two tiles of 64 channels each, in flight."""
+    """Start A B^T of two tiles of 64 channels each; the caller waits for it."""
     r = warpgroup_mma(a0, b0.permute([1, 0]), none, use_acc=False, is_async=True)
     return warpgroup_mma(a1, b1.permute([1, 0]), r, is_async=True)
 
 
 @gluon.jit
 def _by_block(x, flat: gl.constexpr, cube: gl.constexpr):
-    """[64] to [4, 16, 1]."""
+    """Reshape [64] to [4, 16, 1]."""
     x = gl.reshape(gl.convert_layout(x, gl.SliceLayout(1, flat)), [4, 16])
     return gl.convert_layout(x, gl.SliceLayout(2, cube), assert_trivial=True)[:, :, None]
 
 
 @gluon.jit
 def _small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
-    """_merge of solve.py for the batch of 16 x 16 blocks, X and its transpose both held.
+    """Do what _merge of solve.py does for the batch of 16 x 16 blocks, with both X and its transpose at hand.
 
-    Bt, Ba: A^T and A as right operands; apart: i ^ j. The transpose of an accumulator lies as a right operand does: no
-    data moves.
+    Bt, Ba: A^T and A as right operands; apart: i ^ j. The transpose of an accumulator has the layout of a right
+    operand, so no data moves.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
@@ -84,7 +85,7 @@ def _small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
     Y = mma_v2(gl.convert_layout(XA.to(gl.float16), left), right_X, none)
     XtAt = mma_v2(gl.convert_layout(half_t, left), Bt, none)
     Yt = mma_v2(gl.convert_layout(XtAt.to(gl.float16), left), right_Xt, none)
-    merged = (apart >> LEVEL) == 1  # above (below) the diagonal Y is 0 as X is
+    merged = (apart >> LEVEL) == 1  # above (for the transpose, below) the diagonal Y is 0, as X is
     return gl.where(merged, -Y, X), gl.where(merged, -Yt, Xt)
 
 
@@ -94,16 +95,17 @@ def _half_chunk(
     norm_q, norm_k, scale, row_stride: gl.constexpr, flat: gl.constexpr, cube: gl.constexpr,
     CORRECTS: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr,
 ):  # fmt: skip
-    """64 channels: Qr, Kr, Kw, e^{G_c} to memory, the operands (seven; six without tile_Yk) to shared memory.
+    """Compute the factors of 64 channels: store Qr, Kr, Kw and e^{G_c}, and put the operands into shared memory.
 
-    Returns how many rows of each block come before the first whose 1 / F is not good, [4, 64].
+    There are seven operands, six without tile_Yk. Return how many rows of each block come before the first one whose
+    1 / F is not good, [4, 64].
     """
     line: gl.constexpr = gl.SliceLayout(1, cube)  # [block, channel]
     r = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None]
     b = gl.arange(0, 4, gl.SliceLayout(1, line))[:, None]
     xs = gl.arange(0, 64, gl.SliceLayout(0, line))[None, :]
     there = r < (rows - b * 16)[:, None, :]
-    at = (b * (16 * row_stride) + xs)[:, None, :]  # of a block's first row: the others lie at constants
+    at = (b * (16 * row_stride) + xs)[:, None, :]  # a block's first row; the other rows lie at constant offsets
     d = _cube(tile_g.load(flat).to(gl.float32), cube)
     if RAW:
         if BIAS:
@@ -111,11 +113,11 @@ def _half_chunk(
         d = gl.where(there, -speed * _softplus(d), 0.0)
     else:
         d = d * LOG2E
-    d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # `allowed` of gates.py
-    first = gl.sum(gl.where(r == 0, d, -0.0), 1)  # (adding -0.0 is no instruction)
+    d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # as `allowed` of gates.py does
+    first = gl.sum(gl.where(r == 0, d, -0.0), 1)  # (adding -0.0 costs no instruction)
     W = gl.associative_scan(gl.where(r == 0, 0.0, d), 1, _add)
     inside = gl.sum(gl.where(r == 15, W, -0.0), 1)
-    # What the other blocks decay by.
+    # The decay of the other blocks.
     board = tile_Z4._reinterpret(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     board.store(first + inside)
     F = _exp2(W)
@@ -124,7 +126,7 @@ def _half_chunk(
     B2 = board.slice(2, 1, 0).load(line)
     B3 = board.slice(3, 1, 0).load(line)
     ea = _exp2(first)
-    el = _exp2(inside)  # k 2^E is Z el
+    el = _exp2(inside)  # k 2^E = Z el
     before = gl.where(b > 0, B0, 0.0) + gl.where(b > 1, B1, 0.0) + gl.where(b > 2, B2, 0.0)
     behind = gl.where(b < 3, B3, 0.0) + gl.where(b < 2, B2, 0.0) + gl.where(b < 1, B1, 0.0)
     up = ea * _exp2(before)
@@ -138,7 +140,7 @@ def _half_chunk(
     k = _cube(tile_k.load(flat).to(gl.float32), cube)
     Z = k * _reciprocal(F)
     tile_Z.store(_flat(Z.to(gl.bfloat16), flat))
-    Yk = Z  # where keys are only writers; their place among the readers is never read
+    Yk = Z  # used if keys only write: their products as readers are never read
     if CORRECTS:
         Yk = k * F
         tile_Yk.store(_flat(Yk.to(gl.bfloat16), flat))
@@ -164,7 +166,7 @@ def _half_chunk(
     gl.store(Qr + at + r * row_stride, qr.to(gl.bfloat16), mask=there)
     tile_Y4.store(_flat((Y * f4).to(gl.bfloat16), flat))
     tile_q.store(_flat((Y * f5).to(gl.bfloat16), flat))
-    return gl.sum(gl.where(W >= -BF16_LIMIT, 1, 0), 1)  # W falls from row to row
+    return gl.sum(gl.where(W >= -BF16_LIMIT, 1, 0), 1)  # W never rises from row to row
 
 
 @gluon.jit(do_not_specialize=["t", "units"])
@@ -174,9 +176,10 @@ def channel_scores(
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
     BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """K = 128, bfloat16, PRODUCTS = "fp16". q, k, g, P, M, T: descriptors of tiles of 64 x 64.
+    """Fill the scores of every chunk: K = 128, bfloat16, PRODUCTS = "fp16". A unit is a slot and one of HV heads.
 
-    g: the gates, of 16 or 32 bits. units: slots HV. M, T, beta and Kr are not used unless CORRECTS. KEEP: M, norms.
+    q, k, g, P, M, T: descriptors of tiles of 64 x 64; g: the gates, of 16 or 32 bits. units: slots HV. M, T, beta and
+    Kr are used only if CORRECTS. KEEP: store M and the norms too.
     """
     gl.static_assert(CORRECTS or not RAW)
     K: gl.constexpr = 128
@@ -236,7 +239,8 @@ def channel_scores(
     none = gl.zeros([64, 64], gl.float32, acc)
     phase = 0
     for u in range(gl.program_id(0), units, gl.num_programs(0)):
-        # 0, but not before the loop: the addresses of all operands would be made there and spilled.
+        # Always 0, but computed inside the loop: otherwise the compiler computes all operands' addresses before the
+        # loop and spills them.
         zero = start >> 30
         q0 = all_q0.index(zero)
         q1 = all_q1.index(zero)
@@ -269,7 +273,7 @@ def channel_scores(
         for x in gl.static_range(len(ready)):
             mbarrier.wait(ready[x], phase)
         phase ^= 1
-        if rows < 64:  # what follows is another sequence's
+        if rows < 64:  # the rows below are another sequence's
             for x in gl.static_range(len(tiles)):
                 _zero_below(tiles[x], rows, flat)
             fence_async_shared()
@@ -287,7 +291,7 @@ def channel_scores(
                 gl.store(at_norm, norm_q)
                 gl.store(at_norm + 64, norm_k)
         tma.store_wait(0)
-        barrier()  # the tiles that left are free; with NORMALIZE, all warps' products have read q and k
+        barrier()  # stored tiles are free again; with NORMALIZE, all warps' products have read q and k
         to = (token * HV + head) * K
         ends = factors + u.to(gl.int64) * (K + 64)
         good0 = _half_chunk(
@@ -337,7 +341,7 @@ def channel_scores(
             scores = scores * norm_q[:, None] * cols_k
         else:
             scores = scores * scale
-        barrier()  # all warps' products have read the operands, and what is wild is known
+        barrier()  # all warps' products have read the operands, and the first wild row is known
         if CORRECTS:
             first_wild = gl.load(wild + u, cache_modifier=".cg")
         upcoming = u + gl.num_programs(0)
@@ -361,7 +365,7 @@ def channel_scores(
             shared_X = Yk1._reinterpret(gl.float16, [64, 64], half)
             shared_A.store(half_A)
 
-            # The inverse: diagonal blocks of 16, a warp each, in registers.
+            # Invert the diagonal blocks of 16, one a warp, in registers.
             quads = gl.reshape(gl.where(own, A, 0.0), [4, 16, 4, 16])
             diagonal = gl.convert_layout(gl.sum(quads, 2), small)
             diagonal_t = _turn(diagonal, small)
@@ -380,7 +384,7 @@ def channel_scores(
                 [4, 16, 4, 16], gl.float32, parts
             )
             X = gl.where(own, gl.convert_layout(gl.reshape(wide, [64, 64]), acc, assert_trivial=True), 0.0)
-            # Two merges of 64 x 64.
+            # Merge twice, in 64 x 64.
             half_X = X.to(gl.float16)
             shared_X.store(half_X)
             fence_async_shared()

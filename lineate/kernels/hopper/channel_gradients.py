@@ -1,22 +1,23 @@
 """The channel_state_gradients and channel_gradients of portable/channel.py in one kernel for Hopper (sm_90), in Gluon.
 
-A unit is a chunk, a value head and 64 of its key channels. Blocks of 16 rows; W and F = 2^W as in channel.py:
-the decay (log2) since the block's first row a, that row's own not counted. All that a row reads is F times what row a
-would read, and what it writes 1 / F times what row a would write. So the reference is moved from block to block in the
-accumulators (per channel: s_b = 2^{from a of block b - 1 to a of block b}), and every pair of blocks takes the same
-three tiles, Yq = q F, Yk = k F, Z = k / F:
+A unit is a chunk, a value head and 64 of its key channels. Blocks have 16 rows; W and F = 2^W are as in channel.py: W
+is the decay (log2) from the block's first row a on, that row's own decay not counted. Whatever a row reads is F times
+what row a would read, and whatever it writes is 1 / F times what row a would write. So the accumulators move the
+reference row from block to block (per channel: s_b = 2^{from a of block b - 1 to a of block b}), and every pair of
+blocks uses the same three tiles, Yq = q F, Yk = k F, Z = k / F:
 
     aq = dO S     aq <- aq s_b + P_b Z_b                      b = 0 .. 3, in the rows of blocks >= b
     ak = -dE S    ak <- ak s_b + M_b Z_b
     aw = 0        aw <- aw s_b+1 + P_b^T Yq_b + M_b^T Yk_b    b = 3 .. 0, in the rows of blocks <= b
     dq = F aq     dk = F ak + aw / F + (R dS) 2^{to the chunk's end}
 
-with P_b the columns of block b of dP, P_b^T its rows, transposed. Its diagonal carries no decay and is added apart.
+P_b is the columns of block b of dP, and P_b^T the transpose of its rows. The diagonal of dP carries no decay and is
+added separately.
 Rules that only accumulate have no M and no ak, and their R is V.
-dlog_decay_r is what is read at rows >= r less what is written at rows >= r to be read in the chunk, plus what rows < r
-write to the state, plus S.dS e^{G_c}: one running sum in registers.
+dlog_decay_r is the sum of what rows >= r read, minus what rows >= r write and the chunk reads, plus what rows < r write
+to the state, plus S.dS e^{G_c}: one running sum in registers.
 
-A unit with a row whose 1 / F is too large is marked in wild `slot hv 2`; the two Triton kernels compute it again.
+A unit with a row whose 1 / F is not a good number is marked in wild `slot hv 2`; the two Triton kernels recompute it.
 """
 
 from triton.experimental import gluon
@@ -63,10 +64,11 @@ def channel_gradients(
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
     BIAS: gl.constexpr, PACKED: gl.constexpr, TMA_GATES: gl.constexpr,
 ):  # fmt: skip
-    """K = V = 128. q ... M: descriptors of tiles of 64 x 64 (P, M: of dP and dM); g: not without TMA_GATES.
+    """Fill dq, dk and the gradients of the gates, for K = V = 128; mark the units left to Triton in wild.
 
-    units: 2 slots HV. norms `slot hv 2 64`: scale / |q_i| and 1 / |k_i|, not used without NORMALIZE. dvalues and M are
-    used only if CORRECTS; head_v is used only without it, when residuals are v in the caller's layout.
+    q ... M: descriptors of tiles of 64 x 64 (P, M: of dP and dM); g: a descriptor only with TMA_GATES. units: 2 slots
+    HV. norms `slot hv 2 64`: scale / |q_i| and 1 / |k_i|, used only with NORMALIZE. dvalues and M are used only if
+    CORRECTS; head_v only otherwise, when residuals are v in the caller's layout.
     """
     gl.static_assert(CORRECTS or not RAW)
     K: gl.constexpr = 128
@@ -83,13 +85,13 @@ def channel_gradients(
     passing: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     tile: gl.constexpr = q.layout
 
-    # Value columns 64 .. 127: asked for as soon as the products with the state are done.
+    # Value columns 64 .. 127; fetched again as soon as the products with the state are done.
     all_S1 = gl.allocate_shared_memory(dtype, [1, 64, 64], tile)
     all_dS1 = gl.allocate_shared_memory(dtype, [1, 64, 64], tile)
     all_dO1 = gl.allocate_shared_memory(dtype, [1, 64, 64], tile)
     all_dE1 = gl.allocate_shared_memory(dtype, [1, 64, 64], tile)
     all_R1 = gl.allocate_shared_memory(dtype, [1, 64, 64], tile)
-    # Value columns 0 .. 63; then Yq, dM; Yk, boards; Z; then accumulators on their way.
+    # Value columns 0 .. 63; later Yq and dM (A), Yk and boards (B), Z (C); last, accumulators that change layout.
     all_A = gl.allocate_shared_memory(dtype, [2, 64, 64], tile)
     all_B = gl.allocate_shared_memory(dtype, [2, 64, 64], tile)
     all_C = gl.allocate_shared_memory(dtype, [1, 64, 64], tile)
@@ -111,7 +113,7 @@ def channel_gradients(
     ready_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready_P = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ready_M = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    of_states = (states, doutput, residuals, dstates)  # of what follows, dE is left out with dvalues
+    of_states = (states, doutput, residuals, dstates)  # without dvalues, dE of the tuples below is not used
     if CORRECTS:
         of_states += (dvalues,)
     ready_1 = (ready_S1, ready_dO1, ready_R1, ready_dS1, ready_dE1)
@@ -172,7 +174,8 @@ def channel_gradients(
     xs = gl.arange(0, 64, gl.SliceLayout(0, line))[None, :]
     phase = 0
     for u in range(gl.program_id(0), units, gl.num_programs(0)):
-        # 0, but not before the loop: the addresses of all operands would be made there and spilled.
+        # Always 0, but computed inside the loop: otherwise the compiler computes all operands' addresses before the
+        # loop and spills them.
         zero = start >> 30
         S1 = all_S1.index(zero)
         dS1 = all_dS1.index(zero)
@@ -189,7 +192,7 @@ def channel_gradients(
         tile_g = all_g.index(zero)
         tile_P = all_P.index(zero)
         tiles_1 = (S1, dO1, R1, dS1, dE1)
-        tiles_0 = (A0, B0, C0, A1, B1)  # (two in a row of one allocation would get a barrier between them)
+        tiles_0 = (A0, B0, C0, A1, B1)  # (the compiler puts a barrier between two neighbours from one allocation)
         tiles_rows = (tile_k, tile_q)
         if TMA_GATES:
             tiles_rows = (tile_g, tile_k, tile_q)
@@ -198,7 +201,7 @@ def channel_gradients(
         gl.store(wild + u, gl.to_tensor(0).to(gl.int8))
         for x in gl.static_range(len(of_states)):
             mbarrier.wait(ready_1[x], phase)
-        if rows < 64:  # what follows is another sequence's
+        if rows < 64:  # the rows below are another sequence's
             for x in gl.static_range(len(ready_rows)):
                 mbarrier.wait(ready_rows[x], phase)
                 _zero_below(tiles_rows[x], rows, flat)
@@ -222,11 +225,11 @@ def channel_gradients(
         RS = warpgroup_mma(C0, A1, RS, is_async=True)
         SS = warpgroup_mma(A0.permute([1, 0]), A1, SS, is_async=True)
 
-        # Decays, while these run.
+        # Compute the decays while these products run.
         token = start.to(gl.int64)
         to = (token * HV + head) * K + channel
         there = r < (rows - b * 16)[:, None, :]
-        at = (b * (16 * HV * K) + xs)[:, None, :]  # of a block's first row: the others lie at constants
+        at = (b * (16 * HV * K) + xs)[:, None, :]  # a block's first row; the other rows lie at constant offsets
         for x in gl.static_range(len(ready_rows)):
             mbarrier.wait(ready_rows[x], phase)
         if TMA_GATES:
@@ -240,13 +243,13 @@ def channel_gradients(
             d = gl.where(there, -speed * _softplus(d), 0.0)
         else:
             d = d * LOG2E
-        d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # `allowed` of gates.py
-        first = gl.sum(gl.where(r == 0, d, -0.0), 1)  # (adding -0.0 is no instruction)
+        d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # as `allowed` of gates.py does
+        first = gl.sum(gl.where(r == 0, d, -0.0), 1)  # (adding -0.0 costs no instruction)
         W = gl.associative_scan(gl.where(r == 0, 0.0, d), 1, _add)
         inside = gl.sum(gl.where(r == 15, W, -0.0), 1)
         F = _exp2(W)
 
-        # P without its diagonal; with NORMALIZE, of the unit vectors times the inverse norms.
+        # P without its diagonal; with NORMALIZE, P of the unit vectors times the inverse norms.
         i = _opaque(gl.arange(0, 64, row))
         j = gl.arange(0, 64, gl.SliceLayout(0, acc))
         mbarrier.wait(ready_P, phase)
@@ -294,7 +297,7 @@ def channel_gradients(
             tma.async_copy_global_to_shared(of_states[x], places[x], ready_1[x], tiles_1[x], pred=more)
         SdS = gl.convert_layout(_diagonal(SS, acc), gl.SliceLayout(0, line))[None, :]
 
-        # What the reference's way from block to block decays by.
+        # The decay from each block's reference row to the next block's.
         board = B1._reinterpret(gl.float32, [32, 64], plain)
         board.slice(0, 8, 0).store(_stack2(first, inside, two))
         first0 = board.slice(0, 1, 0).load(line)
@@ -308,7 +311,7 @@ def channel_gradients(
         s1 = inside0 + first1
         s2 = inside1 + first2
         s3 = inside2 + first3
-        # From the block's a to the chunk's end; all of the chunk.
+        # The decay from the block's row a to the chunk's end, and over the whole chunk.
         down = inside3 + gl.where(b < 3, s3, 0.0) + gl.where(b < 2, s2, 0.0) + gl.where(b < 1, s1, 0.0)
         last = SdS * _exp2(first0 + s1 + s2 + s3 + inside3)
         down = _exp2(down)
@@ -326,7 +329,7 @@ def channel_gradients(
         flags = wild + u + gl.zeros([4, 64], gl.int32, line)
         gl.store(flags, gl.full([4, 64], 1, gl.int8, line), mask=inside < -BF16_LIMIT)
 
-        # The tiles.
+        # Make the tiles Yq, Yk and Z.
         keys = _cube(tile_k.load(flat).to(gl.float32), cube)
         C0.store(_flat((keys * _reciprocal(F)).to(dtype), flat))
         if CORRECTS:
@@ -379,9 +382,9 @@ def channel_gradients(
             aq, ak, aw, RS = warpgroup_mma_wait(0, deps=(aq, ak, aw, RS))
         else:
             aq, aw, RS = warpgroup_mma_wait(0, deps=(aq, aw, RS))
-        barrier()  # all warps have done with the tiles
+        barrier()  # all warps have read the tiles
 
-        # To a thread a block's rows.
+        # Pass the accumulators through shared memory, so that a thread gets all rows of a block.
         pass_A = all_A._reinterpret(gl.float32, [64, 64], passing)
         pass_B = all_B._reinterpret(gl.float32, [64, 64], passing)
         by_row = all_C._reinterpret(gl.float32, [2048], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -391,7 +394,7 @@ def channel_gradients(
         by_row.slice(0, 64, 0).store(own)
         if NORMALIZE:
             by_row.slice(64, 64, 0).store(rate_k)
-        # (q and k are loaded twice: registers)
+        # (q and k are loaded twice, to save registers)
         read = F * _cube(pass_A.load(flat), cube)
         total = read * _cube(tile_q.load(flat).to(gl.float32), cube)
         own = _by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, flat)), cube)
@@ -446,8 +449,8 @@ def channel_gradients(
             if BIAS:
                 x0 += gl.load(dt_bias + head * K + channel + xs).to(gl.float32)[:, None, :]
             rate = gl.exp(gl.load(A_log + head).to(gl.float32)) * -1.0
-            # Sum of dgiven_r d_r, by parts: d is the difference of W = log2 F, step that of dgiven. (W itself would
-            # need registers; log2 F is right to 1e-7, which matters to log_decay below 1e-5 only.)
+            # The sum of dgiven_r d_r, by parts: d is the difference of W = log2 F, and step is that of dgiven. (Keeping
+            # W would take registers; log2 F is exact to 1e-7, which matters only for log_decay below 1e-5.)
             of_speed = gl.sum(gl.where(r == 15, -0.0, _log2(F) * step), 1)
             of_speed = inside * gl.sum(gl.where(r == 15, dgiven, -0.0), 1) - of_speed
             of_speed = (of_speed + first * gl.sum(gl.where(r == 0, dgiven, -0.0), 1)) * (1.0 / LOG2E)

@@ -1,8 +1,4 @@
-"""Functions that the Gluon kernels for decay per channel share.
-
-They work on blocks of 16 rows, on tiles, and on boards: float32 tiles in shared memory with one number a block of 16
-rows and channel, through which the warps exchange these numbers.
-"""
+"""Functions that the Gluon kernels for decay per channel share: blocks of 16 rows, tiles, and per-block numbers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +21,7 @@ def _opaque(x):
 
 @gluon.jit
 def _softplus(x):
-    """Do what softplus of gates.py does."""
+    """Return softplus(x), computed as in gates.py."""
     y = _exp2(gl.abs(x) * -LOG2E)
     p = 0.00512610212 * y - 0.0290740646
     p = p * y + 0.0775160866
@@ -89,14 +85,14 @@ def _log2(x):
 
 @gluon.jit
 def _scale(x, f, acc: gl.constexpr):
-    """x [64, 64] times f [4, 64], a number a block and channel."""
+    """Multiply x [64, 64] by f [4, 64], which has one number for each block and channel."""
     x = gl.reshape(x, [4, 16, 64]) * f[:, None, :]
     return gl.convert_layout(gl.reshape(x, [64, 64]), acc, assert_trivial=True)
 
 
 @gluon.jit
 def _numbers(board, FIRST: gl.constexpr, like):
-    """Load four rows of a board, from row FIRST on, in the layout that _scale takes."""
+    """Return four rows of a board in the form that _scale takes."""
     three: gl.constexpr = gl.reshape(like, [4, 16, 64]).type.layout
     return board.slice(FIRST, 4, 0).load(gl.SliceLayout(1, three))
 
@@ -118,7 +114,7 @@ def _turned(tile, FIRST: gl.constexpr, left: gl.constexpr):
 
 @gluon.jit
 def _stack2(a, b, layout: gl.constexpr):
-    """[2, 4, 64] of two [4, 64]."""
+    """Stack two [4, 64] into [2, 4, 64]."""
     x = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     a = gl.convert_layout(a, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
     b = gl.convert_layout(b, gl.SliceLayout(0, layout), assert_trivial=True)[None, :, :]
@@ -141,5 +137,5 @@ def _stack8(a, b, c, d, e, f, g, layout: gl.constexpr):
 
 @gluon.jit
 def _by_rows(x, cube: gl.constexpr):
-    """[64] to [4, 16, 1]."""
+    """Reshape [64] to [4, 16, 1]."""
     return gl.convert_layout(gl.reshape(x, [4, 16]), gl.SliceLayout(2, cube), assert_trivial=True)[:, :, None]

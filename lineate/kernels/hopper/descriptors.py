@@ -1,4 +1,4 @@
-"""Tensors as TMA reads and writes them: cut into boxes, which are tiles in shared memory."""
+"""TMA descriptors of tensors: each tensor is cut into boxes, which are tiles in shared memory."""
 
 from functools import lru_cache
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-SHARED = 232448  # bytes of shared memory a program may have on sm_90
+SHARED = 232448  # bytes of shared memory that a program may have on sm_90
 
 _FIELDS = len(TensorDescriptor.__dataclass_fields__)
 
@@ -21,7 +21,7 @@ def layout(columns: int, bits: int) -> Any:
 def describe(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) -> Any:
     """Describe x as [rows, columns], rows `stride` apart, cut into boxes.
 
-    What TensorDescriptor would check again for every tensor, HopperStages.takes_call has checked.
+    This skips the checks of TensorDescriptor, because HopperStages.takes_call has already made them.
     """
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape = x, [rows, columns], [stride, 1], box
@@ -32,7 +32,7 @@ def describe(x: Tensor, rows: int, columns: int, stride: int, box: list[int]) ->
 
 
 def describe_rows(x: Tensor, columns: int) -> Any:
-    """Describe x `b t heads k` as call.in_rows makes it: chunks of 64 tokens, so many columns of a head."""
+    """Describe x `b t heads k` as call.in_rows makes it; a box is 64 tokens by the given columns of one head."""
     width = (x.shape[2] - 1) * x.stride(2) + x.shape[3]
     return describe(x, x.shape[0] * x.shape[1], width, x.stride(1), [64, columns])
 

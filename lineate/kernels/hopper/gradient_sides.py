@@ -1,5 +1,5 @@
-"""The two groups of warps of gradients.py that multiply: the q side and the k side, and their signals."""
-# ruff: noqa: RUF059  (every group takes the same tuples apart, and uses some)
+"""The two groups of warps of gradients.py that multiply, the q side and the k side, and the signals between groups."""
+# ruff: noqa: RUF059  (every group unpacks the same tuples and uses some of them)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lineate.kernels.hopper.parts import _chunk, _factor, _inverse_norms, _rates, _through_norm, _within, barrier
 from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, READ_K, READ_Q, SMALL_BETA, WRITE
 
-PARTS = gl.constexpr(5)  # of sums: rows and columns of the q side, rows and columns of the k side, <S, dS>
-# Signals between the groups. All but KEYS_READY come once a unit. What is waited for to be free is so at first: these
-# waits take the parity before.
+PARTS = gl.constexpr(5)  # parts of `sums`: rows and columns of the q side, rows and columns of the k side, <S, dS>
+# Signals between the groups. All but KEYS_READY come once a unit. Every buffer is free at first, so the q side waits
+# for R_FREE and DQK_FREE with the previous unit's parity.
 #                              sent by      waited for by
 S_READ = gl.constexpr(0)  #      both sides   supply           S may be overwritten
 R_READY = gl.constexpr(1)  #     q side       k side, supply   R is there, and X E; v, T may be overwritten
@@ -29,14 +29,14 @@ SIGNALS = gl.constexpr(8)
 
 @gluon.jit
 def _signal(signals, which):
-    """All of this group's warps have come here."""
+    """Signal once all of this group's warps have arrived here."""
     barrier()
     mbarrier.arrive(signals.index(which), count=1)
 
 
 @gluon.jit
 def _column(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
-    """One vector of 64 in a layout of one dimension."""
+    """Return one vector of 64 of the factors, in a layout of one dimension."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     numbers = kept_factors._reinterpret(gl.float32, [2, FACTORS * 64], flat).index(stage)
     return numbers.slice(ROW * 64, 64, 0).load(layout)
@@ -51,7 +51,7 @@ def _items(items):
 
 @gluon.jit
 def _decay_between(kept_factors, buffer, i, j, layout: gl.constexpr):
-    """D, 0 above the diagonal."""
+    """Return D, which is 0 above the diagonal."""
     between = _rates(kept_factors, buffer, COARSE, layout) - _factor(kept_factors, buffer, COARSE, layout)
     fine = _rates(kept_factors, buffer, FINE, layout) - _factor(kept_factors, buffer, FINE, layout)
     return gl.exp(gl.where(i[:, None] >= j[None, :], between + fine, float("-inf")))
@@ -62,7 +62,7 @@ def _q_side(
     kept, ready, signals, aside, sums, at_dq, where, scale, HV: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr,
     NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """R, dP and dq."""
+    """Compute R, dP and dq."""
     kept_S, kept_dS, kept_dO, kept_X, kept_v, kept_T, kept_k, kept_q, kept_factors, kept_R, kept_dQK, kept_dKK = kept
     ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready
     bounds, first_slots, slot_texts, t, items = where
@@ -96,7 +96,8 @@ def _q_side(
         for r in range(R):
             at = slot * HV + key_head * R + r
             turn = unit % 2
-            # 0, which the compiler does not know: else it keeps all operands' addresses, in more registers than are.
+            # Always 0, but the compiler cannot know it; with a constant it would keep the addresses of all operands, in
+            # more registers than there are.
             only = unit >> 24
             goal = kept_v.index(only)
             keys = kept_k.index(stage + only)
@@ -116,7 +117,7 @@ def _q_side(
                 mbarrier.wait(ready_X.index(0), turn)
                 aside.index(turn).store(gl.sum(kept_X.index(only).load(wide).to(gl.float32) * E, 1))
             mbarrier.wait(ready_T.index(0), turn)
-            barrier()  # E is there for all to see
+            barrier()  # all warps see E from here on
             Rd = warpgroup_mma(kept_T.index(only), goal, none, use_acc=False, is_async=True)
             mbarrier.wait(signals.index(R_FREE), turn ^ 1)
             Rd = warpgroup_mma_wait(0, deps=(Rd,))
@@ -131,7 +132,7 @@ def _q_side(
             mbarrier.wait(ready_dO.index(0), turn)
             OS = warpgroup_mma(dO, S, none, use_acc=False, is_async=True)
             fence_async_shared()
-            # R is there for all to see; v, T, X have been read.
+            # All warps see R from here on, and have read v, T and X.
             _signal(signals, R_READY)
             OS = warpgroup_mma_wait(0, deps=(OS,))
             OS = OS * _rates(kept_factors, turn, READ_Q, wide)
@@ -156,7 +157,7 @@ def _q_side(
                 dP = dP * D
             dQK.store(dP.to(dtype))
             fence_async_shared()
-            # dP is there for all to see; dO has been read.
+            # All warps see dP from here on, and have read dO.
             _signal(signals, DQK_READY)
             if GATED:
                 QK = warpgroup_mma(queries, keys.permute([1, 0]), nothing, use_acc=False, is_async=True)
@@ -185,7 +186,7 @@ def _k_side(
     kept, ready, signals, aside, sums, at_dk, dbeta, where, HV: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr,
     NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """dM, dbeta and dk."""
+    """Compute dM, dbeta and dk."""
     kept_S, kept_dS, kept_dO, kept_X, kept_v, kept_T, kept_k, kept_q, kept_factors, kept_R, kept_dQK, kept_dKK = kept
     ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready
     bounds, first_slots, slot_texts, t, items = where
@@ -270,7 +271,7 @@ def _k_side(
             write = _rates(kept_factors, turn, WRITE, wide)
             fence_async_shared()
             RdS, total_k = warpgroup_mma_wait(0, deps=(RdS, total_k))
-            # dM is there for all to see; R, dS have been read.
+            # All warps see dM from here on, and have read R and dS.
             _signal(signals, R_FREE)
             only = unit >> 26
             dQK = kept_dQK.index(only)

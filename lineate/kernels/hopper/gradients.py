@@ -4,16 +4,16 @@
     dq = (dO S) read_q + dP k
     dk = (R dS) write - (X S) beta read_k + dP^T q + dM k + dM^T k         dM = -beta XR
 
-A program takes chunk and key head after chunk and key head, one program a multiprocessor, and in each the R value heads
+One program runs on each multiprocessor and takes one chunk and key head after another, and in each the R value heads
 one after another (a unit each). Its warps are three groups of four, which wait for each other only where they must:
 
     q side    k S  [E]  T E  [R]  dO S  dO R^T  [dP]  q k^T  dP k                    dq, summed over R in registers
-    k side    X S  X R^T  [dM]  k k^T  R dS  dM k  dM^T k  dP^T q                    dk, likewise; dbeta
-    supply    asks for each tile of the next unit as soon as its last reader is done; dV, <S, dS>
+    k side    X S  X R^T  [dM]  k k^T  R dS  dM k  dM^T k  dP^T q                    dk likewise; dbeta
+    supply    fetches each tile of the next unit as soon as its last reader is done; dV and <S, dS>
 
-Only R and dP go from one side to the other, through shared memory.
+Only R and dP pass from one side to the other, through shared memory.
 """
-# ruff: noqa: RUF059  (every group takes the same tuples apart, and uses some)
+# ruff: noqa: RUF059  (every group unpacks the same tuples and uses some of them)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,7 +39,7 @@ from lineate.kernels.portable.gates import BETA, FACTORS, LAST
 
 @gluon.jit
 def _give_keys(kept_k, kept_q, ready_k, ready_q, signals, stage, phase, rows):
-    """q and k of an item, 0 below the sequence's last row."""
+    """Wait for q and k of an item, set the rows below the sequence's last one to 0, and signal KEYS_READY."""
     mbarrier.wait(ready_k.index(stage), phase)
     mbarrier.wait(ready_q.index(stage), phase)
     if rows < 64:
@@ -53,7 +53,7 @@ def _give_keys(kept_k, kept_q, ready_k, ready_q, signals, stage, phase, rows):
 def _help(
     kept, ready, sums, at_dv, numbers, unit, at, token, rows, head, HV: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """dV = beta X and <S, dS> of a unit."""
+    """Compute dV = beta X and <S, dS> of a unit."""
     kept_S, kept_dS, kept_dO, kept_X, kept_v, kept_T, kept_k, kept_q, kept_factors, kept_R, kept_dQK, kept_dKK = kept
     ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready
     V: gl.constexpr = 128
@@ -91,7 +91,7 @@ def _supply(
     tiles, kept, ready, signals, sums, at_dv, numbers, where, head_q, head_k, head_v, HV: gl.constexpr, R: gl.constexpr,
     GATED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Fetch all tiles, and compute dV and <S, dS> meanwhile."""
+    """Fetch all tiles, and compute dV and <S, dS> while they arrive."""
     states, dstates, doutput, dvalues, v, T, k, q, factors = tiles
     kept_S, kept_dS, kept_dO, kept_X, kept_v, kept_T, kept_k, kept_q, kept_factors, kept_R, kept_dQK, kept_dKK = kept
     ready_S, ready_dS, ready_dO, ready_X, ready_v, ready_T, ready_k, ready_q, ready_factors = ready
@@ -138,7 +138,7 @@ def _supply(
             to_at = gl.where(last_r, next_slot * HV + next_key_head * R, at + 1)
             to_token = gl.where(last_r, next_token, token)
             _help(kept, ready, sums, at_dv, numbers, unit, at, token, rows, head, HV, GATED)
-            # What comes next.
+            # Fetch the next unit's tiles.
             mbarrier.wait(signals.index(R_READY), turn)
             _expect((v, T), (ready_v, ready_T), 0, more)
             _fetch(
@@ -185,9 +185,9 @@ def head_gradients(
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
     PACKED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """q ... dvalues: descriptors; numbers: the factors; at_dv, at_dq, at_dk: pointers. dvalues is X on entry, then dV.
+    """Fill dV, dq, dk and dbeta, and with decay the parts of dG in sums `slot hv PARTS c`, to be summed over PARTS.
 
-    sums `slot hv PARTS c`: dG, to be summed over PARTS.
+    q ... dvalues: descriptors; numbers: the factors; at_dv, at_dq, at_dk: pointers. dvalues is X on entry, then dV.
     """
     gl.static_assert(K == 128)
     gl.static_assert(V == 128)
@@ -245,5 +245,5 @@ def head_gradients(
             ),
         ],
         [4, 4],
-        [216, 72] if GATED else [232, 56],  # registers; the q side gets what is left
+        [216, 72] if GATED else [232, 56],  # registers of the k side and the supply; the q side gets the rest
     )

@@ -1,7 +1,7 @@
-"""The launches of gradients.py, added.py and channel_gradients.py: every chunk's gradients at once.
+"""The launches of gradients.py, added.py and channel_gradients.py, which compute every chunk's gradients at once.
 
-doutput, dstates and grads are contiguous. A slice of tokens of such a tensor has b = 1: whatever its strides say, its
-rows follow one another.
+doutput, dstates and grads are contiguous. A slice of tokens of such a tensor has b = 1, so its rows follow one another,
+whatever its strides say.
 """
 
 import torch
@@ -21,7 +21,7 @@ from lineate.kernels.stages import Around, Gradients, Prepared
 def fill_head_gradients(call: Call, ready: Prepared, around: Around, grads: Gradients) -> Tensor | None:
     """Fill dq, dk, dV and, if the rule corrects, dbeta, for k = v = 128; return dG in parts, or None without decay.
 
-    dq and dk are those that the caller gets: only the gradient of log_decay is left to be made, from dG.
+    dq and dk are the final gradients. Only the gradient of log_decay remains to be computed, from dG.
     """
     parts = (PARTS if call.corrects else ADDED_PARTS).value
     shape = call.sequences.slots, call.sizes[2], parts, CHUNK
@@ -71,9 +71,9 @@ def _launch_added(call: Call, ready: Prepared, around: Around, grads: Gradients,
 
 
 def fill_channel_gradients(call: Call, ready: Prepared, around: Around, work: ChannelWork, grads: Gradients) -> None:
-    """Fill dq, dk and the gradients of the gates with decay per channel, for v = 128, and mark the others in wild.
+    """Fill dq, dk and the gradients of the gates with decay per channel, for v = 128; mark unfinished blocks in wild.
 
-    The portable launches must follow for the blocks of 64 channels so marked. With normalize_qk, ready.norms are used.
+    The portable launches must follow, for the marked blocks of 64 channels. With normalize_qk, ready.norms are used.
     """
     t, h, hv, _, _ = call.sizes
     q, k, gates = call.q, call.k, call.gates

@@ -10,11 +10,15 @@ from lineate.kernels.stages import Prepared
 
 
 def fill_head_scores(call: Call, ready: Prepared) -> None:
-    """Fill P, unless it is None, and T, for bfloat16; if the rule corrects, the wild rows of T must follow."""
+    """Fill P, unless it is None, and T, for bfloat16.
+
+    If the rule corrects, the launch that fills the wild rows of T must follow.
+    """
     _, h, hv, K, _ = call.sizes
     q, k, slots = call.q, call.k, call.sequences.slots
     items = slots * h
-    side_by_side = 4 if h < hv or ready.P is None else 3 if call.normalize_qk else 2  # on a multiprocessor; measured
+    # Programs on a multiprocessor, as measured.
+    side_by_side = 4 if h < hv or ready.P is None else 3 if call.normalize_qk else 2
     squares = [describe_squares(x) for x in (ready.P, ready.T) if x is not None]
     start(head_scores, (min(side_by_side * multiprocessors(q.device), items),))(
         describe_rows(q, K), describe_rows(k, K), squares[0], squares[-1],
@@ -27,9 +31,9 @@ def fill_head_scores(call: Call, ready: Prepared) -> None:
 
 
 def fill_channel_scores(call: Call, ready: Prepared) -> None:
-    """Fill what prepare returns with decay per channel; the portable launch for wild rows must follow.
+    """Fill the buffers of a call with decay per channel; the portable launch for the wild rows must follow.
 
-    For the backward it keeps M and, with normalize_qk, norms. If the rule only accumulates, Kr is not written.
+    For the backward, M and (with normalize_qk) norms are kept. If the rule only accumulates, Kr is not written.
     """
     _, h, hv, _, _ = call.sizes
     q, k, gates, P = call.q, call.k, call.gates, ready.P

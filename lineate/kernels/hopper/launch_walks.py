@@ -1,4 +1,4 @@
-"""The launches of walk.py and walk_backward.py, and how many columns and buffers their programs have."""
+"""The launches of walk.py and walk_backward.py, and the numbers of columns and buffers of their programs."""
 
 from lineate.kernels.call import Call
 from lineate.kernels.hopper.descriptors import SHARED, describe, describe_rows, describe_squares
@@ -9,19 +9,19 @@ from lineate.kernels.stages import BackwardWalk, ForwardWalk, Prepared
 
 
 def _box_rows(K: int, channel: bool) -> int:
-    """Return the rows of 64 factors that a box holds: the least power of two."""
+    """Return how many rows of 64 factors a box holds: the least power of two that suffices."""
     return 8 if not channel else 4 if K == 128 else 2
 
 
 def forward_block(call: Call, segments: int) -> int:
-    """Return the value columns of a program of the forward walk: 128 if there are programs enough all the same."""
+    """Return the value columns of a program of the forward walk: 128 if that still gives enough programs."""
     _, _, hv, K, V = call.sizes
     programs = call.sequences.number * hv * segments
     return 128 if V % 128 == 0 and K % 128 == 0 and programs >= multiprocessors(call.q.device) else 64
 
 
 def forward_bytes(call: Call, block: int, stages: int, outs: int, keep: bool, scores: bool) -> int:
-    """Return the shared memory of a program of the forward walk with so many stages and buffers of output."""
+    """Return the bytes of shared memory of a program of the forward walk with these stages and buffers of output."""
     K, channel, corrects = call.sizes[3], call.channel, call.corrects
     tiles = K * (3 if channel and corrects else 2) + block + 64 * (corrects + (not scores))
     rows = _box_rows(K, channel)
@@ -30,7 +30,7 @@ def forward_bytes(call: Call, block: int, stages: int, outs: int, keep: bool, sc
 
 
 def forward_buffers(call: Call, block: int, keep: bool, scores: bool) -> tuple[int, int]:
-    """Return STAGES and OUTS of the forward walk: the most that shared memory holds."""
+    """Return STAGES and OUTS of the forward walk, the most that fit into shared memory."""
     for stages, outs in ((3, 2), (3, 1), (2, 2), (2, 1)):
         if forward_bytes(call, block, stages, outs, keep, scores) <= SHARED:
             return stages, outs
@@ -38,7 +38,7 @@ def forward_buffers(call: Call, block: int, keep: bool, scores: bool) -> tuple[i
 
 
 def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
-    """Launch the forward walk. If P is None the walk makes it (bfloat16, no decay per channel)."""
+    """Launch the forward walk. If P is None, the walk computes it (bfloat16, no decay per channel)."""
     t, _, hv, K, V = call.sizes
     q, k, w, v, P, T = ready.q, ready.k, ready.w, call.v, ready.P, ready.T
     sequences, channel, corrects, output, states = call.sequences, call.channel, call.corrects, walk.output, walk.states
@@ -46,7 +46,7 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     block = forward_block(call, walk.segments)
     stages, outs = forward_buffers(call, block, states is not None, scores)
 
-    P_tiles = describe_rows(q, 64) if P is None else describe_squares(P)  # (q's give the layout alone)
+    P_tiles = describe_rows(q, 64) if P is None else describe_squares(P)  # (of q, only the layout is used)
     k_tiles = describe_rows(k if corrects or not channel else w, K)
     tokens = q.shape[0] * t
     output_tiles = P_tiles if output is None else describe(output, tokens, hv * V, hv * V, [64, block])
@@ -77,7 +77,7 @@ def backward_block(call: Call, segments: int) -> int:
 
 
 def backward_bytes(call: Call, block: int, stages: int, others: int, early: int, outs: int) -> int:
-    """Return the shared memory of a program of the backward walk with so many buffers of each kind."""
+    """Return the bytes of shared memory of a program of the backward walk with these numbers of buffers."""
     K, channel, corrects = call.sizes[3], call.channel, call.corrects
     ring = stages * 128 * (2 * K + (64 if corrects else 0)) + early * 128 * (64 + block)
     ring += (others + channel) * 256 * _box_rows(K, channel) + (others * 128 * K if channel and corrects else 0)
@@ -85,7 +85,7 @@ def backward_bytes(call: Call, block: int, stages: int, others: int, early: int,
 
 
 def backward_buffers(call: Call, block: int) -> tuple[int, int, int, int]:
-    """Return STAGES, OTHERS, EARLY and OUTS of the backward walk: the most that shared memory holds."""
+    """Return STAGES, OTHERS, EARLY and OUTS of the backward walk, the most that fit into shared memory."""
     for each in ((3, 3, 2, 2), (3, 3, 2, 1), (2, 3, 2, 2), (2, 3, 2, 1), (2, 2, 2, 1)):
         if backward_bytes(call, block, *each) <= SHARED:
             return each
@@ -93,7 +93,7 @@ def backward_buffers(call: Call, block: int) -> tuple[int, int, int, int]:
 
 
 def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
-    """Launch the backward walk, which finds no maps. doutput, dvalues and dstates are contiguous."""
+    """Launch the backward walk, which cannot compute segment maps. doutput, dvalues and dstates are contiguous."""
     t, _, hv, K, V = call.sizes
     q, w, P, T = ready.q, ready.w, ready.P, ready.T
     sequences, channel, corrects = call.sequences, call.channel, call.corrects

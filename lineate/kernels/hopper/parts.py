@@ -16,7 +16,7 @@ def _exp2(x):
 
 @gluon.jit
 def _half(ring, stage, FIRST: gl.constexpr):
-    """64 columns of a tile."""
+    """Return 64 columns of a tile."""
     return ring.index(stage).slice(FIRST, 64, 1)
 
 
@@ -39,7 +39,7 @@ def _segment(text, segment, bounds, first_slots, t, segments, PACKED: gl.constex
 
 @gluon.jit
 def _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED: gl.constexpr):
-    """chunk_bounds of layout.py, in 32 bits."""
+    """Return what chunk_bounds of layout.py returns, in 32 bits."""
     if PACKED:
         text = gl.load(slot_texts + slot).to(gl.int32)
         start = gl.load(bounds + text).to(gl.int32)
@@ -57,14 +57,17 @@ def _chunk_bounds(slot, bounds, first_slots, slot_texts, t, PACKED: gl.constexpr
 
 @gluon.jit
 def _expect(sources, ready, stage, there):
-    """Before _fetch."""
+    """Announce the bytes of one chunk's tiles to their barriers; call this before _fetch."""
     for x in gl.static_range(len(sources)):
         mbarrier.expect(ready[x].index(stage), sources[x].block_type.nbytes, pred=there)
 
 
 @gluon.jit
 def _fetch(sources, kept, ready, places, stage, there):
-    """Fetch one chunk's tiles, each with its own barrier (with one for all, the threads would meet before each)."""
+    """Fetch one chunk's tiles, each with its own barrier.
+
+    With one barrier for all tiles, the threads would have to meet before each fetch.
+    """
     for x in gl.static_range(len(sources)):
         tma.async_copy_global_to_shared(sources[x], places[x], ready[x].index(stage), kept[x].index(stage), pred=there)
 
@@ -82,38 +85,41 @@ def _ring(source, STAGES: gl.constexpr):
 
 @gluon.jit
 def _trim(ring, ready, stage, phase, rows):
-    """Set the rows below a sequence's last one to 0, once a tile has arrived."""
+    """Wait for a tile, then set its rows below the sequence's last one to 0."""
     mbarrier.wait(ready.index(stage), phase)
     tile = ring.index(stage)
     across: gl.constexpr = tile.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
     i = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
-    for x in gl.static_range(4):  # few registers at a time
+    for x in gl.static_range(4):  # 16 rows at a time, to use few registers
         part = tile.slice(x * 16, 16, 0)
         part.store(gl.where(i < rows - x * 16, part.load(layout), 0.0))
 
 
 @gluon.jit
 def _factor(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
-    """One vector of 64, as a row: [1, 64]."""
+    """Return one vector of 64 of the factors, as a row: [1, 64]."""
     return kept_factors.index(stage).slice(ROW, 1, 0).load(layout)
 
 
 @gluon.jit
 def _store_rows(tile, at, stride, rows):
-    """The first rows of a tile, which another sequence's follow."""
+    """Store the first rows of a tile; the rows after them in memory are another sequence's."""
     across: gl.constexpr = tile.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [gl.num_warps(), 1], [1, 0])
     i = gl.arange(0, 16, gl.SliceLayout(1, layout))[:, None]
     j = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
-    for x in gl.static_range(4):  # few registers at a time
+    for x in gl.static_range(4):  # 16 rows at a time, to use few registers
         part = tile.slice(x * 16, 16, 0).load(layout)
         gl.store(at + (i + x * 16) * stride + j, part, mask=i < rows - x * 16)
 
 
 @gluon.jit
 def _rates(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
-    """One vector of 64, as a column: [64, 1]. (Triton 3.6 overlooks permute on tiles without a swizzle.)"""
+    """Return one vector of 64 of the factors, as a column: [64, 1].
+
+    (Triton 3.6 ignores permute on tiles without a swizzle.)
+    """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     numbers = kept_factors._reinterpret(gl.float32, [2, FACTORS * 64], flat).index(stage)
     return numbers.slice(ROW * 64, 64, 0).load(gl.SliceLayout(1, layout))[:, None]
@@ -121,7 +127,7 @@ def _rates(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _within(item, items):
-    """An item that is there, if any is; 0 otherwise."""
+    """Return the item if it exists, else 0."""
     return gl.maximum(gl.minimum(item, items - 1), 0)
 
 
@@ -135,14 +141,14 @@ def _chunk(item, bounds, first_slots, slot_texts, t, H: gl.constexpr, PACKED: gl
 
 @gluon.jit
 def _inverse_norms(tile, layout: gl.constexpr, to: gl.constexpr):
-    """1 / |x_i| for the rows of a tile, [64]."""
+    """Return 1 / |x_i| for the rows of a tile, [64]."""
     x = tile.load(layout).to(gl.float32)
     return gl.convert_layout(gl.rsqrt(gl.sum(x * x, 1) + 1e-6), to)
 
 
 @gluon.jit
 def _through_norm(total, tile, norm, layout: gl.constexpr):
-    """Return the gradient of vectors from that of their unit vectors, times the inverse norms."""
+    """Return the gradient of vectors from that of their unit vectors times the inverse norms."""
     x = tile.load(layout).to(gl.float32)
     along = gl.sum(x * total, 1) * norm * norm
     return total - x * along[:, None]

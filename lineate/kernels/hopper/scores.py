@@ -1,15 +1,17 @@
-"""The head_scores of portable/scores.py for Hopper (sm_90), in Gluon: TMA in, wgmma, TMA out; persistent programs.
+"""The head_scores of portable/scores.py for Hopper (sm_90), in Gluon, by persistent programs with TMA and wgmma.
 
 A warp has 16 rows of the chunk (the accumulator's layout), a thread 2 x 16 entries. From q k^T, k k^T and the factors
-of the decay it makes P and N = -beta M as packed pairs of 16 bits, cut by bitwise masks to the lower triangle, to the
-rows of the sequence and (N) to those before the first wild one: only finite numbers pass, the future changes no bit.
+of the decay a thread makes P and N = -beta M as packed pairs of 16 bits. Bitwise masks cut them to the lower triangle,
+to the rows of the sequence and (N) to the rows before the first wild one, so only finite numbers pass, and no later
+token changes a bit.
 
-The inverse T = (I - N)^-1 by doubling, X <- X + X N_l X where N_l is N inside the blocks (2, 1) of level l alone:
+The inverse T = (I - N)^-1 is computed by doubling, X <- X + X N_l X, where N_l is N inside the blocks (2, 1) of level l
+only:
 
     levels 0..3   a warp's own 16 x 16 block, all in 4 registers a thread: float16 mma.sync with X as its accumulator;
-                  right operands by movmatrix
-    level 4       the same with the block left of the diagonal and the X of the warp before (by shared memory)
-    level 5       two wgmma of 64 x 32 x 32: rows 32.. from columns ..32
+                  movmatrix makes the right operands
+    level 4       the same with the block left of the diagonal and the previous warp's X (through shared memory)
+    level 5       two wgmma of 64 x 32 x 32, which make rows 32.. of columns ..32
 """
 
 from triton.experimental import gluon
@@ -53,7 +55,7 @@ def _and(x, a):
 
 @gluon.jit
 def _and_or(x, a, y):
-    """The bits x & a | y; y float16 or int16."""
+    """Return the bits x & a | y; y is float16 or int16."""
     return gl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [x, a, y], dtype=gl.float16, is_pure=True, pack=2
     )
@@ -61,7 +63,7 @@ def _and_or(x, a, y):
 
 @gluon.jit
 def _pick(a, b, c, d, w):
-    """Return this warp's tile of four; w int16, the warp's number."""
+    """Return this warp's tile of the four; w (int16) is the warp's number."""
     return gl.inline_asm_elementwise(
         "{.reg .pred m, n; .reg .b32 y, z; setp.lt.u32 m, $5, 131072; setp.lt.u32 n, $5, 65536;"
         " selp.b32 y, $1, $2, n; setp.lt.u32 n, $5, 196608; selp.b32 z, $3, $4, n; selp.b32 $0, y, z, m;}",
@@ -87,33 +89,33 @@ def _turn_tiles(x):
 
 @gluon.jit
 def _as_right(x, mma: gl.constexpr):
-    """x [4, 16, 16], an accumulator, as a right operand."""
+    """Return x [4, 16, 16], an accumulator, as a right operand."""
     x = gl.permute(gl.reshape(_turn_tiles(x), [4, 2, 8, 2, 8]), [0, 1, 4, 3, 2])
     return gl.convert_layout(gl.reshape(x, [4, 16, 16]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
 
 
 @gluon.jit
 def _halves(x, n: gl.constexpr):
-    """[64, 2 n] in columns."""
+    """Split [64, 2 n] into its left and right columns."""
     return gl.split(gl.permute(gl.reshape(x, [64, 2, n]), [0, 2, 1]))
 
 
 @gluon.jit
 def _block(x, mma: gl.constexpr):
-    """[64, 16] as one 16 x 16 tile a warp."""
+    """Return [64, 16] as one 16 x 16 tile a warp."""
     return gl.convert_layout(gl.reshape(x, [4, 16, 16]), mma, assert_trivial=True)
 
 
 @gluon.jit
 def _beside(a, b, layout: gl.constexpr):
-    """Two tiles a warp as [64, 32]."""
+    """Return two tiles a warp as [64, 32]."""
     x = gl.permute(gl.join(gl.reshape(a, [64, 16]), gl.reshape(b, [64, 16])), [0, 2, 1])
     return gl.convert_layout(gl.reshape(x, [64, 32]), layout, assert_trivial=True)
 
 
 @gluon.jit
 def _diagonal(x, mma: gl.constexpr):
-    """x_ii of an accumulator, [64]."""
+    """Return x_ii of an accumulator, [64]."""
     low, high = _halves(x, 32)
     a, b = _halves(low, 16)
     c, d = _halves(high, 16)
@@ -148,7 +150,7 @@ def _begin_end(text, bounds, first_slots, PACKED: gl.constexpr):
 
 @gluon.jit
 def _place(slot, begin, end, first, t, PACKED: gl.constexpr):
-    """chunk_bounds of layout.py in 32 bits."""
+    """Return what chunk_bounds of layout.py returns, in 32 bits."""
     if PACKED:
         start = begin + (slot - first) * 64
         rows = gl.minimum(gl.maximum(end - start, 0), 64)
@@ -169,7 +171,7 @@ def _mask(x):
 
 @gluon.jit
 def _row(vectors, ROW: gl.constexpr, layout: gl.constexpr):
-    """One vector of 64 of the unit's factors (from BETA on)."""
+    """Return one vector of 64 of the unit's factors (from BETA on)."""
     return vectors.slice((ROW - BETA) * 64, 64, 0).load(layout)
 
 
@@ -179,10 +181,11 @@ def head_scores(
     H: gl.constexpr, R: gl.constexpr, K: gl.constexpr,
     GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]. items: slots H.
+    """Fill P and T of every chunk with decay per head or none. An item is a slot and one of H key heads.
 
-    Without SCORES, T alone is made (the walk makes P), and q is not read.
-    wild `slot hv`: the first row that is not tame, or 64; T's rows from there on are those of the identity.
+    q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]. items: slots H.
+    Without SCORES, only T is made (the walk makes P), and q is not read.
+    wild `slot hv`: the first wild row, or 64; from there on, T's rows are those of the identity.
     """
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     low: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
@@ -190,7 +193,7 @@ def head_scores(
     small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     small_left: gl.constexpr = gl.DotOperandLayout(0, small, 2)
     small_right: gl.constexpr = gl.DotOperandLayout(1, small, 2)
-    # A right operand of the even warp for both warps of a pair: pair, parity, k, n.
+    # The layout of the even warp's right operand, held by both warps of a pair: pair, parity, k, n.
     pairs: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1, 0], [0, 0, 8, 0], [0, 0, 0, 8]],
         [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]],
@@ -198,7 +201,7 @@ def head_scores(
     )  # fmt: skip
     row: gl.constexpr = gl.SliceLayout(1, acc)
     column: gl.constexpr = gl.SliceLayout(0, acc)
-    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # every warp has all 64
+    line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # every warp holds all 64
     thin: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
@@ -219,9 +222,9 @@ def head_scores(
         mbarrier.init(ready_v, count=1)
     if CORRECTS:
         all_T = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], T.layout)
-        # X of rows ..32, N of the others.
+        # X of rows ..32, and N of the other rows.
         all_both = gl.allocate_shared_memory(gl.float16, [1, 64, 32], gl.NVMMASharedLayout(64, 16, 2))
-        swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], tiles)  # the even warps' X, then the odd ones'
+        swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], tiles)  # X of the even warps, then of the odd ones
     if CORRECTS and not NORMALIZE:
         squares = gl.allocate_shared_memory(gl.float32, [64], plain)
     if NORMALIZE:
@@ -231,7 +234,7 @@ def head_scores(
     fence_async_shared()
     barrier()
 
-    item = items - 1 - gl.program_id(0)  # from the last on: the walk finds the first chunks' in the cache
+    item = items - 1 - gl.program_id(0)  # the last first, so that the walk finds the first chunks' in the cache
     text = _text(item // H, slot_texts, PACKED)
     begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
     start, rows = _place(item // H, begin, end, first, t, PACKED)
@@ -262,7 +265,7 @@ def head_scores(
         if SCORES:
             tile_q = all_q.index(zero)
             tile_P = all_P.index(zero)
-        # What comes next, step by step.
+        # Find the next item, and fetch its tiles step by step.
         upcoming = item - gl.where(last, gl.num_programs(0), 0)
         more = upcoming >= 0
         next_item = gl.where(more, upcoming, item)
@@ -305,7 +308,7 @@ def head_scores(
                 fine_j = fine_j + logs_k.load(column)
             fine = (_row(given, FINE, row) * LOG2E)[:, None] + fine_j[None, :]
             coarse = _row(given, COARSE, row)[:, None] - _row(given, COARSE, column)[None, :]
-            D = _exp2(coarse * LOG2E + fine)  # (j > i: anything)
+            D = _exp2(coarse * LOG2E + fine)  # (entries with j > i are arbitrary)
         elif NORMALIZE:
             D = norms_k.load(column)[None, :] + gl.zeros([64, 64], gl.float32, acc)
         if SCORES:
@@ -314,7 +317,7 @@ def head_scores(
                 KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
             else:
                 tma.store_wait(0)
-                barrier()  # P has left; all warps' products have read q and k
+                barrier()  # P has been stored; all warps' products have read q and k
             if GATED or NORMALIZE:
                 QK = QK * D
             tile_P.store(_pack_bf16(QK * to_q[:, None], below, _mask(i < rows)))
@@ -338,19 +341,19 @@ def head_scores(
         if VECTORS and not CORRECTS:
             mbarrier.expect(ready_v, 1024, pred=ahead)
         fence_async_shared()
-        barrier()  # P and squares are there; all warps' products have read q and k
+        barrier()  # P and squares are complete; all warps' products have read q and k
         tma.async_copy_global_to_shared(k, [next_start, next_head * head_k], ready_k, tile_k, pred=ask)
         if SCORES:
             tma.async_copy_shared_to_global(P, [u * 64, 0], tile_P)
             tma.async_copy_global_to_shared(q, [next_start, next_head * head_q], ready_q, tile_q, pred=ask)
         next_u = next_item * R + gl.where(last, 0, r + 1)
         if CORRECTS:
-            # solve.first_wild_row; a row whose decay is NaN is wild too.
+            # As solve.first_wild_row does; a row whose decay is NaN is wild too.
             each = gl.arange(0, 64, line)
             rate = _row(given, BETA, line)
             if NORMALIZE:
                 norm = norms_k.load(line)
-                square = 1.0 - 1e-6 * norm * norm  # of unit keys, and of those that are 0
+                square = 1.0 - 1e-6 * norm * norm  # squared lengths of unit keys, and of keys that are 0
                 tame = (norm > 0.0) & (rate * square <= MOST_STEP)
             else:
                 square = squares.load(line)
@@ -375,7 +378,7 @@ def head_scores(
             own = _pick(N0, N1, N2, N3, w.to(gl.int16))
             odd = _mask((w & 1) == 1)
             beside = _and(_pick2(N0, N2, _mask(w < 2)), odd)
-            # A warp's own block.
+            # Invert a warp's own block.
             bi = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small)))[None, :, None]
             bj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small)))[None, None, :]
             ri = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small_right)))[None, :, None]
@@ -393,7 +396,7 @@ def head_scores(
             mbarrier.expect(ready_v, 1024, pred=ahead)
             fence_async_shared()
             tma.store_wait(1 if SCORES else 0)
-            barrier()  # X is there; all have read the factors; T has left
+            barrier()  # X is complete; all warps have read the factors; T has been stored
             tma.async_copy_global_to_shared(
                 vectors, [next_u * FACTORS + BETA, 0], ready_v, kept.index(zero), pred=ahead
             )
@@ -401,7 +404,7 @@ def head_scores(
             even, _ = gl.broadcast(even, gl.zeros([2, 2, 16, 16], gl.float16, pairs))
             even = gl.convert_layout(gl.reshape(even, [4, 16, 16]), small_right, assert_trivial=True)
             Xs = mma_v2(gl.convert_layout(XN, small_left), even, nothing)
-            # 32 x 32 blocks: (X, 0) of an even warp, (Xs, X) of an odd one; the upper in the first 32 columns.
+            # Blocks of 32 x 32: (X, 0) of an even warp, (Xs, X) of an odd one; the upper in the first 32 columns.
             pair = _beside(_pick2(Xs, X, odd), _and(X, odd), low)
             upper = _mask(gl.arange(0, 64, gl.SliceLayout(1, low)) < 32)[:, None]
             lower = _mask(gl.arange(0, 64, gl.SliceLayout(1, low)) >= 32)[:, None]
@@ -427,7 +430,7 @@ def head_scores(
         if CORRECTS:
             fence_async_shared()
             if SCORES:
-                tma.store_wait(0)  # P
+                tma.store_wait(0)  # of P
             barrier()
             tma.async_copy_shared_to_global(T, [u * 64, 0], tile_T)
         elif VECTORS:

@@ -1,4 +1,4 @@
-"""The stages for compute capability 9.0: Gluon kernels where they take a call, the portable ones everywhere else."""
+"""The stages for compute capability 9.0: Gluon kernels for the calls they support, portable ones for all others."""
 
 import torch
 
@@ -26,16 +26,16 @@ class HopperStages(PortableStages):
         return torch.cuda.get_device_capability(device) == (9, 0)
 
     def choose_products(self) -> tuple[str, ...]:
-        """Return products; with decay per channel a second launch makes the rows that are wild in channel.py."""
+        """Return products; with decay per channel, the second launch computes what channel.py leaves out."""
         return ("fp16", "tf32x3") if self.takes_channel else super().choose_products()
 
     def variant(self, segments: int) -> tuple[object, ...]:
-        """Return what else selects the compiled kernels: the value columns of the walks' programs, too."""
+        """Return what else selects the compiled kernels, including the value columns of the walks' programs."""
         blocks = launch_walks.forward_block(self.call, segments), launch_walks.backward_block(self.call, segments)
         return self.products, *blocks
 
     def scores_in_walk(self, segments: int, keep: bool) -> bool:
-        """Whether the forward walk makes P itself, to the same bits; True where this is faster by measurement."""
+        """Whether the forward walk computes P itself, with the same bits; True where that is faster, as measured."""
         call = self.call
         return (
             self.takes_call
@@ -47,12 +47,12 @@ class HopperStages(PortableStages):
         )
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
-        """Return the buffers that fill_channel_scores fills; for the backward, norms too."""
+        """Return the buffers that fill_channel_scores fills; for the backward, also norms."""
         norms = self.takes_channel and for_backward and self.call.normalize_qk
         return portable_scores.make_channel_room(self.call, self.looks_for_wild, for_backward, norms)
 
     def fill_channel_scores(self, ready: Prepared) -> None:
-        """Fill what prepare returns with decay per channel: tame rows in Gluon, then the wild ones."""
+        """Fill the buffers of a call with decay per channel: tame rows in Gluon, then the wild ones."""
         if not self.takes_channel:
             super().fill_channel_scores(ready)
             return
@@ -74,7 +74,7 @@ class HopperStages(PortableStages):
             super().walk_forward(ready, walk)
 
     def walk_backward(self, ready: Prepared, walk: BackwardWalk) -> None:
-        """Go from the last chunk to the first and fill what the walk names; the maps are Triton's."""
+        """Go from the last chunk to the first and fill what the walk names; Triton computes segment maps."""
         if self.takes_call and not walk.map_only:
             launch_walks.walk_backward(self.call, ready, walk)
         else:
@@ -89,7 +89,7 @@ class HopperStages(PortableStages):
             super().head_gradients(ready, around, grads)
 
     def channel_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
-        """Fill the gradients with decay per channel: in Gluon, then in Triton those that Gluon marked as wild."""
+        """Fill the gradients with decay per channel: in Gluon, then the wild blocks in Triton."""
         if not (self.takes_channel and self.call.sizes[4] == 128):
             super().channel_gradients(ready, around, grads)
             return
@@ -99,7 +99,7 @@ class HopperStages(PortableStages):
 
 
 def _takes_call(call: Call) -> bool:
-    """Whether the walks in Gluon support a call: 16 bits, whole tiles, layouts for TMA, indices of 32 bits."""
+    """Whether the Gluon walks support a call: 16 bits, whole tiles, layouts for TMA, indices of 32 bits."""
     q, k, v = call.q, call.k, call.v
     t, _, hv, K, V = call.sizes
     return (
@@ -114,7 +114,7 @@ def _takes_call(call: Call) -> bool:
 
 
 def _takes_channel(call: Call) -> bool:
-    """Whether the scores and gradients in Gluon for decay per channel take a call that the walks take."""
+    """Whether the Gluon scores and gradients for decay per channel support a call that the walks support."""
     decay = call.gates.log_decay
     return (
         decay is not None

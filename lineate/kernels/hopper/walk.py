@@ -3,18 +3,19 @@
     E = V - Kr S      R = T (beta E)      (rule only accumulates: R = V)
     O = Qr S + P R    S <- e^{G_c} S + Kw^T R
 
-Held transposed as in state.py, S [BV, K], and in halves of 64 key channels, S0 and S1, each a wgmma accumulator. Every
-product is [BV, 64] x [64, 64], its left operand in registers. They are issued in an order that leaves the tensor cores
-always one more product to do while the registers of the one before are converted (in brackets, what is waited for):
+The state is held transposed as in state.py, S [BV, K], in halves of 64 key channels, S0 and S1, each a wgmma
+accumulator. Every product is [BV, 64] x [64, 64], with its left operand in registers. The order of the products always
+leaves the tensor cores one more product to do while the registers of the previous one are converted (brackets name the
+result that is waited for):
 
     Qr0 S0  [E]  T E  Qr1 S1  [R]  Kw0 R  P R  Kw1 R  [S0]  next Kr0 S0  [S1]  Kr1 S1  [all]
 
-P is read or (SCORES) made here, a chunk ahead: the next q k^T goes in before [R], its P is made while P R and Kw1 R
-run, and stored into one of two tiles between barriers that are there anyway.
+P is read or (SCORES) computed here one chunk ahead: the next q k^T is issued before [R], its P is made while P R and
+Kw1 R run, and it is stored into one of two tiles between barriers that are needed anyway.
 
-Tiles come in through a ring of STAGES buffers. What is written leaves, and a chunk's buffers are filled again, while
-the next Kr S is computed. ptxas allows no product in flight around the loop's end: it ends where the next product needs
-no register of the last.
+Tiles come in through a ring of STAGES buffers. While the next Kr S is computed, results are stored and the chunk's
+buffers are filled again. ptxas allows no product in flight across the loop's end, so the loop ends where the next
+product needs no register of the last.
 """
 
 from triton.experimental import gluon
@@ -51,7 +52,7 @@ def _places(
 
 @gluon.jit
 def _keep(entering, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
-    """The state as it entered a chunk, to be stored."""
+    """Put the state that entered a chunk into shared memory, to be stored."""
     _half(entering, stage, 0).store(gl.convert_layout(held0, layout))
     if H == 2:
         _half(entering, stage, 64).store(gl.convert_layout(held1, layout))
@@ -62,7 +63,10 @@ def _compare(
     kept_v, ready_v, kept_factors, ready_factors, stage, phase, there, valued,
     layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
-    """beta V [BV, 64], 0 unless valued, and what beta E takes Kr S times, [1, 64]. WAIT: for the factors, too."""
+    """Return beta V [BV, 64], 0 unless valued, and the factor [1, 64] of Kr S in beta E.
+
+    WAIT: also wait for the factors.
+    """
     if WAIT:
         mbarrier.wait(ready_factors.index(stage), phase, pred=there)
     beta = _factor(kept_factors, stage, H if CHANNEL else BETA, layout)
@@ -75,7 +79,7 @@ def _compare(
 
 @gluon.jit
 def _values(kept_v, stage, valued, layout: gl.constexpr):
-    """V [BV, 64]; 0 unless valued (None: yes)."""
+    """Return V [BV, 64], or 0 unless valued (None counts as True)."""
     values = kept_v.index(stage).permute([1, 0]).load(layout).to(gl.float32)
     if valued is not None:
         values = gl.where(valued, values, 0.0)
@@ -84,7 +88,7 @@ def _values(kept_v, stage, valued, layout: gl.constexpr):
 
 @gluon.jit
 def _ask(kept_q, kept_k, stage, layout: gl.constexpr):
-    """q k^T of a chunk, in flight."""
+    """Start q k^T of a chunk; the caller waits for it."""
     none = gl.zeros([64, 64], gl.float32, layout)
     return warpgroup_mma(
         kept_q.index(stage), kept_k.index(stage).permute([1, 0]), none, use_acc=False, is_async=True
@@ -93,7 +97,10 @@ def _ask(kept_q, kept_k, stage, layout: gl.constexpr):
 
 @gluon.jit
 def _rate(kept_factors, stage, ROW: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr):
-    """One vector of 64, as a column: [64, 1]. (Triton 3.6 overlooks permute on tiles without a swizzle.)"""
+    """Return one vector of 64 of the factors, as a column: [64, 1].
+
+    (Triton 3.6 ignores permute on tiles without a swizzle.)
+    """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     numbers = kept_factors._reinterpret(gl.float32, [STAGES, FACTORS * 64], flat).index(stage)
     return numbers.slice(ROW * 64, 64, 0).load(gl.SliceLayout(1, layout))[:, None]
@@ -101,7 +108,10 @@ def _rate(kept_factors, stage, ROW: gl.constexpr, STAGES: gl.constexpr, layout: 
 
 @gluon.jit
 def _round(x):
-    """x in bfloat16, two at a time. (By `to`, the cut to the triangle would come after it, one at a time.)"""
+    """Round x to bfloat16, two numbers at a time.
+
+    (With `to`, the compiler would cut to the triangle after the rounding, one number at a time.)
+    """
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -109,14 +119,17 @@ def _round(x):
 
 @gluon.jit
 def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr):
-    """P, to the bit as scores.py makes it. zero: 0, which the compiler does not know, or it keeps the mask."""
+    """Return P, with the same bits as scores.py.
+
+    zero: 0, which the compiler must not know, or it keeps the mask in registers.
+    """
     i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + zero
     j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     if GATED:
         fine_j = _factor(kept_factors, stage, FINE, layout) * -LOG2E
         fine = _rate(kept_factors, stage, FINE, STAGES, layout) * LOG2E + fine_j
         coarse = _rate(kept_factors, stage, COARSE, STAGES, layout) - _factor(kept_factors, stage, COARSE, layout)
-        QK = QK * _exp2(coarse * LOG2E + fine)  # (j > i: anything)
+        QK = QK * _exp2(coarse * LOG2E + fine)  # (entries with j > i are arbitrary)
     return _round(gl.where(i >= j, QK * scale, 0.0))
 
 
@@ -130,9 +143,9 @@ def forward_state(
 ):  # fmt: skip
     """Do what state.py's forward_state does. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
 
-    factors are rows of 64: those of gates.py or, CHANNEL, e^{G_c} in halves and beta. CHANNEL: k, q, w are Kr, Qr, Kw;
-    without CORRECTS nothing reads with k, and k is Kw. MAP, as of state.py, reads neither q nor P.
-    SCORES: P is not read (its descriptor gives the layout) but made from q, k and, GATED, the factors.
+    factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
+    Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. MAP, as in state.py, reads neither q nor P.
+    SCORES: P is not read (its descriptor gives the layout) but computed from q, k and, if GATED, the factors.
     """
     gl.static_assert(not (SCORES and (CHANNEL or MAP)))
     gl.static_assert(K == 128 or K == 64)
@@ -154,11 +167,11 @@ def forward_state(
     column_k = key_head * head_k
     column_v = head * head_v + first
     valued = None
-    if MAP:  # behind the V columns of an empty state stand those of the identity, to which no values are written
+    if MAP:  # after the V columns of an empty state come those of the identity, to which no values are written
         valued = first < V
         column_v = gl.where(valued, column_v, 0)
     column_o = head * V + first
-    token = start + begin * 64  # of the chunk in hand
+    token = start + begin * 64  # first token of the current chunk
     at = (slot + begin) * HV + head
 
     kept_k, ready_k = _ring(k, STAGES)
@@ -175,7 +188,8 @@ def forward_state(
         ready += (ready_q,)
         if SCORES:
             kept_P = gl.allocate_shared_memory(dtype, [2, 64, 64], P.layout)
-            # Waiting for its last turn ends at once, but without a wait before O ptxas does one product after another.
+            # A wait for phase 1 of this barrier returns at once, but without some wait before O, ptxas runs one product
+            # after another.
             apart = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
             mbarrier.init(apart, count=1)
         else:
@@ -222,7 +236,7 @@ def forward_state(
     held0 = gl.convert_layout(S0.to(dtype), left)
     held1 = gl.convert_layout(S1.to(dtype), left)
     KS = none
-    rows = length - (begin + count - 1) * 64  # of the last chunk; it may end early: what follows is another sequence's
+    rows = length - (begin + count - 1) * 64  # in the last chunk; below them are another sequence's rows
     if (count == 1) & (rows < 64):
         _trim(kept_k, ready_k, 0, 0, rows)
         _trim(kept_v, ready_v, 0, 0, rows)
@@ -235,7 +249,7 @@ def forward_state(
         KS = warpgroup_mma(held0, _half(kept_k, 0, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if H == 2:
             KS = warpgroup_mma(held1, _half(kept_k, 0, 64).permute([1, 0]), KS, is_async=True)
-        if MAP:  # (else ptxas, which here knows S, waits after every product)
+        if MAP:  # (otherwise ptxas, which knows S here, waits after every product)
             KS = warpgroup_mma_wait(0, deps=(KS,))
         goal, rate = _compare(
             kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL, True
@@ -265,7 +279,7 @@ def forward_state(
                 _trim(kept_w, ready_w, upcoming, turn, rows)
             fence_async_shared()
             barrier()
-        # Nothing is in flight here (ptxas would wait for it anyway); S, its halves in 16 bits and Kr S are at hand.
+        # No product is in flight (ptxas would wait for it anyway); registers hold S, its halves in 16 bits and Kr S.
         if not MAP:
             QS = warpgroup_mma(held0, _half(kept_q, stage, 0).permute([1, 0]), none, use_acc=False, is_async=True)
         if CORRECTS:
@@ -282,7 +296,7 @@ def forward_state(
             mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
             mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
             QK = _ask(kept_q, kept_k, upcoming, square)
-        if KEEP and OUTS == 2:  # else one must wait for the last to have left
+        if KEEP and OUTS == 2:  # with one buffer, the previous store must finish first
             _keep(entering, out_stage, held0, held1, acc, H)
         if CHANNEL:
             S0 = S0 * _factor(kept_factors, stage, 0, acc)
@@ -319,7 +333,7 @@ def forward_state(
             QS = warpgroup_mma(added, kept_P.index(n % 2 if SCORES else stage).permute([1, 0]), QS, is_async=True)
         if H == 2:
             S1 = warpgroup_mma(wrote, _half(kept_w, stage, 64), S1, is_async=True)
-        if SCORES:  # the next chunk's, while these products run
+        if SCORES:  # of the next chunk, while these products run
             mbarrier.wait(ready_factors.index(upcoming), turn, pred=more)
             made = _score(QK, kept_factors, upcoming, scale, n >> 28, square, STAGES, GATED)
         if CORRECTS:
@@ -329,7 +343,7 @@ def forward_state(
         if OUTS == 1 and not MAP:
             tma.store_wait(0)
         _expect(sources, ready, stage, n + STAGES < count)
-        if SCORES:  # (the expectations came after a barrier, and another follows with the output)
+        if SCORES:  # (a barrier came before the expectations, and another follows with the output)
             kept_P.index((n + 1) % 2).store(made)
         if MAP:
             S0, S1 = warpgroup_mma_wait(H - 1, deps=(S0, S1))
@@ -358,13 +372,13 @@ def forward_state(
             if CORRECTS:
                 KS = warpgroup_mma(held1, _half(kept_k, upcoming, 64).permute([1, 0]), KS, is_async=True)
 
-        # All of this chunk has been read. Its output leaves, and its buffers are filled again.
+        # All of this chunk has been read: store its output and fill its buffers again.
         if MAP:
             barrier()
         else:
             written.index(out_stage).permute([1, 0]).store(O)
             fence_async_shared()
-            # (The last chunk may end early, and is stored below: here, outside of the output.)
+            # (The last chunk may be partial and is stored below, so here its store goes outside of the output.)
             tma.async_copy_shared_to_global(
                 output, [gl.where(more, token, output.shape[0]), column_o], written.index(out_stage)
             )
@@ -393,7 +407,7 @@ def forward_state(
         if H == 2:
             gl.store(base + i + (j + 64) * (V + K), S1)
     else:
-        if count > 0:  # the last chunk's output: it may end early
+        if count > 0:  # store the last chunk's output, which may be partial
             at_o = out + (token - 64).to(gl.int64) * (HV * V) + column_o
             gl.store(at_o + i + j * (HV * V), O, mask=j < rows)
         if segment == segments - 1:

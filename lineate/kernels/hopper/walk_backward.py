@@ -3,16 +3,16 @@
     dR = P^T dO + Kw dS      X = T^T dR      dE = beta X      (rule only accumulates: dV = dR)
     dS <- e^{G_c} dS + Qr^T dO - Kr^T dE
 
-Held transposed as in state.py, dS [BV, K], and in halves of 64 key channels, dS0 and dS1, each a wgmma accumulator.
-Every product is [BV, 64] x [64, 64], its left operand in registers. They are issued in an order that leaves the tensor
-cores always one more product to do while the registers of the one before are converted (in brackets, what is waited
-for):
+The gradient is held transposed as in state.py, dS [BV, K], in halves of 64 key channels, dS0 and dS1, each a wgmma
+accumulator. Every product is [BV, 64] x [64, 64], with its left operand in registers. The order of the products always
+leaves the tensor cores one more product to do while the registers of the previous one are converted (brackets name the
+result that is waited for):
 
     dO Qr0  [dR]  dR T  dO Qr1  [X]  dE Kr0  dE Kr1  next dO P  [dS0]  next dS0 Kw0  [dS1]  dS1 Kw1  [all]
 
 Tiles come in through rings of buffers: STAGES for k, q and T; OTHERS for the factors and w; EARLY for dO and P, which
-are used up one chunk ahead and so are filled again one chunk sooner. What is written leaves, and buffers are filled
-again, while the next Kw dS is computed. As in walk.py no product is in flight around the loop's end.
+are used one chunk ahead and so are filled again one chunk sooner. While the next Kw dS is computed, results are stored
+and buffers are filled again. As in walk.py, no product is in flight across the loop's end.
 """
 
 from triton.experimental import gluon
@@ -74,7 +74,7 @@ def _decay(
 
 @gluon.jit
 def _read(dO, kept_factors, stage, layout: gl.constexpr, left: gl.constexpr, CHANNEL: gl.constexpr):
-    """dO^T with the factors of q, for its product with q. CHANNEL: q has them."""
+    """Return dO^T times the factors of q, for its product with q; with CHANNEL, q already has its factors."""
     if not CHANNEL:
         read = _factor(kept_factors, stage, READ_Q, layout)
         dO = gl.convert_layout((gl.convert_layout(dO, layout).to(gl.float32) * read).to(dO.dtype), left)
@@ -83,7 +83,7 @@ def _read(dO, kept_factors, stage, layout: gl.constexpr, left: gl.constexpr, CHA
 
 @gluon.jit
 def _leave(leaving0, leaving1, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
-    """Put dS as it left a chunk into shared memory, to be stored."""
+    """Put the dS that left a chunk into shared memory, to be stored."""
     leaving0.index(stage).store(gl.convert_layout(held0, layout))
     if H == 2:
         leaving1.index(stage).store(gl.convert_layout(held1, layout))
@@ -99,8 +99,8 @@ def backward_state(
 ):  # fmt: skip
     """Do what state.py's backward_state does. q ... dstates: descriptors; numbers: the factors; dv: the dvalues.
 
-    factors are rows of 64: those of gates.py or, CHANNEL, e^{G_c} in halves and beta. CHANNEL: k, q, w are Kr, Qr, Kw;
-    without CORRECTS nothing reads with k, and k is Kw.
+    factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
+    Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw.
     """
     gl.static_assert(K == 128 or K == 64)
     H: gl.constexpr = K // 64
@@ -119,7 +119,7 @@ def backward_state(
     column_q = key_head * head_q
     column_k = key_head * head_k
     column_o = head * V + first
-    token = start + (end - 1) * 64  # of the chunk in hand
+    token = start + (end - 1) * 64  # first token of the current chunk
     at = (slot + end - 1) * HV + head
 
     kept_k, ready_k = _ring(k, STAGES)
@@ -152,7 +152,7 @@ def backward_state(
     leaving1 = leaving0
     if H == 2:
         leaving1 = gl.allocate_shared_memory(dtype, [OUTS, BV, 64], dstates.layout)
-    if CHANNEL:  # e^{G_c} of a chunk that is not there
+    if CHANNEL:  # use e^{G_c} = 1 for a chunk that does not exist
         shape: gl.constexpr = factors.block_type.shape
         flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
         kept_factors.index(OTHERS).store(gl.full(shape, 1.0, gl.float32, flat))
@@ -182,7 +182,7 @@ def backward_state(
     none = gl.zeros([BV, 64], gl.float32, acc)
     held0 = gl.convert_layout(dS0.to(dtype), left)
     held1 = gl.convert_layout(dS1.to(dtype), left)
-    rows = length - (end - 1) * 64  # of the last chunk; it may end early, and what follows is another sequence's
+    rows = length - (end - 1) * 64  # in the last chunk; below them are another sequence's rows
     partial = (count > 0) & (rows < 64)
     if partial:
         _trim(kept_dO, ready_dO, 0, 0, rows)
@@ -252,7 +252,7 @@ def backward_state(
             barrier()
         at_last -= HV * FACTORS * 64
         last = _load_last(at_last, more, CHANNEL)
-        # Nothing is in flight here. At hand: e^{G_c} dS, dS in 16 bits, Kw dS, P^T dO (CHANNEL: their sum), dO read.
+        # No product is in flight. Registers hold e^{G_c} dS, dS in 16 bits, Kw dS, P^T dO (CHANNEL: their sum); `read`.
         dS0 = warpgroup_mma(read, _half(kept_q, stage, 0), dS0, is_async=True)
         if CHANNEL:
             dR = KS
@@ -265,7 +265,7 @@ def backward_state(
             )
         if H == 2:
             dS1 = warpgroup_mma(read, _half(kept_q, stage, 64), dS1, is_async=True)
-        if OUTS == 2:  # else dS has left
+        if OUTS == 2:  # with one buffer, dS has already been stored
             _leave(leaving0, leaving1, out_stage, held0, held1, acc, H)
         mbarrier.wait(ready_dO.index(early), early_turn, pred=more)
         dO = kept_dO.index(early).permute([1, 0]).load(left)
@@ -283,7 +283,7 @@ def backward_state(
             dS0 = warpgroup_mma(dE, _half(kept_k, stage, 0), dS0, is_async=True)
             if H == 2:
                 dS1 = warpgroup_mma(dE, _half(kept_k, stage, 64), dS1, is_async=True)
-        elif H == 2:  # (waits for nothing; dR is to be at hand before P^T dO takes its place)
+        elif H == 2:  # (this waits for nothing, but fixes dR before P^T dO takes its registers)
             X, dS0, dS1 = warpgroup_mma_wait(2, deps=(X, dS0, dS1))
         else:
             X, dS0 = warpgroup_mma_wait(1, deps=(X, dS0))
@@ -325,7 +325,7 @@ def backward_state(
                 dS1, PO, KS = warpgroup_mma_wait(2, deps=(dS1, PO, KS))
             held1 = gl.convert_layout(dS1.to(dtype), left)
             KS = warpgroup_mma(held1, _half(kept_w, next_w, 64).permute([1, 0]), KS, is_async=True)
-        # dS passes through what waits so that its products are made here: not sooner, not later.
+        # Passing dS through the wait keeps the multiplication by e^{G_c} in this place, neither sooner nor later.
         if CHANNEL:
             KS, dS0, dS1 = warpgroup_mma_wait(H, deps=(KS, dS0, dS1))
         else:
@@ -334,15 +334,15 @@ def backward_state(
         if OUTS == 1:
             _leave(leaving0, leaving1, 0, held0, held1, acc, H)
 
-        # All of this chunk, and dO and P of the next, have been read. What was made leaves; buffers are filled again.
+        # All of this chunk, and dO and P of the next, have been read: store the results and fill the buffers again.
         fence_async_shared()
         barrier()
-        # (The last chunk may end early, and is stored later: here, outside of dvalues.)
+        # (The last chunk may be partial and is stored later, so here its store goes outside of dvalues.)
         tma.async_copy_shared_to_global(
             dvalues, [gl.where((n == 0) & partial, dvalues.shape[0], token), column_o], written.index(out_stage)
         )
         row = at * V + first
-        if OUTS == 1:  # it is the next one's (of the first chunk: nobody's)
+        if OUTS == 1:  # this is the dS that left the next chunk; after the first chunk there is none
             row = gl.where(more, row - HV * V, dstates.shape[0])
         tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(out_stage))
         if H == 2:

@@ -1,1 +1,1 @@
-"""Kernels of the memories that learn: they walk from chunk to chunk on a GPU."""
+"""Kernels of the memories that learn, which walk from chunk to chunk on a GPU."""

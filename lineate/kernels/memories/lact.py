@@ -1,12 +1,12 @@
 """The elementwise steps of LaCT's scan, one launch each, with the same names as in lineate/memory/lact/steps.py.
 
-With a | u `r c 2E`, z `r c E` and rates `r c 3`, one token at a time:
+With a | u `r c 2E`, z `r c E` and rates `r c 3`, the steps are (s and hidden for each token):
 
     s = [rate0 z u silu'(a), rate2 z silu(a)],  hidden = rate1 silu(a) u
-    C = sums + mean * previous,  x = C / (|C| + eps)                   of each of the three matrices, `E D`
-    M' = M + step,  its rows (of W1^T: columns) rescaled to norms      M = [W0; W2; W1^T] `r 3E D`
+    C = sums + mean * previous,  x = C / (|C| + eps)                   for each of the three matrices, `E D`
+    M' = M + step,  its rows (for W1^T: columns) rescaled to norms     M = [W0; W2; W1^T] `r 3E D`
 
-Tiles: [ROWS, BE] of tokens, [ROWS, BD] of the rows of W0 and W2, [BR, BC] of W1^T. All arithmetic is float32.
+Tiles are [ROWS, BE] of tokens, [ROWS, BD] of the rows of W0 and W2, [BR, BC] of W1^T. All arithmetic is float32.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def _load_rates(rates, r, rows):
 
 @triton.jit
 def _places(r, j, rows, E: tl.constexpr):
-    """Return which elements of a tile exist, where they lie in `rows E`, and where in the first half of `rows 2E`."""
+    """Return which elements of a tile exist, their offsets in `rows E`, and those in the first half of `rows 2E`."""
     has = (r < rows)[:, None] & (j < E)[None, :]
     r = r.to(tl.int64)[:, None]
     return has, r * E + j[None, :], r * (2 * E) + j[None, :]
@@ -85,7 +85,7 @@ def write_tokens(au, z, rates, s, hidden, rows, E: tl.constexpr, ROWS: tl.conste
 def write_tokens_backward(
     au, z, rates, ds, dhidden, drates, rows, E: tl.constexpr, ROWS: tl.constexpr, BE: tl.constexpr
 ):  # fmt: skip
-    """Overwrite a | u and z by their gradients; e_i is rate_i times the gradient by what is written into W_i:
+    """Overwrite a | u and z by their gradients, where e_i is rate_i times the gradient by what is written into W_i:
 
         da = z (e0 u silu'' + e2 silu') + e1 u silu'    du = e0 z silu' + e1 silu    dz = e0 u silu' + e2 silu
 
@@ -134,12 +134,12 @@ def read_tokens_backward(au, dhidden, dau, rows, E: tl.constexpr, ROWS: tl.const
     tl.store(dhidden + at, opened * u, mask=has)
 
 
-# Matrices: for C one program takes a matrix of N numbers; for M some rows of W0 and W2, or columns of W1^T.
+# Matrices. For C, a program takes a matrix of N numbers; for M, some rows of W0 and W2, or columns of W1^T.
 
 
 @triton.jit
 def _load_change(sums, previous, mean, at, has):
-    """Return C, with the multiplication and addition fused by hand, so that both passes have the same bits."""
+    """Return C; the multiplication and addition are fused by hand, so that both passes have the same bits."""
     return tl.fma(mean, tl.load(previous + at, mask=has, other=0.0), tl.load(sums + at, mask=has, other=0.0))
 
 
@@ -197,7 +197,7 @@ def _load_sum(x, y, at, has):
 
 @triton.jit
 def _bend(dnorm, scale, length):
-    """Return <given, x> norm / (l (l + eps)^2), 0 at length 0."""
+    """Return <given, x> norm / (l (l + eps)^2), or 0 if the length is 0."""
     return tl.where(length > 0, dnorm * scale / tl.where(length > 0, length, 1.0), 0.0)
 
 
@@ -226,7 +226,7 @@ def _rescale_rows(
 def _rescale_columns(
     x, step, given, norms, out, dnorms, eps, j, E: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Rescale the columns j of W1^T, which lies behind W0 and W2."""
+    """Rescale the columns j of W1^T, which follows W0 and W2 in memory."""
     squares = tl.zeros((BR, BC), tl.float32)
     products = tl.zeros((BR, BC), tl.float32)
     for first in range(0, E, BR):
@@ -261,12 +261,12 @@ def rescale_lines(
     x, step, given, rows, columns, out, drows, dcolumns, eps,
     E: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Store x + step with its lines rescaled; or, with given, the gradients by x and the norms. l: a line's length.
+    """Store x + step with its lines, of length l, rescaled; with given, store the gradients by x and the norms.
 
         out = x norm / (l + eps)
         dx = given norm / (l + eps) - x <given, x> norm / (l (l + eps)^2),  dnorm = <given, x> / (l + eps)
 
-    Each M has first the programs for rows of W0 and W2, then those for columns of W1^T.
+    Of the programs of each M, the first take rows of W0 and W2, the others columns of W1^T.
     """
     ROW_BLOCKS: tl.constexpr = (2 * E + ROWS - 1) // ROWS
     PROGRAMS: tl.constexpr = ROW_BLOCKS + (D + BC - 1) // BC
@@ -293,7 +293,7 @@ def rescale_lines(
 
 
 def _token_tiles(z: Tensor, elements: int) -> tuple[int, dict[str, int]]:
-    """Return how many tokens there are, and the sizes of a tile of so many elements."""
+    """Return how many tokens there are, and the sizes of a tile of this many elements."""
     e = z.shape[-1]
     width = min(1024, next_power(e))
     return z.numel() // e, {"E": e, "ROWS": max(elements // width, 1), "BE": width, "num_warps": 4}

@@ -1,9 +1,9 @@
-"""The features that LaCT's network reads, made from a fused projection in one launch each way.
+"""The features that LaCT's network reads, computed from a fused projection in one launch forward and one backward.
 
-    f = silu(scale x + offset),  y = f / sqrt(sum over a head of f^2 + eps)        of q and k
-    y = silu(x)                                                                    of v
+    f = silu(scale x + offset),  y = f / sqrt(sum over a head of f^2 + eps)        for q and k
+    y = silu(x)                                                                    for v
 
-A program: tiles [ROWS, BD] of tokens of one head of q, k or v. All arithmetic is float32.
+A program takes tiles [ROWS, BD] of tokens of one head of q, k or v. All arithmetic is float32.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from lineate.kernels.layers.ops import as_rows, check_dtypes, strides_of
 from lineate.registrar import register_op
 
 NORMALIZE_EPS = 1e-6
-"""Added to the squared length of what is normalised."""
+"""Added to the squared length of each vector that is normalised."""
 _PROGRAMS = 4096  # enough for any device; a constant, so that no result depends on the device
 
 
@@ -54,7 +54,7 @@ def _choose(q, k, v, H: tl.constexpr):
 def make_features(
     x, scale, offset, q, k, v, rows, stride, eps, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Store q, k, v `rows H D` of x `rows q | k | v`, H D channels each."""
+    """Store q, k, v `rows H D` from x `rows q | k | v`, H D channels each."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BD)
     _, _, f, _, has = _load(x, scale, offset, r, rows, stride, j, D, H)
@@ -171,13 +171,13 @@ _run = register_op(
 
 
 def features(x: Tensor, scale: Tensor, offset: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q', k', v' `b t heads d` of x `b t q | k | v`, in its dtype.
+    """Return the features of q, k and v, each `b t heads d` in the dtype of x.
 
     Args:
-        x: The projection.
-        scale: What scales q and k, `2 heads*d`.
-        offset: What is then added to them, `2 heads*d`.
-        heads: Heads of each.
+        x: The fused projection, `b t q | k | v`.
+        scale: The factors of q and k, `2 heads*d`.
+        offset: The offsets then added to them, `2 heads*d`.
+        heads: Heads of each of q, k and v.
     """
     check_dtypes(x=x, scale=scale, offset=offset)
     found: tuple[Tensor, Tensor, Tensor] = _run(x, scale, offset, heads)

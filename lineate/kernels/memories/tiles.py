@@ -1,8 +1,8 @@
-"""Tiles of the matrices of memories that learn: loaded, stored and multiplied, all in float32.
+"""Functions that load, store and multiply tiles of the matrices of memories that learn, all in float32.
 
-A matrix can be shared by several programs, a group: each has some of the rows or columns, and what all of them need is
-added up. Program p of PARTS stores its summand, waits until all have stored theirs (a group runs at one time, which
-launch_cooperative_grid sees to), and adds all of them in the order of p: the group agrees to the bit.
+Several programs, a group, can share a matrix: each has some of its rows or columns, and they add up what all of them
+need. Program p of PARTS stores its summand, waits until all have stored theirs (launch_cooperative_grid makes a group
+run at one time), and adds all summands in the order of p, so the group agrees to the bit.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,9 @@ from lineate.kernels.launching import ceil_div, multiprocessors, next_power
 PRECISION = tl.constexpr("ieee")
 """The precision of all products; "tf32x3" gives the same float32 results on tensor cores."""
 NARROWEST = 16
-"""Rows or columns of a shared matrix that a program has, at least."""
+"""The least number of rows or columns of a shared matrix that a program has."""
 WARPS_ALONE, WARPS_TOGETHER = 8, 4
-"""Warps of a program that has all of a matrix (4 would spill 16 tokens of 64 channels), and of those that share one."""
+"""Warps of a program that has a whole matrix (4 would spill 16 tokens of 64 channels), and of those that share one."""
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def store_tile(x, value, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def own_room(room, arrived, NUMBERS: tl.constexpr, PARTS: tl.constexpr):
-    """Return where this program's group, program_id(0), has its summands of NUMBERS numbers, and its counter."""
+    """Return the memory of the summands (NUMBERS numbers) of this program's group, program_id(0), and its counter."""
     group = tl.program_id(0).to(tl.int64)
     return room + group * (2 * PARTS * NUMBERS), arrived + group
 
@@ -57,9 +57,9 @@ def put_part(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUM
 
 @triton.jit
 def meet(arrived, turn, PARTS: tl.constexpr):
-    """Wait for the group; arrived: its counter, 0 before turn 0."""
+    """Wait for the group to arrive; arrived is its counter, which is 0 before turn 0."""
     if PARTS > 1:
-        tl.debug_barrier()  # what other threads stored is there for the group
+        tl.debug_barrier()  # the group must see what all threads of this program stored
         seen = tl.atomic_add(arrived, 1, sem="acq_rel") + 1
         while seen < (turn + 1) * PARTS:
             seen = tl.atomic_add(arrived, 0, sem="acquire")
@@ -68,14 +68,15 @@ def meet(arrived, turn, PARTS: tl.constexpr):
 
 @triton.jit
 def add_parts(x, room, turn, i, j, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sum of the group's summands, after the group met; x if one program is the whole group."""
+    """Return the sum of the group's summands, once the group has met; return x if the group is one program."""
     if PARTS > 1:
         size = ROWS * COLUMNS
         mask = (i[:, None] < ROWS) & (j[None, :] < COLUMNS)
         own = room + (turn % 2) * (PARTS * size) + i[:, None] * COLUMNS + j[None, :]
         x = tl.zeros_like(x)
         for part in tl.static_range(PARTS):
-            x += tl.load(own + part * size, mask=mask, other=0.0, cache_modifier=".cg")  # others' stores: not from L1
+            # Other programs stored these, so they must not be read from L1.
+            x += tl.load(own + part * size, mask=mask, other=0.0, cache_modifier=".cg")
     return x
 
 
@@ -93,41 +94,44 @@ class Sharing(NamedTuple):
     """The shares of a group's programs in the rows or columns of a matrix."""
 
     parts: int
-    """Programs of a group."""
+    """The number of programs of a group."""
     slice: int
-    """Rows or columns of each program."""
+    """The rows or columns of each program."""
     tile: int
-    """Rows or columns that a program takes at a time."""
+    """The rows or columns that a program takes at a time."""
 
     def room(self, groups: int, numbers: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return room for summands of so many numbers, and the groups' counters."""
+        """Return the memory for summands of this many numbers, and the groups' counters."""
         room = torch.empty(groups, 2, self.parts, numbers, device=device)
         return room, torch.zeros(groups, dtype=torch.int32, device=device)
 
     @property
     def options(self) -> dict[str, int]:
-        """The options of the launch. One stage: loads fetched ahead would overtake the stores of the chunk before."""
+        """The options of the launch.
+
+        There is one stage, because loads fetched ahead would overtake the stores of the previous chunk.
+        """
         if self.parts == 1:
             return {"num_warps": WARPS_ALONE, "num_stages": 1}
         return {"num_warps": WARPS_TOGETHER, "num_stages": 1, "launch_cooperative_grid": True}
 
 
 def share(groups: int, width: int, tile: int, device: torch.device) -> Sharing:
-    """Return how so many groups share their matrices, in tiles of at most `tile`.
+    """Return how this many groups share their matrices, in tiles of at most `tile`.
 
-    A group gets as many programs as the GPU runs at one time, and one program where there is no GPU.
+    A group gets as many programs as the GPU can run at one time, or one program if there is no GPU.
     """
     most = min(ceil_div(width, NARROWEST), multiprocessors(device) // groups) if device.type == "cuda" else 1
     return divided(width, tile, 1 << (max(most, 1).bit_length() - 1))
 
 
 def divided(width: int, tile: int, parts: int) -> Sharing:
-    """Return how so many programs share a matrix; the last ones may have less, or nothing."""
+    """Return how this many programs share a matrix; the last ones may have less than the others, or nothing."""
     own = ceil_div(width, parts)
     tile = min(tile_size(own), tile)
     return Sharing(parts, ceil_div(own, tile) * tile, tile)
 
 
 def tile_size(n: int) -> int:
-    """Return the tile of n rows or columns: a power of two, and at least 16 for tl.dot."""
+    """Return the tile size for n rows or columns: a power of two, and at least 16 for tl.dot."""
     return max(next_power(n), 16)

@@ -1,16 +1,18 @@
-"""Titans from chunk to chunk: one program a row and head walks its chunks, forwards, and backwards for gradients.
+"""The Titans memory from chunk to chunk: one program per row and head walks its chunks, backwards for the gradients.
 
-    x_1 = k, z_l = x_l M_l, x_2 = silu(z_1)                                    one matrix or two
+    x_1 = k, z_l = x_l M_l, x_2 = silu(z_1)                                    one or two matrices
     G_last = z - target, or through the layer norm                             dloss/dz of the last matrix
-    G_1 = (G_2 M_2^T) silu'(z_1)                                               then both, clipped by token
+    G_1 = (G_2 M_2^T) silu'(z_1)                                               then both are clipped by token
     M' = b M + f S - (last x)^T G     S' = carried S - (moving x)^T G          for each matrix
 
-A cell is one chunk of one row; matrices at its start are in slot (base[chunk] + row) * heads + head. What a chunk
-makes goes to the slot of the row's next chunk, behind the last one to slot (cells + row) * heads + head, and is read
-from there: nothing stays in registers. All arithmetic is float32. Where a cell has no token, last = moving = 0.
+A cell is one chunk of one row; the matrices at its start are in slot (base[chunk] + row) * heads + head. A chunk's
+results go to the slot of the row's next chunk, or after the last chunk to slot (cells + row) * heads + head, and the
+next chunk reads them from there: nothing stays in registers. All arithmetic is float32. Where a cell has no token, last
+= moving = 0.
 
-The last matrix is walked in tiles of BN of its rows, which for two matrices are columns of the first. Two matrices are
-shared by as many programs as the GPU runs at one time, each with a slice of these rows (kernels/memories/tiles.py).
+The last matrix is processed in tiles of BN of its rows; with two matrices, these are also columns of the first. Two
+matrices are shared by as many programs as the GPU can run at one time, each with a slice of these rows
+(kernels/memories/tiles.py).
 """
 
 from typing import Any, NamedTuple
@@ -36,22 +38,22 @@ from lineate.kernels.memories.tiles import (
 )
 
 WIDEST = 128
-"""The most channels of keys and values for two matrices, and of values for one."""
+"""The most channels of keys and values with two matrices, and of values with one."""
 LONGEST = 64
 """The most tokens of a chunk."""
 TILE = 4096
-"""Elements of a tile of a matrix; for chunks over 16 tokens or wide heads, half as many fit into registers."""
+"""Elements of a tile of a matrix; with chunks over 16 tokens or wide heads, half as many fit into registers."""
 
 
 @triton.jit
 def _tokens(x, slot, c, CHUNK: tl.constexpr):
-    """Load one number a token, `C 1`."""
+    """Load one number per token, `C 1`."""
     return tl.load(x + slot * CHUNK + c, mask=c < CHUNK, other=0.0)[:, None]
 
 
 @triton.jit
 def _silu_slope(z, s):
-    """Return silu'(z); s = sigmoid(z)."""
+    """Return silu'(z), given s = sigmoid(z)."""
     return s * (1.0 + z * (1.0 - s))
 
 
@@ -68,9 +70,10 @@ def _mean(x, y, WIDTH: tl.constexpr):
 
 @triton.jit
 def _error(z, target, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return dloss/dz = r P(g), P(u) = u - mean u - x mean(u x): r = 1 / sigma, x = (z - mean z) r, g = x - target.
+    """Return dloss/dz, c = z - mean z, r and g.
 
-    Then c = z - mean z, r, and g. EPS None: there is no norm.
+    dloss/dz = r P(g), P(u) = u - mean u - x mean(u x), with r = 1 / sigma, x = (z - mean z) r, g = x - target.
+    If EPS is None, there is no norm.
     """
     centred = z
     r = z
@@ -87,14 +90,14 @@ def _error(z, target, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _error_backward(dG, G, centred, r, g, has, EPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return dz from the gradient dG by what _error returns."""
+    """Return dz, given the gradient dG by what _error returns."""
     dz = dG
     if EPS is not None:
         x = centred * r
         along = _mean(dG, x, WIDTH)
         dg = (_centre(dG, has, WIDTH) - x * along) * r
         dx = dg - r * (dG * _mean(g, x, WIDTH) + g * along)
-        dr = _mean(dG, G, WIDTH) / r + _mean(dx, centred, WIDTH)  # over WIDTH
+        dr = _mean(dG, G, WIDTH) / r + _mean(dx, centred, WIDTH)  # (dr divided by WIDTH)
         dz = _centre(dx * r - r * r * r * centred * dr, has, WIDTH)
     return dz
 
@@ -122,7 +125,7 @@ def walk_states(
 
     k `cells h c KEYS`, target `cells h c VALUES`, last and moving `cells h c`, ends `cells h 3`: b, f, carried.
     M2, S2 `slots ROWS VALUES` are the last matrix; M1, S1 `slots KEYS ROWS` the one before it, or None (ROWS = KEYS).
-    hidden `programs c ROWS` is room for z_1 of a chunk. clip: None, or the largest norm of a token's gradient.
+    hidden `programs c ROWS` has room for z_1 of a chunk. clip: None, or the largest norm of a token's gradient.
     PARTS programs share a head, SLICE of the ROWS each: shared `programs 2*PARTS*C*(BV + 1)`, arrived `programs`.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -189,7 +192,7 @@ def walk_states(
                 turn += 1
                 squares += tl.sum(x1 * x1, 1)[:, None] * back
             size = tl.sqrt(tl.maximum(squares, 1e-30))
-            G *= tl.minimum(clip / (size + 1e-6), 1.0)  # and G_1 with it
+            G *= tl.minimum(clip / (size + 1e-6), 1.0)  # this scales G_1 too
         for first in range(begin, begin + SLICE, BN):
             n = first + tl.arange(0, BN)
             if M1 is not None:
@@ -212,7 +215,7 @@ def _retreat(
 ):  # fmt: skip
     """Store the gradients of a tile of M and S at a cell's start, which are those at the end of the cell before.
 
-    x^T dz is what z = x M gives to M, back^T G, if there is one, what G M^T gives.
+    x^T dz is the part of M's gradient through z = x M; back^T G, if it is given, the part through G M^T.
     """
     size = ROWS * COLUMNS
     weights = load_tile(A + slot * size, i, j, ROWS, COLUMNS)
@@ -243,10 +246,11 @@ def walk_adjoints(
 ):  # fmt: skip
     """Store A and B, the gradients of M and S at every cell's end, from the last chunk to the first.
 
-    Those of each row's last cell are given; those of its start go to slot (cells + row) * heads + head. dM, dS: what
-    reads the matrices at a cell's start. Before the clipping: z `cells h c VALUES`, z1 and back = G_2 M_2^T
-    `cells h c ROWS`. terms (None: no clipping) `4 cells h c`: the scale s, e |x|^2 and e |G|^2 of the last matrix,
-    e |x|^2 of the first, e = (ds/dsize) / size. room `3 programs c ROWS`, for gradients of G_1 (twice) and x_2.
+    Those of each row's last cell are given; those of its start go to slot (cells + row) * heads + head. dM, dS: the
+    gradients from the readers of the matrices at a cell's start. z `cells h c VALUES`, z1 and back = G_2 M_2^T
+    `cells h c ROWS` are values before the clipping. terms (None: no clipping) `4 cells h c`: the scale s, e |x|^2 and
+    e |G|^2 of the last matrix, e |x|^2 of the first, e = (ds/dsize) / size. room `3 programs c ROWS` holds gradients of
+    G_1 (twice) and x_2.
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
@@ -289,7 +293,7 @@ def walk_adjoints(
             dG1s = room + (programs + program) * (CHUNK * ROWS)
             dx2s = room + (2 * programs + program) * (CHUNK * ROWS)
 
-        # From what was written to the gradients of G and x,
+        # Go from what was written to the gradients of G and x,
         dG = tl.zeros((C, BV), tl.float32)
         along = tl.zeros((C,), tl.float32)
         for first in range(begin, begin + SLICE, BN):
@@ -341,7 +345,7 @@ def walk_adjoints(
             tl.debug_barrier()
         dG += rest
 
-        # and from them to the matrices that they were made with.
+        # and from those to the gradients of the matrices that G and x were computed with.
         dz = _error_backward(dG, G, centred, r, g, has, EPS, VALUES)
         for first in range(begin, begin + SLICE, BN):
             n = first + tl.arange(0, BN)
@@ -365,7 +369,7 @@ def walk_adjoints(
 
 
 MatrixList = list[Tensor]
-"""One or two, `slots h in out` with a slot for each cell, then one for each row."""
+"""One or two matrices, each `slots h in out` with a slot for each cell and then one for each row."""
 
 
 class TitansCells(NamedTuple):
@@ -428,7 +432,7 @@ def _of_first(matrices: MatrixList) -> Tensor | None:
 def fill_states(
     cells: TitansCells, walk: Walk, M: MatrixList, S: MatrixList, clip: float | None, eps: float | None
 ) -> None:  # fmt: skip
-    """Run walk_states into M and S, whose slots of chunk 0 are filled; eps None: there is no norm."""
+    """Run walk_states into M and S, whose slots of chunk 0 are already filled; with eps None there is no norm."""
     k = cells.k
     heads, programs = k.shape[1], walk.chunks.shape[0] * k.shape[1]
     hidden = k.new_empty(programs, k.shape[2], M[-1].shape[2]) if len(M) == 2 else None
@@ -450,7 +454,7 @@ def fill_adjoints(
         walk: Which cells each row has.
         M: The matrices at every cell's start.
         given: dM and dS, the gradients from the readers of the matrices at a cell's start.
-        found: A and B, to be filled; their slots of each row's last cell are filled already.
+        found: A and B, to be filled; the slots of each row's last cell are already filled.
         eps: Added to the variance in the layer norm; None: there is no norm.
     """
     k, (dM, dS), (A, B) = cells.k, given, found

@@ -1,16 +1,16 @@
 """TTT-Linear and TTT-MLP from chunk to chunk: the weights at each chunk's start, and backwards their gradients.
 
-One program a row and head walks the chunks of its row; all that can be done for many chunks at once is done by torch.
-A cell is one chunk of one row, number base[j] + row for the row's j-th chunk. With x_1 = k, z_l = x_l W_l + b_l,
-x_2 = gelu(z_1) and G_l = dloss/dz_l, both at the weights of the cell's start, and w the writers' rates, 0 where nothing
-is written:
+One program per row and head walks the chunks of its row; torch does everything that can be done for many chunks at
+once. A cell is one chunk of one row; the row's j-th chunk has the number base[j] + row. With x_1 = k,
+z_l = x_l W_l + b_l, x_2 = gelu(z_1) and G_l = dloss/dz_l, all at the weights of the cell's start, and w the writers'
+rates, 0 where nothing is written:
 
     W_l' = W_l - x_l^T (w G_l),  b_l' = b_l - sum_s w_s G_ls
     G_last = r P(g),  g = gamma^2 x - target,  x = r (z - mean z),  r = 1 / sqrt(var z + eps)
     G_1 = (G_2 W_2^T) gelu'(z_1)
 
-P u = u - mean u - x mean(u x). Tiles: [BC, BD] of a cell's tokens, [BD, BM] and [BM, BD] of W_1 and W_2. One matrix
-stays in registers; two go through memory, where the next cell's are wanted anyway. All arithmetic is float32.
+P u = u - mean u - x mean(u x). Tiles are [BC, BD] of a cell's tokens, [BD, BM] and [BM, BD] of W_1 and W_2. One matrix
+stays in registers; two go through memory, where the next cell's must be stored anyway. All arithmetic is float32.
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,11 @@ from lineate.kernels.memories.tiles import (
 )
 
 LONGEST_CHUNK, WIDEST_HEAD, LARGEST_TILE = 64, 128, 4096
-"""What fits into shared memory: tokens, channels, and their product, both as powers of two."""
+"""The limits of shared memory: tokens, channels, and their product, both as powers of two."""
 MOST_WIDTHS = 2
-"""Layers of a model that the kernels serve."""
+"""The most layers of a model that the kernels support."""
 
-# 2 sqrt(2 / pi) and .044715 times it: gelu(z) = z sigmoid(z (_SLOPE + _CUBIC z^2)), the one with tanh.
+# 2 sqrt(2 / pi) and .044715 times that: gelu(z) = z sigmoid(z (_SLOPE + _CUBIC z^2)), the tanh approximation.
 _SLOPE, _CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.07135481627260025)
 
 
@@ -55,13 +55,13 @@ def _gelu(z):
 def _gelu_second(z):
     """Return the second derivative of gelu."""
     s = tl.sigmoid(z * (_SLOPE + _CUBIC * z * z))
-    slope = _SLOPE + 3.0 * _CUBIC * z * z  # of the sigmoid's argument
+    slope = _SLOPE + 3.0 * _CUBIC * z * z  # the derivative of the sigmoid's argument
     return s * (1.0 - s) * (2.0 * slope + 6.0 * _CUBIC * z * z + z * slope * slope * (1.0 - 2.0 * s))
 
 
 @triton.jit
 def _load(x, n, i, j, I: tl.constexpr, J: tl.constexpr):
-    """Load matrix n of x `... I J` at rows i and columns j, 0 outside."""
+    """Load matrix n of x `... I J` at rows i and columns j, with 0 outside."""
     return load_tile(x + n * (I * J), i, j, I, J)
 
 
@@ -82,7 +82,7 @@ def _store_line(x, n, j, value, J: tl.constexpr):
 
 @triton.jit
 def _mean(u, D: tl.constexpr):
-    """Return the mean over the D channels that exist; u is 0 in others."""
+    """Return the mean over the D channels that exist; u is 0 in the others."""
     return tl.sum(u, 1)[:, None] / D
 
 
@@ -117,14 +117,14 @@ def _matrix(slot, H: tl.constexpr):
 
 @triton.jit
 def _after(base, j, count, row, cells):
-    """Return the slot of the state after the row's j-th chunk: the next cell's, or, behind all cells, the row's."""
+    """Return the slot of the state after the row's j-th chunk: the next cell's, or the row's, after all cells."""
     following = tl.load(base + j + 1, mask=j + 1 < count, other=0) + row
     return tl.where(j + 1 < count, following, cells + row)
 
 
 @triton.jit
 def _before(base, j, row, rows):
-    """Return the slot of the gradient before the row's j-th chunk: the end of the cell before, or the row's start."""
+    """Return the slot of the gradient before the row's j-th chunk: the end of the previous cell, or the row's start."""
     previous = tl.load(base + j - 1, mask=j > 0, other=0) + rows + row
     return tl.where(j > 0, previous, row)
 
@@ -134,7 +134,7 @@ def linear_states(
     k, target, write, square, w, b, base, counts, cells, eps,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Fill w `slots*h d d` and b `slots*h d`: cells, then rows' ends; the rows' first cells are given."""
+    """Fill w `slots*h d d` and b `slots*h d`: first the cells, then the rows' ends; the rows' first cells are given."""
     row = tl.program_id(0) // H
     c, d = tl.arange(0, BC), tl.arange(0, BD)
     count = tl.load(counts + row)
@@ -194,11 +194,11 @@ def mlp_states(
             W2 = _load(w2, n, m, d, M, D)
             bias1 = _load_line(b1, n, m, M)
             x2, slope = _gelu(dot(key, W1) + bias1[None, :])
-            G1 = dot(step, tl.trans(W2)) * slope  # times w
+            G1 = dot(step, tl.trans(W2)) * slope  # this is w G_1, because step is w G_2
             _store(w1, there, d, m, W1 - dot(tl.trans(key), G1), D, M)
             _store_line(b1, there, m, bias1 - tl.sum(G1, 0), M)
             _store(w2, there, m, d, W2 - dot(tl.trans(x2), step), M, D)
-        tl.debug_barrier()  # what other threads stored is loaded next
+        tl.debug_barrier()  # makes the other threads' stores visible to the next loads
 
 
 @triton.jit(do_not_specialize=["rows", "eps"])
@@ -206,11 +206,11 @@ def linear_adjoints(
     k, target, write, square, z, asked, dw, db, aw, ab, base, counts, rows, eps,
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Fill aw and ab, the gradients by the weights at the end of each cell: rows' starts, then cells.
+    """Fill aw and ab, the gradients by the weights at the end of each cell: first the rows' starts, then the cells.
 
     Those at the ends of the rows' last cells are given. A cell's readers use its weights, with gradients dw and db,
-    and its G, with the gradient `asked`. With A, a at the end of a cell, its start has dw + A + k^T dz and db + a +
-    sum dz, where dz comes from dG = asked - w (k A + a).
+    and its G, with the gradient `asked`. If A and a are the gradients at the end of a cell, those at its start are
+    dw + A + k^T dz and db + a + sum dz, where dz comes from dG = asked - w (k A + a).
     """
     row = tl.program_id(0) // H
     c, d = tl.arange(0, BC), tl.arange(0, BD)
@@ -240,7 +240,7 @@ def mlp_adjoints(
     H: tl.constexpr, C: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     BC: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """Do what linear_adjoints does for two layers; back = G_2 W_2^T, G_1 = back gelu'(z_1). Besides what is asked:
+    """Do what linear_adjoints does for two layers; back = G_2 W_2^T, G_1 = back gelu'(z_1). To what is asked are added:
 
     dG_1 = -w (k A_1 + a_1),  dback = dG_1 gelu'(z_1),  dG_2 = -w (x_2 A_2 + a_2) + dback W_2,  dz_2 from dG_2
     dx_2 = -w G_2 A_2^T + dz_2 W_2^T,  dz_1 = dG_1 back gelu''(z_1) + dx_2 gelu'(z_1)
@@ -295,7 +295,7 @@ def mlp_adjoints(
             _store(aw1, there, d, m, A1, D, M)
             _store_line(ab1, there, m, a1 + _load_line(db1, n, m, M) + tl.sum(dz1, 0), M)
             _store(aw2, there, m, d, A2, M, D)
-        tl.debug_barrier()  # what other threads stored is loaded next
+        tl.debug_barrier()  # makes the other threads' stores visible to the next loads
 
 
 # Launches
@@ -315,14 +315,14 @@ class TTTCells(NamedTuple):
 
 
 def serves(chunk: int, widths: list[int]) -> bool:
-    """Whether there are kernels for chunks of so many tokens and layers of these input widths, the head's first."""
+    """Whether there are kernels for chunks of this many tokens and layers of these input widths, the head's first."""
     if chunk > LONGEST_CHUNK or widths[0] > WIDEST_HEAD or len(widths) > MOST_WIDTHS:
         return False
     return tile_size(chunk) * tile_size(widths[0]) <= LARGEST_TILE
 
 
 def _launch(kernel: Any, tensors: Sequence[Tensor], cells: TTTCells, weights: list[Tensor], *numbers: float) -> None:
-    """Launch a walk over the heads of all rows; weights `rows*h ...` say how many there are."""
+    """Launch a walk over the heads of all rows; the weights `rows*h ...` give their number."""
     (c, d), programs = cells.k.shape[1:], weights[0].shape[0]
     sizes = {"H": cells.square.shape[0], "C": c, "D": d, "BC": tile_size(c), "BD": tile_size(d)}
     tile = sizes["BC"] * sizes["BD"]
@@ -378,7 +378,7 @@ def adjoints(
         values: z, or for two layers z_1, z_2, G_2 W_2^T and W_2.
         asked: The readers' gradients by G, or by x_2, G_1 and G_2.
         grads: The readers' gradients by the cells' weights.
-        finals: The gradients that came for the weights at the rows' ends.
+        finals: The incoming gradients by the weights at the rows' ends.
         walk: Which cells each row has.
         eps: Added to the variance in LN.
     """

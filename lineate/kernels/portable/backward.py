@@ -1,4 +1,4 @@
-"""Computes the gradients of all chunks at once, from the state entering each and the gradient of the one leaving it.
+"""Kernels that compute the gradients of all chunks at once, from each chunk's entering state and leaving gradient.
 
     dP = tril(dO R^T)     dM = -beta tril(X R^T, -1)     dbeta_i = X_i . (E - M R)_i     dV = beta X
     dQr = dO S^T          dKr = -dV S^T                  dKw = R dS^T
@@ -7,7 +7,7 @@ G enters only as e^{G_i} beside a reader and e^{-G_j} beside a writer, so
 
     dG_i = q_i dq_i + k_i dk_i(reader) - k_i dk_i(writer)     log_decay_t is part of every G_i with i >= t
 
-Pairs without decay (a token with itself, the last writer) are kept out of dG, where they would only cancel.
+Pairs without decay (a token with itself, the last writer) are left out of dG, because there they would only cancel.
 """
 
 import triton
@@ -29,7 +29,7 @@ def head_residuals(
     """Compute R, dV, dbeta and the gradients through P and M, of one chunk and value head (decay per head, or none).
 
     d(q k^T) overwrites P and d(k k^T) overwrites T, once both have been read. dv holds X on entry, dV
-    afterwards. sums `slot hv PARTS c`: the first part of dG. Rules that only accumulate have R in v.
+    afterwards. sums `slot hv PARTS c`: the first part of dG. For rules that only accumulate, v holds R.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -47,7 +47,7 @@ def head_residuals(
     some_are_small = tl.sum(tl.where(small & (i < rows), 1, 0), 0) > 0
     dP = tl.zeros((C, C), tl.float32)
     XR = tl.zeros((C, C), tl.float32)
-    XE = tl.zeros((C, C), tl.float32)  # needed on its diagonal alone, where beta is small
+    XE = tl.zeros((C, C), tl.float32)  # only its diagonal is needed, where beta is small
     for first in range(0, V, BV):
         Rd = load_tile(v + first, stride_v, rows, V - first, C, BV, EVEN)
         if CORRECTS:
@@ -86,7 +86,7 @@ def head_residuals(
         tl.store(dbeta + (start + i) * HV + head, rate.to(dbeta.dtype.element_ty), mask=i < rows)
         paired = paired * beta[:, None]
         dG += tl.sum(paired, 0) - tl.sum(paired, 1)
-        tl.debug_barrier()  # all have read T
+        tl.debug_barrier()  # all threads have read T
         store_tile(T + at * C * C, C, XR * -beta[:, None], C, C, C, C, True)
     if GATED:
         tl.store(sums + at * (PARTS * C) + i, dG)
@@ -102,7 +102,7 @@ def head_gradients(
 ):  # fmt: skip
     """Store dq and dk `token hv k` of BX channels of one chunk and value head, and their part of dG in sums.
 
-    With normalize_qk they are those of the unit vectors times the inverse norms; gather completes them.
+    With normalize_qk these are the gradients of the unit vectors times the inverse norms; gather completes them.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -161,7 +161,7 @@ def head_decay_gradients(
     factors, sums, dlog_decay, bounds, first_slots, slot_texts, t,
     HV: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Store dlog_decay_t, the sum of dG_i over i >= t in the chunk; [C, HEADS] a program."""
+    """Store dlog_decay_t, the sum of dG_i over i >= t in the chunk; a program has a tile [C, HEADS]."""
     slot = tl.program_id(0)
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     i = tl.arange(0, C)[:, None]
@@ -181,9 +181,9 @@ def gather(
     x, parts, dx, rows, stride, head,
     H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store dx `rows H K`: the sum of parts `rows H R K` over R, then from unit vectors to x: dx - x (x . dx) |x|^-2.
+    """Store dx `rows H K`: sum parts `rows H R K` over R, then go from unit vectors to x: dx - x (x . dx) |x|^-2.
 
-    Rows of x are `stride` apart, its heads `head`.
+    Rows of x are `stride` apart, and its heads `head` apart.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BK)

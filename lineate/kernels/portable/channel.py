@@ -1,16 +1,16 @@
-"""Decay per key channel: the scores of a chunk, and their gradients.
+"""The scores of a chunk with decay per key channel, and their gradients.
 
     P_ij = sum_x q_ix k_jx e^{G_ix - G_jx}
 
-The factor sits inside the product, so it is shared out between its two sides, halving the chunk again and again: at
-level s, blocks of s tokens are readers and writers in turn. With m the border between a pair of blocks, reader i
-carries e^{G_i - G_m} and writer j carries e^{G_m - G_j}, the sums over just the tokens between it and the border: no
-exponent is ever positive, so resets are exact wherever they fall, and one product a level serves all its pairs. The
+The factor is inside the product, so it is divided between its two sides by halving the chunk again and again: at level
+s, blocks of s tokens are readers and writers in turn. With m the border between a pair of blocks, reader i carries
+e^{G_i - G_m} and writer j carries e^{G_m - G_j}, whose sums run only over the tokens between it and the border. No
+exponent is ever positive, so resets are exact wherever they fall, and one product per level serves all its pairs. The
 sums of a level are a product too, of a matrix of zeros and ones with log_decay.
 
-Inside blocks of 16 one product does for all pairs if the decay since the block's first row a is not too strong: reader
-i carries e^{G_i - G_a} and writer j the inverse of its own, e^{G_a - G_j}. Rows for which that inverse is too large
-(within_block has the limits) take the levels instead. Which way a row goes depends on its own and earlier gates alone.
+Inside blocks of 16, one product serves all pairs if the decay since the block's first row a is not too strong: reader
+i carries e^{G_i - G_a} and writer j its inverse, e^{G_a - G_j}, which is then finite. Rows after stronger decay, where
+it is not finite, use the levels instead. Which way a row takes depends only on its own and earlier gates.
 """
 
 import torch
@@ -23,13 +23,13 @@ from lineate.kernels.portable.scores import load_norms
 from lineate.kernels.portable.solve import first_wild_row, invert
 
 BLOCK = tl.constexpr(16)
-LEVELS = tl.constexpr(6)  # pairs of blocks of 1, 2, 4, 8, 16, 32: chunks of 64
-BLOCK_LEVEL = tl.constexpr(4)  # those from here on are pairs of whole blocks of 16
-BF16_LIMIT = tl.constexpr(100.0)  # of within_block
+LEVELS = tl.constexpr(6)  # pairs of blocks of 1, 2, 4, 8, 16, 32 tokens, for chunks of 64
+BLOCK_LEVEL = tl.constexpr(4)  # from this level on, the pairs are of whole blocks of 16
+BF16_LIMIT = tl.constexpr(100.0)  # the limit that within_block uses
 
 
 def make_spans(C: int, like: torch.Tensor) -> torch.Tensor:
-    """Store which tokens j the sums of row i run over, `10 C C`: for each level those up to the border of its pair."""
+    """Return which tokens j the sums of row i run over, `10 C C`: for each level those up to the border of its pair."""
     i = torch.arange(C, device=like.device).unsqueeze(1)
     j = i.T
     levels = [(i >> n == j >> n) & ((j <= i) == ((i >> n) % 2 == 1)) for n in range(LEVELS.value)]
@@ -44,7 +44,10 @@ def load_decay(
     log_decay, A_log, dt_bias, start, rows, head, HV: tl.constexpr, first, K: tl.constexpr, BK: tl.constexpr,
     C: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Load log_decay of channels first.. of a chunk and head, [C, BK], 0 past the end; d log_decay / d gate if raw."""
+    """Load log_decay of channels first.. of a chunk and head, [C, BK], 0 past the end.
+
+    With raw gates, also return d log_decay / d gate.
+    """
     x = tl.arange(0, BK)
     at = log_decay + (start * HV + head) * K + first
     given = load_tile(at, HV * K, rows, K - first, C, BK, K % BK == 0).to(tl.float32)
@@ -78,7 +81,7 @@ def sums(spans, which, coarse, fine, C: tl.constexpr, SPLIT: tl.constexpr, PRECI
     return result
 
 
-# Behind the levels, the other sums: over j <= i, over j > i, over j >= i, and over (a, i] with a the block's first row.
+# After the levels come the other sums: over j <= i, j > i, j >= i, and (a, i] with a the block's first row.
 UP_TO = tl.constexpr(6)
 BEHIND = tl.constexpr(7)
 FROM = tl.constexpr(8)
@@ -105,8 +108,7 @@ def within_block(
 ):
     """Return log2 of e^{G_i - G_a} [C, BX], and the rows [C] where its inverse is good in every channel.
 
-    Good is at most 2^100 in bfloat16 and 2^6 in float16, far from overflow, and 2^8 in float32, where the exponent has
-    not yet lost digits.
+    A number is good in float16 if it is below the largest one, and in float32 if its exponent has lost no digits.
     """
     decay = sums(spans, WITHIN, coarse, fine, C, SPLIT, PRECISION)
     LIMIT: tl.constexpr = BF16_LIMIT if dtype == tl.bfloat16 else 6.0 if dtype == tl.float16 else 8.0
@@ -115,7 +117,7 @@ def within_block(
 
 @triton.jit
 def through_chunk(decay, SPLIT: tl.constexpr):
-    """Return e^{G_c} of log2 decays [C, BX]; in float32 the sum runs in two parts, of which the larger is exact."""
+    """Return e^{G_c} from log2 decays [C, BX]; in float32 the sum runs in two parts, the larger of which is exact."""
     if SPLIT:
         result = tl.exp2(tl.sum(decay, 0))
     else:
@@ -132,11 +134,11 @@ def channel_scores(
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
     PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, PRODUCTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk and value head, BX channels at a time. factors `slot hv BK + c`: e^{G_c}, then beta. KEEP: M.
+    """Compute the scores, BX channels at a time; a program takes a chunk and value head.
 
-    PRODUCTS and wild are as in head_scores. After a first launch, of this kernel or of hopper/channel.py, a second one
-    (AGAIN) stores Qr, Kr, P, M and T again, from the first wild row of each chunk on. It also stores Kw of all rows and
-    e^{G_c} again, since these depend on the decay of the wild rows.
+    factors `slot hv BK + c`: e^{G_c}, then beta. KEEP: M is stored.
+    PRODUCTS and wild are as in head_scores. A second launch (AGAIN) computes a chunk's wild rows, which the first one,
+    perhaps of hopper/channel.py, leaves out. It also computes Kw and e^{G_c} again, since they depend on later rows.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -279,11 +281,10 @@ def channel_state_gradients(
     BIAS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk and dG (float32, `token hv k`) of BX channels of one chunk and value head, as readers and writers of the
-    state.
+    """Compute dq, dk and dG (float32, `token hv k`) of BX channels of a chunk and value head, through the state.
 
-    dq and dk are `token hv k` too, with NORMALIZE those of the unit vectors times the inverse norms (gather does the
-    rest).
+    These are their parts as readers and writers of the state. dq and dk are `token hv k` too; with NORMALIZE they are
+    the gradients of the unit vectors times the inverse norms, which gather completes.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -348,7 +349,7 @@ def channel_gradients(
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients through P and M to dq, dk and dG of channel_state_gradients; then make dlog_decay from dG.
+    """Add the gradients through P and M to dq, dk and dG of channel_state_gradients; then compute dlog_decay from dG.
 
     dA_log `slot hv blocks` and ddt_bias `slot hv K` are this chunk's parts.
     """

@@ -5,8 +5,9 @@ import torch
 from lineate.kernels.call import CHUNK, Call
 from lineate.kernels.launching import next_power
 
-# Measured on an H200 with bench/rules/gpu.py. BX, BV: key channels and value columns of a tile. Not all choices work:
-# the gradients go wrong with more stages or 32 channels (docs/kernels.md, compiler traps), so test a change on a GPU.
+# Measured on an H200 with bench/rules/gpu.py. BX and BV are the key channels and value columns of a tile. Not all
+# choices work: with more stages or 32 channels the gradients are wrong (docs/kernels.md, compiler traps), so test a
+# change on a GPU.
 LAUNCH: dict[str, dict[str, int]] = {
     "head_gates": {"num_warps": 4},
     "head_scores": {"num_warps": 4, "num_stages": 1},
@@ -31,23 +32,23 @@ def launch(kernel: str, **limits: int) -> dict[str, int]:
 
 
 def power(n: int) -> int:
-    """Return the tile that holds n: a power of two, at least 16."""
+    """Return the tile size that holds n: a power of two, at least 16."""
     return max(16, next_power(n))
 
 
 def precision(call: Call) -> str:
-    """Return how float32 is multiplied; narrower types multiply exactly."""
+    """Return the precision of float32 products; narrower types multiply exactly."""
     return "tf32x3" if call.q.dtype == torch.float32 else "ieee"
 
 
-GROUP = 16  # chunks of a head that one program of invert_wild looks at; mostly there is nothing to do
+GROUP = 16  # chunks of a head that one program of invert_wild checks; most need nothing
 
-# What a walk may hold of chunks that it fetched ahead; the rest of the shared memory is for what it computes.
+# The most bytes that a walk may hold of prefetched chunks; it needs the rest of the shared memory for its results.
 AHEAD_BYTES = 190_000
 
 
 def launch_walk(kernel: str, call: Call) -> dict[str, int]:
-    """Return the configuration of a walk; it fetches a chunk ahead only where two of them fit."""
+    """Return the configuration of a walk; it fetches one chunk ahead only where two chunks fit."""
     _, _, _, K, V = call.sizes
     config = launch(kernel, BV=power(V))
     keys, squares = (3, 2) if call.channel and call.corrects else (2, 1 + call.corrects)
@@ -58,5 +59,5 @@ def launch_walk(kernel: str, call: Call) -> dict[str, int]:
 
 
 def narrow(call: Call) -> int:
-    """Return the most value columns of a tile beside whole keys: fewer in float32, which takes twice the room."""
+    """Return the most value columns of a tile beside whole keys: fewer in float32, which takes twice the memory."""
     return min(power(call.v.shape[3]), 64 if call.q.dtype == torch.float32 else 128)

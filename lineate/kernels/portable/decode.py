@@ -5,9 +5,9 @@
     o_t = scale (S'^T q_t + (k_t . q_t) r)                  read: S_t^T q_t without a second look at S_t
     S_t = S' + k_t r^T                                      write
 
-A program holds BV value columns of one head's state, a tile [BK, BV] in registers: loaded once, carried through all
-tokens of its row, stored once. A step moves the state in and out and hardly anything else, which is the
-least possible traffic. Rows are batch rows, or packed sequences; a row's state may be anywhere in a pool of slots.
+A program holds BV value columns of one head's state, a tile [BK, BV] in registers, which it loads once, carries through
+all tokens of its row and stores once. A step moves little more than the state, in and out, which is the least possible
+traffic. Rows are batch rows or packed sequences; a row's state may be anywhere in a pool of slots.
 """
 
 import torch
@@ -23,7 +23,7 @@ from lineate.kernels.stages import Slots
 
 @triton.jit
 def _load(pointers, mask, EVEN: tl.constexpr):
-    """float32, with 0 outside; where the tile divides the tensor there is nothing to mask."""
+    """Load as float32, with 0 outside; nothing is masked where the tile divides the tensor."""
     if EVEN:
         found = tl.load(pointers)
     else:
@@ -46,11 +46,11 @@ def _store(pointers, x, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def _unit(x):
-    """x * rsqrt(sum x^2 + 1e-6), as rule.normalize."""
+    """Return x * rsqrt(sum x^2 + 1e-6), as rule.normalize does."""
     return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
 
 
-# One compilation serves every batch size, length and stride: none of these is asked if it is 1 or a multiple of 16.
+# One compilation serves every batch size, length and stride: triton does not specialise these on 1 or multiples of 16.
 _PLAIN = [
     *("t", "hv", "n_slots", "slots_width"),
     *(f"{x}_{dim}" for x in ("q", "k", "v", "decay", "beta") for dim in ("row", "token", "head")),
@@ -69,11 +69,15 @@ def _decode(
     DECAY_PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, BETA_PER_CHANNEL: tl.constexpr,
     NORMALIZE: tl.constexpr, RAW: tl.constexpr, EACH_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Strides of q, k, v are in units of UNIT elements, those of the state of STATE_UNIT, to show their alignment."""
+    """Run the token equation for one row, head and block of value columns.
+
+    Strides of q, k, v are in units of UNIT elements, those of the state in units of STATE_UNIT, which tells the
+    compiler their alignment.
+    """
     EVEN_K: tl.constexpr = K == BK
     EVEN_V: tl.constexpr = V == BLOCKS * BV
     program = tl.program_id(0)
-    block = program % BLOCKS  # programs that run at the same time are neighbours in memory
+    block = program % BLOCKS  # so that programs that run at the same time are neighbours in memory
     head = (program // BLOCKS) % hv
     row = (program // BLOCKS // hv).to(tl.int64)
     x = tl.arange(0, BK)
@@ -94,7 +98,7 @@ def _decode(
     output += ((batch * t + first) * hv + head) * V
     output_token = hv * V
 
-    # Where its memory lies: S_0 is read from `start`, S_t written to `end`.
+    # Its memory: S_0 is read from slot `start`, and S_t is written to slot `end`.
     start = row
     end = row
     if slots is not None:
@@ -142,9 +146,9 @@ def _decode(
     if EACH_TOKEN:
         slots += row * slots_width
 
-    # Two stages: the vectors of token i + 1 are on their way while token i is computed, and, which counts when there is
-    # only one, those of a token are all asked for before any is waited for (one latency instead of five). A scalar may
-    # be too small for the compiler's asynchronous copies, so the next one is asked for by hand.
+    # Two stages: the vectors of token i + 1 are fetched while token i is computed. With a single token, they also make
+    # all its vectors be requested before any is waited for (one latency instead of five). A scalar may be too small for
+    # the compiler's asynchronous copies, so the next one is loaded ahead by hand.
     for i in tl.range(n, num_stages=2):
         q_t = _load(q + x, has_x, EVEN_K)
         k_t = _load(k + x, has_x, EVEN_K)
@@ -201,10 +205,10 @@ def _decode(
 
 
 def tiling(key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Return the value columns and warps of a program: the same for every batch, so that a row's bits are, too.
+    """Return the value columns and warps of a program; they do not depend on the batch, so a row's bits do not either.
 
-    Columns: 32 are 128 bytes of a row in memory. Warps: a thread holds 64 numbers of the state, and two of q and of k,
-    since an asynchronous copy takes no less than 4 bytes.
+    32 columns are 128 bytes of a row in memory. There are as many warps as let a thread hold 64 numbers of the state,
+    and two of q and of k, since an asynchronous copy takes at least 4 bytes.
     """
     columns = min(32, next_power(value_dim))
     return columns, max(1, next_power(key_dim) // 64)
@@ -217,9 +221,9 @@ def decode(
     columns: int | None = None,
     warps: int | None = None,
 ) -> Tensor:
-    """Return the output `b t hv v` of one launch, which updates inputs.state in place; lineate.decode checks all.
+    """Return the output `b t hv v`; one launch also updates inputs.state in place. lineate.decode checks the arguments.
 
-    columns and warps replace the tiling, for measuring.
+    columns and warps replace those of `tiling`, for measurements.
     """
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     raw_gates = options.raw_gates  # with A_log or without
@@ -294,5 +298,5 @@ def _last_contiguous(x: Tensor) -> Tensor:
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """Return the first three strides; 0 for a dimension of one, whose stride must not choose a variant."""
+    """Return the first three strides, with 0 for a dimension of size one, whose stride must not select a variant."""
     return tuple(stride if size > 1 else 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))

@@ -1,8 +1,8 @@
-"""Computes log_decay and beta from the caller's gates, and the factors of decay per head.
+"""Kernels that compute log_decay and beta from the caller's gates, and the factors of decay per head.
 
     log_decay = -exp(A_log) softplus(gate + dt_bias)      beta = beta_scale sigmoid(write)       if the gates are raw
 
-This is a separate small kernel, because its sums run along the tokens, which would cost the scores' tiles barriers.
+They are separate small kernels because the sums run along the tokens, which would need barriers in the scores' tiles.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from lineate.kernels.portable.layout import chunk_bounds
 
-# e^-200 is 0 in float32, and so is any product with it: a floor on log_decay that changes nothing but keeps sums small.
+# e^-200 and any product with it is 0 in float32, so this floor on log_decay changes no result and keeps sums small.
 FLOOR = tl.constexpr(-200.0)
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALL_BETA = tl.constexpr(0.00390625)
@@ -28,7 +28,7 @@ FACTORS = tl.constexpr(8)
 
 @triton.jit
 def allowed(log_decay):
-    """Return log_decay, at least FLOOR; NaN where it is NaN or positive, since a GPU's values are not checked."""
+    """Return log_decay, at least FLOOR; NaN where it is NaN or positive, since values on a GPU are not checked."""
     return tl.where(log_decay <= 0.0, tl.maximum(log_decay, FLOOR), float("nan"))
 
 
@@ -62,10 +62,10 @@ def head_gates(
     HV: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, CORRECTS: tl.constexpr,
     RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """One program a chunk and HEADS value heads: tiles [C, HEADS].
+    """Compute the factors of decay per head; a program takes a chunk and HEADS value heads, in tiles [C, HEADS].
 
-    G is summed in two parts. Coarse is a multiple of 1/512 below 2^14 and adds without rounding; fine is what is left,
-    below 1/1024 a token. So e^{G_i - G_j} is as exact after a reset as before, and causal to the last bit.
+    G is summed in two parts. Coarse is a multiple of 1/512 below 2^14 and adds without rounding; fine is the rest,
+    below 1/1024 per token. So e^{G_i - G_j} is as exact after a reset as before, and causal to the last bit.
     """
     slot = tl.program_id(0)
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
@@ -110,7 +110,7 @@ def head_gates_backward(
     gate, write, A_log, dt_bias, dlog_decay, dbeta, dgate, dwrite, sums, tokens, beta_scale,
     HV: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """From the gradients of log_decay and beta to those of raw gates: tiles [BT, HEADS].
+    """Go from the gradients of log_decay and beta to those of the raw gates, in tiles [BT, HEADS].
 
     sums `program 2 hv`: this program's part of dA_log and ddt_bias.
     """

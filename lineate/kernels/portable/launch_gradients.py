@@ -1,4 +1,4 @@
-"""The launches that make every chunk's gradients: the kernels of backward.py and channel.py."""
+"""The launches that compute every chunk's gradients, with the kernels of backward.py and channel.py."""
 
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ def fill_decay_gradients(call: Call, ready: Prepared, sums: Tensor | None, grads
 
 
 def _make_parts(call: Call, grads: Gradients) -> tuple[Tensor, Tensor]:
-    """Return the buffers of the value heads' dq and dk: the final ones if gather has nothing to do."""
+    """Return the buffers of the value heads' dq and dk: the final tensors if gather has nothing to do."""
     _, h, hv, _, _ = call.sizes
     if hv == h and not call.normalize_qk:
         return grads.q, grads.k
@@ -87,7 +87,7 @@ class ChannelWork(NamedTuple):
     dP: Tensor
     dM: Tensor | None
     dq: Tensor
-    """`token hv k`, or where dq belongs if gather has nothing to do."""
+    """`token hv k`, or the final dq if gather has nothing to do."""
     dk: Tensor
     dG: Tensor
     """`token hv k`."""
@@ -96,11 +96,14 @@ class ChannelWork(NamedTuple):
     ddt_bias: Tensor | None
     """`slot hv k`."""
     wild: Tensor | None = None
-    """`slot hv block`: which blocks an earlier kernel left to these launches; None if they do all of them."""
+    """`slot hv block`: which blocks an earlier kernel left to these launches, or None if they compute all blocks."""
 
 
 def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients, wild: bool = False) -> ChannelWork:
-    """Fill R, dP, dM, dV and dbeta with decay per channel; return them with room for the rest, and wild if wanted."""
+    """Fill R, dP, dM, dV and dbeta with decay per channel.
+
+    Return them with the buffers that are still to be filled, among them wild if it is wanted.
+    """
     _, _, hv, K, V = call.sizes
     q, v, gates, sequences = call.q, call.v, call.gates, call.sequences
     config = launch("channel_residuals", BV=narrow(call))
@@ -123,7 +126,7 @@ def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients
 
 
 def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads: Gradients) -> None:
-    """Fill the gradients of q, k and the gates with decay per channel: all of them, or the blocks left in work.wild."""
+    """Fill the gradients of q, k and the gates with decay per channel: all blocks, or those left in work.wild."""
     _, h, hv, K, V = call.sizes
     q, k, gates, sequences = call.q, call.k, call.gates, call.sequences
     doutput, states, dstates = around
@@ -156,7 +159,7 @@ def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads:
 
 
 def fill_raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
-    """Fill the gradients of raw gates from those of log_decay and beta per head, which have no gaps."""
+    """Fill the gradients of raw gates from those of log_decay and beta per head, which are contiguous."""
     hv = dlog_decay.shape[-1]
     tokens, heads, block = dlog_decay.numel() // hv, min(16, next_power(hv)), 128
     programs = ceil_div(tokens, block)

@@ -15,7 +15,10 @@ _SPANS: dict[tuple[torch.device, bool], Tensor] = {}
 
 
 def spans_like(q: Tensor) -> Tensor:
-    """Return the result of make_spans, cached unless the call is captured, when its memory belongs to the graph."""
+    """Return the result of make_spans, which is cached except while a CUDA graph is captured.
+
+    Memory allocated then belongs to the graph.
+    """
     key = q.device, q.dtype == torch.float32
     if key in _SPANS:
         return _SPANS[key]
@@ -26,7 +29,7 @@ def spans_like(q: Tensor) -> Tensor:
 
 
 def make_channel_room(call: Call, wild: bool, for_backward: bool, norms: bool) -> Prepared:
-    """Return buffers for decay per channel, not filled yet; wild and norms only if they are wanted."""
+    """Return empty buffers for decay per channel; wild and norms are included only if they are wanted."""
     _, _, hv, K, _ = call.sizes
     q, slots = call.q, call.sequences.slots
     P = q.new_empty(slots, hv, CHUNK, CHUNK)
@@ -42,7 +45,7 @@ def make_channel_room(call: Call, wild: bool, for_backward: bool, norms: bool) -
 
 
 def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool) -> None:
-    """Fill the buffers; again: only what a first launch left, the rows of each chunk from its first wild one on."""
+    """Fill the buffers; with again, only the rows that a first launch left out, from each chunk's first wild row on."""
     _, h, hv, K, _ = call.sizes
     q, k, gates, BK = call.q, call.k, call.gates, power(K)
     start(channel_scores, (call.sequences.slots, hv))(
@@ -57,7 +60,7 @@ def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool)
 
 
 def make_head_room(call: Call, wild: bool, scores: bool) -> Prepared:
-    """Return buffers for decay per head or none, not filled yet; wild and P only if they are wanted."""
+    """Return empty buffers for decay per head or none; wild and P are included only if they are wanted."""
     q, slots, hv = call.q, call.sequences.slots, call.sizes[2]
     P = q.new_empty(slots, hv, CHUNK, CHUNK) if scores else None
     T = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects else None
@@ -79,7 +82,7 @@ def fill_factors(call: Call, ready: Prepared) -> None:
 
 
 def fill_head_scores(call: Call, ready: Prepared, products: str) -> None:
-    """Fill P and T; of T, the rows before the first wild one if the products are float16's."""
+    """Fill P and T; with products in float16, fill only the rows of T before the first wild one."""
     _, h, hv, K, _ = call.sizes
     q, k = call.q, call.k
     R = hv // h

@@ -1,4 +1,4 @@
-"""The launches of the walks of state.py, and of the chain over the segments of split.py."""
+"""The launches of the walks of state.py and of the chain over segments of split.py."""
 
 from torch import Tensor
 

@@ -1,8 +1,8 @@
 """The layout in memory of sequences, their chunks, and the rows of tokens.
 
 A sequence (`text` in the code) is one batch row, or one of the sequences packed into one row. Chunks of all sequences
-are numbered through; `slot` is that number. Buffers of one item a chunk and head are `slot hv ...`, tensors of one item
-a token `token heads ...`.
+are numbered consecutively; `slot` is that number. Buffers with one item per chunk and head are `slot hv ...`, tensors
+with one item per token `token heads ...`.
 """
 
 import triton
@@ -43,7 +43,7 @@ def chunk_bounds(slot, bounds, first_slots, slot_texts, t, C: tl.constexpr, PACK
 
 @triton.jit
 def load_tile(base, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Load [ROWS, COLUMNS] from rows `stride` apart, 0 outside rows x columns. EVEN: columns == COLUMNS."""
+    """Load [ROWS, COLUMNS] from rows `stride` apart, with 0 outside rows x columns. EVEN: columns == COLUMNS."""
     i = tl.arange(0, ROWS)
     j = tl.arange(0, COLUMNS)
     at = base + i[:, None] * stride + j[None, :]
@@ -58,7 +58,7 @@ def load_tile(base, stride, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
 def store_tile(
     base, stride, tile, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, first=0
 ):  # fmt: skip
-    """Store a tile as load_tile reads it; row `first` is the first one."""
+    """Store a tile as load_tile reads it; its first row is row `first`."""
     i = tl.arange(0, ROWS)
     j = tl.arange(0, COLUMNS)
     at = base + i[:, None] * stride + j[None, :]
@@ -78,7 +78,7 @@ def larger(a, b):
 def find_slots(
     cu_seqlens, bounds, first_slots, slot_texts, t, texts, slots, BT: tl.constexpr, BS: tl.constexpr, C: tl.constexpr
 ):
-    """Find the sequence of each slot, BS slots a program; the first program also writes bounds and first_slots.
+    """Find the sequence of each slot, BS slots per program; the first program also writes bounds and first_slots.
 
     Wrong bounds are harmless: they are clamped to 0 .. t, and none is less than an earlier one.
     """

@@ -3,8 +3,9 @@
     P_ij = sum_x q_ix k_jx e^{G_ix - G_jx}  (j <= i)      M_ij = the same with k_i for q_i  (j < i)
     T = (I + beta M)^{-1}
 
-All chunks at once, one program a chunk and head. q and k are the caller's: `scale` and the norms of `normalize_qk` are
-folded into P, M and the factors of readers and writers. No exponent is positive, so resets (-50, -inf) are exact.
+All chunks are computed at once, one program per chunk and head. q and k are the caller's: `scale` and the norms of
+`normalize_qk` are folded into P, M and the factors of readers and writers. No exponent is positive, so resets (-50,
+-inf) are exact.
 """
 
 import triton
@@ -51,10 +52,10 @@ def head_scores(
     GATED: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr,
     PRECISION: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Store P and T with decay per head, or none. A program takes a chunk and a key head, with its R value heads.
+    """Store P and T with decay per head or none. A program takes a chunk and a key head, with its R value heads.
 
-    PRODUCTS are those of the inverse. "fp16" also stores in wild `slot hv` the first wild row of each system (C if none
-    is), and makes T as if beta were 0 from that row on; invert_wild then stores those rows.
+    PRODUCTS selects the products of the inverse. "fp16" stores the first wild row of each system in wild `slot hv` (C
+    if there is none), and T as if nothing were written from that row on; invert_wild computes those rows.
     """
     slot = tl.program_id(0)
     key_head = tl.program_id(1).to(tl.int64)

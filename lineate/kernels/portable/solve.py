@@ -9,12 +9,12 @@ MOST_STEP, MOST_SQUARE, MOST_BETA = tl.constexpr(2.1), tl.constexpr(1e4), tl.con
 
 @triton.jit
 def first_wild_row(beta, squares, C: tl.constexpr):
-    """Return the first wild row, or C: in all rows before it, `invert` stays in float16's range. squares: |k|^2.
+    """Return the first wild row, or C if there is none: float16 holds what `invert` computes for the rows before it.
 
-    A step multiplies the state by I - beta k k^T. With 0 <= beta |k|^2 <= 2 that never grows, and the entries of the
-    inverse are at most beta_i |k_i| |k_j| <= 1449; 2.1 leaves room for rounding: 32 rows, all that is multiplied in
-    float16, grow by 1.1^31 = 19 at most. Rows before the first wild one never depend on it, so the treatment of wild
-    rows changes no bit of the past.
+    squares: |k|^2. A step multiplies the state by I - beta k k^T. With 0 <= beta |k|^2 <= 2 that never grows, and the
+    entries of the inverse are at most beta_i |k_i| |k_j| <= 1449. The limit 2.1 leaves room for rounding: 32 rows, the
+    most that are multiplied in float16, grow by 1.1^31 = 19 at most. Rows before the first wild one never depend on
+    it, so the treatment of wild rows changes no bit of the past.
     """
     tame = (beta >= 0.0) & (beta <= MOST_BETA) & (squares <= MOST_SQUARE) & (beta * squares <= MOST_STEP)
     return tl.min(tl.where(tame, C, tl.arange(0, C)), 0)
@@ -29,8 +29,9 @@ def invert(A, C: tl.constexpr, PRODUCTS: tl.constexpr):
         [X1   0 ]            Y = X2 A21 X1
         [-Y   X2]
 
-    and Y of all pairs at once is X A X, looked at inside the blocks (2, 1) only. Up to 16 x 16 the diagonal blocks are
-    a batch of their own, one a warp. PRODUCTS: "tf32x3", to float32; "fp16", faster, to 11 bits if no row is wild.
+    and Y of all pairs at once is X A X, of which only the blocks (2, 1) are used. Up to 16 x 16, the diagonal blocks
+    are a separate batch, one per warp. PRODUCTS: "tf32x3" is exact to float32; "fp16" is faster, and exact to 11 bits
+    if no row is wild.
     """
     SMALL: tl.constexpr = "tf32" if PRODUCTS == "fp16" else PRODUCTS
     block = tl.arange(0, C // BLOCK)

@@ -1,14 +1,15 @@
-"""Cuts the walk over a long sequence with few heads into segments that run in parallel; the result is exact.
+"""The chain that cuts the walk over a long sequence with few heads into segments that run in parallel, exactly.
 
-A segment maps the state it is given to the one it leaves, S -> A S + B. One walk finds all A and B at once (B is what
-the segment makes of an empty state, A what it makes of the identity without values); a short chain over the segments
-then finds every segment's first state, and all segments walk at once. The work is threefold, the waiting 1/segments.
+A segment maps the state that enters it to the one that leaves it, S -> A S + B. One walk computes all A and B at once
+(B is the segment's result for an empty state, A its result for the identity without values); a short chain over the
+segments then computes the state entering each segment, and all segments walk at once. The work is three times as much,
+the waiting 1/segments.
 """
 
 import triton
 import triton.language as tl
 
-CHAIN_WIDTH = 128  # of keys: a map [k, k] in float32 must fit into shared memory
+CHAIN_WIDTH = 128  # the most keys: a map [k, k] in float32 must fit into shared memory
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -16,7 +17,7 @@ def chain(
     maps, outer, entries, segments,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """entries `pair segment k v`: the state entering each segment (leaving it if REVERSE), from outer `pair k v` on.
+    """Fill entries `pair segment k v`, the state entering each segment (leaving it if REVERSE), from outer `pair k v`.
 
     maps `pair segment k (v + k)`: B, then A. A program has BV value columns of one sequence and head.
     """

@@ -1,4 +1,4 @@
-"""The stages in Triton: they specify those of every other architecture, and serve devices without their own."""
+"""The stages in Triton, which define those of every other architecture and serve devices without their own."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class PortableStages:
     widest_chain = CHAIN_WIDTH
 
     products: tuple[str, ...]
-    """The products of the inverse, one launch each: float16's for tame rows, then float32's for the wild ones."""
+    """The products of the inverse, one launch each: in float16 for tame rows, then in float32 for the wild ones."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -30,13 +30,13 @@ class PortableStages:
 
     @staticmethod
     def runs_on(device: torch.device) -> bool:
-        """Whether Triton runs there: always."""
+        """Whether Triton runs on the device: always True."""
         return True
 
     def choose_products(self) -> tuple[str, ...]:
         """Return products.
 
-        The 11 bits of float16's products are more than bfloat16 inputs need; inputs in float16 have as many.
+        Products in float16 have 11 bits, which is more than bfloat16 inputs need and as many as float16 inputs have.
         """
         if self.call.q.dtype != torch.bfloat16:
             return ("tf32x3",)
@@ -53,11 +53,11 @@ class PortableStages:
         return (self.products,)
 
     def scores_in_walk(self, segments: int, keep: bool) -> bool:
-        """Whether the forward walk makes P itself: never."""
+        """Whether the forward walk computes P itself: always False."""
         return False
 
     def prepare(self, scores: bool = True, for_backward: bool = False) -> Prepared:
-        """Return scores (unless the walk makes them), inverse and factors of every chunk."""
+        """Return the scores (unless the walk computes them), inverse and factors of every chunk."""
         call = self.call
         if call.channel:
             ready = self.make_channel_room(for_backward)
@@ -73,7 +73,7 @@ class PortableStages:
 
     @property
     def looks_for_wild(self) -> bool:
-        """Whether the first wild row of every chunk is found, which products in float16 need."""
+        """Whether the first wild row of every chunk is computed, which products in float16 need."""
         return self.products[0] == "fp16"
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
@@ -81,7 +81,7 @@ class PortableStages:
         return launch_scores.make_channel_room(self.call, self.looks_for_wild, for_backward, norms=False)
 
     def fill_channel_scores(self, ready: Prepared) -> None:
-        """Fill what prepare returns with decay per channel."""
+        """Fill the buffers of a call with decay per channel."""
         for n, products in enumerate(self.products):
             launch_scores.fill_channel_scores(self.call, ready, products, again=n > 0)
 
@@ -119,7 +119,7 @@ class PortableStages:
 
     @staticmethod
     def raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
-        """Fill the gradients of raw gates from those of log_decay and beta per head, which have no gaps."""
+        """Fill the gradients of raw gates from those of log_decay and beta per head, which are contiguous."""
         launch_gradients.fill_raw_gate_gradients(gates, dlog_decay, dbeta, raw)
 
     @staticmethod

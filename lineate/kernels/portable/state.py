@@ -3,9 +3,9 @@
     E = V - Kr S      R = T (beta E)      (rule only accumulates: R = V)
     O = Qr S + P R    S <- e^{G_c} S + Kw^T R
 
-The state is held transposed, S [BV, K], value columns as rows: every product then has its left operand in registers
-(S, E, R) and its right one as it lies in memory (k, P, T), so nothing goes through shared memory but what is loaded.
-A program walks one segment of one pair, a sequence and a value head, for BV of its value columns.
+The state is held transposed, S [BV, K], with value columns as rows. Every product then has its left operand in
+registers (S, E, R) and takes its right one as it lies in memory (k, P, T), so only loaded tiles go through shared
+memory. A program walks one segment of one pair (a sequence and a value head) for BV of its value columns.
 """
 
 import triton
@@ -49,7 +49,7 @@ def _identity_behind(first, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, 
 
 @triton.jit
 def _load_factors(vector, there, C: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr):
-    """e^{G_c}, [BK] or [1], and the factors of q, [C]."""
+    """Load e^{G_c}, [BK] or [1], and the factors of q, [C]."""
     i = tl.arange(0, C)
     if CHANNEL:
         x = tl.arange(0, BK)
@@ -69,11 +69,12 @@ def forward_state(
     C: tl.constexpr, CHANNEL: tl.constexpr, CORRECTS: tl.constexpr, KEEP: tl.constexpr, MAP: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q, k: the caller's with factors `slot hv FACTORS c` (decay per head), or Qr, Kr, w = Kw (CHANNEL: e^{G_c}, beta).
+    """Walk from the first chunk to the last. q, k: the caller's with factors `slot hv FACTORS c` (decay per head).
 
-    starts `pair segment k v`: the state entering each segment; final `pair k v`. KEEP: also the state entering
-    each chunk, `slot hv v k`. MAP: no output; final `pair segment k (v + k)` is the segment's affine map instead:
-    what it makes of an empty state, then of the identity without values.
+    With CHANNEL, q, k, w are Qr, Kr, Kw, and factors are e^{G_c}, beta. starts `pair segment k v`: the state entering
+    each segment; final `pair k v`. KEEP: also store the state entering each chunk, `slot hv v k`. MAP: there is no
+    output, and final `pair segment k (v + k)` is the segment's affine map: its result for an empty state, then for the
+    identity without values.
     """
     first, pair, head, segment = _own_part(HV, K, V, BV, MAP)
     start, length, slot = text_bounds(pair // HV, bounds, first_slots, t, C, PACKED)
@@ -81,7 +82,7 @@ def forward_state(
     begin = segment * per_segment
     end = tl.minimum(begin + per_segment, tl.cdiv(length, C))
     entry = pair.to(tl.int64) * segments + segment
-    columns = V - first  # how many are left from here on
+    columns = V - first  # the number of columns from `first` on
     if MAP:
         S = _identity_behind(first, K, V, BK, BV)
     else:
@@ -89,7 +90,7 @@ def forward_state(
     i = tl.arange(0, C)
     key_head = head if CHANNEL else head // R
     dtype = v.dtype.element_ty
-    vectors = BK + C if CHANNEL else FACTORS * C  # numbers of `factors` a chunk and head
+    vectors = BK + C if CHANNEL else FACTORS * C  # numbers of `factors` per chunk and head
     # The compiler does not prefetch the factors, so they are loaded here one chunk ahead.
     last, read_q = _load_factors(factors + ((slot + begin) * HV + head) * vectors, begin < end, C, K, BK, CHANNEL)
     for n in range(begin, end):
@@ -150,8 +151,8 @@ def backward_state(
         dR = P^T dO + Kw dS      X = T^T dR      dE = beta X      (rule only accumulates: dV = dR)
         dS <- e^{G_c} dS + Qr^T dO - Kr^T dE
 
-    ends `pair segment k v`: dS behind each segment; dstart: dS before the first. dvalues gets X (dV if the rule only
-    accumulates), dstates `slot hv v k` the dS that left each chunk. MAP as in forward_state, into dstart.
+    ends `pair segment k v`: dS after each segment; dstart: dS before the first. dvalues gets X (dV if the rule only
+    accumulates), dstates `slot hv v k` the dS that left each chunk. MAP is as in forward_state, into dstart.
     """
     first, pair, head, segment = _own_part(HV, K, V, BV, MAP)
     start, length, slot = text_bounds(pair // HV, bounds, first_slots, t, C, PACKED)
