@@ -14,9 +14,9 @@ none of which exceeds 1 except 1 / F:
 
 Rules that only accumulate have no M, T and Kr, because their keys only write.
 
-A row is wild if its 1 / F is not a good number (within_block of portable/channel.py) or if portable/solve.py calls it
-wild. This kernel leaves out the rows from the first wild one on; a second launch, of the portable channel_scores,
-computes them by the levels.
+A row whose 1 / F is too large (portable/channel.py: within_block) is wild, as are those that portable/solve.py finds.
+What this kernel stores for the rows from the first wild one on is not used: a second launch, of the portable
+channel_scores, stores those rows again, by the levels.
 """
 
 from triton.experimental import gluon

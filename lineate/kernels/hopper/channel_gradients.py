@@ -17,7 +17,7 @@ Rules that only accumulate have no M and no ak, and their R is V.
 dlog_decay_r is the sum of what rows >= r read, minus what rows >= r write and the chunk reads, plus what rows < r write
 to the state, plus S.dS e^{G_c}: one running sum in registers.
 
-A unit with a row whose 1 / F is not a good number is marked in wild `slot hv 2`; the two Triton kernels recompute it.
+A unit with a row whose 1 / F is too large is marked in wild `slot hv 2`; the two Triton kernels compute it again.
 """
 
 from triton.experimental import gluon

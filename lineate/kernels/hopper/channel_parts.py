@@ -1,4 +1,8 @@
-"""Functions that the Gluon kernels for decay per channel share: blocks of 16 rows, tiles, and per-block numbers."""
+"""Functions that the Gluon kernels for decay per channel share.
+
+They work on blocks of 16 rows, on tiles, and on boards: float32 tiles in shared memory with one number a block of 16
+rows and channel, through which the warps exchange these numbers.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -92,7 +96,7 @@ def _scale(x, f, acc: gl.constexpr):
 
 @gluon.jit
 def _numbers(board, FIRST: gl.constexpr, like):
-    """Return four rows of a board in the form that _scale takes."""
+    """Load four rows of a board, from row FIRST on, in the layout that _scale takes."""
     three: gl.constexpr = gl.reshape(like, [4, 16, 64]).type.layout
     return board.slice(FIRST, 4, 0).load(gl.SliceLayout(1, three))
 

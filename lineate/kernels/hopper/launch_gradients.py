@@ -71,7 +71,7 @@ def _launch_added(call: Call, ready: Prepared, around: Around, grads: Gradients,
 
 
 def fill_channel_gradients(call: Call, ready: Prepared, around: Around, work: ChannelWork, grads: Gradients) -> None:
-    """Fill dq, dk and the gradients of the gates with decay per channel, for v = 128; mark unfinished blocks in wild.
+    """Fill dq, dk and the gradients of the gates with decay per channel, for v = 128, and mark the others in wild.
 
     The portable launches must follow, for the marked blocks of 64 channels. With normalize_qk, ready.norms are used.
     """

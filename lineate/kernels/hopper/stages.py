@@ -26,7 +26,7 @@ class HopperStages(PortableStages):
         return torch.cuda.get_device_capability(device) == (9, 0)
 
     def choose_products(self) -> tuple[str, ...]:
-        """Return products; with decay per channel, the second launch computes what channel.py leaves out."""
+        """Return products; with decay per channel a second launch makes the rows that are wild in channel.py."""
         return ("fp16", "tf32x3") if self.takes_channel else super().choose_products()
 
     def variant(self, segments: int) -> tuple[object, ...]:
@@ -89,7 +89,7 @@ class HopperStages(PortableStages):
             super().head_gradients(ready, around, grads)
 
     def channel_gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
-        """Fill the gradients with decay per channel: in Gluon, then the wild blocks in Triton."""
+        """Fill the gradients with decay per channel: in Gluon, then in Triton those that Gluon marked as wild."""
         if not (self.takes_channel and self.call.sizes[4] == 128):
             super().channel_gradients(ready, around, grads)
             return

@@ -8,9 +8,9 @@ e^{G_i - G_m} and writer j carries e^{G_m - G_j}, whose sums run only over the t
 exponent is ever positive, so resets are exact wherever they fall, and one product per level serves all its pairs. The
 sums of a level are a product too, of a matrix of zeros and ones with log_decay.
 
-Inside blocks of 16, one product serves all pairs if the decay since the block's first row a is not too strong: reader
-i carries e^{G_i - G_a} and writer j its inverse, e^{G_a - G_j}, which is then finite. Rows after stronger decay, where
-it is not finite, use the levels instead. Which way a row takes depends only on its own and earlier gates.
+Inside blocks of 16 one product does for all pairs if the decay since the block's first row a is not too strong: reader
+i carries e^{G_i - G_a} and writer j the inverse of its own, e^{G_a - G_j}. Rows for which that inverse is too large
+(within_block has the limits) take the levels instead. Which way a row goes depends on its own and earlier gates alone.
 """
 
 import torch
@@ -108,7 +108,8 @@ def within_block(
 ):
     """Return log2 of e^{G_i - G_a} [C, BX], and the rows [C] where its inverse is good in every channel.
 
-    A number is good in float16 if it is below the largest one, and in float32 if its exponent has lost no digits.
+    Good is at most 2^100 in bfloat16 and 2^6 in float16, far from overflow, and 2^8 in float32, where the exponent has
+    not yet lost digits.
     """
     decay = sums(spans, WITHIN, coarse, fine, C, SPLIT, PRECISION)
     LIMIT: tl.constexpr = BF16_LIMIT if dtype == tl.bfloat16 else 6.0 if dtype == tl.float16 else 8.0
@@ -136,9 +137,9 @@ def channel_scores(
 ):  # fmt: skip
     """Compute the scores, BX channels at a time; a program takes a chunk and value head.
 
-    factors `slot hv BK + c`: e^{G_c}, then beta. KEEP: M is stored.
-    PRODUCTS and wild are as in head_scores. A second launch (AGAIN) computes a chunk's wild rows, which the first one,
-    perhaps of hopper/channel.py, leaves out. It also computes Kw and e^{G_c} again, since they depend on later rows.
+    PRODUCTS and wild are as in head_scores. After a first launch, of this kernel or of hopper/channel.py, a second one
+    (AGAIN) stores Qr, Kr, P, M and T again, from the first wild row of each chunk on. It also stores Kw of all rows and
+    e^{G_c} again, since these depend on the decay of the wild rows.
     """
     slot = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)

@@ -54,8 +54,8 @@ def head_scores(
 ):  # fmt: skip
     """Store P and T with decay per head or none. A program takes a chunk and a key head, with its R value heads.
 
-    PRODUCTS selects the products of the inverse. "fp16" stores the first wild row of each system in wild `slot hv` (C
-    if there is none), and T as if nothing were written from that row on; invert_wild computes those rows.
+    PRODUCTS are those of the inverse. "fp16" also stores in wild `slot hv` the first wild row of each system (C if none
+    is), and makes T as if beta were 0 from that row on; invert_wild then stores those rows.
     """
     slot = tl.program_id(0)
     key_head = tl.program_id(1).to(tl.int64)

@@ -9,12 +9,12 @@ MOST_STEP, MOST_SQUARE, MOST_BETA = tl.constexpr(2.1), tl.constexpr(1e4), tl.con
 
 @triton.jit
 def first_wild_row(beta, squares, C: tl.constexpr):
-    """Return the first wild row, or C if there is none: float16 holds what `invert` computes for the rows before it.
+    """Return the first wild row, or C: in all rows before it, `invert` stays in float16's range. squares: |k|^2.
 
-    squares: |k|^2. A step multiplies the state by I - beta k k^T. With 0 <= beta |k|^2 <= 2 that never grows, and the
-    entries of the inverse are at most beta_i |k_i| |k_j| <= 1449. The limit 2.1 leaves room for rounding: 32 rows, the
-    most that are multiplied in float16, grow by 1.1^31 = 19 at most. Rows before the first wild one never depend on
-    it, so the treatment of wild rows changes no bit of the past.
+    A step multiplies the state by I - beta k k^T. With 0 <= beta |k|^2 <= 2 that never grows, and the entries of the
+    inverse are at most beta_i |k_i| |k_j| <= 1449; 2.1 leaves room for rounding: 32 rows, all that is multiplied in
+    float16, grow by 1.1^31 = 19 at most. Rows before the first wild one never depend on it, so the treatment of wild
+    rows changes no bit of the past.
     """
     tame = (beta >= 0.0) & (beta <= MOST_BETA) & (squares <= MOST_SQUARE) & (beta * squares <= MOST_STEP)
     return tl.min(tl.where(tame, C, tl.arange(0, C)), 0)
