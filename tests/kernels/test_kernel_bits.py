@@ -33,6 +33,20 @@ def test_two_runs_give_the_same_bits(row, path):
             assert_same_bits(run(row, inputs, path), first)
 
 
+@pytest.mark.parametrize("path", GPU_ONLY)
+@pytest.mark.parametrize("k, v", [(8, 6), (32, 32), (24, 40)])
+@pytest.mark.parametrize("row", [GATED_LINEAR_CHANNEL, KIMI_DELTA], ids=str)
+def test_narrow_heads_never_read_memory_around_them(row, k, v, path):
+    """Gradients of heads below 64 channels keep their bits whatever the rest of the device's memory holds."""
+    inputs = convert(draw(row, MODEL._replace(b=2, t=100, k=k, v=v)), path.dtype)
+    first = run(row, inputs, path)
+    for value in 4 * (torch.nan, 3e4, 0.0):
+        torch.cuda.empty_cache()
+        junk = [torch.full((n,), value, device=path.device) for n in 20 * (2**9, 2**12, 2**15)]
+        del junk
+        assert_same_bits(run(row, inputs, path), first)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_batch_company_never_changes_a_row(row, path):

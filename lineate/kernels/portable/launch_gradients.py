@@ -118,7 +118,7 @@ def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients
     )  # fmt: skip
     dq, dk = _make_parts(call, grads)
     dG = q.new_empty(*q.shape[:2], hv, K, dtype=torch.float32)
-    slots, blocks = sequences.slots, ceil_div(K, launch("channel_gradients", BX=power(K))["BX"])
+    slots, blocks = sequences.slots, ceil_div(K, launch("channel_gradients")["BX"])
     dA_log = dP.new_empty(slots, hv, blocks, dtype=torch.float32) if gates.A_log is not None else None
     ddt_bias = dP.new_empty(slots, hv, K, dtype=torch.float32) if gates.dt_bias is not None else None
     left = q.new_empty(slots, hv, blocks, dtype=torch.int8) if wild else None
@@ -140,13 +140,13 @@ def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads:
         "PACKED": sequences.packed, "SPLIT": q.dtype != torch.float32, "PRECISION": precision(call),
         "AGAIN": wild is not None,
     }  # fmt: skip
-    config = launch("channel_state_gradients", BX=BK, BV=power(V))
+    config = launch("channel_state_gradients", BV=power(V))
     start(channel_state_gradients, (sequences.slots, hv, ceil_div(K, config["BX"])))(
         q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
         dq, dk, dG, wild, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
         q.stride(2), k.stride(2), residuals.stride(2), call.scale, V=V, EVEN=V % config["BV"] == 0, **options, **config,
     )  # fmt: skip
-    config = launch("channel_gradients", BX=BK)
+    config = launch("channel_gradients")
     start(channel_gradients, (sequences.slots, hv, ceil_div(K, config["BX"])))(
         q, k, gates.log_decay, gates.A_log, gates.dt_bias, dP, dM, dq, dk, dG, grads.log_decay,
         dA_log, ddt_bias, wild, spans, *call.where, *strides, call.scale, **options, **config,
