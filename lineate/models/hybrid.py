@@ -24,6 +24,7 @@ from lineate.layers import (
     kind_of,
 )
 from lineate.layers.context import Bounds, Context, Segment
+from lineate.layers.entry import check_result
 from lineate.layers.projection import project
 from lineate.layers.registry import check_made
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
@@ -73,6 +74,8 @@ class Block(nn.Module):
 
     recompute: bool = False
     """Keep only the input for the backward pass, which computes the rest again."""
+    _checked: tuple[TensorSpec, ...] | None = None
+    """The state_spec that the results of a mixer of the user's own are compared with; None: it is one of lineate."""
 
     def __init__(self, config: HybridConfig, layer: int) -> None:
         super().__init__()
@@ -80,7 +83,10 @@ class Block(nn.Module):
         self.norm_after = letter in config.norm_after
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
         self.mixer = make_mixer(config, letter)
-        self.state_names = tuple(spec.name for spec in self.mixer.state_spec)  # type: ignore[union-attr]
+        specs: tuple[TensorSpec, ...] = self.mixer.state_spec  # type: ignore[assignment]
+        self.state_names = tuple(spec.name for spec in specs)
+        if not kind_of(letter).built_in:
+            self._checked = specs
         self.feed_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
         self.feed = make_feed(config, layer)
 
@@ -94,12 +100,16 @@ class Block(nn.Module):
 
     def _forward(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
         if self.norm_after:
-            y, state = self.mixer(x, state, cu_seqlens)
+            y, state = self._mix(x, state, cu_seqlens)
             x = x + self.mixer_norm(y)
             return x + self.feed_norm(self.feed(x)), state
-        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
+        y, state = self._mix(self.mixer_norm(x), state, cu_seqlens)
         x = x + y
         return x + self.feed(self.feed_norm(x)), state
+
+    def _mix(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
+        result = self.mixer(x, state, cu_seqlens)
+        return result if self._checked is None else check_result(self.mixer, self._checked, result, x, cu_seqlens)
 
 
 class HybridLM(nn.Module):
