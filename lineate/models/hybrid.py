@@ -55,6 +55,28 @@ def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
     return check_made(kind, kind.make(config, config.part(kind)))
 
 
+def drawn_mixer(config: HybridConfig, letter: str) -> nn.Module:
+    """Make the mixer of a pattern's letter, with weights as in a new model."""
+    mixer = make_mixer(config, letter)
+    _draw_weights(mixer, config.initializer_range)
+    return mixer
+
+
+@torch.no_grad()
+def _draw_weights(model: nn.Module, deviation: float) -> None:
+    """Draw the weights that the layers do not draw themselves."""
+    for module in model.modules():
+        for name, x in module.named_parameters(recurse=False):
+            if isinstance(module, ShortConvolution):
+                continue
+            if x.dim() >= 2 and name in ("weight", "experts_gate_up", "experts_down"):
+                x.normal_(0, deviation)
+            elif name == "bias":
+                x.zero_()
+        if isinstance(module, LinearMixer) and hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+
+
 def make_feed(config: HybridConfig, layer: int) -> nn.Module:
     """Make a layer's feed-forward."""
     if not config.has_experts(layer):
@@ -137,7 +159,7 @@ class HybridLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if self.embed.weight.device.type != "meta":
-            self._draw_weights()
+            _draw_weights(self, config.initializer_range)
 
     def reset_parameters(self) -> None:
         """Draw all weights as in a new model, for one made on the meta device; the same seed gives the same bits.
@@ -150,21 +172,7 @@ class HybridLM(nn.Module):
                 module.reset_parameters()  # type: ignore[operator]
 
         self.apply(reset)  # children before their parent, in the order of construction
-        self._draw_weights()
-
-    @torch.no_grad()
-    def _draw_weights(self) -> None:
-        """Draw the weights that the layers do not draw themselves."""
-        for module in self.modules():
-            for name, x in module.named_parameters(recurse=False):
-                if isinstance(module, ShortConvolution):
-                    continue
-                if x.dim() >= 2 and name in ("weight", "experts_gate_up", "experts_down"):
-                    x.normal_(0, self.config.initializer_range)
-                elif name == "bias":
-                    x.zero_()
-            if isinstance(module, LinearMixer) and hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # type: ignore[operator]
+        _draw_weights(self, self.config.initializer_range)
 
     @property
     def state_spec(self) -> tuple[tuple[TensorSpec, ...], ...]:
