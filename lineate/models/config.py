@@ -265,10 +265,11 @@ def _read_mixer(name: str, entry: Any) -> Any:
     letter, module = entry["letter"], entry["import"]
     kind = next((kind for kind in kinds() if kind.name == name), None)
     if kind is None or kind.letter != letter:
-        named = isinstance(module, str) and all(part.isidentifier() for part in module.split("."))
+        named = isinstance(module, str) and len(module) <= 200 and all(x.isidentifier() for x in module.split("."))
         raise ValueError(
             f"config has the mixer {show(name)}, letter {show(letter)}, which is not registered; register it first: "
-            + (f"import {module}" if named and len(str(module)) <= 200 else "import the module that registers it")
+            + (f"import {module}" if named else "import the module that registers it")
+            + f", or, on the command line, lineate --import {module if named else 'MODULE'} ..."
         )
     if "fields" not in entry:
         return None

@@ -163,8 +163,8 @@ def test_loading_without_registration_names_the_import(config, tmp_path):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
     assert (
-        "config has the mixer 'mamba2', letter 'Z', which is not registered; register it first: import own_rule"
-        in run.stderr
+        "config has the mixer 'mamba2', letter 'Z', which is not registered; register it first: import own_rule, or, "
+        "on the command line, lineate --import own_rule ..." in run.stderr
     )
 
 
@@ -222,7 +222,7 @@ def test_a_configuration_of_the_users_own_is_checked_and_kept(kind):
         with pytest.raises(ValueError, match=message):
             HybridConfig.from_dict({**written, "mixers": {"nothing": entry}})
     hostile = {"gone": {"letter": "Q", "import": "os; rm", "fields": {}}}
-    with pytest.raises(ValueError, match="register it first: import the module that registers it"):
+    with pytest.raises(ValueError, match=r"register it first: import the module .*, lineate --import MODULE \.\.\."):
         HybridConfig.from_dict({**written, "mixers": hostile})
 
 
