@@ -1,6 +1,9 @@
 """The command line: `lineate demo`, `inspect`, `train`, `generate`, `tasks`, `plan`, `picture`."""
 
+import importlib
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,8 +52,14 @@ def build_app() -> "typer.Typer":
         version: Annotated[
             bool, typer.Option("--version", help="Print the version and stop.", callback=show_version, is_eager=True)
         ] = False,
+        modules: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--import", metavar="MODULE", help="Import this first: it registers a mixer of yours. May be repeated."
+            ),
+        ] = None,
     ) -> None:
-        pass
+        _import_modules(modules or [])
 
     @app.command()
     def demo(
@@ -96,6 +105,36 @@ def build_app() -> "typer.Typer":
     add_planning(app)
     add_pictures(app)
     return app
+
+
+def _import_modules(names: list[str]) -> None:
+    """Import the user's modules, also from the current folder; a module that cannot be imported ends the program."""
+    from lineate.terminal import fail
+
+    for name in names:
+        if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
+            remedy = f"; write --import {Path(name).stem} in its folder" if name.endswith(".py") else ""
+            fail(f"--import must be the name of a module, as in an import statement, got {name!r}{remedy}", 2)
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.insert(0, here)  # as python -m does
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                fail(_why_not_imported(name, error), 2)
+            fail(f"--import {name}: there is no module {error.name!r}; run lineate in its folder, or set PYTHONPATH", 2)
+        except Exception as error:  # a module may raise anything
+            fail(_why_not_imported(name, error), 2)
+
+
+def _why_not_imported(name: str, error: Exception) -> str:
+    """Return the error of an import, and where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    file, line = where.filename, where.lineno
+    if isinstance(error, SyntaxError):
+        file, line = error.filename or file, error.lineno or line
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"--import {name} failed in line {line} of {file}: {type(error).__name__}: {text}"
 
 
 def _make_folder(out: Path) -> None:

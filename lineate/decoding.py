@@ -26,7 +26,7 @@ from lineate.dispatch import (
 )
 from lineate.rule import activate, compute_dtype, full_precision, normalize, step
 from lineate.stability import watch_writes
-from lineate.tracing import in_memory, needs_grad, transformed
+from lineate.tracing import constant_in_graphs, in_memory, needs_grad, transformed
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -305,9 +305,6 @@ def _obstacle(q: Tensor, state: Tensor) -> str | None:
     return _no_triton()
 
 
+@constant_in_graphs
 def _no_triton() -> str | None:
     return "triton is not installed" if importlib.util.find_spec("triton") is None else None
-
-
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
-_no_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]

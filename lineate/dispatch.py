@@ -12,7 +12,7 @@ from lineate.call import Inputs, Options, Request
 from lineate.native.build import why_not
 from lineate.processor import why_wide
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
-from lineate.tracing import PLAIN_TENSORS, needs_grad, recorded, transformed
+from lineate.tracing import PLAIN_TENSORS, constant_in_graphs, needs_grad, recorded, transformed
 
 Signature = tuple[object, ...]
 
@@ -272,23 +272,19 @@ def resolve_scale(scale: float | None, key_dim: int) -> float:
     return key_dim**-0.5 if scale is None else float(scale)
 
 
+@constant_in_graphs
 def _no_native() -> str | None:
     """Return why the native backend cannot run on this machine, or None; compile it the first time."""
     return why_not()
 
 
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
-_no_native._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@constant_in_graphs
 def interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-interpreted._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@constant_in_graphs
 def why_no_triton(device: str) -> str | None:
     """Import the kernels and return why they cannot run on this device, or None; the interpreter runs on a CPU."""
     if device != "cuda" and not (device == "cpu" and interpreted()):
@@ -298,9 +294,6 @@ def why_no_triton(device: str) -> str | None:
     except ImportError as missing:
         return f"triton is not installed ({missing})"
     return None
-
-
-why_no_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels_run() -> bool:

@@ -6,21 +6,20 @@ from pathlib import Path
 
 import torch
 
+from lineate.tracing import constant_in_graphs
+
 _SWITCHES = {torch.bfloat16: "LINEATE_CPU_BF16", torch.float16: "LINEATE_CPU_FP16"}
 _FEATURES = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
 """The names in /proc/cpuinfo. ARM's float16 is not among them: it also sums in float16, which lineate avoids."""
 
 
+@constant_in_graphs
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether this CPU has products in dtype and torch uses them; two environment variables override this.
 
     LINEATE_CPU_BF16 and LINEATE_CPU_FP16 are 1 (use torch's products) or 0 (go through float32).
     """
     return _multiplies(dtype)
-
-
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
-multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -56,12 +55,10 @@ def _features() -> set[str]:
     return set()
 
 
+@constant_in_graphs
 def why_wide(dtype: torch.dtype) -> str | None:
     """Return a clause that says that products in dtype go through float32 on this CPU, or None if they do not."""
     if multiplies(dtype):
         return None
     name = str(dtype).removeprefix("torch.")
     return f"{name}: this processor has no {name} products; computed through float32"
-
-
-why_wide._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.tracing import constant_in_graphs
+
 DecayShape = Literal["none", "head", "channel"]
 
 
@@ -78,12 +80,9 @@ def full_precision(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if _has_autocast(device) else nullcontext()
 
 
+@constant_in_graphs
 def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
-
-
-# Graphs take the result as a constant: this is torch.compiler.assume_constant_result without importing torch._dynamo.
-_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def normalize(x: Tensor, epsilon: float = 1e-6) -> Tensor:

@@ -18,17 +18,23 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 """The types whose memory holds their values, unless `is_virtual`; a subclass may be anything."""
 
 
+def constant_in_graphs(run: Callable[P, R]) -> Callable[P, R]:
+    """Return run, whose result torch.compile takes as a constant of the graph instead of tracing into it.
+
+    This is torch.compiler.assume_constant_result without its import of torch._dynamo, which takes seconds.
+    """
+    run._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return run
+
+
+@constant_in_graphs
 def transformed() -> bool:
     """Whether the call is inside a torch.func transform or forward mode.
 
-    The ops ignore tangents, and inside vmap they cannot see which tensors require grad.
+    The ops ignore tangents, and inside vmap they cannot see which tensors require grad. torch guards graphs by the
+    transforms and the level of forward mode that they were made in, so the result is a constant of each graph.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-# This is what torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
-# torch guards graphs by the transforms and the level of forward mode that they were made in.
-transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def recorded() -> bool:

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from lineate.call import Inputs
+from lineate.checks import check_inputs, check_one_rate
 from lineate.explore.pictures import PictureOptions
 from lineate.layers import kind_of, kinds
 from lineate.models import HybridLM
 from lineate.models.config import HybridConfig
 from lineate.models.presets import PRESETS, preset
 from lineate.names import nearest, user_path
+from lineate.rule import rule_named
 from lineate.tracing import cpu_by_default
 
 SMALL_PRESETS = ("tiny", "small", "compact", "base")
@@ -280,14 +282,25 @@ def _trace(model: HybridLM, layer: int, x: Tensor) -> Trace:
     kind = kind_of(model.config.letters[layer])
     assert kind.trace is not None
     found = kind.trace(model.layers[layer].mixer, x)
-    if not isinstance(found, Inputs) or found.k.shape[:2] != x.shape[:2]:
+    where = f"trace of {kind.label} ({kind.letter})"
+    if not isinstance(found, Inputs) or found.k.dim() != 4 or found.k.shape[:2] != x.shape[:2]:
         got = f"k of shape {tuple(found.k.shape)}" if isinstance(found, Inputs) else type(found).__name__
         raise ValueError(
-            f"trace of {kind.label} ({kind.letter}) must return Inputs with one key a token, k of shape (1, t, h, k) "
-            f"with t = {x.shape[1]}, got {got}; leave trace out if the rule writes several times a token"
+            f"{where} must return Inputs with one key a token, k of shape (1, t, h, k) with t = {x.shape[1]}, got "
+            f"{got}; leave trace out if the rule writes several times a token, as a picture shows one write a token"
         )
+    if found.A_log is not None:
+        raise ValueError(f"{where} must return log_decay and beta themselves, got raw gates with A_log; apply them")
     log_decay, beta = (None if x is None else x[0] for x in (found.log_decay, found.beta))
-    return Trace(layer, kind.letter, kind.name, found.q[0], found.k[0], found.v[0], log_decay, beta)
+    given = Trace(layer, kind.letter, kind.name, found.q[0], found.k[0], found.v[0], log_decay, beta)
+    try:
+        rule = rule_named(given.op)
+        assert rule is not None
+        check_inputs(rule, found)
+        check_one_rate(found.beta)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} must return what {given.op} can be called with: {error}") from None
+    return given
 
 
 def run_rule(trace: Trace, state: Tensor | None = None) -> tuple[Tensor, Tensor]:

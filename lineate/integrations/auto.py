@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lineate import layers
-from lineate.layers.linear import init_decay
 from lineate.models.checks import check_ids, check_mask, check_state
 from lineate.models.config import HybridConfig
 from lineate.models.files.saving import check_described
-from lineate.models.hybrid import HybridLM, empty_model, next_token_loss
+from lineate.models.hybrid import HybridLM, drawn_mixer, empty_model, next_token_loss
 from lineate.models.state import ModelState
 from lineate.sequences import locate
 
@@ -372,11 +371,33 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             init.normal_(module.experts_down, 0.0, std)
             if module.router_bias is not None:
                 init.zeros_(module.router_bias)
-        elif isinstance(module, layers.GatedDeltaNet | layers.KimiDeltaAttention):
-            fresh = torch.empty_like(module.A_log), torch.empty_like(module.dt_bias)
-            init_decay(*fresh)
-            init.copy_(module.A_log, fresh[0])
-            init.copy_(module.dt_bias, fresh[1])
+
+    def initialize_weights(self) -> None:
+        """Initialise what a checkpoint lacks; transformers calls it after loading."""
+        is_new = getattr(self, "_is_hf_initialized", False)  # HybridLM has initialised it
+        super().initialize_weights()
+        if not is_new:
+            self._draw_mixers()
+
+    def _draw_mixers(self) -> None:
+        """Give tensors of the mixers that a checkpoint lacks the values that they have in a new model.
+
+        This serves mixers of any class, also those whose reset_parameters would overwrite loaded tensors.
+        """
+        config = self.config.hybrid
+        for letter, block in zip(config.letters, self.layers, strict=True):
+            own = _tensors(cast(nn.Module, block.mixer))
+            if all(x.is_meta or getattr(x, "_is_hf_initialized", False) for x in own.values()):
+                continue
+            with torch.device("cpu"):
+                new = _tensors(drawn_mixer(config, letter))
+            for name in own.keys() & new.keys():
+                init.copy_(own[name], new[name])
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers by their names."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _padding(attention_mask: Tensor | None, input_ids: Tensor, past: int) -> Tensor | None:

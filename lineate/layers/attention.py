@@ -24,6 +24,7 @@ from lineate.layers.rope import rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.opaque import opaque
 from lineate.sequences import sequence_lengths
+from lineate.tracing import constant_in_graphs
 
 _PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -152,11 +153,9 @@ def _shares_keys() -> bool:
     return "enable_gqa" in signature(varlen_attn).parameters
 
 
+@constant_in_graphs
 def _varlen_shares_keys() -> bool:
     return _shares_keys()
-
-
-_varlen_shares_keys._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, *, causal: bool) -> Tensor:

@@ -1,13 +1,14 @@
-"""The checks of every mixer before it runs: x, the bounds of packed sequences, and the state against its state_spec."""
+"""The checks around a mixer: what it is called with, before it runs, and what a mixer of the user's own returns."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.layers.context import Segment, check_splits
-from lineate.layers.state import Memory, TensorSpec, TokenCache
+from lineate.layers.context import Bounds, Segment, check_splits
+from lineate.layers.state import LayerState, Memory, TensorSpec, TokenCache
 from lineate.tracing import recorded
 
 PROJECTED = ("conv", "keys", "values", "latent")
@@ -83,7 +84,7 @@ def _check_projected(in_proj: nn.Linear, x: Tensor) -> bool:
 def _check_state(mixer: Mixer, state: Any, x: Tensor, rows: int) -> bool:
     """Whether this check may be cached; False if the state passed only because autocast is on."""
     specs, again = mixer.state_spec, True
-    kind, first = (TokenCache, 2) if "t" in specs[0].shape else (Memory, 1)
+    kind, first = (TokenCache, 2) if _grows(specs) else (Memory, 1)
     if not isinstance(state, kind):
         raise TypeError(
             f"state must be a {kind.__name__} or None, got {type(state).__name__}; pass what this layer returned"
@@ -119,6 +120,69 @@ def _check_state(mixer: Mixer, state: Any, x: Tensor, rows: int) -> bool:
                 "move it with state.to(x.device)"
             )
     return again
+
+
+def check_result(
+    mixer: nn.Module, specs: tuple[TensorSpec, ...], result: Any, x: Tensor, cu_seqlens: Bounds
+) -> tuple[Tensor, LayerState]:
+    """Return what mixer.forward returned for x if it is (y, state) as `specs` says; otherwise raise.
+
+    The dtypes of the state are left to the mixer, as autocast may lower them.
+    """
+    packed = cu_seqlens.cu_seqlens if isinstance(cu_seqlens, Segment) else cu_seqlens
+    rows = x.shape[0] if packed is None else packed.shape[0] - 1
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise TypeError(_wrong_result(mixer, specs, x, rows, _described(result)))
+    y, state = result
+    if not isinstance(y, Tensor):
+        raise TypeError(_wrong_result(mixer, specs, x, rows, f"{_described(y)} for y"))
+    if y.shape != x.shape:
+        raise ValueError(_wrong_result(mixer, specs, x, rows, f"y of shape {tuple(y.shape)}"))
+    grows = _grows(specs)
+    if not isinstance(state, TokenCache if grows else Memory):
+        raise TypeError(_wrong_result(mixer, specs, x, rows, f"{_described(state)} for state"))
+    tensors = state.tensors
+    if len(tensors) != len(specs):
+        raise ValueError(_wrong_result(mixer, specs, x, rows, _named(tensors)))
+    for (name, found), spec in zip(tensors.items(), specs, strict=True):
+        if name != spec.name:
+            raise ValueError(_wrong_result(mixer, specs, x, rows, _named(tensors)))
+        if found.shape[2:] != spec.shape[1:] if grows else found.shape != (rows, *spec.shape):
+            raise ValueError(_wrong_result(mixer, specs, x, rows, f"{name} of shape {tuple(found.shape)}"))
+    if grows and state.rows != rows:
+        raise ValueError(_wrong_result(mixer, specs, x, rows, f"a TokenCache of {state.rows} rows"))
+    return y, state
+
+
+def _grows(specs: tuple[TensorSpec, ...]) -> bool:
+    """Whether the state is a TokenCache."""
+    return bool(specs) and "t" in specs[0].shape
+
+
+def _wrong_result(mixer: nn.Module, specs: tuple[TensorSpec, ...], x: Tensor, rows: int, got: str) -> str:
+    """Return the message about a forward that does not return (y, state)."""
+    tensors = "; ".join(f"{spec.name} ({', '.join(map(str, (rows, *spec.shape)))})" for spec in specs) or "no tensors"
+    example = "{" + ", ".join(f"{spec.name!r}: ..." for spec in specs) + "}"
+    kind, made = "Memory", f"Memory({example})"
+    if _grows(specs):
+        kind, made = "TokenCache", f"TokenCache.of({example}, cu_seqlens), or state.append(...) if there is a state"
+    return (
+        f"forward of {type(mixer).__name__} must return (y, state), with y of the shape of x, {tuple(x.shape)}, and "
+        f"state a {kind} as its state_spec says: {tensors}; got {got}; write return y, {made}"
+    )
+
+
+def _named(tensors: Mapping[str, Tensor]) -> str:
+    return f"a state with {', '.join(tensors) or 'no tensors'}"
+
+
+def _described(value: Any) -> str:
+    """Return what a value is, without its contents."""
+    if isinstance(value, Tensor):
+        return f"a Tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _name(dtype: torch.dtype) -> str:

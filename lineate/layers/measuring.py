@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lineate.layers.registry import MixerKind, ModelSizes, Operations, Sizes
+from lineate.layers.entry import check_result
+from lineate.layers.registry import MixerKind, ModelSizes, Operations, Sizes, check_made
 from lineate.tracing import cpu_by_default
 
 LAYER_BLOCK = 512
@@ -47,7 +48,7 @@ def kept_bytes(kind: MixerKind, model: ModelSizes, config: Any, half: bool) -> f
 @cpu_by_default
 def _kept_bytes(kind: MixerKind, sizes: Sizes, config: Any, half: bool) -> float:
     with torch.random.fork_rng(devices=[]):
-        mixer = kind.make(sizes, config)
+        mixer = check_made(kind, kind.make(sizes, config))
     found = []
     for tokens in (LAYER_BLOCK // 2, LAYER_BLOCK):
         x = torch.zeros(1, tokens, sizes.hidden_size, requires_grad=True)
@@ -81,11 +82,14 @@ def _count_on(device: str, kind: MixerKind, sizes: Sizes, config: Any, context: 
     from torch.utils.flop_counter import FlopCounterMode  # its import takes longer than that of lineate
 
     with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
-        mixer = kind.make(sizes, config)
-        state = mixer(torch.zeros(1, context, sizes.hidden_size))[1] if context else None
+        mixer = check_made(kind, kind.make(sizes, config))
+        state, specs = None, mixer.state_spec
+        if context:
+            before = torch.zeros(1, context, sizes.hidden_size)
+            _, state = check_result(mixer, specs, mixer(before), before, None)  # type: ignore[arg-type]
         x = torch.zeros(1, tokens, sizes.hidden_size)
         with FlopCounterMode(display=False) as counter:
-            mixer(x, state)
+            check_result(mixer, specs, mixer(x, state), x, None)  # type: ignore[arg-type]
     return counter.get_total_flops()
 
 
@@ -93,7 +97,7 @@ def _count_on(device: str, kind: MixerKind, sizes: Sizes, config: Any, context: 
 def _projections(kind: MixerKind, sizes: Sizes, config: Any) -> int:
     """Return the operations a token of the linear layers, each of which is called once."""
     with torch.device("meta"):
-        mixer = kind.make(sizes, config)
+        mixer = check_made(kind, kind.make(sizes, config))
     return sum(2 * module.weight.numel() for module in mixer.modules() if isinstance(module, nn.Linear))
 
 

@@ -59,7 +59,8 @@ class Memory:
 
     @property
     def rows(self) -> int:
-        return next(iter(self.tensors.values())).shape[0]
+        """The rows of its tensors; 0 if it has none."""
+        return next((x.shape[0] for x in self.tensors.values()), 0)
 
     @property
     def nbytes(self) -> int:
@@ -267,7 +268,7 @@ def _shown(tensors: Mapping[str, Tensor]) -> str:
     """Return names, shapes and dtypes; values are not read, since that would wait for a GPU."""
     each = [f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()]
     devices = dict.fromkeys(str(x.device) for x in tensors.values())
-    return f"{', '.join(each)} on {' and '.join(devices)}"
+    return f"{', '.join(each)} on {' and '.join(devices)}" if each else "no tensors"
 
 
 def _check_alike(states: Sequence["Memory"] | Sequence["TokenCache"]) -> None:

@@ -86,5 +86,5 @@ def check_state(state: ModelState | None, blocks: nn.ModuleList, rows: int) -> N
         if layer.names != block.state_names:
             names, got = (", ".join(x) for x in (block.state_names, layer.names))  # type: ignore[arg-type]
             raise ValueError(f"state of layer {n} must have {names}, got {got}; it is another model's")
-    if state.rows != rows:
+    if state.rows != rows and any(block.state_names for block in blocks):
         raise ValueError(f"state must have {rows} rows, as many as the batch or the packed sequences, got {state.rows}")

@@ -11,14 +11,15 @@ A pattern is tiled over the layers, one letter a layer:
 Letters that lineate.layers.register has added are allowed too; `mixers` has their sizes, under the name of the kind.
 """
 
+import json
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, get_origin, get_type_hints
 
 from lineate.layers import kinds
 from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MemoryConfig
 from lineate.layers.registry import MixerKind, letters
-from lineate.models.fields import MOST_CHANNELS, MOST_PIECES, check_fields, check_product, show
+from lineate.models.fields import MOST_CHANNELS, MOST_PIECES, alternatives, check_fields, check_product, show
 
 __all__ = [
     "AttentionConfig",
@@ -219,8 +220,12 @@ class HybridConfig:
         return values
 
     def _described(self, kind: MixerKind) -> dict[str, Any]:
-        sizes = {"fields": asdict(self.mixers[kind.name])} if kind.section is None else {}
-        return {"letter": kind.letter, "import": kind.module, **sizes}
+        entry = {"letter": kind.letter, "import": kind.module}
+        if kind.section is None:
+            part = self.mixers[kind.name]
+            entry["fields"] = _values(part)
+            _check_readable(kind.name, part, entry)
+        return entry
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "HybridConfig":
@@ -230,9 +235,6 @@ class HybridConfig:
             values: as to_dict returns them.
         """
         values = _known(cls, values, "config")
-        for name, part in _PARTS.items():
-            if isinstance(given := values.get(name), dict):
-                values[name] = part(**_known(part, given, f"config.{name}"))
         if values.get("mixers") is None:
             values.pop("mixers", None)
         elif isinstance(given := values["mixers"], dict):
@@ -263,10 +265,11 @@ def _read_mixer(name: str, entry: Any) -> Any:
     letter, module = entry["letter"], entry["import"]
     kind = next((kind for kind in kinds() if kind.name == name), None)
     if kind is None or kind.letter != letter:
-        named = isinstance(module, str) and all(part.isidentifier() for part in module.split("."))
+        named = isinstance(module, str) and len(module) <= 200 and all(x.isidentifier() for x in module.split("."))
         raise ValueError(
             f"config has the mixer {show(name)}, letter {show(letter)}, which is not registered; register it first: "
-            + (f"import {module}" if named and len(str(module)) <= 200 else "import the module that registers it")
+            + (f"import {module}" if named else "import the module that registers it")
+            + f", or, on the command line, lineate --import {module if named else 'MODULE'} ..."
         )
     if "fields" not in entry:
         return None
@@ -275,8 +278,40 @@ def _read_mixer(name: str, entry: Any) -> Any:
     return kind.config(**_known(kind.config, entry["fields"], f"config.mixers[{name!r}]"))
 
 
+def _values(part: Any) -> Any:
+    """Return the fields of a dataclass that its constructor takes, and those of dataclasses inside; else the value."""
+    if not is_dataclass(part):
+        return part
+    return {f.name: _values(getattr(part, f.name)) for f in fields(part) if f.init}
+
+
+def _check_readable(name: str, part: Any, entry: dict[str, Any]) -> None:
+    """Raise if the sizes of a user's mixer would not be the same after they were written and read."""
+    why = ""
+    try:
+        read = _read_mixer(name, json.loads(json.dumps(entry)))
+        for f in fields(part):
+            before, after = getattr(part, f.name), getattr(read, f.name)
+            if not _same(before, after):
+                why = f"{f.name} would be {show(after)}, not {show(before)}"
+    except (TypeError, ValueError) as error:
+        why = str(error)
+    if why:
+        raise ValueError(
+            f"mixers[{name!r}] cannot be written to config.json and read back: {why}; use fields of bool, int, float, "
+            "str, tuple[int, ...] and frozen dataclasses"
+        )
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether two values are equal and of one type; dataclasses are compared field by field."""
+    if type(x) is not type(y) or not is_dataclass(x):
+        return type(x) is type(y) and bool(x == y)
+    return all(_same(getattr(x, f.name), getattr(y, f.name)) for f in fields(x))
+
+
 def _known(part: type[Any], values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a copy of the values, with tuples where the field is a tuple; raise for a key that is not a field."""
+    """Return a copy of the values, with tuples and dataclasses where the fields are; raise for an unknown key."""
     allowed = [f.name for f in fields(part) if f.init]
     if unknown := sorted(set(values) - set(allowed)):
         found = ", ".join(map(show, unknown[:8])) + ", ..." * (len(unknown) > 8)
@@ -284,10 +319,19 @@ def _known(part: type[Any], values: dict[str, Any], where: str) -> dict[str, Any
     needed = [f.name for f in fields(part) if f.init and f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in needed if name not in values]:
         raise ValueError(f"{where} must have {', '.join(needed)}, got none of the name {missing[0]!r}")
-    tuples = {name for name, hint in get_type_hints(part).items() if get_origin(hint) is tuple}
-    return {
-        name: tuple(value) if name in tuples and isinstance(value, list) else value for name, value in values.items()
-    }
+    hints = get_type_hints(part)
+    return {name: _read(hints[name], value, f"{where}.{name}") for name, value in values.items()}
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    """Return a JSON value as a field with this annotation holds it; a value of a wrong type is returned as it is."""
+    kinds = alternatives(hint)
+    if isinstance(value, list) and any(tuple in (kind, get_origin(kind)) for kind in kinds):
+        return tuple(value)
+    inner = [kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)]
+    if isinstance(value, dict) and len(inner) == 1:
+        return inner[0](**_known(inner[0], value, where))
+    return value
 
 
 def _check_part(part: Any) -> None:
@@ -296,10 +340,20 @@ def _check_part(part: Any) -> None:
     check_fields(part, f"{name}.")
     heads = max(_sizes(part, ("heads", "value_heads")), default=0)
     for f in fields(part):
+        if is_dataclass(inner := getattr(part, f.name)):
+            _check_inner(f"{name}.{f.name}", inner)
         if f.name.endswith("_dim"):
             check_product(f"{name}: heads x {f.name}", heads * max(_sizes(part, (f.name,)), default=0))
     if hasattr(part, "check_sizes"):
         part.check_sizes()
+
+
+def _check_inner(name: str, inner: Any) -> None:
+    """Raise unless a dataclass inside a user's configuration is frozen and its fields have their types."""
+    if isinstance(inner, type) or not type(inner).__dataclass_params__.frozen:
+        got = inner.__name__ if isinstance(inner, type) else type(inner).__name__
+        raise TypeError(f"{name} must be a value of a frozen dataclass, got {got}; use @dataclass(frozen=True)")
+    _check_part(inner)
 
 
 def _sizes(part: Any, names: Iterable[str]) -> list[int]:

@@ -5,8 +5,8 @@ attack raises an error instead of taking an hour or all memory; a checkpoint's t
 """
 
 from dataclasses import Field, fields
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 MOST_LAYERS = 4096
 MOST_CHANNELS = 2**24
@@ -30,11 +30,12 @@ def check_fields(part: Any, prefix: str = "") -> None:
     for field in fields(part):
         if not field.init:
             continue
-        name, value = prefix + field.name, getattr(part, field.name)
-        kinds = get_args(hints[field.name]) or (hints[field.name],)
+        name, value, kinds = prefix + field.name, getattr(part, field.name), alternatives(hints[field.name])
         if value is None and NoneType in kinds:
             continue
-        if get_origin(hints[field.name]) is dict:
+        if "choices" not in field.metadata:
+            _check_hint(name, hints[field.name])
+        if any(get_origin(kind) is dict for kind in kinds):
             if not isinstance(value, dict):
                 raise TypeError(f"{name} must be a dict, got {show(value)}")
         elif "choices" in field.metadata:
@@ -44,7 +45,7 @@ def check_fields(part: Any, prefix: str = "") -> None:
         elif bool in kinds:
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be true or false, got {show(value)}")
-        elif Ellipsis in kinds:  # tuple[int, ...]
+        elif any(get_origin(kind) is tuple for kind in kinds):
             check_whole_numbers(name, value)
         elif int in kinds and float not in kinds:
             if field.name in UNBOUNDED:
@@ -55,6 +56,21 @@ def check_fields(part: Any, prefix: str = "") -> None:
             _check_number(name, value, field)
         elif not isinstance(value, kinds):
             raise TypeError(f"{name} must be {_kind(kinds)}, got {show(value)}")
+
+
+def _check_hint(name: str, hint: Any) -> None:
+    """Raise if the annotation, which may be a user's, is one whose values cannot be checked."""
+    for kind in alternatives(hint):
+        if kind is Any or not (isinstance(kind, type) or get_origin(kind) is dict or kind == tuple[int, ...]):
+            raise TypeError(
+                f"{name} must be declared as bool, int, float, str, tuple[int, ...], dict, a frozen dataclass, or one "
+                f"of them | None, got {hint}; change the annotation"
+            )
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the one type of another annotation."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _least(field: Field[Any]) -> int:

@@ -24,6 +24,7 @@ from lineate.layers import (
     kind_of,
 )
 from lineate.layers.context import Bounds, Context, Segment
+from lineate.layers.entry import check_result
 from lineate.layers.projection import project
 from lineate.layers.registry import check_made
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
@@ -54,6 +55,28 @@ def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
     return check_made(kind, kind.make(config, config.part(kind)))
 
 
+def drawn_mixer(config: HybridConfig, letter: str) -> nn.Module:
+    """Make the mixer of a pattern's letter, with weights as in a new model."""
+    mixer = make_mixer(config, letter)
+    _draw_weights(mixer, config.initializer_range)
+    return mixer
+
+
+@torch.no_grad()
+def _draw_weights(model: nn.Module, deviation: float) -> None:
+    """Draw the weights that the layers do not draw themselves."""
+    for module in model.modules():
+        for name, x in module.named_parameters(recurse=False):
+            if isinstance(module, ShortConvolution):
+                continue
+            if x.dim() >= 2 and name in ("weight", "experts_gate_up", "experts_down"):
+                x.normal_(0, deviation)
+            elif name == "bias":
+                x.zero_()
+        if isinstance(module, LinearMixer) and hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+
+
 def make_feed(config: HybridConfig, layer: int) -> nn.Module:
     """Make a layer's feed-forward."""
     if not config.has_experts(layer):
@@ -73,6 +96,8 @@ class Block(nn.Module):
 
     recompute: bool = False
     """Keep only the input for the backward pass, which computes the rest again."""
+    _checked: tuple[TensorSpec, ...] | None = None
+    """The state_spec that the results of a mixer of the user's own are compared with; None: it is one of lineate."""
 
     def __init__(self, config: HybridConfig, layer: int) -> None:
         super().__init__()
@@ -80,7 +105,10 @@ class Block(nn.Module):
         self.norm_after = letter in config.norm_after
         self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
         self.mixer = make_mixer(config, letter)
-        self.state_names = tuple(spec.name for spec in self.mixer.state_spec)  # type: ignore[union-attr]
+        specs: tuple[TensorSpec, ...] = self.mixer.state_spec  # type: ignore[assignment]
+        self.state_names = tuple(spec.name for spec in specs)
+        if not kind_of(letter).built_in:
+            self._checked = specs
         self.feed_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
         self.feed = make_feed(config, layer)
 
@@ -94,12 +122,16 @@ class Block(nn.Module):
 
     def _forward(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
         if self.norm_after:
-            y, state = self.mixer(x, state, cu_seqlens)
+            y, state = self._mix(x, state, cu_seqlens)
             x = x + self.mixer_norm(y)
             return x + self.feed_norm(self.feed(x)), state
-        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens)
+        y, state = self._mix(self.mixer_norm(x), state, cu_seqlens)
         x = x + y
         return x + self.feed(self.feed_norm(x)), state
+
+    def _mix(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
+        result = self.mixer(x, state, cu_seqlens)
+        return result if self._checked is None else check_result(self.mixer, self._checked, result, x, cu_seqlens)
 
 
 class HybridLM(nn.Module):
@@ -127,7 +159,7 @@ class HybridLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if self.embed.weight.device.type != "meta":
-            self._draw_weights()
+            _draw_weights(self, config.initializer_range)
 
     def reset_parameters(self) -> None:
         """Draw all weights as in a new model, for one made on the meta device; the same seed gives the same bits.
@@ -140,21 +172,7 @@ class HybridLM(nn.Module):
                 module.reset_parameters()  # type: ignore[operator]
 
         self.apply(reset)  # children before their parent, in the order of construction
-        self._draw_weights()
-
-    @torch.no_grad()
-    def _draw_weights(self) -> None:
-        """Draw the weights that the layers do not draw themselves."""
-        for module in self.modules():
-            for name, x in module.named_parameters(recurse=False):
-                if isinstance(module, ShortConvolution):
-                    continue
-                if x.dim() >= 2 and name in ("weight", "experts_gate_up", "experts_down"):
-                    x.normal_(0, self.config.initializer_range)
-                elif name == "bias":
-                    x.zero_()
-            if isinstance(module, LinearMixer) and hasattr(module, "reset_parameters"):
-                module.reset_parameters()  # type: ignore[operator]
+        _draw_weights(self, self.config.initializer_range)
 
     @property
     def state_spec(self) -> tuple[tuple[TensorSpec, ...], ...]:

@@ -35,7 +35,8 @@ class ModelState:
 
     @property
     def rows(self) -> int:
-        return self.layers[0].rows
+        """The rows of the first layer that has a state; 0 if no layer has one."""
+        return next((layer.rows for layer in self.layers if layer.names), 0)
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +57,8 @@ class ModelState:
             raise ValueError(f"states must be one or more of one model, with as many layers each, got {found}")
         layers = tuple(_join(own) for own in zip(*(state.layers for state in states), strict=True))
         lengths = [(state.rows, state.lengths) for state in states]
-        return ModelState(layers, join_lengths(lengths, next(iter(layers[0].tensors.values())).device))
+        device = next((x.device for layer in layers for x in layer.tensors.values()), torch.device("cpu"))
+        return ModelState(layers, join_lengths(lengths, device))
 
     def detach(self) -> "ModelState":
         """Return the state without gradients."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from lineate import checks
 from lineate.native.build import library, why_not
 from lineate.registrar import register_op
-from lineate.tracing import transformed
+from lineate.tracing import constant_in_graphs, transformed
 
 MOST_TAPS = 4
 """The most taps of a convolution in C; torch runs larger ones."""
@@ -33,12 +33,9 @@ def serves(*tensors: Tensor | None) -> bool:
     return _ready() and not transformed()
 
 
+@constant_in_graphs
 def _ready() -> bool:
     return why_not() is None
-
-
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
-_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -71,13 +71,47 @@ def test_its_trace_is_what_its_row_says(own: HybridLM) -> None:
     assert torch.equal(found[0].k, expected.k[0]) and torch.equal(found[0].log_decay, expected.log_decay[0])
 
 
-def test_a_trace_has_one_key_a_token(own: HybridLM) -> None:
-    def twice(mixer: Any, x: Tensor) -> Inputs:
-        return mixer.trace(x.repeat_interleave(2, 1))
+def interleaved(mixer: Any, x: Tensor) -> Inputs:
+    """Two writes a token, one after the other."""
+    return mixer.trace(x.repeat_interleave(2, 1))
 
-    register(replace(registry.kind_of("Z"), trace=twice))
-    message = r"trace of my own rule \(Z\) must return Inputs with one key a token, .* t = 11, got k of shape \(1, 22, "
-    with pytest.raises(ValueError, match=message):
+
+def stacked(mixer: Any, x: Tensor) -> Inputs:
+    """Two writes a token, in a dimension of their own."""
+    found = mixer.trace(x)
+    twice = {name: torch.stack((getattr(found, name),) * 2, 2) for name in ("k", "v", "beta")}
+    return found._replace(**twice)
+
+
+@pytest.mark.parametrize(("trace", "shape"), [(interleaved, r"\(1, 48, "), (stacked, r"\(1, 24, 2, ")])
+def test_several_writes_a_token(own: HybridLM, trace: Any, shape: str) -> None:
+    """Pictures of single writes refuse them; growth, which reads only the model's own state, is drawn."""
+    plain = growth.compute(PictureOptions(model="own", tokens=24))
+    register(replace(registry.kind_of("Z"), trace=trace))
+    options = PictureOptions(model="own", tokens=24)
+    for name in ("state", "attention", "forgetting"):
+        with pytest.raises(ValueError, match=(
+            rf"trace of my own rule \(Z\) must return Inputs with one key a token, .* t = 24, got k of shape {shape}"
+            ".*; leave trace out if the rule writes several times a token, as a picture shows one write a token"
+        )):  # fmt: skip
+            PICTURES[name].compute(options)
+    assert growth.compute(options) == plain
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"v": lambda found: found.v[:, :5]}, "must return what gated_delta_rule can be called with: v must have"),
+    ({"log_decay": lambda found: found.log_decay[..., :1]}, "gated_delta_rule can be called with: log_decay must have"),
+    ({"beta": lambda found: found.beta.unsqueeze(2)}, "gated_delta_rule can be called with: beta must have"),
+    ({"beta": lambda found: found.beta.unsqueeze(-1).expand_as(found.v)}, "can be called with: beta must have shape"),
+    ({"A_log": lambda found: torch.zeros(2)}, "must return log_decay and beta themselves, got raw gates with A_log"),
+])  # fmt: skip
+def test_a_trace_is_what_an_op_can_be_called_with(own: HybridLM, changes: dict[str, Any], message: str) -> None:
+    def wrong(mixer: Any, x: Tensor) -> Inputs:
+        found = mixer.trace(x)
+        return found._replace(**{name: change(found) for name, change in changes.items()})
+
+    register(replace(registry.kind_of("Z"), trace=wrong))
+    with pytest.raises(ValueError, match=rf"trace of my own rule \(Z\) .*{message}"):
         subject.trace(own, torch.arange(11)[None])
 
 

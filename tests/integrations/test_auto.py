@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache  # noqa: E402
 
+from lineate import layers  # noqa: E402
 from lineate.integrations.auto import LineateCache, LineateConfig, LineateForCausalLM  # noqa: E402
 from lineate.models import (  # noqa: E402
     AttentionConfig,
@@ -21,6 +22,7 @@ from lineate.models import (  # noqa: E402
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MemoryConfig,
 )
 
 VOCAB = 61
@@ -237,18 +239,81 @@ def test_half_precision_keeps_the_decay_in_float32(tmp_path):
 
 
 def test_missing_tensors_are_initialised(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    model = build("KM")
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    kept = {name: x for name, x in tensors.items() if "layers.0.mixer" not in name and "feed_norm" not in name}
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    build("KM").save_pretrained(tmp_path)
+    kept = drop_tensors(tmp_path, "layers.0.mixer", "layers.0.feed_norm", "layers.1.feed_norm")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in kept.items())
     assert all(bool(x.isfinite().all()) for x in loaded.state_dict().values())
     assert torch.equal(loaded.layers[1].feed_norm.weight, torch.ones(32))
     assert loaded.layers[0].mixer.A_log.exp().min() >= 1
+
+
+class OwnMixer(layers.GatedLinearAttention):
+    """A mixer with parameters and a buffer of its own, which torch.nn.init does not fill."""
+
+    def add_gates(self):
+        super().add_gates()
+        self.gain = torch.nn.Parameter(torch.full((self.value_heads,), 3.0))
+        self.shift = torch.nn.Parameter(torch.empty(self.value_heads))
+        self.register_buffer("turns", torch.arange(4.0), persistent=False)
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.shift.uniform_(5, 6)
+
+
+@pytest.mark.parametrize("lacks", [(), ("gain", "shift"), ("shift",), ("in_proj",)])
+def test_missing_tensors_of_a_users_mixer_are_initialised(tmp_path, monkeypatch, lacks):
+    """Loaded tensors are left as they are, also by a reset_parameters that writes in place."""
+    monkeypatch.setattr(layers.registry, "_KINDS", dict(layers.registry._KINDS))
+    layers.register(layers.MixerKind("Z", "own", "Own", LinearConfig, OwnMixer.from_config))
+    config = replace(CONFIGS["DRL"], pattern="ZR", mixers={"own": LinearConfig(2, 2, 8, 8)})
+    model = HybridLM(config)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(7)
+    model.save_pretrained(tmp_path)
+    kept = drop_tensors(tmp_path, *(f"layers.0.mixer.{name}" for name in lacks))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in kept.items())
+    assert (len(kept) < len(model.state_dict())) == bool(lacks)
+    mixer, std = loaded.layers[0].mixer, config.initializer_range
+    assert torch.equal(mixer.turns, torch.arange(4.0)) and torch.equal(loaded.layers[2].mixer.turns, torch.arange(4.0))
+    if "gain" in lacks:
+        assert torch.equal(mixer.gain, torch.full((2,), 3.0))
+    if "shift" in lacks:
+        assert 5 <= mixer.shift.min() <= mixer.shift.max() <= 6
+    if "in_proj" in lacks:
+        assert 0.9 * std < mixer.in_proj.weight.std() < 1.1 * std
+    assert loaded(ids(1, 5)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("letter", "TPNCE")
+def test_missing_tensors_of_a_memory_that_learns_are_initialised(tmp_path, letter):
+    """They have the values that a new model begins with, as far as those are fixed."""
+    torch.manual_seed(0)
+    model = HybridLM(replace(CONFIGS["DRL"], pattern=letter, memory=MemoryConfig(2, 8), linear=None))
+    model.save_pretrained(tmp_path)
+    own = {name for name, _ in model.layers[0].mixer.named_parameters() if "proj" not in name and "norm." not in name}
+    kept = drop_tensors(tmp_path, *(f"layers.0.mixer.{name}" for name in own - {"conv.weight"}))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert len(kept) < len(model.state_dict())
+    for name, x in model.state_dict().items():
+        found = loaded.state_dict()[name]
+        if name in kept or bool((x == x.flatten()[0]).all()):
+            assert torch.equal(found, x), name
+        else:  # drawn again
+            assert found.isfinite().all() and 0.2 < found.std() / x.std() < 5, name
+
+
+def drop_tensors(folder, *prefixes):
+    """Take the tensors whose names begin so out of a folder's checkpoint; return the others."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: x for name, x in tensors.items() if not (prefixes and name.startswith(prefixes))}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return kept
 
 
 def test_resized_embeddings():

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lineate
+from lineate.tracing import constant_in_graphs
 
 SHAPE = Shape(2, 21, 2, 4, 6, 5)
 
@@ -130,6 +131,23 @@ def test_one_graph_serves_every_length():
             < 1e-12
         )
     assert counter.frame_count == 1
+
+
+def test_a_constant_of_graphs_is_asked_once():
+    """torch runs the function while compiling, even one that it cannot trace, and keeps its result in the graph."""
+    torch._dynamo.reset()
+    asked = []
+
+    @constant_in_graphs
+    def asks(name: str) -> float:
+        asked.append(id(object()))  # id() of a new object breaks a graph
+        return float(len(name))
+
+    compiled = torch.compile(lambda x: x * asks("four"), fullgraph=True, backend="aot_eager")
+    for x in (torch.ones(2), torch.ones(2) + 1):
+        assert torch.equal(compiled(x), 4 * x)
+    assert len(asked) == 1
+    assert asks("five!") == 5.0 and len(asked) == 2  # outside of graphs it is an ordinary function
 
 
 def test_softmax_attention_and_attention_matrix_compile():

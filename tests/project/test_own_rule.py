@@ -8,14 +8,25 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from runs import assert_same_bits, everything, make_config
-from torch import nn
+from torch import Tensor, nn
 
 from lineate.flops import Heads
-from lineate.layers import GatedLinearAttention, MixerKind, kind_of, kinds, register, registry
+from lineate.layers import (
+    GatedLinearAttention,
+    Memory,
+    MixerKind,
+    TensorSpec,
+    TokenCache,
+    kind_of,
+    kinds,
+    register,
+    registry,
+)
 from lineate.models import FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.planning import decode_bytes, plan_flops, plan_memory, plan_training, read_model
 from lineate.tasks.model import parse_rule
@@ -152,8 +163,8 @@ def test_loading_without_registration_names_the_import(config, tmp_path):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
     assert (
-        "config has the mixer 'mamba2', letter 'Z', which is not registered; register it first: import own_rule"
-        in run.stderr
+        "config has the mixer 'mamba2', letter 'Z', which is not registered; register it first: import own_rule, or, "
+        "on the command line, lineate --import own_rule ..." in run.stderr
     )
 
 
@@ -211,7 +222,7 @@ def test_a_configuration_of_the_users_own_is_checked_and_kept(kind):
         with pytest.raises(ValueError, match=message):
             HybridConfig.from_dict({**written, "mixers": {"nothing": entry}})
     hostile = {"gone": {"letter": "Q", "import": "os; rm", "fields": {}}}
-    with pytest.raises(ValueError, match="register it first: import the module that registers it"):
+    with pytest.raises(ValueError, match=r"register it first: import the module .*, lineate --import MODULE \.\.\."):
         HybridConfig.from_dict({**written, "mixers": hostile})
 
 
@@ -286,6 +297,151 @@ def test_what_a_model_says_of_a_make_that_makes_no_mixer(kind, made, message):
     register(replace(kind, make=lambda model, config: made))
     with pytest.raises(TypeError, match=message):
         HybridLM(HybridConfig(9, 8, 1, "Y", feed=FeedConfig(4), mixers={"nothing": Sizes(1)}))
+
+
+def answers(x: Tensor, answer: str) -> Any:
+    """Return a right or a wrong answer of a forward to x."""
+    memory = torch.zeros(x.shape[0], 3, 2)
+    return {
+        "right": (x, Memory({"memory": memory})), "list": [x, Memory({"memory": memory})],
+        "y": x, "nothing": None, "one": (x,), "three": (x, Memory({"memory": memory}), memory),
+        "swapped": (Memory({"memory": memory}), x), "no state": (x, None), "dict": (x, {"memory": memory}),
+        "narrow": (x[..., :1], Memory({"memory": memory})), "name": (x, Memory({"S": memory})),
+        "more": (x, Memory({"memory": memory, "S": memory})), "shape": (x, Memory({"memory": memory.mT})),
+        "rows": (x, Memory({"memory": memory.repeat(2, 1, 1)})), "cache": (x, TokenCache({"memory": x}, x.shape[1])),
+    }[answer]  # fmt: skip
+
+
+class Answering(nn.Module):
+    """A mixer that returns what the test asks for."""
+
+    state_spec = (TensorSpec("memory", (3, 2), torch.float32),)
+
+    def __init__(self, answer: str = "right"):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, x, state=None, cu_seqlens=None):
+        return answers(x, self.answer)
+
+
+def make_answering(kind: MixerKind, answer: str) -> HybridLM:
+    register(replace(kind, make=lambda model, config: Answering(answer)))
+    return HybridLM(HybridConfig(9, 8, 2, "GY", linear=SIZES, feed=FeedConfig(4), mixers={"nothing": Sizes(1)}))
+
+
+WRONG_ANSWERS = [
+    ("y", TypeError, r"got a Tensor of shape \(1, 3, 8\); write return y, Memory\(\{'memory': \.\.\.\}\)"),
+    ("nothing", TypeError, "got None; write"),
+    ("one", TypeError, "got a tuple of 1; write"),
+    ("three", TypeError, "got a tuple of 3; write"),
+    ("swapped", TypeError, "got a Memory for y; write"),
+    ("no state", TypeError, "got None for state; write"),
+    ("dict", TypeError, "got a dict for state; write"),
+    ("cache", TypeError, "got a TokenCache for state; write"),
+    ("narrow", ValueError, r"got y of shape \(1, 3, 1\); write"),
+    ("name", ValueError, "got a state with S; write"),
+    ("more", ValueError, "got a state with memory, S; write"),
+    ("shape", ValueError, r"got memory of shape \(1, 2, 3\); write"),
+    ("rows", ValueError, r"got memory of shape \(2, 3, 2\); write"),
+]
+EXPECTED = (
+    r"forward of Answering must return \(y, state\), with y of the shape of x, \(1, 3, 8\), and state a Memory as its "
+    r"state_spec says: memory \(1, 3, 2\); "
+)
+
+
+@pytest.mark.parametrize(("answer", "error", "message"), WRONG_ANSWERS, ids=[case[0] for case in WRONG_ANSWERS])
+def test_what_a_model_says_of_a_forward_that_returns_something_else(kind, answer, error, message):
+    model, ids = make_answering(kind, answer), torch.zeros(1, 3, dtype=torch.long)
+    with pytest.raises(error, match=EXPECTED + message):
+        model(ids)
+    model.layers[1].recompute = True
+    with pytest.raises(error, match=EXPECTED + message):
+        model(ids)
+
+
+@pytest.mark.parametrize("answer", ["right", "list"])
+def test_a_forward_that_returns_a_pair_passes(kind, answer):
+    model, ids = make_answering(kind, answer), torch.zeros(2, 3, dtype=torch.long)
+    state = model(ids).state
+    assert model(ids, state=state).state.layers[1]["memory"].shape == (2, 3, 2)
+
+
+def test_the_results_of_a_forward_are_checked_in_compiled_models(kind):
+    model, ids = make_answering(kind, "right"), torch.zeros(1, 3, dtype=torch.long)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+    model.layers[1].mixer.answer = "no state"
+    torch._dynamo.reset()
+    with pytest.raises(TypeError, match=EXPECTED + "got None for state"):
+        torch.compile(model, backend="eager")(ids)
+
+
+def test_the_planner_checks_the_results_of_a_forward(kind):
+    model = make_answering(kind, "right")
+    assert plan_flops(read_model(model.config)).layers[1].mixing(100) == 0
+    for answer, message in (("y", "got a Tensor of shape"), ("no state", "got None for state")):
+        register(replace(kind, make=lambda model, config, answer=answer: Answering(answer)))
+        with pytest.raises(TypeError, match=f"forward of Answering must return .*{message}"):
+            plan_flops(read_model(model.config)).layers[1].mixing(100)
+
+
+class Growing(nn.Module):
+    """A mixer that remembers its inputs, or as many of their channels and copies as a test asks for."""
+
+    state_spec = (TensorSpec("inputs", ("t", 8), torch.float32),)
+    width, extra = 8, 0
+
+    def forward(self, x, state=None, cu_seqlens=None):
+        new = {"inputs": x.repeat(1 + self.extra, 1, 1)[..., : self.width]}
+        return x, TokenCache.of(new, cu_seqlens) if state is None else state.append(new)
+
+
+def test_what_a_model_says_of_a_wrong_cache(kind):
+    register(replace(kind, make=lambda model, config: Growing()))
+    model = HybridLM(HybridConfig(9, 8, 1, "Y", feed=FeedConfig(4), mixers={"nothing": Sizes(1)}))
+    ids, mixer = torch.zeros(1, 3, dtype=torch.long), model.layers[0].mixer
+    state = model(ids, state=model(ids).state).state
+    assert state.layers[0]["inputs"].shape == (1, 6, 8)
+    assert model(ids, cu_seqlens=torch.tensor([0, 1, 3])).state.rows == 2
+    expected = r"and state a TokenCache as its state_spec says: inputs \(1, t, 8\); got "
+    mixer.width = 4
+    with pytest.raises(ValueError, match=expected + r"inputs of shape \(1, 3, 4\); write return y, TokenCache\.of\("):
+        model(ids)
+    mixer.width, mixer.extra = 8, 1
+    with pytest.raises(ValueError, match=expected + "a TokenCache of 2 rows"):
+        model(ids)
+
+
+class Stateless(nn.Module):
+    """A mixer that remembers nothing."""
+
+    state_spec = ()
+
+    def forward(self, x, state=None, cu_seqlens=None):
+        return x, Memory({})
+
+
+@pytest.mark.parametrize("pattern", ["YG", "GY", "Y"])
+def test_a_mixer_may_have_no_state(kind, pattern):
+    """Its layers neither say nor ask how many rows there are."""
+    register(replace(kind, make=lambda model, config: Stateless()))
+    sizes = {"linear": SIZES, "feed": FeedConfig(4), "mixers": {"nothing": Sizes(1)}}
+    model = HybridLM(HybridConfig(9, 8, 2, pattern, **sizes)).eval()
+    ids = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])
+    whole = model(ids)
+    first = model(ids[:, :2])
+    torch.testing.assert_close(model(ids[:, 2:], state=first.state).logits, whole.logits[:, 2:])
+    one, other = (first.state.select(torch.tensor([row])) for row in (1, 0))
+    torch.testing.assert_close(model(ids[1:, 2:], state=one).logits, whole.logits[1:, 2:])
+    again = model(ids[:, 2:].flip(0), state=type(one).join([one, other]))
+    torch.testing.assert_close(again.logits, whole.logits[:, 2:].flip(0))
+    assert "no tensors" in repr(first.state)
+    if "G" in pattern:
+        with pytest.raises(ValueError, match="state must have 1 rows"):
+            model(ids[:1], state=first.state)
 
 
 def test_a_row_may_name_the_rule_that_it_runs(unregistered):
