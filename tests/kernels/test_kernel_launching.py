@@ -1,7 +1,6 @@
 """Launches that only compile, and one compilation for every batch and length."""
 
 import importlib
-import pkgutil
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from cases import bounds
 from paths import BF16
 from raw_gates import FUSED_ROWS, raw_inputs
 from rule_kernels import MODEL, on_gpu
+from torch_calls import compilations, kernels
 
 import lineate
 
@@ -37,25 +37,6 @@ def test_launches_that_only_compile(problem):
     launching.start(Kernel(), (6,))()
     assert seen == [((3,), (1, 2), True, True, {"four": 5}), ((), (6,), False, False, {})]
     assert modes.get() is None
-
-
-def kernels() -> dict[str, object]:
-    package = importlib.import_module("lineate.kernels")
-    found = {}
-    for info in pkgutil.walk_packages(package.__path__, "lineate.kernels."):
-        try:
-            module = importlib.import_module(info.name)
-        except ImportError:
-            continue
-        for name, x in vars(module).items():
-            if hasattr(x, "device_caches"):
-                found[f"{x.__module__}.{name}"] = x
-    return found
-
-
-def compilations() -> dict[str, int]:
-    """Return how many variants of each kernel have been compiled."""
-    return {n: sum(len(cache[0]) for cache in x.device_caches.values()) for n, x in kernels().items()}
 
 
 @pytest.mark.gpu
