@@ -109,8 +109,7 @@ def test_sanitizers_report_nothing(tmp_path):
     if subprocess.run(tried, capture_output=True).returncode:
         pytest.skip("needs gcc with -fsanitize=address,undefined")
     # Compiled here: in the other process the compiler would be watched, too.
-    command = [str(cc), *build._FLAGS, build._machine_flag(), *build._LINK]
-    build._compile(command, tmp_path, f"native-{build._fingerprint(command)}-")
+    build.compile_library(build.compiler_command(str(cc)), tmp_path)
     environment = {
         **os.environ,
         "CC": str(cc),
