@@ -51,7 +51,7 @@ def test_one_compilation_for_every_batch_and_length(row, packed, monkeypatch):
     before, ahead, compile_ahead = None, {}, chunkwise.compile_ahead
     for kernel in kernels().values():
         kernel.device_caches.clear()
-    monkeypatch.setattr(chunkwise, "_COMPILED", set())
+    monkeypatch.setattr(chunkwise, "COMPILED", set())
     monkeypatch.setattr(
         chunkwise, "compile_ahead", lambda *args: (compile_ahead(*args), ahead.update(compilations()))[0]
     )

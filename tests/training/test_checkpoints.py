@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -239,7 +240,15 @@ def test_a_full_disk_costs_one_checkpoint_and_says_so(
 def test_a_disk_that_is_full_for_everything_ends_with_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = prepare(make_config(tmp_path))
+    metrics, open_file = tmp_path / "run/metrics.jsonl", Path.open
+
+    def open_full(file: Path, *how: Any, **options: Any) -> Any:
+        found = open_file(file, *how, **options)
+        return FullFile(found) if file == metrics else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_full)
+        trainer = prepare(make_config(tmp_path))
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -248,13 +257,12 @@ def test_a_disk_that_is_full_for_everything_ends_with_a_message(
         monkeypatch.setattr(owner, "write_bytes", full)
     monkeypatch.setattr("lineate.models.files.checkpoint.write_tensors", full)
     size = trainer.report.position
-    monkeypatch.setattr(trainer.report, "_file", FullFile(trainer.report._file))
     with pytest.raises(
         TrainingStopped, match=r"was not saved \(No space left on device\), nor was any checkpoint; make"
     ):
         trainer.run()
     trainer.close()
-    assert trainer.step == 12 and (tmp_path / "run/metrics.jsonl").stat().st_size == size
+    assert trainer.step == 12 and metrics.stat().st_size == size
     assert "lacks lines from step 1 on" in capsys.readouterr().err
     assert not list((tmp_path / "run/checkpoints").iterdir())
 

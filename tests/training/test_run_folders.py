@@ -147,18 +147,18 @@ def test_ranks_are_refused_together_and_learn_one_tokenizer(tmp_path: Path) -> N
 
 def test_a_lock_that_was_removed_is_none(tmp_path: Path) -> None:
     """A process that could not begin removes its empty metrics.jsonl; who has just opened that file opens the next."""
-    from lineate.training import report
+    fcntl, metrics = pytest.importorskip("fcntl"), tmp_path / "run/metrics.jsonl"
+    lock, made = fcntl.flock, []
 
-    lock, made = report._lock, []
-
-    def removed_once(file: Any, folder: Path) -> None:
-        lock(file, folder)
-        if not made:
-            made.append((folder / "metrics.jsonl").unlink())
+    def removed_once(file: Any, how: int) -> None:
+        lock(file, how)
+        if not made and Path(getattr(file, "name", "")) == metrics:
+            made.append(metrics.unlink())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_lock", removed_once)
+        patch.setattr(fcntl, "flock", removed_once)
         trainer = prepare(make_config(tmp_path))
+    assert made
     with pytest.raises(ValueError, match="is being trained by another process"):
         RunReporter(trainer.config, True).lock()
     trainer.close()
