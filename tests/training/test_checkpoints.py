@@ -6,14 +6,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import Started
 from runs import assert_same_bits, everything, make_config
 
 from lineate.models import HybridLM
@@ -25,31 +24,25 @@ from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
 from lineate.training.tokenizer import make_tokenizer
 
-# Dies at a given event: a step, or a call that makes something last on the disk.
-DIES = """
-import os, shutil, signal, sys
-import torch
-torch.set_num_threads(int(sys.argv[4]))
-from pathlib import Path
-from lineate.training.config import TrainConfig
-from lineate.training.loop import Trainer
-from lineate.training.prepare import prepare
-from lineate.models.files import safetensors
-left = int(sys.argv[3])
-def counted(call):
-    def counting(*args, **kwargs):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **kwargs)
-    return counting
-for owner, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (shutil, "rmtree"), (Trainer, "train_step")):
-    setattr(owner, name, counted(getattr(owner, name)))
-trainer = prepare(TrainConfig.load(Path(sys.argv[1])), resume=sys.argv[2] == "resume")
-trainer.run()
-print("events", int(sys.argv[3]) - left)
-"""  # noqa: E501
+
+def live(source: Path, resume: bool, moment: int) -> None:
+    """A run that dies at the given event: a step, or a call that makes something last on the disk."""
+    left = moment
+
+    def counted(call: Any) -> Any:
+        def counting(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **options)
+
+        return counting
+
+    lasting = [(os, name) for name in ("fsync", "rename", "replace", "unlink")]
+    for owner, name in (*lasting, (shutil, "rmtree"), (Trainer, "train_step")):
+        setattr(owner, name, counted(getattr(owner, name)))
+    prepare(TrainConfig.load(source), resume=resume).run()
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +67,12 @@ def die_and_resume(folder: Path, moments: list[int], **changes: object) -> None:
     for moment in (*moments, 10**9):
         resume = (run / "config.json").is_file()
         source = run / "config.json" if resume else folder / "wanted.json"
-        arguments = [str(source), "resume" if resume else "new", str(moment), str(torch.get_num_threads())]
-        done = subprocess.run([sys.executable, "-c", DIES, *arguments], capture_output=True, text=True)
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
-        killed += done.returncode != 0
-        if done.returncode == 0:
+        done = Started(live, source, resume, moment).wait()
+        assert done.code in (0, -signal.SIGKILL), done.err
+        killed += done.code != 0
+        if done.code == 0:
             break
-    assert killed >= 1 and done.returncode == 0
+    assert killed >= 1 and done.code == 0
     assert_same_bits(everything(plain), everything(loaded(config)))
     for name, x in HybridLM.from_pretrained(run / "model", progress=False).state_dict().items():
         assert torch.equal(x, plain.model.state_dict()[name]), name
