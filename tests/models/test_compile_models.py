@@ -50,7 +50,7 @@ class Compiled:
 @hybrids
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_training_is_one_graph(pattern, packed):
-    """Loss and all gradients agree to the bit, because the same calls run."""
+    """Nothing breaks it, or fullgraph would raise; loss and all gradients agree to the bit, as the same calls run."""
     model = make(pattern)
     ids, bounds = (draw(1, 23), TEXTS) if packed else (draw(2, 21), None)
     compiled = Compiled(model)
@@ -61,14 +61,6 @@ def test_training_is_one_graph(pattern, packed):
     assert compiled.graphs == 1
     for expected, got in zip(*results, strict=True):
         assert torch.equal(expected, got)
-
-
-@hybrids
-def test_nothing_breaks_the_graph(pattern):
-    torch._dynamo.reset()
-    ids = draw(2, 21)
-    found = torch._dynamo.explain(make(pattern))(ids, labels=ids)
-    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
 
 
 @pytest.mark.parametrize("pattern", ["GA", pytest.param("KM", marks=pytest.mark.slow)])
