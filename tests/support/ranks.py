@@ -4,15 +4,18 @@ Processes are forked from a clean server process that has imported torch once. T
 ranks meet, on a port that the system chose, so that no port is ever guessed.
 """
 
+import io
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 PRELOAD = [
     "torch.distributed.fsdp", "torch.distributed.checkpoint", "lineate.models", "lineate.training.prepare",
@@ -21,7 +24,7 @@ PRELOAD = [
 
 
 def server() -> Any:
-    """Return the server process; the first process that it forks starts it."""
+    """Return the context whose processes a server forks; the first of them starts the server."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -42,6 +45,28 @@ def run_ranks(size: int, worker: Callable[..., Any], *args: Any, store: dist.TCP
         mp.start_processes(_rank, (size, store.port, folder, worker, args), nprocs=size, start_method="forkserver")
         files = [Path(folder) / str(rank) for rank in range(size)]
         return [torch.load(file, weights_only=True) if file.exists() else None for file in files]
+
+
+def summed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return each tensor's sum over the ranks, by one collective for each dtype."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        own = {n: x for n, x in enumerate(tensors) if x.dtype == dtype}
+        total = torch.cat([x.detach().cpu().flatten() for x in own.values()])
+        dist.all_reduce(total, group=group)
+        parts = total.to(torch.get_default_device()).split([x.numel() for x in own.values()])
+        found |= {n: part.view(x.shape) for (n, x), part in zip(own.items(), parts, strict=True)}
+    return [found[n] for n in range(len(tensors))]
+
+
+def from_first(group: dist.ProcessGroup, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return on all ranks what the first one computes, tensors on the default device."""
+    content = io.BytesIO()
+    if dist.get_rank(group) == 0:
+        torch.save(tree_map_only(Tensor, Tensor.detach, compute()), content)
+    sent = [content.getvalue()]
+    dist.broadcast_object_list(sent, src=0, group=group, device=torch.device("cpu"))
+    return torch.load(io.BytesIO(sent[0]), map_location=torch.get_default_device(), weights_only=True)
 
 
 class Ended(NamedTuple):
