@@ -91,11 +91,11 @@ def decode(
     signature = call_signature((*inputs, slots, start_slots), request)
     if signature is not None:
         signature = None if state is None else (*signature, state.stride())
-    known = None if signature is None else _KNOWN.get(signature)
+    known = None if signature is None else KNOWN.get(signature)
     if known is None:
         known = _check_and_choose(inputs, slots, start_slots, _Request(*request))
-        if signature is not None and len(_KNOWN) < KNOWN_AT_MOST:
-            _KNOWN[signature] = known
+        if signature is not None and len(KNOWN) < KNOWN_AT_MOST:
+            KNOWN[signature] = known
     chosen, options = known
     if signature is not None:
         return _decode(inputs, slots, start_slots, options, chosen)
@@ -246,7 +246,7 @@ def _at_least_4d(x: Tensor) -> Tensor:
 
 # The backend and the options of calls that passed every check, by all that these depend on: decoding makes the same
 # call for every token of every layer.
-_KNOWN: dict[Signature, tuple[str, Options]] = {}
+KNOWN: dict[Signature, tuple[str, Options]] = {}
 
 
 def _check_and_choose(

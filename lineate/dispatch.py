@@ -203,7 +203,7 @@ def select_rule(log_decay: Tensor | None, beta: Tensor | None) -> Rule:
 
 # Plans and options of calls that passed every check, by all that they depend on: decoding makes the same call for every
 # token, and looking at it again would take a fifth of the step.
-_KNOWN: dict[Signature, tuple[Plan, Options]] = {}
+KNOWN: dict[Signature, tuple[Plan, Options]] = {}
 KNOWN_AT_MOST = 1024
 _PLAIN = frozenset((float, int, str, bool, type(None)))
 
@@ -233,8 +233,8 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
         signature = call_signature(inputs[:6], request)
     if signature is not None:
         signature = (rule.name, *signature)
-        if signature in _KNOWN:
-            return _KNOWN[signature]
+        if signature in KNOWN:
+            return KNOWN[signature]
     q, k, v, log_decay, beta, state, cu_seqlens = inputs[:7]
     checks.check_choice("form", request.form, FORMS)
     checks.check_choice("backend", request.backend, BACKENDS)
@@ -262,8 +262,8 @@ def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Pla
     )
     plan = resolve(rule, facts, request)
     options = Options(rule.corrects, resolve_scale(request.scale, key_dim), request.normalize_qk, plan.chunk_size)
-    if signature is not None and len(_KNOWN) < KNOWN_AT_MOST:
-        _KNOWN[signature] = plan, options
+    if signature is not None and len(KNOWN) < KNOWN_AT_MOST:
+        KNOWN[signature] = plan, options
     return plan, options
 
 

@@ -22,6 +22,15 @@ def multiplies(dtype: torch.dtype) -> bool:
     return _multiplies(dtype)
 
 
+def forget() -> None:
+    """Ask the processor and the environment again at the next call of `multiplies`, which keeps its answers."""
+    _multiplies.cache_clear()
+
+
+# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
+multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @functools.cache
 def _multiplies(dtype: torch.dtype) -> bool:
     if dtype not in _SWITCHES:
@@ -29,10 +38,10 @@ def _multiplies(dtype: torch.dtype) -> bool:
     chosen = os.environ.get(_SWITCHES[dtype], "")
     if chosen not in ("", "0", "1"):
         raise ValueError(f"{_SWITCHES[dtype]} must be 0 or 1, got {chosen!r}; leave it unset to let lineate look")
-    return chosen == "1" if chosen else _torch_multiplies(dtype) and bool(_FEATURES[dtype] & _features())
+    return chosen == "1" if chosen else library_multiplies(dtype) and bool(_FEATURES[dtype] & instruction_sets())
 
 
-def _torch_multiplies(dtype: torch.dtype) -> bool:
+def library_multiplies(dtype: torch.dtype) -> bool:
     """Whether this build of torch has a library for such products; on x86 it may emulate them."""
     if not torch.backends.mkldnn.is_available():
         return False
@@ -41,7 +50,7 @@ def _torch_multiplies(dtype: torch.dtype) -> bool:
     return known is not None and bool(known())
 
 
-def _features() -> set[str]:
+def instruction_sets() -> set[str]:
     """Return the instruction sets of the first core, as Linux names them; elsewhere what torch knows about an x86."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

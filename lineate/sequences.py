@@ -13,7 +13,7 @@ def sequence_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
 
     Bounds on a GPU must not be changed in a way that torch does not see (`.data`, kernels of others).
     """
-    if not _may_be_kept(cu_seqlens):
+    if not may_be_kept(cu_seqlens):
         return tuple(cu_seqlens.diff().tolist())
     known: tuple[int, tuple[int, ...]] = _KNOWN.get(cu_seqlens, (-1, ()))
     version, lengths = known
@@ -23,7 +23,7 @@ def sequence_lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
     return lengths
 
 
-def _may_be_kept(cu_seqlens: Tensor) -> bool:
+def may_be_kept(cu_seqlens: Tensor) -> bool:
     """Whether lengths may be cached; False on a CPU, where reading is free, and in graphs, which keep them for ever.
 
     It is also False in inference mode, where tensors have no versions.

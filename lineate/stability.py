@@ -47,6 +47,12 @@ def watch_writes(k: Tensor, beta: Tensor | None, normalize_qk: bool) -> None:
         warn_unstable(k, beta)
 
 
+def forget() -> None:
+    """Check the next call and warn again, as a new process would."""
+    global _warned, _unseen
+    _warned, _unseen = False, TOKENS_A_LOOK
+
+
 def warn_unstable(k: Tensor, beta: Tensor) -> None:
     """Warn, the first time; where warnings are errors, every time."""
     global _warned

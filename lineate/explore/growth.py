@@ -62,10 +62,10 @@ def grow_rules(options: PictureOptions) -> Numbers:
     norm: dict[str, list[float]] = {rule: [] for rule in FIXED_SIZE}
     error: dict[str, list[float]] = {rule: [] for rule in FIXED_SIZE}
     newest_k = newest_v = torch.zeros(0, setting.trials, setting.key_dim)
-    for k, v, ends in _stream(setting, places):
+    for k, v, ends in stream_pairs(setting, places):
         newest_k, newest_v = (torch.cat((old, new))[-NEWEST:] for old, new in ((newest_k, k), (newest_v, v)))
         for rule in FIXED_SIZE:
-            _, state = run_rule(_tokens(rule, k, v), states[rule])
+            _, state = run_rule(add_gates(rule, k, v), states[rule])
             states[rule] = state
             if ends:
                 norm[rule].append(float(state.norm(dim=(1, 2)).mean()))
@@ -91,7 +91,7 @@ def _places(count: int) -> list[int]:
     return sorted({round(count ** (n / steps)) for n in range(steps + 1)})
 
 
-def _stream(setting: RecallSetting, places: list[int]) -> Iterator[tuple[Tensor, Tensor, bool]]:
+def stream_pairs(setting: RecallSetting, places: list[int]) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Yield keys and values `t memories dim` of length 1 in pieces, and whether a piece ends at a place.
 
     Two keys have a mean cosine of setting.similarity, as in memories.pairs, which cannot make one topic in pieces.
@@ -104,7 +104,7 @@ def _stream(setting: RecallSetting, places: list[int]) -> Iterator[tuple[Tensor,
         yield F.normalize(share**0.5 * shared + (1 - share) ** 0.5 * own, dim=-1), values, end in places
 
 
-def _tokens(rule: str, k: Tensor, v: Tensor) -> Trace:
+def add_gates(rule: str, k: Tensor, v: Tensor) -> Trace:
     """Return these pairs with the gates of a rule; beta is 1."""
     count, heads, dim = k.shape
     row = rule_named(rule)

@@ -54,7 +54,7 @@ def train_small(steps: int) -> HybridLM:
         torch.manual_seed(0)
         model = HybridLM(SMALL_CONFIG)
         optimizer = make_optimizer(model, "muon", RATE, 0.1, (0.9, 0.95))
-        text = _text()
+        text = training_text()
         for step in range(steps):
             ids = _windows(text)
             logits = model(ids[:, :-1]).logits
@@ -67,7 +67,7 @@ def train_small(steps: int) -> HybridLM:
     return model.eval()
 
 
-def _text() -> Tensor:
+def training_text() -> Tensor:
     """Return bytes of the standard library, one file after the other, in an order that mixes its subjects."""
     from lineate.training.sources import documents
 

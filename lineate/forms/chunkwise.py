@@ -32,7 +32,7 @@ from lineate.rule import compute_dtype
 from lineate.stability import watch_writes
 
 
-def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
+def run_forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
     """Fill the outputs, one chunk after the other; the shapes are those of lineate.call.Inputs."""
     check_decay(inputs.log_decay)
     watch_writes(inputs.k, inputs.beta, options.normalize_qk)
@@ -49,7 +49,7 @@ def _forward(inputs: Inputs, options: Options, outputs: Outputs) -> None:
             heads.put_state(final, sequence, S)
 
 
-def _backward(
+def run_backward(
     inputs: Inputs, options: Options, states: Tensor, doutput: Tensor, dfinal: Tensor, grads: Grads
 ) -> None:  # fmt: skip
     """Fill the gradients, from the last chunk to the first; each chunk starts from the state that entered it."""
@@ -71,7 +71,7 @@ def _backward(
             heads.put_state(dstate, sequence, dS)
 
 
-chunkwise = register("chunkwise", _forward, _backward)
+chunkwise = register("chunkwise", run_forward, run_backward)
 
 ChunkSlices = list[tuple[int, slice]]
 """Each chunk's index among all chunks, and its tokens."""

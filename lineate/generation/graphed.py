@@ -12,6 +12,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from lineate.checks import check_flag
 from lineate.layers import Memory, TokenCache
 from lineate.models.checks import check_ids, check_state
 from lineate.models.hybrid import HybridLM
@@ -62,16 +63,18 @@ class GraphedDecoder:
         state: The state to continue from, such as LMOutput.state of a prefill; it is not changed.
         room: How many more tokens to allocate memory for. When they are used up, room doubles, the caches are copied
             and the graph is captured again.
+        graph: Whether a GPU replays a graph; False launches the kernels of every step one by one, as for debugging.
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, model: HybridLM, state: ModelState, room: int) -> None:
+    def __init__(self, model: HybridLM, state: ModelState, room: int, *, graph: bool = True) -> None:
         if not isinstance(state, ModelState):
             raise TypeError(f"state must be a ModelState, got {type(state).__name__}; pass LMOutput.state of a prefill")
         check_state(state, model.layers, state.rows)
         if isinstance(room, bool) or not isinstance(room, int) or room < 1:
             raise ValueError(f"room must be an int of at least 1, the tokens to make room for, got {room!r}")
+        check_flag("graph", graph)
         if model.context is not None:
             raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
         self.model, self.rows = model, state.rows
@@ -82,6 +85,7 @@ class GraphedDecoder:
         self._even = isinstance(state.lengths, int)
         self._longest = int(state.lengths if isinstance(state.lengths, int) else state.lengths.max())
         self._room = room
+        self._wants_graph = graph
         self._ids = torch.zeros(self.rows, 1, dtype=torch.int64, device=device)
         self._row_numbers = torch.arange(self.rows, device=device)
         self._lengths = torch.empty(self.rows, dtype=torch.int64, device=device)
@@ -125,6 +129,11 @@ class GraphedDecoder:
             logits = self._logits.clone()
         self._longest += 1
         return logits
+
+    @property
+    def captured(self) -> bool:
+        """Whether the next call replays a CUDA graph."""
+        return self._graph is not None
 
     @property
     def state(self) -> ModelState:
@@ -183,7 +192,7 @@ class GraphedDecoder:
                     tensors[name][:, : self._longest] = old[:, : self._longest]
         # The window grows by at least an eighth, so that long sequences are not captured too often.
         self._window = min(self._capacity, _round_up(needed + needed // 8, WINDOW_STEP))
-        if self._ids.is_cuda:
+        if self._ids.is_cuda and self._wants_graph:
             self._capture()
 
     def _capture(self) -> None:
@@ -192,14 +201,14 @@ class GraphedDecoder:
             stream, current = _capture_stream(self._ids.device), torch.cuda.current_stream()
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                self._warm_up()
+                self.warm_up()
             current.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._logits = self._step()
         self._graph = graph
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Make two steps and undo them: they compile kernels and allocate workspaces, which a capture must not do."""
         changing = [self._lengths, *(x for memory in self._memories.values() for x in memory.values())]
         kept = [x.clone() for x in changing]  # caches need no copy: steps only write after the last token

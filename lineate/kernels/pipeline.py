@@ -26,7 +26,8 @@ LEAST_SEGMENT = 32
 # slices save memory, but each is a dozen launches of some 100 us of the host's time.
 SLICE_BYTES = 2**28
 
-_COMPILED: set[tuple[object, ...]] = set()
+COMPILED: set[tuple[object, ...]] = set()
+"""The kinds of calls whose kernels compile_ahead has compiled."""
 
 
 def forward(call: Call, state: Tensor, output: Tensor, final: Tensor, states: Tensor | None) -> None:
@@ -90,9 +91,9 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
         *((None if x is None else (x.device, x.dtype, *x.shape[2:])) for x in (call.q, call.v, *call.gates.tensors)),
         call.corrects, call.normalize_qk, call.sequences.packed, stages.variant(segments), segments > 1, keep,
     )  # fmt: skip
-    if kind in _COMPILED:
+    if kind in COMPILED:
         return
-    _COMPILED.add(kind)
+    COMPILED.add(kind)
     # A few tokens select the same kernels as many; a call that is cut into segments needs enough tokens to be cut.
     part = call.part(slice(0, call.q.shape[0]), slice(0, CHUNK if segments == 1 else CHUNK * LEAST_CHUNKS))
 
@@ -101,7 +102,7 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
         states = output.new_empty(part.sequences.slots, *part.v.shape[2:], part.q.shape[3]) if keep else None
         _forward(stages_for(part), state, output, final, states)
         if states is not None:
-            backward(part, output, final, states, _empty_gradients(part, final))
+            backward(part, output, final, states, empty_gradients(part, final))
 
     with suppress(torch.OutOfMemoryError):
         compile_only(both)
@@ -157,7 +158,7 @@ def _room_for_maps(call: Call, segments: int) -> Tensor:
     return call.v.new_empty(call.sequences.number * hv, segments, K, V + K, dtype=torch.float32)
 
 
-def _empty_gradients(call: Call, dstate: Tensor) -> Gradients:
+def empty_gradients(call: Call, dstate: Tensor) -> Gradients:
     """Return buffers for all of a call's gradients, like ops.py: in float32 for gates that ops.py differentiates."""
     outside = call.gates_outside
     log_decay, beta, A_log, dt_bias = (

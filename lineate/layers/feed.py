@@ -138,7 +138,7 @@ class MixtureOfExperts(nn.Module):
         elif tokens.shape[0] == 1:  # one token at a time needs no sorting
             return matmul(weights, torch.cat([self._expert(tokens, e) for e in chosen[0].tolist()]))
         else:
-            parts = self._sorted(tokens, chosen, self._one_by_one)
+            parts = self.run_sorted(tokens, chosen, self.one_by_one)
         return (parts * weights[..., None]).sum(1)  # summed in a fixed order, not by atomic additions
 
     def _parts_on_gpu(self, tokens: Tensor, chosen: Tensor) -> Tensor:
@@ -147,15 +147,15 @@ class MixtureOfExperts(nn.Module):
         For few tokens, and in bfloat16, nothing waits for a count, so that a CUDA graph can capture it.
         """
         if chosen.numel() <= GATHERED:
-            return self._gathered(tokens, chosen)
+            return self.run_gathered(tokens, chosen)
         even = all(n % 8 == 0 for n in self.experts_down.shape[1:])  # rows of 16 bytes
         if tokens.dtype == self.experts_down.dtype == torch.bfloat16 and even:  # autocast leaves weights in float32
-            return self._sorted(tokens, chosen, self._grouped)
+            return self.run_sorted(tokens, chosen, self.grouped)
         if tokens.shape[0] <= ALL_EXPERTS or torch.cuda.is_current_stream_capturing():
-            return self._all_experts(tokens, chosen)
-        return self._sorted(tokens, chosen, self._one_by_one)
+            return self.run_all(tokens, chosen)
+        return self.run_sorted(tokens, chosen, self.one_by_one)
 
-    def _gathered(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+    def run_gathered(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """Run the experts on copies of their weights, one for each token and expert."""
         experts = chosen.flatten()
         x = tokens[:, None, :].expand(-1, self.active, -1).flatten(0, 1)  # pairs hidden
@@ -163,25 +163,26 @@ class MixtureOfExperts(nn.Module):
         made = torch.bmm(self.experts_down.index_select(0, experts), glu(made)[..., None])[..., 0]
         return made.view(*chosen.shape, -1)
 
-    def _all_experts(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+    def run_all(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """Run all experts on all tokens, and keep the outputs of the chosen experts."""
         x = tokens.expand(self.count, -1, -1)
         made = torch.bmm(glu(torch.bmm(x, self.experts_gate_up.transpose(1, 2))), self.experts_down.transpose(1, 2))
         return made[chosen, torch.arange(tokens.shape[0], device=tokens.device)[:, None]]
 
-    def _sorted(self, tokens: Tensor, chosen: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def run_sorted(self, tokens: Tensor, chosen: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Run the experts on tokens sorted by expert, so that each expert has one product."""
         experts, order = chosen.flatten().sort(stable=True)
         made = run(tokens[order // self.active], experts)
         back = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=order.device))
         return made[back].view(*chosen.shape, -1)
 
-    def _one_by_one(self, gathered: Tensor, experts: Tensor) -> Tensor:
+    def one_by_one(self, gathered: Tensor, experts: Tensor) -> Tensor:
+        """Run each expert on its tokens; experts `n` names the expert of each token, in ascending order."""
         sizes = experts.bincount(minlength=self.count).tolist()
         return torch.cat([self._expert(own, e) for e, own in enumerate(gathered.split(sizes)) if own.shape[0]])
 
-    def _grouped(self, gathered: Tensor, experts: Tensor) -> Tensor:
-        """Run all experts in one launch."""
+    def grouped(self, gathered: Tensor, experts: Tensor) -> Tensor:
+        """Run all experts in one launch, as one_by_one."""
         ends = torch.searchsorted(experts, torch.arange(self.count, device=experts.device), right=True, out_int32=True)
         made = F.grouped_mm(gathered, self.experts_gate_up.transpose(1, 2), offs=ends)
         return F.grouped_mm(glu(made), self.experts_down.transpose(1, 2), offs=ends)

@@ -122,7 +122,7 @@ class LaCT(LearningMixer):
         rates = F.softplus(rates + self.base).transpose(2, 3)
         tensors: dict[str, Tensor] = {}
         if self.window:
-            attended = self._attend(q, k, v, state, cu_seqlens, tensors)
+            attended = self.attend_window(q, k, v, state, cu_seqlens, tensors)
         if state is None:
             before = fresh_state([weights.to(dtype) for weights in self.initial], rows_of(x, cu_seqlens))
         else:
@@ -149,7 +149,7 @@ class LaCT(LearningMixer):
         )
         return q, k, F.silu(v).unflatten(-1, (self.heads, -1))
 
-    def _attend(
+    def attend_window(
         self, q: Tensor, k: Tensor, v: Tensor, state: Memory | None, cu_seqlens: Tensor | None, new: dict[str, Tensor]
     ) -> Tensor:
         """Attend over the window; q, k, v `b t width`. Puts its state into `new`."""

@@ -141,7 +141,7 @@ class LinearMixer(nn.Module):
             if segment is not None:
                 mixed, inputs = enter_convolution(segment, mixed, inputs, self.conv.weight.shape[1] - 1)
             mixed, tensors["conv"] = self.conv(mixed, inputs, packed)
-        q, k, v = self._split(mixed)
+        q, k, v = self.split_heads(mixed)
         memory, owned = (None, False) if state is None else (state["memory"], state.owned)
         bounds = packed if segment is None else segment
         (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, bounds, owned)
@@ -165,7 +165,7 @@ class LinearMixer(nn.Module):
             *F.linear(x, narrow).split(self.splits[-heads:], -1),
         )
 
-    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cut q | k | v into heads."""
         keys = self.heads * self.key_dim
         q, k, v = mixed.split((keys, keys, self.width - 2 * keys), -1)
@@ -213,7 +213,7 @@ class LinearMixer(nn.Module):
         mixed, *gates = self.project(x)
         if self.conv is not None:
             mixed, _ = self.conv(mixed)
-        q, k, v = (y.to(compute_dtype(y.dtype)) for y in self._split(mixed))
+        q, k, v = (y.to(compute_dtype(y.dtype)) for y in self.split_heads(mixed))
         inputs = self.rule_inputs(q, k, v, gates)
         log_decay, beta = inputs.log_decay, inputs.beta
         if inputs.A_log is not None:

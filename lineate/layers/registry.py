@@ -9,7 +9,8 @@ in the same way:
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from inspect import signature
 from pathlib import Path
@@ -178,6 +179,22 @@ def register(kind: MixerKind) -> MixerKind:
         _KINDS[kind.letter] = kind
         _REGISTERED_BY[kind.name] = caller
     return kind
+
+
+@contextmanager
+def temporary_rows() -> Iterator[None]:
+    """Undo, at the end of a `with` block, all that was registered inside of it, as tests of a mixer need.
+
+    Other threads must not register meanwhile: their rows would be removed too.
+    """
+    global _KINDS, _REGISTERED_BY
+    with _LOCK:
+        before = _KINDS.copy(), _REGISTERED_BY.copy()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _KINDS, _REGISTERED_BY = before
 
 
 def _check_free(kind: MixerKind) -> None:

@@ -117,10 +117,11 @@ class Block(nn.Module):
     ) -> tuple[Tensor, LayerState]:
         """Run the block on x `b t hidden`."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, state, cu_seqlens, use_reentrant=False)
-        return self._forward(x, state, cu_seqlens)
+            return checkpoint(self.mix_and_feed, x, state, cu_seqlens, use_reentrant=False)
+        return self.mix_and_feed(x, state, cu_seqlens)
 
-    def _forward(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
+    def mix_and_feed(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
+        """Add the mixer's output to x `b t hidden`, then that of the feed-forward."""
         if self.norm_after:
             y, state = self._mix(x, state, cu_seqlens)
             x = x + self.mixer_norm(y)

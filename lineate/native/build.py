@@ -49,8 +49,17 @@ def library() -> ctypes.CDLL:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise NativeUnavailable("no C compiler was found; install gcc or clang, or set CC")
-    command = [*compiler.split(), *_FLAGS, _machine_flag(), *_LINK]
-    return load_or_build(command, _cache_folder())
+    return load_or_build(compiler_command(compiler), _cache_folder())
+
+
+def compiler_command(compiler: str) -> list[str]:
+    """Return the command that compiles for this machine, without the names of files.
+
+    Args:
+        compiler: the compiler, and options of the user's behind it.
+    """
+    machine = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    return [*compiler.split(), *_FLAGS, machine, *_LINK]
 
 
 def load_or_build(command: list[str], folder: Path) -> ctypes.CDLL:
@@ -59,7 +68,7 @@ def load_or_build(command: list[str], folder: Path) -> ctypes.CDLL:
     A kept file is named native-<fingerprint of what it is made of>-<sha256 of the file>.so, so that a file cut short
     does not match its name, and one rename puts the file and its checksum in place.
     """
-    start = f"native-{_fingerprint(command)}-"
+    start = _prefix(command)
     _clean(folder)
     unfit = []
     for file in sorted(folder.glob(start + "*.so")):
@@ -69,7 +78,7 @@ def load_or_build(command: list[str], folder: Path) -> ctypes.CDLL:
             warnings.warn(f"{file} is not loaded: {reason}; it is compiled anew", RuntimeWarning, stacklevel=2)
             unfit.append(file)
     try:
-        built = _compile(command, folder, start)
+        built = compile_library(command, folder, start)
         for file in unfit:
             if file != built:
                 _remove(file)
@@ -136,8 +145,9 @@ def _alone_in(group: int) -> bool:
     return found.gr_name == own and set(found.gr_mem) <= {own}
 
 
-def _machine_flag() -> str:
-    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+def _prefix(command: list[str]) -> str:
+    """Return how the names of the libraries begin that this command makes."""
+    return f"native-{_fingerprint(command)}-"
 
 
 def _fingerprint(command: list[str]) -> str:
@@ -201,11 +211,17 @@ def _remove(path: Path) -> None:
         return
 
 
-def _compile(command: list[str], folder: Path, start: str) -> Path:
+def compile_library(command: list[str], folder: Path, start: str | None = None) -> Path:
     """Build in a temporary folder, write the result to the disk and rename it, so that no process sees half a file.
 
     Several processes may do so at a time; each has its own folder, and the last one's file stays.
+
+    Args:
+        command: the compiler's, of compiler_command.
+        folder: the cache folder.
+        start: how the library's name begins; None: as load_or_build looks for it.
     """
+    start = _prefix(command) if start is None else start
     try:
         work = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=folder))
     except OSError as error:

@@ -121,7 +121,7 @@ def run_tasks(asked: TasksArguments, given: set[str]) -> None:
     typer.echo("timing a few steps of every model ...")
     with _threads(1 if asked.jobs > 1 else None):
         costs = estimate(cells)
-        for line in _outlook(costs, side_by_side, None if quick else lambda: _quick_costs(task, flags, given)):
+        for line in outlook(costs, side_by_side, None if quick else lambda: _quick_costs(task, flags, given)):
             typer.echo(line)
     with Progress(costs, side_by_side, Console()) as progress:
         results = run_cells(cells, asked.jobs, progress, lambda done: save_numbers(cells[0], done, out, command))
@@ -186,7 +186,7 @@ def _quick_costs(task: str, flags: dict[str, Any], given: set[str]) -> "Mapping[
         return {}
 
 
-def _outlook(
+def outlook(
     costs: "Mapping[Cell, RunCost]", side_by_side: int, quick: "Callable[[], Mapping[Cell, RunCost]] | None"
 ) -> Iterator[str]:
     """Yield what to say before the start: how long it takes, and how it could be shorter if that is long."""

@@ -1,5 +1,6 @@
 """A mixer that a user registers is pictured like the library's own."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,16 +41,23 @@ def make_own(model: ModelSizes, config: OwnConfig) -> nn.Module:
     return OwnMixer(model.hidden_size, config.heads)
 
 
+ROW = MixerKind(
+    letter="Z", name="own_rule", label="my own rule", config=OwnConfig, make=make_own,
+    trace=OwnMixer.trace_own, look=Look("#123456", "o", "-"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def own_row() -> Iterator[None]:
+    """The mixer's row, until a test ends."""
+    with registry.temporary_rows():
+        register(ROW)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def own(monkeypatch: pytest.MonkeyPatch) -> HybridLM:
-    """Return a model with the mixer in every second layer, which the pictures open."""
-    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
-    register(
-        MixerKind(
-            letter="Z", name="own_rule", label="my own rule", config=OwnConfig, make=make_own,
-            trace=OwnMixer.trace_own, look=Look("#123456", "o", "-"),
-        )
-    )  # fmt: skip
+def own(own_row: None, monkeypatch: pytest.MonkeyPatch) -> HybridLM:
+    """A model with the mixer in every second layer, which the pictures open."""
     config = replace(preset("tiny"), pattern="ZA", mixers={"own_rule": OwnConfig()})
     torch.manual_seed(0)
     model = HybridLM(config).eval()

@@ -155,12 +155,12 @@ def test_growth_is_that_of_one_long_run_and_tells_bounded_from_unbounded():
     assert powers.pop("linear_attention") == pytest.approx(0.5, abs=0.1)
     assert all(power < growth.FLAT for power in powers.values())
     setting = replace(growth.SETTING, seed=1)
-    pieces = list(growth._stream(setting, found["places"]))
+    pieces = list(growth.stream_pairs(setting, found["places"]))
     k, v = (torch.cat([piece[n] for piece in pieces]) for n in (0, 1))
     assert len(k) == 5000
     assert (k[::50] @ k[::50].transpose(1, 2))[:, 0, 0].mean() == pytest.approx(1, abs=1e-4)
     for rule in FIXED_SIZE:
-        whole = run_rule(growth._tokens(rule, k, v))[1].norm(dim=(1, 2)).mean()
+        whole = run_rule(growth.add_gates(rule, k, v))[1].norm(dim=(1, 2)).mean()
         assert found["norm"][rule][-1] == pytest.approx(float(whole), rel=1e-3)
 
 
@@ -260,7 +260,7 @@ def test_training_lowers_the_loss_and_leaves_random_numbers_alone():
     before = torch.get_rng_state()
     model = small.train_small(3)
     assert torch.equal(torch.get_rng_state(), before)
-    ids = small._text()[:257].long()[None]
+    ids = small.training_text()[:257].long()[None]
     with torch.no_grad():
         losses = [float(each(ids, labels=ids).loss) for each in (small.train_small(0), model)]
     assert losses[1] < losses[0] - 0.2

@@ -128,7 +128,7 @@ def launch_all(row: Row, inputs: dict[str, Tensor], found: Launches) -> list[lis
     call = kernels.make_call(calls.Inputs(**inputs), calls.Options(row.corrects, 1.0))
     state, (output, final) = inputs["state"], (torch.empty_like(inputs[name]) for name in ("v", "state"))
     states = call.v.new_empty(call.sequences.slots, *call.v.shape[2:], call.q.shape[3])
-    grads = pipeline._empty_gradients(call, final)
+    grads = pipeline.empty_gradients(call, final)
     pipeline.forward(call, state, output, final, states)
     count = len(found)
     pipeline.backward(call, output, final, states, grads)

@@ -1,7 +1,6 @@
 """Launches that only compile, and one compilation for every batch size and length."""
 
 import importlib
-import pkgutil
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from cases import bounds
 from paths import BF16
 from raw_gates import FUSED_ROWS, raw_inputs
 from rule_kernels import MODEL, on_gpu
+from torch_calls import compilations, kernels
 
 import lineate
 
@@ -39,25 +39,6 @@ def test_launches_that_only_compile(problem):
     assert modes.get() is None
 
 
-def kernels() -> dict[str, object]:
-    package = importlib.import_module("lineate.kernels")
-    found = {}
-    for info in pkgutil.walk_packages(package.__path__, "lineate.kernels."):
-        try:
-            module = importlib.import_module(info.name)
-        except ImportError:
-            continue
-        for name, x in vars(module).items():
-            if hasattr(x, "device_caches"):
-                found[f"{x.__module__}.{name}"] = x
-    return found
-
-
-def compilations() -> dict[str, int]:
-    """Return how many variants of each kernel have been compiled."""
-    return {n: sum(len(cache[0]) for cache in x.device_caches.values()) for n, x in kernels().items()}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
@@ -70,7 +51,7 @@ def test_one_compilation_for_every_batch_and_length(row, packed, monkeypatch):
     before, ahead, compile_ahead = None, {}, chunkwise.compile_ahead
     for kernel in kernels().values():
         kernel.device_caches.clear()
-    monkeypatch.setattr(chunkwise, "_COMPILED", set())
+    monkeypatch.setattr(chunkwise, "COMPILED", set())
     monkeypatch.setattr(
         chunkwise, "compile_ahead", lambda *args: (compile_ahead(*args), ahead.update(compilations()))[0]
     )

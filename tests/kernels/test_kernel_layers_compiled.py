@@ -1,14 +1,12 @@
 """The kernels around the rules under torch.compile, in CUDA graphs and in a GPU's queue."""
 
-import importlib
-
 import pytest
 import torch
 from cases import bounds, relative_error, same_bits
 from layer_kernels import draw, kernel
 from paths import BF16, GPU, ONE_EACH, Path
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_calls import CapturedOps, check_cuda_graph, check_ops, compilations
 
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 
@@ -77,31 +75,15 @@ def test_compiled_by_inductor():
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4, msg=str(i))
 
 
-class Captured(TorchDispatchMode):
-    """Records the calls of lineate's own torch ops, with their arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "lineate":
-            self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("lengths", [None, (1, 0, 4)], ids=["whole", "packed"])
 def test_custom_ops_keep_their_promises(lengths, path):
     """opcheck passes (schema, fake tensors, autograd registration) for every op that a call and its backward use."""
     layer = Layer(path)
-    with Captured() as captured:
+    with CapturedOps() as captured:
         step(layer, list(layer.parameters()), *layer_inputs(path, lengths))
     assert len(captured.calls) == 6
-    for op, args, kwargs in captured.calls:
-        detached = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
-        utils = ["test_schema", "test_faketensor", "test_autograd_registration"]
-        torch.library.opcheck(op, detached, kwargs, test_utils=utils)
+    check_ops(captured.calls)
 
 
 # Natively only
@@ -121,24 +103,13 @@ def test_in_a_cuda_graph(backward, lengths):
         with torch.no_grad():
             return [*layer(*inputs)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        compute()  # compiles
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = compute()
-    for turn in range(3):
-        graph.replay()
-        torch.cuda.synchronize()
-        for i, (found, expected) in enumerate(zip(captured, compute(), strict=True)):
-            assert same_bits(found.detach(), expected.detach()), (turn, i)
-        with torch.no_grad():
-            x.copy_(x.roll(1, 1))
-            state.mul_(0.5)
-            if ends is not None:
-                ends.copy_(bounds(((0, 5, 0), (2, 1, 2))[turn % 2]))
+    def change(turn: int) -> None:
+        x.copy_(x.roll(1, 1))
+        state.mul_(0.5)
+        if ends is not None:
+            ends.copy_(bounds(((0, 5, 0), (2, 1, 2))[turn % 2]))
+
+    check_cuda_graph(compute, change)
 
 
 @pytest.mark.gpu
@@ -157,13 +128,7 @@ def test_nothing_waits_for_the_device(lengths):
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 def test_one_compilation_for_every_batch_and_length(packed):
-    """No new t, b or number of sequences may compile anything again; a single token has its own kernel."""
-    modules = [importlib.import_module(f"lineate.kernels.layers.{name}") for name in ("convolution", "rows")]
-    kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
-
-    def compilations() -> list[int]:
-        return [sum(len(cache[0]) for cache in x.device_caches.values()) for x in kernels]
-
+    """Neither t nor b nor the number of texts may compile anything again; a single token has its own kernel."""
     before = None
     for b, t in ((2, 130), (1, 64), (3, 65), (5, 16), (2, 100), (1, 5000), (1, 2), (300, 3)):
         lengths = (t,) * b if packed else None
@@ -175,8 +140,9 @@ def test_one_compilation_for_every_batch_and_length(packed):
         y = kernel("gated_rms_norm")(y.unflatten(-1, (2, 128)), leaves["gate"], leaves["weight"][:128, 0])
         y = kernel("glu")(y.flatten(2))
         torch.autograd.grad(y.float().sum() + final.float().sum(), list(leaves.values()))
-        before = before or compilations()
-        assert compilations() == before, (b, t)
+        now = compilations("lineate.kernels.layers")
+        before = before or now
+        assert now == before, (b, t)
 
 
 @pytest.mark.gpu

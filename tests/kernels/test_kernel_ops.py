@@ -20,7 +20,7 @@ from paths import BF16, GPU_ONLY, ONE_EACH, Path
 from raw_gates import FUSED_ROWS, raw_inputs
 from rule_kernels import MODEL, SHORT, on_gpu, packed_inputs, sized, to
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_calls import CapturedOps, check_cuda_graph, check_ops
 
 import lineate
 
@@ -93,19 +93,6 @@ def test_compiled_recurrent_form(path):
             assert same_bits(got, expected)
 
 
-class Captured(TorchDispatchMode):
-    """Records the calls of lineate's own torch ops, with their arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "lineate":
-            self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("which", ["gated_delta", "fused gated_delta", "fused kimi_delta"])
@@ -120,14 +107,11 @@ def test_custom_ops_keep_their_promises(which, packed, path):
     )
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
     op = lineate.fused_delta_rule if fused else row.op
-    with Captured() as captured:
+    with CapturedOps() as captured:
         output, state = op(**leaves, backend="triton", cu_seqlens=bounds(lengths).to(path.device) if packed else None)
         torch.autograd.grad(output.square().sum() + state.square().sum(), list(leaves.values()))
     assert len(captured.calls) == 2
-    for op, args, kwargs in captured.calls:
-        detached = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
-        utils = ["test_schema", "test_faketensor", "test_autograd_registration"]
-        torch.library.opcheck(op, detached, kwargs, test_utils=utils)
+    check_ops(captured.calls)
 
 
 @pytest.mark.parametrize("path", GPU_ONLY)
@@ -169,21 +153,10 @@ def test_in_a_cuda_graph(row, backward, packed):
         ones = torch.ones_like(output), torch.ones_like(state)
         return [output, state, *torch.autograd.grad((output, state), list(leaves.values()), ones)]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        compute()  # compiles
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = compute()
-    for turn in range(3):
-        graph.replay()
-        torch.cuda.synchronize()
-        for i, (got, expected) in enumerate(zip(captured, compute(), strict=True)):
-            assert same_bits(got.detach(), expected.detach()), (turn, i)
-        with torch.no_grad():
-            for name in ("q", "k", "v", "gate", "write"):
-                leaves[name].copy_(leaves[name].roll(1, 1))
-            if ends is not None:
-                ends.copy_(bounds(((1, 129, 0), (0, 65, 65))[turn % 2]))
+    def change(turn: int) -> None:
+        for name in ("q", "k", "v", "gate", "write"):
+            leaves[name].copy_(leaves[name].roll(1, 1))
+        if ends is not None:
+            ends.copy_(bounds(((1, 129, 0), (0, 65, 65))[turn % 2]))
+
+    check_cuda_graph(compute, change)

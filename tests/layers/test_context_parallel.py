@@ -1,7 +1,7 @@
 """Context parallelism: ranks that each hold a segment equal one process that holds all, in outputs and all gradients.
 
-Four processes (gloo) start once for all fast cases, and once for the slow ones; each computes the whole by itself
-besides its own part.
+Four processes (gloo) are started once and run every fast case, and once for the slow ones. The first of a case's ranks
+also computes the whole, by itself, and the others are sent its results.
 """
 
 import json
@@ -12,12 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import from_first, run_ranks, summed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -223,21 +224,10 @@ def close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
             DIFFERENCES.append(f"{what}: off by {error:.2e}, allowed {limit:.2e}")
 
 
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.cpu().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=group)
-    return x.to(torch.get_default_device())
-
-
 def run_mixer(
-    name: str,
-    layout: Layout,
-    group: dist.ProcessGroup,
-    dtype: torch.dtype,
-    tolerance: float,
-    recompute=False,
-    compiled=False,
-):
+    name: str, layout: Layout, group: dist.ProcessGroup, dtype: torch.dtype, tolerance: float,
+    recompute=False, compiled=False,
+):  # fmt: skip
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     packed = layout.texts is not None
     b, t = 1 if packed else 2, layout.cuts[-1]
@@ -252,22 +242,22 @@ def run_mixer(
             _, initial = whole(past, None, before) if packed else whole(past.unflatten(1, (2, -1))[0])
         initial, tensors = leaves(initial)
 
-    # One process: the output, and the states of every rank's sequences at the end of its segment.
-    bounds = None if layout.texts is None else torch.tensor(layout.texts)
-    expected, _ = whole(x, initial, bounds)
-    loss = (expected * weights).sum()
-    state_losses = []
-    for other in range(size):
-        cu_seqlens, rows = layout.until(other)
-        first = (
-            None
-            if initial is None
-            else initial.select(torch.arange(layout.rows if not packed else len(cu_seqlens) - 1))
-        )
-        _, state = whole(x[:, : layout.cuts[other + 1]], first, cu_seqlens)
-        state_losses.append(weigh(state, rows, other))
-    wanted = [x, *tensors.values(), *whole.parameters()]
-    gradients = torch.autograd.grad(loss + sum(state_losses), wanted)
+    def in_one_process() -> dict[str, Any]:
+        """The output, functions of the states of every rank's texts at the end of its segment, and all gradients."""
+        bounds = None if layout.texts is None else torch.tensor(layout.texts)
+        output, _ = whole(x, initial, bounds)
+        state_losses = []
+        for other in range(size):
+            cu_seqlens, rows = layout.until(other)
+            texts = layout.rows if not packed else len(cu_seqlens) - 1
+            first = None if initial is None else initial.select(torch.arange(texts))
+            _, state = whole(x[:, : layout.cuts[other + 1]], first, cu_seqlens)
+            state_losses.append(weigh(state, rows, other))
+        wanted = [x, *tensors.values(), *whole.parameters()]
+        gradients = torch.autograd.grad((output * weights).sum() + sum(state_losses), wanted)
+        return {"output": output, "states": state_losses, "gradients": gradients}
+
+    expected = from_first(group, in_one_process)
 
     # This rank's part.
     context_parallel(split, group)
@@ -285,16 +275,16 @@ def run_mixer(
     run = torch.compile(split, backend="aot_eager") if compiled else run
     output, state = run(mine, state, segment)
     loss = weigh(state, list(range(state.rows)), rank)
-    close("state", loss, state_losses[rank], 10 * tolerance)
+    close("state", loss, expected["states"][rank], 10 * tolerance)
     loss = loss + (output * weights[:, start:end]).sum()
     own = torch.autograd.grad(
         loss, [mine, *tensors.values(), *split.parameters()], allow_unused=True, materialize_grads=True
     )
-    close("output", output, expected[:, start:end], tolerance)
-    close("gradient of x", own[0], gradients[0][:, start:end], tolerance)
+    close("output", output, expected["output"][:, start:end], tolerance)
+    close("gradient of x", own[0], expected["gradients"][0][:, start:end], tolerance)
     names = [*(f"state {n}" for n in tensors), *(n for n, _ in split.named_parameters())]
-    for what, got, gradient in zip(names, own[1:], gradients[1:], strict=True):
-        close(f"gradient of {what}", summed(got, group), gradient, tolerance)
+    for what, got, gradient in zip(names, summed(own[1:], group), expected["gradients"][1:], strict=True):
+        close(f"gradient of {what}", got, gradient, tolerance)
 
 
 def run_model(
@@ -314,10 +304,16 @@ def run_model(
         pairs = [leaves(layer) for layer in made.state.layers]
         initial = ModelState(tuple(layer for layer, _ in pairs), made.state.lengths)
         tensors = [x for _, found in pairs for x in found.values()]
-    bounds = None if layout.texts is None else torch.tensor(layout.texts)
-    expected = whole(ids, initial, bounds)
-    loss = F.cross_entropy(expected.logits.flatten(0, 1), targets.flatten())
-    gradients = torch.autograd.grad(loss, [*tensors, *whole.parameters()])
+
+    def in_one_process() -> dict[str, Any]:
+        bounds = None if layout.texts is None else torch.tensor(layout.texts)
+        out = whole(ids, initial, bounds)
+        loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+        gradients = torch.autograd.grad(loss, [*tensors, *whole.parameters()])
+        layers = [{name: layer[name] for name in layer.names} for layer in out.state.layers]
+        return {"logits": out.logits, "gradients": gradients, "lengths": out.state.lengths, "layers": layers}
+
+    expected = from_first(group, in_one_process)
 
     context_parallel(split, group)
     for block in split.layers:
@@ -337,21 +333,22 @@ def run_model(
     out = split(ids[:, start:end], state, cu_seqlens, continues=continues)
     loss = F.cross_entropy(out.logits.flatten(0, 1), targets[:, start:end].flatten(), reduction="sum") / targets.numel()
     loss.backward()
-    close("logits", out.logits, expected.logits[:, start:end], tolerance)
+    close("logits", out.logits, expected["logits"][:, start:end], tolerance)
     names = [*(f"state {n}" for n in range(len(tensors))), *(n for n, _ in split.named_parameters())]
-    for what, x, gradient in zip(names, [*tensors, *split.parameters()], gradients, strict=True):
-        got = torch.zeros_like(x) if x.grad is None else x.grad
-        got = got.full_tensor() if isinstance(got, DTensor) else summed(got, group)
+    own = [torch.zeros_like(x) if x.grad is None else x.grad for x in (*tensors, *split.parameters())]
+    totals = iter(summed([x for x in own if not isinstance(x, DTensor)], group))
+    own = [x.full_tensor() if isinstance(x, DTensor) else next(totals) for x in own]
+    for what, got, gradient in zip(names, own, expected["gradients"], strict=True):
         close(f"gradient of {what}", got, gradient, tolerance)
     if packed:  # the states of sequences that end here, and how many tokens they have seen
         ends = torch.tensor(layout.texts[1:])
         here = [(i, row) for i, row in enumerate(rows) if start < ends[row] <= end]
         for i, row in here:
-            assert out.state.lengths[i] == expected.state.lengths[row]
+            assert out.state.lengths[i] == expected["lengths"][row]
     else:
         assert int(torch.as_tensor(out.state.lengths).max()) == end + (4 if layout.state else 0)
         if rank == RANKS - 1:
-            for got, layer in zip(out.state.layers, expected.state.layers, strict=True):
+            for got, layer in zip(out.state.layers, expected["layers"], strict=True):
                 for name in got.names:
                     close(f"state {name}", got[name], layer[name], tolerance)
 

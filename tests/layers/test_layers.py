@@ -286,7 +286,7 @@ def test_lengths_of_texts_are_looked_for_once_but_a_change_is_seen(monkeypatch):
     monkeypatch.setattr(Tensor, "diff", lambda x, diff=Tensor.diff: looked.append(x) or diff(x))
     bounds = torch.tensor([0, 3, 10])
     assert [sequences.sequence_lengths(bounds) for _ in range(3)] == [(3, 7)] * 3 and len(looked) == 3
-    monkeypatch.setattr(sequences, "_may_be_kept", lambda x: True)  # as on a GPU
+    monkeypatch.setattr(sequences, "may_be_kept", lambda x: True)  # as on a GPU
     assert [sequences.sequence_lengths(bounds) for _ in range(3)] == [(3, 7)] * 3 and len(looked) == 4
     bounds[1] = 8
     assert sequences.sequence_lengths(bounds) == (8, 2)
@@ -318,12 +318,20 @@ def test_gated_attention_is_its_equation():
 
 @pytest.mark.parametrize("name", ["latent", "latent, positions"])
 def test_latent_attention_expanded_equals_absorbed(name):
+    """A cache is read as it is by one token, or by few after many; by more it is expanded into keys and values."""
     layer, x = make(name), tokens(2, 9)
+    whole, state = layer(x)
+    for rest in ((1,) * 5, (2, 1, 2), (5,)):  # the last one expands
+        outputs, now = [], layer(x[:, :4])[1]
+        for part in x[:, 4:].split(rest, 1):
+            output, now = layer(part, now)
+            outputs.append(output)
+        torch.testing.assert_close(torch.cat(outputs, 1), whole[:, 4:], **CLOSE)
+    many, after = tokens(2, 12), layer(x)[1]
+    torch.testing.assert_close(layer(many[:, :2], after)[0], layer(many, after)[0][:, :2], **CLOSE)  # 4 * 2 < 11
     q, latent, shared = layer.in_proj(x).split(layer.splits, -1)
-    _, state = layer(x)
     q = q.unflatten(-1, (3, -1))
-    if name == "latent":  # otherwise q is rotated first
-        torch.testing.assert_close(layer._expanded(q, state, None), layer._absorbed(q, state, None), **CLOSE)
+    if name == "latent":  # else q is rotated first
         keys, values = layer.up_proj(layer.latent_norm(latent)).unflatten(-1, (3, -1)).split((6, 5), -1)
         keys = torch.cat((keys, shared[:, :, None].expand(-1, -1, 3, -1)), -1)
         scores = torch.einsum("bthd,bshd->bhts", q, keys) * 10**-0.5
@@ -378,7 +386,7 @@ def test_experts_in_one_product_equal_one_by_one():
     x = torch.randn(1, 50, 16)
     expected = layer(x)
     wanted = torch.autograd.grad(expected.square().sum(), list(layer.parameters()))
-    layer._one_by_one = layer._grouped
+    layer.one_by_one = layer.grouped
     got = layer(x)
     torch.testing.assert_close(got, expected)
     for a, b in zip(torch.autograd.grad(got.square().sum(), list(layer.parameters())), wanted, strict=True):

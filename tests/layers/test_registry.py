@@ -75,10 +75,10 @@ def test_every_row_says_how_it_looks_and_is_called():
 
 
 @pytest.fixture
-def empty_place(monkeypatch):
+def empty_place():
     """Undo the registrations of a test when it ends."""
-    monkeypatch.setattr(registry, "_KINDS", registry._KINDS.copy())
-    monkeypatch.setattr(registry, "_REGISTERED_BY", registry._REGISTERED_BY.copy())
+    with registry.temporary_rows():
+        yield
 
 
 def test_a_row_of_lineates_own_parts_belongs_to_who_registers_it(empty_place):

@@ -325,7 +325,7 @@ def test_the_window_in_one_launch_equals_blocks(window, bounds):
         leaves = [x.to(device, dtype).requires_grad_() for x in given]
         state: dict[str, Tensor] = {}
         cu_seqlens = torch.tensor(bounds, device=device) if bounds else None
-        y = layer.to(device)._attend(*leaves, None, cu_seqlens, state)
+        y = layer.to(device).attend_window(*leaves, None, cu_seqlens, state)
         y.float().square().sum().backward()
         assert state["seen"].tolist() == ([300, 300] if bounds is None else [1, 0, 69, 230])
         results = y, state["keys"], state["values"], *(x.grad for x in leaves)

@@ -50,7 +50,7 @@ class Compiled:
 @hybrids
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_training_is_one_graph(pattern, packed):
-    """Loss and all gradients agree to the bit, because the same calls run."""
+    """Nothing breaks it, or fullgraph would raise; loss and all gradients agree to the bit, as the same calls run."""
     model = make(pattern)
     ids, bounds = (draw(1, 23), TEXTS) if packed else (draw(2, 21), None)
     compiled = Compiled(model)
@@ -61,14 +61,6 @@ def test_training_is_one_graph(pattern, packed):
     assert compiled.graphs == 1
     for expected, got in zip(*results, strict=True):
         assert torch.equal(expected, got)
-
-
-@hybrids
-def test_nothing_breaks_the_graph(pattern):
-    torch._dynamo.reset()
-    ids = draw(2, 21)
-    found = torch._dynamo.explain(make(pattern))(ids, labels=ids)
-    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
 
 
 @pytest.mark.parametrize("pattern", ["GA", pytest.param("KM", marks=pytest.mark.slow)])
@@ -154,7 +146,8 @@ def test_compiled_calls_leave_the_state_they_continue():
     _, after = torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(1, 1, 16), state)
     assert after.lengths == 7
     assert all(torch.equal(x, kept[name]) for name, x in state.tensors.items())
-    assert state._buffer.claim(6, 1)
+    _, eager = layer(torch.randn(1, 1, 16), state)
+    assert eager.tensors["keys"] is state.tensors["keys"]  # nobody has claimed the room
 
 
 @pytest.mark.parametrize(

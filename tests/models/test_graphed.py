@@ -143,7 +143,7 @@ def test_warming_up_changes_nothing():
     model, ids = make("LRDGKAM"), draw(3, 5, seed=1)
     state = read(model, (3, 41, 1))
     decoder, other = (GraphedDecoder(model, state, room=64) for _ in range(2))
-    decoder._warm_up()
+    decoder.warm_up()
     same_state(decoder.state, state, 0)
     assert torch.equal(continue_with(decoder, ids), continue_with(other, ids))
 
@@ -213,10 +213,10 @@ def test_experts_without_counts_equal_one_by_one(n):
     layer = MixtureOfExperts(16, 8, 3, 24, scores="sigmoid").double()
     tokens = torch.randn(n, 16, dtype=torch.float64)
     _, chosen = layer.route(tokens)
-    expected = layer._sorted(tokens, chosen, layer._one_by_one)
+    expected = layer.run_sorted(tokens, chosen, layer.one_by_one)
     weights = (layer.experts_gate_up, layer.experts_down)
     wanted = torch.autograd.grad(expected.square().sum(), weights)
-    for run in (layer._gathered, layer._all_experts):
+    for run in (layer.run_gathered, layer.run_all):
         got = run(tokens, chosen)
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
         for a, b in zip(torch.autograd.grad(got.square().sum(), weights), wanted, strict=True):
@@ -242,7 +242,7 @@ def test_graph_equals_eager_decoding(case, lengths, dtype, monkeypatch):
     state, ids = read(model, lengths), draw(len(lengths), 40, seed=1).cuda()
     before = copy.deepcopy(state)
     decoder = GraphedDecoder(model, state, room=24)
-    assert decoder._graph is not None
+    assert decoder.captured
     expected, final = continue_eagerly(model, state, ids)
     found = continue_with(decoder, ids)
     for a, b in zip(tensors_of(state), tensors_of(before), strict=True):
@@ -262,8 +262,8 @@ def test_a_capture_changes_no_bits(case, dtype):
     """The steps equal the same steps launched one by one."""
     model = make(case).cuda().to(dtype)
     state, ids = read(model, (3, 41, 1)), draw(3, 40, seed=1).cuda()
-    decoder, plain = (GraphedDecoder(model, state, room=64) for _ in range(2))
-    plain._graph = None
+    decoder, plain = (GraphedDecoder(model, state, room=64, graph=graph) for graph in (True, False))
+    assert decoder.captured and not plain.captured
     assert torch.equal(continue_with(decoder, ids), continue_with(plain, ids))
     for a, b in zip(tensors_of(decoder.state), tensors_of(plain.state), strict=True):
         assert torch.equal(a, b)
@@ -287,8 +287,7 @@ def test_memory_does_not_grow():
 def test_steps_do_not_wait_for_the_device():
     model, ids = make("KKKM, experts").cuda(), draw(3, 1).cuda()
     decoder = GraphedDecoder(model, read(model, (3, 41, 1)), room=64)
-    plain = GraphedDecoder(model, read(model, (3, 41, 1)), room=64)
-    plain._graph = None
+    plain = GraphedDecoder(model, read(model, (3, 41, 1)), room=64, graph=False)
     plain(ids)
     try:
         torch.cuda.set_sync_debug_mode("error")

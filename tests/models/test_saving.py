@@ -110,7 +110,7 @@ REFUSED = {
     "forward": ("GGA", assign("layers.1.mixer.forward", lambda: torch.relu), r"mixer\.forward must be that of GatedD"),
     "another's": ("GGA", lambda m: setattr(m.layers[0].feed, "forward", m.layers[1].feed.forward), "that of SwiGLU"),
     "attend": ("GGA", assign("layers.1.mixer.attend", lambda: torch.relu), r"mixer\.attend must be that of GatedDelta"),
-    "inside a block": ("GGA", assign("layers.1._forward", lambda: torch.relu), r"_forward must be that of Block"),
+    "inside a block": ("GGA", assign("layers.1.mix_and_feed", lambda: torch.relu), "feed must be that of Block"),
     "logits": ("GGA", assign("logits", lambda: torch.relu), "model.logits must be that of HybridLM"),
     "class variable": ("GGA", assign("layers.0.mixer.gates", ("values",)), "gates must be that of GatedDeltaNet"),
 }  # fmt: skip

@@ -108,9 +108,8 @@ def test_sanitizers_report_nothing(tmp_path):
     tried = [str(cc), "-shared", "-fPIC", str(tmp_path / "empty.c"), "-o", str(tmp_path / "empty.so")]
     if subprocess.run(tried, capture_output=True).returncode:
         pytest.skip("needs gcc with -fsanitize=address,undefined")
-    # Compiled here, because in the other process the sanitizers would watch the compiler, too.
-    command = [str(cc), *build._FLAGS, build._machine_flag(), *build._LINK]
-    build._compile(command, tmp_path, f"native-{build._fingerprint(command)}-")
+    # Compiled here: in the other process the compiler would be watched, too.
+    build.compile_library(build.compiler_command(str(cc)), tmp_path)
     environment = {
         **os.environ,
         "CC": str(cc),

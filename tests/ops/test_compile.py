@@ -23,7 +23,7 @@ from cases import (
     relative_error,
 )
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch_calls import CapturedOps, check_ops
 
 import lineate
 from lineate.tracing import constant_in_graphs
@@ -207,19 +207,6 @@ def test_inductor(path):
     compare(Memory(KIMI_DELTA, SHAPE, **path, chunk_size=8), inputs, backend="inductor", tolerance=1e-5)
 
 
-class Captured(TorchDispatchMode):
-    """Records the calls of lineate's own torch ops, with their arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "lineate":
-            self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("path", CHUNKWISE)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -228,14 +215,11 @@ def test_custom_ops_keep_their_promises(row, packed, path):
     shape, texts = (PACKED, len(TEXTS)) if packed else (SHAPE, None)
     inputs = convert(draw(row, shape, texts=texts), torch.float32)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    with Captured() as captured:
+    with CapturedOps() as captured:
         output, state = row.op(**leaves, **path, chunk_size=8, cu_seqlens=bounds() if packed else None)
         torch.autograd.grad(output.square().sum() + state.square().sum(), list(leaves.values()))
     assert len(captured.calls) == 2
-    for op, args, kwargs in captured.calls:
-        checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
-        detached = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
-        torch.library.opcheck(op, detached, kwargs, test_utils=checks)
+    check_ops(captured.calls)
 
 
 @needs_native

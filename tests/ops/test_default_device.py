@@ -6,6 +6,7 @@ The default is meta, whose tensors have no memory: a buffer made there by mistak
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,19 +150,26 @@ def test_save_and_load(elsewhere, tmp_path):
     assert_unmoved(run, elsewhere)
 
 
-def test_training(elsewhere, tmp_path):
-    """A run works, and so does one that continues from its checkpoint."""
+def train_and_resume(folder: Path, out: Path) -> dict[str, Tensor]:
+    """Return the end of a run that goes on from its checkpoint; folder has its data."""
     changes = {"steps": 2, "warmup": 1, "save_every": 1, "sample_every": 2, "eval_every": 2}
-    make_config(tmp_path)
+    config = make_config(folder, out=str(out), **changes)
+    train(config)
+    return everything(train(replace(config, steps=3), resume=True))
 
-    def run(name: str) -> dict[str, Tensor]:
-        config = make_config(tmp_path, out=str(tmp_path / name), **changes)
-        train(config)
-        return everything(train(replace(config, steps=3), resume=True))
 
-    wanted = run("here")
+@pytest.fixture(scope="module")
+def trained_here(tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
+    """A folder with data, and the end of a run with the default device."""
+    folder = tmp_path_factory.mktemp("here")
+    return folder, train_and_resume(folder, folder / "run")
+
+
+def test_training(elsewhere, trained_here, tmp_path):
+    """A run, and one that goes on from its checkpoint."""
+    folder, wanted = trained_here
     with elsewhere():
-        found = run("elsewhere")
+        found = train_and_resume(folder, tmp_path / "run")
     assert_same_bits(found, wanted)
 
 

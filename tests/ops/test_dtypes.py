@@ -44,8 +44,8 @@ def test_short_names_everywhere(tmp_path):
 @pytest.mark.parametrize(("dtype", "products"), [("bf16", "0"), ("bf16", "1"), ("float32", "0")])
 def test_a_run_says_when_bfloat16_does_not_pay(dtype, products, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LINEATE_CPU_BF16", products)
-    processor._multiplies.cache_clear()
+    processor.forget()
     train(make_config(tmp_path, dtype=dtype, steps=1, warmup=0, eval_every=0, save_every=0))
-    processor._multiplies.cache_clear()
+    processor.forget()
     said = "bfloat16: this processor has no bfloat16 products; computed through float32, which is no faster than"
     assert (said in capsys.readouterr().out) == (dtype == "bf16" and products == "0")

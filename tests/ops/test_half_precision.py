@@ -44,15 +44,20 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "at
 def set_products(monkeypatch, value: str) -> None:
     for name in ("LINEATE_CPU_BF16", "LINEATE_CPU_FP16"):
         monkeypatch.setenv(name, value)
-    processor._multiplies.cache_clear()
+    processor.forget()
+
+
+@pytest.fixture(autouse=True)
+def own_processor():
+    """What a test pretends about the processor ends with it."""
+    yield
+    processor.forget()
 
 
 @pytest.fixture
 def without(monkeypatch):
     """Simulate a processor without 16-bit products."""
     set_products(monkeypatch, "0")
-    yield
-    processor._multiplies.cache_clear()
 
 
 @pytest.fixture
@@ -102,11 +107,12 @@ def test_what_a_processor_multiplies(cpu, library, monkeypatch):
     features, expected = CPUS[cpu]
     for name in ("LINEATE_CPU_BF16", "LINEATE_CPU_FP16"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(processor, "_features", lambda: set(features.split()))
-    monkeypatch.setattr(processor, "_torch_multiplies", lambda dtype: library)
+    monkeypatch.setattr(processor, "instruction_sets", lambda: set(features.split()))
+    monkeypatch.setattr(processor, "library_multiplies", lambda dtype: library)
+    processor.forget()
     for dtype, multiplies in expected.items():
-        assert processor._multiplies.__wrapped__(dtype) == (multiplies and library)
-    assert processor._multiplies.__wrapped__(torch.float32)
+        assert processor.multiplies(dtype) == (multiplies and library)
+    assert processor.multiplies(torch.float32)
 
 
 def test_the_environment_decides(monkeypatch):
@@ -115,8 +121,9 @@ def test_the_environment_decides(monkeypatch):
         assert [processor.multiplies(dtype) for dtype in (BF16, F16)] == [value == "1"] * 2
     for dtype, name in ((BF16, "LINEATE_CPU_BF16"), (F16, "LINEATE_CPU_FP16")):
         monkeypatch.setenv(name, "yes")
+        processor.forget()
         with pytest.raises(ValueError, match=f"{name} must be 0 or 1, got 'yes'; leave it unset"):
-            processor._multiplies.__wrapped__(dtype)
+            processor.multiplies(dtype)
 
 
 def test_where_torch_has_products_they_are_used(monkeypatch):
@@ -124,7 +131,6 @@ def test_where_torch_has_products_they_are_used(monkeypatch):
     module, x = nn.Linear(8, 8).to(BF16), torch.randn(3, 8, dtype=BF16)
     with Recorder() as recorder:
         half.linear(x, module.weight, module.bias)
-    processor._multiplies.cache_clear()
     assert recorder.found == {"addmm"}
 
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,10 +19,11 @@ TRITON = pytest.param({"form": "auto", "backend": "triton"}, id="triton", marks=
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reset the counters of the stability warning to those of a new process."""
-    monkeypatch.setattr(stability, "_warned", False)
-    monkeypatch.setattr(stability, "_unseen", stability.TOKENS_A_LOOK)
+def fresh() -> Iterator[None]:
+    """Let the warning begin as in a new process, for each test and for those of other files."""
+    stability.forget()
+    yield
+    stability.forget()
 
 
 def tokens(t: int = 20, *, width: int = 16, seed: int = 0) -> Tensor:
@@ -83,7 +84,7 @@ def test_other_doors() -> None:
         lambda: lineate.delta_rule(q.double(), q.double(), q.double(), ones.double()),
     )
     for call in calls:
-        stability._warned = False
+        stability.forget()
         with pytest.warns(lineate.UnstableMemoryWarning):
             call()
 
@@ -130,7 +131,7 @@ def test_an_error_in_decode_leaves_the_state() -> None:
 def test_it_names_the_line_that_called() -> None:
     q = tokens()
     for form in ("chunkwise", "recurrent", "parallel"):
-        stability._warned = False
+        stability.forget()
         with pytest.warns(lineate.UnstableMemoryWarning) as found:
             lineate.delta_rule(q, q, q, torch.ones(1, 20, 2), form=form)
         assert found[0].filename == __file__

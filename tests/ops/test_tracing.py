@@ -157,7 +157,7 @@ def test_recording_leaves_nothing_behind() -> None:
     """A trace's sizes are tensors, which must not be remembered as a call that needs no further checks."""
     from lineate import decoding, dispatch
 
-    known = len(dispatch._KNOWN), len(decoding._KNOWN)
+    known = len(dispatch.KNOWN), len(decoding.KNOWN)
     trace(as_call(KIMI_DELTA), *example(KIMI_DELTA, 23))
     trace(lambda q, k, v, d, b, s: lineate.decode(q, k, v, d, b, state=s), *example(KIMI_DELTA, 3))
-    assert known == (len(dispatch._KNOWN), len(decoding._KNOWN))
+    assert known == (len(dispatch.KNOWN), len(decoding.KNOWN))

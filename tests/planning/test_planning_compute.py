@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lineate.call import Inputs, Options
 from lineate.chunk_op import empty_outputs
-from lineate.forms.chunkwise import _forward
+from lineate.forms.chunkwise import run_forward
 from lineate.layers import lact, least_squares, titans, ttt
 from lineate.models import (
     AttentionConfig,
@@ -59,7 +59,7 @@ def inside(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, beta: Any, state: Te
     outputs = empty_outputs(q, v, state, cu_seqlens, chunk_size, keep)
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
-        _forward(inputs, Options(corrects, scale, normalize_qk, chunk_size), outputs)
+        run_forward(inputs, Options(corrects, scale, normalize_qk, chunk_size), outputs)
     return counter.get_total_flops()
 
 

@@ -38,9 +38,10 @@ SIZES = LinearConfig(heads=2, value_heads=2, key_dim=16, value_dim=16)
 
 
 @pytest.fixture
-def unregistered(monkeypatch):
-    """Restore the rows when the test ends."""
-    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
+def unregistered():
+    """The rows as they were before the test, when it ends."""
+    with registry.temporary_rows():
+        yield
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_it_is_the_equation(config):
             (found.q[0, t, :, None] @ state)[:, 0] / 4 + mixer.D[:, None] * found.v[0, t] / dt[0, t, :, None]
         )
     mixed, *gates = mixer.project(x)
-    q, k, v = mixer._split(mixer.conv(mixed)[0])
+    q, k, v = mixer.split_heads(mixer.conv(mixed)[0])
     (output, memory), _ = mixer.attend(q, k, v, gates, None, None, False)
     torch.testing.assert_close(output[0], torch.stack(outputs), rtol=1e-5, atol=1e-6)  # dt is float32
     torch.testing.assert_close(memory[0], state, rtol=1e-5, atol=1e-6)

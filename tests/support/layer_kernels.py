@@ -10,14 +10,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Result, assert_within, errors, weights
+from cases import Inputs, Result, assert_within, errors, weights
 from paths import Path
 from torch import Tensor
 
 pytest.importorskip("triton")
 layer_ops = importlib.import_module("lineate.kernels.layers.ops")
-
-Inputs = dict[str, Tensor]
 
 
 # Plain torch

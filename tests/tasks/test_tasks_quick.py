@@ -176,11 +176,11 @@ def test_before_a_long_run_the_command_says_how_long_and_what_is_shorter(monkeyp
 
     small = dict.fromkeys(CELLS, RunCost(0.1, 1.0, 290))
     long = dict.fromkeys(CELLS, RunCost(10.0, 0.0, 200))
-    said = list(command._outlook(long, 1, lambda: small))
+    said = list(command.outlook(long, 1, lambda: small))
     assert said[0] == "4 runs of at most 4 steps: about 2 h 13 min on this machine; --quick takes about 2 min"
     assert "--seeds, --steps and --minutes" in said[1]
-    assert list(command._outlook(long, 1, dict)) == [said[0].partition(";")[0], said[1]]  # --quick is not suggested
-    assert list(command._outlook(small, 1, None)) == [
+    assert list(command.outlook(long, 1, dict)) == [said[0].partition(";")[0], said[1]]  # --quick cannot be
+    assert list(command.outlook(small, 1, None)) == [
         "4 runs of at most 4 steps: about 2 min on this machine; less if rules learn the task early"
     ]
 

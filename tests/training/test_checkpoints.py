@@ -6,13 +6,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ranks import Started
 from runs import assert_same_bits, everything, make_config
 
 from lineate.models import HybridLM
@@ -24,31 +24,25 @@ from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
 from lineate.training.tokenizer import make_tokenizer
 
-# Ends the process at a given event: a step, or a call that makes something durable on the disk.
-DIES = """
-import os, shutil, signal, sys
-import torch
-torch.set_num_threads(int(sys.argv[4]))
-from pathlib import Path
-from lineate.training.config import TrainConfig
-from lineate.training.loop import Trainer
-from lineate.training.prepare import prepare
-from lineate.models.files import safetensors
-left = int(sys.argv[3])
-def counted(call):
-    def counting(*args, **kwargs):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **kwargs)
-    return counting
-for owner, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "unlink"), (shutil, "rmtree"), (Trainer, "train_step")):
-    setattr(owner, name, counted(getattr(owner, name)))
-trainer = prepare(TrainConfig.load(Path(sys.argv[1])), resume=sys.argv[2] == "resume")
-trainer.run()
-print("events", int(sys.argv[3]) - left)
-"""  # noqa: E501
+
+def live(source: Path, resume: bool, moment: int) -> None:
+    """A run that dies at the given event: a step, or a call that makes something last on the disk."""
+    left = moment
+
+    def counted(call: Any) -> Any:
+        def counting(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **options)
+
+        return counting
+
+    lasting = [(os, name) for name in ("fsync", "rename", "replace", "unlink")]
+    for owner, name in (*lasting, (shutil, "rmtree"), (Trainer, "train_step")):
+        setattr(owner, name, counted(getattr(owner, name)))
+    prepare(TrainConfig.load(source), resume=resume).run()
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +67,12 @@ def die_and_resume(folder: Path, moments: list[int], **changes: object) -> None:
     for moment in (*moments, 10**9):
         resume = (run / "config.json").is_file()
         source = run / "config.json" if resume else folder / "wanted.json"
-        arguments = [str(source), "resume" if resume else "new", str(moment), str(torch.get_num_threads())]
-        done = subprocess.run([sys.executable, "-c", DIES, *arguments], capture_output=True, text=True)
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
-        killed += done.returncode != 0
-        if done.returncode == 0:
+        done = Started(live, source, resume, moment).wait()
+        assert done.code in (0, -signal.SIGKILL), done.err
+        killed += done.code != 0
+        if done.code == 0:
             break
-    assert killed >= 1 and done.returncode == 0
+    assert killed >= 1 and done.code == 0
     assert_same_bits(everything(plain), everything(loaded(config)))
     for name, x in HybridLM.from_pretrained(run / "model", progress=False).state_dict().items():
         assert torch.equal(x, plain.model.state_dict()[name]), name
@@ -239,7 +232,15 @@ def test_a_full_disk_costs_one_checkpoint_and_says_so(
 def test_a_disk_that_is_full_for_everything_ends_with_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = prepare(make_config(tmp_path))
+    metrics, open_file = tmp_path / "run/metrics.jsonl", Path.open
+
+    def open_full(file: Path, *how: Any, **options: Any) -> Any:
+        found = open_file(file, *how, **options)
+        return FullFile(found) if file == metrics else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_full)
+        trainer = prepare(make_config(tmp_path))
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -248,13 +249,12 @@ def test_a_disk_that_is_full_for_everything_ends_with_a_message(
         monkeypatch.setattr(owner, "write_bytes", full)
     monkeypatch.setattr("lineate.models.files.checkpoint.write_tensors", full)
     size = trainer.report.position
-    monkeypatch.setattr(trainer.report, "_file", FullFile(trainer.report._file))
     with pytest.raises(
         TrainingStopped, match=r"was not saved \(No space left on device\), nor was any checkpoint; make"
     ):
         trainer.run()
     trainer.close()
-    assert trainer.step == 12 and (tmp_path / "run/metrics.jsonl").stat().st_size == size
+    assert trainer.step == 12 and metrics.stat().st_size == size
     assert "lacks lines from step 1 on" in capsys.readouterr().err
     assert not list((tmp_path / "run/checkpoints").iterdir())
 

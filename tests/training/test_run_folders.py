@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,43 +12,37 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import Started, run_ranks
 from runs import make_config
 
+from lineate.cli import main
 from lineate.models import HybridLM
 from lineate.models.files.safetensors import write_tensors
 from lineate.models.presets import tiny
 from lineate.training.checkpoint import read_tensors, write_json
 from lineate.training.config import TrainConfig
+from lineate.training.distributed import World
 from lineate.training.prepare import prepare, train
 from lineate.training.report import RunReporter
 from lineate.training.sources import documents
 from lineate.training.tokenizer import make_tokenizer
-
-# `lineate train --config FILE` that stops at a named function, signals it by a file, and waits for another file.
-SLOW = """
-import sys, time
-from collections.abc import Callable
-from hashlib import sha256
-from pathlib import Path
-from lineate.cli import main
-from lineate.training.distributed import World
 from lineate.training.tokens import TokenStore
 
-folder, where = Path(sys.argv[1]), sys.argv[2]
-owner, name = {"before the lock": (World, "start"), "preparing": (TokenStore, "open_or_make")}[where]
-real = getattr(owner, name)
 
-def slow(*args):
-    (folder / "waits").touch()
-    while not (folder / "go").exists():
-        time.sleep(0.01)
-    return real(*args)
+def train_slowly(folder: Path, where: str) -> None:
+    """`lineate train --config FILE` that stops at a named function, says so by a file, and waits for another."""
+    owner, name = {"before the lock": (World, "start"), "preparing": (TokenStore, "open_or_make")}[where]
+    real = getattr(owner, name)
 
-setattr(owner, name, slow)
-sys.argv[1:] = ["train", "--config", str(folder / "slow.json")]
-main()
-"""
+    def slow(*args: Any) -> Any:
+        (folder / "waits").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        return real(*args)
+
+    setattr(owner, name, slow)
+    sys.argv[1:] = ["train", "--config", str(folder / "slow.json")]
+    main()
 
 
 def command(*arguments: str) -> tuple[int, str]:
@@ -72,14 +65,12 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     }
 
 
-def start_slow(folder: Path, config: TrainConfig, where: str) -> subprocess.Popen[str]:
+def start_slow(folder: Path, config: TrainConfig, where: str) -> Started:
     """Return a training process once it has reached its wait."""
     write_json(folder / "slow.json", config.to_dict())
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(folder), where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = Started(train_slowly, folder, where)
     while not (folder / "waits").exists():
-        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert process.runs, process.wait()
         time.sleep(0.05)
     return process
 
@@ -97,9 +88,9 @@ def test_a_run_that_prepares_slowly_has_the_folder_already(tmp_path: Path) -> No
         assert contents(tmp_path / "run") == before
     finally:
         (tmp_path / "go").touch()
-        out, err = slow.communicate()
-    assert slow.returncode == 0, err
-    assert "the model: " in out
+        done = slow.wait()
+    assert done.code == 0, done.err
+    assert "the model: " in done.out
 
 
 def test_a_run_that_comes_late_leaves_a_finished_one_alone(tmp_path: Path) -> None:
@@ -111,8 +102,8 @@ def test_a_run_that_comes_late_leaves_a_finished_one_alone(tmp_path: Path) -> No
         assert "model/model.safetensors" in before and before["metrics.jsonl"][1]
     finally:
         (tmp_path / "go").touch()
-        out, err = slow.communicate()
-    assert slow.returncode == 2 and "has a run; go on with --resume" in err and not out, (out, err)
+        done = slow.wait()
+    assert done.code == 2 and "has a run; go on with --resume" in done.err and not done.out, done
     assert contents(tmp_path / "run") == before
 
 
@@ -146,20 +137,19 @@ def test_ranks_are_refused_together_and_learn_one_tokenizer(tmp_path: Path) -> N
 
 
 def test_a_lock_that_was_removed_is_none(tmp_path: Path) -> None:
-    """A process that could not begin removes its empty metrics.jsonl; another that has just opened that file opens the
-    next."""
-    from lineate.training import report
+    """A process that could not begin removes its empty metrics.jsonl; who has just opened that file opens the next."""
+    fcntl, metrics = pytest.importorskip("fcntl"), tmp_path / "run/metrics.jsonl"
+    lock, made = fcntl.flock, []
 
-    lock, made = report._lock, []
-
-    def removed_once(file: Any, folder: Path) -> None:
-        lock(file, folder)
-        if not made:
-            made.append((folder / "metrics.jsonl").unlink())
+    def removed_once(file: Any, how: int) -> None:
+        lock(file, how)
+        if not made and Path(getattr(file, "name", "")) == metrics:
+            made.append(metrics.unlink())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_lock", removed_once)
+        patch.setattr(fcntl, "flock", removed_once)
         trainer = prepare(make_config(tmp_path))
+    assert made
     with pytest.raises(ValueError, match="is being trained by another process"):
         RunReporter(trainer.config, True).lock()
     trainer.close()

@@ -2,48 +2,44 @@
 
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ranks import Started
 from runs import assert_same_bits, everything, make_config
 
+from lineate.cli import main
 from lineate.training import checkpoint, stopping
 from lineate.training.config import TrainConfig
 from lineate.training.loop import Trainer, TrainingStopped
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
 
-# A run whose fifth step is one call that does not return: the main thread sleeps, and no signal wakes it.
-STUCK = """
-import os, signal, sys, threading, time
-from lineate.cli import main
-from lineate.training import stopping
-from lineate.training.loop import Trainer
 
-signals, stopping.GRACE_SECONDS = [int(x) for x in sys.argv[2].split()], float(sys.argv[3])
-real = Trainer.gradients
+def be_stuck(config: str, signals: list[int], grace: float) -> None:
+    """A run whose fifth step is one call that does not return: the main thread sleeps and no signal wakes it."""
+    real, stopping.GRACE_SECONDS = Trainer.gradients, grace
 
-def send():
-    for number in signals:
-        time.sleep(1.1)  # more than SAME_REQUEST_SECONDS
-        os.kill(os.getpid(), number)
+    def send() -> None:
+        for n, number in enumerate(signals):
+            time.sleep(1.1 * stopping.SAME_REQUEST_SECONDS if n else 0.1)
+            os.kill(os.getpid(), number)
 
-def gradients(self):
-    if self.step == 4:
-        threading.Thread(target=send).start()
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
-        time.sleep(600)
-    return real(self)
+    def gradients(self: Trainer) -> Any:
+        if self.step == 4:
+            threading.Thread(target=send).start()
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+            time.sleep(600)
+        return real(self)
 
-Trainer.gradients = gradients
-sys.argv[1:] = ["train", "--config", sys.argv[1]]
-main()
-"""
+    Trainer.gradients = gradients  # type: ignore[method-assign]
+    sys.argv[1:] = ["train", "--config", config]
+    main()
 
 
 @pytest.fixture(scope="module")
@@ -153,23 +149,21 @@ def test_a_stop_that_cannot_be_saved_says_so(
 @pytest.mark.parametrize(
     ("signals", "grace"),
     [
-        ("15", 0.5),
-        pytest.param("15 15", 1e6, marks=pytest.mark.slow),
-        pytest.param("2 15", 0.5, marks=pytest.mark.slow),
+        ([signal.SIGTERM], 0.5),
+        pytest.param([signal.SIGTERM, signal.SIGTERM], 1e6, marks=pytest.mark.slow),
+        pytest.param([signal.SIGINT, signal.SIGTERM], 0.5, marks=pytest.mark.slow),
     ],
     ids=["once", "twice", "SIGINT first"],
 )
 def test_a_call_without_end_is_cut(
-    finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, signals: str, grace: float
+    finished: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, signals: list[int], grace: float
 ) -> None:
     """The run cannot save then, and earlier checkpoints stay intact."""
     config = make_config(finished[0], out=str(tmp_path / "run"), sample_every=4)
     checkpoint.write_json(tmp_path / "c.json", config.to_dict())
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK, str(tmp_path / "c.json"), signals, str(grace)], capture_output=True, text=True
-    )
+    done = Started(be_stuck, str(tmp_path / "c.json"), signals, grace).wait()
     message = f"lineate: stopped at once after step 4; go on with lineate train --resume {config.out}, from step 3"
-    assert done.returncode == 1 and done.stderr == f"{message}: later ones were not saved\n", done.stderr
+    assert done.code == 1 and done.err == f"{message}: later ones were not saved\n", done.err
     resume_and_compare(config, finished)
 
 
