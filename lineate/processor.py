@@ -27,10 +27,6 @@ def forget() -> None:
     _multiplies.cache_clear()
 
 
-# What torch.compiler.assume_constant_result does, without its import of torch._dynamo, which takes seconds.
-multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 @functools.cache
 def _multiplies(dtype: torch.dtype) -> bool:
     if dtype not in _SWITCHES:

@@ -182,14 +182,19 @@ def register(kind: MixerKind) -> MixerKind:
 
 
 @contextmanager
-def temporary_rows() -> Iterator[None]:
+def temporary_rows(users: bool = True) -> Iterator[None]:
     """Undo, at the end of a `with` block, all that was registered inside of it, as tests of a mixer need.
 
     Other threads must not register meanwhile: their rows would be removed too.
+
+    Args:
+        users: whether the rows that users registered before are there inside of the block, too.
     """
     global _KINDS, _REGISTERED_BY
     with _LOCK:
         before = _KINDS.copy(), _REGISTERED_BY.copy()
+        if not users:
+            _KINDS = {letter: kind for letter, kind in _KINDS.items() if kind.built_in}
     try:
         yield
     finally:

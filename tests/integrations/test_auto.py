@@ -262,11 +262,17 @@ class OwnMixer(layers.GatedLinearAttention):
             self.shift.uniform_(5, 6)
 
 
+@pytest.fixture
+def own_mixer():
+    """A user's mixer of the letter Z, until the test ends."""
+    with layers.registry.temporary_rows():
+        layers.register(layers.MixerKind("Z", "own", "Own", LinearConfig, OwnMixer.from_config))
+        yield
+
+
 @pytest.mark.parametrize("lacks", [(), ("gain", "shift"), ("shift",), ("in_proj",)])
-def test_missing_tensors_of_a_users_mixer_are_initialised(tmp_path, monkeypatch, lacks):
+def test_missing_tensors_of_a_users_mixer_are_initialised(tmp_path, own_mixer, lacks):
     """Loaded tensors are left as they are, also by a reset_parameters that writes in place."""
-    monkeypatch.setattr(layers.registry, "_KINDS", dict(layers.registry._KINDS))
-    layers.register(layers.MixerKind("Z", "own", "Own", LinearConfig, OwnMixer.from_config))
     config = replace(CONFIGS["DRL"], pattern="ZR", mixers={"own": LinearConfig(2, 2, 8, 8)})
     model = HybridLM(config)
     with torch.no_grad():

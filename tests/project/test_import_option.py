@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,16 +23,20 @@ from lineate.models import FeedConfig, HybridConfig, HybridLM, LinearConfig
 EXAMPLE = Path(__file__).parents[2] / "examples/own_rule.py"
 
 
-def lineate(*words):
-    """Run a command; return its exit code and all that it printed."""
-    done = CliRunner().invoke(build_app(), list(map(str, words)))
-    return done.exit_code, " ".join((done.stdout + done.stderr).split())
-
-
-def forget(monkeypatch):
-    """Take own_rule out of Python's modules and lineate's rows, as in a new process."""
-    monkeypatch.setattr(registry, "_KINDS", {x: kind for x, kind in registry._KINDS.items() if kind.built_in})
+@contextmanager
+def new_process():
+    """Without own_rule among Python's modules and lineate's rows, before and after."""
     sys.modules.pop("own_rule", None)
+    with registry.temporary_rows(users=False):
+        yield
+    sys.modules.pop("own_rule", None)
+
+
+def lineate(*words):
+    """Run a command as in a process of its own; return its exit code and all that it printed."""
+    with new_process():
+        done = CliRunner().invoke(build_app(), list(map(str, words)))
+    return done.exit_code, " ".join((done.stdout + done.stderr).split())
 
 
 @pytest.fixture
@@ -41,15 +46,12 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [x for x in sys.path if x])
     shutil.copy(EXAMPLE, tmp_path)
     make_config(tmp_path)
-    forget(monkeypatch)
-    with monkeypatch.context() as patch:
+    with new_process(), monkeypatch.context() as patch:
         patch.syspath_prepend(tmp_path)
         __import__("own_rule")
         sizes = LinearConfig(heads=2, value_heads=2, key_dim=16, value_dim=16)
         HybridLM(HybridConfig(257, 32, 2, "Z", mixers={"mamba2": sizes}, feed=FeedConfig(48))).save_pretrained("own")
-    forget(monkeypatch)
     yield tmp_path
-    sys.modules.pop("own_rule", None)
 
 
 TRAIN = ("train", "--model", "own", "--data", "texts", "--out", "run", "--cache", "cache", "--length", 32, "--rows", 4,
@@ -70,12 +72,11 @@ def test_commands_know_the_mixer(folder, name):
     assert code == 0 and expected in text
 
 
-def test_a_run_is_trained_inspected_and_generates(folder, monkeypatch):
+def test_a_run_is_trained_inspected_and_generates(folder):
     """Each command imports the module anew, as a process of its own does; the option may be repeated."""
     code, text = lineate("--import", "json", "--import", "own_rule", *TRAIN)
     assert code == 0, text
     for words in (("inspect", "run"), ("generate", "run", "--prompt", "the", "--tokens", 3)):
-        forget(monkeypatch)
         code, text = lineate(*words)
         assert code == 2 and "lineate --import own_rule ..." in text
         code, text = lineate("--import", "own_rule", *words)

@@ -1,6 +1,7 @@
 """A configuration of a user's mixer may have dataclasses inside; what config.json cannot hold is refused."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,9 +40,9 @@ class Nothing(nn.Module):
 
 
 @pytest.fixture
-def kind(monkeypatch) -> MixerKind:
-    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
-    return MixerKind("Y", "nothing", "Nothing", Other, lambda model, config: Nothing())
+def kind() -> Iterator[MixerKind]:
+    with registry.temporary_rows():
+        yield MixerKind("Y", "nothing", "Nothing", Other, lambda model, config: Nothing())
 
 
 @dataclass(frozen=True)
