@@ -193,12 +193,17 @@ class LinearMixer(nn.Module):
         """Run the rule, and return the output gate too. owned: whether the rule may overwrite the memory in place."""
         inputs = self.rule_inputs(q, k, v, gates)
         tensors = [x for x in inputs[:5] if x is not None]  # q, k, v, log_decay, beta
-        op: Callable[..., Attended[Tensor]]
+        attended = run_rule(self.rule_op(inputs, owned), tensors, memory, bounds, corrects=inputs.beta is not None)
+        return attended, self.output_gate(gates)
+
+    def rule_op(self, inputs: Inputs, owned: bool = False) -> Callable[..., Attended[Tensor]]:
+        """Return the op that runs these inputs: op(q, k, v, *gates, state=..., cu_seqlens=...).
+
+        owned: whether it may overwrite the memory in place.
+        """
         if inputs.A_log is None:
-            op = partial(_op_of(inputs), normalize_qk=self.normalize_qk)
-        else:
-            op = partial(self._from_raw_gates, inputs.A_log, inputs.dt_bias, owned)
-        return run_rule(op, tensors, memory, bounds, corrects=inputs.beta is not None), self.output_gate(gates)
+            return partial(_op_of(inputs), normalize_qk=self.normalize_qk)
+        return partial(self._from_raw_gates, inputs.A_log, inputs.dt_bias, owned)
 
     def _from_raw_gates(
         self, A_log: Tensor, dt_bias: Tensor | None, owned: bool, *tensors: Tensor, state: Tensor | None,

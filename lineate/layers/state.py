@@ -197,6 +197,10 @@ class TokenCache:
         lengths = self.lengths if isinstance(self.lengths, int) else self.lengths.to(device)
         return TokenCache({name: self[name].to(device) for name in self.names}, lengths)
 
+    def reserve(self, n: int) -> "TokenCache":
+        """Return a copy with room for n tokens a row in all, so that append copies nothing before they are used up."""
+        return self._over(_Buffer(self._grown(max(n, self.n), 0).tensors, self.n), self.n, self.lengths)
+
     def append(self, new: dict[str, Tensor]) -> "TokenCache":
         """Return the cache with t more tokens in every row, new `rows t ...`.
 
@@ -229,6 +233,29 @@ class TokenCache:
                 else:
                     buffer.tensors[name].index_put_(where, x)
         return self._over(buffer, n + t, self.lengths + t)
+
+    def copy(self, room: int) -> "TokenCache":
+        """Return a copy with `room` more entries of 0 in every row; they are not counted as tokens."""
+        return self._over(self._grown(self.n + room, 0), self.n + room, self.lengths)
+
+    @property
+    def writable(self) -> bool:
+        """Whether entries may be overwritten here: torch forbids it for what was made in inference mode, outside it."""
+        first = next(iter(self._buffer.tensors.values()))
+        return not first.is_inference() or torch.is_inference_mode_enabled()
+
+    def cut(self, n: int, lengths: int | Tensor) -> "TokenCache":
+        """Return the first n entries in the same memory, and free the room after them; this cache must not be used on.
+
+        Args:
+            n: entries that are kept, at least the longest row's.
+            lengths: tokens of each row that are kept; an int if all rows have as many.
+        """
+        buffer = self._buffer
+        with _CLAIMING:
+            if buffer.taken == self.n:
+                buffer.taken = n
+        return self._over(buffer, n, lengths)
 
     def append_packed(self, new: dict[str, Tensor], cu_seqlens: Tensor) -> "TokenCache":
         """Return a copy with the tokens of packed sequences, one sequence a row: new `1 t ...`.

@@ -1,0 +1,377 @@
+"""Trails: one pass over guessed tokens, from which every row may take back as many as it likes.
+
+    y, trailed = trail(mixer, x, state)       # x `b t hidden`; y as from mixer(x, state)
+    state = trailed.after(counts)             # row r as it is after the first counts[r] tokens of x; 0: as it was given
+
+Speculative decoding reads a few guessed tokens and keeps those that were guessed well. A memory of fixed size cannot be
+shortened, so a trail knows the memory after every token:
+
+    linear rules   projections, convolution, norm and output run once over all tokens; only the rule goes token by token
+    attention      one pass; entries of rejected tokens are overwritten with zeros, and the lengths are set back
+    other mixers   the mixer itself, token by token, so that this holds for every mixer
+
+Rejected tokens leave nothing behind, even if they were not finite.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lineate import checks
+from lineate.call import Inputs
+from lineate.decoding import decode
+from lineate.layers.entry import check_call
+from lineate.layers.mixer import LinearMixer
+from lineate.layers.projection import project
+from lineate.layers.state import LayerState, Memory, TokenCache
+
+KEPT = ("auto", "states", "inputs")
+
+
+class Trail(Protocol):
+    """The states of a layer after each of the tokens of one pass."""
+
+    def after(self, counts: Tensor, into: Mapping[str, Tensor] | None = None) -> LayerState:
+        """Return the state whose row r has read the first counts[r] tokens; 0 is the state that was given.
+
+        On a GPU nothing waits for the device. Counts on a CPU avoid copies, and keep the caches as short as can be.
+
+        Args:
+            counts: `rows`, int, each in 0 .. t.
+            into: tensors `rows ...` that a memory is written to, by name; they may be those of the state that was
+                given, and then the trail must not be used again. Caches are always cut in place, at the first call.
+        """
+        ...
+
+
+@torch.no_grad()
+def trail(mixer: nn.Module, x: Tensor, state: LayerState, keep: str = "auto") -> tuple[Tensor, Trail]:
+    """Run a mixer on guessed tokens, and return y `b t hidden` and the states after each token. There are no gradients.
+
+    Args:
+        mixer: any mixer of the registry.
+        x: `b t hidden`, t tokens that follow those of the state in every row.
+        state: what the mixer returned; it is not changed.
+        keep: what a linear rule keeps: "states", the memory after every token, or "inputs", from which `after` runs the
+            rule once more, in one launch and without memory for t states; "auto" is "inputs" on a GPU. Both give the
+            same bits there. Other mixers do not read it.
+    """
+    checks.check_choice("keep", keep, KEPT)
+    if not isinstance(state, Memory | TokenCache):
+        raise TypeError(
+            f"state must be a Memory or a TokenCache, got {type(state).__name__}; read the first token of every row "
+            "with the mixer itself"
+        )
+    if getattr(mixer, "context", None) is not None:
+        raise ValueError("mixer must not be under context parallelism to guess tokens; use a copy on one device")
+    if isinstance(state, TokenCache):
+        return _cached(mixer, x, state)
+    state = Memory(state.tensors)  # nothing may be overwritten before the tokens are chosen
+    if isinstance(mixer, LinearMixer) and type(mixer).forward is LinearMixer.forward and not _hooked(mixer):
+        return _linear(mixer, x, state, keep)
+    outputs, states = [], [state]
+    for i in range(x.shape[1]):
+        y, now = mixer(x[:, i : i + 1], states[-1])
+        outputs.append(y)
+        states.append(now)
+    stored = {name: Stored([each[name] for each in states]) for name in state.names}
+    return torch.cat(outputs, 1), MemoryTrail(stored, x.shape[1])
+
+
+def _hooked(mixer: nn.Module) -> bool:
+    """Whether something runs around the mixer's forward, which its parts would not see."""
+    return bool(mixer._forward_hooks or mixer._forward_pre_hooks or "forward" in vars(mixer))
+
+
+def check_counts(counts: Tensor, rows: int, t: int) -> None:
+    """Raise unless counts are `rows` integers in 0 .. t; values on a GPU are not read."""
+    if not isinstance(counts, Tensor):
+        raise TypeError(f"counts must be a torch.Tensor, got {type(counts).__name__}")
+    if counts.shape != (rows,) or counts.is_floating_point() or counts.dtype == torch.bool:
+        raise ValueError(f"counts must be integers of shape (rows,) = ({rows},), got {tuple(counts.shape)}")
+    if counts.device.type == "cpu" and not torch.compiler.is_compiling() and rows:
+        low, high = (int(n) for n in counts.aminmax())
+        if low < 0 or high > t:
+            raise ValueError(f"counts must lie in 0 .. {t}, the tokens of the trail, got {low} .. {high}")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a memory after 0 .. t tokens.
+
+    Args:
+        versions: t + 1 tensors `rows ...`, or one `t+1 rows ...`.
+    """
+
+    versions: Sequence[Tensor] | Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.versions[0].shape[0]
+
+    def after(self, counts: Tensor, into: Tensor | None) -> Tensor:
+        """Return the tensor whose row r has read counts[r] tokens."""
+        versions = self.versions
+        if counts.device.type == "cpu":
+            wanted = counts.tolist()
+            if all(n == wanted[0] for n in wanted):
+                chosen = versions[wanted[0]]
+            else:
+                chosen = torch.stack([versions[n][row] for row, n in enumerate(wanted)])
+        else:
+            stacked = versions if isinstance(versions, Tensor) else torch.stack(list(versions))  # t+1 rows ...
+            chosen = stacked[counts.long(), torch.arange(counts.shape[0], device=counts.device)]
+        return chosen if into is None else into.copy_(chosen)
+
+
+@dataclass(frozen=True)
+class MemoryTrail:
+    """The states of a mixer whose memory was kept after every token.
+
+    Args:
+        tensors: by name.
+        t: tokens of the trail.
+    """
+
+    tensors: Mapping[str, Stored]
+    t: int
+
+    @torch.no_grad()
+    def after(self, counts: Tensor, into: Mapping[str, Tensor] | None = None) -> Memory:
+        """Return the memory whose row r has read the first counts[r] tokens; see Trail."""
+        check_counts(counts, next(iter(self.tensors.values())).rows, self.t)
+        return Memory({name: x.after(counts, None if into is None else into[name]) for name, x in self.tensors.items()})
+
+
+def _linear(mixer: LinearMixer, x: Tensor, state: Memory, keep: str) -> tuple[Tensor, Trail]:
+    """Run a mixer with a linear rule: everything but the rule runs once over all tokens."""
+    check_call(mixer, x, state, None)
+    mixed, *gates = mixer.project(x)
+    taps = None
+    if mixer.conv is not None:
+        taps = torch.cat((state["conv"], mixed.transpose(1, 2)), 2)  # rows channels size-1+t
+        mixed, _ = mixer.conv(mixed, state["conv"])
+    qkv, memory = mixer.split_heads(mixed), state["memory"]
+    kept: Stored | Replay
+    if type(mixer).attend is not LinearMixer.attend:  # it may do more than run the rule
+        output, z, kept = _attend_each(mixer, qkv, gates, memory)
+    else:
+        inputs, z = mixer.rule_inputs(*qkv, gates), mixer.output_gate(gates)
+        if keep == "inputs" or (keep == "auto" and x.is_cuda):
+            kept = Replay(inputs, mixer.normalize_qk, mixer.beta_scale, memory)
+            output = kept.read()
+        elif x.is_cuda:
+            output, kept = _slot_each(mixer, inputs, memory)
+        else:
+            output, kept = _step_each(mixer, inputs, memory)
+    y = mixer.norm(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim)))
+    return project(mixer.out_proj, y.flatten(2)), LinearTrail(taps, kept, x.shape[1])
+
+
+def _attend_each(
+    mixer: LinearMixer, qkv: tuple[Tensor, Tensor, Tensor], gates: list[Tensor], memory: Tensor
+) -> tuple[Tensor, Tensor, Stored]:
+    """Run mixer.attend token by token; return its outputs, the output gates, and the memory after 0 .. t tokens."""
+    outputs, versions = [], [memory]
+    for i in range(qkv[0].shape[1]):
+        now = slice(i, i + 1)
+        q, k, v = (x[:, now] for x in qkv)
+        (output, after), z = mixer.attend(q, k, v, [gate[:, now] for gate in gates], versions[-1], None, False)
+        outputs.append((output, z))
+        versions.append(after)
+    output, z = (torch.cat(each, 1) for each in zip(*outputs, strict=True))
+    return output, z, Stored(versions)
+
+
+def _step_each(mixer: LinearMixer, inputs: Inputs, memory: Tensor) -> tuple[Tensor, Stored]:
+    """Run the rule token by token, as decoding does; return its outputs, and the memory after 0 .. t tokens."""
+    op, tensors = mixer.rule_op(inputs), [x for x in inputs[:5] if x is not None]
+    outputs, versions = [], [memory]
+    for i in range(inputs.q.shape[1]):
+        output, after = op(*(x[:, i : i + 1] for x in tensors), state=versions[-1], cu_seqlens=None)
+        outputs.append(output)
+        versions.append(after)
+    return torch.cat(outputs, 1), Stored(versions)
+
+
+def _slot_each(mixer: LinearMixer, inputs: Inputs, memory: Tensor) -> tuple[Tensor, Stored]:
+    """Run the rule in one launch that writes the memory after every token; return the output and the memories."""
+    rows, t = inputs.q.shape[:2]
+    versions = memory.new_empty(t + 1, *memory.shape)
+    versions[0] = memory
+    slots = torch.arange((t + 1) * rows, device=memory.device).view(t + 1, rows)
+    pool = versions.view(-1, *memory.shape[1:])
+    output = _decode(inputs, mixer.normalize_qk, mixer.beta_scale, pool, slots[1:].T.contiguous())
+    return output, Stored(versions)
+
+
+def _decode(inputs: Inputs, normalize_qk: bool, beta_scale: float, pool: Tensor, slots: Tensor) -> Tensor:
+    """Run the rule from the first rows of a pool, and write the memory after token i of row r to pool[slots[r, i]]."""
+    raw = inputs.A_log is not None
+    return decode(
+        *inputs[:5],
+        state=pool,
+        slots=slots,
+        start_slots=torch.arange(slots.shape[0], device=slots.device),
+        normalize_qk=raw or normalize_qk,
+        raw_gates=raw,
+        A_log=inputs.A_log,
+        dt_bias=inputs.dt_bias,
+        beta_scale=beta_scale if raw else 1.0,
+    )
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a linear rule was called with: the memory after some of its tokens costs one launch, and no room before.
+
+    Args:
+        inputs: the rule's arguments, without a state.
+        normalize_qk: whether the rule normalises q and k.
+        beta_scale: the largest beta of raw gates.
+        memory: `rows hv k v`, before the first token.
+    """
+
+    inputs: Inputs
+    normalize_qk: bool
+    beta_scale: float
+    memory: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.memory.shape[0]
+
+    def read(self) -> Tensor:
+        """Return the rule's output of all tokens; no memory is written."""
+        rows, t = self.inputs.q.shape[:2]
+        nowhere = torch.full((rows, t), -1, device=self.memory.device)
+        return _decode(self.inputs, self.normalize_qk, self.beta_scale, self.memory, nowhere)
+
+    def after(self, counts: Tensor, into: Tensor | None) -> Tensor:
+        """Return the memory whose row r has read counts[r] tokens."""
+        if into is None:
+            into = self.memory.clone()
+        elif into.data_ptr() != self.memory.data_ptr():
+            into.copy_(self.memory)
+        rows, t = self.inputs.q.shape[:2]
+        steps, own = torch.arange(1, t + 1, device=into.device), torch.arange(rows, device=into.device)[:, None]
+        slots = torch.where(steps == counts.to(into.device)[:, None], own, -1)  # rows t: only the last kept one writes
+        _decode(self.inputs, self.normalize_qk, self.beta_scale, into, slots)
+        return into
+
+
+@dataclass(frozen=True)
+class LinearTrail:
+    """The states of a mixer with a linear rule.
+
+    Args:
+        taps: the convolution's inputs, `rows channels size-1+t`, those of the given state first; None: it has none.
+        memory: the memory after every token, or what it is made from.
+        t: tokens of the trail.
+    """
+
+    taps: Tensor | None
+    memory: Stored | Replay
+    t: int
+
+    @torch.no_grad()
+    def after(self, counts: Tensor, into: Mapping[str, Tensor] | None = None) -> Memory:
+        """Return the memory whose row r has read the first counts[r] tokens; see Trail."""
+        check_counts(counts, self.memory.rows, self.t)
+        tensors = {}
+        if self.taps is not None:
+            size = self.taps.shape[2] - self.t
+            at = counts.to(self.taps.device).long()[:, None, None] + torch.arange(size, device=self.taps.device)
+            last = self.taps.gather(2, at.expand(-1, self.taps.shape[1], -1))  # rows channels size-1
+            tensors["conv"] = last if into is None else into["conv"].copy_(last)
+        tensors["memory"] = self.memory.after(counts, None if into is None else into["memory"])
+        return Memory(tensors)
+
+
+class _Noted(TokenCache):
+    """A cache that notes the next entries, and puts zeros where they are not finite.
+
+    Attention multiplies the entries of later tokens by 0, which would spread what is not finite to earlier tokens.
+    """
+
+    def __init__(self, cache: TokenCache) -> None:
+        vars(self).update(vars(cache))
+        self.cache = cache
+        self.new: dict[str, Tensor] = {}
+        self.finite: Tensor | None = None
+
+    def append(self, new: dict[str, Tensor]) -> TokenCache:
+        self.new = new
+        self.finite = torch.stack([x.flatten(2).isfinite().all(-1) for x in new.values()]).all(0)  # rows t
+        return self.cache.append({name: _where(self.finite, x) for name, x in new.items()})
+
+
+def _where(kept: Tensor, entries: Tensor) -> Tensor:
+    """Return entries `rows t ...` with zeros where a token is not kept."""
+    return entries.masked_fill(~kept.view(*kept.shape, *[1] * (entries.dim() - 2)), 0)
+
+
+def _cached(mixer: nn.Module, x: Tensor, state: TokenCache) -> tuple[Tensor, Trail]:
+    """Run a mixer that keeps an entry a token: in one pass, since entries can be taken back."""
+    first = state[state.names[0]]  # packed rows are padded here
+    given = _Noted(state)
+    y, appended = mixer(x, given)
+    if given.finite is not None:
+        spoilt = (~given.finite).cumsum(1) > 0  # a token that is not finite spoils itself and those after it
+        y = y.masked_fill(spoilt[..., None], torch.nan)
+        new = given.new
+    else:  # a mixer that joins the entries itself
+        at = _positions(state.lengths, first, x.shape[1])
+        new = {name: appended[name][at] for name in appended.names}
+    return y, CacheTrail(state, appended, new)
+
+
+def _positions(lengths: int | Tensor, cached: Tensor, t: int) -> tuple[Tensor, Tensor]:
+    """Return where the t entries after the first lengths[r] ones of every row lie: rows and positions, `rows t`."""
+    steps = torch.arange(t, device=cached.device)
+    at = (steps + lengths).expand(cached.shape[0], -1) if isinstance(lengths, int) else lengths[:, None] + steps
+    return torch.arange(cached.shape[0], device=cached.device)[:, None].expand_as(at), at
+
+
+class CacheTrail:
+    """The states of a mixer that keeps an entry a token.
+
+    Args:
+        given: the cache before the trail.
+        appended: the cache with all its tokens.
+        new: the entries of these tokens, `rows t ...`.
+    """
+
+    def __init__(self, given: TokenCache, appended: TokenCache, new: dict[str, Tensor]) -> None:
+        self.given, self.new = given, new
+        self._appended: TokenCache | None = appended
+        self.t = next(iter(new.values())).shape[1]
+
+    @torch.no_grad()
+    def after(self, counts: Tensor, into: Mapping[str, Tensor] | None = None) -> TokenCache:
+        """Return the cache whose row r has the first counts[r] tokens; see Trail. Later calls copy the cache."""
+        check_counts(counts, self.given.rows, self.t)
+        cache, self._appended = self._appended, None
+        if cache is None or not cache.writable:
+            cache = self.given.copy(self.t)
+        at = _positions(self.given.lengths, cache[cache.names[0]], self.t)
+        kept = torch.arange(self.t, device=at[0].device) < counts.to(at[0].device)[:, None]  # rows t
+        for name, entries in self.new.items():
+            cache[name].index_put_(at, _where(kept, entries))
+        lengths, n = self._lengths_after(counts, at[0].device)
+        return cache.cut(min(n, cache.n), lengths)
+
+    def _lengths_after(self, counts: Tensor, device: torch.device) -> tuple[int | Tensor, int]:
+        """Return the tokens of each row, and a bound of them, exact if it can be known without waiting."""
+        given = self.given.lengths
+        if counts.device.type != "cpu":
+            return given + counts.to(device), self.given.n + self.t
+        most = int(counts.max())
+        if isinstance(given, int):
+            same = most == int(counts.min())
+            return given + most if same else given + counts.to(device), given + most
+        lengths = given + counts.to(device)
+        return lengths, int(lengths.max()) if lengths.device.type == "cpu" else self.given.n + most

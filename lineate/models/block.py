@@ -1,0 +1,91 @@
+"""A block of a model: a mixer and a feed-forward, each with a norm and a residual.
+
+x = x + mixer(norm(x))      x = x + feed(norm(x))
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lineate.layers import LayerState, MixtureOfExperts, RMSNorm, SwiGLU, TensorSpec, kind_of
+from lineate.layers.context import Bounds
+from lineate.layers.entry import check_result
+from lineate.layers.registry import check_made
+from lineate.layers.trail import Trail, trail
+from lineate.models.config import HybridConfig
+
+_Kept = TypeVar("_Kept")
+
+
+def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
+    """Make the mixer of a pattern's letter."""
+    kind = kind_of(letter)
+    return check_made(kind, kind.make(config, config.part(kind)))
+
+
+def make_feed(config: HybridConfig, layer: int) -> nn.Module:
+    """Make a layer's feed-forward."""
+    if not config.has_experts(layer):
+        assert config.feed is not None
+        return SwiGLU(config.hidden_size, config.feed.size)
+    experts = config.experts
+    assert experts is not None
+    return MixtureOfExperts(
+        config.hidden_size, experts.count, experts.active, experts.size, shared_size=experts.shared_size,
+        shared_gate=experts.shared_gate, scores=experts.scores, renormalize=experts.renormalize, scale=experts.scale,
+        groups=experts.groups, active_groups=experts.active_groups,
+    )  # fmt: skip
+
+
+class Block(nn.Module):
+    """A mixer and a feed-forward with residuals; norm_after normalises their outputs instead of their inputs."""
+
+    recompute: bool = False
+    """Keep only the input for the backward pass, which computes the rest again."""
+    _checked: tuple[TensorSpec, ...] | None = None
+    """The state_spec that the results of a mixer of the user's own are compared with; None: it is one of lineate."""
+
+    def __init__(self, config: HybridConfig, layer: int) -> None:
+        super().__init__()
+        letter = config.letters[layer]
+        self.norm_after = letter in config.norm_after
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
+        self.mixer = make_mixer(config, letter)
+        specs: tuple[TensorSpec, ...] = self.mixer.state_spec  # type: ignore[assignment]
+        self.state_names = tuple(spec.name for spec in specs)
+        if not kind_of(letter).built_in:
+            self._checked = specs
+        self.feed_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
+        self.feed = make_feed(config, layer)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None = None, cu_seqlens: Bounds = None
+    ) -> tuple[Tensor, LayerState]:
+        """Run the block on x `b t hidden`."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.mix_and_feed, x, state, cu_seqlens, use_reentrant=False)
+        return self.mix_and_feed(x, state, cu_seqlens)
+
+    def trail(self, x: Tensor, state: LayerState, keep: str = "auto") -> tuple[Tensor, Trail]:
+        """Run the block on guessed tokens x `b t hidden`; return the mixer's states after each (layers/trail.py)."""
+        return self._around(x, lambda y: trail(self.mixer, y, state, keep))
+
+    def mix_and_feed(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
+        """Add the mixer's output to x `b t hidden`, then that of the feed-forward."""
+        return self._around(x, lambda y: self._mix(y, state, cu_seqlens))
+
+    def _around(self, x: Tensor, mix: Callable[[Tensor], tuple[Tensor, _Kept]]) -> tuple[Tensor, _Kept]:
+        if self.norm_after:
+            y, kept = mix(x)
+            x = x + self.mixer_norm(y)
+            return x + self.feed_norm(self.feed(x)), kept
+        y, kept = mix(self.mixer_norm(x))
+        x = x + y
+        return x + self.feed(self.feed_norm(x)), kept
+
+    def _mix(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
+        result = self.mixer(x, state, cu_seqlens)
+        return result if self._checked is None else check_result(self.mixer, self._checked, result, x, cu_seqlens)
