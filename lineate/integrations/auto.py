@@ -41,7 +41,7 @@ FROM_TRANSFORMERS = frozenset({
     "model_type", "auto_map", "torch_dtype", "name_or_path", "_name_or_path", "_commit_hash", "num_labels",
     "attn_implementation", "experts_implementation", "output_attentions",
 })  # fmt: skip
-MODEL_PARTS = ("embed", "layers", "norm", "head")
+MODEL_PARTS = ("embed", "layers", "norm", "head", "prediction")
 
 
 class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -77,6 +77,7 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
     pad_token_id: int | None = None
     family: str = "lineate"
     mixers: dict[str, Any] | None = None
+    prediction: bool = False
 
     def __post_init__(self, **others: Any) -> None:  # transformers passes keys that are not fields
         if unknown := sorted(set(others) - FROM_TRANSFORMERS):
@@ -213,6 +214,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     layers: nn.ModuleList
     norm: nn.Module
     head: nn.Linear | None
+    prediction: nn.Module | None
 
     def __init__(self, config: LineateConfig) -> None:
         super().__init__(config)

@@ -13,7 +13,7 @@ Letters that lineate.layers.register has added are allowed too; `mixers` has the
 
 import json
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, get_origin, get_type_hints
 
 from lineate.layers import kinds
@@ -119,6 +119,7 @@ class HybridConfig:
         pad_token_id: the token that fills a batch's rows, if there is one.
         family: where it came from: "lineate", or the model_type of its checkpoint.
         mixers: configurations of mixers that were registered by you, by the name of their kind.
+        prediction: whether there is a head that predicts the tokens after the next, with a block of attention.
     """
 
     vocab_size: int
@@ -143,6 +144,7 @@ class HybridConfig:
     pad_token_id: int | None = None
     family: str = "lineate"
     mixers: dict[str, Any] = field(default_factory=dict, hash=False)
+    prediction: bool = False
     letters: str = field(init=False)
     """The pattern, tiled: n_layers letters."""
 
@@ -151,8 +153,8 @@ class HybridConfig:
         return f"HybridConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Accept pickles of earlier versions, which have no field `mixers`."""
-        self.__dict__.update({"mixers": {}} | state)
+        """Accept pickles of earlier versions, which lack the newest fields."""
+        self.__dict__.update({"mixers": {}, "prediction": False} | state)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -169,6 +171,8 @@ class HybridConfig:
             raise ValueError(f"dense_layers must lie in 0 .. {self.n_layers - 1}, got {show(self.dense_layers)}")
         if self.feed is None and (self.experts is None or self.dense_layers):
             raise ValueError("feed must be given, the size of the dense feed-forward, got None")
+        if self.prediction and self.attention is None:
+            raise ValueError("attention must be given for the block of prediction, got None")
         given = {name: getattr(self, name) for name in _PARTS} | self.mixers
         for name, part in given.items():
             if part is not None:
@@ -209,6 +213,10 @@ class HybridConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
         return self.experts is not None and layer not in self.dense_layers
+
+    def of_prediction(self) -> "HybridConfig":
+        """Return the configuration of the one block that prediction has: attention, with experts if there are any."""
+        return replace(self, n_layers=1, pattern="A", dense_layers=(), norm_after="", mixers={}, prediction=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values as JSON can hold them; for mixers of your own, also the modules to import first."""

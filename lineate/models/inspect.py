@@ -31,7 +31,7 @@ class Description:
     bytes_by_dtype: dict[str, int]
     """Bytes on disk of all tensors."""
     ignored_bytes: int
-    """Bytes on disk that are not needed by the model (vision, multi-token prediction)."""
+    """Bytes on disk that are not needed by the model, such as those of a vision encoder."""
     state_dtype: str
     """The dtype of the convolution's inputs and of the cache; the memory is float32."""
     memory_bytes: int
@@ -71,13 +71,14 @@ def describe(folder: str | Path) -> Description:
     used = {piece.source for pieces in plan.pieces.values() for piece in pieces}
     dtype = stored_dtype(checkpoint)
     parameters = sum(x.numel() for x in model.parameters())
+    predicting = 0 if model.prediction is None else sum(x.numel() for x in model.prediction.parameters())
     memory, conv, cache = _state_bytes(model.to(dtype))
     return Description(
         folder=checkpoint.folder,
         family=str(checkpoint.config["model_type"]),
         config=config,
         parameters=parameters,
-        active_parameters=parameters - idle_parameters(model),
+        active_parameters=parameters - idle_parameters(model.layers) - predicting,
         bytes_by_dtype=dict(sorted(sizes.items(), key=lambda item: -item[1])),
         ignored_bytes=sum(entry.nbytes for name, entry in checkpoint.entries.items() if name not in used),
         state_dtype=str(dtype).removeprefix("torch."),

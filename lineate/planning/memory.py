@@ -6,7 +6,7 @@ and state_spec are added up.
     state(batch, tokens) = batch * (memory + conv + tokens * cache_per_token)        total = weights + state
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -75,10 +75,12 @@ class MemoryPlan:
     """Dtype of the convolution state."""
     cache_dtype: torch.dtype
     """Dtype of the cache."""
+    prediction: int = 0
+    """Bytes of the head of multi-token prediction, which only guessing runs; 0 if there is none."""
 
     @property
     def weights(self) -> int:
-        return self.embedding + self.head + self.norm + sum(layer.weights for layer in self.layers)
+        return self.embedding + self.head + self.norm + self.prediction + sum(layer.weights for layer in self.layers)
 
     @property
     def memory(self) -> int:
@@ -148,6 +150,8 @@ def plan_memory(
         )
         idle += idle_parameters(block)
     parameters = sum(x.numel() for x in empty.parameters())
+    if empty.prediction is not None:
+        idle += sum(x.numel() for x in empty.prediction.parameters())
     return MemoryPlan(
         model=model,
         layers=tuple(layers),
@@ -159,6 +163,7 @@ def plan_memory(
         state_dtype=dtypes.state,
         conv_dtype=dtypes.conv,
         cache_dtype=dtypes.cache,
+        prediction=0 if empty.prediction is None else weight_bytes(empty.prediction, model.dtype),
     )
 
 
@@ -239,7 +244,7 @@ def plan_training(
         raise ValueError(f"dtype must be 'float32' or 'bfloat16' (autocast), got {dtype!r}")
     if optimizer not in ("adamw", "muon"):
         raise ValueError(f"optimizer must be 'adamw' or 'muon', got {optimizer!r}")
-    config, half = model.config, dtype == "bfloat16"
+    config, half = replace(model.config, prediction=False), dtype == "bfloat16"  # `lineate train` leaves it out
     empty = empty_model(config)
     everything = {name: x.numel() for name, x in empty.named_parameters()}
     matrices = _matrices(empty)

@@ -140,6 +140,7 @@ def _weights(plan: MemoryPlan) -> PlanNumbers:
         "embedding_bytes": plan.embedding,
         "head_bytes": plan.head,
         "norm_bytes": plan.norm,
+        "prediction_bytes": plan.prediction,
     }
 
 

@@ -438,7 +438,7 @@ def test_hub_name_that_cannot_be_fetched(monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
 
     def fail(name, allow_patterns):
-        assert allow_patterns == ["*.json", "*.safetensors"]
+        assert allow_patterns == ["*.json", "*.jinja", "tiktoken.model", "*.safetensors"]
         raise OSError("no connection\nand more")
 
     monkeypatch.setattr(hub, "snapshot_download", fail)

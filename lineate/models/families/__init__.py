@@ -45,10 +45,12 @@ def read_config(checkpoint: Checkpoint) -> HybridConfig:
         if kind == OWN:
             own = {key: value for key, value in checkpoint.config.items() if key not in OF_TRANSFORMERS}
             config = HybridConfig.from_dict(own)
+            config = replace(config, eos_token_ids=_all_eos(checkpoint, config))
         else:
             config = FAMILIES[kind].config_from(checkpoint.config)
             family = kind if config.family == OWN else config.family
-            config = replace(config, family=family, eos_token_ids=_all_eos(checkpoint, config))
+            predicts = FAMILIES[kind].predicts(config, checkpoint.shapes)
+            config = replace(config, family=family, eos_token_ids=_all_eos(checkpoint, config), prediction=predicts)
     except (TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
         why = str(error) or type(error).__name__
         raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {why}") from None
@@ -67,7 +69,9 @@ def make_plan(checkpoint: Checkpoint, config: HybridConfig, model: nn.Module) ->
     if kind != OWN:
         return FAMILIES[kind].plan(config, checkpoint.shapes)
     prefix = "model." if "model.embed.weight" in checkpoint.entries else ""
-    return LoadingPlan({name: [Piece(prefix + name, tuple(x.shape))] for name, x in model.state_dict().items()})
+    pieces = {name: [Piece(prefix + name, tuple(x.shape))] for name, x in model.state_dict().items()}
+    left_out = checkpoint.config.get("prediction") is True and not config.prediction
+    return LoadingPlan(pieces, (r"^(model\.)?prediction\.",) if left_out else ())
 
 
 def other_family(checkpoint: Checkpoint) -> str:

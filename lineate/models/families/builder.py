@@ -14,7 +14,7 @@ from lineate.models.files.safetensors import CheckpointError
 
 Shape = tuple[int, ...]
 IGNORED = (r"^(model\.)?mtp\.", r"^(model\.)?visual\.", r"rotary_emb\.inv_freq$")
-"""Tensors that the model does not need: multi-token prediction, vision, and rotary tables, which are computed."""
+"""Tensors that are left out if the plan does not take them: multi-token prediction, vision, rotary tables."""
 FEW_EXPERTS = 1024
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 

@@ -22,3 +22,5 @@ class CheckpointFamily:
     """(config, shapes of the tensors) -> where every tensor of the model comes from."""
     signature: str
     """Matches the name of a tensor that no other family has."""
+    predicts: Callable[[HybridConfig, Mapping[str, Shape]], bool] = lambda config, shapes: False
+    """(config, shapes of the tensors) -> whether they have a head of multi-token prediction that we can read."""

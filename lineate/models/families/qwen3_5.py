@@ -6,7 +6,7 @@ from typing import Any
 from lineate.models.config import HybridConfig
 from lineate.models.families.builder import Part, PlanBuilder, Shape
 from lineate.models.families.family import CheckpointFamily
-from lineate.models.families.qwen3_next import qwen_block, qwen_config
+from lineate.models.families.qwen3_next import predicts, qwen_block, qwen_config, qwen_prediction
 from lineate.models.families.values import Values
 from lineate.models.files.loading import LoadingPlan
 
@@ -37,6 +37,7 @@ def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> LoadingPlan:
             source = f"{builder.prefix}layers.{i}.linear_attn"
             parts = [Part(f"{source}.in_proj_{name}.weight", (count, hidden)) for name, count in rows.items()]
             builder.stack(f"layers.{i}.mixer.in_proj.weight", parts)
+    qwen_prediction(builder)
     return builder.plan()
 
 
@@ -45,4 +46,5 @@ FAMILY = CheckpointFamily(
     config_from,
     plan,
     r"\.linear_attn\.in_proj_qkv\.weight$",
+    predicts,
 )

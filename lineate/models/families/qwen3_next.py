@@ -73,6 +73,7 @@ def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> LoadingPlan:
         qwen_block(builder, i)
         if config.letters[i] == "G":
             _in_proj(builder, i, f"{builder.prefix}layers.{i}.linear_attn")
+    qwen_prediction(builder)
     return builder.plan()
 
 
@@ -97,6 +98,41 @@ def qwen_block(builder: PlanBuilder, i: int) -> None:
     builder.copy(f"{target}.feed.shared_gate.weight", f"{source}.mlp.shared_expert_gate.weight", (1, hidden))
 
 
+def predicts(config: HybridConfig, shapes: Mapping[str, Shape]) -> bool:
+    """Whether there is a head of multi-token prediction, of one block, with the embedding of the model."""
+    prefix = _prediction_prefix(shapes)
+    more = f"{prefix}layers.1.", f"{prefix}embed_tokens."
+    return (
+        config.attention is not None
+        and f"{prefix}fc.weight" in shapes
+        and not any(name.startswith(more) for name in shapes)
+    )
+
+
+def qwen_prediction(builder: PlanBuilder) -> None:
+    """Take the head of multi-token prediction, if it is wanted: fc has the embedding's columns first, then h's."""
+    config = builder.config
+    if not config.prediction:
+        return
+    prefix, hidden = _prediction_prefix(builder.shapes), config.hidden_size
+    for ours, name in (
+        ("embedding_norm", "pre_fc_norm_embedding"),
+        ("hidden_norm", "pre_fc_norm_hidden"),
+        ("norm",) * 2,
+    ):
+        builder.copy(f"prediction.{ours}.weight", f"{prefix}{name}.weight", (hidden,))
+    builder.copy("prediction.in_proj.weight", f"{prefix}fc.weight", (hidden, 2 * hidden))
+    block = PlanBuilder(config.of_prediction(), builder.shapes)
+    block.prefix = prefix
+    qwen_block(block, 0)
+    for target, pieces in block.pieces.items():
+        builder.pieces[f"prediction.block.{target.removeprefix('layers.0.')}"] = pieces
+
+
+def _prediction_prefix(shapes: Mapping[str, Shape]) -> str:
+    return "model.mtp." if "model.mtp.fc.weight" in shapes else "mtp."
+
+
 def _in_proj(builder: PlanBuilder, i: int, source: str) -> None:
     linear, hidden = builder.config.linear, builder.config.hidden_size
     assert linear is not None
@@ -109,4 +145,4 @@ def _in_proj(builder: PlanBuilder, i: int, source: str) -> None:
     builder.stack(f"layers.{i}.mixer.in_proj.weight", parts)
 
 
-FAMILY = CheckpointFamily(("qwen3_next",), config_from, plan, r"\.linear_attn\.in_proj_qkvz\.weight$")
+FAMILY = CheckpointFamily(("qwen3_next",), config_from, plan, r"\.linear_attn\.in_proj_qkvz\.weight$", predicts)
