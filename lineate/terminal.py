@@ -4,6 +4,7 @@ A tensor's name or a generated text may hold an escape sequence, which moves the
 types a command, and square brackets that rich would read as markup. All such text passes through here.
 """
 
+import io
 import os
 import sys
 import unicodedata
@@ -45,3 +46,9 @@ def fail(error: Exception | str, code: int) -> NoReturn:
     name = "lineate" if rank == "0" else f"lineate, rank {rank}"
     print(f"{name}: {printable(str(error))}", file=sys.stderr)
     sys.exit(code)
+
+
+def print_anything() -> None:
+    """Let stdout print a question mark for characters that its encoding lacks; a model may generate any."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

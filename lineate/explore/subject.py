@@ -135,7 +135,7 @@ def wants_model(options: PictureOptions) -> bool:
 @cpu_by_default
 def open_subject(options: PictureOptions) -> Subject:
     """Return the model of the options: a folder's, a preset with random weights, or the built-in small one."""
-    from lineate.training.tokenizer import Bytes
+    from lineate.text.tokenizer import Bytes
 
     plain = Bytes()
     if options.model is None:
@@ -165,10 +165,10 @@ def _untrained(config: HybridConfig, seed: int) -> HybridLM:
 
 
 def _from_folder(given: str) -> Subject:
+    from lineate.generation.loading import find_model
     from lineate.models.families import read_config
     from lineate.models.files.checkpoint import Checkpoint
     from lineate.models.files.hub import find_folder, is_hub_name
-    from lineate.training.command import find_model
 
     folder = find_folder(given) if is_hub_name(given) else user_path(given)
     if not given or not folder.is_dir():  # '' would be the current folder
@@ -184,25 +184,14 @@ def _from_folder(given: str) -> Subject:
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callable[[int], str] | None]:
-    """Return the tokenizer of one of our runs, else the tokenizer.json of a published model, else None."""
-    from lineate.training.tokenizer import BPE_FILE, KIND_FILE, load_tokenizer
+    """Return how the tokenizer of a folder encodes a text and what a token is as a word; None if there is none."""
+    from lineate.text import PublishedTokenizer, has_tokenizer, load_tokenizer
 
-    if (folder / KIND_FILE).is_file():
-        own = load_tokenizer(folder)
-        return own.encode, _decoder(own)
-    if not (folder / BPE_FILE).is_file():
+    if not has_tokenizer(folder):
         return None, None
-    import tokenizers
-
-    try:
-        engine = tokenizers.Tokenizer.from_file(str(folder / BPE_FILE))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{folder / BPE_FILE} must be one of the tokenizers library, got {error}") from None
-
-    def encode(text: str) -> list[int]:
-        return list(engine.encode(text, add_special_tokens=False).ids)
-
-    return encode, lambda number: str(engine.decode([number], skip_special_tokens=False))
+    found = load_tokenizer(folder)
+    encode = found.encode_rendered if isinstance(found, PublishedTokenizer) else found.encode
+    return encode, lambda number: found.shown_bytes(number, True).decode("utf-8", "replace")
 
 
 def shown(text: str, longest: int = 12) -> str:

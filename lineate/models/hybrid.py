@@ -9,30 +9,23 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lineate import checks
 from lineate.half import linear
-from lineate.layers import (
-    LayerState,
-    LinearMixer,
-    MixtureOfExperts,
-    RMSNorm,
-    ShortConvolution,
-    SwiGLU,
-    TensorSpec,
-    kind_of,
-)
+from lineate.layers import LinearMixer, RMSNorm, ShortConvolution, TensorSpec
 from lineate.layers.context import Bounds, Context, Segment
-from lineate.layers.entry import check_result
 from lineate.layers.projection import project
-from lineate.layers.registry import check_made
+from lineate.models.block import Block, make_mixer
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
 from lineate.models.config import HybridConfig
 from lineate.models.files.saving import check_described
 from lineate.models.loss import head_loss, loss_sum
+from lineate.models.prediction import PredictionHead
 from lineate.models.pretrained import SHARD_BYTES, load_pretrained, without_memory, write_pretrained
 from lineate.models.state import ModelState
+from lineate.models.trail import ModelTrail, TrailOutput
+
+__all__ = ["HybridLM", "LMOutput", "check_saveable", "empty_model", "make_mixer", "next_token_loss", "save_pretrained"]
 
 
 class LMOutput(NamedTuple):
@@ -47,12 +40,6 @@ class LMOutput(NamedTuple):
     logits: Tensor
     state: ModelState
     loss: Tensor | None
-
-
-def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
-    """Make the mixer of a pattern's letter."""
-    kind = kind_of(letter)
-    return check_made(kind, kind.make(config, config.part(kind)))
 
 
 def drawn_mixer(config: HybridConfig, letter: str) -> nn.Module:
@@ -75,64 +62,6 @@ def _draw_weights(model: nn.Module, deviation: float) -> None:
                 x.zero_()
         if isinstance(module, LinearMixer) and hasattr(module, "reset_parameters"):
             module.reset_parameters()  # type: ignore[operator]
-
-
-def make_feed(config: HybridConfig, layer: int) -> nn.Module:
-    """Make a layer's feed-forward."""
-    if not config.has_experts(layer):
-        assert config.feed is not None
-        return SwiGLU(config.hidden_size, config.feed.size)
-    experts = config.experts
-    assert experts is not None
-    return MixtureOfExperts(
-        config.hidden_size, experts.count, experts.active, experts.size, shared_size=experts.shared_size,
-        shared_gate=experts.shared_gate, scores=experts.scores, renormalize=experts.renormalize, scale=experts.scale,
-        groups=experts.groups, active_groups=experts.active_groups,
-    )  # fmt: skip
-
-
-class Block(nn.Module):
-    """A mixer and a feed-forward with residuals; norm_after normalises their outputs instead of their inputs."""
-
-    recompute: bool = False
-    """Keep only the input for the backward pass, which computes the rest again."""
-    _checked: tuple[TensorSpec, ...] | None = None
-    """The state_spec that the results of a mixer of the user's own are compared with; None: it is one of lineate."""
-
-    def __init__(self, config: HybridConfig, layer: int) -> None:
-        super().__init__()
-        letter = config.letters[layer]
-        self.norm_after = letter in config.norm_after
-        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
-        self.mixer = make_mixer(config, letter)
-        specs: tuple[TensorSpec, ...] = self.mixer.state_spec  # type: ignore[assignment]
-        self.state_names = tuple(spec.name for spec in specs)
-        if not kind_of(letter).built_in:
-            self._checked = specs
-        self.feed_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
-        self.feed = make_feed(config, layer)
-
-    def forward(
-        self, x: Tensor, state: LayerState | None = None, cu_seqlens: Bounds = None
-    ) -> tuple[Tensor, LayerState]:
-        """Run the block on x `b t hidden`."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.mix_and_feed, x, state, cu_seqlens, use_reentrant=False)
-        return self.mix_and_feed(x, state, cu_seqlens)
-
-    def mix_and_feed(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
-        """Add the mixer's output to x `b t hidden`, then that of the feed-forward."""
-        if self.norm_after:
-            y, state = self._mix(x, state, cu_seqlens)
-            x = x + self.mixer_norm(y)
-            return x + self.feed_norm(self.feed(x)), state
-        y, state = self._mix(self.mixer_norm(x), state, cu_seqlens)
-        x = x + y
-        return x + self.feed(self.feed_norm(x)), state
-
-    def _mix(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
-        result = self.mixer(x, state, cu_seqlens)
-        return result if self._checked is None else check_result(self.mixer, self._checked, result, x, cu_seqlens)
 
 
 class HybridLM(nn.Module):
@@ -159,8 +88,15 @@ class HybridLM(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.prediction = PredictionHead(config) if config.prediction else None
+        """Predicts tokens after the next (models/prediction.py), if the checkpoint has the weights."""
         if self.embed.weight.device.type != "meta":
             _draw_weights(self, config.initializer_range)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens that end a text: those of config.json and generation_config.json; none for a new model."""
+        return frozenset(self.config.eos_token_ids)
 
     def reset_parameters(self) -> None:
         """Draw all weights as in a new model, for one made on the meta device; the same seed gives the same bits.
@@ -274,6 +210,31 @@ class HybridLM(nn.Module):
         more = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
         return self.norm(x), ModelState(tuple(new), seen + more)
 
+    @torch.no_grad()
+    def trail(self, input_ids: Tensor, state: ModelState, keep: str = "auto") -> TrailOutput:
+        """Read guessed tokens in one pass; every row then keeps as many of them as it likes. There are no gradients.
+
+            out = model.trail(guesses, state)       # logits as those of single steps, within rounding
+            state = out.trail.after(counts)         # row r after its first counts[r] guesses; nothing is read again
+
+        Args:
+            input_ids: `b t`, guesses for the tokens that follow.
+            state: LMOutput.state of an earlier call; it is not changed.
+            keep: what linear rules keep, "auto", "states" or "inputs": see lineate.layers.trail.trail.
+        """
+        check_ids(input_ids, self.config.vocab_size)
+        if not isinstance(state, ModelState):
+            raise TypeError(f"state must be a ModelState, got {type(state).__name__}; pass LMOutput.state of a prefill")
+        check_state(state, self.layers, input_ids.shape[0])
+        if self.context is not None:
+            raise ValueError("model must not be under context parallelism to guess tokens; use a copy on one device")
+        x, trails = self.embed(input_ids), []
+        for block, layer in zip(self.layers, state.layers, strict=True):
+            x, trailed = block.trail(x, layer, keep)  # type: ignore[operator]
+            trails.append(trailed)
+        x = self.norm(x)
+        return TrailOutput(self.logits(x), ModelTrail(tuple(trails), state.lengths, *input_ids.shape), x)
+
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits of what the head reads."""
         if self.head is not None:
@@ -314,6 +275,7 @@ class HybridLM(nn.Module):
         dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         progress: bool = True,
+        prediction: bool = True,
     ) -> "HybridLM":
         """Make a model in eval mode from a checkpoint.
 
@@ -324,12 +286,15 @@ class HybridLM(nn.Module):
             dtype: a torch.dtype or its name, such as "bfloat16" or "bf16"; None or "auto": as stored.
             device: where the weights are loaded to.
             progress: whether a bar is shown while they are read, if there is a terminal.
+            prediction: whether the weights that predict further tokens are read too, if there are any.
         """
-        return load_pretrained(HybridLM, name, dtype, device, progress)
+        return load_pretrained(HybridLM, name, dtype, device, progress, prediction)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors, which from_pretrained reads back to the same bits.
 
+        A model that was loaded from a folder with a tokenizer brings it along: its files are copied as they are, and so
+        is generation_config.json.
         The configuration must describe the model: a mixer of another class, or a setting changed after construction,
         is refused.
 

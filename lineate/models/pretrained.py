@@ -1,6 +1,9 @@
 """A model from the folder of a checkpoint, or a name on the hub, and back into a folder."""
 
+import json
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,12 +14,17 @@ from torch.overrides import TorchFunctionMode
 from lineate.dtypes import parse_dtype
 from lineate.models.config import HybridConfig
 from lineate.models.families import OWN, make_plan, other_family, read_config
-from lineate.models.files.checkpoint import Checkpoint, save
+from lineate.models.families.values import token_ids
+from lineate.models.files.checkpoint import Checkpoint, read_json, save
+from lineate.models.files.companions import GENERATION, read_companions, write_companions
 from lineate.models.files.hub import find_folder
 from lineate.models.files.loading import load, stored_dtype
+from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.saving import check_whole
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
+SOURCE = "_source"
+"""The attribute of a model that has the folder it was loaded from, if it was."""
 SHARD_BYTES = 5 * 10**9
 
 
@@ -32,12 +40,18 @@ def load_pretrained(
     dtype: torch.dtype | str | None,
     device: torch.device | str,
     progress: bool,
+    prediction: bool = True,
 ) -> AnyModel:
-    """Make a model in eval mode from a folder or a hub name; dtype None or "auto": that of most of the stored bytes."""
+    """Make a model in eval mode from a folder or a hub name; dtype None or "auto": that of most of the stored bytes.
+
+    prediction: whether the head of multi-token prediction is read too, if the checkpoint has one.
+    """
     chosen = None if dtype is None or dtype == "auto" else parse_dtype(dtype, also=("auto",))
-    _check_target(device)
+    check_target(device)
     checkpoint = Checkpoint.open(find_folder(name))
     config = read_config(checkpoint)
+    if not prediction:
+        config = replace(config, prediction=False)
     model = without_memory(make, config)
     load(
         model,
@@ -48,20 +62,59 @@ def load_pretrained(
         progress=progress,
         hint=other_family(checkpoint),
     )
+    object.__setattr__(model, SOURCE, checkpoint.folder.absolute())
     return model.eval()
 
 
 def write_pretrained(
     model: nn.Module, config: HybridConfig, dtype: torch.dtype, folder: str | Path, max_shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write config.json and safetensors under our own names; nothing is left behind if it fails."""
+    """Write config.json and safetensors under our own names; nothing is left behind if it fails.
+
+    The tokenizer of the folder that the model was loaded from is copied, byte for byte.
+    """
     tensors = model.state_dict()
     check_whole(tensors)
     values = {"model_type": OWN, "dtype": str(dtype).removeprefix("torch."), **config.to_dict()}
+    kept = _kept_files(model, Path(folder))
     save(folder, tensors, values, max_shard_bytes)
+    write_companions(Path(folder), kept)
+    if GENERATION not in kept:
+        _write_ends(Path(folder) / GENERATION, config)
 
 
-def _check_target(device: torch.device | str) -> None:
+def _kept_files(model: nn.Module, folder: Path) -> dict[str, bytes]:
+    """Return the tokenizer's files that lie where the model was loaded from; warn if they cannot be read any more."""
+    source: Path | None = getattr(model, SOURCE, None)
+    try:
+        if source is None or source.is_dir():
+            return {} if source is None else read_companions(source)
+        why = "which is gone"
+    except (CheckpointError, OSError) as error:
+        why = f"whose files cannot be read ({error})"
+    warnings.warn(
+        f"the model was loaded from {source}, {why}: its tokenizer is not in {folder}; copy it there", stacklevel=5
+    )
+    return {}
+
+
+def _write_ends(file: Path, config: HybridConfig) -> None:
+    """Write the end tokens for those who read generation_config.json; a file that names no other ones stays."""
+    wanted = set(config.eos_token_ids)
+    try:
+        found = set(token_ids("eos_token_id", read_json(file).get("eos_token_id")))
+        stays = found <= wanted
+    except (CheckpointError, TypeError, ValueError):
+        stays = False
+    if stays:
+        return
+    file.unlink(missing_ok=True)
+    if wanted:
+        values = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids)}
+        write_companions(file.parent, {file.name: (json.dumps(values, indent=2) + "\n").encode()})
+
+
+def check_target(device: torch.device | str) -> None:
     """Raise if weights cannot be loaded to this device, before any are read."""
     try:
         kind = torch.device(device).type

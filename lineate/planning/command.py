@@ -123,10 +123,10 @@ def _read(asked: PlanArguments, assumed: Mapping[str, int | str]) -> tuple["Plan
 
 def _model(source: str | None, numbers: dict[str, int | None], pattern: str | None, dtype: str | None) -> "Model":
     """Return a model from its name or from numbers; both together are refused."""
+    from lineate.generation.loading import model_folder
     from lineate.models.files.hub import is_hub_name
     from lineate.models.presets import PRESETS
     from lineate.planning.models import from_numbers, read_model
-    from lineate.training.command import model_folder
 
     given = {name: value for name, value in numbers.items() if value is not None}
     if source is not None and given:

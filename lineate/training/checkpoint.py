@@ -11,11 +11,9 @@ loaded. All files are safetensors or JSON.
     the files of the tokenizer, and config.json of the model
 """
 
-import hashlib
 import json
 import os
 import random
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,61 +24,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lineate.models.files.runs import MANIFEST_FILE, checkpoints, digest_of, newest, problem
 from lineate.models.files.safetensors import CheckpointError, Reader, read_header, write_bytes, write_tensors
 from lineate.training.distributed import World
 
-MANIFEST_FILE = "manifest.json"
 RUN_STATE_FILE = "state.json"
 RANKS_FOLDER = "ranks"
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Return all step folders, the newest first, damaged ones included."""
-    found = folder.glob("step-*") if folder.is_dir() else ()
-    named = [
-        (int(path.name[5:]), path) for path in found if re.fullmatch(r"step-([0-9]{6}|[1-9][0-9]{6,17})", path.name)
-    ]
-    return [path for _, path in sorted(named, reverse=True)]
-
-
-def problem(path: Path, contents: bool = True) -> str | None:
-    """Return why a checkpoint cannot be used, or None if it can.
-
-    Args:
-        path: The folder of the checkpoint.
-        contents: Whether to compare checksums too, and not only names and sizes.
-    """
-    try:
-        manifest: dict[str, tuple[int, str]] = json.loads((path / MANIFEST_FILE).read_text())
-        if not manifest:
-            return f"{MANIFEST_FILE} names no files"
-        for name, (size, digest) in manifest.items():
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if (got := file.stat().st_size) != size:
-                return f"{name} should have {size} bytes, got {got}"
-            if contents and _digest(file) != digest:
-                return f"the contents of {name} have changed"
-    except FileNotFoundError:
-        return f"it has no {MANIFEST_FILE}: the save was not finished"
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        return f"{MANIFEST_FILE} or a file cannot be read ({error})"
-    return None
-
-
-def newest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint that matches its manifest, and warn of newer ones that do not.
-
-    Args:
-        folder: The folder of all checkpoints.
-        warn: Called with a sentence for each damaged checkpoint.
-    """
-    for path in checkpoints(folder):
-        if (why := problem(path)) is None:
-            return path
-        warn(f"skipped the checkpoint {path}: {why}")
-    return None
+__all__ = [
+    "checkpoints",
+    "load_model",
+    "load_optimizer",
+    "load_random_state",
+    "newest",
+    "problem",
+    "prune",
+    "random_state",
+    "read_tensors",
+    "save",
+    "write_json",
+    "write_state",
+]
 
 
 def save(
@@ -151,7 +114,7 @@ def _finish(partial: Path, final: Path) -> None:
     files = sorted(file for file in partial.rglob("*") if file.is_file())
     for file in files:
         _sync(file)
-    manifest = {str(file.relative_to(partial)): (file.stat().st_size, _digest(file)) for file in files}
+    manifest = {str(file.relative_to(partial)): (file.stat().st_size, digest_of(file)) for file in files}
     write_bytes(partial / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
     for path in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
         _sync(path)
@@ -177,11 +140,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def write_json(file: Path, value: Any) -> None:

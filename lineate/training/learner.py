@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from lineate.generation import generate
 from lineate.models import HybridLM
+from lineate.text import Detokenizer, Tokenizer
 from lineate.training.batches import NO_TARGET, Batch
 from lineate.training.config import TrainConfig
 from lineate.training.distributed import World
 from lineate.training.order import ShuffledBatches
-from lineate.training.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 160
 
@@ -95,14 +96,16 @@ class Learner:
         Args:
             tokens: The most tokens to generate.
         """
-        start = torch.tensor([[self.tokenizer.end, *self.tokenizer.encode(self.config.prompt)]], device="cpu")
+        before = self.tokenizer.start or (self.tokenizer.end,)
+        prompt = self.tokenizer.encode(self.config.prompt)
+        start = torch.tensor([[*before, *prompt]], device="cpu")
         with self._autocast(), torch.compiler.set_stance("force_eager"):
             drawn = generate(self.model, start, tokens, temperature=0.8, top_p=0.95, seed=self.config.seed)
             ids = [int(token) for token in drawn]
-        if self.tokenizer.end in ids:
-            ids = ids[: ids.index(self.tokenizer.end)]
+        ids = list(takewhile(lambda token: token not in self.tokenizer.ends, ids))
         known = [i for i in ids if i < self.tokenizer.vocab_size]  # the model's vocabulary may be larger
-        return self.config.prompt + self.tokenizer.decode(known)
+        text = Detokenizer(self.tokenizer, after=prompt)
+        return self.config.prompt + "".join(map(text.push, known)) + text.finish()
 
     def _loss_sum(self, piece: Batch) -> Tensor:
         with self._autocast():

@@ -17,6 +17,8 @@ from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import make_mixer
 from lineate.models.presets import PRESETS, preset
 from lineate.names import nearest
+from lineate.text import Bytes, Tokenizer, has_tokenizer, load_tokenizer, make_tokenizer
+from lineate.text.tokenizer import check_name
 from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
 from lineate.training.config import CONFIG_FILE, FIXED_OPTIONS, TrainConfig
@@ -26,7 +28,6 @@ from lineate.training.optim import make_optimizer
 from lineate.training.order import ShuffledBatches
 from lineate.training.report import METRICS_FILE, PLOT_FILE, RunReporter, need_tensorboard
 from lineate.training.sources import documents
-from lineate.training.tokenizer import KIND_FILE, Bytes, Tokenizer, check_name, load_tokenizer, make_tokenizer
 from lineate.training.tokens import TokenStore
 
 RUN_STATE_TYPES: dict[str, tuple[type, ...]] = {
@@ -35,7 +36,7 @@ RUN_STATE_TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 """The keys of a checkpoint's state.json and their types; an int must be at least 0."""
 OTHER_TOKENIZERS = ("tokenizer*", "vocab.*", "merges.txt", "spiece.model", "*.tiktoken", "tiktoken.model")
-"""Names of published tokenizers' files, which training cannot read."""
+"""Names of published tokenizers' files, of which training cannot read all."""
 
 
 @cpu_by_default
@@ -241,14 +242,14 @@ def _tokenizer(config: TrainConfig, saved: Path | None, world: World) -> Tokeniz
     own, start = Path(config.out) / "tokenizer", Path(config.model)
     if saved is not None:
         tokenizer = load_tokenizer(saved)
-        if (own / KIND_FILE).is_file() and (got := load_tokenizer(own)).identity != tokenizer.identity:
+        if has_tokenizer(own) and (got := load_tokenizer(own)).identity != tokenizer.identity:
             raise ValueError(
                 f"{own} must be the tokenizer of {saved}, {tokenizer.name} with a vocabulary of "
                 f"{tokenizer.vocab_size}, got {got.name} with {got.vocab_size}: the vocabularies differ; remove {own} "
                 "to use the former"
             )
         return tokenizer
-    if config.model not in PRESETS and (start / KIND_FILE).is_file():
+    if config.model not in PRESETS and has_tokenizer(start):
         return load_tokenizer(start)
     texts = documents(config.data, lambda skipped: None)  # TokenStore reports these
     return world.share(world.on_main(lambda: make_tokenizer(config.tokenizer, texts), "make the tokenizer"))
@@ -279,8 +280,9 @@ def _check_model(config: TrainConfig) -> None:
         )
     found = read_config(Checkpoint.open(start))
     vocabulary = found.vocab_size
-    if (start / KIND_FILE).is_file():
+    if has_tokenizer(start):
         tokenizer = load_tokenizer(start)
+        _ = tokenizer.end  # which separates documents: raises if there is none
         name, size = tokenizer.name, tokenizer.vocab_size
         if config.tokenizer not in ("bytes", name):
             raise ValueError(
@@ -292,9 +294,9 @@ def _check_model(config: TrainConfig) -> None:
         others = sorted(file.name for pattern in OTHER_TOKENIZERS for file in start.glob(pattern))
         if others:
             raise ValueError(
-                f"model must bring a tokenizer of lineate train ({KIND_FILE}), got {start} with "
-                f"{', '.join(others[:3])}, which is not read yet; {name!r} would give ids that mean other tokens: "
-                "train a preset, or train this model in Python on ids of its own tokenizer"
+                f"model must bring a tokenizer that can be read (tokenizer.json), got {start} with "
+                f"{', '.join(others[:3])} alone; {name!r} would give ids that mean other tokens: "
+                "write tokenizer.json with transformers, or train a preset"
             )
         # With a published model, equal sizes are the only sign that they belong together; ours may have unused ids.
         fits = size <= vocabulary if found.family == "lineate" else size == vocabulary
@@ -329,4 +331,5 @@ def _model(config: TrainConfig, tokenizer: Tokenizer) -> HybridLM:
     if config.model in PRESETS:
         sizes = preset(config.model, config.pattern, tokenizer.vocab_size)
         return HybridLM(replace(sizes, bos_token_id=tokenizer.end, eos_token_ids=(tokenizer.end,)))
-    return HybridLM.from_pretrained(Path(config.model), dtype=torch.float32, progress=False).train()
+    # The head of multi-token prediction is left out: nothing here would train it.
+    return HybridLM.from_pretrained(Path(config.model), dtype=torch.float32, progress=False, prediction=False).train()

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lineate import folders
+from lineate.text import Tokenizer
 from lineate.training.sources import MessageCallback, documents, fingerprint, warn
-from lineate.training.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 1024

@@ -23,7 +23,7 @@ HOSTILE = "a_b $x_1^{2$ \\frac{ <b>&amp;\t\x1b[31m\n\u4e2d"
 def folder_with(tokenizer, folder, vocab_size):
     """Write a model whose tokenizer is "bytes", "bpe" (ours), "published" (only tokenizer.json) or none."""
     if tokenizer is not None:
-        from lineate.training.tokenizer import make_tokenizer
+        from lineate.text.tokenizer import make_tokenizer
 
         name = "bytes" if tokenizer == "bytes" else f"bpe:{vocab_size}"
         make_tokenizer(name, ["internationalization of words and words " * 9]).save(folder)

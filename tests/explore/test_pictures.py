@@ -205,7 +205,7 @@ def test_a_checkpoint_without_tokenizer_reads_random_tokens(checkpoint):
 
 def test_a_checkpoint_with_a_published_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
-    from lineate.training.tokenizer import make_tokenizer
+    from lineate.text import make_tokenizer
 
     make_tokenizer("bpe:260", ["some words and some more words"]).save(tmp_path)
     (tmp_path / "tokenizer_kind.json").unlink()  # it is ours; other tokenizers have only tokenizer.json

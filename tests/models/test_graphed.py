@@ -8,8 +8,8 @@ import torch
 from small_models import random_model
 from torch import Tensor
 
-from lineate.generation import GraphedDecoder, graphed
-from lineate.layers import MixtureOfExperts
+from lineate.generation import GraphedDecoder, in_place
+from lineate.layers import Memory, MixtureOfExperts, TokenCache
 from lineate.models import (
     AttentionConfig,
     ExpertsConfig,
@@ -97,7 +97,7 @@ def same_state(got: ModelState, expected: ModelState, tolerance: float) -> None:
 @torch.no_grad()
 def test_equals_eager_decoding(case, lengths, monkeypatch):
     """This holds over several widths of what attention reads, and for more tokens than there was room for."""
-    monkeypatch.setattr(graphed, "WINDOW_STEP", 8)
+    monkeypatch.setattr(in_place, "WINDOW_STEP", 8)
     model = make(case)
     state, ids = read(model, lengths), draw(len(lengths), 40, seed=1)
     decoder = GraphedDecoder(model, state, room=5)
@@ -139,13 +139,35 @@ def test_states_are_values(case):
 
 
 @torch.no_grad()
-def test_warming_up_changes_nothing():
-    model, ids = make("LRDGKAM"), draw(3, 5, seed=1)
+def test_trying_out_changes_nothing():
+    """A trial run before a capture leaves memories, lengths and the tokens in the caches as they were."""
+    model, ids, room = make("LRDGKAM"), draw(3, 1, seed=1), 64
     state = read(model, (3, 41, 1))
-    decoder, other = (GraphedDecoder(model, state, room=64) for _ in range(2))
-    decoder.warm_up()
-    same_state(decoder.state, state, 0)
-    assert torch.equal(continue_with(decoder, ids), continue_with(other, ids))
+    memories, caches = {}, {}
+    for n, layer in enumerate(state.layers):
+        own = {name: layer[name].clone() for name in layer.names}
+        if isinstance(layer, TokenCache):
+            caches[n] = {
+                name: torch.cat((x, x.new_zeros(3, room - x.shape[1], *x.shape[2:])), 1) for name, x in own.items()
+            }
+        else:
+            memories[n] = own
+    lengths = state.lengths.clone()
+
+    def step() -> Tensor:
+        placed = in_place.state_in_place(memories, caches, room, lengths)
+        read = in_place.read_in_place(model, ids, placed, (False, torch.float32))
+        in_place.write_back(memories, read.state)
+        lengths.add_(1)
+        return read.logits
+
+    changing = [lengths, *(x for own in memories.values() for x in own.values())]
+    in_place.try_out(step, changing)
+    layers = {n: Memory(own) for n, own in memories.items()} | {
+        n: TokenCache(own, lengths) for n, own in caches.items()
+    }
+    same_state(ModelState(tuple(layers[n] for n in range(len(layers))), lengths), state, 0)
+    torch.testing.assert_close(step(), model(ids, state=state).logits, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -237,7 +259,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
 @torch.no_grad()
 def test_graph_equals_eager_decoding(case, lengths, dtype, monkeypatch):
     """The graph is captured again when a window or the room is full."""
-    monkeypatch.setattr(graphed, "WINDOW_STEP", 32)
+    monkeypatch.setattr(in_place, "WINDOW_STEP", 32)
     model = make(case).cuda().to(dtype)
     state, ids = read(model, lengths), draw(len(lengths), 40, seed=1).cuda()
     before = copy.deepcopy(state)

@@ -28,7 +28,7 @@ from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import save_pretrained
 from lineate.models.inspect import describe
 from lineate.planning import plan_memory, read_model
-from lineate.training.tokenizer import Bytes
+from lineate.text import Bytes, load_tokenizer
 
 NAME = "lineate/tiny-model"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -162,6 +162,25 @@ def test_no_weights_are_fetched_without_a_tokenizer(words, online, there, tmp_pa
     done = lineate(*words, NAME)
     assert done.exit_code == 2 and "holds no tokenizer" in done.stderr
     assert online.fetched and not online.weights
+
+
+def test_the_files_of_a_published_tokenizer_are_fetched(online, there, tmp_path):
+    """Its templates and its ranks too, which are no JSON; generating needs no more than those and the weights."""
+    pytest.importorskip("transformers")
+    from published import make_published
+
+    online.there = shutil.copytree(there, tmp_path / "other")
+    (online.there / "tokenizer_kind.json").unlink()
+    (online.there / "tiktoken.model").write_text("not read beside tokenizer.json")
+    save_pretrained(HybridLM(preset("tiny", vocab_size=800)), online.there)
+    theirs = make_published("bytes", online.there)
+    ours = load_tokenizer(NAME)
+    assert ours.encode("the memory") == theirs.encode("the memory") and ours.chat is not None
+    assert {"chat_template.jinja", "tiktoken.model"} <= online.fetched and not online.weights
+    done = lineate("generate", NAME, "--tokens", 3)
+    assert done.exit_code == 0 and online.weights, done.output
+    done = lineate("picture", "attention", "--model", NAME, "--text", "the<|im_end|>", "--out", "x", "--format", "svg")
+    assert done.exit_code == 0, done.output
 
 
 def test_picture(online):

@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import numpy as np
 
+from lineate.text.tokenizer import make_tokenizer
 from lineate.training import tokens
 from lineate.training.sources import documents
-from lineate.training.tokenizer import make_tokenizer
 from lineate.training.tokens import TokenStore, TokenView
 
 TEXTS = ["hello", "", "the quick brown fox", "\u00e9\u4e2d\U0001f600\x00", "a\r\nb\n\n", "<|endoftext|>", "\ufeffx"]

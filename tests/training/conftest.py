@@ -5,7 +5,7 @@ import random
 import pytest
 from token_stores import bpe_texts
 
-from lineate.training.tokenizer import make_tokenizer
+from lineate.text.tokenizer import make_tokenizer
 
 
 @pytest.fixture(scope="module")

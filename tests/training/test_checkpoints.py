@@ -17,12 +17,12 @@ from runs import assert_same_bits, everything, make_config
 
 from lineate.models import HybridLM
 from lineate.models.files import safetensors as files
+from lineate.text.tokenizer import make_tokenizer
 from lineate.training import checkpoint
 from lineate.training.config import TrainConfig
 from lineate.training.loop import Trainer, TrainingStopped
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics
-from lineate.training.tokenizer import make_tokenizer
 
 
 def live(source: Path, resume: bool, moment: int) -> None:

@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from lineate.cli import main
 from lineate.models import HybridLM
 from lineate.models.files.safetensors import write_tensors
 from lineate.models.presets import tiny
+from lineate.text.tokenizer import make_tokenizer
 from lineate.training.checkpoint import read_tensors, write_json
 from lineate.training.config import TrainConfig
 from lineate.training.distributed import World
 from lineate.training.prepare import prepare, train
 from lineate.training.report import RunReporter
 from lineate.training.sources import documents
-from lineate.training.tokenizer import make_tokenizer
 from lineate.training.tokens import TokenStore
 
 
@@ -187,9 +188,10 @@ def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, changes: dict[
 
 
 def test_a_published_checkpoint_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
-    """Its ids belong to a tokenizer that lineate cannot read; a vocabulary of another size is refused as well."""
+    """A tokenizer that cannot be read is refused, and so is one with more tokens than the model, or without an end."""
     pytest.importorskip("transformers")
     from families import build
+    from published import make_published
 
     config, folder = make_config(tmp_path), tmp_path / "published"
     build("qwen3_5", vocab_size=300, num_hidden_layers=2).save_pretrained(folder)
@@ -198,23 +200,59 @@ def test_a_published_checkpoint_is_refused_before_anything_is_computed(tmp_path:
     for files, flags, message in [
         ((), (), "tokenizer 'bytes' has a vocabulary of 257, the model of PUBLISHED one of 300: its ids would"),
         ((), ("--tokenizer", "bpe:280"), "tokenizer 'bpe:280' has a vocabulary of 280, the model of PUBLISHED one of"),
-        (("tokenizer.json",), (), "model must bring a tokenizer of lineate train (tokenizer_kind.json), got PUBLISHED"),
-        (("tokenizer.json",), ("--tokenizer", "bpe:300"), "with tokenizer.json, which is not read yet; 'bpe:300'"),
-        (("tokenizer.model", "vocab.json"), (), "tokenizer.json, tokenizer.model, vocab.json, which is not read yet"),
+        (("vocab.json",), (), "model must bring a tokenizer that can be read (tokenizer.json), got PUBLISHED with"),
+        (("tokenizer.model",), ("--tokenizer", "bpe:300"), "with tokenizer.model, vocab.json alone; 'bpe:300' would"),
+        (("tokenizer.json",), (), "tokenizer.json: expected one of the tokenizers library, got a file that it cannot"),
     ]:  # fmt: skip
         for name in files:
             (folder / name).write_text("{}")
         before = contents(tmp_path)
         code, text = command(*arguments, *flags)
-        assert code == 2 and text.startswith("lineate: ") and "train a preset, or train this model in Python" in text
+        assert code == 2 and text.startswith("lineate: ")
         assert message.replace("PUBLISHED", str(folder)) in text
         assert contents(tmp_path) == before
     (tmp_path / "run").mkdir()
     write_json(tmp_path / "run/config.json", TrainConfig(out=config.out, model=str(folder)).to_dict())
     code, text = command("train", "--resume", config.out)  # the run was stopped before its first checkpoint
-    assert code == 2 and text.strip().split("\n")[-1].startswith(
-        "lineate: model must bring a tokenizer of lineate train"
-    )
+    assert code == 2 and text.strip().split("\n")[-1].startswith(f"lineate: {folder}/tokenizer.json: expected one of")
+    make_published("bytes", folder)
+    arguments += ["--out", str(tmp_path / "other")]
+    code, text = command(*arguments)
+    assert code == 2 and "has a vocabulary of 705, the model of" in text
+    build("qwen3_5", vocab_size=800, num_hidden_layers=2, eos_token_id=None).save_pretrained(folder)
+    for name in ("generation_config.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+    make_published("bytes", folder, None, eos_token=None)
+    code, text = command(*arguments)
+    assert code == 2 and "expected a token that ends a text, got none; name eos_token in tokenizer_config.json" in text
+
+
+def test_a_published_checkpoint_is_trained_with_its_own_tokenizer(tmp_path: Path) -> None:
+    """The run, its checkpoints and its model have the tokenizer's files as they were; a run goes on with them."""
+    pytest.importorskip("transformers")
+    from families import build
+    from published import make_published
+
+    folder, names = tmp_path / "published", ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    build("qwen3_5", vocab_size=800, num_hidden_layers=2, eos_token_id=5).save_pretrained(folder)
+    theirs = make_published("bytes", folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6], "temperature": 0.5}')
+    config = make_config(tmp_path, model=str(folder), steps=2, save_every=1, sample_every=2, warmup=0)
+    trainer = train(config)
+    assert trainer.tokenizer.encode("the memory") == theirs.encode("the memory")
+    assert trainer.model.end_tokens == {5, 6} and trainer.tokenizer.end == theirs.eos_token_id
+    places = [tmp_path / "run" / name for name in ("tokenizer", "checkpoints/step-000001", "model")]
+    for place in places:
+        for name in (*names, "generation_config.json"):
+            assert (place / name).read_bytes() == (folder / name).read_bytes(), (place, name)
+    further = train(replace(config, steps=3), resume=True)
+    assert further.tokenizer.identity == trainer.tokenizer.identity
+    name = "generation_config.json"
+    assert (tmp_path / "run/model" / name).read_bytes() == (folder / name).read_bytes()
+    code, text = command("generate", str(tmp_path / "run"), "--prompt", "the", "--tokens", "3", "--device", "cpu")
+    assert code == 0
+    with pytest.raises(ValueError, match=r"must be that of the model in .*, 'published:705', got 'bpe:270'"):
+        prepare(make_config(tmp_path, out=str(tmp_path / "b"), model=str(folder), tokenizer="bpe:270"))
 
 
 def test_a_vocabulary_with_room_to_spare_can_be_sampled(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ import pytest
 from token_stores import END, TEXTS, make_store, view_of
 
 from lineate import folders
-from lineate.training import tokenizer, tokens
+from lineate.text import tokenizer
+from lineate.text.tokenizer import make_tokenizer
+from lineate.training import tokens
 from lineate.training.sources import documents
-from lineate.training.tokenizer import make_tokenizer
 from lineate.training.tokens import TokenStore
 
 

@@ -13,13 +13,15 @@ import pytest
 import torch
 from runs import assert_same_bits, everything, make_config, make_model, make_texts
 
-from lineate.generation import choose, generate, stream_text
+from lineate.generation import Sampling, choose, generate, stream_text
+from lineate.generation.command import run_generate
 from lineate.models import HybridLM, loss
 from lineate.models.config import ExpertsConfig
 from lineate.models.loss import head_loss, loss_sum
 from lineate.models.presets import tiny
+from lineate.text.tokenizer import make_tokenizer
 from lineate.training.batches import Batches
-from lineate.training.command import run_generate, run_train
+from lineate.training.command import run_train
 from lineate.training.compiling import verdict
 from lineate.training.config import TrainConfig
 from lineate.training.loop import MAX_SKIPPED_STEPS, Trainer, TrainingStopped
@@ -27,7 +29,6 @@ from lineate.training.optim import hidden_matrices, make_optimizer, orthogonaliz
 from lineate.training.order import ShuffledBatches
 from lineate.training.prepare import prepare, train
 from lineate.training.report import read_metrics, smooth
-from lineate.training.tokenizer import make_tokenizer
 from lineate.training.tokens import TokenStore
 
 
@@ -478,7 +479,7 @@ def test_a_terminal_without_unicode_ends_no_run(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "c.json").write_text(json.dumps(config.to_dict()))
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     run_train({"config": tmp_path / "c.json"})
-    run_generate(tmp_path / "run", "\u00e9", 3, 0.0, 0, 1.0, 0, "cpu")
+    run_generate(tmp_path / "run", "\u00e9", Sampling(temperature=0), 3)
     sys.stdout.seek(0)
     assert "| ?" in (text := sys.stdout.read()) and "\n?" in text
 
@@ -571,8 +572,9 @@ def test_generation_continues_as_whole_forwards_would(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             generate(model, wrong)
-    with pytest.raises(TypeError, match=r"ids must be a torch\.Tensor, got list"):
-        generate(model, ids.tolist())
+    assert torch.equal(torch.stack(list(generate(model, ids.tolist(), 12, temperature=0)), 1), made)
+    with pytest.raises(TypeError, match=r"ids must be a torch\.Tensor or a sequence of prompts, got str"):
+        generate(model, "text")  # type: ignore[arg-type]
 
 
 def test_text_streams_in_whole_characters() -> None:

@@ -7,9 +7,9 @@ from lineate.models.files.checkpoint import INDEX, SINGLE, Checkpoint, read_json
 from lineate.models.files.safetensors import LONGEST_HEADER, CheckpointError, Entry, make_entry
 from lineate.names import user_path
 
-ALL = ["*.json", "*.safetensors"]
-TEXTS = ["*.json"]
-"""Patterns of configs, the index and the tokenizer, which have a few MB at most."""
+TEXTS = ["*.json", "*.jinja", "tiktoken.model"]
+"""Patterns of configs, the index, the tokenizer and its chat templates, which have a few MB at most."""
+ALL = [*TEXTS, "*.safetensors"]
 REVISION = r"[0-9a-f]{40}"
 
 

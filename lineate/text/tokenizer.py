@@ -1,20 +1,30 @@
-"""Tokenizers: bytes, or byte-level BPE that is trained on the data. Decoding gives exactly the encoded text."""
+"""Tokenizers of our own: bytes, or byte-level BPE that is trained on the data; and the tokenizer of any folder.
+
+Decoding gives exactly the encoded text.
+"""
 
 import hashlib
-import importlib
 import json
-import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from lineate.models.files.companions import find_file, read_companions, write_file
+from lineate.models.files.hub import TEXTS, fetch, is_hub_name
+from lineate.names import user_path
+from lineate.text.base import END_TEXT, JSON_FILE, KIND_FILE, Tokenizer, library, utf8, vocabulary_bytes
+from lineate.text.chat import read_chat
+from lineate.text.published import PublishedTokenizer
 
-KIND_FILE = "tokenizer_kind.json"
-BPE_FILE = "tokenizer.json"
-END_TEXT = "<|endoftext|>"
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = [
+    "BPE", "END_TEXT", "JSON_FILE", "KIND_FILE", "Bytes", "Tokenizer", "check_name", "has_tokenizer", "load_tokenizer",
+    "make_tokenizer",
+]  # fmt: skip
+
 MIN_BPE_SIZE, MAX_BPE_SIZE = 257, 2**20
 """Sizes that a BPE vocabulary may have: at least 256 bytes and end-of-text; at most four times the largest in use."""
 TRAIN_CHARACTERS = 50_000_000
@@ -25,59 +35,6 @@ PIECE_CHARACTERS = 1_000_000
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
 
 
-class Tokenizer(ABC):
-    """Encodes text to token ids and decodes it."""
-
-    name: str
-    """ "bytes" or "bpe:SIZE"."""
-    vocab_size: int
-    end: int
-    """The id of end-of-text, to which no text is encoded."""
-    identity: str
-    """Two tokenizers with the same identity encode every text to the same ids."""
-
-    @abstractmethod
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, as `encode` would.
-
-        Args:
-            texts: The texts.
-        """
-
-    @abstractmethod
-    def _decode(self, ids: list[int]) -> str: ...
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without end-of-text.
-
-        Args:
-            text: The text.
-        """
-        return self.encode_many([text])[0].tolist()
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without end-of-text; an incomplete character becomes U+FFFD.
-
-        Args:
-            ids: Token ids.
-        """
-        ids = [int(i) for i in ids]
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise ValueError(f"ids must be in 0..{self.vocab_size - 1} for tokenizer '{self.name}', got {i}")
-        return self._decode([i for i in ids if i != self.end])
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer to a folder, for load_tokenizer.
-
-        Args:
-            folder: The folder, which is made if it does not exist.
-        """
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        kind = {"name": self.name, "vocab_size": self.vocab_size, "end": self.end, "identity": self.identity}
-        _write(Path(folder) / KIND_FILE, json.dumps(kind, indent=1) + "\n")
-
-
 class Bytes(Tokenizer):
     """A token for each of the 256 bytes of UTF-8, and end-of-text."""
 
@@ -85,11 +42,17 @@ class Bytes(Tokenizer):
     vocab_size = 257
     end = 256
 
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(_utf8(text), np.uint8) for text in texts]
+    def encode_many(self, texts: Sequence[str]) -> "list[np.ndarray]":
+        import numpy as np
 
-    def _decode(self, ids: list[int]) -> str:
-        return bytes(ids).decode("utf-8", "replace")
+        return [np.frombuffer(utf8(text), np.uint8) for text in texts]
+
+    def encode(self, text: str) -> list[int]:
+        return list(utf8(text))
+
+    def token_bytes(self, token: int) -> bytes:
+        self._check(token)
+        return b"" if token == self.end else bytes((token,))
 
 
 class BPE(Tokenizer):
@@ -104,36 +67,46 @@ class BPE(Tokenizer):
         self.name = name
         self.identity = _identity(name, text)
         self._text = text  # the contents of tokenizer.json
-        library = _tokenizers()
+        tokenizers = _tokenizers()
         try:
-            self._engine = library.Tokenizer.from_str(text)
+            self._engine = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the tokenizers library raises nothing narrower
-            raise ValueError(f"{BPE_FILE} must be what tokenizers wrote, got a text that is not ({error})") from None
+            raise ValueError(f"{JSON_FILE} must be what tokenizers wrote, got a text that is not ({error})") from None
         self._engine.encode_special_tokens = True  # "<|endoftext|>" within a text is encoded as ordinary text
         ids = self._engine.get_vocab()
-        lacks = {END_TEXT, *library.pre_tokenizers.ByteLevel.alphabet()} - ids.keys()
+        lacks = {END_TEXT, *tokenizers.pre_tokenizers.ByteLevel.alphabet()} - ids.keys()
         if lacks or set(ids.values()) != set(range(len(ids))):
             got = f"no {min(lacks)!r}" if lacks else f"ids up to {max(ids.values())} for {len(ids)} tokens"
-            raise ValueError(f"{BPE_FILE} must number end-of-text, 256 bytes and their merges from 0, got {got}")
+            raise ValueError(f"{JSON_FILE} must number end-of-text, 256 bytes and their merges from 0, got {got}")
         self.vocab_size, self.end = len(ids), ids[END_TEXT]
+        self._bytes = [vocabulary_bytes(token) for token in sorted(ids, key=ids.__getitem__)]
+        self._bytes[self.end] = b""
 
     def __reduce__(self) -> Any:
-        return BPE, (self.name, self._text)  # the pickled engine would lack encode_special_tokens
+        state = {} if self.chat is None else {"chat": self.chat}
+        return BPE, (self.name, self._text), state  # the pickled engine would lack encode_special_tokens
 
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_many(self, texts: Sequence[str]) -> "list[np.ndarray]":
+        import numpy as np
+
         for text in texts:
-            _utf8(text)
+            utf8(text)
         pieces = [list(_pieces(text)) for text in texts]
         encoded = iter(self._engine.encode_batch_fast([p for of_text in pieces for p in of_text]))
         empty = np.empty(0, np.int64)
         return [np.concatenate([empty, *(np.array(next(encoded).ids, np.int64) for _ in n)]) for n in pieces]
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._engine.decode(ids)
+    def encode(self, text: str) -> list[int]:
+        utf8(text)
+        return [token for x in self._engine.encode_batch_fast(list(_pieces(text))) for token in x.ids]
+
+    def token_bytes(self, token: int) -> bytes:
+        self._check(token)
+        return self._bytes[token]
 
     def save(self, folder: Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        _write(Path(folder) / BPE_FILE, self._text)
+        write_file(Path(folder) / JSON_FILE, self._text.encode())
         super().save(folder)
 
 
@@ -166,27 +139,45 @@ def check_name(name: str) -> int | None:
     return size
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read the tokenizer that `save` wrote to a folder.
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Read the tokenizer of a folder: one that `save` wrote, or that of a published checkpoint.
+
+    Args:
+        folder: The folder, or the name of a model on the Hugging Face hub, of which only the small files are fetched.
+    """
+    place = fetch(str(folder), TEXTS) if is_hub_name(folder) else user_path(folder)
+    if not (place / KIND_FILE).is_file():
+        return PublishedTokenizer.open(place)
+    own = _load_own(place)
+    own.chat = read_chat(place, read_companions(place), {"eos_token": END_TEXT, "bos_token": END_TEXT})
+    return own
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer that load_tokenizer reads.
 
     Args:
         folder: The folder.
     """
-    file = Path(folder) / KIND_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds no tokenizer ({KIND_FILE} is missing)")
+    return (folder / KIND_FILE).is_file() or PublishedTokenizer.is_in(folder)
+
+
+def _load_own(folder: Path) -> Tokenizer:
+    """Read the tokenizer that `save` wrote to a folder."""
+    file = folder / KIND_FILE
     try:
-        kind = json.loads(file.read_text("utf-8"))
+        kind = json.loads((find_file(folder, KIND_FILE) or file).read_text("utf-8"))
         name, identity = kind["name"], kind["identity"]
         size = check_name(name)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error!r}") from None
     if size is None:
         return Bytes()
-    file = Path(folder) / BPE_FILE
-    if not file.is_file():
+    file = folder / JSON_FILE
+    found = find_file(folder, JSON_FILE)
+    if found is None:
         raise FileNotFoundError(f"{file} is missing; tokenizer '{name}' needs it")
-    text = file.read_bytes().decode("utf-8", "replace")
+    text = found.read_bytes().decode("utf-8", "replace")
     if _identity(name, text) != identity:
         raise ValueError(f"{file} is damaged: not the tokenizer that {KIND_FILE} names; both must come from one save")
     try:
@@ -201,14 +192,14 @@ def _identity(name: str, text: str) -> str:
 
 def _train(name: str, size: int, texts: Iterable[str]) -> BPE:
     """Learn the merges of a BPE tokenizer."""
-    library = _tokenizers()
-    engine = library.Tokenizer(library.models.BPE())
-    engine.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    engine.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
+    tokenizers = _tokenizers()
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE())
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[END_TEXT],
-        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     engine.train_from_iterator(_first(texts, TRAIN_CHARACTERS), trainer)
@@ -238,30 +229,6 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _utf8(text: str) -> bytes:
-    """Encode a text as UTF-8; raise ValueError if that is impossible."""
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"text must be Unicode, got half of a surrogate pair at character {error.start}") from error
-
-
 def _tokenizers() -> Any:
     """Import the optional library tokenizers."""
-    try:
-        return importlib.import_module("tokenizers")
-    except ImportError as error:
-        raise ImportError("a BPE tokenizer needs `pip install tokenizers`; or use tokenizer='bytes'") from error
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file completely or not at all."""
-    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as handle:
-            handle.write(text.encode())
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
+    return library("a BPE tokenizer", "`pip install tokenizers`; or use tokenizer='bytes'")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_stores import TEXTS, bpe_texts
 
-from lineate.training import tokenizer
-from lineate.training.tokenizer import load_tokenizer, make_tokenizer
+from lineate.text import tokenizer
+from lineate.text.tokenizer import load_tokenizer, make_tokenizer
 
 
 def test_bytes(tmp_path):

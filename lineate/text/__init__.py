@@ -1,0 +1,23 @@
+"""Text and tokens: tokenizers, chat templates, and text as it is made."""
+
+from lineate.text.base import Tokenizer
+from lineate.text.chat import DEFAULT_STOPS, DEFAULT_TEMPLATE, ChatError, ChatTemplate
+from lineate.text.published import PublishedTokenizer
+from lineate.text.stream import Detokenizer, StopStrings
+from lineate.text.tokenizer import BPE, Bytes, has_tokenizer, load_tokenizer, make_tokenizer
+
+__all__ = [
+    "Tokenizer",
+    "Bytes",
+    "BPE",
+    "PublishedTokenizer",
+    "load_tokenizer",
+    "make_tokenizer",
+    "has_tokenizer",
+    "ChatTemplate",
+    "ChatError",
+    "DEFAULT_TEMPLATE",
+    "DEFAULT_STOPS",
+    "Detokenizer",
+    "StopStrings",
+]

@@ -1,0 +1,81 @@
+"""Keeps special tokens out of what people write in a conversation.
+
+A chat template puts messages and special tokens into one text. Where a message spells a special token, or begins one
+that the next message could complete, a mark that occurs nowhere else is put after its first character. In the rendered
+text the marked pieces are encoded as ordinary text, without the mark.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lineate.text.chat import ChatError
+
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Code points that are no characters and mean nothing in any text."""
+
+
+class Shield:
+    """Marks the special tokens in the texts of one conversation.
+
+    Args:
+        special: The texts of the special tokens.
+        values: The whole conversation.
+    """
+
+    def __init__(self, special: Sequence[str], values: Any) -> None:
+        self._special = sorted((text for text in special if text), key=len, reverse=True)
+        self._pattern = re.compile("(" + "|".join(map(re.escape, self._special)) + ")") if self._special else None
+        self._firsts = {text[0] for text in self._special}
+        used = {letter for text in _texts(values) for letter in text if "\ufdd0" <= letter <= "\ufdef"}
+        self._mark = next((mark for mark in MARKS if mark not in used), "")
+        if not self._mark:
+            raise ChatError("messages must leave one of the code points U+FDD0 .. U+FDEF unused, got all of them")
+
+    def cover(self, value: Any) -> Any:
+        """Return a copy of a message or a list of them in which no text spells a special token."""
+        if isinstance(value, str):
+            return self._cover_text(value)
+        if isinstance(value, Mapping):
+            return {key: self.cover(x) for key, x in value.items()}
+        return [self.cover(x) for x in value] if isinstance(value, list | tuple) else value
+
+    def parts(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yield the parts of a rendered text without marks, and whether special tokens in them are ordinary text."""
+        if self._mark not in text or self._pattern is None:
+            yield text, False
+            return
+        plain = ""
+        for part in self._pattern.split(text):
+            if self._mark not in part:
+                plain += part
+                continue
+            if plain:
+                yield plain, False
+            yield part.replace(self._mark, ""), True
+            plain = ""
+        if plain:
+            yield plain, False
+
+    def _cover_text(self, text: str) -> str:
+        if self._pattern is None:
+            return text
+        found = {match.start() for match in re.finditer(f"(?={self._pattern.pattern})", text)}
+        for n in range(max(0, len(text) - len(self._special[0]) + 1), len(text)):
+            if text[n] in self._firsts and any(x.startswith(text[n:]) for x in self._special):
+                found.add(n)
+        bounds = [0, *(n + 1 for n in sorted(found)), len(text)]
+        return self._mark.join(text[a:b] for a, b in pairwise(bounds))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts of a conversation."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for x in value.values():
+            yield from _texts(x)
+    elif isinstance(value, list | tuple):
+        for x in value:
+            yield from _texts(x)
