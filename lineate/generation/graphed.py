@@ -5,43 +5,16 @@ graph replays them without the host, at the same addresses. So memories and cach
 stay on the device.
 """
 
-from collections import defaultdict
-from functools import cache
-from threading import Lock
-
 import torch
 from torch import Tensor
 
 from lineate.checks import check_flag
+from lineate.generation import in_place
+from lineate.generation.in_place import Graph, capture, read_in_place, round_up, state_in_place, write_back
 from lineate.layers import Memory, TokenCache
 from lineate.models.checks import check_ids, check_state
 from lineate.models.hybrid import HybridLM
 from lineate.models.state import ModelState
-
-WINDOW_STEP = 1024
-"""Attention reads a window of the caches, a multiple of this many tokens; a full one is widened and captured anew."""
-
-_capturing = Lock()  # all captures use one stream
-
-
-class _Cache(TokenCache):
-    """The first n entries of larger tensors; append writes after the last token of every row, in place."""
-
-    def __init__(self, tensors: dict[str, Tensor], n: int, where: tuple[Tensor, Tensor], after: Tensor) -> None:
-        super().__init__({name: x[:, :n] for name, x in tensors.items()}, where[1])
-        self.where, self.after = where, after
-
-    def append(self, new: dict[str, Tensor]) -> TokenCache:
-        """Return a cache with one more token in every row, `new` being `rows 1 ...`."""
-        for name, x in new.items():
-            tensor = self[name]
-            if x.dtype != tensor.dtype:
-                raise ValueError(
-                    f"state's {name} must have the dtype of the new ones, {x.dtype}, got {tensor.dtype}; "
-                    "make the decoder under the autocast and model dtype that made the state"
-                )
-            tensor.index_put_(self.where, x[:, 0])
-        return TokenCache({name: self[name] for name in self.names}, self.after)
 
 
 class GraphedDecoder:
@@ -87,7 +60,6 @@ class GraphedDecoder:
         self._room = room
         self._wants_graph = graph
         self._ids = torch.zeros(self.rows, 1, dtype=torch.int64, device=device)
-        self._row_numbers = torch.arange(self.rows, device=device)
         self._lengths = torch.empty(self.rows, dtype=torch.int64, device=device)
         if isinstance(state.lengths, int):
             self._lengths.fill_(state.lengths)
@@ -102,8 +74,7 @@ class GraphedDecoder:
             else:
                 self._caches[n] = {name: layer[name][:, : self._longest].to(device) for name in layer.names}
         self._capacity = self._window = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._logits: Tensor | None = None
+        self._graph: Graph | None = None
         self._widen()
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -121,12 +92,7 @@ class GraphedDecoder:
         if self._caches and self._longest == self._window:
             self._widen()
         self._ids.copy_(ids)
-        if self._graph is None:
-            logits = self._step()
-        else:
-            assert self._logits is not None
-            self._graph.replay()
-            logits = self._logits.clone()
+        (logits,) = self._step() if self._graph is None else self._graph.replay()
         self._longest += 1
         return logits
 
@@ -150,79 +116,31 @@ class GraphedDecoder:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _step(self) -> Tensor:
+    def _step(self) -> tuple[Tensor, ...]:
         """Read self._ids and update memories and caches in place, without waiting for the device."""
-        where, after = (self._row_numbers, self._lengths), self._lengths + 1
-        layers = tuple(
-            Memory(self._memories[n], owned=True)
-            if n in self._memories
-            else _Cache(self._caches[n], self._window, where, after)
-            for n in range(len(self.model.layers))
-        )
-        enabled, dtype = self._autocast
-        # Without autocast's cache of converted weights, which would be freed before the graph is replayed.
-        with torch.autocast(self._ids.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
-            x, new = self.model.hidden(self.model.embed(self._ids), ModelState(layers, 0))
-            logits = self.model.logits(x)
-        stale, fresh = defaultdict(list), defaultdict(list)
-        for n, memory in self._memories.items():
-            for name, x in memory.items():
-                found = new.layers[n][name]
-                if found is not x:  # the layer made a new tensor
-                    stale[x.dtype].append(x)
-                    fresh[x.dtype].append(found)
-        for each in stale:  # one launch for each dtype
-            torch._foreach_copy_(stale[each], fresh[each])
-        self._lengths.copy_(after)
-        return logits
+        state = state_in_place(self._memories, self._caches, self._window, self._lengths)
+        read = read_in_place(self.model, self._ids, state, self._autocast)
+        write_back(self._memories, read.state)
+        self._lengths += 1
+        return (read.logits,)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _widen(self) -> None:
         """Widen the window that attention reads by at least one token, allocate memory if needed, and capture again."""
-        self._graph = self._logits = None  # frees the memory of the old graph
+        self._graph = None  # frees the memory of the old graph
         needed = self._longest + 1
         if needed > self._capacity:
             if self._capacity:
                 self._room *= 2
-            self._capacity = _round_up(self._longest + self._room, 64)
+            self._capacity = round_up(self._longest + self._room, 64)
             for tensors in self._caches.values():
                 for name, old in tensors.items():  # zeros, since masked entries must be finite
                     tensors[name] = old.new_zeros(self.rows, self._capacity, *old.shape[2:])
                     tensors[name][:, : self._longest] = old[:, : self._longest]
         # The window grows by at least an eighth, so that long sequences are not captured too often.
-        self._window = min(self._capacity, _round_up(needed + needed // 8, WINDOW_STEP))
+        self._window = min(self._capacity, round_up(needed + needed // 8, in_place.WINDOW_STEP))
         if self._ids.is_cuda and self._wants_graph:
-            self._capture()
-
-    def _capture(self) -> None:
-        """Record one step in a CUDA graph."""
-        with _capturing, torch.cuda.device(self._ids.device):
-            stream, current = _capture_stream(self._ids.device), torch.cuda.current_stream()
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                self.warm_up()
-            current.wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._logits = self._step()
-        self._graph = graph
-
-    def warm_up(self) -> None:
-        """Make two steps and undo them: they compile kernels and allocate workspaces, which a capture must not do."""
-        changing = [self._lengths, *(x for memory in self._memories.values() for x in memory.values())]
-        kept = [x.clone() for x in changing]  # caches need no copy: steps only write after the last token
-        for _ in range(2):
-            self._step()
-            for x, before in zip(changing, kept, strict=True):
-                x.copy_(before)
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream for all captures; each stream would keep its own workspace for matrix products."""
-    return torch.cuda.Stream(device)
-
-
-def _round_up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit
+            # Caches need not be put back after a trial run: steps only write after the last token.
+            changing = [self._lengths, *(x for memory in self._memories.values() for x in memory.values())]
+            self._graph = capture(self._step, changing, self._ids.device)

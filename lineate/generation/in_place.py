@@ -1,0 +1,172 @@
+"""One decoding step in place: memories and caches are written where they are, and lengths stay on the device.
+
+A step that allocates nothing that outlives it, and that never waits for the device, can be recorded in a CUDA graph.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lineate.layers import LayerState, Memory, TokenCache
+from lineate.models.hybrid import HybridLM
+from lineate.models.state import ModelState
+
+WINDOW_STEP = 1024
+"""On a GPU, attention reads a window of the caches, a multiple of this many tokens; a wider one is captured anew."""
+
+Tensors = Mapping[int, Mapping[str, Tensor]]
+"""Tensors by layer and name."""
+
+_capturing = Lock()  # all captures use one stream
+
+
+class CacheInPlace(TokenCache):
+    """The first n entries of larger tensors; append writes after the last token of every row, in place.
+
+    Args:
+        tensors: `rows capacity ...` by name.
+        n: How many entries attention reads; at least the longest row with its new tokens.
+        where: The rows and places of the new tokens, `rows t` each.
+        lengths: The tokens of each row, `rows`, before the new ones and with them.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], n: int, where: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor]
+    ) -> None:
+        super().__init__({name: x[:, :n] for name, x in tensors.items()}, lengths[0])
+        self.where, self.after = where, lengths[1]
+
+    def append(self, new: dict[str, Tensor]) -> TokenCache:
+        """Return a cache with the new tokens, `rows t ...`, in every row."""
+        for name, x in new.items():
+            tensor = self[name]
+            if x.dtype != tensor.dtype:
+                raise ValueError(
+                    f"state's {name} must have the dtype of the new ones, {x.dtype}, got {tensor.dtype}; "
+                    "make the decoder under the autocast and model dtype that made the state"
+                )
+            tensor.index_put_(self.where, x)
+        return TokenCache({name: self[name] for name in self.names}, self.after)
+
+
+def state_in_place(memories: Tensors, caches: Tensors, window: int, lengths: Tensor, new: int = 1) -> ModelState:
+    """Return a state whose next call writes into these tensors.
+
+    Args:
+        memories: Tensors `rows ...` by layer and name; a call may overwrite them, or return new ones.
+        caches: Tensors `rows capacity ...` by layer and name; a call writes the new tokens into them.
+        window: How many entries of the caches attention reads.
+        lengths: The tokens that each row has, `rows`.
+        new: How many tokens the next call adds to every row.
+    """
+    layers: dict[int, LayerState] = {n: Memory(own, owned=True) for n, own in memories.items()}
+    if caches:  # what all layers share is computed once
+        at = lengths[:, None] + torch.arange(new, device=lengths.device)  # rows t
+        where, both = (torch.arange(len(at), device=at.device)[:, None].expand_as(at), at), (lengths, lengths + new)
+        layers |= {n: CacheInPlace(own, window, where, both) for n, own in caches.items()}
+    return ModelState(tuple(layers[n] for n in range(len(layers))), 0)
+
+
+class Read(NamedTuple):
+    """What a step returns.
+
+    Args:
+        logits: `rows 1 vocab`.
+        hidden: What the head has read, `rows 1 hidden`.
+        state: A state that has the new memories.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    state: ModelState
+
+
+def read_in_place(model: HybridLM, ids: Tensor, state: ModelState, autocast: tuple[bool, torch.dtype]) -> Read:
+    """Read one token of every row.
+
+    Args:
+        model: The model.
+        ids: Tokens, `rows 1`.
+        state: What state_in_place returns.
+        autocast: Whether autocast is enabled, and its dtype.
+    """
+    enabled, dtype = autocast
+    # Without autocast's cache of converted weights, which would be freed before a graph is replayed.
+    with torch.autocast(ids.device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+        x, new = model.hidden(model.embed(ids), state)
+        return Read(model.logits(x), x, new)
+
+
+def write_back(memories: Tensors, new: ModelState) -> None:
+    """Copy the memories that a call made anew to where the old ones are, with one launch for each dtype."""
+    stale, fresh = defaultdict(list), defaultdict(list)
+    for n, memory in memories.items():
+        for name, x in memory.items():
+            found = new.layers[n][name]
+            if found is not x:  # the layer made a new tensor
+                stale[x.dtype].append(x)
+                fresh[x.dtype].append(found)
+    for each in stale:
+        torch._foreach_copy_(stale[each], fresh[each])
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A recorded step, and where its results are after it was replayed."""
+
+    graph: torch.cuda.CUDAGraph
+    results: tuple[Tensor, ...]
+
+    def replay(self) -> tuple[Tensor, ...]:
+        """Run the step; return copies of its results, which the next step does not overwrite."""
+        self.graph.replay()
+        return tuple(x.clone() for x in self.results)
+
+
+def capture(
+    step: Callable[[], tuple[Tensor, ...]], changing: list[Tensor], device: torch.device, pool: Any = None
+) -> Graph:
+    """Record a step in a CUDA graph; what the step changes is as before.
+
+    Args:
+        step: What to record.
+        changing: The tensors that the step changes and whose values matter; they are put back after each trial run.
+        device: The device.
+        pool: The memory of the graph's intermediate results, shared with other graphs; None: its own.
+    """
+    with _capturing, torch.cuda.device(device):
+        stream, current = _capture_stream(device), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            try_out(step, changing)
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            results = step()
+    return Graph(graph, results)
+
+
+def try_out(step: Callable[[], object], changing: list[Tensor]) -> None:
+    """Make a step twice and undo it: it compiles kernels and allocates workspaces, which a capture must not do."""
+    kept = [x.clone() for x in changing]
+    for _ in range(2):
+        step()
+        for x, before in zip(changing, kept, strict=True):
+            x.copy_(before)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream for all captures; each stream would keep its own workspace for matrix products."""
+    return torch.cuda.Stream(device)
+
+
+def round_up(n: int, unit: int) -> int:
+    """Return the lowest multiple of unit that is at least n."""
+    return -(-n // unit) * unit

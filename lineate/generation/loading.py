@@ -1,0 +1,92 @@
+"""A model and its tokenizer, from a run's folder, a model's folder or a name on the hub."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from lineate.dtypes import parse_dtype
+from lineate.models.files import runs
+from lineate.models.files.hub import ALL, TEXTS, fetch, is_hub_name
+from lineate.models.pretrained import check_target
+from lineate.names import named_path, user_path
+from lineate.terminal import printable
+
+if TYPE_CHECKING:
+    from lineate.models import HybridLM
+    from lineate.text import Tokenizer
+
+
+def load_model(
+    name: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
+) -> "tuple[HybridLM, Tokenizer]":
+    """Return a model in eval mode and its tokenizer, which is read first because it is quick.
+
+    Args:
+        name: Folder of a run, or of a model with its tokenizer, or a name on the hub.
+        dtype: A torch.dtype or its name; None or "auto": as stored.
+        device: Where the weights are loaded to.
+    """
+    from lineate.models import HybridLM
+    from lineate.text import load_tokenizer
+
+    place = fetch_model(str(name)) if is_hub_name(name) else find_model(user_path(named_path(name)))
+    tokenizer = load_tokenizer(place)
+    model = HybridLM.from_pretrained(place, dtype=dtype, device=device, progress=False)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {place} has {tokenizer.vocab_size} tokens and its model a vocabulary of "
+            f"{model.config.vocab_size}; both must come from one model"
+        )
+    return model, tokenizer
+
+
+def load_or_builtin(
+    name: str | Path | None, dtype: str, device: str, report: Callable[[str], None]
+) -> "tuple[HybridLM, Tokenizer]":
+    """Return a model and its tokenizer as load_model does, or the built-in model.
+
+    Args:
+        name: Folder of a run, or of a model with its tokenizer, or a name on the hub; None: the built-in model.
+        dtype: Name of the dtype of the weights; "auto": as stored.
+        device: "cpu" or "cuda".
+        report: Called with a sentence when the built-in model is trained.
+    """
+    if name is not None:
+        return load_model(name, dtype, device)
+    from lineate.generation.builtin import builtin_model
+
+    chosen = None if dtype == "auto" else parse_dtype(dtype, also=("auto",))
+    check_target(device)
+    model, tokenizer = builtin_model(report)
+    return model.to(device=device, dtype=chosen), tokenizer
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError unless the device is "cpu" or "cuda", or a GPU with its number."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
+
+
+def fetch_model(name: str) -> Path:
+    """Download a model from the hub and return its folder; the weights come only if its tokenizer can be read."""
+    from lineate.text import load_tokenizer
+
+    load_tokenizer(fetch(name, TEXTS))
+    return fetch(name, ALL)
+
+
+def find_model(folder: Path) -> Path:
+    """Return the folder of a run's finished model, or else its newest checkpoint; or the folder, if it is a model's."""
+    return runs.find_model(folder, lambda text: print(f"warning: {printable(text)}", file=sys.stderr))
+
+
+def model_folder(folder: Path) -> Path:
+    """Return find_model(folder) if the folder is a run without weights of its own, else the folder."""
+    if runs.has_own_weights(folder):
+        return folder
+    is_run = (folder / "model" / "config.json").is_file() or (folder / "checkpoints").is_dir()
+    return find_model(folder) if is_run else folder
