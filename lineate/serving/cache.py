@@ -1,0 +1,410 @@
+"""A cache of model states by the tokens that they have read, so that a prompt is read only from where it is new.
+
+    cache = StateCache(budget_bytes=8 * 2**30, spacing=256)
+    found = cache.find(ids)                             # the longest prefix that is kept, or None
+    cache.keep(ids[:512], state, "grid", cost=seconds)  # the state after 512 tokens
+
+A fixed-size memory cannot be cut back to fewer tokens, so states are kept at chosen lengths: every multiple of a
+spacing ("grid"), ends of prompts and of turns, and where prompts branch. An edit in the middle of a prompt costs the
+tokens from the last kept state before it. Invariants:
+
+- find returns exactly the bits that were kept for that prefix, in tensors of its own, or nothing;
+- `stats.bytes` is the exact sum over all tensors that are held, shared blocks counted once, and never above the budget.
+  Token ids are not counted: 8 bytes for each token of the paths to kept states;
+- nothing that was given up is seen again: with poison=True it is overwritten, which tests rely on;
+- looking up takes time for the tokens of the prompt, whatever is kept.
+
+The states lie in a radix tree (radix.py), caches with one entry a token in shared blocks (blocks.py), and aging.py says
+which state goes first. A state that goes gives up its memories; its blocks stay as long as longer states need them.
+With a folder, it is written there first (spill.py), and is found again, also after a restart.
+"""
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+
+import torch
+from torch import Tensor
+
+from lineate.layers import Memory
+from lineate.models.state import ModelState
+from lineate.serving.aging import Aging
+from lineate.serving.blocks import Block, Tensors, extend, new_bytes, release, shared_chain, token_caches
+from lineate.serving.kept import KINDS, CacheStats, Found, Kept, Kind, own_nbytes, rank
+from lineate.serving.radix import Node, RadixTree, as_ids
+from lineate.serving.spill import SpillFolder, StateFile
+
+__all__ = ["CacheStats", "Found", "Kind", "StateCache"]
+
+SECONDS_A_TOKEN = 1e-6
+"""The least that making a state again is taken to cost, for each token after its nearest kept ancestor."""
+COUNTED = ("hits", "misses", "hit_tokens", "kept", "refused", "evictions", "spilled", "restored")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Place:
+    """What a node of the tree holds."""
+
+    kept: Kept | None = None
+    block: Block | None = None
+    """The last block of a chain for this prefix that some state needs, here or below."""
+    file: StateFile | None = None
+    """The state on disk, with the bits of `kept` if both are there."""
+
+    @property
+    def rank(self) -> tuple[bool, bool] | None:
+        """How good its state is, in memory or on disk; None if it has none."""
+        if self.kept is not None:
+            return rank(self.kept.kind, self.kept.logits is not None)
+        return None if self.file is None else rank(self.file.kind, self.file.has_logits)
+
+
+_Node = Node[_Place]
+
+
+class StateCache:
+    """States of one model by the tokens they have read; any thread may call it.
+
+    Args:
+        budget_bytes: the most bytes that its tensors may take.
+        spacing: the distance of the "grid" states, in tokens.
+        folder: where states are written to when they are given up or the cache is closed; None: nowhere.
+        identity: which model makes the states, as identity_of returns it; a folder serves only states of this one.
+        folder_bytes: the most bytes that the files of this identity may take.
+        poison: whether tensors are overwritten when they are given up, for tests.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        spacing: int,
+        folder: str | Path | None = None,
+        identity: str = "",
+        *,
+        folder_bytes: int = 64 * 2**30,
+        poison: bool = False,
+    ) -> None:
+        for name, value, least in (("budget_bytes", budget_bytes, 0), ("spacing", spacing, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+        if folder is not None and not identity:
+            raise ValueError("identity must be given with a folder, got ''; pass identity_of(model)")
+        self.budget_bytes, self.spacing = budget_bytes, spacing
+        self._lock = RLock()
+        self._tensors = Tensors(poison)
+        self._tree: RadixTree[_Place] = RadixTree()
+        self._aging: Aging[_Node] = Aging()
+        self._owners: dict[Block | StateFile, _Node] = {}
+        """The node whose place names a block or a file."""
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+        self._folder: SpillFolder | None = None
+        if folder is not None:  # other spacings make other pieces, which may give other bits
+            self._folder = SpillFolder(Path(folder), f"{spacing} {identity}", folder_bytes, self._forget)
+            for ids, file in self._folder.open():
+                self._name_file(self._tree.insert(ids), file)
+
+    @property
+    def stats(self) -> CacheStats:
+        """What it holds now, and has done since it was made."""
+        with self._lock:
+            disk = self._folder
+            files = (0, 0, 0) if disk is None else (len(disk.files), disk.bytes, len(disk.ignored))
+            held = len(self._aging), self._tree.nodes, self._tensors.bytes, self.budget_bytes
+            return CacheStats(*held, *files, *(self._counts[name] for name in COUNTED))
+
+    def find(self, ids: Sequence[int] | Tensor, exact: bool = False) -> Found | None:
+        """Return the longest kept prefix of a prompt; the whole prompt only if its logits were kept too.
+
+        Args:
+            ids: the tokens of the prompt.
+            exact: whether reading on must give the same bits as reading the prompt whole, in pieces of the spacing:
+                only states on the grid are taken, and the end of a prompt if it is the whole prompt.
+        """
+        ids = as_ids(ids)
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            nodes, _ = self._tree.walk(ids)
+            for node in reversed(nodes):
+                if self._serves(node, len(ids), exact) and (found := self._take(node)) is not None:
+                    self._counts.update(hits=1, hit_tokens=found.length)
+                    return found
+            self._counts["misses"] += 1
+            return None
+
+    def common(self, ids: Sequence[int] | Tensor) -> int:
+        """Return how many first tokens a prompt shares with the path to any kept state: where it branches off.
+
+        Args:
+            ids: the tokens of the prompt.
+        """
+        with self._lock:
+            return self._tree.walk(as_ids(ids))[1]
+
+    def keep(
+        self,
+        ids: Sequence[int] | Tensor,
+        state: ModelState,
+        kind: Kind,
+        logits: Tensor | None = None,
+        cost: float = 0.0,
+    ) -> bool:
+        """Keep a copy of a state, and give up others if need be; return whether the prefix has a state now.
+
+        Where one is kept already, in memory or on disk, it stays, unless the new one is read in pieces of the spacing
+        ("grid", "prompt") and the old one is not, or else the new one has logits and the old one has not.
+
+        Args:
+            ids: the tokens that the state has read.
+            state: one row.
+            kind: "grid" (a multiple of the spacing), "prompt" (a prompt's end), "turn" (an answer's end) or "branch".
+            logits: `vocab`, for the token that follows.
+            cost: seconds it would take to make the state again from its nearest kept ancestor.
+        """
+        ids = as_ids(ids)
+        self._check(ids, state, kind, cost)
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if self._closed:
+                return False
+            done = self._keep(ids, state, kind, logits, cost)
+            self._counts["kept" if done else "refused"] += 1
+            return done
+
+    def clear(self) -> None:
+        """Give up all states, on disk too."""
+        with self._lock:
+            for node in list(self._aging.ordered()):
+                self._aging.remove(node)
+                self._drop(node)
+            if self._folder is not None:
+                for file in list(self._folder.files.values()):
+                    self._folder.remove(file)
+                    self._forget(file)
+
+    def close(self) -> None:
+        """Write all states to the folder, if there is one, and give them up; then nothing is found or kept."""
+        with self._lock:
+            if self._closed:
+                return
+            for node in list(self._aging.ordered()):
+                self._spill(node)
+                self._aging.remove(node)
+                self._drop(node)
+            if self._folder is not None:
+                self._folder.close()
+                for file in list(self._folder.files.values()):
+                    self._forget(file)
+            self._closed = True
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor that is held, once, by walking the tree and the chains of blocks; for tests."""
+        with self._lock:
+            seen: set[Block] = set()
+            for node in self._tree:
+                kept = None if node.value is None else node.value.kept
+                if kept is None:
+                    continue
+                yield from kept.tensors
+                for block in [] if kept.block is None else kept.block.chain:
+                    if block not in seen:
+                        seen.add(block)
+                        yield from block.tensors
+
+    def _serves(self, node: _Node, asked: int, exact: bool) -> bool:
+        """Whether a node has a state for a prompt of `asked` tokens."""
+        place = node.value
+        if place is None or place.rank is None:
+            return False
+        canonical, has_logits = place.rank
+        if node.length == asked and not has_logits:
+            return False
+        return not exact or (canonical and (node.length == asked or node.length % self.spacing == 0))
+
+    def _take(self, node: _Node) -> Found | None:
+        """Return a node's state; None if it is on disk and cannot be read."""
+        place = node.value
+        assert place is not None
+        if place.kept is not None:
+            self._aging.use(node, place.kept.worth)
+            return place.kept.copy(node.length)
+        assert place.file is not None and self._folder is not None
+        file, ids = place.file, node.ids
+        if (spilled := self._folder.read(file)) is None:
+            return None
+        self._counts["restored"] += 1
+        self._take_in(ids, spilled.state, file.kind, spilled.logits, file.cost, spilled.stops)
+        return Found(len(ids), spilled.state, spilled.logits, file.kind)
+
+    def _keep(self, ids: "array[int]", state: ModelState, kind: Kind, logits: Tensor | None, cost: float) -> bool:
+        """Keep a state unless a better one is there; return whether there is one now."""
+        node = self._tree.walk(ids)[0][-1]
+        old = node.value.rank if node.value is not None and node.length == len(ids) else None
+        if old is not None and rank(kind, logits is not None) <= old:
+            assert node.value is not None
+            if node.value.kept is not None:
+                self._aging.use(node, node.value.kept.worth)
+            return True
+        if not self._take_in(ids, state, kind, logits, cost):
+            return False
+        node = self._tree.insert(ids)
+        if node.value is not None and node.value.file is not None and self._folder is not None:
+            self._folder.remove(node.value.file)  # it has other bits
+            self._forget(node.value.file)
+        return True
+
+    def _take_in(
+        self,
+        ids: "array[int]",
+        state: ModelState,
+        kind: Kind,
+        logits: Tensor | None,
+        cost: float,
+        stops: Sequence[int] = (),
+    ) -> bool:
+        """Copy a state into memory, whatever was there for its prefix; return False if it does not fit.
+
+        stops: where blocks end, so that those of a state from disk keep the names of their files.
+        """
+        nodes = self._tree.walk(ids)[0]
+        caches = token_caches(state.layers)
+        near = (node.value.block for node in reversed(nodes) if node.value is not None)
+        base = shared_chain(next((block for block in near if block is not None), None), caches)
+        needed = own_nbytes(state, logits) + new_bytes(base, caches, len(ids))
+        if needed + (0 if base is None else base.chain_nbytes) > self.budget_bytes:
+            return False
+        if base is not None:
+            base.holders += 1  # so that making room does not free it
+        if nodes[-1].length == len(ids) and nodes[-1].value is not None and nodes[-1].value.kept is not None:
+            self._aging.remove(nodes[-1])
+            self._drop(nodes[-1])
+        while self._tensors.bytes + needed > self.budget_bytes:
+            self._evict()
+        before = self._tensors.bytes
+        try:
+            kept = self._copied(state, kind, logits, base, [*stops, len(ids)])
+        except torch.OutOfMemoryError as error:
+            logger.warning("a state of %d tokens was not kept: %s", len(ids), error)
+            self._tensors.bytes = before
+            return False
+        finally:
+            self._release(base)
+        self._place(ids, kept, cost)
+        return True
+
+    def _copied(
+        self, state: ModelState, kind: Kind, logits: Tensor | None, base: Block | None, stops: Sequence[int]
+    ) -> Kept:
+        """Return copies of a state's tensors, and of the entries after a chain of blocks."""
+        before = self._tensors.bytes
+        layers = tuple(
+            {name: self._tensors.copy(x) for name, x in layer.tensors.items()} if isinstance(layer, Memory) else None
+            for layer in state.layers
+        )
+        own = None if logits is None else self._tensors.copy(logits)
+        caches = token_caches(state.layers)
+        block = extend(base, caches, stops, self._tensors) if caches else None
+        if block is not None:
+            block.holders += 1
+        return Kept(kind, layers, own, block, self._tensors.bytes - before)
+
+    def _place(self, ids: "array[int]", kept: Kept, cost: float) -> None:
+        """Put a state into the tree; what descends from it becomes cheaper to make again."""
+        node = self._tree.insert(ids)
+        place = node.value = node.value or _Place()
+        above = node.parent
+        while above is not None and above.parent is not None and (above.value is None or above.value.kept is None):
+            above = above.parent
+        kept.cost = max(cost, SECONDS_A_TOKEN * (node.length - (0 if above is None else above.length)))
+        self._add_cost(node, -kept.cost)
+        place.kept = kept
+        if kept.block is not None:
+            if place.block is not None:
+                del self._owners[place.block]  # it has other bits; a longer state needs it
+            place.block = kept.block
+            self._owners[kept.block] = node
+        self._aging.use(node, kept.worth)
+
+    def _evict(self) -> None:
+        """Give up the state that is worth least, after writing it to disk if there is a folder."""
+        node = self._aging.pop()
+        self._counts["evictions"] += 1
+        self._spill(node)
+        self._drop(node)
+
+    def _spill(self, node: _Node) -> None:
+        """Write a state to disk unless it is there."""
+        place = node.value
+        assert place is not None and place.kept is not None
+        if self._folder is not None and place.file is None:
+            file = self._folder.write(node.ids, place.kept)
+            if file is not None:
+                self._counts["spilled"] += 1
+                self._name_file(node, file)
+
+    def _name_file(self, node: _Node, file: StateFile) -> None:
+        node.value = node.value or _Place()
+        node.value.file = file
+        self._owners[file] = node
+
+    def _forget(self, file: StateFile) -> None:
+        """Note that a file is gone."""
+        node = self._owners.pop(file)
+        assert node.value is not None
+        node.value.file = None
+        self._tidy(node)
+
+    def _drop(self, node: _Node) -> None:
+        """Free a state's own tensors, and the blocks that only it needed; it must have left the order of aging."""
+        assert node.value is not None and node.value.kept is not None
+        kept, node.value.kept = node.value.kept, None
+        self._add_cost(node, kept.cost)
+        for x in kept.tensors:
+            self._tensors.free(x)
+        self._release(kept.block)
+        self._tidy(node)
+
+    def _add_cost(self, node: _Node, more: float) -> None:
+        """Change what the nearest kept descendants of a node cost to make again."""
+        ahead = list(node.children.values())
+        while ahead:
+            below = ahead.pop()
+            kept = None if below.value is None else below.value.kept
+            if kept is None:
+                ahead.extend(below.children.values())
+                continue
+            cost = max(kept.cost + more, SECONDS_A_TOKEN)
+            self._aging.change(below, (cost - kept.cost) / max(kept.nbytes, 1))
+            kept.cost = cost
+
+    def _release(self, block: Block | None) -> None:
+        for freed in release(block, self._tensors):
+            if (owner := self._owners.pop(freed, None)) is not None:
+                assert owner.value is not None
+                owner.value.block = None
+                self._tidy(owner)
+
+    def _tidy(self, node: _Node) -> None:
+        """Remove a node that holds nothing."""
+        if node.value is not None and node.value.rank is None and node.value.block is None:
+            node.value = None
+        self._tree.prune(node)
+
+    def _check(self, ids: Sequence[int], state: ModelState, kind: Kind, cost: float) -> None:
+        if not isinstance(state, ModelState) or state.rows != 1:
+            got = f"{state.rows} rows" if isinstance(state, ModelState) else type(state).__name__
+            raise ValueError(f"state must be a ModelState of one row, got {got}; take a row with select")
+        lengths = {int(x) for x in (state.lengths, *(cache.lengths for cache in token_caches(state.layers)))}
+        if lengths != {len(ids)} or not len(ids):
+            got = " and ".join(map(str, sorted(lengths)))
+            raise ValueError(f"ids must be the tokens that the state has read, {got}, at least one, got {len(ids)}")
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        if kind == "grid" and len(ids) % self.spacing:
+            raise ValueError(f"a grid state must have read a multiple of spacing = {self.spacing}, got {len(ids)}")
+        if not 0 <= cost < float("inf"):
+            raise ValueError(f"cost must be a number of seconds, at least 0, got {cost!r}")

@@ -1,0 +1,42 @@
+"""A short text that says which model made a state, so that states on disk are never continued by another model."""
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+
+import lineate
+from lineate.models.hybrid import HybridLM
+
+SAMPLES = 1024
+"""Elements of each tensor that are hashed."""
+
+
+def identity_of(model: HybridLM) -> str:
+    """Return a hash of lineate's version, the configuration, the kind of device, and the weights, 64 digits.
+
+    Of each tensor its name, shape, dtype and 1024 elements are hashed, evenly spread from the first to the last, or all
+    if it has fewer. This takes milliseconds, or seconds for a model of many gigabytes on a GPU. Training, merging or
+    rounding changes nearly all weights, so that it is noticed; a change of single elements of a large tensor may not
+    be. Another kind of device or another version of lineate may compute other bits, so both count.
+
+    Args:
+        model: the model that reads and continues the states.
+    """
+    digest = hashlib.sha256()
+    about = [lineate.__version__, model.device.type, model.config.to_dict()]
+    digest.update(json.dumps(about, sort_keys=True).encode())
+    for name, x in sorted(model.state_dict().items()):
+        digest.update(json.dumps([name, str(x.dtype), list(x.shape)]).encode())
+        digest.update(_sampled(x))
+    return digest.hexdigest()
+
+
+def _sampled(x: Tensor) -> bytes:
+    """Return the bytes of evenly spread elements."""
+    flat, count = x.detach().reshape(-1), x.numel()
+    if count > SAMPLES:
+        at = torch.arange(SAMPLES, device=x.device) * (count - 1) // (SAMPLES - 1)
+        flat = flat[at]
+    return bytes(flat.cpu().contiguous().view(torch.uint8).numpy())
