@@ -1,0 +1,330 @@
+"""The requests that were admitted: prompts that are being read, and rows that decode together."""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lineate.serving.cache import StateCache
+from lineate.serving.continuation import Chosen, Continuation, choose
+from lineate.serving.drafting import Drafter
+from lineate.serving.guessing import choose_guessed, padded, propose
+from lineate.serving.planning import Need
+from lineate.serving.pool import Pool
+from lineate.serving.reading import Reading
+from lineate.serving.requests import Event, Handle, TokenLogprob
+
+KEEPING = ("stop", "length", "timeout")
+"""Continuations that end so leave their state in the cache, for the next turn."""
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """An admitted request: first its prompt is read, then its continuations run.
+
+    Args:
+        handle: The handle of the request.
+        total: The most tokens of a continuation, with the prompt.
+        deadline: When its time is over; None: never.
+        since: When it was admitted.
+        reading: Its prompt.
+    """
+
+    def __init__(self, handle: Handle, total: int, deadline: float | None, since: float, reading: Reading) -> None:
+        self.handle, self.total, self.deadline, self.since = handle, total, deadline, since
+        self.reading: Reading | None = reading
+        self.running: list[Continuation] = []
+        self.leader: tuple[Reading, int] | None = None
+        """An earlier prompt with the same beginning, and up to where; this one waits until that is read."""
+
+    @property
+    def need(self) -> Need:
+        """What it needs from now on."""
+        prompt = len(self.handle.request.ids)
+        if self.reading is None:
+            return Need(len(self.running), prompt, self.total, False)
+        return Need(self.handle.request.n, prompt, self.total, True)
+
+    def new_continuations(self, limit: int = 0, cached_tokens: int = 0) -> list[Continuation]:
+        """Return its continuations, before their first token."""
+        return [Continuation(self.handle, n, limit, cached_tokens) for n in range(self.handle.request.n)]
+
+
+class Batch:
+    """Reads prompts piece by piece, and decodes all running rows together.
+
+    Args:
+        pool: The rows.
+        cache: Keeps states between requests; None: none are kept.
+        drafter: Guesses tokens; None: there are no guesses.
+        most_guesses: The most guesses for each row in a step.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        cache: StateCache | None,
+        drafter: Drafter | None,
+        most_guesses: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.pool, self.cache, self.clock = pool, cache, clock
+        self.drafter, self.most_guesses = drafter, most_guesses
+        self.jobs: list[Job] = []
+        self.reading: deque[Job] = deque()
+        """The jobs whose prompts are being read; the first is the next."""
+        self.rows: list[tuple[Job, Continuation]] = []
+        """What runs in each row of the pool."""
+        self.counts: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
+        self.service_seconds = 1.0
+        """How long a request takes from its admission, averaged over the last ones."""
+        self._read_seconds = 0.0
+
+    def add(self, job: Job) -> None:
+        """Admit a job, for which the pool has room; it waits for an earlier prompt with the same beginning."""
+        assert job.reading is not None
+        if self.cache is not None:
+            ahead = [(other.reading, job.reading.shared_stop(other.reading)) for other in self.reading if other.reading]
+            job.leader = max(ahead, key=lambda each: each[1], default=None)
+        if self.drafter is not None and self.drafter.needs_hidden:
+            keys, ids = [row.key for row in job.new_continuations()], job.reading.ids
+            job.reading.on_read = lambda start, hidden: self._observe(keys, ids, start, hidden)
+        self.jobs.append(job)
+        self.reading.append(job)
+
+    def end_what_is_due(self) -> None:
+        """End continuations that were cancelled or stopped, and requests whose time is over."""
+        now = self.clock()
+        for job in list(self.jobs):
+            ending, over = job.handle.ending, is_over(job.deadline, now)
+            if not over and not ending:
+                continue
+            if job.reading is None:
+                for row in list(job.running):
+                    if over or row.index in ending:
+                        self._leave(job, row, ending.get(row.index, "timeout"))
+            elif over or len(ending) == job.handle.request.n:  # otherwise those that go on need the prompt
+                rows = job.new_continuations(cached_tokens=job.reading.cached_tokens)
+                self._end_reading(job)
+                for row in rows:
+                    self.finish(row, ending.get(row.index, "timeout"))
+                self._forget(job)
+
+    def read(self) -> None:
+        """Read one piece of the prompt whose turn it is."""
+        job = self._next_to_read()
+        if job is None:
+            return
+        reading = job.reading
+        assert reading is not None
+        tokens, seconds = reading.read, reading.seconds
+        try:
+            if not reading.begun:
+                reading.look_up()
+                self.counts.update(prompt_tokens=len(reading.ids), cached_tokens=reading.cached_tokens)
+            reading.advance()
+            if reading.done:
+                self._start(job, reading)
+        except Exception as error:
+            logger.exception("request %d failed while its prompt was read", job.handle.number)
+            self.fail(job, error)
+        self.counts["read_tokens"] += reading.read - tokens
+        self._read_seconds += reading.seconds - seconds
+
+    def _next_to_read(self) -> Job | None:
+        for _ in range(len(self.reading)):
+            job = self.reading[0]
+            self.reading.rotate(-1)
+            if job.leader is None or job.leader[0].position >= job.leader[1] or job.leader[0].released:
+                job.leader = None
+                return job
+        return None
+
+    def _start(self, job: Job, reading: Reading) -> None:
+        """Choose the first token of all continuations, and let those that go on join the pool."""
+        assert reading.logits is not None and reading.state is not None
+        rows = job.new_continuations(job.total - len(reading.ids), reading.cached_tokens)
+        for row in rows:
+            row.copy_guide()
+        events = []
+        for row, chosen in zip(rows, choose(rows, reading.logits.expand(len(rows), -1)), strict=True):
+            if row.index in job.handle.ending:
+                events.append(row.event(finished=job.handle.ending[row.index]))
+            else:
+                events.append(self._take(row, chosen if isinstance(chosen, Exception) else [chosen]))
+        going = [row for row, event in zip(rows, events, strict=True) if event.finished is None]
+        if going:
+            self.pool.join(reading.state, len(going))
+        self._end_reading(job)
+        job.running = going
+        self.rows += [(job, row) for row in going]
+        for row, event in zip(rows, events, strict=True):
+            self._tell(row, event)
+        if not going:
+            self._forget(job)
+
+    def _end_reading(self, job: Job) -> None:
+        """Free the state of a prompt that is read, or is given up."""
+        assert job.reading is not None
+        self.reading.remove(job)
+        job.reading.release()
+        job.reading = None
+
+    def decode(self) -> None:
+        """Read the last token of every row and choose the next one, or several if they were guessed."""
+        if not self.rows:
+            return
+        jobs, rows = [job for job, _ in self.rows], [row for _, row in self.rows]
+        lengths = list(self.pool.lengths)
+        try:
+            taken = [self._take(row, chosen) for row, chosen in zip(rows, self._choose_next(rows), strict=True)]
+            if self.pool.on_trail:  # only what was chosen has been read; its last token has not
+                self.pool.accept([len(event.tokens) for event in taken])
+        except Exception as error:
+            logger.exception("a decoding step failed, and with it %d continuations", len(rows))
+            self.fail_rows(error)
+            return
+        self.counts["steps"] += 1
+        hidden = self.pool.hidden
+        if self.drafter is not None and self.drafter.needs_hidden and hidden is not None:
+            for n, (row, event) in enumerate(zip(rows, taken, strict=True)):
+                self._observe([row.key], row.ids, lengths[n], hidden[n, : len(event.tokens)])
+        for job, row, event in zip(jobs, rows, taken, strict=True):
+            self._tell(row, event)
+            if event.finished is not None:
+                self._leave(job, row, event.finished, told=True)
+
+    def _choose_next(self, rows: list[Continuation]) -> list[list[Chosen] | Exception]:
+        """Read the last token of every row, with guesses if there are any; return the tokens that follow."""
+        guesses = None
+        if self.drafter is not None:
+            guesses = propose(self.drafter, rows, self.most_guesses, self.pool.model.config.vocab_size)
+        if guesses is None:
+            logits = self.pool.step([row.ids[-1] for row in rows])
+            return [x if isinstance(x, Exception) else [x] for x in choose(rows, logits)]
+        found = choose_guessed(rows, self.pool.trail(padded(rows, guesses)), guesses)
+        self.counts["guesses"] += sum(len(own.tokens) for own in guesses)
+        self.counts["right_guesses"] += sum(len(own) - 1 for own in found if not isinstance(own, Exception))
+        return found
+
+    def _take(self, row: Continuation, chosen: list[Chosen] | Exception) -> Event:
+        """Add chosen tokens to a continuation up to its end; return the event."""
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        finished = None
+        try:
+            if isinstance(chosen, Exception):
+                raise chosen
+            for token, logprob in chosen:
+                finished = row.take(token)
+                tokens.append(token)
+                logprobs += [] if logprob is None else [logprob]
+                if finished is not None:
+                    break
+        except Exception as error:  # of the model's logits, or of the guide
+            logger.error("request %d failed: %s", row.handle.number, error)
+            return row.event(tokens, logprobs, "error", _text(error))
+        return row.event(tokens, logprobs, finished)
+
+    def _tell(self, row: Continuation, event: Event) -> None:
+        """Count an event, and deliver it; a continuation that has ended has no more events, whatever fails later."""
+        if row.index in row.handle.ended:
+            return
+        self.counts["new_tokens"] += len(event.tokens)
+        if event.finished is not None:
+            self.finished[event.finished] += 1
+            row.handle.ended.add(row.index)
+            self._forget_guesses(row)
+        try:
+            row.handle.put(event)
+        except Exception:  # nobody listens any more
+            logger.exception("the listener of request %d failed; the request is cancelled", row.handle.number)
+            row.handle.cancel()
+
+    def _leave(self, job: Job, row: Continuation, finished: str, told: bool = False) -> None:
+        """Take a row out of the pool; keep its state if it ended well."""
+        at = next(n for n, (_, each) in enumerate(self.rows) if each is row)
+        if self.cache is not None and finished in KEEPING:
+            self._keep(at, row)
+        self.pool.leave(at)
+        last = self.rows.pop()
+        if at < len(self.rows):
+            self.rows[at] = last
+        job.running.remove(row)
+        if not told:
+            self.finish(row, finished)
+        if not job.running:
+            self._forget(job)
+
+    def _observe(self, keys: list[tuple[int, int]], ids: Sequence[int], start: int, hidden: Tensor) -> None:
+        """Tell the drafter what the model's head has read."""
+        assert self.drafter is not None
+        try:
+            for key in keys:
+                self.drafter.observe(key, ids, start, hidden)
+        except Exception:
+            logger.exception("the drafter could not observe what was read")
+
+    def _forget_guesses(self, row: Continuation) -> None:
+        try:
+            if self.drafter is not None:
+                self.drafter.forget(row.key)
+        except Exception:
+            logger.exception("the drafter could not forget request %d", row.handle.number)
+
+    def _keep(self, at: int, row: Continuation) -> None:
+        """Keep the state at the end of an answer; its last token has been chosen, but not read."""
+        assert self.cache is not None
+        rate = self._read_seconds / max(self.counts["read_tokens"], 1)
+        try:
+            state = self.pool.row(at)
+            self.cache.keep(row.ids[: self.pool.lengths[at]], state, "turn", cost=rate * row.tokens)
+        except Exception:
+            logger.exception("the state of request %d was not kept", row.handle.number)
+
+    def finish(self, row: Continuation, finished: str, error: Exception | None = None) -> None:
+        """Tell the handle that a continuation has ended."""
+        self._tell(row, row.event(finished=finished, error=None if error is None else _text(error)))
+
+    def _forget(self, job: Job) -> None:
+        self.jobs.remove(job)
+        self.service_seconds += 0.1 * (self.clock() - job.since - self.service_seconds)
+
+    def fail(self, job: Job, error: Exception) -> None:
+        """End all continuations of a job; those that run are still in the pool."""
+        if job.reading is not None:
+            self._end_reading(job)
+        for row in job.new_continuations():
+            self.finish(row, "error", error)
+        if job in self.jobs:
+            self._forget(job)
+
+    def fail_rows(self, error: Exception) -> None:
+        """End all continuations that run, and empty the pool, whatever state it is in."""
+        rows, self.rows = self.rows, []
+        for job, row in rows:
+            self.finish(row, "error", error)
+            if row in job.running:
+                job.running.remove(row)
+            if not job.running and job in self.jobs:
+                self._forget(job)
+        self.pool.clear()
+
+    def fail_all(self, error: Exception) -> None:
+        """End everything that was admitted."""
+        for job in list(self.jobs):
+            self.fail(job, error)
+        self.fail_rows(error)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def is_over(deadline: float | None, now: float) -> bool:
+    """Whether a deadline has passed."""
+    return deadline is not None and now >= deadline

@@ -1,0 +1,134 @@
+"""One continuation of a prompt: its tokens so far, and how the next one is chosen."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lineate.generation.choice import choose_tokens, log_probabilities
+from lineate.serving.requests import Event, Guide, Handle, TokenLogprob
+
+
+class Continuation:
+    """A row that runs, or is about to.
+
+    Args:
+        handle: The handle of its request.
+        index: Which continuation of the request it is.
+        limit: The most tokens that it may have.
+        cached_tokens: How many tokens of the prompt were not read.
+    """
+
+    def __init__(self, handle: Handle, index: int, limit: int, cached_tokens: int) -> None:
+        request = handle.request
+        self.handle, self.index, self.limit, self.cached_tokens = handle, index, limit, cached_tokens
+        seed = request.sampling.seed + index
+        self.sampling = replace(request.sampling, seed=seed if seed < 2**64 else seed - 2**64)
+        self.guide: Guide | None = None
+        self.ids = list(request.ids)
+        """The prompt and the tokens so far."""
+        self.seen: dict[int, int] | None = None
+        if self.sampling.penalised:  # tokens that only the prompt has count 0
+            self.seen = dict.fromkeys(request.ids, 0)
+
+    def copy_guide(self) -> None:
+        """Take a copy of the request's guide, before the first token."""
+        guide = self.handle.request.guide
+        self.guide = None if guide is None else guide.copy()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its name."""
+        return self.handle.number, self.index
+
+    @property
+    def position(self) -> int:
+        """The index of the next token in its sequence, the prompt included."""
+        return len(self.ids)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has, without the prompt."""
+        return len(self.ids) - len(self.handle.request.ids)
+
+    @property
+    def left(self) -> int:
+        """How many more tokens it may have."""
+        return self.limit - self.tokens
+
+    def take(self, token: int) -> str | None:
+        """Add a token; return why the continuation ends with it, or None."""
+        self.ids.append(token)
+        if self.seen is not None:
+            self.seen[token] = self.seen.get(token, 0) + 1
+        if token in self.handle.request.stop_tokens:
+            return "stop"
+        if self.guide is not None:
+            self.guide.advance(token)
+            if self.guide.finished:
+                return "stop"
+        return "length" if self.left <= 0 else None
+
+    def event(
+        self,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprob] = (),
+        finished: str | None = None,
+        error: str | None = None,
+    ) -> Event:
+        """Return an event of this continuation."""
+        return Event(self.index, tuple(tokens), tuple(logprobs), finished, error, self.cached_tokens)
+
+
+Chosen = tuple[int, TokenLogprob | None]
+"""A token, and its log-probability if the request asks for it."""
+
+
+def choose(rows: Sequence[Continuation], logits: Tensor) -> list[Chosen | Exception]:
+    """Choose the next token of each continuation from logits `rows vocab`; a row that fails has its exception."""
+    try:
+        return list(_choose(rows, logits))
+    except Exception as error:
+        if len(rows) == 1:
+            return [error]
+        return [x for n, row in enumerate(rows) for x in choose([row], logits[n : n + 1])]
+
+
+def _choose(rows: Sequence[Continuation], logits: Tensor) -> list[Chosen]:
+    positions = torch.tensor([row.position for row in rows]).to(logits.device)
+    seen = [row.seen for row in rows] if any(row.seen is not None for row in rows) else None
+    tokens = choose_tokens(logits, [row.sampling for row in rows], positions, seen, _allowed(rows, logits))
+    highest = logits.amax(-1).double()  # NaN if any logit of the row is
+    found, best = torch.stack((tokens.double(), highest)).tolist()  # one wait for the device
+    check_finite(best)
+    chosen = [int(token) for token in found]
+    entries: list[TokenLogprob | None] = [None] * len(rows)
+    for n, row in enumerate(rows):
+        if row.handle.request.logprobs is not None:
+            entries[n] = logprobs_of(logits[n : n + 1], chosen[n : n + 1], row.handle.request.logprobs)[0]
+    return list(zip(chosen, entries, strict=True))
+
+
+def check_finite(highest: Sequence[float]) -> None:
+    """Raise unless the highest logits of all rows are finite."""
+    if not all(-torch.inf < x < torch.inf for x in highest):
+        raise ArithmeticError(f"the model's logits must be finite, got a highest one of {', '.join(map(str, highest))}")
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Return the log-probabilities of tokens, and of the likeliest ones, from logits `tokens vocab`."""
+    own, ids, values = (x.tolist() for x in log_probabilities(logits, torch.tensor(tokens), top))
+    each = zip(tokens, own, ids, values, strict=True)
+    return [TokenLogprob(token, x, tuple(zip(best, y, strict=True))) for token, x, best, y in each]
+
+
+def _allowed(rows: Sequence[Continuation], logits: Tensor) -> Tensor | None:
+    """Return which tokens the guides allow, `rows vocab`, or None if there are no guides."""
+    if all(row.guide is None for row in rows):
+        return None
+    allowed = torch.ones(logits.shape, dtype=torch.bool)
+    for n, row in enumerate(rows):
+        if row.guide is not None:
+            allowed[n] = row.guide.allowed(logits.shape[1])
+    return allowed.to(logits.device)

@@ -1,0 +1,418 @@
+"""The rows that decode together, in tensors that are written in place.
+
+Rows 0 .. len(pool) - 1 run. A row joins after the last one; when a row leaves, the last one moves into its place. So
+the running rows are always the first ones, and a step reads a prefix of every tensor.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lineate.generation import in_place
+from lineate.generation.in_place import Graph, capture, read_in_place, round_up, state_in_place, write_back
+from lineate.layers import LayerState, Memory, TensorSpec, TokenCache
+from lineate.models import HybridLM, ModelState
+from lineate.models.trail import ModelTrail
+
+WINDOW = 64
+"""On a CPU, attention reads a multiple of this many entries of the caches, so that most calls have known shapes."""
+MOST_GRAPHS = 32
+"""The most CUDA graphs that are kept at a time."""
+ROW_NUMBERS = (1, 3)
+"""How many int64 a row has beside its state, on a CPU and on a GPU: its length; its next token, and whether it runs."""
+
+logger = logging.getLogger(__name__)
+
+
+class Pool:
+    """The states of the running rows; a step reads one token of each.
+
+        pool = Pool(model, rows=8, capacity=4096)
+        row = pool.join(state)                       # a ModelState of one row
+        logits = pool.step([token])                  # one token of each running row -> rows vocab
+        state = pool.row(row)                        # a copy
+        moved = pool.leave(row)                      # the row that is `row` now, or None
+
+    On a CPU, a layer returns its new memory, which replaces the old one, so memories have only the running rows. On a
+    GPU all tensors stay at their addresses, and a step is a CUDA graph, one for each number of rows (rounded up to a
+    power of two) and window of the caches.
+
+    Args:
+        model: The model, in eval mode; the states have the dtypes of its state_spec.
+        rows: The most rows that can run.
+        capacity: The most tokens that a row can have.
+        poison: Whether a row that leaves is overwritten with NaN, so that a test notices who reads it later.
+    """
+
+    def __init__(self, model: HybridLM, rows: int, capacity: int, *, poison: bool = False) -> None:
+        for name, value in (("rows", rows), ("capacity", capacity)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        if model.context is not None:
+            raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
+        self.model, self.poison = model, poison
+        self.device = model.device
+        self.lengths: list[int] = []
+        """The tokens that each running row has read."""
+        self.hidden: Tensor | None = None
+        """What the model's head has read in the last step or trail, `rows t hidden`."""
+        self._graphed = True  # until a step cannot be recorded
+        self._grows = model.device.type != "cuda"  # memories have only the running rows
+        self._allocate(rows, capacity)
+
+    @torch.inference_mode(False)
+    def _allocate(self, rows: int, capacity: int) -> None:
+        """Make the tensors of an empty pool; cached entries must be finite even where they are masked."""
+        assert not self.lengths
+        self.rows, self.capacity = rows, capacity
+        self._memories: dict[int, dict[str, Tensor]] = {}
+        self._caches: dict[int, dict[str, Tensor]] = {}
+        for n, specs in enumerate(self.model.state_spec):
+            if is_cache(specs):
+                self._caches[n] = {spec.name: self._cache(spec, rows, capacity) for spec in specs}
+            else:
+                kept = 0 if self._grows else rows
+                self._memories[n] = {
+                    spec.name: torch.zeros((kept, *map(int, spec.shape)), dtype=spec.dtype, device=self.device)
+                    for spec in specs
+                }
+        self._lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._used = [0] * rows  # how many cached entries of each row may differ from 0
+        self._trail: tuple[ModelTrail, ModelState] | None = None
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        if self.device.type == "cuda":
+            self._ids = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
+            self._runs = torch.zeros(rows, dtype=torch.int64, device=self.device)  # 1 for running rows
+            self._graph_memory = torch.cuda.graph_pool_handle()
+
+    def _cache(self, spec: TensorSpec, rows: int, capacity: int) -> Tensor:
+        sizes = [capacity if size == "t" else int(size) for size in spec.shape]
+        return torch.zeros((rows, *sizes), dtype=spec.dtype, device=self.device)
+
+    def __len__(self) -> int:
+        """Return how many rows run."""
+        return len(self.lengths)
+
+    @property
+    def on_trail(self) -> bool:
+        """Whether tokens of a trail are still to be accepted."""
+        return self._trail is not None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that the pool has allocated."""
+        states = (x for each in (self._memories, self._caches) for own in each.values() for x in own.values())
+        inputs = [] if self.device.type != "cuda" else [self._ids, self._runs]
+        return [*states, self._lengths, *inputs]
+
+    @property
+    def allocated(self) -> int:
+        """The bytes of all tensors; on a CPU, `nbytes(rows, capacity)` less the memories of rows that do not run."""
+        return sum(x.nbytes for x in self.tensors)
+
+    def nbytes(self, rows: int, capacity: int) -> int:
+        """Return the bytes of a pool with so many rows, all running, and so much capacity."""
+        numbers = ROW_NUMBERS[not self._grows]
+        return self.model.state_nbytes(rows, capacity) + 8 * numbers * rows
+
+    def resize_nbytes(self, rows: int, capacity: int) -> int:
+        """Return the most bytes that are allocated at any moment of resize(rows, capacity)."""
+        if not self.lengths:
+            return self.nbytes(rows, capacity)
+        old = [x.nbytes for own in self._caches.values() for x in own.values()]
+        specs = [spec for n in self._caches for spec in self.model.state_spec[n]]
+        new = [rows * spec.nbytes(capacity) for spec in specs]
+        rest = max(self.nbytes(rows, 0), self.nbytes(self.rows, 0))
+        rest += 8 * rows if self._grows else self.nbytes(rows, 0)
+        if not old:
+            return rest
+        return rest + max(sum(new[: i + 1]) + sum(old[i:]) for i in range(len(old)))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def resize(self, rows: int, capacity: int) -> None:
+        """Allocate other tensors, one after another, and move the running rows into them.
+
+        Args:
+            rows: The most rows that can run, at least those that do.
+            capacity: The most tokens that a row can have, at least those that running rows have.
+        """
+        running = len(self)
+        if rows < running or capacity < max(self.lengths, default=0):
+            raise ValueError(
+                f"rows and capacity must be at least those that run, {running} and {max(self.lengths, default=0)}, "
+                f"got {rows} and {capacity}"
+            )
+        self._graphs.clear()
+        if not running:
+            self._memories = self._caches = {}  # freed before the new ones are allocated
+            self._allocate(rows, capacity)
+            return
+        used = max(self.lengths)
+        for n, own in self._caches.items():
+            for spec in self.model.state_spec[n]:
+                new = self._cache(spec, rows, capacity)
+                new[:running, :used] = own[spec.name][:running, :used]
+                own[spec.name] = new
+        self._used = [min(n, used) for n in self._used[:running]] + [0] * (rows - running)
+        if not self._grows:
+            for own in self._memories.values():
+                for name, x in own.items():
+                    own[name] = x.new_zeros(rows, *x.shape[1:])
+                    own[name][:running] = x[:running]
+            self._ids, self._runs = (x.new_zeros(rows, *x.shape[1:]) for x in (self._ids, self._runs))
+            self._runs[:running] = 1
+            self._graph_memory = torch.cuda.graph_pool_handle()  # torch does not reuse one whose graphs are all gone
+        lengths = self._lengths.new_zeros(rows)
+        lengths[:running] = self._lengths[:running]
+        self._lengths, self.rows, self.capacity = lengths, rows, capacity
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def join(self, state: ModelState, count: int = 1) -> int:
+        """Add a row, or `count` rows that continue from the same state; return the number of the first.
+
+        Args:
+            state: The state of one row; it is copied.
+            count: How many rows begin from it.
+        """
+        self._check_settled()
+        n, row = int(state.lengths), len(self)
+        if state.rows != 1:
+            raise ValueError(f"state must have one row, got {state.rows}; join them one after another")
+        if count < 1 or row + count > self.rows:
+            raise ValueError(f"count must be between 1 and the {self.rows - row} free rows, got {count}")
+        if n > self.capacity:
+            raise ValueError(f"state must have at most capacity = {self.capacity} tokens, got {n}")
+        for layer, memory in self._memories.items():
+            for name, x in memory.items():
+                new = state.layers[layer][name].to(x)
+                if self._grows:
+                    memory[name] = torch.cat([x, *[new] * count])
+                else:
+                    x[row : row + count] = new
+        rows = slice(row, row + count)
+        for layer, cache in self._caches.items():
+            for name, x in cache.items():
+                x[rows, :n] = state.layers[layer][name][:, :n].to(x)
+                x[rows, n : max(self._used[rows])] = 0
+        self._lengths[rows] = n
+        if not self._grows:
+            self._runs[rows] = 1
+        self._used[rows] = [n] * count
+        self.lengths += [n] * count
+        return row
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def leave(self, row: int) -> int | None:
+        """Remove a row; return the row that has moved into its place, or None if it was the last.
+
+        Args:
+            row: A running row.
+        """
+        self._check_settled()
+        self._check_row(row)
+        last = len(self) - 1
+        for memory in self._memories.values():
+            for name, x in memory.items():
+                if self._grows:
+                    kept = [*range(row), *([last] if row < last else []), *range(row + 1, last)]
+                    memory[name] = x.index_select(0, torch.tensor(kept, dtype=torch.int64, device=x.device))
+                else:
+                    x[row] = x[last]
+                    self._overwrite(x[last])
+        n = self.lengths[last]
+        for cache in self._caches.values():
+            for x in cache.values():
+                if row < last:
+                    x[row, :n] = x[last, :n]
+                    x[row, n : self._used[row]] = 0
+                self._overwrite(x[last])
+        if row < last:
+            self._lengths[row] = self._lengths[last]
+            self.lengths[row], self._used[row] = n, n
+        self._lengths[last] = 0
+        if not self._grows:
+            self._runs[last] = 0
+        if self.poison:
+            self._used[last] = self.capacity
+        self.lengths.pop()
+        return last if row < last else None
+
+    def _overwrite(self, x: Tensor) -> None:
+        if self.poison:
+            x.fill_(float("nan") if x.is_floating_point() else 0)
+
+    def clear(self) -> None:
+        """Remove all rows, in whatever state a failed step has left them."""
+        self._trail = None
+        rows, capacity = self.rows, self.capacity
+        self.lengths.clear()
+        self._memories = self._caches = {}
+        self._allocate(rows, capacity)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def row(self, row: int) -> ModelState:
+        """Return the state of a row, as a copy.
+
+        Args:
+            row: A running row.
+        """
+        self._check_settled()
+        self._check_row(row)
+        n, layers = self.lengths[row], []
+        for layer in range(len(self.model.layers)):
+            new: LayerState
+            if layer in self._memories:
+                new = Memory({name: x[row : row + 1].clone() for name, x in self._memories[layer].items()})
+            else:
+                new = TokenCache({name: x[row : row + 1, :n].clone() for name, x in self._caches[layer].items()}, n)
+            layers.append(new)
+        return ModelState(tuple(layers), n)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def step(self, ids: Sequence[int]) -> Tensor:
+        """Read one token of every row; return logits `rows vocab`, which later calls do not overwrite.
+
+        Args:
+            ids: One token of each running row.
+        """
+        self._check_settled()
+        tokens = self._new_ids([[n] for n in ids])
+        logits, hidden = self._read(tokens) if self._grows else self._replay(tokens)
+        self.hidden = hidden[: len(self)]
+        self.lengths = [n + 1 for n in self.lengths]
+        self._used[: len(self)] = map(max, self._used, self.lengths)
+        return logits[: len(self), 0]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def trail(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        """Read several tokens of every row in one pass; return logits `rows t vocab`. Then call accept.
+
+        Args:
+            ids: t tokens of each running row: those that are certain first, then guesses.
+        """
+        self._check_settled()
+        tokens = self._new_ids([list(own) for own in ids])
+        rows, t = tokens.shape
+        memories, caches = self._running(rows)
+        longest = max(self.lengths) + t
+        window = min(self.capacity, round_up(longest, WINDOW)) if self._grows else self._window(longest)
+        state = state_in_place(memories, caches, window, self._lengths[:rows], t)
+        out = self.model.trail(tokens, state)
+        self._used[:rows] = (max(used, n + t) for used, n in zip(self._used, self.lengths, strict=False))
+        self._trail, self.hidden = (out.trail, state), out.hidden
+        return out.logits
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def accept(self, counts: Sequence[int]) -> None:
+        """Keep the first counts[r] tokens that the last trail read of row r, and take back the others.
+
+        Args:
+            counts: One number of tokens for each running row, 0 .. t.
+        """
+        if self._trail is None:
+            raise RuntimeError("there are no tokens to accept; call trail first")
+        trail, state = self._trail
+        taken = torch.tensor(counts, dtype=torch.int64).to(self.device)
+        new = trail.after(taken, None if self._grows else state)
+        self._trail = None
+        if self._grows:
+            for n in self._memories:
+                self._memories[n] = dict(new.layers[n].tensors)
+        self._lengths[: len(counts)] += taken
+        self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]
+
+    def _new_ids(self, ids: list[list[int]]) -> Tensor:
+        """Return ids `rows t`; raise unless there are some for each row, and room for them."""
+        if len(ids) != len(self) or not ids:
+            raise ValueError(f"ids must have one entry for each of the {len(self)} running rows, got {len(ids)}")
+        if any(len(own) != len(ids[0]) for own in ids):
+            raise ValueError(f"ids must have as many tokens for each row, got {[len(own) for own in ids]}")
+        if max(self.lengths) + len(ids[0]) > self.capacity:
+            raise ValueError(
+                f"a row has {max(self.lengths)} tokens, and {len(ids[0])} more than the capacity of {self.capacity} "
+                "allows; resize the pool"
+            )
+        return torch.tensor(ids, dtype=torch.int64).to(self.device)
+
+    def _running(self, rows: int) -> tuple[dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:
+        """Return the first rows of memories and caches."""
+        memories = self._memories
+        if not self._grows:
+            memories = {n: {name: x[:rows] for name, x in own.items()} for n, own in memories.items()}
+        caches = {n: {name: x[:rows] for name, x in own.items()} for n, own in self._caches.items()}
+        return memories, caches
+
+    def _read(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Read ids `rows 1` on a CPU: the new memories replace the old ones."""
+        rows = len(self)
+        memories, caches = self._running(rows)
+        window = min(self.capacity, round_up(max(self.lengths) + 1, WINDOW))
+        state = state_in_place(memories, caches, window, self._lengths[:rows])
+        read = read_in_place(self.model, ids, state, (False, torch.bfloat16))
+        for n in self._memories:
+            self._memories[n] = dict(read.state.layers[n].tensors)
+        self._lengths[:rows] += 1
+        return read.logits, read.hidden
+
+    def _replay(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """Read ids `rows 1` on a GPU: the graph of this number of rows and of this window."""
+        window = self._window(max(self.lengths) + 1)
+        self._ids[: len(self)] = ids
+        if self._graphed:
+            try:
+                return self._graph(min(self.rows, 1 << (len(self) - 1).bit_length()), window).replay()
+            except RuntimeError as error:  # memories that learn look at their position, which a graph cannot
+                logger.warning("this model decodes without CUDA graphs: %s", error)
+                self._graphed = False
+        return self._step_in_place(len(self), window)
+
+    def _graph(self, rows: int, window: int) -> Graph:
+        """Return the graph of a step of the first rows."""
+        graph = self._graphs.pop((rows, window), None)
+        if graph is None:
+            if len(self._graphs) >= MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]  # the one that was not used for the longest time
+            # Caches need not be put back after a trial run: steps only write after the last token.
+            changing = [self._lengths, *(x for own in self._memories.values() for x in own.values())]
+            graph = capture(lambda: self._step_in_place(rows, window), changing, self.device, self._graph_memory)
+        self._graphs[rows, window] = graph
+        return graph
+
+    def _window(self, needed: int) -> int:
+        """Return how many entries attention reads on a GPU; windows grow by at least an eighth, so that few are met."""
+        window = step = in_place.WINDOW_STEP
+        while window < needed:
+            window = round_up(window + window // 8, step)
+        return min(window, self.capacity)
+
+    def _step_in_place(self, rows: int, window: int) -> tuple[Tensor, ...]:
+        """Read self._ids with the first rows, some of which may not run; those keep their length of 0."""
+        memories, caches = self._running(rows)
+        lengths = self._lengths[:rows]
+        state = state_in_place(memories, caches, window, lengths)
+        read = read_in_place(self.model, self._ids[:rows], state, (False, torch.bfloat16))
+        write_back(memories, read.state)
+        lengths += self._runs[:rows]
+        return read.logits, read.hidden
+
+    def _check_settled(self) -> None:
+        if self._trail is not None:
+            raise RuntimeError("the tokens of a trail must be accepted or refused before anything else; call accept")
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self):
+            raise ValueError(f"row must be a running one, 0 .. {len(self) - 1}, got {row}")
+
+
+def is_cache(specs: Sequence[TensorSpec]) -> bool:
+    """Whether the state of a layer has one entry a token."""
+    return any("t" in spec.shape for spec in specs)

@@ -1,0 +1,185 @@
+"""Reading a prompt, one piece at a time, always in the same pieces.
+
+A prompt is cut at the multiples of a spacing, counted from its first token. Each piece is read by itself with b = 1,
+whatever else runs, so the state at a cut has the same bits in every run, and may be kept and continued later as if the
+prompt had been read whole. Where the prompt leaves the path of an earlier one, a state is kept too; it is read on the
+side, from the last cut, so that the pieces stay the same.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lineate.layers import TokenCache
+from lineate.models import HybridLM, ModelState
+from lineate.serving.cache import Found, Kind, StateCache
+
+logger = logging.getLogger(__name__)
+
+
+class Reading:
+    """A prompt that is being read.
+
+        reading = Reading(model, ids, spacing=256, cache=cache)
+        while not reading.done:
+            reading.advance()
+        reading.state, reading.logits
+
+    Args:
+        model: The model.
+        ids: The prompt.
+        spacing: The tokens of a piece.
+        cache: Where states are looked up and kept; None: nowhere.
+        exact: Whether only states are reused that continue to the same bits as reading the whole prompt.
+        clock: Returns seconds, for what it costs to make a state.
+    """
+
+    def __init__(
+        self,
+        model: HybridLM,
+        ids: tuple[int, ...],
+        spacing: int,
+        cache: StateCache | None = None,
+        *,
+        exact: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model, self.ids, self.spacing = model, ids, spacing
+        self.cache, self.exact, self.clock = cache, exact, clock
+        self.position = 0
+        """How many tokens the state has read."""
+        self.cached_tokens = 0
+        """How many of them came from the cache."""
+        self.seconds, self.read = 0.0, 0  # time spent, and tokens read in it
+        self.state: ModelState | None = None
+        self.logits: Tensor | None = None
+        """The logits of the last token, `vocab`, once all are read."""
+        self.on_read: Callable[[int, Tensor], None] | None = None
+        """Receives what the model's head could read of each piece, `n hidden`, and the index of its first token."""
+        self._canonical = True  # whether the state has the bits of reading the whole prompt
+        self._branch: int | None = None
+        self.begun = False
+        """Whether the cache was asked."""
+        self.released = False
+        """Whether the state was freed."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the whole prompt is read."""
+        return self.position == len(self.ids) and self.logits is not None
+
+    @property
+    def next_stop(self) -> int:
+        """Where the next piece ends."""
+        return min((self.position // self.spacing + 1) * self.spacing, len(self.ids))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the state, with the room for the rest of the prompt."""
+        layers = () if self.state is None else self.state.layers
+        return sum(x.nbytes for layer in layers for x in layer.tensors.values())
+
+    def shared_stop(self, other: "Reading") -> int:
+        """Return the last place up to which this prompt can continue from a state that reading the other one keeps."""
+        low, high = 0, min(len(self.ids), len(other.ids))
+        while low < high:  # how many first tokens are the same
+            middle = (low + high + 1) // 2
+            if self.ids[low:middle] == other.ids[low:middle]:
+                low = middle
+            else:
+                high = middle - 1
+        return low if low == len(self.ids) == len(other.ids) else low - low % self.spacing
+
+    def look_up(self) -> None:
+        """Continue from the longest kept prefix, if it is longer than what has been read."""
+        begun, self.begun = self.begun, True
+        if self.cache is None:
+            return
+        try:
+            if not begun:
+                branch = self.cache.common(self.ids)
+                self._branch = branch if 0 < branch < len(self.ids) and branch % self.spacing else None
+            found = self.cache.find(self.ids, self.exact)
+        except Exception:  # a prompt can always be read
+            logger.exception("the cache failed to look up a prompt, which is read instead")
+            return
+        if found is not None and found.length > self.position:
+            self._take(found)
+
+    def _take(self, found: Found) -> None:
+        whole = found.length == len(self.ids) and found.logits is not None
+        self.state = found.state if whole else reserve(found.state, len(self.ids))
+        self.position = self.cached_tokens = found.length
+        self.logits = found.logits if whole else None
+        # A state on the grid, or one of this very prompt, was read in the same pieces.
+        self._canonical = found.kind in ("grid", "prompt") and (whole or found.length % self.spacing == 0)
+
+    def release(self) -> None:
+        """Free the state, which is no longer needed."""
+        self.state = self.logits = None
+        self.released = True
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Read the next piece, and keep the state after it; or read up to where the prompt branches off, to keep that.
+
+        Nothing changes if the model fails.
+        """
+        if self.done:
+            return
+        stop = self.next_stop
+        if self._branch is not None and self._branch <= self.position:
+            self._branch = None
+        if self._branch is not None and self._branch < stop:
+            self._keep_branch(self._branch)
+            self._branch = None
+            return
+        hidden, state, seconds = self._read(self.state, stop)
+        done = stop == len(self.ids)
+        # A prompt may end where this one is cut; the head reads one token, the piece has a spacing of them.
+        logits = self.model.logits(hidden[:, -1:])[0, -1] if done or self.cache is not None else None
+        if self.on_read is not None:
+            self.on_read(self.position, hidden[0])
+        if self.state is None and not done:
+            state = reserve(state, len(self.ids))
+        self.state, self.position, self.logits = state, stop, logits if done else None
+        self._keep(stop, state, self._kind(stop), logits, seconds)
+
+    def _kind(self, stop: int) -> Kind:
+        """Return what the state at this stop is to the cache; only canonical ones are "grid" or "prompt"."""
+        if self._canonical:
+            return "grid" if stop % self.spacing == 0 else "prompt"
+        return "turn" if stop == len(self.ids) else "branch"
+
+    def _keep_branch(self, stop: int) -> None:
+        """Keep the state where the prompt branches off, without touching the state that is read on."""
+        _, state, seconds = self._read(None if self.state is None else reserve(self.state, stop), stop)
+        self._keep(stop, state, "branch", None, seconds)
+
+    def _keep(self, stop: int, state: ModelState, kind: Kind, logits: Tensor | None, seconds: float) -> None:
+        try:
+            if self.cache is not None:
+                self.cache.keep(self.ids[:stop], state, kind, logits, seconds)
+        except Exception:  # the request goes on without
+            logger.exception("the cache failed to keep the state of %d tokens", stop)
+
+    def _read(self, state: ModelState | None, stop: int) -> tuple[Tensor, ModelState, float]:
+        """Read up to a place; return what the head could read, `1 n hidden`, the state and the seconds it took."""
+        begun = self.clock()
+        ids = torch.tensor([self.ids[self.position : stop]], device=self.model.device)
+        hidden, new = self.model.hidden(self.model.embed(ids), state)
+        if ids.is_cuda:
+            torch.cuda.synchronize(ids.device)
+        seconds = self.clock() - begun
+        self.seconds, self.read = self.seconds + seconds, self.read + ids.shape[1]
+        return hidden, new, seconds
+
+
+def reserve(state: ModelState, tokens: int) -> ModelState:
+    """Return the state with caches that have room for so many tokens in all, so that reading on copies nothing."""
+    layers = tuple(x.reserve(tokens) if isinstance(x, TokenCache) else x for x in state.layers)
+    return ModelState(layers, state.lengths)
