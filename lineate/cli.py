@@ -1,4 +1,4 @@
-"""The command line: `lineate demo`, `inspect`, `train`, `generate`, `tasks`, `plan`, `picture`."""
+"""The command line: `lineate demo`, `inspect`, `train`, `generate`, `chat`, `serve`, `tasks`, `plan`, `picture`."""
 
 import importlib
 import os
@@ -84,11 +84,11 @@ def build_app() -> "typer.Typer":
         ],
     ) -> None:
         """Say what a checkpoint is: layers, rules, heads, parameters, state bytes. No weight is read."""
+        from lineate.generation.loading import model_folder
         from lineate.models.files.hub import is_hub_name
         from lineate.models.inspect import print_description
         from lineate.names import user_path
         from lineate.terminal import fail
-        from lineate.training.command import model_folder
 
         try:
             print_description(name if is_hub_name(name) else model_folder(user_path(named_path(name))))
@@ -96,11 +96,15 @@ def build_app() -> "typer.Typer":
             fail(error, 2)
 
     from lineate.explore.command import add_commands as add_pictures
+    from lineate.generation.command import add_commands as add_generation
     from lineate.planning.command import add_commands as add_planning
+    from lineate.serving.command import add_commands as add_serving
     from lineate.tasks.command import add_commands as add_tasks
     from lineate.training.command import add_commands as add_training
 
     add_training(app)
+    add_generation(app)
+    add_serving(app)
     add_tasks(app)
     add_planning(app)
     add_pictures(app)

@@ -1,0 +1,1 @@
+"""OpenAI's API over an engine: what a body may say, what the answers look like."""

@@ -1,0 +1,335 @@
+"""What the bodies of requests may say, as frozen values; every range is checked here, before anything is computed."""
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from lineate.generation.choice import Sampling
+from lineate.serving.api.errors import ApiError, invalid
+from lineate.serving.api.fields import Fields, shown
+from lineate.serving.api.messages import read_messages, read_tools
+from lineate.serving.limits import Limits
+
+IGNORED = (
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
+    "store", "user", "verbosity",
+)  # fmt: skip
+"""Fields of OpenAI's that change nothing here: bookkeeping of an account, and hints about speed and style."""
+MOST_TOP_LOGPROBS = 20
+MOST_TOP_LOGPROBS_OF_COMPLETIONS = 5
+DEFAULT_COMPLETION_TOKENS = 16
+"""Tokens that /v1/completions generates if the request does not say; OpenAI's number."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the reading of a body must know of the server."""
+
+    model: str
+    """The name of the model that is served."""
+    vocab_size: int
+    """Ids of tokens are below this."""
+    most_choices: int
+    """Choices of one prompt, which are generated together."""
+    limits: Limits = field(default_factory=Limits)
+    """What a request may ask for."""
+
+
+@dataclass(frozen=True)
+class JsonFormat:
+    """What `response_format` asks for: any JSON object, or JSON that a schema describes."""
+
+    schema: dict[str, Any] | None = None
+    """The schema; None for any object."""
+    param: str = "response_format"
+    """The field that an error about the schema names."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What requests of both endpoints say."""
+
+    sampling: Sampling
+    """How tokens are chosen; the seed is the given one, or a random one."""
+    max_new_tokens: int | None
+    """The most tokens of a choice; None for the endpoint's default."""
+    length_param: str
+    """The field that said so."""
+    stops: tuple[str, ...]
+    """Strings that end the text, which does not contain them."""
+    stop_tokens: tuple[int, ...]
+    """Tokens that end the text, beside those of the tokenizer."""
+    ignore_end: bool
+    """Whether the tokenizer's end tokens do not end the text."""
+    n: int
+    """Choices of one prompt."""
+    logprobs: int | None
+    """How many of the likeliest tokens are listed beside each token; None for no log-probabilities at all."""
+    stream: bool
+    """Whether the answer comes as server-sent events."""
+    usage_chunk: bool
+    """Whether a stream ends with a chunk that counts tokens."""
+    format: JsonFormat | None
+    """What the text must be."""
+
+
+@dataclass(frozen=True)
+class CompletionCall:
+    """The body of /v1/completions."""
+
+    wanted: Wanted
+    prompts: tuple[str | tuple[int, ...], ...]
+    """Texts, or ids of tokens."""
+    echo: bool
+    """Whether the text begins with the prompt."""
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """The body of /v1/chat/completions."""
+
+    wanted: Wanted
+    messages: tuple[dict[str, Any], ...]
+    """The messages as a template reads them."""
+    tools: tuple[dict[str, Any], ...]
+    """Functions that the model may call; empty if it may call none."""
+    tool_choice: str
+    """ "auto", "required" (some tool), or the only name that must be called."""
+    named: bool
+    """Whether tool_choice is a name."""
+    parallel: bool
+    """Whether one answer may call several times."""
+    options: dict[str, Any]
+    """Variables for the template, such as enable_thinking."""
+
+
+def read_completion(fields: Fields, server: Server) -> CompletionCall:
+    """Read the body of /v1/completions; raise ApiError if it is wrong."""
+    limits = server.limits
+    prompts = _prompts(fields, server)
+    echo = fields.flag("echo")
+    logprobs = fields.whole("logprobs", 0, MOST_TOP_LOGPROBS_OF_COMPLETIONS)
+    if echo and logprobs is not None:
+        raise invalid("echo", "echo with logprobs is not supported: prompts have no log-probabilities here")
+    max_tokens = _most_tokens(fields, ("max_tokens",), limits)
+    fields.refuse(("suffix",), "the model only continues a text")
+    wanted = _wanted(fields, server, max_tokens or (DEFAULT_COMPLETION_TOKENS, "max_tokens"), logprobs)
+    best = fields.whole("best_of", 1, 128)
+    if best is not None and best != wanted.n:
+        raise invalid("best_of", f"best_of must be n = {wanted.n} or left out, got {best}", "unsupported_value")
+    if len(prompts) * wanted.n > limits.choices:
+        count = f"{len(prompts)} x {wanted.n}"
+        raise invalid("prompt", f"prompts times n must be at most {limits.choices}, got {count}", "invalid_value")
+    fields.ignore(*IGNORED)
+    fields.finish()
+    return CompletionCall(wanted, prompts, echo)
+
+
+def read_chat(fields: Fields, server: Server) -> ChatCall:
+    """Read the body of /v1/chat/completions; raise ApiError if it is wrong."""
+    limits = server.limits
+    messages = read_messages(fields, limits)
+    tools = read_tools(fields, limits)
+    choice, named = _tool_choice(fields, tools)
+    parallel = fields.flag("parallel_tool_calls", True)
+    top = fields.whole("top_logprobs", 0, MOST_TOP_LOGPROBS)
+    logprobs: int | None = None
+    if fields.flag("logprobs"):
+        logprobs = top or 0
+    elif top is not None:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs: true", "invalid_value")
+    wanted = _wanted(fields, server, _most_tokens(fields, ("max_completion_tokens", "max_tokens"), limits), logprobs)
+    if wanted.format is not None and choice not in ("none", "auto"):
+        raise invalid(
+            "tool_choice", "tool_choice must be 'auto' or 'none' beside response_format, as both constrain it"
+        )
+    options = _template_options(fields)
+    modalities = fields.take("modalities")
+    if modalities not in (None, ["text"]):
+        raise fields.wrong("modalities", '["text"], the only one that the model writes')
+    fields.refuse(("audio", "web_search_options"), "the model reads and writes text")
+    fields.refuse(("functions", "function_call"), "they are deprecated; use tools and tool_choice")
+    fields.ignore(*IGNORED)
+    fields.finish()
+    return ChatCall(wanted, messages, () if choice == "none" else tools, choice, named, parallel, options)
+
+
+def _wanted(fields: Fields, server: Server, most: tuple[int, str] | None, logprobs: int | None) -> Wanted:
+    """Read what both endpoints share."""
+    check_model(fields, server)
+    stream = fields.flag("stream")
+    options = fields.child("stream_options")
+    usage = False
+    if options is not None:
+        if not stream:
+            raise invalid("stream_options", "stream_options is only for stream: true", "invalid_value")
+        usage = options.flag("include_usage")
+        options.ignore("include_obfuscation")
+        options.finish()
+    return Wanted(
+        sampling=_sampling(fields, server),
+        max_new_tokens=None if most is None else most[0],
+        length_param="max_tokens" if most is None else most[1],
+        stops=_stops(fields, server.limits),
+        stop_tokens=_stop_tokens(fields, server),
+        ignore_end=fields.flag("ignore_eos"),
+        n=fields.whole("n", 1, min(server.most_choices, server.limits.choices)) or 1,
+        logprobs=logprobs,
+        stream=stream,
+        usage_chunk=usage,
+        format=_format(fields),
+    )
+
+
+def check_model(fields: Fields, server: Server) -> None:
+    """Raise ApiError if the body names another model; without a name it means the one that is served."""
+    name = fields.text("model")
+    if name is not None and name != server.model:
+        message = f"model must be {server.model!r}, the one that is served here, got {shown(name)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def _sampling(fields: Fields, server: Server) -> Sampling:
+    seed = fields.whole("seed", -(2**63), 2**64 - 1)
+    return Sampling(
+        temperature=fields.number("temperature", 1.0, 0, 2),
+        top_p=max(fields.number("top_p", 1.0, 0, 1), 1e-6),  # 0 is the likeliest token alone
+        top_k=max(fields.whole("top_k", -1, 2**31 - 1) or 0, 0),  # -1 is all tokens, as for other servers
+        min_p=fields.number("min_p", 0.0, 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
+        logit_bias=_biases(fields, server),
+        seed=secrets.randbits(63) if seed is None else seed,
+    )
+
+
+def _biases(fields: Fields, server: Server) -> tuple[tuple[int, float], ...]:
+    given = fields.child("logit_bias")
+    if given is None:
+        return ()
+    if len(given.value) > server.limits.biases:
+        raise invalid("logit_bias", f"logit_bias must have at most {server.limits.biases} entries", "invalid_value")
+    found: dict[int, float] = {}
+    for key in given.value:
+        if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < server.vocab_size):
+            raise invalid("logit_bias", f"logit_bias must have ids below {server.vocab_size} as keys, got {shown(key)}")
+        found[int(key)] = given.number(key, 0.0, -100, 100)
+    return tuple(sorted(found.items()))
+
+
+def _most_tokens(fields: Fields, names: tuple[str, ...], limits: Limits) -> tuple[int, str] | None:
+    """Return the most tokens to generate and the field that says so; the first of the names wins."""
+    found = [(value, name) for name in names if (value := fields.whole(name, 1, 2**31 - 1)) is not None]
+    if not found:
+        return None
+    value, name = found[0]
+    if limits.new_tokens is not None and value > limits.new_tokens:
+        raise fields.wrong(name, f"at most {limits.new_tokens}, the limit of this server")
+    return value, name
+
+
+def _stops(fields: Fields, limits: Limits) -> tuple[str, ...]:
+    given = fields.take("stop")
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list) or not all(isinstance(x, str) for x in given):
+        raise fields.wrong("stop", "a string or a list of strings")
+    if len(given) > limits.stops:
+        raise invalid("stop", f"stop must have at most {limits.stops} strings, got {len(given)}", "invalid_value")
+    if any(not 1 <= len(x) <= limits.stop_characters for x in given):
+        raise invalid(
+            "stop", f"each string of stop must have 1 to {limits.stop_characters} characters", "invalid_value"
+        )
+    return tuple(given)
+
+
+def _stop_tokens(fields: Fields, server: Server) -> tuple[int, ...]:
+    given = fields.items("stop_token_ids", server.limits.stops)
+    for token in given or ():
+        if not is_token(token, server.vocab_size):
+            raise fields.wrong("stop_token_ids", f"a list of ids below {server.vocab_size}")
+    return tuple(given or ())
+
+
+def _format(fields: Fields) -> JsonFormat | None:
+    given = fields.child("response_format")
+    if given is None:
+        return None
+    given.needed("type", "text, json_object or json_schema")
+    kind = given.word("type", ("text", "json_object", "json_schema"))
+    outer = given.child("json_schema")
+    given.finish()
+    if kind != "json_schema":
+        return None if kind == "text" else JsonFormat()
+    if outer is None:
+        given.needed("json_schema", "an object with a name and a schema")
+        raise AssertionError
+    outer.name()
+    outer.text("description")
+    outer.flag("strict")
+    schema = outer.child("schema")
+    outer.finish()
+    return JsonFormat({} if schema is None else schema.value, "response_format.json_schema.schema")
+
+
+def _prompts(fields: Fields, server: Server) -> tuple[str | tuple[int, ...], ...]:
+    """Read a text, several texts, ids, or several lists of ids."""
+    expected = "a string, a list of strings, a list of ids, or a list of lists of ids"
+    given = fields.needed("prompt", expected)
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, list) or not given:
+        raise fields.wrong("prompt", expected)
+    if all(isinstance(x, str) for x in given):
+        return tuple(given)
+    lists = given if all(isinstance(x, list) for x in given) else [given]
+    if not all(lists) or not all(is_token(token, server.vocab_size) for ids in lists for token in ids):
+        raise fields.wrong("prompt", f"{expected}, ids being whole numbers below {server.vocab_size}")
+    return tuple(map(tuple, lists))
+
+
+def is_token(value: Any, vocab_size: int) -> bool:
+    """Whether a value is the id of a token."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
+
+
+def _tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[str, bool]:
+    """Return how tools are chosen, and whether that is a name."""
+    given = fields.take("tool_choice")
+    if given is None:
+        return "auto" if tools else "none", False
+    expected = "none, auto, required, or an object that names a function"
+    if isinstance(given, str):
+        if given not in ("none", "auto", "required"):
+            raise fields.wrong("tool_choice", expected)
+        if given == "required" and not tools:
+            raise invalid("tool_choice", "tool_choice 'required' needs tools", "invalid_value")
+        return given if tools else "none", False
+    outer = fields.child("tool_choice")
+    if outer is None or outer.word("type", ("function",)) is None:
+        raise fields.wrong("tool_choice", expected)
+    function = outer.child("function")
+    outer.finish()
+    if function is None:
+        raise fields.wrong("tool_choice", expected)
+    name = function.name()
+    function.finish()
+    if name not in (tool["function"]["name"] for tool in tools):
+        raise invalid("tool_choice", f"tool_choice must name a function of tools, got {shown(name)}", "invalid_value")
+    return name, True
+
+
+def _template_options(fields: Fields) -> dict[str, Any]:
+    """Return variables for the template; those that every template gets cannot be replaced."""
+    given = fields.child("chat_template_kwargs")
+    options = {} if given is None else dict(given.value)
+    for name in ("self", "messages", "tools", "add_generation_prompt"):
+        if name in options:
+            raise invalid("chat_template_kwargs", f"chat_template_kwargs must not have {name!r}", "invalid_value")
+    effort = fields.word("reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh"))
+    if effort is not None:
+        options = {"reasoning_effort": effort, "enable_thinking": effort not in ("none", "minimal"), **options}
+    return options

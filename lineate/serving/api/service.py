@@ -1,0 +1,215 @@
+"""What the endpoints share: the engine, the tokenizer, the template, the limits; and prompts as ids."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from lineate.serving.api.errors import ApiError, invalid, queue_full, too_long, unavailable
+from lineate.serving.api.guides import Grammars, Guide
+from lineate.serving.api.schemas import ChatCall, Server, Wanted
+from lineate.serving.api.tools import THINK, THOUGHT, calls_grammar, form_of
+from lineate.serving.limits import Limits
+from lineate.serving.metrics import Metrics
+from lineate.serving.requests import EngineStopped, Event, Handle, QueueFull, Request, TooLong
+from lineate.text.base import Tokenizer
+from lineate.text.chat import DEFAULT_STOPS, ChatError
+
+Made = TypeVar("Made")
+
+
+class Engine(Protocol):
+    """What the server needs of an engine."""
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def stats(self) -> Any: ...
+
+    @property
+    def cache(self) -> Any: ...
+
+    def stop(self, drain: bool = True, timeout: float | None = None) -> None:
+        """End what runs."""
+        ...
+
+    def submit(self, request: Request, listener: Callable[[Event], None] | None = None) -> Handle:
+        """Queue a request; raise QueueFull, TooLong or EngineStopped."""
+        ...
+
+
+@dataclass(frozen=True)
+class Description:
+    """What clients may know of the model."""
+
+    name: str
+    """The name that requests use."""
+    context: int
+    """The most tokens of a prompt and its continuation."""
+    slots: int
+    """The most choices that are generated together."""
+    created: int
+    """When the server started, in seconds since 1970."""
+    fingerprint: str
+    """Changes when the model, its tokenizer or lineate does."""
+    layers: tuple[dict[str, Any], ...] = ()
+    """For each layer its kind, its label, and the bytes of its state: `fixed`, and `per_token`."""
+    details: tuple[tuple[str, Any], ...] = ()
+    """More facts for /lineate/info."""
+
+    def state_bytes(self, tokens: int) -> list[int]:
+        """Return the bytes of each layer's state after so many tokens."""
+        return [layer["fixed"] + tokens * layer["per_token"] for layer in self.layers]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that is ready to be submitted."""
+
+    ids: tuple[int, ...]
+    guide: Guide | None = None
+    reasoning: str = ""
+    """ "open", "maybe" or "", as AnswerParser takes it."""
+
+
+class Service:
+    """The model that is served, and how bodies become requests of its engine.
+
+    Args:
+        engine: Generates tokens.
+        tokenizer: The model's tokenizer.
+        description: What clients may know.
+        limits: What requests may ask for.
+        metrics: Counts.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, description: Description, limits: Limits, metrics: Metrics
+    ) -> None:
+        self.engine, self.tokenizer, self.description = engine, tokenizer, description
+        self.limits, self.metrics = limits, metrics
+        self.server = Server(description.name, tokenizer.vocab_size, description.slots, limits)
+        self.chat_stops = DEFAULT_STOPS if tokenizer.chat is None else ()
+        self.grammars = Grammars(tokenizer, limits.grammar_bytes)
+        source = "" if tokenizer.chat is None else tokenizer.chat.source + (tokenizer.chat.tool_source or "")
+        self._form = form_of(source)
+        self._thinks = THOUGHT in source
+        self._threads = ThreadPoolExecutor(2, "lineate-prompts")
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def work(self, made: Callable[[], Made]) -> Made:
+        """Run what takes long, such as reading a prompt's text, beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, made)
+
+    def text_prompt(self, prompt: str | tuple[int, ...], wanted: Wanted) -> Prompt:
+        """Return the prompt of /v1/completions; ids are taken as they are."""
+        ids = (*self.tokenizer.start, *self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        self._check_length(ids, "prompt")
+        return Prompt(ids, self._format_guide(wanted, ""))
+
+    def chat_prompt(self, call: ChatCall) -> Prompt:
+        """Return the prompt of /v1/chat/completions; what must be JSON or a call gets a guide."""
+        ids = self.chat_ids(call.messages, call.tools, call.options)
+        self._check_length(ids, "messages")
+        ending = self.tokenizer.decode(ids[-8:], keep_special=True).rstrip()
+        reasoning = "" if not self._thinks else "open" if ending.endswith(THINK) else "maybe"
+        guide = self._format_guide(call.wanted, reasoning)
+        if call.named or call.tool_choice == "required":
+            own = [x for x in call.tools if not call.named or x["function"]["name"] == call.tool_choice]
+            grammar = calls_grammar(self._form, own, call.parallel, self._encode_marker)
+            guide = self._guide(grammar, "tools", reasoning)
+        return Prompt(ids, guide, reasoning)
+
+    def chat_ids(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], options: dict[str, Any]
+    ) -> tuple[int, ...]:
+        """Return the ids of a chat, in which only the template makes control tokens."""
+        try:
+            return tuple(self.tokenizer.encode_chat(messages, tools or None, **options))
+        except ChatError as error:
+            where = None if self.tokenizer.chat is None else self.tokenizer.chat.where
+            message = str(error) if where is None else str(error).replace(where, "the chat template")
+            raise invalid("messages", message, "invalid_chat") from None
+
+    def request(self, prompt: Prompt, wanted: Wanted, default: int | None, param: str) -> Request:
+        """Return what the engine is asked for.
+
+        Args:
+            prompt: The prompt.
+            wanted: The options of the body.
+            default: The most tokens if the body does not say; the context may have room for less.
+            param: The field that an error about the length names.
+        """
+        room = self.description.context - len(prompt.ids)
+        most = wanted.max_new_tokens
+        if most is None:
+            most = min(x for x in (default, self.limits.new_tokens, room) if x is not None)
+        elif most > room:
+            asked = f"{len(prompt.ids)} tokens of {param} and {wanted.length_param} = {most}"
+            context = self.description.context
+            raise too_long(f"the context has room for {context} tokens, got {asked}", wanted.length_param)
+        ends = frozenset() if wanted.ignore_end else self.tokenizer.ends
+        return Request(
+            ids=prompt.ids,
+            sampling=wanted.sampling,
+            max_new_tokens=most,
+            stop_tokens=ends | frozenset(wanted.stop_tokens),
+            n=wanted.n,
+            logprobs=wanted.logprobs,
+            guide=prompt.guide,
+            timeout=self.limits.seconds,
+        )
+
+    def submit(self, request: Request, listener: Callable[[Event], None], param: str) -> Handle:
+        """Give a request to the engine; raise ApiError if it takes none or not this one."""
+        try:
+            return self.engine.submit(request, listener)
+        except QueueFull as error:
+            raise queue_full(max(1, math.ceil(error.retry_after))) from None
+        except TooLong as error:
+            raise too_long(str(error), param) from None
+        except EngineStopped:
+            raise unavailable("the server is stopping", "stopping") from None
+
+    def _check_length(self, ids: Sequence[int], param: str) -> None:
+        """Raise if there is nothing to read, or no room for one more token."""
+        if not ids:
+            raise invalid(param, f"{param} must have at least one token, got none", "invalid_value")
+        most = self.description.context - 1
+        most = most if self.limits.prompt_tokens is None else min(most, self.limits.prompt_tokens)
+        if len(ids) > most:
+            raise too_long(f"{param} must have at most {most} tokens, got {len(ids)}", param)
+
+    def _format_guide(self, wanted: Wanted, reasoning: str) -> Guide | None:
+        if wanted.format is None:
+            return None
+        return self._guide(self.grammars.json(wanted.format), wanted.format.param, reasoning)
+
+    def _guide(self, grammar: str, param: str, reasoning: str) -> Guide:
+        if reasoning == "open":
+            grammar = self.grammars.after_reasoning(grammar)
+        return self.grammars.guide(grammar, param)
+
+    def _encode_marker(self, text: str) -> list[int]:
+        return self.tokenizer.encode_rendered(text)
+
+
+def with_seed(wanted: Wanted, shift: int) -> Wanted:
+    """Return the options for another prompt of the same request, whose draws are its own."""
+    seed = (wanted.sampling.seed + shift) % 2**64
+    return replace(wanted, sampling=replace(wanted.sampling, seed=seed)) if shift else wanted
+
+
+def dump(value: Any) -> str:
+    """Return JSON without spaces, for events and answers."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+__all__ = ["ApiError", "Description", "Engine", "Prompt", "Service", "dump", "with_seed"]

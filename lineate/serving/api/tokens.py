@@ -1,0 +1,50 @@
+"""/tokenize and /detokenize: a text or a chat as ids, and back."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lineate.serving.api.errors import invalid
+from lineate.serving.api.fields import Fields, parse, shown
+from lineate.serving.api.messages import read_messages, read_tools
+from lineate.serving.api.responses import answer, read_body
+from lineate.serving.api.schemas import check_model, is_token
+from lineate.serving.api.service import Service
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """Return the ids of `prompt`, or of `messages` as the template renders them."""
+    fields = parse(await read_body(request, service.limits))
+    check_model(fields, service.server)
+    if fields.take("messages") is not None:
+        messages, tools = read_messages(fields, service.limits), read_tools(fields, service.limits)
+        fields.finish()
+        ids = await service.work(lambda: service.chat_ids(messages, tools, {}))
+    else:
+        text, starts = _prompt(fields)
+        start = service.tokenizer.start if starts else ()
+        ids = await service.work(lambda: (*start, *service.tokenizer.encode(text)))
+    texts = [service.tokenizer.shown_bytes(i, True).decode("utf-8", "replace") for i in ids]
+    return answer({"count": len(ids), "max_model_len": service.description.context, "tokens": ids, "texts": texts})
+
+
+def _prompt(fields: Fields) -> tuple[str, bool]:
+    fields.needed("prompt", "a string, unless there are messages")
+    text, starts = fields.text("prompt"), fields.flag("add_special_tokens", True)
+    fields.finish()
+    return text or "", starts
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """Return the text of `tokens`, with special tokens written out."""
+    fields = parse(await read_body(request, service.limits))
+    check_model(fields, service.server)
+    fields.needed("tokens", "a list of ids")
+    ids = fields.items("tokens", 2**22) or []
+    fields.finish()
+    size = service.tokenizer.vocab_size
+    for n, token in enumerate(ids):
+        if not is_token(token, size):
+            raise invalid(
+                f"tokens[{n}]", f"tokens[{n}] must be an id below {size}, got {shown(token)}", "invalid_value"
+            )
+    return answer({"prompt": await service.work(lambda: service.tokenizer.decode(ids, keep_special=True))})

@@ -1,0 +1,75 @@
+"""A uvicorn server that drains: SIGTERM refuses new requests, and lets those that run end, up to a limit."""
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from lineate.serving.api.service import Service
+from lineate.serving.gate import Traffic
+
+LOG = logging.getLogger("lineate.serving")
+LAST_SECONDS = 5.0
+"""Seconds that requests have to send their ends after they were cancelled."""
+
+
+class DrainingServer(uvicorn.Server):
+    """Serves an application of make_app until a signal comes, or until `drain` is called.
+
+    The first SIGTERM or SIGINT drains; a second one ends at once. New requests get 503 while the server drains.
+
+    Args:
+        app: The application.
+        config: Host, port and other settings of uvicorn.
+    """
+
+    def __init__(self, app: FastAPI, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._traffic: Traffic = app.state.traffic
+        self._service: Service = app.state.service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until the server has drained."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            await super().serve(sockets)
+        finally:
+            self._service.close()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, end at the second."""
+        if self._traffic.draining or self._loop is None:
+            self.should_exit = self.force_exit = True
+        self.drain()
+
+    def drain(self) -> None:
+        """Begin to drain; any thread may call this."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        if self._draining is None:
+            self._traffic.draining = True
+            self._draining = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        """Wait until nothing runs; cancel what runs longer than the limit."""
+        limits = self._service.limits
+        LOG.info("shutting down; %d requests have %g s to end", self._traffic.active, limits.drain_seconds)
+        try:
+            async with asyncio.timeout(limits.drain_seconds):
+                await self._traffic.idle()
+        except TimeoutError:
+            LOG.warning("cancelling %d requests", self._traffic.active)
+            await asyncio.to_thread(self._service.engine.stop, False)
+            try:
+                async with asyncio.timeout(LAST_SECONDS):
+                    await self._traffic.idle()
+            except TimeoutError:
+                self.force_exit = True
+        self.should_exit = True

@@ -1,0 +1,146 @@
+"""`lineate serve` in a process of its own: it starts, serves, drains at SIGTERM and keeps its states in a folder."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("typer")
+pytest.importorskip("llguidance")
+
+import httpx
+from chat_tokenizer import chat_tokenizer
+from live_server import until
+from small_models import random_model
+from typer.testing import CliRunner
+
+from lineate.cli import build_app
+from lineate.models import preset
+from lineate.serving.command import is_local, read_keys
+
+LONG = [{"role": "user", "content": "Tell me about the sea, at length. " * 20}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "sea-lion"
+    tokenizer = chat_tokenizer()
+    random_model(preset("tiny", vocab_size=tokenizer.vocab_size)).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+class Process:
+    """A running `lineate serve`."""
+
+    def __init__(self, *words, **environment):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lineate.cli", "serve", *map(str, words), "--port", "0"],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.said = ""
+        threading.Thread(target=self._listen, daemon=True).start()
+        until(lambda: self.process.poll() is not None or "/v1" in self.said, "the address")
+        found = re.search(r"http://127\.0\.0\.1:\d+", self.said)
+        assert found, self.said
+        self.url = found[0]
+        until(self._healthy, "the server")
+
+    def _listen(self):
+        for line in self.process.stderr:
+            self.said += line
+
+    def _healthy(self):
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait(30)
+
+
+def test_serving_draining_and_starting_again(folder, tmp_path):
+    options = ("--cache-folder", tmp_path / "states", "--spacing", "64", "--draft", "lookup", "--context", "4096")
+    body = {"messages": LONG, "max_tokens": 8, "seed": 1, "temperature": 0}
+    with Process(folder, *options) as served:
+        assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["id"] == "sea-lion"
+        first = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()
+        assert first["usage"]["completion_tokens"] == 8 and str(folder.parent) not in json.dumps(first)
+        assert httpx.get(f"{served.url}/health", headers={"Host": "evil.example"}).status_code == 403
+        endless = {**body, "stream": True, "max_tokens": 300, "ignore_eos": True}
+        with httpx.stream("POST", f"{served.url}/v1/chat/completions", json=endless, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            served.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]  # it was finished
+        assert served.process.wait(60) == 0
+        assert "Traceback" not in served.said
+    with Process(folder, *options) as served:
+        again = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()
+        assert again["choices"][0]["message"]["content"] == first["choices"][0]["message"]["content"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] // 64 * 64
+
+
+def lineate(*words):
+    done = CliRunner().invoke(build_app(), ["serve", *map(str, words)])
+    return done.exit_code, " ".join((done.stdout + done.stderr).split())
+
+
+REFUSED = {
+    "no such folder": (["/nowhere/at-all"], "/nowhere/at-all"),
+    "a port that is none": (["--port", "70000"], "65535"),
+    "an address of another machine": (["--host", "192.0.2.1"], "--host and --port must be free"),
+    "a name that is none": (["--host", "no.such.host.invalid"], "--host must be a name or an address"),
+    "a size that is none": (["--max-body", "much"], "--max-body must be a size"),
+    "a device that is none": (["--device", "abacus"], "device must be 'cpu' or 'cuda', got 'abacus'"),
+    "an empty key": (["--api-key", "a,,b"], "--api-key and LINEATE_API_KEY must be visible"),
+    "a spacing that is no multiple": (["--spacing", "100"], "spacing must be a multiple of 64"),
+    "a head that the model lacks": (["--draft", "head"], "model must have a head of multi-token prediction"),
+    "a folder for no cache": (["--cache", "0", "--cache-folder", "x"], "--cache-folder needs --cache above 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case, folder):
+    words, expected = REFUSED[case]
+    model = [] if words[0].startswith("/") else [folder]
+    code, said = lineate(*model, "--port", "0", *words)
+    assert code == 2 and expected in said, said
+
+
+def test_a_port_that_is_taken(folder):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, said = lineate(folder, "--port", taken.getsockname()[1])
+    assert code == 2 and "--host and --port must be free" in said
+
+
+def test_keys_come_from_the_option_or_the_environment(monkeypatch):
+    monkeypatch.delenv("LINEATE_API_KEY", raising=False)
+    assert read_keys(None) == () and read_keys("a, b") == ("a", "b")
+    monkeypatch.setenv("LINEATE_API_KEY", "c")
+    assert read_keys(None) == ("c",) and read_keys("a") == ("a",)
+    monkeypatch.setenv("LINEATE_API_KEY", "")
+    with pytest.raises(ValueError, match="must be visible"):
+        read_keys(None)  # an empty variable is a mistake, not a server without keys
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.8.8.8", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_local_addresses(host, local):
+    assert is_local(host) == local
