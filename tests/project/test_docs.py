@@ -19,8 +19,6 @@ from lineate.memory import run_reference
 from lineate.models import HybridLM, preset
 from lineate.rule import normalize, read
 from lineate.tasks.model import ModelOptions, make_config
-from lineate.training.command import run_generate
-from lineate.training.tokenizer import Bytes
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "bench/results/README.md"])
@@ -50,7 +48,9 @@ def _pairs():
     [
         ("README.md", 1, dict),  # the second reads a checkpoint from the hub
         ("docs/from-fla.md", None, dict),
+        ("docs/generate.md", None, dict),
         ("docs/serving.md", None, dict),
+        ("docs/exact-cache.md", None, dict),
         ("docs/models.md", 2, _mixer_inputs),  # the third changes transformers
         ("docs/memory.md", None, _pairs),
         ("docs/planning.md", None, dict),
@@ -266,15 +266,3 @@ def test_plans_print_what_is_shown(command, shown):
     )  # fmt: skip
     printed = {line.rstrip() for line in run.stdout.splitlines()}
     assert [line for line in shown.splitlines() if line.strip() and line[4:].rstrip() not in printed] == []
-
-
-def test_generating_needs_the_tokenizer_that_serving_md_names(tmp_path):
-    """A folder without one, like a published checkpoint, is refused; a run and its model/ have one."""
-    HybridLM(preset("tiny", vocab_size=257)).save_pretrained(tmp_path / "model")
-    arguments = ("def ", 2, 0.0, 0, 1.0, 0, "cpu")
-    assert "`tokenizer_kind.json`" in (ROOT / "docs/serving.md").read_text()
-    with pytest.raises((ValueError, OSError), match=r"tokenizer_kind\.json is missing"):
-        run_generate(tmp_path / "model", *arguments)
-    Bytes().save(tmp_path / "model")
-    for folder in (tmp_path, tmp_path / "model"):
-        run_generate(folder, *arguments)

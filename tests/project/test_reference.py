@@ -23,6 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "lineate", "lineate.layers", "lineate.models", "lineate.memory", "lineate.generation", "lineate.planning",
+    "lineate.text",
 )  # fmt: skip
 PAGES = sorted((ROOT / "docs/reference").glob("*.md"))
 SHOWN = [name for page in PAGES for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)]

@@ -23,6 +23,7 @@ LEVELS = (
     ("cli",),
     ("serving", "explore", "tasks", "planning", "training", "learn"),
     ("generation", "integrations", "figures"),
+    ("text",),
     ("models",),
     ("layers",),
     ("memory",),

@@ -19,9 +19,9 @@ from lineate.models import HybridLM, preset
 from lineate.models.files.checkpoint import save
 from lineate.models.files.safetensors import CheckpointError
 from lineate.terminal import DOT, console, printable
+from lineate.text.tokenizer import Bytes
 from lineate.training.config import TrainConfig
 from lineate.training.report import RunReporter
-from lineate.training.tokenizer import Bytes
 
 EVIL = "x\x1b[31m[bold]:smile:\x9b2J\x07\r\u202ey"
 SHOWN = f"x{DOT}[31m[bold]:smile:{DOT}2J{DOT * 3}y"
