@@ -226,8 +226,9 @@ class _Rows:
                 f"logits must have a highest value that is finite in every row, got {self.best[wrong[0], 0].item()}; "
                 "the model overflowed, or allowed leaves no token"
             )
-        lowest = torch.finfo(torch.float32).tiny
-        self.temperatures = self.tensor([max(row.temperature, lowest) for row in sampling])[:, None]
+        limits = torch.finfo(torch.float32)
+        temperatures = [min(max(row.temperature, limits.tiny), limits.max) for row in sampling]
+        self.temperatures = self.tensor(temperatures)[:, None]
         self.least = self.tensor([math.log(row.min_p) if row.min_p else -math.inf for row in sampling])[:, None]
         seeds = self.tensor([(row.seed + 2**63) % 2**64 - 2**63 for row in sampling], torch.int64)
         self.seeds, self.positions = seeds, positions

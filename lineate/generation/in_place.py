@@ -153,12 +153,17 @@ def capture(
 
 
 def try_out(step: Callable[[], object], changing: list[Tensor]) -> None:
-    """Make a step twice and undo it: it compiles kernels and allocates workspaces, which a capture must not do."""
+    """Make a step twice and undo it: it compiles kernels and allocates workspaces, which a capture must not do.
+
+    A step that fails is undone, too.
+    """
     kept = [x.clone() for x in changing]
     for _ in range(2):
-        step()
-        for x, before in zip(changing, kept, strict=True):
-            x.copy_(before)
+        try:
+            step()
+        finally:
+            for x, before in zip(changing, kept, strict=True):
+                x.copy_(before)
 
 
 @cache

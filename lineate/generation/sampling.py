@@ -200,8 +200,8 @@ class Generation(Iterator[Tensor]):
             lengths = out.state.lengths
             at = torch.full((len(going),), lengths, device=device) if isinstance(lengths, int) else lengths
             tokens = choose_tokens(logits, [self._sampling[n] for n in going], at, [self._seen[n] for n in going])
+        chosen = tokens.tolist()  # waits for a GPU: an interrupt here leaves everything as it was
         self._state, self._bounds, self._left = out.state, None, self._left - 1
-        chosen = tokens.tolist()
         for n, token in zip(going, chosen, strict=True):
             self.tokens[n].append(token)
             if (seen := self._seen[n]) is not None:

@@ -241,7 +241,7 @@ class Batch:
             self._forget_guesses(row)
         try:
             row.handle.put(event)
-        except Exception:  # nobody listens any more
+        except BaseException:  # nobody listens any more; asyncio's CancelledError is no Exception
             logger.exception("the listener of request %d failed; the request is cancelled", row.handle.number)
             row.handle.cancel()
 

@@ -287,9 +287,11 @@ class StateCache:
         before = self._tensors.bytes
         try:
             kept = self._copied(state, kind, logits, base, [*stops, len(ids)])
-        except torch.OutOfMemoryError as error:
-            logger.warning("a state of %d tokens was not kept: %s", len(ids), error)
+        except BaseException as error:
             self._tensors.bytes = before
+            if not isinstance(error, (RuntimeError, MemoryError)):  # a CPU's allocator raises RuntimeError
+                raise
+            logger.warning("a state of %d tokens was not kept: %s", len(ids), error)
             return False
         finally:
             self._release(base)

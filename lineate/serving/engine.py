@@ -229,7 +229,8 @@ class Engine:
                     with self._changed:
                         self._changed.wait(0.05)
         with self._changed:
-            handles = [x.handle for x in self._waiting] + [x.handle for x in self._batch.jobs]
+            jobs = list(self._batch.jobs)  # one copy: the engine's thread changes it meanwhile
+            handles = [x.handle for x in self._waiting] + [x.handle for x in jobs]
         for handle in handles:
             handle.cancel()
         if self._thread is None:

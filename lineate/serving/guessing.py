@@ -44,9 +44,10 @@ def propose(drafter: Drafter, rows: Sequence[Continuation], most: int, vocab: in
 
 
 def _permitted(row: Continuation, tokens: list[int], vocab: int) -> Guesses:
-    """Return the guesses before the first one that would end the continuation, or that its guide forbids."""
+    """Return the guesses before the first that ends the continuation, is no token, or is forbidden by its guide."""
     ends = row.handle.request.stop_tokens
-    tokens = tokens[: next((n for n, token in enumerate(tokens) if token in ends), len(tokens))]
+    over = (n for n, token in enumerate(tokens) if token in ends or not 0 <= token < vocab)
+    tokens = tokens[: next(over, len(tokens))]
     if row.guide is None:
         return Guesses(tokens)
     allowed = _walk(row.guide, tokens, vocab)
@@ -64,7 +65,10 @@ def _walk(guide: Guide, tokens: list[int], vocab: int) -> list[Tensor]:
             advanced += 1
             if guide.finished:
                 break
-            allowed.append(guide.allowed(vocab))
+            more = guide.allowed(vocab)
+            if not bool(more.any()):  # a dead end, which plain decoding may never reach
+                break
+            allowed.append(more)
     finally:
         guide.rollback(advanced)
     return allowed

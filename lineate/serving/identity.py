@@ -14,18 +14,18 @@ SAMPLES = 1024
 
 
 def identity_of(model: HybridLM) -> str:
-    """Return a hash of lineate's version, the configuration, the kind of device, and the weights, 64 digits.
+    """Return a hash of the versions of lineate and torch, the configuration, the device, and the weights, 64 digits.
 
     Of each tensor its name, shape, dtype and 1024 elements are hashed, evenly spread from the first to the last, or all
     if it has fewer. This takes milliseconds, or seconds for a model of many gigabytes on a GPU. Training, merging or
     rounding changes nearly all weights, so that it is noticed; a change of single elements of a large tensor may not
-    be. Another kind of device or another version of lineate may compute other bits, so both count.
+    be. Another device or another version may compute other bits, and states lie on a device, so these count.
 
     Args:
         model: the model that reads and continues the states.
     """
     digest = hashlib.sha256()
-    about = [lineate.__version__, model.device.type, model.config.to_dict()]
+    about = [lineate.__version__, str(model.device), torch.__version__, model.config.to_dict()]
     digest.update(json.dumps(about, sort_keys=True).encode())
     for name, x in sorted(model.state_dict().items()):
         digest.update(json.dumps([name, str(x.dtype), list(x.shape)]).encode())

@@ -73,7 +73,8 @@ class Plan:
     def pool_nbytes(self, shape: Shape) -> int:
         """Return the bytes of a pool, and of what a step of all its rows makes before it frees the old memories."""
         numbers = ROW_NUMBERS[self.model.device.type == "cuda"]
-        made = (1 + self.margin) * self._memories  # guesses keep the memory after each token
+        versions = 1 if not self.margin else 2 + self.margin  # guesses: after each token, and what is accepted
+        made = versions * self._memories
         return shape.rows * (self._row_nbytes(shape.capacity) + numbers * 8 + made)
 
     def _row_nbytes(self, tokens: int) -> int:

@@ -186,13 +186,15 @@ class Pool:
             raise ValueError(f"count must be between 1 and the {self.rows - row} free rows, got {count}")
         if n > self.capacity:
             raise ValueError(f"state must have at most capacity = {self.capacity} tokens, got {n}")
-        for layer, memory in self._memories.items():
-            for name, x in memory.items():
-                new = state.layers[layer][name].to(x)
-                if self._grows:
-                    memory[name] = torch.cat([x, *[new] * count])
-                else:
-                    x[row : row + count] = new
+        if self._grows:  # all of them before any is exchanged, so that a failure changes nothing
+            self._memories = {
+                layer: {name: torch.cat([x, *[state.layers[layer][name].to(x)] * count]) for name, x in memory.items()}
+                for layer, memory in self._memories.items()
+            }
+        else:
+            for layer, memory in self._memories.items():
+                for name, x in memory.items():
+                    x[row : row + count] = state.layers[layer][name].to(x)
         rows = slice(row, row + count)
         for layer, cache in self._caches.items():
             for name, x in cache.items():

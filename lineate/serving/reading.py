@@ -99,7 +99,7 @@ class Reading:
         if self.cache is None:
             return
         try:
-            if not begun:
+            if not begun and not self.exact:  # states where prompts branch are not exact
                 branch = self.cache.common(self.ids)
                 self._branch = branch if 0 < branch < len(self.ids) and branch % self.spacing else None
             found = self.cache.find(self.ids, self.exact)
@@ -147,7 +147,8 @@ class Reading:
         if self.state is None and not done:
             state = reserve(state, len(self.ids))
         self.state, self.position, self.logits = state, stop, logits if done else None
-        self._keep(stop, state, self._kind(stop), logits, seconds)
+        if logits is None or bool(logits.isfinite().all()):  # a fault that passes must not be kept
+            self._keep(stop, state, self._kind(stop), logits, seconds)
 
     def _kind(self, stop: int) -> Kind:
         """Return what the state at this stop is to the cache; only canonical ones are "grid" or "prompt"."""

@@ -172,7 +172,9 @@ Listener = Callable[[Event], None]
 
 
 class Handle:
-    """A submitted request: its events, and the way to end it. All methods may be called from any thread.
+    """A submitted request: its events, and the way to end it.
+
+    Any thread may end it; one thread reads its events.
 
     Args:
         request: The request.
@@ -216,6 +218,8 @@ class Handle:
         self._end(index, "stop")
 
     def _end(self, index: int | None, finished: str) -> None:
+        if index is not None and not 0 <= index < self.request.n:
+            raise ValueError(f"index must be that of a continuation, 0 .. {self.request.n - 1}, got {index}")
         for n in range(self.request.n) if index is None else [index]:
             self.ending.setdefault(n, finished)
         self._wake()
@@ -255,6 +259,8 @@ class Handle:
         return self.completions
 
     def _next(self, timeout: float | None) -> Event:
+        if self._listener is not None:
+            raise RuntimeError(f"the events of request {self.number} go to its listener; submit it without one")
         try:
             event = self._events.get(timeout=timeout)
         except Empty:

@@ -167,15 +167,21 @@ class SpillFolder:
             for name in file.blocks:
                 blocks.append(unseal(self.folder / name, self.identity)[1])
             spilled = _assemble(about, own, blocks)
-        except torch.OutOfMemoryError as error:
-            logger.warning("%s was not read: %s", self.folder / file.name, error)
-            return None
-        # What a file holds is not trusted, and torch raises any of these for a device that is not there.
-        except (OSError, ValueError, RuntimeError, AssertionError, KeyError, TypeError, IndexError) as error:
-            logger.warning("removed %s, which cannot be used: %s", self.folder / name, error)
-            for other in [x for x in self.files.values() if x is file or name in x.blocks]:
-                self.remove(other)
-                self.forget(other)
+        # What a file holds is not trusted.
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            MemoryError,
+            AssertionError,
+            KeyError,
+            TypeError,
+            IndexError,
+        ) as error:
+            if _may_pass(error):
+                logger.warning("%s was not read: %s", self.folder / file.name, error)
+            else:
+                self._give_up(file, name, error)
             return None
         self.files[file.name] = self.files.pop(file.name)
         try:
@@ -183,6 +189,13 @@ class SpillFolder:
         except OSError as error:
             logger.warning("%s could not be touched: %s", self.folder / file.name, error)
         return spilled
+
+    def _give_up(self, file: StateFile, name: str, error: Exception) -> None:
+        """Remove a state whose file `name` cannot be used, and all other states that need this file."""
+        logger.warning("removed %s, which cannot be used: %s", self.folder / name, error)
+        for other in [x for x in self.files.values() if x is file or name in x.blocks]:
+            self.remove(other)
+            self.forget(other)
 
     def remove(self, file: StateFile) -> None:
         """Remove a state, then the blocks that no other state names.
@@ -329,3 +342,12 @@ def _assemble(about: dict[str, Any], own: Named, blocks: Sequence[Named]) -> Spi
         raise ValueError(f"expected blocks of {length} tokens, got {stops[-1]}")
     logits = own.get("logits")
     return Spilled(ModelState(tuple(layers), length), None if logits is None else logits.to(device), stops)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether a file may be read later, after too many open files, no memory or a fault of the disk."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    lasting = isinstance(cause, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
+    return isinstance(error, (RuntimeError, MemoryError)) or (cause is not None and not lasting)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import resource
 import signal
 import subprocess
 import sys
@@ -290,3 +291,17 @@ def test_identity():
     for other in (*others, changed, trained):
         assert identity_of(other) not in known
         known.add(identity_of(other))
+
+
+def test_files_outlive_a_moment_without_room(tmp_path):
+    """Too many open files is no damage: the state is not found now, and is found later."""
+    spill_three(tmp_path)
+    cache = open_cache(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert cache.find(IDS[:12], exact=True) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert cache.stats.files == 3 and cache.find([*IDS[:12], 1]).length == 12
+    cache.close()
