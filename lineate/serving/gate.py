@@ -82,6 +82,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         identity, status = f"req_{secrets.token_hex(12)}", 0
+        scope["request_id"] = identity
         counted = scope["method"] == "POST"
 
         async def put(message: Message) -> None:

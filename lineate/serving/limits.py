@@ -33,6 +33,8 @@ class Limits:
     """Entries of logit_bias."""
     grammar_bytes: int = 256 * 2**10
     """Bytes of a JSON schema."""
+    ids: int = 2**20
+    """Ids that /detokenize takes at once."""
     body_seconds: float = 30.0
     """Seconds in which a body must have arrived."""
     send_seconds: float = 60.0

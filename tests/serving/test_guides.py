@@ -152,6 +152,21 @@ def test_a_schema_that_is_too_long(grammars):
         grammars.guide(grammars.json(JsonFormat({"description": "x" * 20_000})), "schema")
 
 
+def test_a_schema_does_not_set_options_of_the_grammar(grammars):
+    plain = JsonFormat({"type": "object"})
+    for options in ({"whitespace_pattern": ".*"}, {"item_separator": "never"}, 5):
+        assert grammars.json(JsonFormat({"type": "object", "x-guidance": options})) == grammars.json(plain)
+
+
+@pytest.mark.parametrize("form", ["json", "tags", "kimi"])
+@pytest.mark.parametrize("enum", [5, {}, [], "word"])
+def test_tools_with_an_enum_that_is_none(grammars, tokenizer, form, enum):
+    parameters = {"type": "object", "properties": {"x": {"enum": enum}}, "required": ["x"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(ApiError, match="tools must be"):
+        grammars.guide(calls_grammar(form, tools, False, tokenizer.encode_rendered), "tools")
+
+
 def test_reasoning_comes_before_the_answer(grammars, tokenizer):
     grammar = grammars.after_reasoning(grammars.json(JsonFormat({"enum": ["q"]})))
     guide = grammars.guide(grammar, "schema")

@@ -38,6 +38,15 @@ KIMI = (
 )
 
 
+NOT_JSON = {
+    "a call": '<tool_call>{"name": "look", "arguments": {"days": HERE}}</tool_call>',
+    "a name": '<tool_call>{"name": HERE, "arguments": {}}</tool_call>',
+    "tags": "<tool_call><function=look><parameter=days>HERE</parameter></function></tool_call>",
+    "kimi": '<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"days": HERE}<|tool_call_end|>',
+}
+"""Calls that cannot be JSON when HERE is NaN, a number beyond float, or half of a surrogate pair."""
+
+
 def qwen(**arguments):
     return f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': arguments})}\n</tool_call>"
 
@@ -55,6 +64,11 @@ WRITTEN = {
     "a call without its end": (qwen(days=1).removesuffix("</tool_call>"), None, None, [{"days": 1}]),
     "broken JSON": ('<tool_call>{"name": look}</tool_call>', '<tool_call>{"name": look}</tool_call>', None, []),
     "no name": ("<tool_call>{}</tool_call> x", "<tool_call>{}</tool_call> x", None, []),
+    **{
+        f"{form} with {value}": (text.replace("HERE", value), text.replace("HERE", value), None, [])
+        for value in ("NaN", "1e999", r'"\ud800"')
+        for form, text in NOT_JSON.items()
+    },
     "half of a call": ('So <tool_call>{"name"', 'So <tool_call>{"name"', None, []),
     "almost a marker": ("a <tool_cal b <", "a <tool_cal b <", None, []),
     "reasoning": ("<think>\nHm.\n</think>\n\nYes.", "Yes.", "Hm.", []),

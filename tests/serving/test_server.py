@@ -22,6 +22,7 @@ from small_models import random_model
 
 from lineate.models import preset
 from lineate.serving.api.service import Description
+from lineate.serving.api.tools import AnswerParser
 from lineate.serving.app import Settings, describe
 from lineate.serving.cache import StateCache
 from lineate.serving.engine import Engine
@@ -145,6 +146,13 @@ def test_prompts_that_do_not_all_fit_leave_nothing(engine, tokenizer):
         until(lambda: engine.running == 2, "the end of the prompt that was submitted")
         for sent in waiting:
             sent.close()
+
+
+def test_more_prompts_than_can_ever_wait(engine, tokenizer):
+    with serving(engine, tokenizer) as server:
+        answer = server.http.post("/v1/completions", json={"prompt": ["a"] * 4})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+        assert not engine.handles
 
 
 def test_too_many_requests_at_once(engine, tokenizer):
@@ -404,6 +412,35 @@ def test_faults_of_ours_are_not_explained(engine, tokenizer, gate, monkeypatch):
         assert "secret" not in answer.text
         monkeypatch.undo()
         assert server.http.post(CHAT, json=BODY).status_code == 200
+
+
+def test_a_stream_that_fails_names_its_request(engine, tokenizer, gate, monkeypatch):
+    gate.set()
+    with serving(engine, tokenizer) as server:
+        monkeypatch.setattr(AnswerParser, "push", failing)
+        answer = server.http.post(CHAT, json={**BODY, "stream": True})
+        (error,) = [line for line in answer.text.splitlines() if '"error":' in line]
+        assert answer.headers["x-request-id"] in json.loads(error.removeprefix("data: "))["error"]["message"]
+        assert "secret" not in answer.text and answer.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(("route", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})])
+def test_long_texts_do_not_delay_others(engine, tokenizer, gate, monkeypatch, route, body):
+    """What takes long runs beside the event loop: another request is answered meanwhile."""
+    own, begun = tokenizer.shown_bytes, threading.Event()
+
+    def slow(token, keep_special):
+        begun.set()
+        assert gate.wait(30)
+        return own(token, keep_special)
+
+    with serving(engine, tokenizer) as server:
+        monkeypatch.setattr(tokenizer, "shown_bytes", slow)
+        with send(server, body, route) as sent:
+            until(begun.is_set)
+            assert server.http.get("/health", timeout=20).status_code == 200
+            gate.set()
+            assert "200 OK" in rest(sent)
 
 
 def test_what_lineate_says_of_the_model(tokenizer):

@@ -23,7 +23,9 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-LIMITS = Limits(body_bytes=100_000, new_tokens=500, choices=4, stops=3, messages=20, tools=3, grammar_bytes=9000)
+LIMITS = Limits(
+    body_bytes=100_000, new_tokens=500, choices=4, stops=3, messages=20, tools=3, grammar_bytes=9000, ids=2000
+)
 NAME = "model"
 
 
@@ -124,6 +126,8 @@ MALFORMED: dict[str, tuple[str, Any, str | None]] = {
     "a temperature that is true": (CHAT, chat(temperature=True), "temperature"),
     "a temperature below 0": (CHAT, chat(temperature=-0.1), "temperature"),
     "a temperature above 2": (CHAT, chat(temperature=2.01), "temperature"),
+    "a temperature of 400 digits": (CHAT, chat(temperature=10**400), "temperature"),
+    "a bias of 4000 digits": (CHAT, chat(logit_bias={"5": -(10**4000)}), "logit_bias.5"),
     "top_p above 1": (CHAT, chat(top_p=1.5), "top_p"),
     "top_p below 0": (CHAT, chat(top_p=-1), "top_p"),
     "top_k with a fraction": (CHAT, chat(top_k=1.5), "top_k"),
@@ -231,6 +235,8 @@ MALFORMED: dict[str, tuple[str, Any, str | None]] = {
     "audio": (CHAT, chat(modalities=["text", "audio"]), "modalities"),
     "variables that replace the messages": (CHAT, chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs"),
     "a variable named self": (CHAT, chat(chat_template_kwargs={"self": 1}), "chat_template_kwargs"),
+    "too many variables": (CHAT, chat(chat_template_kwargs={"x": [[0] * 30] * 40}), "chat_template_kwargs"),
+    "a variable that is too long": (CHAT, chat(chat_template_kwargs={"x": "x" * 70_000}), "chat_template_kwargs"),
     "an unknown effort": (CHAT, chat(reasoning_effort="extreme"), "reasoning_effort"),
     "no room for max_tokens": (
         CHAT,
@@ -251,6 +257,8 @@ MALFORMED: dict[str, tuple[str, Any, str | None]] = {
     "too many prompts": (TEXT, text(prompt=["a"] * 5), "prompt"),
     "prompts times n": (TEXT, text(prompt=["a"] * 2, n=3), "prompt"),
     "a prompt that is too long": (TEXT, text(prompt="x" * 1001), "prompt"),
+    "ids of a prompt that is too long": (TEXT, text(prompt=[1] * 1000), "prompt"),
+    "too many prompts of ids": (TEXT, text(prompt=[[1]] * 5), "prompt"),
     "a suffix": (TEXT, text(suffix="end"), "suffix"),
     "best_of above n": (TEXT, text(best_of=3), "best_of"),
     "echo with logprobs": (TEXT, text(echo=True, logprobs=1), "echo"),
@@ -261,6 +269,7 @@ MALFORMED: dict[str, tuple[str, Any, str | None]] = {
     "a number to tokenize": ("/tokenize", {"prompt": 5}, "prompt"),
     "nothing to detokenize": ("/detokenize", {}, "tokens"),
     "a text to detokenize": ("/detokenize", {"tokens": "5"}, "tokens"),
+    "too many ids to detokenize": ("/detokenize", {"tokens": [1] * 2001}, "tokens"),
     "an id beyond the vocabulary": ("/detokenize", {"tokens": [1, 10**9]}, "tokens[1]"),
     "a fraction to detokenize": ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),
 }
@@ -284,6 +293,15 @@ def test_a_malformed_body_names_its_field(http, engine, case):
     error = check(http.post(route, json=body))
     assert error["param"] == param, error
     assert len(engine.handles) == before
+
+
+def test_a_long_value_is_cut(http):
+    """A message repeats the beginning of a wrong value, and all of a short one."""
+    short = check(http.post(CHAT, json=chat(stop={"a": [1, "x"]})))
+    assert short["message"].endswith('got {"a": [1, "x"]}')
+    for long in ({"a": [[1, 2]] * 5000}, {"k" * 20_000: 1}, {str(i): {} for i in range(5000)}, [[["x" * 50_000]]]):
+        found = check(http.post(CHAT, json=chat(stop=long)))["message"].partition("got ")[2]
+        assert found == json.dumps(long)[:57] + "..."
 
 
 RAW = {

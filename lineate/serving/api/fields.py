@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lineate.names import nearest
@@ -51,8 +51,19 @@ def _check_depth(value: Any) -> None:
 
 def shown(value: Any) -> str:
     """Return a value as JSON, cut to what a message can repeat."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(_beginning(value, iter(range(LONGEST_GOT))), ensure_ascii=False, default=str)
     return text if len(text) <= LONGEST_GOT else text[: LONGEST_GOT - 3] + "..."
+
+
+def _beginning(value: Any, parts: Iterator[int]) -> Any:
+    """Return the first parts of a value; where any are left out, the rest is still longer than a message repeats."""
+    if isinstance(value, str):
+        return value[:LONGEST_GOT]
+    if isinstance(value, list):
+        return [_beginning(x, parts) for x, _ in zip(value, parts, strict=False)]
+    if isinstance(value, dict):
+        return {key[:LONGEST_GOT]: _beginning(x, parts) for (key, x), _ in zip(value.items(), parts, strict=False)}
+    return value
 
 
 class Fields:
@@ -94,9 +105,9 @@ class Fields:
         found = self.take(name)
         if found is None:
             return default
-        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        if isinstance(found, bool) or not isinstance(found, int | float):
             raise self.wrong(name, f"a number from {least:g} to {most:g}")
-        if not least <= found <= most:
+        if not least <= found <= most or not math.isfinite(found):  # a whole number may be too large for isfinite
             raise self.wrong(name, f"from {least:g} to {most:g}")
         return float(found)
 

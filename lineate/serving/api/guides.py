@@ -108,6 +108,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         schema = {"type": "object"} if wanted.schema is None else wanted.schema
+        schema = {key: value for key, value in schema.items() if key != "x-guidance"}  # options are the server's
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
 
     def after_reasoning(self, grammar: str) -> str:

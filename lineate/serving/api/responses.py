@@ -83,13 +83,13 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send(send))
+            await unless_gone(receive, self._send(send, scope.get("request_id", "")))
         except TimeoutError:
             LOG.info("a client took nothing for %g s", self._limits.send_seconds)
         finally:
             self._close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, identity: str) -> None:
         async def put(message: Message) -> None:
             async with asyncio.timeout(self._limits.send_seconds):
                 await send(message)
@@ -106,8 +106,8 @@ class EventStream(Response):
         except (TimeoutError, asyncio.CancelledError):
             raise
         except Exception:
-            LOG.exception("a stream failed")
-            await event(f"data: {dump(internal('').body)}\n\n")
+            LOG.exception("%s: a stream failed", identity)
+            await event(f"data: {dump(internal(identity).body)}\n\n")
         await event(DONE)
         await put({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -115,6 +115,8 @@ class Running:
     def __init__(
         self, service: Service, requests: Sequence[Request], stops: Sequence[str], show_markers: bool, param: str
     ) -> None:
+        if len(requests) > (most := service.engine.queue):  # waiting would not help
+            raise invalid(param, f"{param} must have at most {most} prompts, got {len(requests)}", "invalid_value")
         self._service, self._requests = service, requests
         self.n = requests[0].n
         markers = _hidden_markers(service.tokenizer) if show_markers else {}

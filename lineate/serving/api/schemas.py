@@ -1,11 +1,12 @@
 """What the bodies of requests may say, as frozen values; every range is checked here, before anything is computed."""
 
+import json
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
 from lineate.generation.choice import Sampling
-from lineate.serving.api.errors import ApiError, invalid
+from lineate.serving.api.errors import ApiError, invalid, too_long
 from lineate.serving.api.fields import Fields, shown
 from lineate.serving.api.messages import read_messages, read_tools
 from lineate.serving.limits import Limits
@@ -19,6 +20,10 @@ MOST_TOP_LOGPROBS = 20
 MOST_TOP_LOGPROBS_OF_COMPLETIONS = 5
 DEFAULT_COMPLETION_TOKENS = 16
 """Tokens that /v1/completions generates if the request does not say; OpenAI's number."""
+MOST_TEMPLATE_VALUES = 1000
+"""Values in chat_template_kwargs, those within lists and objects included."""
+MOST_TEMPLATE_BYTES = 64 * 2**10
+"""Bytes of chat_template_kwargs as JSON."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Server:
     """Ids of tokens are below this."""
     most_choices: int
     """Choices of one prompt, which are generated together."""
+    most_prompt: int
+    """Tokens of a prompt."""
     limits: Limits = field(default_factory=Limits)
     """What a request may ask for."""
 
@@ -117,9 +124,7 @@ def read_completion(fields: Fields, server: Server) -> CompletionCall:
     best = fields.whole("best_of", 1, 128)
     if best is not None and best != wanted.n:
         raise invalid("best_of", f"best_of must be n = {wanted.n} or left out, got {best}", "unsupported_value")
-    if len(prompts) * wanted.n > limits.choices:
-        count = f"{len(prompts)} x {wanted.n}"
-        raise invalid("prompt", f"prompts times n must be at most {limits.choices}, got {count}", "invalid_value")
+    _check_choices(len(prompts), wanted.n, limits)
     fields.ignore(*IGNORED)
     fields.finish()
     return CompletionCall(wanted, prompts, echo)
@@ -275,6 +280,12 @@ def _format(fields: Fields) -> JsonFormat | None:
     return JsonFormat({} if schema is None else schema.value, "response_format.json_schema.schema")
 
 
+def _check_choices(prompts: int, n: int, limits: Limits) -> None:
+    if prompts * n > limits.choices:
+        message = f"prompts times n must be at most {limits.choices}, got {prompts} x {n}"
+        raise invalid("prompt", message, "invalid_value")
+
+
 def _prompts(fields: Fields, server: Server) -> tuple[str | tuple[int, ...], ...]:
     """Read a text, several texts, ids, or several lists of ids."""
     expected = "a string, a list of strings, a list of ids, or a list of lists of ids"
@@ -286,6 +297,9 @@ def _prompts(fields: Fields, server: Server) -> tuple[str | tuple[int, ...], ...
     if all(isinstance(x, str) for x in given):
         return tuple(given)
     lists = given if all(isinstance(x, list) for x in given) else [given]
+    _check_choices(len(lists), 1, server.limits)
+    if (longest := max(map(len, lists))) > server.most_prompt:
+        raise too_long(f"prompt must have at most {server.most_prompt} tokens, got {longest}", "prompt")
     if not all(lists) or not all(is_token(token, server.vocab_size) for ids in lists for token in ids):
         raise fields.wrong("prompt", f"{expected}, ids being whole numbers below {server.vocab_size}")
     return tuple(map(tuple, lists))
@@ -322,10 +336,25 @@ def _tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[str
     return name, True
 
 
+def _check_size(options: dict[str, Any]) -> None:
+    """Refuse variables that a template would take long to go through."""
+    param, count, level = "chat_template_kwargs", 0, [options]
+    while level:
+        value: Any = level.pop()
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        count += len(children)
+        if count > MOST_TEMPLATE_VALUES:
+            raise invalid(param, f"{param} must have at most {MOST_TEMPLATE_VALUES} values in all", "invalid_value")
+        level.extend(children)
+    if (size := len(json.dumps(options, ensure_ascii=False).encode())) > MOST_TEMPLATE_BYTES:
+        raise invalid(param, f"{param} must have at most {MOST_TEMPLATE_BYTES} bytes, got {size}", "invalid_value")
+
+
 def _template_options(fields: Fields) -> dict[str, Any]:
     """Return variables for the template; those that every template gets cannot be replaced."""
     given = fields.child("chat_template_kwargs")
     options = {} if given is None else dict(given.value)
+    _check_size(options)
     for name in ("self", "messages", "tools", "add_generation_prompt"):
         if name in options:
             raise invalid("chat_template_kwargs", f"chat_template_kwargs must not have {name!r}", "invalid_value")

@@ -28,6 +28,9 @@ class Engine(Protocol):
     def slots(self) -> int: ...
 
     @property
+    def queue(self) -> int: ...
+
+    @property
     def stats(self) -> Any: ...
 
     @property
@@ -92,7 +95,9 @@ class Service:
     ) -> None:
         self.engine, self.tokenizer, self.description = engine, tokenizer, description
         self.limits, self.metrics = limits, metrics
-        self.server = Server(description.name, tokenizer.vocab_size, description.slots, limits)
+        most = description.context - 1  # there must be room for one more token
+        most = most if limits.prompt_tokens is None else min(most, limits.prompt_tokens)
+        self.server = Server(description.name, tokenizer.vocab_size, description.slots, most, limits)
         self.chat_stops = DEFAULT_STOPS if tokenizer.chat is None else ()
         self.grammars = Grammars(tokenizer, limits.grammar_bytes)
         source = "" if tokenizer.chat is None else tokenizer.chat.source + (tokenizer.chat.tool_source or "")
@@ -182,9 +187,7 @@ class Service:
         """Raise if there is nothing to read, or no room for one more token."""
         if not ids:
             raise invalid(param, f"{param} must have at least one token, got none", "invalid_value")
-        most = self.description.context - 1
-        most = most if self.limits.prompt_tokens is None else min(most, self.limits.prompt_tokens)
-        if len(ids) > most:
+        if len(ids) > (most := self.server.most_prompt):
             raise too_long(f"{param} must have at most {most} tokens, got {len(ids)}", param)
 
     def _format_guide(self, wanted: Wanted, reasoning: str) -> Guide | None:

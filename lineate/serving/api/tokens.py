@@ -23,8 +23,13 @@ async def tokenize(service: Service, request: Request) -> Response:
         text, starts = _prompt(fields)
         start = service.tokenizer.start if starts else ()
         ids = await service.work(lambda: (*start, *service.tokenizer.encode(text)))
-    texts = [service.tokenizer.shown_bytes(i, True).decode("utf-8", "replace") for i in ids]
-    return answer({"count": len(ids), "max_model_len": service.description.context, "tokens": ids, "texts": texts})
+
+    def made() -> Response:
+        texts = [service.tokenizer.shown_bytes(i, True).decode("utf-8", "replace") for i in ids]
+        context = service.description.context
+        return answer({"count": len(ids), "max_model_len": context, "tokens": ids, "texts": texts})
+
+    return await service.work(made)
 
 
 def _prompt(fields: Fields) -> tuple[str, bool]:
@@ -39,12 +44,15 @@ async def detokenize(service: Service, request: Request) -> Response:
     fields = parse(await read_body(request, service.limits))
     check_model(fields, service.server)
     fields.needed("tokens", "a list of ids")
-    ids = fields.items("tokens", 2**22) or []
+    ids = fields.items("tokens", service.limits.ids) or []
     fields.finish()
     size = service.tokenizer.vocab_size
-    for n, token in enumerate(ids):
-        if not is_token(token, size):
-            raise invalid(
-                f"tokens[{n}]", f"tokens[{n}] must be an id below {size}, got {shown(token)}", "invalid_value"
-            )
-    return answer({"prompt": await service.work(lambda: service.tokenizer.decode(ids, keep_special=True))})
+
+    def made() -> Response:
+        for n, token in enumerate(ids):
+            if not is_token(token, size):
+                where = f"tokens[{n}]"
+                raise invalid(where, f"{where} must be an id below {size}, got {shown(token)}", "invalid_value")
+        return answer({"prompt": service.tokenizer.decode(ids, keep_special=True)})
+
+    return await service.work(made)

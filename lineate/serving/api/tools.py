@@ -162,7 +162,7 @@ def read_call(body: str, opener: str, schemas: dict[str, dict[str, Any]]) -> Cal
         value = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or _dump(value) is None:
         return None
     given = value.get("arguments", value.get("parameters", {}))
     arguments = _object(given) if isinstance(given, str) else _dump(given)
@@ -178,9 +178,10 @@ def _read_tags(body: str, schemas: dict[str, dict[str, Any]], made: str) -> Call
     properties = schemas.get(name, {}).get("properties")
     properties = properties if isinstance(properties, dict) else {}
     arguments = {}
-    for key, text in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", inner, re.DOTALL):
-        arguments[key.strip()] = _value(text, properties.get(key.strip()))
-    return Called(name, json.dumps(arguments, ensure_ascii=False), made)
+    for key, given in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", inner, re.DOTALL):
+        arguments[key.strip()] = _value(given, properties.get(key.strip()))
+    text = _dump(arguments)
+    return None if text is None else Called(name, text, made)
 
 
 def _value(text: str, schema: Any) -> Any:
@@ -202,7 +203,15 @@ def _object(text: str) -> str | None:
 
 
 def _dump(value: Any) -> str | None:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else None
+    """Return an object as JSON; None for what no JSON can have, such as NaN and halves of characters."""
+    if not isinstance(value, dict):
+        return None
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, RecursionError):
+        return None
+    return text
 
 
 def form_of(template: str) -> str:
@@ -260,8 +269,8 @@ def _tag_rules(n: int, schema: dict[str, Any], rules: list[str]) -> list[str]:
             repeat = f"{{0,{most}}}" if isinstance(most, int) and 0 <= most <= MOST_REPEATS else "*"
             rules.append(f'{name}[suffix="\\n</parameter>\\n"]: /(?s:.{repeat})/')
             end = ""
-        elif isinstance(own, dict) and all(isinstance(x, str) for x in own.get("enum") or [0]):
-            rules.append(f"{name}: {' | '.join(map(_quoted, own['enum']))}")
+        elif isinstance(own, dict) and (words := _words(own.get("enum"))):
+            rules.append(f"{name}: {' | '.join(map(_quoted, words))}")
             end = _quoted("\n</parameter>\n")
         else:
             whole = own if not isinstance(own, dict) else own | {x: schema[x] for x in ("$defs",) if x in schema}
@@ -270,6 +279,11 @@ def _tag_rules(n: int, schema: dict[str, Any], rules: list[str]) -> list[str]:
         parameter = f"({_quoted(f'<parameter={key}>')} {_quoted(chr(10))} {name} {end})"
         found.append(parameter if isinstance(required, list) and key in required else parameter + "?")
     return found
+
+
+def _words(enum: Any) -> list[str]:
+    """Return the values of an enum if all of them are strings, else nothing."""
+    return enum if isinstance(enum, list) and all(isinstance(x, str) for x in enum) else []
 
 
 def _json_rule(schema: Any) -> str:
