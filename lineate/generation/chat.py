@@ -173,9 +173,11 @@ class Conversation:
         messages = found.get("messages") if isinstance(found, dict) else None
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise ValueError(
-                f'{file} must have "messages", a list of objects with a role of {", ".join(ROLES)} and a text as '
-                "content, got another one; write one with /save to see how it looks"
+                f'{file} must have "messages", a list of objects with a role of {", ".join(ROLES)} and a Unicode '
+                "text as content, got another one; write one with /save to see how it looks"
             )
+        if messages:
+            self._rendered(messages)  # raises before anything is replaced
         self.messages = messages
         self._forget()
 
@@ -302,4 +304,10 @@ class Conversation:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
+    if not isinstance(value, dict) or value.get("role") not in ROLES or not isinstance(value.get("content"), str):
+        return False
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")  # JSON can spell half of a surrogate pair
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -101,7 +101,7 @@ class Tokenizer(ABC):
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """Return the ids of a conversation, in which only the template makes special tokens, never a message.
+        """Return the ids of a conversation, in which only the template makes special tokens, never what it is given.
 
         Without a chat template of its own, a tokenizer uses DEFAULT_TEMPLATE.
 
@@ -111,9 +111,10 @@ class Tokenizer(ABC):
             add_generation_prompt: Whether the ids end with the beginning of the assistant's answer.
             kwargs: More variables of the template, such as enable_thinking.
         """
-        shield = Shield(self.special_texts, (messages, tools))
+        shield = Shield(self.special_texts, (messages, tools, kwargs))
         template = _DEFAULT if self.chat is None else self.chat
-        text = template.render(shield.cover(messages), tools and shield.cover(tools), add_generation_prompt, **kwargs)
+        more = {name: shield.cover(value) for name, value in kwargs.items()}
+        text = template.render(shield.cover(messages), tools and shield.cover(tools), add_generation_prompt, **more)
         ids = [] if self.chat is not None else list(self.start)
         for part, covered in shield.parts(text):
             ids += self.encode(part) if covered else self.encode_rendered(part)

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,8 @@ class PublishedTokenizer(Tokenizer):
         for text in texts:
             utf8(text)
         engine = self._plain if plain else self._engine
-        return [x.ids for x in engine.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with _no_panic(self._where):
+            return [x.ids for x in engine.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def save(self, folder: Path) -> None:
         write_companions(Path(folder), {name: data for name, data in self._files.items() if name != "config.json"})
@@ -152,7 +154,8 @@ class PublishedTokenizer(Tokenizer):
             return engine_from_ranks(tokenizers, self._file(RANKS_FILE), self._files[RANKS_FILE], self._config)
         text = self._files[JSON_FILE].decode("utf-8", "replace")
         try:
-            engine = tokenizers.Tokenizer.from_str(text)
+            with _no_panic(self._where):
+                engine = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise CheckpointError(
                 f"{self._file(JSON_FILE)}: expected one of the tokenizers library, got a file that it cannot read "
@@ -250,8 +253,9 @@ class PublishedTokenizer(Tokenizer):
         given = self._config.get("add_bos_token")
         if given is not None:
             return (first,) if given and first is not None else ()
-        whole = self._engine.encode("a").ids
-        body = self._engine.encode("a", add_special_tokens=False).ids
+        with _no_panic(self._where):
+            whole = self._engine.encode("a").ids
+            body = self._engine.encode("a", add_special_tokens=False).ids
         begin = next((n for n in range(len(whole)) if whole[n : n + len(body)] == body), 0)
         return tuple(whole[:begin]) if body else ()
 
@@ -283,6 +287,20 @@ class PublishedTokenizer(Tokenizer):
         for name in sorted(self._files.keys() & set(TOKENIZER_FILES) - set(other)):
             found.update(f"{name} {len(self._files[name])} ".encode() + self._files[name])
         return f"{self.name}-{found.hexdigest()}"
+
+
+@contextmanager
+def _no_panic(where: str) -> Iterator[None]:
+    """Raise ValueError where the tokenizers library panics, which is no Exception and would end a server's thread."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise ValueError(
+            f"{where}: the tokenizers library must encode any text, got a panic ({error!s:.200}); "
+            "shorten the text, or use another tokenizer"
+        ) from None
 
 
 def _content(value: Any) -> str | None:

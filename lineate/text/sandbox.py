@@ -15,9 +15,10 @@ from functools import wraps
 from types import BuiltinMethodType, MethodType
 from typing import Any
 
-from jinja2 import TemplateError, Undefined, nodes, pass_context
+from jinja2 import TemplateError, Undefined, nodes, pass_context, pass_environment
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
+from jinja2.filters import sync_do_sum as do_sum
 from jinja2.runtime import BlockReference, LoopContext, Macro
 from jinja2.sandbox import MAX_RANGE, ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
@@ -32,6 +33,8 @@ CHARACTERS, CHARACTERS_PER_CHARACTER = 2**23, 64
 LONGEST_NUMBER = 4096
 """The most bits of a number."""
 LONGEST_INDENT = 16
+DEEPEST_VALUE = 200
+"""How deep lists, tuples and dictionaries may be nested in what is compared, written or looked up."""
 
 METHODS: dict[type, frozenset[str]] = {
     str: frozenset((
@@ -87,6 +90,7 @@ class Environment(ImmutableSandboxedEnvironment):
         )
         self._left = _Allowance()
         self.filters = {name: self._guarded(self.filters[name], name in CHEAP_FILTERS) for name in FILTERS}
+        self.filters["sum"] = self._guarded(_sum, False)
         self.filters["tojson"] = self._guarded(self._to_json, False)
         self.tests = {name: self._guarded(self.tests[name], False) for name in TESTS}
         self._functions: dict[str, Callable[..., Any]] = {
@@ -124,24 +128,40 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def weigh(self, value: Any, printed: bool = False) -> Any:
         """Charge a value with all that it holds, and return it; printed: raise if it is no plain value."""
-        ahead = [value]
-        while ahead:
-            x = ahead.pop()
+        level, depth = [value], 0
+        while level:
+            if depth > DEEPEST_VALUE:
+                raise Refused(f"it uses a value that is nested more than {DEEPEST_VALUE} deep")
+            level, depth = self._weigh_level(level, printed), depth + 1
+        return value
+
+    def _weigh_level(self, level: list[Any], printed: bool) -> list[Any]:
+        """Charge values without what they hold, and return what they hold; a shared value comes once for each use."""
+        held: list[Any] = []
+        for x in level:
             if isinstance(x, str | bytes):
                 self.charge(len(x))
             elif isinstance(x, int):
                 self.charge(x.bit_length() // 8)
             elif isinstance(x, dict):
-                self.charge(0)
-                ahead += [*x.keys(), *x.values()]
+                self.charge(0, 1 + len(x) // 8)
+                held += x.keys()
+                held += x.values()
             elif isinstance(x, list | tuple | type({}.keys()) | type({}.values()) | type({}.items())):
                 self.charge(0, 1 + len(x) // 8)
-                ahead += x
+                held += x
             else:
                 self.charge(0, 1 + (len(x) if isinstance(x, range) else 0))
                 if printed and not isinstance(x, float | Undefined | None.__class__ | range):
                     raise Refused(f"it writes a {type(x).__name__}, which is no text, number, list or dictionary")
-        return value
+        return held
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Look up a key or an attribute, charged: a tuple's hash takes as long as all that it holds."""
+        found = super().getitem(obj, self.weigh(argument))
+        if not isinstance(obj, str | list | tuple | dict):
+            self.weigh(found)  # filters that read attributes have not weighed what a namespace or a loop holds
+        return found
 
     def weigh_slice(self, value: Any) -> Any:
         """Charge a slice, which is a copy, and return it."""
@@ -161,6 +181,8 @@ class Environment(ImmutableSandboxedEnvironment):
         return self.concat(str(self.weigh(part, True)) for part in parts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_number(left)
+        _check_number(right)
         if operator == "*" and not (_is_number(left) and _is_number(right)):
             many, few = (left, right) if _is_number(right) else (right, left)
             size = _size(many) * max(0, int(few) if _is_number(few) else 1)
@@ -194,6 +216,8 @@ class Environment(ImmutableSandboxedEnvironment):
         known |= any(__function is each for each in __self._functions.values())
         if isinstance(__function, Undefined):
             return __function()  # raises with its name
+        if __function is _make_dict or __function is _Values:
+            __self.weigh(args)  # their keys are hashed
         if not known:
             name = getattr(__function, "__name__", type(__function).__name__)
             raise Refused(f"it calls {name}, which no template may")
@@ -216,6 +240,7 @@ class Environment(ImmutableSandboxedEnvironment):
             self.weigh(args)
         else:
             self.charge(0, 1 + (_size(owner) // 8 if method.__name__ == "copy" else 0))
+            self.weigh(args)  # the key is hashed
         found = method(*args, **options)
         if isinstance(found, str | list):
             self.charge(_size(found), 1 + len(found) // 8 if isinstance(found, list) else 1)
@@ -238,6 +263,7 @@ class Environment(ImmutableSandboxedEnvironment):
                 if len(values) > 1:  # join, replace, indent, batch: each argument may come once for every item
                     self.charge(_count(values[0]) * max(_width(value) for value in values[1:]))
             found = function(*args, **options)
+            _check_number(found)
             if isinstance(found, str | list | tuple):
                 self.charge(_size(found), 1 + (0 if isinstance(found, str) else len(found) // 8))
             return self._counted(found) if isinstance(found, Iterator) else found
@@ -246,8 +272,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def _counted(self, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
-            self.charge(0)
-            yield item
+            yield self.weigh(item)
 
     def _to_json(
         self,
@@ -304,6 +329,13 @@ class _Charging(NodeTransformer):
             operand.expr = self._call("weigh", node.lineno, operand.expr)
         return node
 
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Dict:
+        self.generic_visit(node)
+        for pair in node.items:
+            if not isinstance(pair.key, nodes.Const):
+                pair.key = self._call("weigh", node.lineno, pair.key)
+        return node
+
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         self.generic_visit(node)
         return self._call("weigh_slice", node.lineno, node) if isinstance(node.arg, nodes.Slice) else node
@@ -350,6 +382,14 @@ def _make_dict(*args: Any, **values: Any) -> dict[Any, Any]:
     return dict(*args, **values)
 
 
+@pass_environment
+def _sum(environment: Environment, iterable: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
+    """Add numbers; lists are refused, as each addition would copy all that came before."""
+    if not _is_number(start):
+        raise Refused(f"it sums from a {type(start).__name__}, which is no number")
+    return do_sum(environment, iterable, attribute, start)
+
+
 def _raise(message: Any) -> None:
     raise TemplateError(str(message)[:2000] if isinstance(message, str) else "the template raised an exception")
 
@@ -362,6 +402,12 @@ def _now(form: str) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
+
+
+def _check_number(value: Any) -> None:
+    """Raise if this is a number whose arithmetic takes long."""
+    if isinstance(value, int) and value.bit_length() > LONGEST_NUMBER:
+        raise Refused(f"it computes with a number of more than {LONGEST_NUMBER} bits")
 
 
 def _size(value: Any) -> int:

@@ -21,7 +21,7 @@ class Shield:
 
     Args:
         special: The texts of the special tokens.
-        values: The whole conversation.
+        values: The whole conversation, and all else that the template is given.
     """
 
     def __init__(self, special: Sequence[str], values: Any) -> None:
@@ -38,7 +38,7 @@ class Shield:
         if isinstance(value, str):
             return self._cover_text(value)
         if isinstance(value, Mapping):
-            return {key: self.cover(x) for key, x in value.items()}
+            return {self._cover_key(key): self.cover(x) for key, x in value.items()}
         return [self.cover(x) for x in value] if isinstance(value, list | tuple) else value
 
     def parts(self, text: str) -> Iterator[tuple[str, bool]]:
@@ -58,6 +58,12 @@ class Shield:
         if plain:
             yield plain, False
 
+    def _cover_key(self, key: Any) -> Any:
+        """Return a key that spells no special token; names that templates look up, such as "role", stay as they are."""
+        if not isinstance(key, str) or self._pattern is None or (key.isidentifier() and not self._pattern.search(key)):
+            return key
+        return self._cover_text(key)
+
     def _cover_text(self, text: str) -> str:
         if self._pattern is None:
             return text
@@ -74,7 +80,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for x in value.values():
+        for key, x in value.items():
+            yield from _texts(key)
             yield from _texts(x)
     elif isinstance(value, list | tuple):
         for x in value:

@@ -191,10 +191,20 @@ def test_files(model: HybridLM, tmp_path: Path) -> None:
     talk.load(tmp_path / "talk.json")  # states before its end are still used
     said(talk, "two")
     assert talk.turn is not None and talk.turn.reused > 0
-    for wrong in ("[1", "[]", '{"messages": 3}', json.dumps({"messages": [{"role": "x", "content": "y"}]}), "\xff"):
+    before = list(talk.messages)
+    half = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]})
+    for wrong in (
+        half,
+        "[1",
+        "[]",
+        '{"messages": 3}',
+        json.dumps({"messages": [{"role": "x", "content": "y"}]}),
+        "\xff",
+    ):
         (tmp_path / "wrong.json").write_bytes(wrong.encode("latin-1"))
         with pytest.raises(ValueError, match=r"wrong\.json must"):
             talk.load(tmp_path / "wrong.json")
+        assert talk.messages == before
     with pytest.raises(ValueError, match="expected a file that can be written, got"):
         talk.save(tmp_path)
     with pytest.raises(FileNotFoundError):
@@ -207,3 +217,14 @@ def test_a_template_that_refuses_takes_the_message_back(model: HybridLM) -> None
         said(talk, "1")
     assert talk.messages == []
     assert said(talk, "one")
+
+
+def test_a_file_that_the_template_refuses_replaces_nothing(model: HybridLM, tmp_path: Path) -> None:
+    talk = conversation(model, OWN + "{{ raise_exception('no digits') if '1' in messages[-1].content }}")
+    said(talk, "one")
+    before = list(talk.messages)
+    (tmp_path / "talk.json").write_text(json.dumps({"messages": [{"role": "user", "content": "1"}]}))
+    with pytest.raises(ValueError, match="no digits"):
+        talk.load(tmp_path / "talk.json")
+    assert talk.messages == before
+    assert said(talk, "two")

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("jinja2")
 pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
 
+import tokenizers
 from published import CHAT, KINDS, SPECIAL, make_published
 
 from lineate.models.files.safetensors import CheckpointError
@@ -78,6 +80,45 @@ def test_no_message_makes_a_special_token(pairs, parts):
     assert special == [start, end, start]
     text = f"<|im_start|>user\n{''.join(parts)}<|im_end|>\n<|im_start|>assistant\n"
     assert ours.decode(ids, keep_special=True) == text
+
+
+ALL = ChatTemplate(
+    "{% for m in messages %}{{ m.role }}{% for k, v in m.arguments.items() %}{{ k }}{{ v }}{% endfor %}{% endfor %}"
+    "{{ tools[0].function.parameters|tojson }}{{ effort }}{{ documents|tojson }}{% if think %}!{% endif %}"
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(key=PIECES, value=PIECES, effort=PIECES)
+@example(key="<|im_end|>", value="<|im_end|>", effort="<|im_end|>")
+@example(key="<|im_", value="end|>", effort="x")
+def test_neither_keys_nor_variables_make_a_special_token(pairs, key, value, effort):
+    _, ours = pairs["bytes"]
+    messages = [{"role": "user", "arguments": {key: value}}]
+    tools = [{"function": {"parameters": {key: {"type": value}}}}]
+    more = {"effort": effort, "documents": [{key: value}], "think": True}
+    template, ours.chat = ours.chat, ALL
+    try:
+        ids = ours.encode_chat(messages, tools, **more)
+    finally:
+        ours.chat = template
+    assert not [i for i in ids if ours.special_text(i) is not None]
+    assert ours.decode(ids, keep_special=True) == ALL.render(messages, tools, **more)
+
+
+def test_a_panic_of_the_library_is_an_error(tmp_path):
+    alphabet = {x: n for n, x in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=alphabet, merges=[]))
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    last = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, last])
+    engine.decoder = tokenizers.decoders.ByteLevel()
+    engine.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    assert len(ours.encode("aa!")) == 3
+    for encode in (ours.encode, ours.encode_rendered):
+        with pytest.raises(ValueError, match="the tokenizers library must encode any text, got a panic"):
+            encode("a" * 3000 + "!")
 
 
 def test_a_tokenizer_without_a_template_uses_ours():
@@ -154,6 +195,9 @@ TEMPLATES = {
     "{{ missing|default('d') }}{{ missing }}",
     "namespace": "{% set ns = namespace(a=1, b=[]) %}{% for i in range(3) %}{% set ns.a = ns.a + i %}"
     "{% set ns.b = ns.b + [i] %}{% endfor %}{{ ns.a }}{{ ns.b }}{{ dict(a=1) }}",
+    "keys": "{% set d = {'a': 1, 2: 3, (4, 5): 6} %}{{ d['a'] }}{{ d[2] }}{{ d[(4, 5)] }}{{ d.get((4, 5)) }}"
+    "{{ (4, 5) in d }}{{ d[missing] }}{{ dict([(1, 2)])[1] }}{{ [(1, 2), (1, 2)]|unique|list }}"
+    "{{ messages|sum(attribute='n', start=1) if false }}{{ [1, 2]|sum(start=0.5) }}",
     "control": "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i > 4 %}{% break %}"
     "{% endif %}{{ i }}"
     "{% endfor %}{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{% set j = joiner('/') %}"

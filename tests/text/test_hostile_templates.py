@@ -19,6 +19,11 @@ def grow(start, step, use=""):
 SHARED = grow("[1]", "[ns.x, ns.x]") + grow("[1]", "[ns.x, ns.x]").replace("ns", "o")
 """Two equal values, each with 2^70 lists if every shared list is counted each time."""
 
+TUPLES = grow("()", "(ns.x, ns.x)")
+"""A value whose hash takes 2^70 steps."""
+DEEP = grow("()", "(ns.x,)").replace("70", "90000")
+"""A value whose hash needs more stack than a process has."""
+
 REFUSED = {
     "classes": "{{ ''.__class__.__mro__ }}",
     "subclasses": "{{ [].__class__.__base__.__subclasses__() }}",
@@ -63,6 +68,25 @@ REFUSED = {
     "shared lists, compared": SHARED + "{{ ns.x == o.x }}",
     "shared lists, found": SHARED + "{{ ns.x in [o.x] }}",
     "shared lists, tested": SHARED + "{{ ns.x is eq(o.x) }}",
+    "shared tuples, as a key": TUPLES + "{% set d = {ns.x: 1} %}",
+    "shared tuples, looked up": TUPLES + "{{ {}[ns.x] }}",
+    "shared tuples, got": TUPLES + "{{ {}.get(ns.x) }}",
+    "shared tuples, in a dictionary": TUPLES + "{{ ns.x in {} }}",
+    "shared tuples, not in a dictionary": TUPLES + "{{ ns.x not in {} }}",
+    "shared tuples, tested in a dictionary": TUPLES + "{{ ns.x is in {} }}",
+    "shared tuples, in dict": TUPLES + "{% set d = dict([(ns.x, 1)]) %}",
+    "shared tuples, in a namespace": TUPLES + "{% set d = namespace([(ns.x, 1)]) %}",
+    "shared tuples, unique": TUPLES + "{{ [ns.x]|unique|list|length }}",
+    "shared tuples of a namespace, unique": TUPLES + "{{ [ns]|map(attribute='x')|unique|list|length }}",
+    "shared tuples of a namespace, unique by attribute": TUPLES + "{{ [ns]|unique(attribute='x')|list|length }}",
+    "shared lists of namespaces, sorted": SHARED + "{{ [ns, o]|sort(attribute='x')|length }}",
+    "a wide tuple, unique": "{% set x = (1,) * 99999 %}{{ ([missing] * 60000)|map('default', x)|unique|list|length }}",
+    "deep tuples, as a key": DEEP + "{% set d = {ns.x: 1} %}",
+    "deep tuples, looked up": DEEP + "{{ {}[ns.x] }}",
+    "deep tuples, in a dictionary": DEEP + "{{ ns.x in {} }}",
+    "deep tuples, unique": DEEP + "{{ [ns.x]|unique|list|length }}",
+    "long keys": "{% set x = 'a' * 999999 %}{% set d = {x ~ '': 1} %}{% for i in range(99999) %}{% set y = d[x] %}"
+    "{% endfor %}",
     "a namespace, written": "{% set ns = namespace() %}{% set ns.x = [ns, ns] %}{{ ns }}",
     "wide numbers": "{{ '%999999999d' % 1 }}",
     "wide numbers, by argument": "{{ '%*d' % (999999999, 1) }}",
@@ -99,6 +123,13 @@ REFUSED = {
     "{{ f(90) }}",
     "a recursive loop": "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
     "sums of lists": "{{ ([[1] * 999] * 9999)|sum(start=[])|length }}",
+    "sums of short lists": "{{ (([[1]] * 60000)|sum(start=[]))|length }}",
+    "sums of short tuples": "{{ (([(1,)] * 60000)|sum(start=()))|length }}",
+    "sums by position": "{{ ([{'a': [1]}] * 6000)|sum('a', [])|length }}",
+    "a large number from text": "{{ ('9' * 4000)|int }}",
+    "a large hexadecimal number": "{{ ('f' * 99999)|int(base=16) }}",
+    **{f"a large number {sign} another": "{{ n " + sign + " 3 }}" for sign in ("+", "-", "*", "/", "//", "%", "**")},
+    **{f"3 {sign} a large number": "{{ 3 " + sign + " n }}" for sign in ("+", "-", "*", "/", "//", "%", "**")},
     "deep expressions": "{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}",
     "deep blocks": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
     "deep loops": "{% for i in [1] %}" * 60 + "{% endfor %}" * 60,
@@ -114,7 +145,7 @@ REFUSED = {
 def test_hostile_templates_are_refused(name):
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ChatError):
-        ChatTemplate(REFUSED[name]).render(MESSAGES)
+        ChatTemplate(REFUSED[name]).render(MESSAGES, n=1 << 5000)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 300_000  # KiB; the texts would be far longer
 
 
