@@ -39,14 +39,11 @@ def test_what_is_left_is_found():
     cache = StateCache(2**20, 64)
     engine = Engine(model, slots=2, context=128, spacing=64, cache=cache)
     before = measure(engine, cache)
-    lost = torch.zeros(1000)
+    lost = torch.zeros(2**20)
     after = {**measure(engine, cache), "running": 1, "rows": 1, "threads": before["threads"] + 3}
     found = find_leaks(before, after, engine, cache, app)
-    assert found == [
-        "1 running",
-        "1 rows",
-        "4000 bytes of tensors",
-        "3 threads",
-        "2 requests that the server counts as active",
-    ]
+    size, words = found.pop(2).split(" ", 1)
+    assert found == ["1 running", "1 rows", "3 threads", "2 requests that the server counts as active"]
+    # Other tests of this process may free a few small tensors meanwhile.
+    assert abs(int(size) - lost.nbytes) < 2**16 and words == "bytes of tensors"
     del lost
