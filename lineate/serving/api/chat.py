@@ -1,15 +1,14 @@
 """/v1/chat/completions: a conversation, and the assistant's next message."""
 
-import secrets
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lineate.serving.api.answering import Answering
 from lineate.serving.api.fields import parse
-from lineate.serving.api.responses import GONE, EventStream, answer, read_body, unless_gone
+from lineate.serving.api.responses import read_body
 from lineate.serving.api.running import Piece, Running, chat_logprobs
 from lineate.serving.api.schemas import ChatCall, read_chat
 from lineate.serving.api.service import Service
@@ -23,44 +22,19 @@ async def chat(service: Service, request: Request) -> Response:
     wanted = service.request(prompt, call.wanted, service.limits.default_new_tokens, "messages")
     stops = (*call.wanted.stops, *service.chat_stops)
     running = Running(service, [wanted], stops, bool(call.tools or prompt.reasoning), "messages")
-    answering = _Answer(service, call, running, prompt.reasoning)
-    if call.wanted.stream:
-        return EventStream(answering.chunks(), service.limits, answering.close)
-    try:
-        body = await unless_gone(request.receive, answering.whole())
-    finally:
-        answering.close()
-    return Response(status_code=GONE) if body is None else answer(body)
+    return await _Answer(service, call, running, prompt.reasoning).respond(request, call.wanted.stream)
 
 
-class _Answer:
+class _Answer(Answering):
     """The answer to one body, whole or in chunks."""
 
     def __init__(self, service: Service, call: ChatCall, running: Running, reasoning: str) -> None:
-        self._service, self._call, self._running = service, call, running
-        description = service.description
-        self._head = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "object": "chat.completion.chunk" if call.wanted.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": description.name,
-            "system_fingerprint": description.fingerprint,
-        }
+        kind = "chat.completion.chunk" if call.wanted.stream else "chat.completion"
+        super().__init__(service, running, "chatcmpl", kind)
+        self._call = call
         # The plain template ends with "Assistant:", so the space after it belongs to the template, not to the answer.
         trim = service.tokenizer.chat is None
         self._parsers = [AnswerParser(call.tools, reasoning, trim) for _ in range(call.wanted.n)]
-        self._closed = False
-
-    def close(self) -> None:
-        """Free what still runs, and count the tokens once."""
-        if not self._closed:
-            self._closed = True
-            self._running.close()
-            self._service.metrics.generated(self._running.counts.usage(), self._own())
-
-    def _own(self) -> dict[str, Any]:
-        counts = self._running.counts
-        return counts.own(self._service.description.state_bytes(counts.longest))
 
     def _parts(self, piece: Piece) -> tuple[list[Said | Called], str | None]:
         """Return what a piece says, and why the choice ends, if it does."""

@@ -1,15 +1,14 @@
 """/v1/completions: a text, or several, and its continuations."""
 
-import secrets
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lineate.serving.api.answering import Answering
 from lineate.serving.api.fields import parse
-from lineate.serving.api.responses import GONE, EventStream, answer, read_body, unless_gone
+from lineate.serving.api.responses import read_body
 from lineate.serving.api.running import Running, TextLogprobs
 from lineate.serving.api.schemas import CompletionCall, read_completion
 from lineate.serving.api.service import Service, with_seed
@@ -25,43 +24,17 @@ async def complete(service: Service, request: Request) -> Response:
         service.request(prompt, with_seed(wanted, n * wanted.n), None, "prompt") for n, prompt in enumerate(prompts)
     ]
     running = Running(service, requests, wanted.stops, False, "prompt")
-    answering = _Answer(service, call, running)
-    if wanted.stream:
-        return EventStream(answering.chunks(), service.limits, answering.close)
-    try:
-        body = await unless_gone(request.receive, answering.whole())
-    finally:
-        answering.close()
-    return Response(status_code=GONE) if body is None else answer(body)
+    return await _Answer(service, call, running).respond(request, wanted.stream)
 
 
-class _Answer:
+class _Answer(Answering):
     """The answer to one body, whole or in chunks."""
 
     def __init__(self, service: Service, call: CompletionCall, running: Running) -> None:
-        self._service, self._call, self._running = service, call, running
-        description = service.description
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": description.name,
-            "system_fingerprint": description.fingerprint,
-        }
+        super().__init__(service, running, "cmpl", "text_completion")
+        self._call = call
         self._count = len(call.prompts) * call.wanted.n
         self._lists = [TextLogprobs(service.tokenizer, len(self._echo(n))) for n in range(self._count)]
-        self._closed = False
-
-    def close(self) -> None:
-        """Free what still runs, and count the tokens once."""
-        if not self._closed:
-            self._closed = True
-            self._running.close()
-            self._service.metrics.generated(self._running.counts.usage(), self._own())
-
-    def _own(self) -> dict[str, Any]:
-        counts = self._running.counts
-        return counts.own(self._service.description.state_bytes(counts.longest))
 
     def _echo(self, choice: int) -> str:
         """Return the text that a choice begins with."""

@@ -1,0 +1,65 @@
+"""What the answers of all routes share: the head of a body, how it is sent, and what is freed at its end."""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lineate.serving.api.responses import GONE, EventStream, answer, unless_gone
+from lineate.serving.api.running import Running
+from lineate.serving.api.service import Service
+
+
+class Answering(ABC):
+    """The answer to one body, whole or in chunks.
+
+    Args:
+        service: What answers.
+        running: The requests to the engine.
+        prefix: What the answer's id begins with.
+        kind: The `object` of the answer, or of its chunks.
+    """
+
+    def __init__(self, service: Service, running: Running, prefix: str, kind: str) -> None:
+        self._service, self._running = service, running
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": service.description.name,
+            "system_fingerprint": service.description.fingerprint,
+        }
+        self._closed = False
+
+    @abstractmethod
+    async def whole(self) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
+        """Yield the answer in chunks; None while nothing has come for a while."""
+
+    async def respond(self, request: Request, stream: bool) -> Response:
+        """Send the answer, and free what it holds however it ends."""
+        if stream:
+            return EventStream(self.chunks(), self._service.limits, self.close)
+        try:
+            body = await unless_gone(request.receive, self.whole())
+        finally:
+            self.close()
+        return Response(status_code=GONE) if body is None else answer(body)
+
+    def close(self) -> None:
+        """Free what still runs, and count the tokens once."""
+        if not self._closed:
+            self._closed = True
+            self._running.close()
+            self._service.metrics.generated(self._running.counts.usage(), self._own())
+
+    def _own(self) -> dict[str, Any]:
+        counts = self._running.counts
+        return counts.own(self._service.description.state_bytes(counts.longest))
