@@ -1,10 +1,13 @@
-"""Multiplies 16-bit matrices through float32, on a CPU that has no instructions for them.
+"""Multiplies matrices on a CPU where torch is slow: 16-bit ones without instructions for them, and a few rows.
 
     y = round(wide(x) wide(W)^T + wide(bias))       summed in float32, rounded once
 
 On such a CPU, torch's own products in bfloat16 take up to hundreds of times as long. Weights stay as they are: blocks
 of their rows that fit a cache are widened one after another, so that a model's memory does not double. Under autocast
 the operands are not rounded first; the result has autocast's dtype.
+
+A few rows of float32, as decoding has them, are multiplied by our C code. torch needs twice the time for four to
+sixteen rows, and its bits depend on their number; ours do not.
 
 Inside a compiler or a transform, plain torch functions run, without blocks. Tensor subclasses that define their own
 products, such as quantised weights, use those.
@@ -42,12 +45,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x weight^T + bias; x `... k`, weight `m k`, bias `m`."""
     dtype = half_dtype(x)
     if dtype is None or not _multiply(x, weight, bias) or weight.dim() != 2:
-        return F.linear(x, weight, bias)
+        few = _few_rows(x, weight, bias) if has_few_rows(x) else None
+        return F.linear(x, weight, bias) if few is None else few
     with _without_autocast():
         if needs_grad(x, weight, bias) and is_eager(x, weight, bias):
             result: Tensor = _Linear.apply(x, weight, bias, dtype)
             return result
         return wide_linear(x, weight, bias, dtype)
+
+
+def has_few_rows(x: Tensor) -> bool:
+    """Whether x `... k` has so few rows of float32 that our C code may multiply them."""
+    return x.dtype is torch.float32 and x.is_cpu and 0 < x.numel() <= native.MOST_ROWS * x.shape[-1]
+
+
+def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Return x weight^T + bias of a few rows; None where torch must multiply."""
+    if weight.dtype is not torch.float32 or not weight.is_cpu or weight.dim() != 2 or needs_grad(x, weight, bias):
+        return None
+    if torch.is_autocast_enabled("cpu") or not is_eager(x, weight, bias):
+        return None
+    y = native.product(x.reshape(-1, x.shape[-1]), weight)
+    if y is None:
+        return None
+    return (y if bias is None else y + bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:

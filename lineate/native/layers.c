@@ -3,7 +3,7 @@
 //   short convolution   y_tc = sum_i w_ci x_{t-past+i,c}, past = size - 1;  silu(y)
 //   RMSNorm             x / sqrt(mean x^2 + eps) * (offset + weight) * act(gate)
 //   glu                 silu(gate) * up
-//   product, combine    x weight^T and x weight of few rows, the weight of 16 bit
+//   product, combine    x weight^T and x weight of few rows, the weight of 16 or 32 bit
 //
 // A unit of work is a slab of channels or a block of rows. What a unit computes depends on nothing but its own inputs,
 // and sums over tokens go block by block in one order: the bits are the same in any batch and number of threads.
@@ -39,13 +39,20 @@ INLINE i64 blocks(i64 n, i64 size) { return (n + size - 1) / size; }
 
 // n is LANES, known to the compiler, or less. No loop: where a product and a sum are in two blocks of code, a compiler
 // does not fuse them, and the bits would not be those of a whole vector.
+// A whole vector is no memcpy either, which gcc copies by halves over the stack, and the processor then waits for both.
 INLINE vec load(const float *x, i64 n) {
+    if (__builtin_constant_p(n) && n == LANES) return *(const vec *)x;
     vec y = {0};
     memcpy(&y, x, n * sizeof(float));
     return y;
 }
 
-INLINE void store(float *x, vec y, i64 n) { memcpy(x, &y, n * sizeof(float)); }
+INLINE void store(float *x, vec y, i64 n) {
+    if (__builtin_constant_p(n) && n == LANES)
+        *(vec *)x = y;
+    else
+        memcpy(x, &y, n * sizeof(float));
+}
 
 INLINE float total(vec x) {
     float sum = 0;
@@ -144,21 +151,78 @@ typedef struct {
     atomic_llong next;
 } Job;
 
-static void *run(void *argument) {
-    Job *job = argument;
+static void run(Job *job) {
     for (i64 i; (i = atomic_fetch_add(&job->next, 1)) < job->units;) job->work(job->call, i);
-    return NULL;
+}
+
+// Threads that wait for a job: to wake one takes a third of the time that starting one does. They belong to one caller
+// at a time; a caller that comes meanwhile works alone. A helper that wakes late finds no job, and nobody waits for it.
+enum { MOST_HELPERS = 255 };
+static struct {
+    pthread_mutex_t owned, lock;
+    pthread_cond_t wake, done;
+    Job *job;
+    i64 helpers, wanted, running;
+} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER,
+          NULL, 0, 0, 0};
+
+static void *help(void *unused) {
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (!pool.wanted) pthread_cond_wait(&pool.wake, &pool.lock);
+        pool.wanted--;
+        pool.running++;
+        Job *job = pool.job;
+        pthread_mutex_unlock(&pool.lock);
+        run(job);
+        pthread_mutex_lock(&pool.lock);
+        if (!--pool.running) pthread_cond_signal(&pool.done);
+    }
+    return unused;
+}
+
+// A forked process has no helpers, and locks in whatever state they were.
+static void forget_helpers(void) {
+    pthread_mutex_init(&pool.owned, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.done, NULL);
+    pool.job = NULL;
+    pool.helpers = pool.wanted = pool.running = 0;
+}
+
+static void at_fork(void) { pthread_atfork(NULL, NULL, forget_helpers); }
+
+static void start_helpers(i64 count) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, at_fork);
+    pthread_attr_t attributes;
+    if (pool.helpers >= count || pthread_attr_init(&attributes)) return;
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    for (pthread_t thread; pool.helpers < count; pool.helpers++)
+        if (pthread_create(&thread, &attributes, help, NULL)) break;
+    pthread_attr_destroy(&attributes);
 }
 
 static void spread(void (*work)(const void *, i64), const void *call, i64 units, i64 elements, i64 most_threads) {
-    enum { MOST = 256 };
     Job job = {.work = work, .call = call, .units = units};
-    pthread_t threads[MOST];
-    i64 helpers = least(least(least(most_threads, 1 + elements / WORTH_A_THREAD), units), MOST) - 1, started = 0;
-    for (; started < helpers; started++)
-        if (pthread_create(threads + started, NULL, run, &job)) break;
+    i64 helpers = least(least(least(most_threads, 1 + elements / WORTH_A_THREAD), units) - 1, MOST_HELPERS);
+    if (helpers < 1 || pthread_mutex_trylock(&pool.owned)) {
+        run(&job);
+        return;
+    }
+    start_helpers(helpers);
+    pthread_mutex_lock(&pool.lock);
+    pool.job = &job;
+    pool.wanted = helpers;
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
     run(&job);
-    for (i64 i = 0; i < started; i++) pthread_join(threads[i], NULL);
+    pthread_mutex_lock(&pool.lock);
+    pool.wanted = 0;
+    while (pool.running) pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    pthread_mutex_unlock(&pool.owned);
 }
 
 // ---- short convolution ---------------------------------------------------------------------------------------------
@@ -582,15 +646,17 @@ int lineate_glu_backward(const Glu *a) {
     return 0;
 }
 
-// ---- products of few rows with weights of 16 bit -------------------------------------------------------------------
+// ---- products of few rows --------------------------------------------------------------------------------------------
 
 typedef struct {
-    i64 rows, out, size, threads, half;  // half: 0 weights in bfloat16, 1 in float16
+    i64 rows, out, size, threads, kind;  // kind: of the weight
     const float *x;                      // rows size, dense
-    const uint16_t *weight;              // out rows of size, dense, weight_row apart
+    const void *weight;                  // out rows of size, dense, weight_row apart
     i64 weight_row;
     float *y;  // rows out, dense: x weight^T
 } Product;  // of lineate_combine, x is rows out, and y rows size: x weight
+
+enum { BFLOAT16, FLOAT16, FLOAT32 };
 
 // A tile is so many rows of the weight by so many of x: its sums stay in registers.
 #if defined(__AVX512F__) || defined(__ARM_NEON)
@@ -616,105 +682,125 @@ enum { WIDENS_FLOAT16 = 0 };
 INLINE vec widen_float16(half_vec x) { return (vec){0}; }
 #endif
 
-INLINE vec widen(const uint16_t *x, i64 n, int half) {
+// n numbers from the one at place `at` on
+INLINE vec widen(const void *x, i64 at, i64 n, int kind) {
+    if (kind == FLOAT32) return load((const float *)x + at, n);
     half_vec y = {0};
-    memcpy(&y, x, n * sizeof(uint16_t));
-    return half ? widen_float16(y) : (vec)(__builtin_convertvector(y, uvec) << 16);
+    if (__builtin_constant_p(n) && n == LANES)
+        y = *(const half_vec *)((const uint16_t *)x + at);
+    else
+        memcpy(&y, (const uint16_t *)x + at, n * sizeof(uint16_t));
+    return kind == FLOAT16 ? widen_float16(y) : (vec)(__builtin_convertvector(y, uvec) << 16);
+}
+
+// The sum of the lanes, pair by pair: four steps, each of which waits for the one before, instead of fifteen.
+INLINE float paired_total(vec x) {
+    typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
+    quad y = *(const quad *)&x;
+    if (LANES == 16) {
+        const quad *z = (const quad *)&x;
+        y = (z[0] + z[2 % (LANES / 4)]) + (z[1 % (LANES / 4)] + z[3 % (LANES / 4)]);
+    } else if (LANES == 8) {
+        y += ((const quad *)&x)[1 % (LANES / 4)];
+    }
+    return (y[0] + y[2]) + (y[1] + y[3]);
 }
 
 #define EACH_ROW _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)
 #define EACH_WEIGHT _Pragma("GCC unroll 4") for (int j = 0; j < weights; j++)
-INLINE void product_tile(const Product *a, i64 row, i64 first, int rows, int weights, int half) {
+INLINE void product_tile(const Product *a, i64 row, i64 first, int rows, int weights, int kind) {
     const float *x = a->x + row * a->size;
-    const uint16_t *weight = a->weight + first * a->weight_row;
+    const i64 at = first * a->weight_row;  // of the first weight
     const i64 whole = a->size / LANES * LANES, rest = a->size - whole;
     vec sum[TILE_ROWS][TILE_WEIGHTS] = {0}, w[TILE_WEIGHTS];
     for (i64 c = 0; c < whole; c += LANES) {
-        EACH_WEIGHT w[j] = widen(weight + j * a->weight_row + c, LANES, half);
+        EACH_WEIGHT w[j] = widen(a->weight, at + j * a->weight_row + c, LANES, kind);
         EACH_ROW {
             vec z = load(x + i * a->size + c, LANES);
             EACH_WEIGHT sum[i][j] += z * w[j];
         }
     }
     if (rest) {
-        EACH_WEIGHT w[j] = widen(weight + j * a->weight_row + whole, rest, half);
+        EACH_WEIGHT w[j] = widen(a->weight, at + j * a->weight_row + whole, rest, kind);
         EACH_ROW {
             vec z = load(x + i * a->size + whole, rest);
             EACH_WEIGHT sum[i][j] += z * w[j];
         }
     }
     EACH_ROW
-        EACH_WEIGHT a->y[(row + i) * a->out + first + j] = total(sum[i][j]);
+        EACH_WEIGHT a->y[(row + i) * a->out + first + j] = paired_total(sum[i][j]);
 }
 
 INLINE i64 product_weights(const Product *a) {  // rows of the weight of a unit: whole tiles
     return TILE_WEIGHTS * (1 + 65536 / (TILE_WEIGHTS * most(a->size, 1)));
 }
 
-INLINE void product_unit(const Product *a, i64 unit, int half) {
+INLINE void product_unit(const Product *a, i64 unit, int kind) {
     const i64 size = product_weights(a), end = least((unit + 1) * size, a->out);
     for (i64 first = unit * size; first < end; first += TILE_WEIGHTS) {
         i64 row = 0;
         if (end - first >= TILE_WEIGHTS) {
             for (; row + TILE_ROWS <= a->rows; row += TILE_ROWS)
-                product_tile(a, row, first, TILE_ROWS, TILE_WEIGHTS, half);
-            for (; row + 2 <= a->rows; row += 2) product_tile(a, row, first, 2, TILE_WEIGHTS, half);
-            for (; row < a->rows; row++) product_tile(a, row, first, 1, TILE_WEIGHTS, half);
+                product_tile(a, row, first, TILE_ROWS, TILE_WEIGHTS, kind);
+            for (; row + 2 <= a->rows; row += 2) product_tile(a, row, first, 2, TILE_WEIGHTS, kind);
+            for (; row < a->rows; row++) product_tile(a, row, first, 1, TILE_WEIGHTS, kind);
         } else {
             for (; row < a->rows; row++)
-                for (i64 j = first; j < end; j++) product_tile(a, row, j, 1, 1, half);
+                for (i64 j = first; j < end; j++) product_tile(a, row, j, 1, 1, kind);
         }
     }
 }
 
-static void product_bfloat16(const void *call, i64 unit) { product_unit(call, unit, 0); }
-static void product_float16(const void *call, i64 unit) { product_unit(call, unit, 1); }
+static void product_bfloat16(const void *call, i64 unit) { product_unit(call, unit, BFLOAT16); }
+static void product_float16(const void *call, i64 unit) { product_unit(call, unit, FLOAT16); }
+static void product_float32(const void *call, i64 unit) { product_unit(call, unit, FLOAT32); }
 
 int lineate_product(const Product *a) {
-    if (a->half && !WIDENS_FLOAT16) return 1;
-    spread(a->half ? product_float16 : product_bfloat16, a, blocks(a->out, product_weights(a)), a->out * a->size,
-           a->threads);
+    if (a->kind == FLOAT16 && !WIDENS_FLOAT16) return 1;
+    void (*const work[])(const void *, i64) = {product_bfloat16, product_float16, product_float32};
+    spread(work[a->kind], a, blocks(a->out, product_weights(a)), a->out * a->size, a->threads);
     return 0;
 }
 
 enum { TILE_COLUMNS = 4 * LANES };
 
 // Columns at `first` of so many rows of x weight; n of them are there: TILE_COLUMNS, or LANES, or less.
-INLINE void combine_tile(const Product *a, i64 row, i64 first, int rows, i64 n, int half) {
+INLINE void combine_tile(const Product *a, i64 row, i64 first, int rows, i64 n, int kind) {
     const int weights = n == TILE_COLUMNS ? 4 : 1;
     const i64 width = n == TILE_COLUMNS ? LANES : n;
     const float *x = a->x + row * a->out;
-    const uint16_t *weight = a->weight + first;
+    i64 at = first;
     vec sum[TILE_ROWS][4] = {0}, w[4];
-    for (i64 c = 0; c < a->out; c++, weight += a->weight_row) {
-        EACH_WEIGHT w[j] = widen(weight + j * LANES, width, half);
+    for (i64 c = 0; c < a->out; c++, at += a->weight_row) {
+        EACH_WEIGHT w[j] = widen(a->weight, at + j * LANES, width, kind);
         EACH_ROW EACH_WEIGHT sum[i][j] += x[i * a->out + c] * w[j];
     }
     EACH_ROW EACH_WEIGHT store(a->y + (row + i) * a->size + first + j * LANES, sum[i][j], width);
 }
 
-INLINE void combine_columns(const Product *a, i64 first, i64 n, int half) {
+INLINE void combine_columns(const Product *a, i64 first, i64 n, int kind) {
     i64 row = 0;
-    for (; row + TILE_ROWS <= a->rows; row += TILE_ROWS) combine_tile(a, row, first, TILE_ROWS, n, half);
-    for (; row < a->rows; row++) combine_tile(a, row, first, 1, n, half);
+    for (; row + TILE_ROWS <= a->rows; row += TILE_ROWS) combine_tile(a, row, first, TILE_ROWS, n, kind);
+    for (; row < a->rows; row++) combine_tile(a, row, first, 1, n, kind);
 }
 
-INLINE void combine_unit(const Product *a, i64 unit, int half) {
+INLINE void combine_unit(const Product *a, i64 unit, int kind) {
     i64 first = unit * TILE_COLUMNS;
     if (a->size - first >= TILE_COLUMNS) {
-        combine_columns(a, first, TILE_COLUMNS, half);
+        combine_columns(a, first, TILE_COLUMNS, kind);
         return;
     }
-    for (; first + LANES <= a->size; first += LANES) combine_columns(a, first, LANES, half);
-    if (first < a->size) combine_columns(a, first, a->size - first, half);
+    for (; first + LANES <= a->size; first += LANES) combine_columns(a, first, LANES, kind);
+    if (first < a->size) combine_columns(a, first, a->size - first, kind);
 }
 
-static void combine_bfloat16(const void *call, i64 unit) { combine_unit(call, unit, 0); }
-static void combine_float16(const void *call, i64 unit) { combine_unit(call, unit, 1); }
+static void combine_bfloat16(const void *call, i64 unit) { combine_unit(call, unit, BFLOAT16); }
+static void combine_float16(const void *call, i64 unit) { combine_unit(call, unit, FLOAT16); }
+static void combine_float32(const void *call, i64 unit) { combine_unit(call, unit, FLOAT32); }
 
 int lineate_combine(const Product *a) {
-    if (a->half && !WIDENS_FLOAT16) return 1;
-    spread(a->half ? combine_float16 : combine_bfloat16, a, blocks(a->size, TILE_COLUMNS), a->out * a->size,
-           a->threads);
+    if (a->kind == FLOAT16 && !WIDENS_FLOAT16) return 1;
+    void (*const work[])(const void *, i64) = {combine_bfloat16, combine_float16, combine_float32};
+    spread(work[a->kind], a, blocks(a->size, TILE_COLUMNS), a->out * a->size, a->threads);
     return 0;
 }

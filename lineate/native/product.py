@@ -1,4 +1,7 @@
-"""Multiplies a few rows by a 16-bit matrix in C, which widens each element as it is multiplied."""
+"""Multiplies a few rows by a matrix in C, which widens the elements of a 16-bit one as they are multiplied.
+
+Each row is summed by itself in one order: its bits do not depend on how many rows there are.
+"""
 
 import ctypes
 import functools
@@ -11,10 +14,10 @@ from torch import Tensor
 from lineate.native.build import library, why_not
 
 MOST_ROWS = 16
-"""The most rows of x; for more, widening blocks of the matrix for a float32 product is faster."""
+"""The most rows of x; for more, torch's float32 product is faster, even if blocks of the matrix are widened for it."""
 
 _PRODUCT = struct.Struct("9q")  # Product in layers.c
-_HALVES = (torch.bfloat16, torch.float16)
+_KINDS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor | None:
@@ -28,14 +31,14 @@ def combine(x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def _run(entry: str, x: Tensor, weight: Tensor, width: int) -> Tensor | None:
-    if not (x.shape[0] <= MOST_ROWS and weight.dtype in _HALVES and weight.stride(1) == 1) or why_not() is not None:
+    if not (x.shape[0] <= MOST_ROWS and weight.dtype in _KINDS and weight.stride(1) == 1) or why_not() is not None:
         return None
     if weight.is_neg() or weight._is_zerotensor() or x._is_zerotensor():  # their memory does not hold their values
         return None
     x = x.float().contiguous().resolve_neg()
     y = torch.empty(x.shape[0], width, dtype=torch.float32, device="cpu")
     words = _PRODUCT.pack(
-        x.shape[0], *weight.shape, torch.get_num_threads(), _HALVES.index(weight.dtype),
+        x.shape[0], *weight.shape, torch.get_num_threads(), _KINDS.index(weight.dtype),
         x.data_ptr(), weight.data_ptr(), weight.stride(0), y.data_ptr(),
     )  # fmt: skip
     return None if _entry(entry)(words) else y

@@ -94,13 +94,16 @@ def test_one_graph_serves_every_packing(pattern):
 @hybrids
 @torch.no_grad()
 def test_decoding_is_one_graph_for_every_length(pattern):
-    """The second step finds that the length of the cache differs, and no later step does."""
+    """The second step finds that the length of the cache differs, and no later step does.
+
+    Without a compiler, our C code multiplies the few rows, so results do not agree to the bit.
+    """
     model = make(pattern)
     compiled = Compiled(model)
     state, expected = (model(draw(2, 21)).state for _ in range(2))
     for token in draw(8, 2):
         got, wanted = compiled.run(token[:, None], state=state), model(token[:, None], state=expected)
-        assert torch.equal(got.logits, wanted.logits)
+        torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-5, atol=1e-6)
         state, expected = got.state, wanted.state
     assert compiled.graphs == 2
 

@@ -180,7 +180,12 @@ def test_how_a_model_runs_does_not_matter(case, tmp_path):
     before = torch.get_rng_state()
     model.save_pretrained(tmp_path)
     assert torch.equal(torch.get_rng_state(), before)  # a run continues after a save as it would have without it
-    assert torch.equal(HybridLM.from_pretrained(tmp_path, progress=False)(x).logits, model.eval()(x).logits)
+    with torch.no_grad():
+        found, expected = HybridLM.from_pretrained(tmp_path, progress=False)(x).logits, model.eval()(x).logits
+    if case == "compiled in place":  # there torch multiplies the few rows
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("pattern", "LRDGKTPNCEAM")

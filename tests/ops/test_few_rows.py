@@ -1,0 +1,88 @@
+"""Products of a few rows in float32, as decoding has them: values, bits, and where torch multiplies instead."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lineate.half import has_few_rows, linear
+from lineate.layers.projection import project
+from lineate.native import product as native
+from lineate.native.build import available
+
+pytestmark = pytest.mark.skipif(not available(), reason="no C compiler")
+
+
+@pytest.mark.parametrize("out, size", [(1, 1), (3, 5), (4, 16), (7, 33), (130, 200), (1000, 1003)])
+@torch.no_grad()
+def test_values(out, size):
+    weight, bias = torch.randn(out, size + 3)[:, 2:-1], torch.randn(out)
+    for rows in (1, 2, 3, 4, 5, 8, 15, 16):
+        x = torch.randn(2, rows, size)[1]
+        exact = F.linear(x.double(), weight.double(), bias.double())
+        scale = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+        assert (linear(x, weight, bias) - exact).abs().le(2e-7 * (2 + size**0.5) * scale).all()
+
+
+@torch.no_grad()
+def test_bits_do_not_depend_on_the_other_rows_or_on_threads():
+    x, weight, threads = torch.randn(16, 300), torch.randn(777, 300), torch.get_num_threads()
+    together = linear(x, weight)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for rows in (1, 2, 3, 5, 8, 11):
+                for first in (0, 16 - rows):
+                    assert torch.equal(linear(x[first : first + rows], weight), together[first : first + rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def test_calls_from_many_threads():
+    """Helpers serve one call at a time; a call that comes meanwhile works alone."""
+    x, weights = torch.randn(3, 257), [torch.randn(1024, 257) for _ in range(24)]
+    expected = [linear(x, weight) for weight in weights]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            for found in pool.map(lambda _: [linear(x, weight) for weight in weights], range(18)):
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@torch.no_grad()
+def test_a_forked_process_has_helpers_of_its_own():
+    x, weight, threads = torch.randn(4, 512), torch.randn(2048, 512), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        expected = native.product(x, weight)
+        child = os.fork()
+        if not child:
+            os._exit(0 if torch.equal(native.product(x, weight), expected) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(native.product(x, weight), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_where_torch_multiplies():
+    x, layer = torch.randn(2, 8), nn.Linear(8, 4)
+    assert project(layer, x).requires_grad
+    with torch.no_grad():
+        expected = F.linear(x, layer.weight, layer.bias)
+        assert not has_few_rows(torch.randn(17, 8)) and not has_few_rows(x.double()) and not has_few_rows(x[:0])
+        for run in (torch.func.vmap(lambda row: linear(row, layer.weight, layer.bias)), torch.jit.trace(layer, x)):
+            torch.testing.assert_close(run(x), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert linear(x, layer.weight, layer.bias).dtype == torch.bfloat16
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            linear(torch.randn(2, 7), layer.weight)
+        layer.register_forward_hook(lambda module, given, output: output + 1)
+        torch.testing.assert_close(project(layer, x), expected + 1)
