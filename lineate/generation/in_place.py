@@ -4,7 +4,7 @@ A step that allocates nothing that outlives it, and that never waits for the dev
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock
@@ -34,13 +34,19 @@ class CacheInPlace(TokenCache):
         n: How many entries attention reads; at least the longest row with its new tokens.
         where: The rows and places of the new tokens, `rows t` each.
         lengths: The tokens of each row, `rows`, before the new ones and with them.
+        shared: Where the layers of the next call keep what they compute alike.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], n: int, where: tuple[Tensor, Tensor], lengths: tuple[Tensor, Tensor]
+        self,
+        tensors: Mapping[str, Tensor],
+        n: int,
+        where: tuple[Tensor, Tensor],
+        lengths: tuple[Tensor, Tensor],
+        shared: dict[Hashable, Any],
     ) -> None:
         super().__init__({name: x[:, :n] for name, x in tensors.items()}, lengths[0])
-        self.where, self.after = where, lengths[1]
+        self.where, self.after, self.shared = where, lengths[1], shared
 
     def append(self, new: dict[str, Tensor]) -> TokenCache:
         """Return a cache with the new tokens, `rows t ...`, in every row."""
@@ -69,7 +75,8 @@ def state_in_place(memories: Tensors, caches: Tensors, window: int, lengths: Ten
     if caches:  # what all layers share is computed once
         at = lengths[:, None] + torch.arange(new, device=lengths.device)  # rows t
         where, both = (torch.arange(len(at), device=at.device)[:, None].expand_as(at), at), (lengths, lengths + new)
-        layers |= {n: CacheInPlace(own, window, where, both) for n, own in caches.items()}
+        shared: dict[Hashable, Any] = {}
+        layers |= {n: CacheInPlace(own, window, where, both, shared) for n, own in caches.items()}
     return ModelState(tuple(layers[n] for n in range(len(layers))), 0)
 
 
@@ -140,16 +147,35 @@ def capture(
         device: The device.
         pool: The memory of the graph's intermediate results, shared with other graphs; None: its own.
     """
+    return capture_all([step], changing, device, pool)[0]
+
+
+def capture_all(
+    steps: Sequence[Callable[[], tuple[Tensor, ...]]], changing: list[Tensor], device: torch.device, pool: Any
+) -> list[Graph]:
+    """Record steps that follow each other in a CUDA graph each; what they change is as before.
+
+    A step may use what the one before it has made, as long as no other graph of the pool is replayed in between.
+
+    Args:
+        steps: What to record, in the order in which the graphs will be replayed.
+        changing: The tensors that the steps change and whose values matter; they are put back after each trial run.
+        device: The device.
+        pool: The memory of the graphs' intermediate results, shared with other graphs.
+    """
     with _capturing, torch.cuda.device(device):
         stream, current = _capture_stream(device), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            try_out(step, changing)
+            try_out(lambda: [step() for step in steps], changing)
         current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            results = step()
-    return Graph(graph, results)
+        graphs = []
+        for step in steps:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                results = step()
+            graphs.append(Graph(graph, results))
+    return graphs
 
 
 def try_out(step: Callable[[], object], changing: list[Tensor]) -> None:

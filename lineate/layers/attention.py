@@ -17,14 +17,15 @@ from lineate.layers.carry import enter_attention
 from lineate.layers.configs import AttentionConfig
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.entry import check_call
+from lineate.layers.gpu import kernels_for
 from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
-from lineate.layers.rope import rotate, turns
+from lineate.layers.rope import Turn, rotate, turns
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.opaque import opaque
 from lineate.sequences import sequence_lengths
-from lineate.tracing import constant_in_graphs
+from lineate.tracing import constant_in_graphs, is_eager, needs_grad
 
 _PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -83,6 +84,11 @@ def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, c
             if 1 < t < cache.n:
                 mask = torch.ones(t, cache.n, dtype=torch.bool, device=q.device).tril(cache.n - t)
             return _softmax(q, k, v, scale, mask, causal=1 < t == cache.n)
+        if not needs_grad(q, k, v) and is_eager(q, k, v) and kernels_for(q, k, v) is not None:
+            from lineate.kernels.layers.cached import cached_attention, serves_cached  # triton, at its first use
+
+            if serves_cached(q, k, v):
+                return cached_attention(q, k, v, cache.lengths, scale)
         first = cache.lengths[:, None] - t + torch.arange(t, device=q.device)  # rows t: the last key that is seen
         mask = torch.arange(cache.n, device=q.device) <= first[..., None]  # rows t n
         return _softmax(q, k, v, scale, mask[:, None], causal=False)
@@ -260,8 +266,7 @@ class GatedAttention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary_dim:
-            positions = token_positions(past if segment is None else segment.lengths(past), x, cu_seqlens)
-            turn = turns(positions, self.rotary_dim, self.rope_theta, x.dtype)
+            turn = self._turn(x, state, past if segment is None else segment.lengths(past), cu_seqlens)
             q, k = rotate(q, turn), rotate(k, turn)
         new, scale = {"keys": k, "values": v}, self.head_dim**-0.5
         if segment is not None:
@@ -277,6 +282,12 @@ class GatedAttention(nn.Module):
             output = attend(q, state, "keys", "values", scale, cu_seqlens)
         output = output.flatten(2)
         return project(self.out_proj, output * gate.sigmoid() if self.gated else output), state
+
+    def _turn(self, x: Tensor, state: TokenCache | None, past: int | Tensor, cu_seqlens: Tensor | None) -> Turn:
+        def turn() -> Turn:
+            return turns(token_positions(past, x, cu_seqlens), self.rotary_dim, self.rope_theta, x.dtype)
+
+        return turn() if state is None else state.once(("turn", self.rotary_dim, self.rope_theta, x.dtype), turn)
 
 
 def _make(model: ModelSizes, config: AttentionConfig) -> GatedAttention:

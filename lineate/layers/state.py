@@ -5,15 +5,18 @@ by a call on a batch of as many rows, and the other way round. States are values
 the old one as it was, so that a sequence can be continued in several ways.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lineate.sequences import locate
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,9 @@ class TokenCache:
         lengths: tokens of each row; an int if all rows have as many.
     """
 
+    shared: dict[Hashable, Any] | None = None
+    """What all layers of one call compute alike, if they have a place for it."""
+
     def __init__(self, tensors: dict[str, Tensor], lengths: int | Tensor) -> None:
         self.n = next(iter(tensors.values())).shape[1]
         self.rows = next(iter(tensors.values())).shape[0]
@@ -173,6 +179,15 @@ class TokenCache:
         if self._packed is not None:
             return sum(x.nbytes for x in self._packed[0].values())
         return sum(self[name].numel() * self[name].element_size() for name in self.names)
+
+    def once(self, what: Hashable, make: Callable[[], Made]) -> Made:
+        """Return what make returns, which is the same for all layers of a call; made once where it can be shared."""
+        if self.shared is None:
+            return make()
+        if what not in self.shared:
+            self.shared[what] = make()
+        made: Made = self.shared[what]
+        return made
 
     def select(self, rows: Tensor) -> "TokenCache":
         """Return these rows, in this order."""

@@ -1,0 +1,160 @@
+"""Softmax attention of a few new tokens over cached keys and values, each row over as many as it has.
+
+    o = sum_j e^{s_j} v_j / sum_j e^{s_j},    s_j = scale q . k_j,    j up to the query's own token
+
+A row's keys are cut into at most PARTS parts, whole tiles of them, and one program reads one part for all queries that
+share the keys. A second launch joins the parts, each with its highest score. How a row is cut depends on its length
+alone, so its bits do not depend on the other rows; and a launch does not depend on the lengths, so that one CUDA graph
+serves all of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lineate.kernels.launching import next_power, start
+from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
+
+PARTS = 32
+"""The most parts that the keys of a row are cut into."""
+WIDEST_HEAD = 256
+MOST_QUERIES = 64
+"""The most queries that share a head of keys: new tokens times heads."""
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _part_size(length, BN: tl.constexpr, PARTS: tl.constexpr):
+    """Return how many keys a part has: whole tiles."""
+    return tl.cdiv(tl.cdiv(length, BN), PARTS) * BN
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("t", "capacity", "q_row", "q_token", "q_head", "k_row", "k_token", "k_head", "v_row", "v_token", "v_head")
+    ]
+)
+def read_parts(
+    q, k, v, lengths, sums, peaks, totals, scale, t, capacity,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    KV: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Read one part of the keys of one row and head: sums `row kv part t*GROUP SIZE`, peaks and totals without SIZE.
+
+    Strides are in units of UNIT elements. A row's length counts its t new tokens; those after it are not read.
+    """
+    part = tl.program_id(0) % PARTS
+    head = (tl.program_id(0) // PARTS % KV).to(tl.int64)
+    row = (tl.program_id(0) // PARTS // KV).to(tl.int64)
+    length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
+    size = _part_size(length, BN, PARTS)
+    begin = part * size
+    end = tl.minimum(begin + size, length)
+    if begin >= end:
+        return
+    m = tl.arange(0, BM)
+    d = tl.arange(0, BD)
+    last = length - t + m // GROUP  # the last key that a query sees
+    there = (m < t * GROUP)[:, None] & (d < SIZE)[None, :]
+    at = (row * q_row + (m // GROUP) * tl.cast(q_token, tl.int64) + (head * GROUP + m % GROUP) * q_head) * UNIT
+    queries = tl.load(q + at[:, None] + d[None, :], mask=there, other=0.0)
+    k += (row * k_row + head * k_head) * UNIT
+    v += (row * v_row + head * v_head) * UNIT
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BD], tl.float32)
+    for first in tl.range(begin, end, BN, num_stages=2):
+        j = first + tl.arange(0, BN)
+        mask = (j < end)[:, None] & (d < SIZE)[None, :]
+        keys = tl.load(
+            k + j.to(tl.int64)[:, None] * (tl.cast(k_token, tl.int64) * UNIT) + d[None, :], mask=mask, other=0.0
+        )
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * _LOG2_E)
+        scores = tl.where((j[None, :] <= last[:, None]) & (j < end)[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a query that sees none of these keys
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(weights, 1)
+        values = tl.load(
+            v + j.to(tl.int64)[:, None] * (tl.cast(v_token, tl.int64) * UNIT) + d[None, :], mask=mask, other=0.0
+        )
+        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        peak = higher
+    at = ((row * KV + head) * PARTS + part) * (t * GROUP) + m
+    tl.store(peaks + at, peak, mask=m < t * GROUP)
+    tl.store(totals + at, total, mask=m < t * GROUP)
+    tl.store(sums + at[:, None] * SIZE + d[None, :], acc, mask=there)
+
+
+@triton.jit(do_not_specialize=["t", "capacity"])
+def join_parts(
+    sums, peaks, totals, lengths, output, t, capacity,
+    KV: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of one query into output `row t KV*GROUP SIZE`."""
+    query = tl.program_id(0) % (t * GROUP)
+    head = (tl.program_id(0) // (t * GROUP) % KV).to(tl.int64)
+    row = (tl.program_id(0) // (t * GROUP) // KV).to(tl.int64)
+    length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
+    part = tl.arange(0, PARTS)
+    read = part * _part_size(length, BN, PARTS) < length
+    d = tl.arange(0, BD)
+    at = ((row * KV + head) * PARTS + part) * (t * GROUP) + query
+    peak = tl.load(peaks + at, mask=read, other=float("-inf"))
+    total = tl.load(totals + at, mask=read, other=0.0)
+    highest = tl.max(peak, 0)
+    weight = tl.exp2(peak - tl.where(highest == float("-inf"), 0.0, highest))
+    own = tl.load(sums + at[:, None] * SIZE + d[None, :], mask=read[:, None] & (d < SIZE)[None, :], other=0.0)
+    y = tl.sum(own * weight[:, None], 0) / tl.sum(total * weight, 0)
+    token = query // GROUP
+    to = ((row * t + token) * (KV * GROUP) + head * GROUP + query % GROUP) * SIZE + d
+    tl.store(output + to, y, mask=d < SIZE)
+
+
+def serves_cached(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cached_attention takes these."""
+    queries = q.shape[1] * (q.shape[2] // k.shape[2])
+    return (
+        q.dtype in KERNEL_DTYPES and q.dtype == k.dtype == v.dtype and k.shape == v.shape
+        and q.shape[3] <= WIDEST_HEAD and 0 < queries <= MOST_QUERIES
+    )  # fmt: skip
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Return the attention `rows t heads d` of q, the last t tokens of each row, without gradients.
+
+    Args:
+        q: Queries `rows t heads d`.
+        k: Cached keys `rows n kv d`.
+        v: Cached values `rows n kv d`.
+        lengths: How many of the n each row has, those of q included, int64 `rows`.
+        scale: Multiplies the scores.
+    """
+    rows, t, heads, size = q.shape
+    kv = k.shape[2]
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    strides = [s for x in (q, k, v) for s in strides_of(x, 3)]
+    unit = 8 if all(s % 8 == 0 for s in (size, *strides)) else 1
+    queries = heads // kv * t
+    sums = torch.empty(rows, kv, PARTS, queries, size, dtype=torch.float32, device=q.device)
+    peaks, totals = torch.empty(2, rows, kv, PARTS, queries, dtype=torch.float32, device=q.device)
+    output = torch.empty(rows, t, heads, size, dtype=q.dtype, device=q.device)
+    wide = q.dtype == torch.float32
+    width = max(16, next_power(size))
+    shared = {
+        "KV": kv, "GROUP": heads // kv, "SIZE": size, "BN": 32 if wide and width > 64 else 64, "BD": width,
+        "PARTS": PARTS,
+    }  # fmt: skip
+    with torch.cuda.device_of(q):
+        start(read_parts, (rows * kv * PARTS,))(
+            q, k, v, lengths, sums, peaks, totals, scale, t, k.shape[1], *(s // unit for s in strides),
+            **shared, BM=max(16, next_power(queries)), PRECISION="ieee" if wide else None, UNIT=unit,
+            num_warps=4 if queries <= 32 else 8,
+        )  # fmt: skip
+        start(join_parts, (rows * kv * queries,))(
+            sums, peaks, totals, lengths, output, t, k.shape[1], **shared, num_warps=4
+        )
+    return output
