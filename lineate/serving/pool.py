@@ -5,23 +5,23 @@ the running rows are always the first ones, and a step reads a prefix of every t
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from lineate.generation import in_place
-from lineate.generation.in_place import Graph, capture, read_in_place, round_up, state_in_place, write_back
+from lineate.generation.in_place import Graph, capture, capture_all, read_in_place, round_up, state_in_place, write_back
 from lineate.layers import LayerState, Memory, TensorSpec, TokenCache
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
+from lineate.serving.graphs import Graphs, Step, TrailGraphs
 
 WINDOW = 64
 """On a CPU, attention reads a multiple of this many entries of the caches, so that most calls have known shapes."""
-MOST_GRAPHS = 32
-"""The most CUDA graphs that are kept at a time."""
-ROW_NUMBERS = (1, 3)
-"""How many int64 a row has beside its state, on a CPU and on a GPU: its length; its next token, and whether it runs."""
+ROW_NUMBERS = (1, 4)
+"""How many int64 a row has beside its state, on a CPU and on a GPU: its length; its next token, whether it runs, and
+how many tokens of a trail it keeps."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +80,12 @@ class Pool:
                 }
         self._lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._used = [0] * rows  # how many cached entries of each row may differ from 0
-        self._trail: tuple[ModelTrail, ModelState] | None = None
-        self._graphs: dict[tuple[int, int], Graph] = {}
-        if self.device.type == "cuda":
+        self._trail: tuple[ModelTrail, ModelState] | Graph | None = None  # what accepts it
+        if not self._grows:
             self._ids = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
             self._runs = torch.zeros(rows, dtype=torch.int64, device=self.device)  # 1 for running rows
-            self._graph_memory = torch.cuda.graph_pool_handle()
+            self._counts = torch.zeros(rows, dtype=torch.int64, device=self.device)  # 0 except while a trail is accepted
+            self._graphs = Graphs()
 
     def _cache(self, spec: TensorSpec, rows: int, capacity: int) -> Tensor:
         sizes = [capacity if size == "t" else int(size) for size in spec.shape]
@@ -104,7 +104,7 @@ class Pool:
     def tensors(self) -> list[Tensor]:
         """All tensors that the pool has allocated."""
         states = (x for each in (self._memories, self._caches) for own in each.values() for x in own.values())
-        inputs = [] if self.device.type != "cuda" else [self._ids, self._runs]
+        inputs = [] if self._grows else [self._ids, self._runs, self._counts]
         return [*states, self._lengths, *inputs]
 
     @property
@@ -145,7 +145,6 @@ class Pool:
                 f"rows and capacity must be at least those that run, {running} and {max(self.lengths, default=0)}, "
                 f"got {rows} and {capacity}"
             )
-        self._graphs.clear()
         if not running:
             self._memories = self._caches = {}  # freed before the new ones are allocated
             self._allocate(rows, capacity)
@@ -162,9 +161,11 @@ class Pool:
                 for name, x in own.items():
                     own[name] = x.new_zeros(rows, *x.shape[1:])
                     own[name][:running] = x[:running]
-            self._ids, self._runs = (x.new_zeros(rows, *x.shape[1:]) for x in (self._ids, self._runs))
+            self._ids, self._runs, self._counts = (
+                x.new_zeros(rows, *x.shape[1:]) for x in (self._ids, self._runs, self._counts)
+            )
             self._runs[:running] = 1
-            self._graph_memory = torch.cuda.graph_pool_handle()  # torch does not reuse one whose graphs are all gone
+            self._graphs = Graphs()
         lengths = self._lengths.new_zeros(rows)
         lengths[:running] = self._lengths[:running]
         self._lengths, self.rows, self.capacity = lengths, rows, capacity
@@ -302,15 +303,11 @@ class Pool:
         """
         self._check_settled()
         tokens = self._new_ids([list(own) for own in ids])
-        rows, t = tokens.shape
-        memories, caches = self._running(rows)
-        longest = max(self.lengths) + t
-        window = min(self.capacity, round_up(longest, WINDOW)) if self._grows else self._window(longest)
-        state = state_in_place(memories, caches, window, self._lengths[:rows], t)
-        out = self.model.trail(tokens, state)
+        rows = len(self)
+        (logits, hidden), t = self._read_trail(tokens) if self._grows else self._replay_trail(tokens)
         self._used[:rows] = (max(used, n + t) for used, n in zip(self._used, self.lengths, strict=False))
-        self._trail, self.hidden = (out.trail, state), out.hidden
-        return out.logits
+        self.hidden = hidden[:rows, : tokens.shape[1]]
+        return logits[:rows, : tokens.shape[1]]
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -322,15 +319,22 @@ class Pool:
         """
         if self._trail is None:
             raise RuntimeError("there are no tokens to accept; call trail first")
-        trail, state = self._trail
         taken = torch.tensor(counts, dtype=torch.int64).to(self.device)
-        new = trail.after(taken, None if self._grows else state)
-        self._trail = None
+        trail, self._trail = self._trail, None
+        if isinstance(trail, Graph):
+            self._counts[: len(counts)] = taken
+            trail.graph.replay()
+            self._counts.zero_()  # rows that do not run, and trails that are recorded, accept nothing
+        else:
+            self._accept(*trail, taken)
+        self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]
+
+    def _accept(self, trail: ModelTrail, state: ModelState, counts: Tensor) -> None:
+        new = trail.after(counts, None if self._grows else state)
         if self._grows:
             for n in self._memories:
                 self._memories[n] = dict(new.layers[n].tensors)
-        self._lengths[: len(counts)] += taken
-        self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]
+        self._lengths[: len(counts)] += counts
 
     def _new_ids(self, ids: list[list[int]]) -> Tensor:
         """Return ids `rows t`; raise unless there are some for each row, and room for them."""
@@ -369,25 +373,78 @@ class Pool:
         """Read ids `rows 1` on a GPU: the graph of this number of rows and of this window."""
         window = self._window(max(self.lengths) + 1)
         self._ids[: len(self)] = ids
+        rows = self._rows_of_graph()
+        graph = self._recorded((rows, window), lambda: self._record_step(rows, window))
+        return self._step_in_place(len(self), window) if graph is None else graph.replay()
+
+    def _rows_of_graph(self) -> int:
+        """Return how many rows a graph has in which all running ones fit."""
+        return min(self.rows, 1 << (len(self) - 1).bit_length())
+
+    def _recorded(self, key: tuple[int, ...], record: Callable[[], Step]) -> Step | None:
+        """Return a recorded step; None if the model cannot be recorded."""
         if self._graphed:
             try:
-                return self._graph(min(self.rows, 1 << (len(self) - 1).bit_length()), window).replay()
+                return self._graphs.get(key, record)
             except RuntimeError as error:  # memories that learn look at their position, which a graph cannot
                 logger.warning("this model decodes without CUDA graphs: %s", error)
                 self._graphed = False
-        return self._step_in_place(len(self), window)
+        return None
 
-    def _graph(self, rows: int, window: int) -> Graph:
-        """Return the graph of a step of the first rows."""
-        graph = self._graphs.pop((rows, window), None)
-        if graph is None:
-            if len(self._graphs) >= MOST_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]  # the one that was not used for the longest time
-            # Caches need not be put back after a trial run: steps only write after the last token.
-            changing = [self._lengths, *(x for own in self._memories.values() for x in own.values())]
-            graph = capture(lambda: self._step_in_place(rows, window), changing, self.device, self._graph_memory)
-        self._graphs[rows, window] = graph
-        return graph
+    def _record_step(self, rows: int, window: int) -> Graph:
+        """Record a step of the first rows."""
+        step, memory = (lambda: self._step_in_place(rows, window)), self._graphs.memory
+        return capture(step, self._changing(), self.device, memory)
+
+    def _changing(self) -> list[Tensor]:
+        """Return what a step changes; of the caches it writes only what lies after the last token."""
+        return [self._lengths, *(x for own in self._memories.values() for x in own.values())]
+
+    def _read_trail(self, ids: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
+        """Read ids `rows t`; return logits and hidden, and t."""
+        rows, t = ids.shape
+        memories, caches = self._running(rows)
+        longest = max(self.lengths) + t
+        window = min(self.capacity, round_up(longest, WINDOW)) if self._grows else self._window(longest)
+        state = state_in_place(memories, caches, window, self._lengths[:rows], t)
+        out = self.model.trail(ids, state)
+        self._trail = (out.trail, state)
+        return (out.logits, out.hidden), t
+
+    def _replay_trail(self, ids: Tensor) -> tuple[tuple[Tensor, ...], int]:
+        """Read ids `rows t` on a GPU: the graphs of this number of rows, of guesses, and of this window.
+
+        The guesses are filled up to a power of two, so that few graphs are met.
+        """
+        t = 1 + (1 << max(ids.shape[1] - 2, 0).bit_length())
+        longest = max(self.lengths) + t
+        if longest > self.capacity:
+            return self._read_trail(ids)
+        rows, window = self._rows_of_graph(), self._window(longest)
+        graphs = self._recorded((rows, window, t), lambda: self._record_trail(rows, window, t))
+        if graphs is None:
+            return self._read_trail(ids)
+        graphs.ids[: len(self), : ids.shape[1]] = ids
+        self._trail = graphs.accept
+        return graphs.read.replay(), t
+
+    def _record_trail(self, rows: int, window: int, t: int) -> TrailGraphs:
+        """Record how a trail of the first rows is read, and how its first self._counts tokens are accepted."""
+        ids = torch.zeros(rows, t, dtype=torch.int64, device=self.device)
+        memories, caches = self._running(rows)
+        trails: list[tuple[ModelTrail, ModelState]] = []
+
+        def read() -> tuple[Tensor, ...]:
+            state = state_in_place(memories, caches, window, self._lengths[:rows], t)
+            out = self.model.trail(ids, state)
+            trails[:] = [(out.trail, state)]
+            return out.logits, out.hidden
+
+        def accept() -> tuple[Tensor, ...]:
+            self._accept(*trails[0], self._counts[:rows])
+            return ()
+
+        return TrailGraphs(ids, *capture_all([read, accept], self._changing(), self.device, self._graphs.memory))
 
     def _window(self, needed: int) -> int:
         """Return how many entries attention reads on a GPU; windows grow by at least an eighth, so that few are met."""

@@ -62,6 +62,28 @@ def test_rows_are_continued_as_if_alone(pattern, monkeypatch):
         torch.testing.assert_close(logits[row], expected, rtol=1e-3, atol=1e-3)
 
 
+@torch.no_grad()
+def test_a_short_trail_after_a_long_one():
+    """A graph of three tokens is recorded, and replayed with a row that has left, after five tokens were accepted."""
+    lm = on_gpu("GA")
+    pool, states = Pool(lm, 4, 64), []
+    for n in range(3):
+        states.append(lm(torch.tensor([prompt(5 + n, seed=n)]).cuda(), last_only=True).state)
+        pool.join(states[-1])
+    generator = torch.Generator().manual_seed(1)
+    for t, counts in ((5, [5, 5, 5]), (3, [1, 3]), (5, [0, 4]), (3, [2, 2])):
+        ids = torch.randint(VOCAB, (len(counts), t), generator=generator)
+        logits = pool.trail(ids.tolist())
+        pool.accept(counts)
+        for row, count in enumerate(counts):
+            for i in range(count):
+                out = lm(ids[row : row + 1, i : i + 1].cuda(), state=states[row])
+                torch.testing.assert_close(logits[row, i], out.logits[0, 0], rtol=1e-3, atol=1e-3)
+                states[row] = out.state
+        if len(counts) == 3:
+            pool.leave(2)
+
+
 @patterns
 @pytest.mark.parametrize("drafter", [None, PromptLookup(n=1)], ids=["plain", "guesses"])
 def test_tokens_do_not_depend_on_what_else_runs(pattern, drafter):
