@@ -4,9 +4,10 @@ import time
 
 import pytest
 import torch
-from serving_models import PATTERNS, SPACING, alone, model, prompt
+from serving_models import PATTERNS, SPACING, VOCAB, alone, model, prompt
 
 from lineate.generation.choice import Sampling
+from lineate.serving.batch import MOST_BRANCHES
 from lineate.serving.cache import StateCache
 from lineate.serving.engine import Engine
 from lineate.serving.planning import Need, Plan, Shape
@@ -98,6 +99,18 @@ def test_prompts_that_part_at_the_same_place_leave_one():
     for n, handle in zip((2, 3, 4), handles, strict=True):
         assert tuple(handle.result(0)[0].tokens) == alone("GGGA", parting(n), DRAWN, 4)
     assert third(engine) == len(BEGINNING)
+
+
+def test_only_so_many_wait():
+    """While prompts come one after another, the oldest branches are given up."""
+    engine, places = make(), range(1, MOST_BRANCHES - 1)
+    for place in (*places, *range(SPACING + 1, SPACING + 6)):
+        submit(engine, (*parting(1)[:place], (parting(1)[place] + 1) % VOCAB), new=1)
+    most = 0
+    while engine.step():
+        most = max(most, engine.stats.waiting_branches)
+    assert most == MOST_BRANCHES
+    assert engine.stats.branch_tokens == sum(places[3:]) + sum(range(1, 6))
 
 
 def test_a_cancelled_request_leaves_none():
