@@ -33,7 +33,6 @@ from cases import (
     same_bits,
     weights,
 )
-from covers import covering
 
 import lineate
 
@@ -56,7 +55,9 @@ def test_float32_on_ordinary_inputs(row, shape):
         assert_within(found, allowed, (backend, chunk_size))
 
 
-@covering("row, special, shape", SPECIAL_ROWS, [SMALL, LARGE], together=1)
+@pytest.mark.cover
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
+@pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_float32_on_special_inputs(row, special, shape):
     """With resets, no decay, extreme beta and nearly parallel keys, results are finite and within budget."""
     inputs = convert(draw(row, shape, special), torch.float32)
@@ -90,7 +91,9 @@ def test_parallel_form_in_float32(row, special):
 
 
 @needs_native
-@covering("row, special, dtype", SPECIAL_ROWS, [torch.float32, torch.bfloat16, torch.float16], together=1)
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_decoding_in_float32(row, special, dtype):
     """The native recurrent form, which has no gradients, meets the same budget with chunks of 1, whole and packed."""
     for shape, texts in ((SMALL, None), (PACKED, TEXTS)):
@@ -101,7 +104,11 @@ def test_decoding_in_float32(row, special, dtype):
         assert_within(errors(got, expected), budget(row, inputs, expected, 1, **options))
 
 
-@covering("row, path, dtype, gates", ROWS, PATHS, HALF, ["same", "float32"])
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("gates", ["same", "float32"])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_half_precision_only_rounds_inputs_and_results(row, path, dtype, gates):
     """State, sums and solve are float32: the only difference from the float64 oracle is the last rounding."""
     inputs = convert(
@@ -139,7 +146,10 @@ def test_dtype_and_shape_of_the_result(row, path):
         assert attended.state.isfinite().all()
 
 
-@covering("row, path, dtype", ROWS, FORWARD_PATHS, [torch.float32, torch.bfloat16])
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("path", FORWARD_PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_autocast_changes_no_bit(row, path, dtype):
     """Autocast would round the operands of every product to bfloat16.
 
@@ -225,7 +235,10 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@covering("row, path, packed", ROWS, PATHS, [pytest.param(False, id="whole"), pytest.param(True, id="packed")])
+@pytest.mark.cover
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_uninitialised_memory_is_never_read(row, path, packed, poisoned_memory):
     shape, texts = (PACKED, len(TEXTS)) if packed else (SMALL, None)
     inputs = convert(draw(row, shape, texts=texts), torch.float32)
