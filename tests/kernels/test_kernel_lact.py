@@ -147,6 +147,7 @@ def test_features_with_gradients_of_some(path):
     assert found[..., :8].eq(0).all() and found[..., 16:].eq(0).all() and found[..., 8:16].ne(0).any()
 
 
+@pytest.mark.cover
 @paths
 @pytest.mark.parametrize("muon", [True, False])
 @pytest.mark.parametrize("d, dh", [(5, 6), (6, 5)])
