@@ -47,6 +47,7 @@ class Compiled:
         return self.counter.frame_count
 
 
+@pytest.mark.cover
 @hybrids
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_training_is_one_graph(pattern, packed):

@@ -22,6 +22,7 @@ from cases import (
     needs_native,
     relative_error,
 )
+from few import few
 from torch import Tensor, nn
 from torch_calls import CapturedOps, check_ops
 
@@ -64,6 +65,7 @@ def compare(module: Memory, inputs: Inputs, *rest: object, backend: str = "aot_e
             assert relative_error(got.detach(), expected.detach()) <= tolerance, i
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", CHUNKWISE)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_compiled_equals_eager(row, path):
@@ -73,7 +75,7 @@ def test_compiled_equals_eager(row, path):
     compare(Memory(row, SHAPE, **path, chunk_size=8, normalize_qk=True), inputs)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", few(ROWS, (GATED_DELTA, KIMI_DELTA)), ids=str)
 def test_compiled_packed_texts(row):
     torch.manual_seed(0)
     inputs = convert(draw(row, PACKED, texts=len(TEXTS)), torch.float32)
@@ -88,6 +90,7 @@ def test_other_forms_compile(form):
     compare(Memory(KIMI_DELTA, shape, form=form), convert(draw(KIMI_DELTA, shape), torch.float32), tolerance=1e-6)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", [*FORWARD_PATHS, {}], ids=lambda x: "auto" if not x else None)
 @pytest.mark.parametrize("t", [1, 4, 21])
 def test_compiled_without_gradients(t, path):
@@ -207,6 +210,7 @@ def test_inductor(path):
     compare(Memory(KIMI_DELTA, SHAPE, **path, chunk_size=8), inputs, backend="inductor", tolerance=1e-5)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", CHUNKWISE)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", ROWS, ids=str)

@@ -39,6 +39,7 @@ import lineate
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "shape",
     [SMALL, LARGE, Shape(1, 500, 1, 2, 64, 32), Shape(1, 130, 1, 1, 130, 33), Shape(1, 70, 2, 2, 3, 130)],
@@ -82,6 +83,7 @@ def test_normalize_qk_in_float32(row):
         assert_within(errors(got, expected), allowed, backend)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_parallel_form_in_float32(row, special):
     """The budget is the same, with one chunk of length t."""
@@ -124,6 +126,7 @@ def test_half_precision_only_rounds_inputs_and_results(row, path, dtype, gates):
     assert {name: x.dtype for name, x in got.grads.items()} == {name: x.dtype for name, x in inputs.items()}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_dtype_and_shape_of_the_result(row, path):
@@ -193,6 +196,7 @@ def strange_layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_memory_layout_does_not_matter(row, path):
@@ -210,6 +214,7 @@ def test_memory_layout_does_not_matter(row, path):
         assert_within(errors(Result(output.detach(), state.detach(), grads), expected), allowed, layout)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_expanded_inputs_and_gradients(row, path):
@@ -248,6 +253,7 @@ def test_uninitialised_memory_is_never_read(row, path, packed, poisoned_memory):
     assert_within(errors(got, expected), budget(row, inputs, expected, 64, **options))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_gradients_of_some_inputs_only(row, path):
@@ -260,6 +266,7 @@ def test_gradients_of_some_inputs_only(row, path):
         assert_same_bits(some, everything, name)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_without_gradients(row, path):
@@ -278,6 +285,7 @@ def test_without_gradients(row, path):
         assert same_bits(state, expected.state)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_on_half_of_the_result(row, path):
@@ -324,6 +332,7 @@ def test_backward_twice_through_one_graph(path):
         assert torch.equal(x, y), name
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_nan_is_never_swallowed(row, path):

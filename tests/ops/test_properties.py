@@ -40,6 +40,7 @@ def rows(inputs: Inputs, which: list[int]) -> Inputs:
 # Split anywhere equals whole.
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("forms", [*((form, form) for form in FORMS), ("chunkwise", "recurrent")], ids="-".join)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_split_anywhere_equals_whole(row, forms):
@@ -163,6 +164,7 @@ def test_nothing_crosses_a_decay_of_zero(row, path, position):
 # Packed sequences never see each other.
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_packed_texts_equal_separate_runs(row, path):
@@ -249,6 +251,7 @@ def test_batch_company_never_changes_a_row(row, path, heads, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_broken_row_stays_alone(row, path):
@@ -262,6 +265,7 @@ def test_a_broken_row_stays_alone(row, path):
         assert_same_bits(got[i], expected[i])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_heads_do_not_see_each_other(row, path):
