@@ -178,15 +178,19 @@ def test_compiled_calls_check_bounds_when_they_run():
             op(inputs, torch.tensor(wrong))
 
 
+OTHER_SIZES = pytest.param(([0, 2], [0, 2, 1, 3]), marks=pytest.mark.slow)  # these are compiled again
+
+
+@pytest.mark.parametrize("wrong", [([0, 1, 2], [0, 4, 3]), OTHER_SIZES], ids=["same size", "other sizes"])
 @pytest.mark.parametrize("path", FORWARD_PATHS)
-def test_compiled_calls_in_every_form_check_bounds(path):
+def test_compiled_calls_in_every_form_check_bounds(path, wrong):
     torch._dynamo.reset()
     inputs = convert(draw(GATED_DELTA, Shape(1, 3, 1, 1, 3, 2), "empty memory"), torch.float32)
     op = torch.compile(lambda x, ends: GATED_DELTA.op(**x, **path, cu_seqlens=ends).output, backend="aot_eager")
     assert op(inputs, torch.tensor([0, 2, 3])).shape[1] == 3
-    for wrong in ([0, 2], [0, 2, 1, 3]):
+    for ends in wrong:
         with pytest.raises(ValueError, match=r"^cu_seqlens must rise from 0 to t = 3, got "):
-            op(inputs, torch.tensor(wrong))
+            op(inputs, torch.tensor(ends))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
