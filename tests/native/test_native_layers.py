@@ -5,11 +5,9 @@ the largest number.
 """
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
+import fresh
 import pytest
 import torch
 from cases import needs_native
@@ -393,7 +391,7 @@ def test_switched_off():
         "gate, up = x.chunk(2, -1)\n"
         "assert torch.equal(glu(x), torch.nn.functional.silu(gate) * up)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "LINEATE_NATIVE": "0"}, timeout=120)
+    fresh.run(code, LINEATE_NATIVE="0").check_returncode()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -3,10 +3,9 @@
 import csv
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -486,7 +485,7 @@ def test_output_in_the_docs_is_real(monkeypatch):
 def test_without_plots_nothing_heavy_is_imported():
     code = "import sys, lineate.planning, lineate.planning.report, lineate.planning.command\n"
     code += "print([x for x in ('matplotlib', 'rich', 'typer', 'transformers') if x in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    assert fresh.run(code).stdout.strip() == "[]"
 
 
 def test_csv_of_a_report_without_training_or_machines():

@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import runpy
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from runs import assert_same_bits, everything, make_config
@@ -161,7 +161,7 @@ def test_it_is_saved_and_loaded(config, tmp_path):
 def test_loading_without_registration_names_the_import(config, tmp_path):
     HybridLM(config).save_pretrained(tmp_path)
     code = f"from lineate.models import HybridLM; HybridLM.from_pretrained({str(tmp_path)!r})"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = fresh.run(code)
     assert run.returncode == 1
     assert (
         "config has the mixer 'mamba2', letter 'Z', which is not registered; register it first: import own_rule, or, "
