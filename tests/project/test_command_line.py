@@ -34,6 +34,7 @@ def options():
                     yield name, flag, 0 if getattr(param, "is_flag", False) else param.nargs
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("command, flag, values", list(options()))
 def test_underscores_and_hyphens_are_alike(command, flag, values):
     typed = "--" + flag.lstrip("-").replace("-", "_")

@@ -327,6 +327,7 @@ RAW = {
 }
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("route", [CHAT, TEXT, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("case", RAW)
 def test_bytes_that_are_no_body(http, case, route):
