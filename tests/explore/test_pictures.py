@@ -288,7 +288,7 @@ def drawn(tmp_path_factory):
 
 CASES = few(
     [(name, kind) for name in OURS for kind in ("default", "model")],
-    [("state", "default"), ("attention", "model"), ("growth", "default"), ("growth", "model")],
+    [("state", "default"), ("attention", "model"), ("growth", "default")],
 )
 
 

@@ -372,7 +372,10 @@ def test_units():
 
 
 class TestFigures:
-    @pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+    @pytest.mark.parametrize(
+        "suffix, start",
+        [("png", b"\x89PNG"), ("svg", b"<?xml"), pytest.param("pdf", b"%PDF", marks=pytest.mark.slow)],
+    )
     def test_written_twice_the_same(self, suffix, start, tmp_path):
         pytest.importorskip("matplotlib")
         for name in ("a", "b"):
@@ -398,7 +401,14 @@ class TestFigures:
             figure = draw_report(report, ("memory", "batch", "flops", "decode", "prefill"))
             check_texts(figure)
 
-    @pytest.mark.parametrize("name, last", [("qwen3-next-80b", 131072), ("kimi-linear-48b", 2**20), ("small", 300)])
+    @pytest.mark.parametrize(
+        "name, last",
+        [
+            pytest.param("qwen3-next-80b", 131072, marks=pytest.mark.slow),
+            pytest.param("kimi-linear-48b", 2**20, marks=pytest.mark.slow),
+            ("small", 300),
+        ],
+    )
     def test_linear_axes(self, name, last):
         pytest.importorskip("matplotlib")
         from lineate.figures import styled
