@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import assert_within, interpreted, relative_error
+from few import few
 from lact_cases import gradients, make, middle
 from memories import floats
 from paths import GPU, INTERPRETER
@@ -174,7 +175,7 @@ def test_the_op_by_kernels(path, monkeypatch, muon, d, dh):
 
 
 @paths
-@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("window", few([0, 5], [5]))
 def test_the_layer_by_kernels(path, monkeypatch, window):
     """Two rows, and packed sequences, agree in outputs, states and the gradients of all parameters."""
 

@@ -58,7 +58,7 @@ def compare_compiled(layer: Layer, inputs: Inputs, path: Path, cu_seqlens: Tenso
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", few([LINEAR, GATED_DELTA, KIMI_DELTA], (LINEAR, GATED_DELTA)), ids=str)
+@pytest.mark.parametrize("row", few([LINEAR, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_compiled_equals_eager(row, path):
     torch.manual_seed(0)
     shape = sized(path, SHORT)

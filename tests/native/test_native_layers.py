@@ -11,6 +11,7 @@ import fresh
 import pytest
 import torch
 from cases import needs_native
+from few import few
 from torch import Tensor, nn
 
 from lineate.layers.convolution import short_convolution
@@ -345,7 +346,7 @@ class Layer(nn.Module):
         return glu(y), state
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", few([False, True], [True]))
 def test_compile(packed):
     torch.manual_seed(0)
     torch._dynamo.reset()
