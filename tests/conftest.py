@@ -6,6 +6,9 @@ kernels (a row in a dtype) stay in one part.
 --quick runs one case of each test function, a different one for each function, so that all kinds of cases are covered.
 Functions that take long are listed in tests/not_quick.txt, to which --quick --note-slow .5 adds; a new test is included
 at once.
+
+Of a function with the mark `cover`, the fast suite runs a few cases in which each value of each parameter occurs, and
+the other combinations are slow (support/covers.py). A new value is included at once.
 """
 
 import os
@@ -17,6 +20,7 @@ from pathlib import Path
 import interpreter
 import pytest
 import torch
+from covers import mark_slow
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -74,8 +78,10 @@ def _shard(items, which, count):
     return shards[which - 1]
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
+    mark_slow(items)
+    yield  # here -m deselects
     own = _quick(items) if config.getoption("--quick") else items
     which, count = map(int, config.getoption("--shard").split("/"))
     if count > 1:

@@ -5,6 +5,7 @@ from io import BytesIO
 from xml.etree import ElementTree
 
 import pytest
+from few import few
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
@@ -104,7 +105,7 @@ def test_the_state_labels_a_short_text_and_counts_a_long_one():
 
 
 @pytest.mark.filterwarnings("error")  # a glyph that the font lacks causes a warning
-@pytest.mark.parametrize("name", ["attention", "state"])
+@pytest.mark.parametrize("name", few(["attention", "state"], ["state"]))
 def test_hostile_texts_are_drawn_as_they_are(name):
     figure, written = draw(name, model="tiny", text=HOSTILE, tokens=40), BytesIO()
     figure.savefig(written, format="svg")

@@ -39,6 +39,7 @@ def shapes() -> list[object]:
     return [param(INTERPRETER, x) for x in cpu] + [param(path, x) for path in GPU for x in gpu]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("path", "shape"), shapes())
 def test_convolution(path, shape):
     b, t, channels, size, state = shape
@@ -49,6 +50,7 @@ def test_convolution(path, shape):
 TEXTS = (0, 1, 0, 0, 2, 3, 21, 0, 1, 4, 0)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("size", "state"), [(4, True), (4, False), (3, True), (2, True)])
 def test_packed_texts(size, state, path):

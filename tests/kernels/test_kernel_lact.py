@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import assert_within, interpreted, relative_error
+from few import few
 from lact_cases import gradients, make, middle
 from memories import floats
 from paths import GPU, INTERPRETER
@@ -147,6 +148,7 @@ def test_features_with_gradients_of_some(path):
     assert found[..., :8].eq(0).all() and found[..., 16:].eq(0).all() and found[..., 8:16].ne(0).any()
 
 
+@pytest.mark.cover
 @paths
 @pytest.mark.parametrize("muon", [True, False])
 @pytest.mark.parametrize("d, dh", [(5, 6), (6, 5)])
@@ -173,7 +175,7 @@ def test_the_op_by_kernels(path, monkeypatch, muon, d, dh):
 
 
 @paths
-@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("window", few([0, 5], [5]))
 def test_the_layer_by_kernels(path, monkeypatch, window):
     """Two rows, and packed sequences, agree in outputs, states and the gradients of all parameters."""
 

@@ -16,6 +16,7 @@ from cases import (
     draw,
     same_bits,
 )
+from few import few
 from paths import BF16, GPU_ONLY, ONE_EACH, Path
 from raw_gates import FUSED_ROWS, raw_inputs
 from rule_kernels import MODEL, SHORT, on_gpu, packed_inputs, sized, to
@@ -57,7 +58,7 @@ def compare_compiled(layer: Layer, inputs: Inputs, path: Path, cu_seqlens: Tenso
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", [LINEAR, GATED_DELTA, KIMI_DELTA], ids=str)
+@pytest.mark.parametrize("row", few([LINEAR, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_compiled_equals_eager(row, path):
     torch.manual_seed(0)
     shape = sized(path, SHORT)
@@ -66,7 +67,7 @@ def test_compiled_equals_eager(row, path):
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
-@pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
+@pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_compiled_fused_equals_eager(row, path):
     torch.manual_seed(0)
     shape = sized(path, SHORT)
@@ -77,7 +78,7 @@ def test_compiled_fused_equals_eager(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_compiled_packed_texts(path):
     torch.manual_seed(0)
-    lengths = (1, 0, 70)
+    lengths = (1, 0, 19) if path.device == "cpu" else (1, 0, 70)
     inputs = packed_inputs(GATED_DELTA, path, lengths)
     compare_compiled(Layer(GATED_DELTA.op, path, sized(path), form="chunkwise"), inputs, path, bounds(lengths))
 
@@ -93,6 +94,7 @@ def test_compiled_recurrent_form(path):
             assert same_bits(got, expected)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("which", ["gated_delta", "fused gated_delta", "fused kimi_delta"])

@@ -181,6 +181,7 @@ def large() -> list[Case]:
     return cases + [Case(x, chunk=16, lengths=(1, 64, 0, 300, 77), positions=None, clip=1.0) for x in sizes[:1]]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     ("path", "case"),
     [param(path, case) for path in (INTERPRETER, GPU[0]) for case in (*lengths(), *options(), *widths())]

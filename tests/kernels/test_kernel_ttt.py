@@ -182,6 +182,7 @@ LARGE = [
 CASES = [param(INTERPRETER, x) for x in SMALL] + [param(GPU, x) for x in SMALL + LARGE]
 
 
+@pytest.mark.cover
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from numpy: in the interpreter, e^-x may be inf in a sigmoid
 @models
 @pytest.mark.parametrize(("path", "case"), CASES)

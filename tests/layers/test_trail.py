@@ -91,6 +91,7 @@ def counts_for(rows: int, seed: int = 0) -> Tensor:
     return torch.tensor([0, T, *draw(rows, seed=seed, most=T + 1).tolist()][:rows] if rows > 1 else [seed % (T + 1)])
 
 
+@pytest.mark.cover
 @patterns
 @prompts
 @torch.no_grad()
@@ -174,6 +175,7 @@ def test_kept_inputs_give_the_memories_of_kept_states(letter, into):
     assert all((found[0][name] - found[1][name]).abs().max() < 1e-12 for name in given)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("poison", (torch.nan, torch.inf, 1e30), ids=("nan", "inf", "huge"))
 @pytest.mark.parametrize("keep", ("states", "inputs"))
 @pytest.mark.parametrize("pattern", [*letters(), "GGGA", "LRDGKTPNCEAM"])
@@ -252,6 +254,7 @@ class Pooled(TokenCache):
         return TokenCache({name: self[name] for name in self.names}, self.lengths + t)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("keep", ("states", "inputs"))
 @pytest.mark.parametrize("pattern", ("GGGA", "KM, norm after", "LRDGKTPNCEAM"))
 @torch.no_grad()

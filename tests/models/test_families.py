@@ -85,6 +85,7 @@ def assert_close(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, atol=CLOSE, rtol=0)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("t", [1, 75, 300])
 def test_logits_equal_those_of_transformers(family, ours, t):
     ids = tokens(2, t, seed=t)
@@ -305,6 +306,7 @@ def test_tied_embeddings(tmp_path, name, head):
     assert_close(model(tokens(1, 40)).logits, other(tokens(1, 40)).logits)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_is_a_choice(family, folders, ours, dtype):
     model = HybridLM.from_pretrained(folders(family), dtype=dtype, progress=False)

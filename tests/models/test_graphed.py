@@ -92,6 +92,7 @@ def same_state(got: ModelState, expected: ModelState, tolerance: float) -> None:
                 torch.testing.assert_close(a[row, cut], b[row, cut], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.cover
 @cases
 @prompts
 @torch.no_grad()

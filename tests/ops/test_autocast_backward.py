@@ -36,6 +36,7 @@ def check(call: Callable[..., Any], given: list[Tensor], when: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("when", AUTOCAST)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)

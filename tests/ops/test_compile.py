@@ -22,6 +22,7 @@ from cases import (
     needs_native,
     relative_error,
 )
+from few import few
 from torch import Tensor, nn
 from torch_calls import CapturedOps, check_ops
 
@@ -64,8 +65,9 @@ def compare(module: Memory, inputs: Inputs, *rest: object, backend: str = "aot_e
             assert relative_error(got.detach(), expected.detach()) <= tolerance, i
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", CHUNKWISE)
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", few(ROWS, (GATED_DELTA, KIMI_DELTA)), ids=str)
 def test_compiled_equals_eager(row, path):
     """Forward and backward, with the state in and out, agree to the last bit, because the op itself runs."""
     torch.manual_seed(0)
@@ -73,7 +75,7 @@ def test_compiled_equals_eager(row, path):
     compare(Memory(row, SHAPE, **path, chunk_size=8, normalize_qk=True), inputs)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", few(ROWS, (GATED_DELTA, KIMI_DELTA)), ids=str)
 def test_compiled_packed_texts(row):
     torch.manual_seed(0)
     inputs = convert(draw(row, PACKED, texts=len(TEXTS)), torch.float32)
@@ -88,6 +90,7 @@ def test_other_forms_compile(form):
     compare(Memory(KIMI_DELTA, shape, form=form), convert(draw(KIMI_DELTA, shape), torch.float32), tolerance=1e-6)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", [*FORWARD_PATHS, {}], ids=lambda x: "auto" if not x else None)
 @pytest.mark.parametrize("t", [1, 4, 21])
 def test_compiled_without_gradients(t, path):
@@ -175,15 +178,19 @@ def test_compiled_calls_check_bounds_when_they_run():
             op(inputs, torch.tensor(wrong))
 
 
+OTHER_SIZES = pytest.param(([0, 2], [0, 2, 1, 3]), marks=pytest.mark.slow)  # these are compiled again
+
+
+@pytest.mark.parametrize("wrong", [([0, 1, 2], [0, 4, 3]), OTHER_SIZES], ids=["same size", "other sizes"])
 @pytest.mark.parametrize("path", FORWARD_PATHS)
-def test_compiled_calls_in_every_form_check_bounds(path):
+def test_compiled_calls_in_every_form_check_bounds(path, wrong):
     torch._dynamo.reset()
     inputs = convert(draw(GATED_DELTA, Shape(1, 3, 1, 1, 3, 2), "empty memory"), torch.float32)
     op = torch.compile(lambda x, ends: GATED_DELTA.op(**x, **path, cu_seqlens=ends).output, backend="aot_eager")
     assert op(inputs, torch.tensor([0, 2, 3])).shape[1] == 3
-    for wrong in ([0, 2], [0, 2, 1, 3]):
+    for ends in wrong:
         with pytest.raises(ValueError, match=r"^cu_seqlens must rise from 0 to t = 3, got "):
-            op(inputs, torch.tensor(wrong))
+            op(inputs, torch.tensor(ends))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -207,6 +214,7 @@ def test_inductor(path):
     compare(Memory(KIMI_DELTA, SHAPE, **path, chunk_size=8), inputs, backend="inductor", tolerance=1e-5)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", CHUNKWISE)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", ROWS, ids=str)

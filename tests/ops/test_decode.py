@@ -89,6 +89,7 @@ def test_every_rule(row, t, path):
     check(row, inputs_of(row, SHAPE._replace(t=t)), path)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_special_inputs(row, special, path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import FORWARD_PATHS, GATED_DELTA, KIMI_DELTA, Row, Shape, bounds, convert, draw, interpreted, same_bits
-from runs import assert_same_bits, everything, make_config
+from runs import assert_same_bits, everything, make_config, short_samples
 from torch import Tensor
 
 import lineate
@@ -65,6 +65,7 @@ TEXTS = (3, 0, 17, 1)
 TRITON = pytest.param({"form": "chunkwise", "backend": "triton"}, id="triton", marks=[interpreted, pytest.mark.slow])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", [*FORWARD_PATHS, TRITON])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("row", (GATED_DELTA, KIMI_DELTA), ids=str)
@@ -108,6 +109,7 @@ def make_model(pattern: str) -> HybridLM:
     return HybridLM(replace(config, n_layers=len(pattern)))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("letter", LETTERS)
 def test_models_of_every_mixer(letter, elsewhere):
     """Forward, backward and two more tokens work, with rows and with packed sequences."""
@@ -154,8 +156,9 @@ def train_and_resume(folder: Path, out: Path) -> dict[str, Tensor]:
     """Return the end of a run that goes on from its checkpoint; folder has its data."""
     changes = {"steps": 2, "warmup": 1, "save_every": 1, "sample_every": 2, "eval_every": 2}
     config = make_config(folder, out=str(out), **changes)
-    train(config)
-    return everything(train(replace(config, steps=3), resume=True))
+    with short_samples():
+        train(config)
+        return everything(train(replace(config, steps=3), resume=True))
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
 """`auto` is one pure function: a table of what it chooses and refuses; `explain` reports what really runs."""
 
 import itertools
-import os
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
 from cases import (
@@ -398,9 +396,7 @@ def test_why_no_triton_names_the_device(monkeypatch):
 
 def without_native(code: str, **environment: str) -> str:
     """Return the output of `code` in a fresh process with these environment variables."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
+    done = fresh.run(code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

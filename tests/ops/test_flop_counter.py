@@ -1,9 +1,8 @@
 """torch's FlopCounterMode around ops, layers and models counts what lineate.planning counts."""
 
-import subprocess
-import sys
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from cases import BACKENDS, KIMI_DELTA, ROWS, SMALL, Row, bounds, convert, draw, interpreted
@@ -129,6 +128,6 @@ for _ in range(2):
 
 
 def test_a_counter_imported_after_lineate() -> None:
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=300)
+    done = fresh.run(LATE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(Heads(2, 2, 4, 4, False, False).chunkwise(70))] * 2

@@ -52,6 +52,7 @@ def every_form(row: Row, inputs: Inputs, **options: object):
     yield "parallel", run(row, inputs, "parallel", **options)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_forms_agree(row, shape):
@@ -61,6 +62,7 @@ def test_forms_agree(row, shape):
         assert_float64_agrees(got, expected, form)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_forms_agree_on_special_inputs(row, special):
     inputs = draw(row, SMALL, special, seed=1)
@@ -69,6 +71,7 @@ def test_forms_agree_on_special_inputs(row, special):
         assert_float64_agrees(got, expected, form)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("normalize_qk", [False, True], ids=["as is", "normalize_qk"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_forms_agree_on_packed_texts(row, normalize_qk):
@@ -105,6 +108,7 @@ def gradchecks() -> Iterator[object]:
         yield pytest.param(row, form, texts, id=name, marks=[] if fast else [pytest.mark.slow])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("row", "form", "texts"), gradchecks())
 def test_gradcheck(row, form, texts):
     """Numerical derivatives of output and state with respect to everything agree, across chunks of 2."""

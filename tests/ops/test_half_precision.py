@@ -296,6 +296,7 @@ def run_all(model: HybridLM, ids: Tensor, autocast: bool = False) -> None:
     total.backward()
 
 
+@pytest.mark.cover
 @models
 @halves
 @pytest.mark.parametrize("path", ["recorded", "in blocks"])

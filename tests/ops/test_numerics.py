@@ -33,13 +33,13 @@ from cases import (
     same_bits,
     weights,
 )
-from covers import covering
 
 import lineate
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
     "shape",
     [SMALL, LARGE, Shape(1, 500, 1, 2, 64, 32), Shape(1, 130, 1, 1, 130, 33), Shape(1, 70, 2, 2, 3, 130)],
@@ -56,7 +56,9 @@ def test_float32_on_ordinary_inputs(row, shape):
         assert_within(found, allowed, (backend, chunk_size))
 
 
-@covering("row, special, shape", SPECIAL_ROWS, [SMALL, LARGE], together=1)
+@pytest.mark.cover
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
+@pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_float32_on_special_inputs(row, special, shape):
     """With resets, no decay, extreme beta and nearly parallel keys, results are finite and within budget."""
     inputs = convert(draw(row, shape, special), torch.float32)
@@ -81,6 +83,7 @@ def test_normalize_qk_in_float32(row):
         assert_within(errors(got, expected), allowed, backend)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_parallel_form_in_float32(row, special):
     """The budget is the same, with one chunk of length t."""
@@ -90,7 +93,9 @@ def test_parallel_form_in_float32(row, special):
 
 
 @needs_native
-@covering("row, special, dtype", SPECIAL_ROWS, [torch.float32, torch.bfloat16, torch.float16], together=1)
+@pytest.mark.cover
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("row", "special"), SPECIAL_ROWS, ids=str)
 def test_decoding_in_float32(row, special, dtype):
     """The native recurrent form, which has no gradients, meets the same budget with chunks of 1, whole and packed."""
     for shape, texts in ((SMALL, None), (PACKED, TEXTS)):
@@ -101,7 +106,11 @@ def test_decoding_in_float32(row, special, dtype):
         assert_within(errors(got, expected), budget(row, inputs, expected, 1, **options))
 
 
-@covering("row, path, dtype, gates", ROWS, PATHS, HALF, ["same", "float32"])
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("gates", ["same", "float32"])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_half_precision_only_rounds_inputs_and_results(row, path, dtype, gates):
     """State, sums and solve are float32: the only difference from the float64 oracle is the last rounding."""
     inputs = convert(
@@ -117,6 +126,7 @@ def test_half_precision_only_rounds_inputs_and_results(row, path, dtype, gates):
     assert {name: x.dtype for name, x in got.grads.items()} == {name: x.dtype for name, x in inputs.items()}
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_dtype_and_shape_of_the_result(row, path):
@@ -139,7 +149,10 @@ def test_dtype_and_shape_of_the_result(row, path):
         assert attended.state.isfinite().all()
 
 
-@covering("row, path, dtype", ROWS, FORWARD_PATHS, [torch.float32, torch.bfloat16])
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("path", FORWARD_PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_autocast_changes_no_bit(row, path, dtype):
     """Autocast would round the operands of every product to bfloat16.
 
@@ -183,6 +196,7 @@ def strange_layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_memory_layout_does_not_matter(row, path):
@@ -200,6 +214,7 @@ def test_memory_layout_does_not_matter(row, path):
         assert_within(errors(Result(output.detach(), state.detach(), grads), expected), allowed, layout)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_expanded_inputs_and_gradients(row, path):
@@ -225,7 +240,10 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@covering("row, path, packed", ROWS, PATHS, [pytest.param(False, id="whole"), pytest.param(True, id="packed")])
+@pytest.mark.cover
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_uninitialised_memory_is_never_read(row, path, packed, poisoned_memory):
     shape, texts = (PACKED, len(TEXTS)) if packed else (SMALL, None)
     inputs = convert(draw(row, shape, texts=texts), torch.float32)
@@ -235,6 +253,7 @@ def test_uninitialised_memory_is_never_read(row, path, packed, poisoned_memory):
     assert_within(errors(got, expected), budget(row, inputs, expected, 64, **options))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_gradients_of_some_inputs_only(row, path):
@@ -247,6 +266,7 @@ def test_gradients_of_some_inputs_only(row, path):
         assert_same_bits(some, everything, name)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_without_gradients(row, path):
@@ -265,6 +285,7 @@ def test_without_gradients(row, path):
         assert same_bits(state, expected.state)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_losses_on_half_of_the_result(row, path):
@@ -311,6 +332,7 @@ def test_backward_twice_through_one_graph(path):
         assert torch.equal(x, y), name
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", FORWARD_PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_nan_is_never_swallowed(row, path):

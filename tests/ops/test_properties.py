@@ -24,7 +24,6 @@ from cases import (
     same_bits,
     weights,
 )
-from covers import covering
 from torch import Tensor
 
 
@@ -41,6 +40,7 @@ def rows(inputs: Inputs, which: list[int]) -> Inputs:
 # Split anywhere equals whole.
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("forms", [*((form, form) for form in FORMS), ("chunkwise", "recurrent")], ids="-".join)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_split_anywhere_equals_whole(row, forms):
@@ -104,7 +104,10 @@ def past(row: Row, inputs: Inputs, path: dict[str, str], position: int) -> tuple
 
 
 @pytest.mark.filterwarnings("ignore::lineate.UnstableMemoryWarning")  # the futures' numbers have any size
-@covering("row, path, position", ROWS, PATHS, [1, 5, 16, 17, 31, 32, 47])
+@pytest.mark.cover
+@pytest.mark.parametrize("position", [1, 5, 16, 17, 31, 32, 47])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_the_future_never_changes_the_past(row, path, position):
     """No bit of an earlier output or gradient changes, and gradients of future tokens are exactly 0."""
     inputs = convert(draw(row, SMALL), torch.float32)
@@ -125,7 +128,10 @@ def test_the_future_never_changes_the_past(row, path, position):
 # A reset forgets everything.
 
 
-@covering("row, path, position", [row for row in ROWS if row.decay != "none"], PATHS, [5, 16, 40])
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("position", [5, 16, 40])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.decay != "none"], ids=str)
 def test_nothing_crosses_a_decay_of_zero(row, path, position):
     """The bits after log_decay = -inf do not depend on earlier tokens, and no gradient reaches back across it.
 
@@ -158,6 +164,7 @@ def test_nothing_crosses_a_decay_of_zero(row, path, position):
 # Packed sequences never see each other.
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_packed_texts_equal_separate_runs(row, path):
@@ -186,7 +193,10 @@ def test_packed_texts_equal_separate_runs(row, path):
         )
 
 
-@covering("row, path, broken", ROWS, PATHS, [1, 4, 6])
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("broken", [1, 4, 6])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_broken_text_stays_alone(row, path, broken):
     """If one sequence is full of NaN, with its state, no other sequence changes a bit."""
     inputs = convert(draw(row, PACKED, texts=len(TEXTS)), torch.float32)
@@ -222,7 +232,10 @@ def row_results(row: Row, inputs: Inputs, path: dict[str, str], order: list[int]
     ]
 
 
-@covering("row, path, heads, threads", ROWS, PATHS, [((1, 1), 1), ((2, 6), 1), ((5, 5), 2), ((11, 11), 2)])
+@pytest.mark.cover
+@pytest.mark.parametrize(("heads", "threads"), [((1, 1), 1), ((2, 6), 1), ((5, 5), 2), ((11, 11), 2)])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_batch_company_never_changes_a_row(row, path, heads, threads):
     """A row alone, in batches of 2 to 20 and in another order has the same bits, forward and backward."""
     h, hv = heads
@@ -238,6 +251,7 @@ def test_batch_company_never_changes_a_row(row, path, heads, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_broken_row_stays_alone(row, path):
@@ -251,6 +265,7 @@ def test_a_broken_row_stays_alone(row, path):
         assert_same_bits(got[i], expected[i])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_heads_do_not_see_each_other(row, path):
@@ -280,7 +295,10 @@ def test_heads_do_not_see_each_other(row, path):
 # The same inputs give the same bits, and are left alone.
 
 
-@covering("row, path, shape", ROWS, PATHS, [SMALL, LARGE])
+@pytest.mark.cover
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=str)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_two_runs_give_the_same_bits(row, path, shape):
     inputs = convert(draw(row, shape, "reset -50" if row.decay != "none" else "ordinary"), torch.float32)
     first = run(row, inputs, **path)
@@ -292,7 +310,10 @@ def test_two_runs_give_the_same_bits(row, path, shape):
     assert_same_bits(run(row, inputs, **path), first)
 
 
-@covering("row, path, shape", ROWS, PATHS, [SMALL, Shape(1, 20, 1, 1, 6, 5), Shape(1, 1, 1, 1, 6, 5)])
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("shape", [SMALL, Shape(1, 20, 1, 1, 6, 5), Shape(1, 1, 1, 1, 6, 5)], ids=str)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_inputs_are_never_modified(row, path, shape):
     """The call, its backward and writes to the result leave them unchanged: output and state own their memory."""
     for normalize_qk in (False, True):

@@ -53,6 +53,7 @@ WAYS = {
 }
 
 
+@pytest.mark.cover
 @DTYPES
 @pytest.mark.parametrize("texts", [None, TEXTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -60,6 +61,7 @@ def test_tangents(row, texts, dtype, tolerance):
     check_tangents(row, jvp, dtype, tolerance, texts)
 
 
+@pytest.mark.cover
 @DTYPES
 @pytest.mark.parametrize("way", WAYS)
 def test_tangents_by_every_way(way, dtype, tolerance):

@@ -136,6 +136,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.cover
 @needs_native
 @pytest.mark.parametrize("row", (GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA), ids=str)
 @pytest.mark.parametrize("name", VIEWS)

@@ -73,6 +73,7 @@ ALLOCATED = [(name, dtype) for name in (*CONFIGS, *FAMILIES) for dtype in ("bf16
 ALLOCATED += [("every letter", "fp16"), ("tiny", "fp32")]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("name", "dtype"), ALLOCATED)
 def test_bytes_are_those_allocated(name: str, dtype: str, tmp_path: Path) -> None:
     if name in FAMILIES:

@@ -85,6 +85,7 @@ FULL = dict(
 )  # fmt: skip
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("letter", "LRDGKAM")
 def test_flops_are_those_that_torch_counts(letter: str, experts: Any) -> None:

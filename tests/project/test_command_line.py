@@ -34,7 +34,11 @@ def options():
                     yield name, flag, 0 if getattr(param, "is_flag", False) else param.nargs
 
 
-@pytest.mark.parametrize("command, flag, values", list(options()))
+# Every fourth is fast.
+OPTIONS = [pytest.param(*x, marks=[pytest.mark.slow] if i % 4 else []) for i, x in enumerate(options())]
+
+
+@pytest.mark.parametrize("command, flag, values", OPTIONS)
 def test_underscores_and_hyphens_are_alike(command, flag, values):
     typed = "--" + flag.lstrip("-").replace("-", "_")
     done = lineate(command, typed, *["1"] * values, "--help")

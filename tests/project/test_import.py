@@ -1,8 +1,6 @@
 """`import lineate` needs only torch."""
 
-import os
-import subprocess
-import sys
+import fresh
 
 OPTIONAL = ("triton", "typer", "rich", "matplotlib", "transformers", "einops", "safetensors", "gradio", "fastapi")
 
@@ -29,9 +27,7 @@ print(lineate.explain(q, q, q, log_decay, beta).rule)
 
 
 def python(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
-    )
+    done = fresh.run(code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -31,6 +31,7 @@ def test_a_prompt_being_read_has_the_planned_bytes(pattern):
                 assert 2 * reading.nbytes == Plan(lm, 1, 256, None).reading_nbytes(Need(1, len(ids), 0, True))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("pattern", ["GGGA", "LRDG"])
 @pytest.mark.parametrize("times", [1.0, 1.5, 20.0])
 def test_memory_is_never_exceeded(pattern, times):

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from few import few
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
@@ -236,7 +237,7 @@ def test_json_objects(client, tokenizer):
         assert isinstance(json.loads(made.choices[0].message.content), dict)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", few([False, True], [True]))
 def test_json_of_a_schema(client, stream):
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
     for seed in range(2):
@@ -257,6 +258,7 @@ def test_json_of_a_schema(client, stream):
         assert len(person["tags"]) <= 3 and all(isinstance(x, bool) for x in person["tags"])
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_a_call_can_be_required(client, stream, choice):

@@ -1,14 +1,19 @@
 """Runs that take a second: a model of 30 thousand parameters, and a few documents."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lineate.models import HybridLM
 from lineate.models.presets import tiny
 from lineate.training.config import TrainConfig
+from lineate.training.learner import Learner
 
 WORDS = ("the memory", "forgets", "compares", "writes", "reads", "a key", "its value", "each token")
 
@@ -52,6 +57,14 @@ def make_config(folder: Path, **changes: Any) -> TrainConfig:
         "eval_batches": 2, "sample_every": 0, "save_every": 3, "device": "cpu",
     }  # fmt: skip
     return TrainConfig(**(values | changes))
+
+
+@contextmanager
+def short_samples() -> Iterator[None]:
+    """Let the samples of runs have 12 tokens, because those of full length take longer than all steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "sample", partialmethod(Learner.sample, 12))
+        yield
 
 
 def everything(trainer: Any) -> dict[str, torch.Tensor]:

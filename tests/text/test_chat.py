@@ -42,7 +42,7 @@ def pairs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     messages=st.lists(MESSAGE, min_size=1, max_size=6),
     tools=st.sampled_from([None, [TOOL]]),

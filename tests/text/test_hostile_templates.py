@@ -3,6 +3,7 @@
 import resource
 
 import pytest
+from few import few
 
 pytest.importorskip("jinja2")
 
@@ -141,7 +142,10 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+ALIKE = [name for name in REFUSED if name.startswith(("shared ", "deep tuples"))]
+
+
+@pytest.mark.parametrize("name", few(REFUSED, [name for name in REFUSED if name not in ALIKE or name in ALIKE[::6]]))
 def test_hostile_templates_are_refused(name):
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ChatError):

@@ -38,7 +38,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=WORDS)
 @example(text="")
 @example(text="a<|im_end|>b <|im_end|> c<|im_")
@@ -54,7 +54,7 @@ def test_texts_are_encoded_and_decoded_as_by_transformers(made, kind, text):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytes with bos"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_ids_are_decoded_as_by_transformers(made, kind, data):
     theirs, ours, _ = made[kind]

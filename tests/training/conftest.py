@@ -1,8 +1,9 @@
-"""Fixtures: a trained tokenizer, and a file of texts."""
+"""Fixtures: a trained tokenizer, a file of texts, and short samples."""
 
 import random
 
 import pytest
+from runs import short_samples
 from token_stores import bpe_texts
 
 from lineate.text.tokenizer import make_tokenizer
@@ -12,6 +13,12 @@ from lineate.text.tokenizer import make_tokenizer
 def bpe():
     pytest.importorskip("tokenizers")
     return make_tokenizer("bpe:400", bpe_texts())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_looks():
+    with short_samples():
+        yield
 
 
 @pytest.fixture

@@ -363,9 +363,14 @@ def refused(folder: Path, *arguments: str) -> str:
     return last
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "message"), HOSTILE, ids=[f"{n}-{x[2][:40]}" for n, x in enumerate(HOSTILE)]
-)
+def hostile() -> list[Any]:
+    """Return parameters for all cases; of those in the long list for state.json, every third is fast."""
+    slow = [n for n, (name, _, _) in enumerate(HOSTILE) if name.endswith("state.json") and n % 3]
+    marks = [[pytest.mark.slow] if n in slow else [] for n in range(len(HOSTILE))]
+    return [pytest.param(*x, id=f"{n}-{x[2][:40]}", marks=marks[n]) for n, x in enumerate(HOSTILE)]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), hostile())
 def test_a_hostile_run_is_one_line_and_changes_nothing(
     run: Path, tmp_path: Path, name: str, damage: Any, message: str
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Started
-from runs import assert_same_bits, everything, make_config
+from runs import assert_same_bits, everything, make_config, short_samples
 
 from lineate.cli import main
 from lineate.training import checkpoint, stopping
@@ -39,7 +39,8 @@ def be_stuck(config: str, signals: list[int], grace: float) -> None:
 
     Trainer.gradients = gradients  # type: ignore[method-assign]
     sys.argv[1:] = ["train", "--config", config]
-    main()
+    with short_samples():
+        main()
 
 
 @pytest.fixture(scope="module")

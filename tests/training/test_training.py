@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from few import few
 from runs import assert_same_bits, everything, make_config, make_model, make_texts
 
 from lineate.generation import Sampling, choose, generate, stream_text
@@ -247,7 +248,7 @@ def test_a_step_of_muon_is_its_equation_and_the_rest_is_adamw() -> None:
 # the loop
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", few(["adamw", "muon"], ["muon"]))
 def test_training_lowers_the_loss_and_leaves_what_it_promised(tmp_path: Path, optimizer: str) -> None:
     config = make_config(tmp_path, steps=40, save_every=0, optimizer=optimizer, lr=1e-2, sample_every=40, prompt="the ")
     trainer = train(config)

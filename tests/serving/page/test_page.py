@@ -6,6 +6,7 @@ import re
 import pytest
 from browser import Window
 from chat_page import held, roles, row, say, send, texts, titles
+from few import few
 from scripted_server import MEMORY_BYTES, Script, ScriptedServer
 
 
@@ -95,7 +96,7 @@ def test_regenerating_keeps_the_other_version(server, page):
     assert texts(page) == ["Choose", "Tails."]
 
 
-@pytest.mark.parametrize("at", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", few([0, 1, 2], [1]))
 def test_fork_from_any_turn(at, server, page):
     say(page, "one")
     say(page, "two")
