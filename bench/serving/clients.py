@@ -203,18 +203,22 @@ KINDS: dict[str, Callable[[Client], Awaitable[None]]] = {
 }  # fmt: skip
 
 
-def pressed(url: str, clients: int, seconds: float, most: int, seed: int) -> dict[str, Tally]:
+def pressed(
+    url: str, clients: int, seconds: float, most: int, seed: int, patience: float = 120
+) -> dict[str, Tally]:  # fmt: skip
     """Run `press` to its end, for a process of its own."""
-    return asyncio.run(press(url, clients, seconds, most, seed))
+    return asyncio.run(press(url, clients, seconds, most, seed, patience))
 
 
-async def press(url: str, clients: int, seconds: float, most: int, seed: int) -> dict[str, Tally]:
+async def press(
+    url: str, clients: int, seconds: float, most: int, seed: int, patience: float
+) -> dict[str, Tally]:  # fmt: skip
     """Run clients of all kinds for a time and return what each kind has seen."""
     tallies = {name: Tally() for name in KINDS}
     names = list(KINDS)
     end = time.monotonic() + seconds
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=patience, limits=limits) as http:
 
         async def run(number: int) -> None:
             name = names[number % len(names)]

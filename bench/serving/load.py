@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--queue", type=int, default=24)
     parser.add_argument("--cache-mb", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer")
+    parser.add_argument("--patience", type=float, default=120, help="seconds that a client waits for the next bytes")
     parser.add_argument("--model", help="folder of a model with its tokenizer")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--draft", action="store_true", help="guess tokens from the text")
@@ -97,7 +98,8 @@ def run(model: HybridLM, tokenizer: Tokenizer, asked: argparse.Namespace) -> dic
         _settle(engine)
         before = measure(engine, cache)
         began = time.perf_counter()
-        tallies = elsewhere.submit(pressed, url, asked.clients, asked.seconds, asked.tokens, asked.seed).result()
+        options = asked.clients, asked.seconds, asked.tokens, asked.seed, asked.patience
+        tallies = elsewhere.submit(pressed, url, *options).result()
         seconds = time.perf_counter() - began
         _settle(engine)
         after = measure(engine, cache)

@@ -41,9 +41,11 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """Stop waiting: uvicorn closes a connection without a new request after a while."""
+        """Wait for the rest of the next head if it has begun; uvicorn closes a connection on which none begins."""
         self._stop_waiting()
         super().on_response_complete()
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._wait()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, in the shape of all other errors."""

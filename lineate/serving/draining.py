@@ -30,7 +30,8 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, app: FastAPI, config: uvicorn.Config) -> None:
         self._traffic: Traffic = app.state.traffic
         self._service: Service = app.state.service
-        config.http = connections(self._service.limits.head_seconds)
+        limits = self._service.limits
+        config.http, config.timeout_keep_alive = connections(limits.head_seconds), limits.idle_seconds
         super().__init__(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None

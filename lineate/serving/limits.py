@@ -37,6 +37,8 @@ class Limits:
     """Ids that /detokenize takes at once."""
     head_seconds: float = 30.0
     """Seconds in which the head of a request must have arrived."""
+    idle_seconds: int = 75
+    """Seconds that a connection without a request stays open: more than clients keep theirs, so that they close it."""
     body_seconds: float = 30.0
     """Seconds in which a body must have arrived."""
     send_seconds: float = 60.0
