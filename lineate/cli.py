@@ -1,4 +1,4 @@
-"""The command line: `lineate demo`, `inspect`, `train`, `generate`, `chat`, `serve`, `tasks`, `plan`, `picture`."""
+"""The command line: `lineate demo`, `inspect`, `train`, `generate`, `chat`, `serve`, `tasks`, `plan`, `learn`, ..."""
 
 import importlib
 import os
@@ -97,6 +97,7 @@ def build_app() -> "typer.Typer":
 
     from lineate.explore.command import add_commands as add_pictures
     from lineate.generation.command import add_commands as add_generation
+    from lineate.learn.command import add_commands as add_lessons
     from lineate.planning.command import add_commands as add_planning
     from lineate.serving.command import add_commands as add_serving
     from lineate.tasks.command import add_commands as add_tasks
@@ -108,6 +109,7 @@ def build_app() -> "typer.Typer":
     add_tasks(app)
     add_planning(app)
     add_pictures(app)
+    add_lessons(app)
     return app
 
 

@@ -5,8 +5,8 @@ from importlib import import_module
 from lineate.learn.lesson import Lesson
 
 MODULES = (
-    "l01_softmax", "l02_linear", "l03_forms", "l04_capacity", "l05_decay", "l06_delta", "l07_ancestors", "l08_gated_delta",
-    "l09_kimi", "l10_learning", "l11_hybrids", "l12_costs",
+    "l01_softmax", "l02_linear", "l03_forms", "l04_capacity", "l05_decay", "l06_delta", "l07_ancestors",
+    "l08_gated_delta", "l09_kimi", "l10_learning", "l11_hybrids", "l12_costs",
 )  # fmt: skip
 """The module of every lesson; the first is lesson 1."""
 

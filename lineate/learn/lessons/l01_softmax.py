@@ -14,15 +14,15 @@ o_t  = sum_{j<=t} w_tj v_j                                                   rea
 """
 
 TEXT = """\
-Softmax attention [Vaswani2017] keeps every key and every value. A token compares its query with all keys so far and reads
-a weighted mean of the values. Nothing is merged, so nothing is lost, and nothing gets cheaper: token t looks at t pairs,
-and t tokens look at t (t + 1) / 2. The cache of keys and values grows by k + v numbers a token, for every head of every
-layer.
+Softmax attention [Vaswani2017] keeps every key and every value. A token compares its query with all keys so far and
+reads a weighted mean of the values. Nothing is merged, so nothing is lost, and nothing gets cheaper: token t looks
+at t pairs, and t tokens look at t (t + 1) / 2. The cache of keys and values grows by k + v numbers a token, for
+every head of every layer.
 
-FlashAttention [Dao2022] does not change this. It goes through the keys in blocks and carries a running maximum `top`, a
-running sum of weights `total` and a running sum of weighted values (the online softmax, [Milakov2018]). So the t x t
-matrix never has to be stored or moved. The result is the same, the number of products is the same, and the cache is the
-same: memory traffic is what shrinks.
+FlashAttention [Dao2022] does not change this. It goes through the keys in blocks and carries a running maximum
+`top`, a running sum of weights `total` and a running sum of weighted values (the online softmax, [Milakov2018]). So
+the t x t matrix never has to be stored or moved. The result is the same, the number of products is the same, and
+the cache is the same: memory traffic is what shrinks.
 """
 
 CODE = """\
@@ -97,7 +97,8 @@ plain, shifted = large.exp() / large.exp().sum(), (large - large.max()).exp()
         ),
     ),
     next=(
-        "Each new token reads the whole past, and the past is kept for ever. A memory of fixed size needs the sum over j to "
-        "be taken before the query is known. The exponential of q . k stands in the way: leave it out, and see."
+        "Each new token reads the whole past, and the past is kept for ever. A memory of fixed size needs the sum "
+        "over j to be taken before the query is known. The exponential of q . k stands in the way: leave it out, "
+        "and see."
     ),
 )

@@ -15,17 +15,17 @@ o_t = S_t^T q_t,    S_t = S_{t-1} + k_t v_t^T         causal: a running sum take
 """
 
 TEXT = """\
-Without the softmax, attention is a product of three matrices, and brackets may be moved. The left side makes a t x t
-matrix and takes 2 t^2 (k + v) operations or so; the right side makes a k x v matrix and takes about 4 t k v. The second is
-linear in t.
+Without the softmax, attention is a product of three matrices, and brackets may be moved. The left side makes a t x
+t matrix and takes 2 t^2 (k + v) operations or so; the right side makes a k x v matrix and takes about 4 t k v. The
+second is linear in t.
 
-A causal mask is multiplied element by element, between the two products. So the brackets cannot be moved: `Q (K^T V)` lets
-every token read the future. What can be done is to sum only the past. Row t of the masked product is q_t times the sum of
-k_j v_j^T over j <= t, and that sum is a matrix S of fixed size that grows by one outer product a token. This is linear
-attention [Katharopoulos2020].
+A causal mask is multiplied element by element, between the two products. So the brackets cannot be moved: `Q (K^T
+V)` lets every token read the future. What can be done is to sum only the past. Row t of the masked product is q_t
+times the sum of k_j v_j^T over j <= t, and that sum is a matrix S of fixed size that grows by one outer product a
+token. This is linear attention [Katharopoulos2020].
 
-With the softmax, the mask has its place too: scores of the future become -inf **before** the softmax. Multiplying the
-scores by the mask first, softmax(mask * (Q K^T)), sets them to 0, and exp(0) = 1 is a full vote for the future.
+With the softmax, the mask has its place too: scores of the future become -inf **before** the softmax. Multiplying
+the scores by the mask first, softmax(mask * (Q K^T)), sets them to 0, and exp(0) = 1 is a full vote for the future.
 """
 
 CODE = """\
@@ -60,7 +60,7 @@ def draw(names: Names) -> "Figure":
 
 LESSON = Lesson(
     name="linear",
-    title="Without the softmax: linear attention, and what the mask breaks",
+    title="Linear attention, and what the mask breaks",
     equation=EQUATION,
     text=TEXT,
     code=CODE,
@@ -71,25 +71,33 @@ LESSON = Lesson(
         Equality("its state is the sum after the last token", "state[0, 0]", "K.T @ V"),
         Measure(
             "relative difference of the regrouped product and the causal one",
-            "(unmasked - causal).norm() / causal.norm()", 0.5, 2,
+            "(unmasked - causal).norm() / causal.norm()",
+            0.5,
+            2,
         ),
         Measure(
             "weight that softmax of a masked product gives to the future, of 1, in the mean",
-            "wrong.triu(1).sum(-1).mean()", 0.3, 0.6,
+            "wrong.triu(1).sum(-1).mean()",
+            0.3,
+            0.6,
         ),
         Measure(
-            "relative error of its output", "(wrong @ V - right @ V).norm() / (right @ V).norm()", 0.4, 1.2,
+            "relative error of its output",
+            "(wrong @ V - right @ V).norm() / (right @ V).norm()",
+            0.4,
+            1.2,
         ),
     ),
     picture=Picture("Above the diagonal is the future. Only the panel in the middle reads it.", draw),
     exercise=Exercise(
         question=(
-            "With non-negative features phi(q) . phi(k) in place of exp(q . k), the weights can be divided by their sum, as a "
-            "softmax does. What must the memory keep for that, beside S?"
+            "With non-negative features phi(q) . phi(k) in place of exp(q . k), the weights can be divided by their "
+            "sum, as a softmax does. What must the memory keep for that, beside S?"
         ),
         answer=(
-            "The sum of the keys' features, k numbers: the sum of the weights of token t is phi(q_t) . sum_{j<=t} phi(k_j). It is "
-            "the memory of a value that is always 1. `normalize=True` keeps it as one more column of the state."
+            "The sum of the keys' features, k numbers: the sum of the weights of token t is phi(q_t) . sum_{j<=t} "
+            "phi(k_j). It is the memory of a value that is always 1. `normalize=True` keeps it as one more column "
+            "of the state."
         ),
         code="""\
 phi = lambda x: torch.nn.functional.elu(x) + 1
@@ -103,7 +111,7 @@ normalized = lineate.linear_attention(q, k, v, feature_map="elu+1", normalize=Tr
         ),
     ),
     next=(
-        "The masked product is quadratic, and the running sum is t small steps, one after another, which keep no processor busy. "
-        "There is a form between the two."
+        "The masked product is quadratic, and the running sum is t small steps, one after another, which keep no "
+        "processor busy. There is a form between the two."
     ),
-)  # fmt: skip
+)

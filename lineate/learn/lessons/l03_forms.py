@@ -15,17 +15,18 @@ chunkwise     O = Q S + tril(Q K^T) V,   S <- S + K^T V                         
 """
 
 TEXT = """\
-Cut the sequence into chunks of c tokens. Inside a chunk, use the masked product; between chunks, carry the state. What a
-token reads is then the sum of two parts: `Q S` from all earlier chunks, and the masked product of its own chunk.
+Cut the sequence into chunks of c tokens. Inside a chunk, use the masked product; between chunks, carry the state.
+What a token reads is then the sum of two parts: `Q S` from all earlier chunks, and the masked product of its own
+chunk.
 
-The three forms compute the same numbers, so the chunk length is a knob for speed, not a choice of model. At c = 1 the
-chunkwise form is the recurrent one, and at c = t it is the parallel one. A chunk takes 4 k v + 2 c (k + v) operations a
-token: the first part is the state's, the second the square's. So longer chunks cost more operations, in fewer and larger
-matrix products, and with fewer steps that wait for each other. Decoding is recurrent, because the next token is not known
-yet. Prefill and training are chunkwise; 64 is usual.
+The three forms compute the same numbers, so the chunk length is a knob for speed, not a choice of model. At c = 1
+the chunkwise form is the recurrent one, and at c = t it is the parallel one. A chunk takes 4 k v + 2 c (k + v)
+operations a token: the first part is the state's, the second the square's. So longer chunks cost more operations,
+in fewer and larger matrix products, and with fewer steps that wait for each other. Decoding is recurrent, because
+the next token is not known yet. Prefill and training are chunkwise; 64 is usual.
 
-`lineate.explain` says which form a call would take. All rules of the next lessons have the same three forms; what changes
-is the map of a chunk ([derivation.md](../derivation.md#5-three-forms-of-one-computation)).
+`lineate.explain` says which form a call would take. All rules of the next lessons have the same three forms; what
+changes is the map of a chunk ([derivation.md](../derivation.md#5-three-forms-of-one-computation)).
 """
 
 CODE = """\
@@ -41,8 +42,9 @@ for i in range(0, t, c):
     rows.append(Q @ S + (Q @ K.T).tril() @ V)                      # earlier chunks, and this one
     S = S + K.T @ V
 
-forms = {form: lineate.linear_attention(q, k, v, scale=1.0, form=form) for form in ("recurrent", "chunkwise", "parallel")}
-sizes = [lineate.linear_attention(q, k, v, scale=1.0, form="chunkwise", chunk_size=n).output for n in (1, 5, 16, 64, 128)]
+op = lambda form, size=None: lineate.linear_attention(q, k, v, scale=1.0, form=form, chunk_size=size)
+forms = {form: op(form) for form in ("recurrent", "chunkwise", "parallel")}
+sizes = [op("chunkwise", n).output for n in (1, 5, 16, 64, 128)]
 """
 
 
@@ -79,8 +81,14 @@ LESSON = Lesson(
     ),
     picture=Picture("4096 tokens, heads of 128 channels. The dotted line is a chunk of 64.", draw),
     exercise=Exercise(
-        question="For k = v = 128, at which chunk length do both parts of the work, the state's and the square's, take the same?",
-        answer="4 k v = 2 c (k + v) gives c = 2 k v / (k + v) = 128. At the usual 64 the square is half of the state's part.",
+        question=(
+            "For k = v = 128, at which chunk length do both parts of the work, the state's and the square's, take "
+            "the same?"
+        ),
+        answer=(
+            "4 k v = 2 c (k + v) gives c = 2 k v / (k + v) = 128. At the usual 64 the square is half of the state's "
+            "part."
+        ),
         code="k, v = 128, 128\nc = 2 * k * v / (k + v)\n",
         claims=(
             Equality("both parts are equal there", "4 * k * v", "2 * c * (k + v)", 0),
@@ -88,7 +96,7 @@ LESSON = Lesson(
         ),
     ),
     next=(
-        "Time is linear and the state is fixed. But softmax attention kept everything, and this memory keeps k v numbers. What "
-        "is lost?"
+        "Time is linear and the state is fixed. But softmax attention kept everything, and this memory keeps k v "
+        "numbers. What is lost?"
     ),
-)  # fmt: skip
+)

@@ -16,14 +16,15 @@ relative error of n pairs under random unit keys                 about sqrt((n -
 """
 
 TEXT = """\
-Write n pairs into the memory and ask for each value with its own key. The answer is the value plus every other value,
-weighted by how similar its key is. If the keys are orthonormal the crosstalk is zero and recall is exact. A space of k
-channels has at most k orthogonal directions, so this ends at n = k: the **capacity** for exact recall is k pairs, though
-the state has k v numbers.
+Write n pairs into the memory and ask for each value with its own key. The answer is the value plus every other
+value, weighted by how similar its key is. If the keys are orthonormal the crosstalk is zero and recall is exact. A
+space of k channels has at most k orthogonal directions, so this ends at n = k: the **capacity** for exact recall is
+k pairs, though the state has k v numbers.
 
-Keys of a model are not orthogonal. Two random unit keys have a squared cosine of 1/k in the mean, so n - 1 other values
-add an error of sqrt((n - 1) / k), as a part of a value's length. At n = k + 1 the error is as large as the value itself: as
-wrong as no answer at all. Old pairs are never removed, so with the length of the text the error only grows.
+Keys of a model are not orthogonal. Two random unit keys have a squared cosine of 1/k in the mean, so n - 1 other
+values add an error of sqrt((n - 1) / k), as a part of a value's length. At n = k + 1 the error is as large as the
+value itself: as wrong as no answer at all. Old pairs are never removed, so with the length of the text the error
+only grows.
 
 There is a second failure, which more channels do not cure. Write v_1 and then v_2 under one key: the memory returns
 v_1 + v_2. It cannot replace.
@@ -86,8 +87,8 @@ LESSON = Lesson(
     picture=Picture("Left: the error grows as the root of the number of pairs. Right: a sum never replaces.", draw),
     exercise=Exercise(
         question=(
-            "How many pairs can be stored under random keys of 128 channels before the error passes one half of a value's "
-            "length? And what error have 4096 pairs?"
+            "How many pairs can be stored under random keys of 128 channels before the error passes one half of a "
+            "value's length? And what error have 4096 pairs?"
         ),
         answer=(
             "sqrt((n - 1) / 128) = 1/2 gives n = 33 pairs, a quarter of the channels. With 4096 pairs the error is "
@@ -104,7 +105,7 @@ few, many = ((K[:m] @ ask(K[:m], V[:m]) - V[:m]).norm() / V[:m].norm() for m in 
         ),
     ),
     next=(
-        "A memory that only adds must overflow. There are two ways out: let what is old fade, or take back what is wrong. The "
-        "first is decay."
+        "A memory that only adds must overflow. There are two ways out: let what is old fade, or take back what is "
+        "wrong. The first is decay."
     ),
 )

@@ -15,17 +15,19 @@ rotary positions:   q_i^T R^{i-j} k_j    with R orthogonal        turns, and nev
 """
 
 TEXT = """\
-Multiply the state by a number below 1 before each write. A pair that was written at j counts exp(G_i - G_j) at token i: the
-product of the decays in between. With a constant a (RetNet, [Sun2023]) the weight falls by a fixed half-life of
-ln 2 / -log_decay tokens. With a gate a_t that is made from the token (Mamba-2 [Dao2024], GLA [Yang2024a]) the model decides
-when to forget; log_decay = -inf is a reset. The state is now bounded: at most ||k|| ||v|| / (1 - a) for a constant a.
+Multiply the state by a number below 1 before each write. A pair that was written at j counts exp(G_i - G_j) at
+token i: the product of the decays in between. With a constant a (RetNet, [Sun2023]) the weight falls by a fixed
+half-life of ln 2 / -log_decay tokens. With a gate a_t that is made from the token (Mamba-2 [Dao2024], GLA
+[Yang2024a]) the model decides when to forget; log_decay = -inf is a reset. The state is now bounded: for a constant
+a by the largest write, divided by 1 - a.
 
-**A gate is a position encoding, and RoPE is a gate of length 1.** Both put a product of matrices between query and key: one
-a token for the tokens from j + 1 to i. For rotary positions [Su2021] each is a rotation R by fixed angles. Rotating queries
-and keys by their positions and then running linear attention is the same as turning the state by R at every token. A
-rotation keeps all lengths, so what was written never fades; it only gets out of step with the query. A decay shrinks and
-does not turn, so the weight tells the distance too: this is why layers with a gate can do without other positions. ALiBi
-[Press2021], which subtracts a multiple of i - j from the scores of a softmax, is such a decay in front of the exponential.
+**A gate and rotary positions (RoPE) are of one kind.** Both put a product of matrices between query and key: one a
+token for the tokens from j + 1 to i. For rotary positions [Su2021] each is a rotation R by fixed angles. Rotating
+queries and keys by their positions and then running linear attention is the same as turning the state by R at every
+token. A rotation keeps all lengths, so what was written never fades; it only gets out of step with the query. A
+decay shrinks and does not turn, so the weight tells the distance too: this is why layers with a gate can do without
+other positions. ALiBi [Press2021], which subtracts a multiple of i - j from the scores of a softmax, is such a
+decay in front of the exponential.
 """
 
 CODE = """\
@@ -42,8 +44,9 @@ output = lineate.gated_linear_attention(q, k, v, log_decay, scale=1.0).output
 
 turn = turns(torch.arange(t), d, 10000.0, torch.float64)           # cos and sin of every position
 turned = lineate.linear_attention(rotate(q, turn), rotate(k, turn), v, scale=1.0).output
-R = rotate(torch.eye(d, dtype=torch.float64)[None, :, None].expand(1, d, 1, d), turns(torch.ones(d), d, 1e4, torch.float64))
-R, S, rows = R[0, :, 0], torch.zeros(d, d, dtype=torch.float64), []
+basis, one = torch.eye(d, dtype=torch.float64)[None, :, None], turns(torch.ones(d), d, 10000.0, torch.float64)
+R = rotate(basis, one)[0, :, 0]                                    # the turn of one token, as a matrix
+S, rows = torch.zeros(d, d, dtype=torch.float64), []
 for i in range(t):                                                 # the rotation as a transition of the state
     S = R @ S + k[0, i, 0, :, None] * v[0, i, 0]
     rows.append(q[0, i, 0] @ S)
@@ -81,20 +84,28 @@ LESSON = Lesson(
     code=CODE,
     claims=(
         Equality("a pair counts the product of the decays after it", "output[0, :, 0]", "gated @ v[0, :, 0]"),
-        Equality("lineate's attention matrix is the same", "lineate.attention_matrix(q, k, log_decay, scale=1.0)[0, 0]", "gated"),
+        Equality(
+            "lineate's attention matrix is the same",
+            "lineate.attention_matrix(q, k, log_decay, scale=1.0)[0, 0]",
+            "gated",
+        ),
         Equality("rotary positions turn the state", "turned[0, :, 0]", "torch.stack(rows)"),
         Equality("the turn is orthogonal", "R.T @ R", "torch.eye(d, dtype=torch.float64)"),
         Measure(
             "length of what is left of a key after 64 rotations, of 1",
-            "(torch.linalg.matrix_power(R, t) @ k[0, 0, 0]).norm() / k[0, 0, 0].norm()", 1 - 1e-12, 1 + 1e-12,
+            "(torch.linalg.matrix_power(R, t) @ k[0, 0, 0]).norm() / k[0, 0, 0].norm()",
+            1 - 1e-12,
+            1 + 1e-12,
         ),
         Measure("length after the 64 decays", "G[-1].exp()", 0, 1e-10),
     ),
     picture=Picture("What a pair of a given age still weighs, under three decays and under rotary positions.", draw),
     exercise=Exercise(
         question="Which log_decay has a half-life of 1000 tokens? What is its a?",
-        answer="-ln 2 / 1000 = -0.000693, so a = 0.99931. In bfloat16, whose numbers next to 1 are 0.0039 apart, that a is 1: "
-        "nothing is ever forgotten. Decays are kept as logarithms, in float32.",
+        answer=(
+            "-ln 2 / 1000 = -0.000693, so a = 0.99931. In bfloat16, whose numbers next to 1 are 0.0039 apart, that "
+            "a is 1: nothing is ever forgotten. Decays are kept as logarithms, in float32."
+        ),
         code="""\
 half = -torch.ones(1, 1001, 1, dtype=torch.float64) * torch.tensor(2.0, dtype=torch.float64).log() / 1000
 pulse = torch.zeros(1, 1001, 1, 1, dtype=torch.float64)
@@ -107,7 +118,8 @@ left = lineate.gated_linear_attention(torch.ones_like(pulse), pulse, pulse, half
         ),
     ),
     next=(
-        "Decay forgets by age, the newest pair included in the end, and it forgets what is needed as fast as what is not. A key "
-        "with a new value still returns a mixture. To replace, the memory must first look at what it holds."
+        "Decay forgets by age, the newest pair included in the end, and it forgets what is needed as fast as what "
+        "is not. A key with a new value still returns a mixture. To replace, the memory must first look at what it "
+        "holds."
     ),
-)  # fmt: skip
+)

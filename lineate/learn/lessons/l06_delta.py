@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lineate.learn.drawing import panels
+from lineate.learn.drawing import panels, rule_lines
 from lineate.learn.lesson import Equality, Exercise, Lesson, Measure, Names, Picture
 
 if TYPE_CHECKING:
@@ -18,18 +18,20 @@ least change            argmin_Z ||Z - S||^2 + eta ||Z^T k - v||^2,   beta = eta
 """
 
 TEXT = """\
-Before writing, ask the memory what it holds for this key, and write only the difference. This is DeltaNet [Schlag2021]
-[Yang2024b]. The four lines above are one rule:
+Before writing, ask the memory what it holds for this key, and write only the difference. This is DeltaNet
+[Schlag2021], [Yang2024b]. The four lines above are one rule:
 
 1. The error v - S^T k is written along the key.
-2. The gradient of the squared error is k (S^T k - v)^T: one step of descent with rate beta, on the newest pair alone.
-3. The old state is multiplied by I - beta k k^T. At beta = 2 and a unit key this is a Householder reflection, at beta = 1 a
-   projection that removes what is stored at k. A chunk of tokens is a product of such matrices, which has a short form
-   known from numerical linear algebra ([Schreiber1989]; `lineate` uses it in every chunk).
+2. The gradient of the squared error is k (S^T k - v)^T: one step of descent with rate beta, on the newest pair
+   alone.
+3. The old state is multiplied by I - beta k k^T. At beta = 2 and a unit key this is a Householder reflection, at
+   beta = 1 a projection that removes what is stored at k. A chunk of tokens is a product of such matrices, which
+   has a short form known from numerical linear algebra ([Schreiber1989]; `lineate` uses it in every chunk).
 4. Among all memories that answer v for k, at beta = 1, it is the one nearest to the old memory.
 
-Reading k afterwards gives (1 - g) v_old + g v with g = beta ||k||^2, and a key that is orthogonal to k reads the same as
-before. So unit keys matter: then beta itself is the part that is replaced, and the memory is stable for 0 <= beta <= 2.
+Reading k afterwards gives (1 - g) v_old + g v with g = beta ||k||^2, and a key that is orthogonal to k reads the
+same as before. So unit keys matter: then beta itself is the part that is replaced, and the memory is stable for 0
+<= beta <= 2.
 """
 
 CODE = """\
@@ -64,24 +66,23 @@ def draw(names: Names) -> "Figure":
         x, y = ((1 - beta) * old + beta * new).tolist()
         left.plot(x, y, "o", color="#0072B2")
         left.annotate(f"{beta:g}", (x, y), xytext=(3, -12), textcoords="offset points", fontsize=8)
-    left.annotate("old", old.tolist(), xytext=(-4, 8), textcoords="offset points")
-    left.annotate("new", new.tolist(), xytext=(-12, 8), textcoords="offset points")
+    for label, (x, y), away in (("old", old.tolist(), -4), ("new", new.tolist(), -12)):
+        left.annotate(label, (x, y), xytext=(away, 8), textcoords="offset points")
     left.set(xlim=(-1.6, 3.6), ylim=(-1, 2.2))
     left.set_title("the answer for k, by beta")
     n, d = 64, 64
     K = torch.nn.functional.normalize(torch.randn(1, n, 1, d, dtype=torch.float64), dim=-1).repeat(1, 4, 1, 1)
     V = torch.randn(1, n, 1, d, dtype=torch.float64).repeat(1, 4, 1, 1)
-    for name, beta in (("linear attention", None), ("delta rule", torch.ones(1, 4 * n, 1, dtype=torch.float64))):
+    rates, writes = torch.ones(1, 4 * n, 1, dtype=torch.float64), range(n // 4, 4 * n + 1, n // 4)
+    for name in ("linear_attention", "delta_rule"):
         errors = []
-        for told in range(n // 4, 4 * n + 1, n // 4):
-            some = (K[:, :told], K[:, :told], V[:, :told])
-            state = (
-                lineate.linear_attention(*some) if beta is None else lineate.delta_rule(*some, beta[:, :told])
-            ).state
-            seen = min(told, n)
-            read = K[0, :seen, 0] @ state[0, 0]
-            errors.append(float((read - V[0, :seen, 0]).norm() / V[0, :seen, 0].norm()))
-        right.plot(range(n // 4, 4 * n + 1, n // 4), errors, label=name, color="#0072B2" if beta is None else "#D55E00")
+        for told in writes:
+            pairs, seen = (K[:, :told], K[:, :told], V[:, :told]), min(told, n)
+            adds = name == "linear_attention"
+            made = lineate.linear_attention(*pairs) if adds else lineate.delta_rule(*pairs, rates[:, :told])
+            wrong = K[0, :seen, 0] @ made.state[0, 0] - V[0, :seen, 0]
+            errors.append(float(wrong.norm() / V[0, :seen, 0].norm()))
+        rule_lines(right, writes, {name: errors})
     right.axvline(n, color="gray", linewidth=1, linestyle=":")
     right.set(xlabel="writes; 64 pairs, then the same again")
     right.set_title("error of all pairs so far")
@@ -101,23 +102,31 @@ LESSON = Lesson(
         Equality("which is a Householder-like product", "op(beta).state[0, 0]", "reflect.detach()"),
         Equality("which is the least change, with a penalty", "op(beta).state[0, 0]", "nearest.detach()"),
         Equality("and at beta = 1 the least change that fits", "op(1.0).state[0, 0]", "fits.detach()"),
-        Equality("what is read moves by beta", "op(beta).state[0, 0].T @ k", "((1 - beta) * S.T @ k + beta * v).detach()"),
-        Measure("largest eigenvalue of I - beta k k^T", "torch.linalg.eigvalsh(I - beta * torch.outer(k, k)).abs().max()", 1 - 1e-12, 1 + 1e-12),
+        Equality(
+            "what is read moves by beta", "op(beta).state[0, 0].T @ k", "((1 - beta) * S.T @ k + beta * v).detach()"
+        ),
+        Measure(
+            "largest eigenvalue of I - beta k k^T",
+            "torch.linalg.eigvalsh(I - beta * torch.outer(k, k)).abs().max()",
+            1 - 1e-12,
+            1 + 1e-12,
+        ),
     ),
     picture=Picture(
-        "Left: the answer moves along the line from the old value to the new one. Right: told again, the delta rule gets "
-        "better, and the sum gets worse.",
+        "Left: the answer moves along the line from the old value to the new one. Right: told again, the delta rule "
+        "gets better, and the sum gets worse.",
         draw,
     ),
     exercise=Exercise(
         question=(
-            "Let all keys be one unit vector. Write v = 1 with beta = 1. Then, for each bit of 1 0 1 1 0 1, write v = 0 with "
-            "beta = 2 times the bit. What does the memory answer at the end of each step? Why can beta <= 1 not do this?"
+            "Let all keys be one unit vector. Write v = 1 with beta = 1. Then, for each bit of 1 0 1 1 0 1, write v "
+            "= 0 with beta = 2 times the bit. What does the memory answer at the end of each step? Why can beta <= "
+            "1 not do this?"
         ),
         answer=(
-            "It answers (-1)^(number of ones so far): -1 -1 1 -1 -1 1, the parity. Each one is a reflection, with eigenvalue "
-            "1 - beta = -1. With beta <= 1 the eigenvalue is not negative, and on a run of ones the answer can only move one "
-            "way ([Grazzi2025])."
+            "It answers (-1)^(number of ones so far): -1 -1 1 -1 -1 1, the parity. Each one is a reflection, with "
+            "eigenvalue 1 - beta = -1. With beta <= 1 the eigenvalue is not negative, and on a run of ones the "
+            "answer can only move one way ([Grazzi2025])."
         ),
         code="""\
 bits = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.float64)
@@ -129,7 +138,7 @@ parity = lineate.delta_rule(keys, keys, values, rates, scale=1.0).output.flatten
         claims=(Equality("the answers are the parity", "parity", "(-1) ** bits.cumsum(0)"),),
     ),
     next=(
-        "One step on the newest pair is not the best that can be done with all pairs so far. Engineers and psychologists met "
-        "this rule and its better relatives long before attention; they are worth knowing by name."
+        "One step on the newest pair is not the best that can be done with all pairs so far. Engineers and "
+        "psychologists met this rule and its better relatives long before attention; they are worth knowing by name."
     ),
-)  # fmt: skip
+)

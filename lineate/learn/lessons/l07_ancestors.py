@@ -32,10 +32,10 @@ TEXT = """\
 | 2020 | Ramsauer and others [Ramsauer2020] | a Hopfield network whose step is softmax attention |
 | 2021 | Schlag, Irie and Schmidhuber [Schlag2021] | linear attention is such a writer; the delta rule makes DeltaNet |
 
-All but the last line of the equations differ only in the gain in front of the error. Hebb's has no error. LMS moves along
-the key, whatever came before. Recursive least squares keeps P, the inverse of the keys' covariance, and moves only along
-what is new in a key: after every token it holds the best fit to all pairs so far. A Kalman filter also knows that the truth
-may have moved since, and lets P grow by W at every token.
+Hebb's rule writes the value itself; the next three lines write an error and differ only in the gain in front of it.
+LMS moves along the key, whatever came before. Recursive least squares keeps P, the inverse of the keys' covariance,
+and moves only along what is new in a key: after every token it holds the best fit to all pairs so far. A Kalman
+filter also knows that the truth may have moved since, and lets P grow by W at every token.
 """
 
 CODE = """\
@@ -91,11 +91,18 @@ def draw(names: Names) -> "Figure":
         smooth = torch.nn.functional.avg_pool1d(errors[None], 9, 1, 4, count_include_pad=False)[0]
         top.plot(smooth.tolist(), style, color=colour, label=label)
     top.axvline(len(K) // 2, color="gray", linewidth=1, linestyle=":")
-    top.set(yscale="log", ylim=(0.02, None), xlabel="tokens; at the dotted line the truth changes", ylabel="error of the next value")
+    top.set(
+        yscale="log",
+        ylim=(0.02, None),
+        xlabel="tokens; at the dotted line the truth changes",
+        ylabel="error of the next value",
+    )
     top.legend(fontsize=8, ncols=2, loc="lower right")
-    events = ((1949, "Hebb"), (1960, "Widrow-Hoff,\nKalman"), (1972, "Rescorla-\nWagner"), (1982, "Hopfield"))
-    events = ((1937, "Kaczmarz"), *events, (1992, "Schmidhuber"), (2020, "Katharopoulos,\nRamsauer"))
-    for year, who in events:
+    events = {
+        1937: "Kaczmarz", 1949: "Hebb", 1960: "Widrow-Hoff,\nKalman", 1972: "Rescorla-\nWagner", 1982: "Hopfield",
+        1992: "Schmidhuber", 2020: "Katharopoulos,\nRamsauer",
+    }  # fmt: skip
+    for year, who in events.items():
         bottom.plot(year, 0, "o", color="#444444")
         bottom.annotate(f"{year}\n{who}", (year, 0), xytext=(0, 5), textcoords="offset points", fontsize=7, ha="center")
     bottom.axhline(0, color="#444444", linewidth=1, zorder=0)
@@ -108,7 +115,7 @@ def draw(names: Names) -> "Figure":
 
 LESSON = Lesson(
     name="ancestors",
-    title="The ancestors: Hebb, Hopfield, Widrow-Hoff, Rescorla-Wagner, least squares, Kalman",
+    title="The ancestors of the delta rule, on one stream",
     equation=EQUATION,
     text=TEXT,
     code=CODE,
@@ -116,13 +123,18 @@ LESSON = Lesson(
         Equality("Hebb's sum is linear attention", "lineate.linear_attention(k, k, v).state[0, 0]", "K.T @ V"),
         Equality(
             "LMS is the delta rule with a fixed rate",
-            "lineate.delta_rule(k, k, v, torch.full((1, t, 1), 0.5, dtype=torch.float64)).state[0, 0]", "lms",
+            "lineate.delta_rule(k, k, v, torch.full((1, t, 1), 0.5, dtype=torch.float64)).state[0, 0]",
+            "lms",
         ),
-        Equality("recursive least squares is lineate's op", "least_squares(k, k, v, ridge=0.01)[1]['S'][0, 0]", "rls", 1e-9),
+        Equality(
+            "recursive least squares is lineate's op", "least_squares(k, k, v, ridge=0.01)[1]['S'][0, 0]", "rls", 1e-9
+        ),
         Equality("and the best fit to all pairs", "torch.linalg.solve(K.T @ K + 0.01 * I, K.T @ V)", "rls", 1e-9),
         Equality(
             "a Kalman filter whose uncertainty grows by 1 / 0.95 is least squares that forgets by 0.95",
-            "least_squares(k, k, v, log_fade, ridge=0.01, restore=False)[1]['S'][0, 0]", "fading", 1e-9,
+            "least_squares(k, k, v, log_fade, ridge=0.01, restore=False)[1]['S'][0, 0]",
+            "fading",
+            1e-9,
         ),
         Equality(
             "a modern Hopfield step is softmax attention",
@@ -138,19 +150,19 @@ LESSON = Lesson(
     picture=Picture("Above: error of the next value on one stream. Below: when each idea appeared.", draw),
     exercise=Exercise(
         question=(
-            "Blocking: an animal learns that a light predicts food; then light and tone together predict food. Why does the "
-            "delta rule learn nothing about the tone, and what would Hebb's rule learn?"
+            "Blocking: an animal learns that a light predicts food; then light and tone together predict food. Why "
+            "does the delta rule learn nothing about the tone, and what would Hebb's rule learn?"
         ),
         answer=(
-            "After the first phase the light alone predicts the food, so the error of the compound is 0 and nothing is "
-            "written. Hebb's rule has no error: the tone gets one unit for each of the 20 times it was there. Animals block, "
-            "which is why [Rescorla1972] needed an error."
+            "After the first phase the light alone predicts the food, so the error of the compound is 0 and nothing "
+            "is written. Hebb's rule has no error: the tone gets one unit for each of the 20 times it was there. "
+            "Animals block, which is why [Rescorla1972] needed an error."
         ),
         code="hebb = lineate.linear_attention(cues, cues, told).state[0, 0, :, 0]\n",
         claims=(Equality("Hebb's rule gives the tone 20", "hebb[1]", "20.0"),),
     ),
     next=(
-        "The delta rule replaces, but it never lets go of a key that does not come again; decay lets go, but cannot replace. "
-        "They do different things, so take both."
+        "The delta rule replaces, but it never lets go of a key that does not come again; decay lets go, but cannot "
+        "replace. They do different things, so take both."
     ),
-)  # fmt: skip
+)

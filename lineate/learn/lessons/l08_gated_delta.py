@@ -18,17 +18,18 @@ S_t = S' + beta_t k_t r^T                             write
 """
 
 TEXT = """\
-Gated DeltaNet [Yang2025] takes both gates. beta_t says how much of one key's value is replaced; a_t says how much of
-everything is kept. A token that begins a new topic can clear the memory in one step (a_t near 0), which the delta rule
-alone would have to do key by key; and a token that corrects a fact can do so without fading the rest (a_t = 1).
+Gated DeltaNet [Yang2025] takes both gates. beta_t says how much of one key's value is replaced; a_t says how much
+of everything is kept. A token that begins a new topic can clear the memory in one step (a_t near 0), which the
+delta rule alone would have to do key by key; and a token that corrects a fact can do so without fading the rest
+(a_t = 1).
 
-As learning, it is weight decay followed by one step of gradient descent, the gradient taken at the decayed weights. The
-order matters for what is compared: the error is measured against what is still there after the decay, so a full write
-(beta = 1, unit key) stores exactly v. With one number for the whole head, decay and erase commute, so the product
-a (I - beta k k^T) can be read in either order.
+As learning, it is weight decay followed by one step of gradient descent, the gradient taken at the decayed weights.
+The order matters for what is compared: the error is measured against what is still there after the decay, so a full
+write (beta = 1, unit key) stores exactly v. With one number for the whole head, decay and erase commute, so the
+product a (I - beta k k^T) can be read in either order.
 
-Its transition matrices never grow: for unit keys, 0 <= beta <= 2 and a <= 1 each has a norm of at most 1. Qwen3-Next
-[Qwen3Next], Qwen3.5 and OLMo-Hybrid use this rule in three of four layers.
+Its transition matrices never grow: for unit keys, 0 <= beta <= 2 and a <= 1 each has a norm of at most 1.
+Qwen3-Next [Qwen3Next], Qwen3.5 and OLMo-Hybrid use this rule in three of four layers.
 """
 
 CODE = """\
@@ -63,12 +64,11 @@ def draw(names: Names) -> "Figure":
     log_decay, beta = torch.zeros(1, 10, 1, dtype=torch.float64), torch.ones(1, 10, 1, dtype=torch.float64)
     log_decay[:, 5] = torch.tensor(0.15).log()
     beta[:, 7:] = 0  # the last three tokens only ask
-    ask = {"scale": 1.0}
     return matrices(
         {
-            "gated linear": lineate.attention_matrix(keys, keys, log_decay, **ask)[0, 0] * (beta[0, :, 0] > 0),
-            "delta rule": lineate.attention_matrix(keys, keys, None, beta, **ask)[0, 0],
-            "gated delta rule": lineate.attention_matrix(keys, keys, log_decay, beta, **ask)[0, 0],
+            "gated linear": lineate.attention_matrix(keys, keys, log_decay, scale=1.0)[0, 0] * (beta[0, :, 0] > 0),
+            "delta rule": lineate.attention_matrix(keys, keys, None, beta, scale=1.0)[0, 0],
+            "gated delta rule": lineate.attention_matrix(keys, keys, log_decay, beta, scale=1.0)[0, 0],
         },
         list("ABCABDDabc"),
     )
@@ -82,27 +82,31 @@ LESSON = Lesson(
     code=CODE,
     claims=(
         Equality("the op is the product of the transitions", "op().state[0, 0]", "S"),
-        Equality("chunks give what single tokens give, across a reset", "op('chunkwise').output", "op('recurrent').output"),
+        Equality(
+            "chunks give what single tokens give, across a reset", "op('chunkwise').output", "op('recurrent').output"
+        ),
         Equality(
             "without decay it is the delta rule",
-            "lineate.gated_delta_rule(q, k, v, 0 * beta, beta).output", "lineate.delta_rule(q, k, v, beta).output",
+            "lineate.gated_delta_rule(q, k, v, 0 * beta, beta).output",
+            "lineate.delta_rule(q, k, v, beta).output",
         ),
         Equality(
             "a token is weight decay and a step of descent",
-            "lineate.gated_delta_rule(*last, state=S[None, None]).state[0, 0]", "step.detach()",
+            "lineate.gated_delta_rule(*last, state=S[None, None]).state[0, 0]",
+            "step.detach()",
         ),
         Measure("largest norm of a transition", "max(norms)", 0, 1 + 1e-12),
     ),
     picture=Picture(
-        "What each token (row) reads of each value (column). A and B are written twice, then the first D decays all by 0.15, "
-        "and a, b, c only ask. Only the last panel both replaces and lets go.",
+        "What each token (row) reads of each value (column). A and B are written twice, then the first D decays all "
+        "by 0.15, and a, b, c only ask. Only the last panel both replaces and lets go.",
         draw,
     ),
     exercise=Exercise(
         question="What is read at k_t right after its write with beta_t = 1 and a unit key? Does it depend on a_t?",
         answer=(
-            "Exactly v_t, for every a_t: S_t^T k = S'^T k + (v - S'^T k) = v. The decay acts on what was there before, and that "
-            "part is replaced."
+            "Exactly v_t, for every a_t: S_t^T k = S'^T k + (v - S'^T k) = v. The decay acts on what was there "
+            "before, and that part is replaced."
         ),
         code="""\
 after = [
@@ -114,7 +118,7 @@ after = [
         claims=(Equality("every decay gives v", "torch.stack(after)", "v[0, :1, 0].repeat(4, 1)"),),
     ),
     next=(
-        "One number forgets the whole head. A name that was mentioned once and the topic of the page fade together. Give every "
-        "key channel a rate of its own."
+        "One number forgets the whole head. A name that was mentioned once and the topic of the page fade together. "
+        "Give every key channel a rate of its own."
     ),
-)  # fmt: skip
+)

@@ -16,8 +16,8 @@ write    W <- decay W - rate * dLoss(f; k, v)/dW      one step of an optimiser o
 """
 
 TEXT = """\
-A memory is a model that is trained while it reads, and five choices make it: the model, the loss, the optimiser, what is
-forgotten, and how many tokens share the weights at which the gradient is taken (the chunk).
+A memory is a model that is trained while it reads, and five choices make it: the model, the loss, the optimiser,
+what is forgotten, and how many tokens share the weights at which the gradient is taken (the chunk).
 
 | known as | model | loss | optimiser |
 |---|---|---|---|
@@ -26,16 +26,16 @@ forgotten, and how many tokens share the weights at which the gradient is taken 
 | Gated DeltaNet, KDA | S^T x | the same | SGD with weight decay |
 | least squares (Mesa) [Oswald2023] | S^T x | the same, of all pairs so far | the exact minimum |
 | TTT [Sun2024] | x + LN(W x + b), or an MLP | squared error of LN | SGD, 16 tokens a step |
-| Titans [Behrouz2024] | matrix or MLP | squared error | SGD with momentum and weight decay |
+| Titans [Behrouz2025] | matrix or MLP | squared error | SGD with momentum and weight decay |
 | LaCT [Zhang2025] | SwiGLU | -f(k) . v | Muon, 2048 tokens a step |
 
-The first loss has a gradient that does not look at S: it is cheap, and nothing is corrected. **Momentum** carries a part of
-the last step into the next. **Muon** [Jordan2024] replaces a gradient by the nearest matrix whose singular values are all 1,
-so that weak directions of a chunk are written as strongly as its strong ones.
+The first loss has a gradient that does not look at S: it is cheap, and nothing is corrected. **Momentum** carries a
+part of the last step into the next. **Muon** [Jordan2024] replaces a gradient by the nearest matrix whose singular
+values are all 1, so that weak directions of a chunk are written as strongly as its strong ones.
 
-Seen from the other side, it is **compression**: the weights are what is left of the text, in a fixed number of bytes, and
-the loss says what the compression should keep. `run_reference` below takes every gradient by autograd, so a rule of your
-own is one line ([memory.md](../memory.md)).
+Seen from the other side, it is **compression**: the weights are what is left of the text, in a fixed number of
+bytes, and the loss says what the compression should keep. `run_reference` below takes every gradient by autograd,
+so a rule of your own is one line ([memory.md](../memory.md)).
 """
 
 CODE = """\
@@ -104,27 +104,36 @@ LESSON = Lesson(
     text=TEXT,
     code=CODE,
     claims=(
-        Equality("descending -(S^T k) . v is linear attention", "lineate.linear_attention(q, k, v, scale=1.0).output", "correlated"),
-        Equality("descending the squared error is DeltaNet", "lineate.delta_rule(q, k, v, rate, scale=1.0).output", "squared"),
+        Equality(
+            "descending -(S^T k) . v is linear attention",
+            "lineate.linear_attention(q, k, v, scale=1.0).output",
+            "correlated",
+        ),
+        Equality(
+            "descending the squared error is DeltaNet", "lineate.delta_rule(q, k, v, rate, scale=1.0).output", "squared"
+        ),
         Equality(
             "with a weight decay a channel it is KDA",
-            "lineate.kimi_delta_attention(q, k, v, log_decay, rate, scale=1.0).output", "decayed",
+            "lineate.kimi_delta_attention(q, k, v, log_decay, rate, scale=1.0).output",
+            "decayed",
         ),
         Equality("Titans without momentum and decay, a token a step, is DeltaNet", "still", "squared"),
         Measure("relative change by a momentum of 0.5", "(moving - still).norm() / still.norm()", 0.1, 3),
         Measure("smallest singular value after Muon", "muon.min()", 0.9, 1.1),
         Measure("largest singular value after Muon", "muon.max()", 0.9, 1.1),
     ),
-    picture=Picture("Left: the loss and the optimiser decide how fast a linear truth is learnt. Right: what Muon does.", draw),
+    picture=Picture(
+        "Left: the loss and the optimiser decide how fast a linear truth is learnt. Right: what Muon does.", draw
+    ),
     exercise=Exercise(
         question=(
-            "Add (lambda / 2) ||S||^2 to the squared error and take one plain step with rate beta. Which transition does S get? "
-            "Is it Gated DeltaNet's?"
+            "Add (lambda / 2) ||S||^2 to the squared error and take one plain step with rate beta. Which transition "
+            "does S get? Is it Gated DeltaNet's?"
         ),
         answer=(
-            "S_new = (a I - beta k k^T) S + beta k v^T with a = 1 - beta lambda. Gated DeltaNet has a (I - beta k k^T): it "
-            "decays first, and compares with what is left. [Where write-ups disagree](disagreements.md) shows how the two are "
-            "renamed into each other."
+            "S_new = (a I - beta k k^T) S + beta k v^T with a = 1 - beta lambda. Gated DeltaNet has a (I - beta k "
+            "k^T): it decays first, and compares with what is left. [Where write-ups disagree](disagreements.md) "
+            "shows how the two are renamed into each other."
         ),
         code="""\
 from lineate.memory import MATRIX, MemoryRule, squared_error
@@ -137,11 +146,13 @@ gated = lineate.gated_delta_rule(q, k, v, (1 - 0.2 * rate).log(), rate, scale=1.
 """,
         claims=(
             Equality("the step has this transition", "penalised[0, :, 0]", "torch.stack(rows)"),
-            Measure("relative difference to Gated DeltaNet", "(gated - penalised).norm() / penalised.norm()", 0.01, 0.5),
+            Measure(
+                "relative difference to Gated DeltaNet", "(gated - penalised).norm() / penalised.norm()", 0.01, 0.5
+            ),
         ),
     ),
     next=(
-        "However well it learns, a fixed memory forgets, and softmax attention does not. Models mix the two kinds of layer: how "
-        "many of each, and what the few softmax layers then look like, is the next question."
+        "However well it learns, a fixed memory forgets, and softmax attention does not. Models mix the two kinds "
+        "of layer: how many of each, and what the few softmax layers then look like, is the next question."
     ),
-)  # fmt: skip
+)

@@ -16,20 +16,22 @@ sink              softmax with one more score s and the value 0  =  sigmoid(logs
 """
 
 TEXT = """\
-A fixed memory is cheap and loses details; softmax attention is exact and grows. A hybrid has mostly the first and a few of
-the second, usually three to one. The few softmax layers set the bytes of a long sequence, so they are made small too.
+A fixed memory is cheap and loses details; softmax attention is exact and grows. A hybrid has mostly the first and a
+few of the second, usually three to one. The few softmax layers set the bytes of a long sequence, so they are made
+small too.
 
-**Latent attention** (MLA, [DeepSeek2024]) caches one short vector c a token, from which every head makes its key and
-value. When decoding, the matrices go to the query and to the output instead, so that the cache is read as it is.
+**Latent attention** (MLA, [DeepSeek2024]) caches one short vector c a token, from which every head makes its key
+and value. When decoding, the matrices go to the query and to the output instead, so that the cache is read as it
+is.
 
-**No positions** (NoPE). Softmax attention sums over a set: shuffle the earlier tokens and the last one reads the same. In a
-hybrid the recurrent layers know the order, through their decays and writes, so Kimi Linear gives its attention layers no
-rotary positions [Kimi2025].
+**No positions** (NoPE). Softmax attention sums over a set: shuffle the earlier tokens and the last one reads the
+same. In a hybrid the recurrent layers know the order, through their decays and writes, so Kimi Linear gives its
+attention layers no rotary positions [Kimi2025].
 
-**Sinks and output gates.** Weights of a softmax sum to 1: a head with nothing to say must look somewhere, and models learn
-to look at the first token (attention sinks, [Xiao2024]). Give it a place to put the weight: one more score with the value 0.
-This equals a gate on the output that closes when all scores are low, so an output gate, as in Qwen3-Next, takes the sink's
-part ([Qiu2025]).
+**Sinks and output gates.** Weights of a softmax sum to 1: a head with nothing to say must look somewhere, and
+models learn to look at the first token (attention sinks, [Xiao2024]). Give it a place to put the weight: one more
+score with the value 0. This equals a gate on the output that closes when all scores are low, so an output gate, as
+in Qwen3-Next, takes the sink's part ([Qiu2025]).
 """
 
 CODE = """\
@@ -42,10 +44,11 @@ t, d, sink = 48, 16, 2.0
 q, k, v, raw = torch.randn(4, 1, t, 1, d, dtype=torch.float64)
 shuffle = lambda x: torch.cat((x[:, torch.randperm(t - 1, generator=torch.Generator().manual_seed(1))], x[:, -1:]), 1)
 softmax = lambda q, k, v: lineate.softmax_attention(q, k, v).output[0, -1, 0]
-kimi = lambda q, k, v: lineate.kimi_delta_attention(q, k, v, -raw.abs(), raw[..., 0].sigmoid(), normalize_qk=True).output[0, -1, 0]
+gates = -raw.abs(), raw[..., 0].sigmoid()
+kimi = lambda q, k, v: lineate.kimi_delta_attention(q, k, v, *gates, normalize_qk=True).output[0, -1, 0]
 
-wider = lambda x, last: torch.cat((x, torch.full_like(x[..., :1], last)), -1)        # one more channel for the sink's score
-first = lambda x, y: torch.cat((x, y), 1)                                            # the sink comes before all tokens
+wider = lambda x, last: torch.cat((x, torch.full_like(x[..., :1], last)), -1)    # one more channel: the sink's score
+first = lambda x, y: torch.cat((x, y), 1)                                        # the sink comes before all tokens
 none = torch.zeros(1, 1, 1, d, dtype=torch.float64)
 sunk = lineate.softmax_attention(
     wider(first(none, q), sink * d**0.5), first(wider(none, 1.0), wider(k, 0.0)), first(none, v), scale=d**-0.5
@@ -53,7 +56,8 @@ sunk = lineate.softmax_attention(
 scores = (q[0, :, 0] @ k[0, :, 0].T / d**0.5).masked_fill(torch.ones(t, t).triu(1).bool(), -torch.inf)
 gate = (scores.logsumexp(-1, keepdim=True) - sink).sigmoid()
 
-latent, x, state, rows = LatentAttention(64, 4, rank=24, nope_dim=16, rope_dim=8, value_dim=16).double(), torch.randn(1, t, 64).double(), None, []
+latent = LatentAttention(64, 4, rank=24, nope_dim=16, rope_dim=8, value_dim=16).double()
+x, state, rows = torch.randn(1, t, 64, dtype=torch.float64), None, []
 for i in range(t):
     y, state = latent(x[:, i : i + 1], state)                      # decoding: the cached vectors are keys and values
     rows.append(y)
@@ -84,31 +88,42 @@ def draw(names: Names) -> "Figure":
 
 LESSON = Lesson(
     name="hybrids",
-    title="Hybrids: latent attention, no positions, output gates and sinks",
+    title="Hybrids: latent attention, no positions, gates and sinks",
     equation=EQUATION,
     text=TEXT,
     code=CODE,
     claims=(
-        Equality("softmax attention without positions reads a set", "softmax(*map(shuffle, (q, k, v)))", "softmax(q, k, v)"),
+        Equality(
+            "softmax attention without positions reads a set", "softmax(*map(shuffle, (q, k, v)))", "softmax(q, k, v)"
+        ),
         Equality("a sink is an output gate", "sunk", "gate * lineate.softmax_attention(q, k, v).output[0, :, 0]"),
-        Equality("reading the latent cache equals expanding it", "torch.cat(rows, 1).detach()", "latent(x)[0].detach()"),
+        Equality(
+            "reading the latent cache equals expanding it", "torch.cat(rows, 1).detach()", "latent(x)[0].detach()"
+        ),
         Equality("a token adds one latent vector", "latent.state_spec[0].shape[-1]", "24 + 8", 0),
         Measure(
             "relative change of Kimi Delta Attention when the past is shuffled",
-            "(kimi(*map(shuffle, (q, k, v))) - kimi(q, k, v)).norm() / kimi(q, k, v).norm()", 0.1, 10,
+            "(kimi(*map(shuffle, (q, k, v))) - kimi(q, k, v)).norm() / kimi(q, k, v).norm()",
+            0.1,
+            10,
         ),
         Measure("part of the output that the sink lets through, in the mean", "gate.mean()", 0.5, 0.95),
         Measure("bytes at 65,536 tokens: AAAA divided by KKKM", "kept['AAAA'] / kept['KKKM']", 4, 8),
         Measure("AAAA divided by KKKK", "kept['AAAA'] / kept['KKKK']", 500, 5000),
     ),
-    picture=Picture("Left: a hybrid grows with its few softmax layers. Right: the gate opens as more keys match.", draw),
+    picture=Picture(
+        "Left: a hybrid grows with its few softmax layers. Right: the gate opens as more keys match.", draw
+    ),
     exercise=Exercise(
         question=(
-            "A causal softmax layer without positions is not quite blind to order: its later outputs are means over more tokens. "
-            "Let all values be 0 but the first, which is 1, and all scores be equal. What does token t read?"
+            "A causal softmax layer without positions is not quite blind to order: its later outputs are means over "
+            "more tokens. Let all values be 0 but the first, which is 1, and all scores be equal. What does token t "
+            "read?"
         ),
-        answer="1 / t: the position itself. The mask leaks it, which is one reason why layers without positions work at all "
-        "([Kazemnejad2023]).",
+        answer=(
+            "1 / t: the position itself. The mask leaks it, which is one reason why layers without positions work "
+            "at all ([Kazemnejad2023])."
+        ),
         code="""\
 marked = torch.zeros(1, t, 1, 1, dtype=torch.float64)
 marked[:, 0] = 1
@@ -117,4 +132,4 @@ read = lineate.softmax_attention(0 * marked, 0 * marked, marked).output.flatten(
         claims=(Equality("token t reads 1 / t", "read", "1 / torch.arange(1, t + 1, dtype=torch.float64)"),),
     ),
     next="Patterns, heads and caches decide whether a model fits and how fast it can be. The last lesson counts them.",
-)  # fmt: skip
+)
