@@ -9,7 +9,7 @@ pytest.importorskip("matplotlib")
 
 from lineate.learn.lesson import picture_source, run, save_picture
 from lineate.learn.lessons import all_lessons
-from lineate.learn.references import CITATION, GROUPS, REFERENCES, cited
+from lineate.learn.references import CITATION, GROUPS, REFERENCES, cited, group_of
 from lineate.learn.render import render_pages
 from lineate.learn.show import file_name
 
@@ -58,10 +58,14 @@ def test_every_page_is_in_the_navigation():
 def test_citations_are_known_and_linked(page):
     """A key with a year in square brackets is a reference, and its target stands at the end of the page."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    keys = {key for key in CITATION.findall(text) if re.search(r"\d{4}[a-z]?$", key) or key in REFERENCES}
+    keys = set(CITATION.findall(text))
     assert sorted(keys - set(REFERENCES)) == []
-    if page.name != "references.md":
-        assert [key for key in sorted(keys) if f"\n[{key}]: " not in text] == []
+    if page.name == "references.md":
+        return
+    up = "../" * (len(page.relative_to(ROOT / "docs").parts) - 1)
+    headings = {key: re.sub(r"[^\w\- ]", "", group_of(key).lower()).replace(" ", "-") for key in keys}
+    lines = text.splitlines()
+    assert [key for key in sorted(keys) if f"[{key}]: {up}references.md#{headings[key]}" not in lines] == []
 
 
 def test_references_are_well_formed():
@@ -73,6 +77,12 @@ def test_references_are_well_formed():
         assert year is None or int(year[0]) == reference.year
     arxiv = [reference.arxiv for reference in REFERENCES.values() if reference.arxiv]
     assert len(set(arxiv)) == len(arxiv)
+
+
+def test_every_reference_is_cited():
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "references.md"]
+    found = {reference.key for page in pages for reference in cited(page.read_text())}
+    assert sorted(set(REFERENCES) - found) == []
 
 
 def test_citations_are_found_in_their_order():

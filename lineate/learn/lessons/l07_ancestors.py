@@ -15,6 +15,7 @@ Hebb, 1949                 S += k v^T                                           
 Widrow-Hoff (LMS), 1960    S += beta k (v - S^T k)^T                              a fixed rate
 Plackett (RLS), 1950       S += g (v - S^T k)^T,   g = P k / (1 + k^T P k)        P -= g k^T P
 Kalman, 1960               as RLS; P += W before it, s in place of 1              the truth drifts, values are noisy
+Hopfield, 1982             x -> sign(S^T x),  S = Hebb's sum without its diagonal read until it settles
 modern Hopfield, 2020      x -> X^T softmax(scale X x)                            one step of retrieval is attention
 """
 
@@ -66,6 +67,11 @@ kalman, kalman_errors = run(lambda P, x: best(P, x, s=0.04), drift=lambda P: 0.0
 fading, _ = run(best, drift=lambda P: (1 / 0.95 - 1) * P)          # the uncertainty grows by the same factor everywhere
 
 log_fade = torch.full((1, t, 1), 0.95, dtype=torch.float64).log()
+
+patterns = torch.randn(4, 64, dtype=torch.float64).sign()          # Hopfield: patterns of signs, v = k
+noisy = patterns[0] * (torch.arange(64) >= 8).double().mul(2).sub(1)        # eight signs are wrong
+hebb = lineate.linear_attention(*3 * [patterns[None, :, None]]).state[0, 0]
+settled = ((hebb - hebb.diag().diag()) @ noisy).sign()
 
 cue, both, told = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0]), torch.ones(1, 60, 1, 1).double()
 cues = torch.cat((cue.repeat(40, 1), both.repeat(20, 1))).double()[None, :, None]    # a light; then light and tone
@@ -136,6 +142,7 @@ LESSON = Lesson(
             "fading",
             1e-9,
         ),
+        Equality("Hopfield's network, with Hebb's sum, restores a pattern", "settled", "patterns[0]", 0),
         Equality(
             "a modern Hopfield step is softmax attention",
             "(K @ K[-1] / d**0.5).softmax(0) @ K",
@@ -158,8 +165,8 @@ LESSON = Lesson(
             "is written. Hebb's rule has no error: the tone gets one unit for each of the 20 times it was there. "
             "Animals block, which is why [Rescorla1972] needed an error."
         ),
-        code="hebb = lineate.linear_attention(cues, cues, told).state[0, 0, :, 0]\n",
-        claims=(Equality("Hebb's rule gives the tone 20", "hebb[1]", "20.0"),),
+        code="added = lineate.linear_attention(cues, cues, told).state[0, 0, :, 0]\n",
+        claims=(Equality("Hebb's rule gives the tone 20", "added[1]", "20.0"),),
     ),
     next=(
         "The delta rule replaces, but it never lets go of a key that does not come again; decay lets go, but cannot "

@@ -29,7 +29,8 @@ write (beta = 1, unit key) stores exactly v. With one number for the whole head,
 product a (I - beta k k^T) can be read in either order.
 
 Its transition matrices never grow: for unit keys, 0 <= beta <= 2 and a <= 1 each has a norm of at most 1.
-Qwen3-Next [Qwen3Next], Qwen3.5 and OLMo-Hybrid use this rule in three of four layers.
+Qwen3-Next [QwenNext2025], Qwen3.5 [Qwen2026] and OLMo-Hybrid [OlmoHybrid2026] use this rule in three of four
+layers.
 """
 
 CODE = """\
