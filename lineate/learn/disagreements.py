@@ -18,7 +18,7 @@ I, outer = torch.eye(d, dtype=torch.float64), torch.outer
 gdn = lineate.gated_delta_rule(q, k, v, head, beta, scale=1.0)           # log_decay per head
 kda = lineate.kimi_delta_attention(q, k, v, channel, beta, scale=1.0)    # log_decay per key channel
 
-def walk(step):                                                    # S after all tokens, from step(S, k, v, a, b)
+def walk(step):                    # S after all tokens; a are the two log_decays of a token, per head and per channel
     S = torch.zeros(d, d, dtype=torch.float64)
     for i in range(t):
         S = step(S, k[0, i, 0], v[0, i, 0], (head[0, i], channel[0, i, 0]), beta[0, i, 0])

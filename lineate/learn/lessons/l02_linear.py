@@ -21,8 +21,8 @@ second is linear in t.
 
 A causal mask is multiplied element by element, between the two products. So the brackets cannot be moved: `Q (K^T
 V)` lets every token read the future. What can be done is to sum only the past. Row t of the masked product is q_t
-times the sum of k_j v_j^T over j <= t, and that sum is a matrix S of fixed size that grows by one outer product a
-token. This is linear attention [Katharopoulos2020].
+times the sum of k_j v_j^T over j <= t, and that sum is a matrix S of fixed size, to which every token adds one
+outer product. This is linear attention [Katharopoulos2020].
 
 With the softmax, the mask has its place too: scores of the future become -inf **before** the softmax. Multiplying
 the scores by the mask first, softmax(mask * (Q K^T)), sets them to 0, and exp(0) = 1 is a full vote for the future.

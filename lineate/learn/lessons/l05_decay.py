@@ -27,7 +27,7 @@ queries and keys by their positions and then running linear attention is the sam
 token. A rotation keeps all lengths, so what was written never fades; it only gets out of step with the query. A
 decay shrinks and does not turn, so the weight tells the distance too: this is why layers with a gate can do without
 other positions. ALiBi [Press2021], which subtracts a multiple of i - j from the scores of a softmax, is such a
-decay in front of the exponential.
+decay too: it multiplies the weights by powers of one number before they are divided by their sum.
 """
 
 CODE = """\

@@ -44,8 +44,8 @@ t, d, sink = 48, 16, 2.0
 q, k, v, raw = torch.randn(4, 1, t, 1, d, dtype=torch.float64)
 shuffle = lambda x: torch.cat((x[:, torch.randperm(t - 1, generator=torch.Generator().manual_seed(1))], x[:, -1:]), 1)
 softmax = lambda q, k, v: lineate.softmax_attention(q, k, v).output[0, -1, 0]
-gates = -raw.abs(), raw[..., 0].sigmoid()
-kimi = lambda q, k, v: lineate.kimi_delta_attention(q, k, v, *gates, normalize_qk=True).output[0, -1, 0]
+kimi = lambda *tokens: lineate.kimi_delta_attention(*tokens, normalize_qk=True).output[0, -1, 0]
+tokens = q, k, v, -raw.abs(), raw[..., 0].sigmoid()                # with their gates
 
 wider = lambda x, last: torch.cat((x, torch.full_like(x[..., :1], last)), -1)    # one more channel: the sink's score
 first = lambda x, y: torch.cat((x, y), 1)                                        # the sink comes before all tokens
@@ -103,7 +103,7 @@ LESSON = Lesson(
         Equality("a token adds one latent vector", "latent.state_spec[0].shape[-1]", "24 + 8", 0),
         Measure(
             "relative change of Kimi Delta Attention when the past is shuffled",
-            "(kimi(*map(shuffle, (q, k, v))) - kimi(q, k, v)).norm() / kimi(q, k, v).norm()",
+            "(kimi(*map(shuffle, tokens)) - kimi(*tokens)).norm() / kimi(*tokens).norm()",
             0.1,
             10,
         ),
