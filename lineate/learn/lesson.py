@@ -149,14 +149,17 @@ class Outcome:
         return all(finding.holds for finding in (*self.findings, *self.answers))
 
 
-def run(lesson: Lesson) -> Outcome:
-    """Run a lesson's program and its answer's, and check all claims; the generators of random numbers stay untouched.
+def run(lesson: Lesson, answer: bool = True) -> Outcome:
+    """Run a lesson's program and check its claims; then, if `answer`, those of the exercise's answer.
 
-    The claims of the lesson are evaluated before the answer's program, which may change names.
+    The generators of random numbers stay untouched. The claims of the lesson are evaluated before the answer's program,
+    which may change names.
     """
     with torch.random.fork_rng(devices=[]):
         names = execute(lesson.code, lesson.name)
         findings = check(lesson.claims, names)
+        if not answer:
+            return Outcome(names, findings)
         answered = execute(lesson.exercise.code, f"{lesson.name} answer", dict(names))
         return Outcome(names, findings, check(lesson.exercise.claims, answered))
 

@@ -31,7 +31,7 @@ def show_lesson(screen: "Console", number: int, lesson: Lesson, answer: bool, ou
     _markdown(screen, lesson.text)
     screen.print()
     _python(screen, lesson.code)
-    outcome = run(lesson)
+    outcome = run(lesson, answer)
     _findings(screen, "What is checked", outcome.findings)
     if out is not None:
         path = out / f"{file_name(number, lesson)}.png"

@@ -89,10 +89,19 @@ LESSON = Lesson(
             "4 k v = 2 c (k + v) gives c = 2 k v / (k + v) = 128. At the usual 64 the square is half of the state's "
             "part."
         ),
-        code="k, v = 128, 128\nc = 2 * k * v / (k + v)\n",
+        code="""\
+from torch.utils.flop_counter import FlopCounterMode
+Q, K, V, S = torch.randn(4, 128, 128, dtype=torch.float64)         # a chunk of 128 tokens, and a state
+with FlopCounterMode(display=False) as of_state:
+    Q @ S, K.T @ V
+with FlopCounterMode(display=False) as of_square:
+    (Q @ K.T).tril() @ V
+""",
         claims=(
-            Equality("both parts are equal there", "4 * k * v", "2 * c * (k + v)", 0),
-            Equality("that is a chunk of 128", "c", "128", 0),
+            Equality(
+                "both parts take the same at c = 128", "of_state.get_total_flops()", "of_square.get_total_flops()", 0
+            ),
+            Equality("the state's part is 4 k v a token", "of_state.get_total_flops()", "128 * 4 * 128 * 128", 0),
         ),
     ),
     next=(

@@ -44,11 +44,10 @@ import torch, lineate
 from lineate.memory import least_squares
 
 torch.manual_seed(0)
-t, d = 200, 16
-truth, changed, noise = torch.randn(d, d).double(), torch.randn(d, d).double(), 0.1 * torch.randn(t, d).double()
-K = torch.nn.functional.normalize(torch.randn(t, d, dtype=torch.float64), dim=-1)
-V = K @ truth + noise
-V[t // 2 :] = K[t // 2 :] @ changed + noise[t // 2 :]              # in the middle the truth changes
+t, d, randn = 200, 16, lambda *shape: torch.randn(*shape, dtype=torch.float64)
+K = torch.nn.functional.normalize(randn(t, d), dim=-1)
+truth = torch.where(torch.arange(t)[:, None, None] < t // 2, randn(d, d), randn(d, d))    # it changes in the middle
+V = torch.einsum("tk,tkv->tv", K, truth) + 0.1 * randn(t, d)
 I, k, v = torch.eye(d, dtype=torch.float64), K[None, :, None], V[None, :, None]
 
 def run(gain, drift=lambda P: 0):
@@ -64,18 +63,18 @@ best = lambda P, x, s=1.0: P @ x / (s + x @ P @ x)                 # the gain th
 lms, lms_errors = run(lambda P, x: 0.5 * x)
 rls, rls_errors = run(best)
 kalman, kalman_errors = run(lambda P, x: best(P, x, s=0.04), drift=lambda P: 0.02 * I)
-fading, _ = run(best, drift=lambda P: (1 / 0.95 - 1) * P)          # the uncertainty grows by the same factor everywhere
-
+fading, _ = run(best, drift=lambda P: (1 / 0.95 - 1) * P)          # the uncertainty grows everywhere alike
 log_fade = torch.full((1, t, 1), 0.95, dtype=torch.float64).log()
 
-patterns = torch.randn(4, 64, dtype=torch.float64).sign()          # Hopfield: patterns of signs, v = k
-noisy = patterns[0] * (torch.arange(64) >= 8).double().mul(2).sub(1)        # eight signs are wrong
+patterns = randn(4, 64).sign()                                     # Hopfield: patterns of signs, v = k
+noisy = patterns[0].clone()
+noisy[:8] *= -1                                                    # eight signs are wrong
 hebb = lineate.linear_attention(*3 * [patterns[None, :, None]]).state[0, 0]
 settled = ((hebb - hebb.diag().diag()) @ noisy).sign()
 
-cue, both, told = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0]), torch.ones(1, 60, 1, 1).double()
-cues = torch.cat((cue.repeat(40, 1), both.repeat(20, 1))).double()[None, :, None]    # a light; then light and tone
-strength = lineate.delta_rule(cues, cues, told, 0.3 * torch.ones(1, 60, 1).double()).state[0, 0, :, 0]
+cues, told = torch.ones(1, 60, 1, 2, dtype=torch.float64), torch.ones(1, 60, 1, 1, dtype=torch.float64)
+cues[:, :40, :, 1] = 0                                             # Rescorla-Wagner: a light; then light and tone
+strength = lineate.delta_rule(cues, cues, told, 0.3 * told[..., 0]).state[0, 0, :, 0]
 """
 
 

@@ -87,8 +87,8 @@ LESSON = Lesson(
             "decode.seconds",
             "decode.moved / HARDWARE['h200'].bandwidth",
         ),
-        Measure("KiB of cache a token", "cache / 2**10", 24, 24),
-        Measure("MiB of state that does not grow", "(memory + convolution) / 2**20", 73.6, 73.8),
+        Measure("KiB of cache a token", "plan.cache_per_token / 2**10", 24, 24),
+        Measure("MiB of state that does not grow", "(plan.memory + plan.conv) / 2**20", 73.6, 73.8),
         Measure(
             "least milliseconds of a token after 65,536, on an H200's bandwidth", "1000 * decode.seconds", 1.5, 2.2
         ),
