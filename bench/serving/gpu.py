@@ -25,6 +25,7 @@ from lineate.planning.models import Model
 from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine import Engine
 from lineate.serving.requests import Handle, Request
+from lineate.serving.warming import warm_up
 
 VOCAB, CYCLE = 248320, 64  # Qwen3.5's
 GREEDY = Sampling(temperature=0)
@@ -137,6 +138,7 @@ def measure_prompt(model: HybridLM, streams: int, length: int, spacing: int) -> 
     """Read a long prompt beside running streams; return the gaps between a stream's tokens."""
     times: dict[int, list[float]] = {}
     engine = Engine(model, slots=streams + 1, context=length + 4096, spacing=spacing)
+    warm_up(engine)  # as `lineate serve` does before it listens
 
     def listener(number: int) -> Any:
         return lambda event: times.setdefault(number, []).append(time.perf_counter())
@@ -166,7 +168,7 @@ def measure_prompt(model: HybridLM, streams: int, length: int, spacing: int) -> 
             pass
         return first[0] - start, before, gaps
 
-    cold = max(once()[2])  # compiles kernels, and records graphs
+    cold = max(once()[2])
     first, before, gaps = once()
     return {
         "what": "prompt", "streams": streams, "length": length, "spacing": spacing,

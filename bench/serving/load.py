@@ -132,7 +132,7 @@ def _settle(engine: Engine) -> None:
     end = time.monotonic() + 30
     while time.monotonic() < end:
         stats = engine.stats
-        if not stats.waiting + stats.reading + stats.running:
+        if not stats.waiting + stats.reading + stats.running + stats.waiting_branches:
             time.sleep(0.3)  # connections close
             return
         time.sleep(0.02)

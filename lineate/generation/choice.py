@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.native.choice import Options, choose
+from lineate.tracing import is_eager
+
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 """The step between counters of the hash: 2^64 over the golden ratio, odd, as a signed number."""
 FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
@@ -91,6 +94,17 @@ class Sampling:
         """Whether candidates must be sorted."""
         return self.top_k > 0 or self.top_p < 1
 
+    def resolved(self, vocab: int) -> Options:
+        """Return the options of a draw, as numbers that need no further thought.
+
+        Args:
+            vocab: How many tokens there are.
+        """
+        limits, seed = torch.finfo(torch.float32), (self.seed + 2**63) % 2**64 - 2**63
+        temperature = min(max(self.temperature, limits.tiny), limits.max)
+        least = math.log(self.min_p) if self.min_p else -math.inf
+        return Options(temperature, least, min(self.top_k, vocab) or vocab, self.top_p, seed)
+
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     """Raise ValueError if a sampling option is out of range."""
@@ -137,9 +151,18 @@ def choose_tokens(
         if greedy:
             tokens[at] = _likeliest(own, allowed)
         else:
-            drawn = _Rows(own, [sampling[n] for n in rows], positions.to(logits.device)[at])
-            tokens[at] = drawn.draw_filtered() if filtered else drawn.draw()
+            tokens[at] = _draw(own, [sampling[n] for n in rows], positions.to(logits.device)[at], filtered)
     return tokens
+
+
+def _draw(logits: Tensor, sampling: list[Sampling], positions: Tensor, filtered: bool) -> Tensor:
+    """Draw the tokens of rows that are not greedy; C and torch differ by the rounding of logarithms."""
+    if logits.is_cpu and is_eager(logits, positions):
+        tokens = choose(logits, [row.resolved(logits.shape[-1]) for row in sampling], positions)
+        if tokens is not None:
+            return tokens
+    drawn = _Rows(logits, sampling, positions)
+    return drawn.draw_filtered() if filtered else drawn.draw()
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,13 +249,10 @@ class _Rows:
                 f"logits must have a highest value that is finite in every row, got {self.best[wrong[0], 0].item()}; "
                 "the model overflowed, or allowed leaves no token"
             )
-        limits = torch.finfo(torch.float32)
-        temperatures = [min(max(row.temperature, limits.tiny), limits.max) for row in sampling]
-        self.temperatures = self.tensor(temperatures)[:, None]
-        self.least = self.tensor([math.log(row.min_p) if row.min_p else -math.inf for row in sampling])[:, None]
-        seeds = self.tensor([(row.seed + 2**63) % 2**64 - 2**63 for row in sampling], torch.int64)
-        self.seeds, self.positions = seeds, positions
-        self.sampling = sampling
+        self.options = [row.resolved(self.vocab) for row in sampling]
+        self.temperatures = self.tensor([row.temperature for row in self.options])[:, None]
+        self.least = self.tensor([row.least for row in self.options])[:, None]
+        self.seeds, self.positions = self.tensor([row.seed for row in self.options], torch.int64), positions
         self.highest = self.scaled(highest)
         own = in_blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
         self.first = block * BLOCK + own.argmax(-1, keepdim=True)  # the likeliest token
@@ -271,8 +291,8 @@ class _Rows:
 
     def draw_filtered(self) -> Tensor:
         """Return the tokens of rows with top_k or top_p; only tokens that may be among the kept ones are sorted."""
-        ks = self.tensor([min(row.top_k, self.vocab) or self.vocab for row in self.sampling], torch.int64)
-        ps = self.tensor([row.top_p for row in self.sampling], torch.float64)
+        ks = self.tensor([row.k for row in self.options], torch.int64)
+        ps = self.tensor([row.p for row in self.options], torch.float64)
         by_p = (ks == self.vocab) & (ps < 1)
         total = torch.zeros_like(ps)
         if bool(by_p.any()):

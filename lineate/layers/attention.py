@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lineate import checks
+from lineate.dispatch import kernels_run
 from lineate.half import attention
 from lineate.layers.attention_costs import ATTENTION, attention_kept
 from lineate.layers.carry import enter_attention
@@ -94,6 +95,20 @@ def attend(q: Tensor, cache: TokenCache, keys: str, values: str, scale: float, c
         return _softmax(q, k, v, scale, mask[:, None], causal=False)
     lengths = cache.lengths if isinstance(cache.lengths, Tensor) else torch.full_like(cu_seqlens[1:], cache.lengths)
     return _attend_rows(q, k, v, cu_seqlens, lengths, scale)
+
+
+def reads_own_length(mixer: nn.Module, t: int) -> bool:
+    """Whether t new tokens of cached rows cost what their own lengths cost, whatever room the caches have.
+
+    Args:
+        mixer: A mixer on a GPU that keeps an entry a token.
+        t: The new tokens of a row.
+    """
+    if not isinstance(mixer, GatedAttention) or not kernels_run():
+        return False
+    from lineate.kernels.layers.cached import MOST_QUERIES, WIDEST_HEAD  # triton, at its first use
+
+    return mixer.head_dim <= WIDEST_HEAD and t * mixer.heads // mixer.kv_heads <= MOST_QUERIES
 
 
 def _row_by_row(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, lengths: Tensor, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lineate import folders
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("chunkwise.c", "layers.c")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("choice.c", "chunkwise.c", "layers.c")]
 _FLAGS = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fPIC", "-shared", "-pthread")
 

@@ -12,11 +12,13 @@ from lineate.serving.drafting import Drafter
 from lineate.serving.guessing import choose_guessed, padded, propose
 from lineate.serving.planning import Need
 from lineate.serving.pool import Pool
-from lineate.serving.reading import Reading
+from lineate.serving.reading import Branch, Reading
 from lineate.serving.requests import Event, Handle, TokenLogprob
 
 KEEPING = ("stop", "length", "timeout")
 """Continuations that end so leave their state in the cache, for the next turn."""
+MOST_BRANCHES = 64
+"""The most branches that wait to be read; the oldest are given up, whose states are the likeliest to be gone."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,8 @@ class Batch:
         """The jobs whose prompts are being read; the first is the next."""
         self.rows: list[tuple[Job, Continuation]] = []
         """What runs in each row of the pool."""
+        self.branches: deque[tuple[Handle, Branch]] = deque(maxlen=MOST_BRANCHES)
+        """Where prompts branched off whose first tokens were delivered; the states there are still to be read."""
         self.counts: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.service_seconds = 1.0
@@ -114,11 +118,11 @@ class Batch:
                     self.finish(row, ending.get(row.index, "timeout"))
                 self._forget(job)
 
-    def read(self) -> None:
-        """Read one piece of the prompt whose turn it is."""
+    def read(self) -> bool:
+        """Read one piece of the prompt whose turn it is; return False if there is none."""
         job = self._next_to_read()
         if job is None:
-            return
+            return False
         reading = job.reading
         assert reading is not None
         tokens, seconds = reading.read, reading.seconds
@@ -134,6 +138,16 @@ class Batch:
             self.fail(job, error)
         self.counts["read_tokens"] += reading.read - tokens
         self._read_seconds += reading.seconds - seconds
+        return True
+
+    def keep_branch(self) -> None:
+        """Read the tokens up to the first branch, and keep the state there."""
+        branch = self.branches[0][1]
+        self.branches = deque((x for x in self.branches if x[1].ids != branch.ids), MOST_BRANCHES)
+        try:
+            self.counts["branch_tokens"] += branch.keep()
+        except Exception:
+            logger.exception("the state of %d tokens, where a prompt branched off, was not kept", len(branch.ids))
 
     def _next_to_read(self) -> Job | None:
         for _ in range(len(self.reading)):
@@ -159,11 +173,14 @@ class Batch:
         going = [row for row, event in zip(rows, events, strict=True) if event.finished is None]
         if going:
             self.pool.join(reading.state, len(going))
+        branch = reading.branch
         self._end_reading(job)
         job.running = going
         self.rows += [(job, row) for row in going]
         for row, event in zip(rows, events, strict=True):
             self._tell(row, event)
+        if branch is not None and any(event.finished != "cancelled" for event in events):
+            self.branches.append((job.handle, branch))
         if not going:
             self._forget(job)
 
@@ -239,6 +256,8 @@ class Batch:
             self.finished[event.finished] += 1
             row.handle.ended.add(row.index)
             self._forget_guesses(row)
+            if event.finished == "cancelled" and [*row.handle.ending.values()] == ["cancelled"] * row.handle.request.n:
+                self.branches = deque((x for x in self.branches if x[0] is not row.handle), MOST_BRANCHES)
         try:
             row.handle.put(event)
         except BaseException:  # nobody listens any more; asyncio's CancelledError is no Exception
@@ -316,6 +335,7 @@ class Batch:
 
     def fail_all(self, error: Exception) -> None:
         """End everything that was admitted."""
+        self.branches.clear()
         for job in list(self.jobs):
             self.fail(job, error)
         self.fail_rows(error)

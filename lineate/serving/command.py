@@ -48,7 +48,9 @@ class ServeArguments:
     cache_folder: str | None = option(
         None, "Where kept states go when memory is full or the server ends.", metavar="FOLDER"
     )
-    spacing: int = option(256, "Distance of kept states in tokens, a multiple of 64.", least=64, most=2**20)
+    spacing: int | None = option(
+        None, "Distance of kept states in tokens, a multiple of 64; 256 on a CPU, 1024 on a GPU.", least=64, most=2**20
+    )
     exact: bool = option(False, "Reuse only states that give the same bits as reading the whole prompt.", "--exact")
     draft: str = option(
         NONE, "Guess tokens ahead: lookup (from the text), head (of the model), a smaller model's folder, or none."
@@ -127,6 +129,7 @@ def _prepare(asked: ServeArguments, port: int) -> tuple["DrainingServer", "Engin
     from lineate.serving.app import Settings, describe, make_app
     from lineate.serving.draining import DrainingServer
     from lineate.serving.limits import Limits
+    from lineate.serving.warming import warm_up
 
     check_device(asked.device)
     limits = Limits(
@@ -139,6 +142,7 @@ def _prepare(asked: ServeArguments, port: int) -> tuple["DrainingServer", "Engin
     settings = Settings(read_keys(asked.api_key), _words(asked.cors), _hosts(asked), limits)
     model, tokenizer = load_or_builtin(asked.folder, asked.dtype, asked.device, _say)
     engine = _engine(asked, model)
+    warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
     description = describe(model, tokenizer, _name(asked), asked.context, asked.slots)
     app = make_app(engine, tokenizer, description, settings)
     config = uvicorn.Config(
@@ -160,13 +164,14 @@ def _engine(asked: ServeArguments, model: "HybridLM") -> "Engine":
     folder = None if asked.cache_folder is None else user_path(named_path(asked.cache_folder))
     if folder is not None and not budget:
         raise ValueError("--cache-folder needs --cache above 0")
-    cache = StateCache(budget, asked.spacing, folder, identity_of(model) if folder else "") if budget else None
+    spacing = asked.spacing or (1024 if model.device.type == "cuda" else 256)
+    cache = StateCache(budget, spacing, folder, identity_of(model) if folder else "") if budget else None
     return Engine(
         model,
         slots=asked.slots,
         context=asked.context,
         memory_bytes=None if asked.memory is None else read_bytes(asked.memory, "--memory"),
-        spacing=asked.spacing,
+        spacing=spacing,
         queue=asked.queue,
         cache=cache,
         exact=asked.exact,

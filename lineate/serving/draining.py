@@ -9,6 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from lineate.serving.api.service import Service
+from lineate.serving.connections import connections
 from lineate.serving.gate import Traffic
 
 LOG = logging.getLogger("lineate.serving")
@@ -27,9 +28,10 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, config: uvicorn.Config) -> None:
-        super().__init__(config)
         self._traffic: Traffic = app.state.traffic
         self._service: Service = app.state.service
+        config.http = connections(self._service.limits.head_seconds)
+        super().__init__(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 

@@ -2,6 +2,7 @@
 
 A step ends what was cancelled, admits waiting requests while their planned bytes fit, reads one piece of one prompt,
 and decodes one token of every running row, or several that were guessed. Rows join and leave between any two tokens.
+While no prompt waits for its first token, a step may read up to where one branched off before, to keep a state there.
 What a request yields depends on its prompt, its sampling options and its seed, never on what else runs: prompts are
 read in fixed pieces (reading.py), and a token is a pure function of its logits, the seed and its position
 (generation/choice.py).
@@ -38,10 +39,12 @@ class EngineStats:
         waiting: Requests in the queue.
         reading: Prompts that are being read.
         running: Rows that decode.
+        waiting_branches: Places where a prompt branched off whose states are still to be read.
         steps: Steps that decoded.
         prompt_tokens: Tokens of all prompts that were admitted.
         cached_tokens: Those of them that were not read, because their state was kept.
-        read_tokens: Tokens that were read, those read twice to keep a state included.
+        read_tokens: Tokens of prompts that were read before the first token of an answer was chosen.
+        branch_tokens: Tokens that were read a second time afterwards, to keep a state where a prompt branched off.
         new_tokens: Tokens that were generated.
         guesses: Tokens that were guessed.
         right_guesses: Those of them that were right.
@@ -52,10 +55,12 @@ class EngineStats:
     waiting: int
     reading: int
     running: int
+    waiting_branches: int
     steps: int
     prompt_tokens: int
     cached_tokens: int
     read_tokens: int
+    branch_tokens: int
     new_tokens: int
     guesses: int
     right_guesses: int
@@ -192,10 +197,12 @@ class Engine:
                 waiting=len(self._waiting),
                 reading=len(batch.reading),
                 running=len(batch.rows),
+                waiting_branches=len(batch.branches),
                 steps=batch.counts["steps"],
                 prompt_tokens=batch.counts["prompt_tokens"],
                 cached_tokens=batch.counts["cached_tokens"],
                 read_tokens=batch.counts["read_tokens"],
+                branch_tokens=batch.counts["branch_tokens"],
                 new_tokens=batch.counts["new_tokens"],
                 guesses=batch.counts["guesses"],
                 right_guesses=batch.counts["right_guesses"],
@@ -211,7 +218,7 @@ class Engine:
         self._thread.start()
 
     def stop(self, drain: bool = True, timeout: float | None = None) -> None:
-        """Accept no more requests, and return when the engine has ended.
+        """Accept no more requests, and return when the engine has ended; branches that wait to be read are given up.
 
         Args:
             drain: Whether submitted requests are finished first; otherwise they are cancelled.
@@ -238,19 +245,20 @@ class Engine:
                 self.step()
         else:
             self._thread.join()
+        self._batch.branches.clear()
 
     def _busy(self) -> bool:
         with self._changed:
-            return bool(self._waiting or self._batch.jobs)
+            return bool(self._waiting or self._batch.jobs or (self._batch.branches and not self._closed))
 
     # What runs in the engine's thread.
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._waiting or self._batch.jobs or self._closed):
+                while not (self._busy() or self._closed):
                     self._changed.wait()
-                if not (self._waiting or self._batch.jobs):
+                if not self._busy():
                     return
             try:
                 self.step()
@@ -264,8 +272,10 @@ class Engine:
                 self._end_waiting()
                 self._batch.end_what_is_due()
                 self._admit()
-                self._batch.read()
+                was_read = self._batch.read()
                 self._batch.decode()
+                if not was_read:
+                    self._keep_branch()
             except Exception as error:  # a mistake of ours: what was admitted fails, and the engine goes on
                 logger.exception("a step of the engine failed")
                 self._batch.fail_all(error)
@@ -315,3 +325,14 @@ class Engine:
             self.pool.resize(shape.rows, shape.capacity)
         reading = Reading(self.model, request.ids, self.spacing, self.cache, exact=self.exact)
         return Job(waiting.handle, waiting.total, waiting.deadline, self.clock(), reading)
+
+    def _keep_branch(self) -> None:
+        """Read up to where a prompt branched off, if its bytes fit beside those of all requests that were admitted."""
+        if self._closed or not self._batch.branches:
+            return
+        _, branch = self._batch.branches[0]
+        needs = [*(job.need for job in self._batch.jobs), Need(0, len(branch.ids), 0, True)]
+        if self.plan.has_room(self.pool, needs):
+            self._batch.keep_branch()
+        else:  # the pool has grown since the prompt was read
+            self._batch.branches.popleft()

@@ -1,20 +1,64 @@
-"""The CUDA graphs of a pool: one for each kind and shape of a step that was met, the last ones kept."""
+"""The steps of a pool on a GPU: each is a CUDA graph, one for each number of rows, of tokens, and window.
 
+A graph replays the launches of a step at the same addresses, without the host. So the pool's tensors stay where they
+are, rows that do not run go through the step too (their length stays 0), and rows and guesses are filled up to powers
+of two, so that few graphs are met.
+"""
+
+import logging
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lineate.generation.in_place import Graph
+from lineate.generation import in_place
+from lineate.generation.in_place import (
+    Graph,
+    Tensors,
+    capture,
+    capture_all,
+    read_in_place,
+    round_up,
+    state_in_place,
+    write_back,
+)  # fmt: skip
+from lineate.layers.attention import reads_own_length
+from lineate.models import HybridLM, ModelState
+from lineate.models.trail import ModelTrail
 
 MOST_GRAPHS = 48
 """The most steps whose graphs are kept at a time."""
 
+logger = logging.getLogger(__name__)
 Step = TypeVar("Step")
 
 
-class TrailGraphs(NamedTuple):
+class PoolTensors(NamedTuple):
+    """The tensors that the steps read and write.
+
+    Args:
+        memories: `rows ...` by layer and name.
+        caches: `rows capacity ...` by layer and name.
+        lengths: The tokens of each row, `rows`.
+        capacity: The most tokens that a row can have.
+    """
+
+    memories: Tensors
+    caches: Tensors
+    lengths: Tensor
+    capacity: int
+
+    def first(self, rows: int) -> tuple[dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:
+        """Return the first rows of memories and caches."""
+        memories, caches = (
+            {n: {name: x[:rows] for name, x in own.items()} for n, own in each.items()} for each in self[:2]
+        )
+        return memories, caches
+
+
+class Trail(NamedTuple):
     """A trail that was recorded; nothing else may be replayed between reading and accepting.
 
     Args:
@@ -28,25 +72,164 @@ class TrailGraphs(NamedTuple):
     accept: Graph
 
 
-class Graphs:
-    """Recorded steps by a key that says everything that their launches depend on."""
+class GraphedSteps:
+    """Reads tokens of a pool's rows in place.
 
-    def __init__(self) -> None:
+    Args:
+        model: The model.
+        tensors: The pool's tensors.
+        graphed: Whether to record graphs; False where an earlier pool found that the model cannot be recorded.
+    """
+
+    def __init__(self, model: HybridLM, tensors: PoolTensors, graphed: bool = True) -> None:
+        self.model, self.graphed = model, graphed
+        self._given, self._lengths = tensors, tensors.lengths
+        self._rows = len(tensors.lengths)
+        self.ids = torch.zeros_like(tensors.lengths)[:, None]
+        """The next token of each row, `rows 1`."""
+        self.runs = torch.zeros_like(tensors.lengths)
+        """1 for rows that run, `rows`."""
+        self.counts = torch.zeros_like(tensors.lengths)
+        """How many tokens of a trail each row keeps, `rows`; 0 except while a trail is accepted."""
         self._kept: dict[Hashable, object] = {}
-        self.memory = torch.cuda.graph_pool_handle()
-        """The memory of intermediate results, shared by all graphs: nothing in it is read after another replay."""
+        # All graphs share the memory of their intermediate results: nothing of a replay is read after the next one.
+        self._memory = torch.cuda.graph_pool_handle()
 
-    def get(self, key: Hashable, record: Callable[[], Step]) -> Step:
-        """Return a recorded step.
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is allocated beside the pool's tensors."""
+        return [self.ids, self.runs, self.counts]
+
+    def step(self, ids: Tensor, longest: int) -> tuple[Tensor, ...]:
+        """Read ids `rows 1`; return logits and what the head has read.
 
         Args:
-            key: The kind and the shape of the step.
-            record: Records it, when the key is new.
+            ids: One token of each running row.
+            longest: The tokens of the longest row.
         """
+        running, window = len(ids), self._window(longest + 1, 1)
+        self.ids[:running] = ids
+        rows = self._rounded(running)
+        graph = self._recorded((rows, window), partial(self._record_step, rows, window))
+        return self._read(running, window) if graph is None else graph.replay()
+
+    def trail(self, ids: Tensor, longest: int) -> tuple[tuple[Tensor, ...], int] | None:
+        """Read ids `rows t`, filled up to one more than a power of two; return logits and hidden, and the new t.
+
+        Then call accept. None if the trail cannot be recorded, or is too long for the capacity.
+
+        Args:
+            ids: Tokens of each running row.
+            longest: The tokens of the longest row.
+        """
+        running, t = len(ids), 1 + (1 << max(ids.shape[1] - 2, 0).bit_length())
+        if longest + t > self._given.capacity:
+            return None
+        rows, window = self._rounded(running), self._window(longest + t, t)
+        trail = self._recorded((rows, window, t), partial(self._record_trail, rows, window, t))
+        if trail is None:
+            return None
+        trail.ids[:running, : ids.shape[1]] = ids
+        self._accept = trail.accept
+        return trail.read.replay(), t
+
+    def accept(self, counts: Tensor) -> None:
+        """Keep the first tokens of each row of the last trail.
+
+        Args:
+            counts: How many, one number for each running row.
+        """
+        self.counts[: len(counts)] = counts
+        self._accept.graph.replay()
+        self.counts.zero_()  # rows that do not run, and trails that are recorded, accept nothing
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def record(self, guesses: int = 0) -> None:
+        """Record the steps of every number of rows.
+
+        Args:
+            guesses: The most guesses that trails will read; 0: there will be none.
+        """
+        numbers = sorted({min(1 << n, self._rows) for n in range(self._rows.bit_length() + 1)})
+        counts = [1 << n for n in range(max(guesses - 1, 0).bit_length() + 1)] if guesses else []
+        for rows in numbers:
+            window = self._window(1, 1)
+            self._recorded((rows, window), partial(self._record_step, rows, window))
+            for t in (n + 1 for n in counts if n + 1 <= self._given.capacity):
+                window = self._window(t, t)
+                self._recorded((rows, window, t), partial(self._record_trail, rows, window, t))
+
+    def _rounded(self, running: int) -> int:
+        """Return how many rows a graph has in which the running ones fit."""
+        return min(self._rows, 1 << (running - 1).bit_length())
+
+    def _window(self, needed: int, t: int) -> int:
+        """Return how many entries attention looks at when it reads t new tokens.
+
+        That is all of them where they are only read as far as a row has any. Other windows grow by at least an eighth,
+        so that few are met.
+        """
+        capacity = self._given.capacity
+        mixers = [self.model.layers[n].mixer for n in self._given.caches]
+        if all(reads_own_length(mixer, t) for mixer in mixers):  # type: ignore[arg-type]
+            return capacity
+        window = step = in_place.WINDOW_STEP
+        while window < needed:
+            window = round_up(window + window // 8, step)
+        return min(window, capacity)
+
+    def _recorded(self, key: Hashable, record: Callable[[], Step]) -> Step | None:
+        """Return a recorded step, those that were used last being kept; None if the model cannot be recorded."""
+        if not self.graphed:
+            return None
         step = self._kept.pop(key, None)
         if step is None:
             if len(self._kept) >= MOST_GRAPHS:
-                del self._kept[next(iter(self._kept))]  # the one that was not used for the longest time
-            step = record()
+                del self._kept[next(iter(self._kept))]
+            try:
+                step = record()
+            except RuntimeError as error:  # memories that learn look at their position, which a graph cannot
+                logger.warning("this model decodes without CUDA graphs: %s", error)
+                self.graphed = False
+                return None
         self._kept[key] = step
         return step  # type: ignore[return-value]
+
+    def _changing(self) -> list[Tensor]:
+        """Return what a step changes; of the caches it writes only what lies after the last token."""
+        return [self._lengths, *(x for own in self._given.memories.values() for x in own.values())]
+
+    def _read(self, rows: int, window: int) -> tuple[Tensor, ...]:
+        """Read self.ids with the first rows, some of which may not run; those keep their length of 0."""
+        memories, caches = self._given.first(rows)
+        lengths = self._lengths[:rows]
+        state = state_in_place(memories, caches, window, lengths)
+        read = read_in_place(self.model, self.ids[:rows], state, (False, torch.bfloat16))
+        write_back(memories, read.state)
+        lengths += self.runs[:rows]
+        return read.logits, read.hidden
+
+    def _record_step(self, rows: int, window: int) -> Graph:
+        """Record a step of the first rows."""
+        return capture(lambda: self._read(rows, window), self._changing(), self._lengths.device, self._memory)
+
+    def _record_trail(self, rows: int, window: int, t: int) -> Trail:
+        """Record how a trail of the first rows is read, and how its first self.counts tokens are accepted."""
+        ids = torch.zeros(rows, t, dtype=torch.int64, device=self._lengths.device)
+        memories, caches = self._given.first(rows)
+        trails: list[tuple[ModelTrail, ModelState]] = []
+
+        def read() -> tuple[Tensor, ...]:
+            state = state_in_place(memories, caches, window, self._lengths[:rows], t)
+            out = self.model.trail(ids, state)
+            trails[:] = [(out.trail, state)]
+            return out.logits, out.hidden
+
+        def accept() -> tuple[Tensor, ...]:
+            trail, state = trails[0]
+            trail.after(self.counts[:rows], state)
+            self._lengths[:rows] += self.counts[:rows]
+            return ()
+
+        return Trail(ids, *capture_all([read, accept], self._changing(), ids.device, self._memory))

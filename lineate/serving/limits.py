@@ -35,6 +35,8 @@ class Limits:
     """Bytes of a JSON schema."""
     ids: int = 2**20
     """Ids that /detokenize takes at once."""
+    head_seconds: float = 30.0
+    """Seconds in which the head of a request must have arrived."""
     body_seconds: float = 30.0
     """Seconds in which a body must have arrived."""
     send_seconds: float = 60.0

@@ -3,9 +3,10 @@
     the pool               rows * (memories + capacity * bytes a token); while it is resized, both the old and the new
     a step                 the new memories of all rows, before the old ones are freed
     a prompt being read    its state with room for the whole prompt, and a copy of what is kept on the way
+    a branch being read    the same for the tokens up to the branch, within one step
 
 A request is admitted when all of this fits into the memory, with its rows and its longest length; so nothing that was
-admitted ever runs out of memory.
+admitted ever runs out of memory. A branch holds no state until it is read, and is given up if it does not fit then.
 """
 
 from collections.abc import Iterable
@@ -101,11 +102,9 @@ class Plan:
         rows, capacity = sum(x.rows for x in needs), self.capacity(max(x.total for x in needs))
         if rows > self.slots:
             return None
+        if rows <= pool.rows and capacity <= pool.capacity and self.has_room(pool, needs):
+            return Shape(pool.rows, pool.capacity)
         reading = sum(map(self.reading_nbytes, needs))
-        if rows <= pool.rows and capacity <= pool.capacity:
-            shape = Shape(pool.rows, pool.capacity)
-            if self._fits(self.pool_nbytes(shape) + reading):
-                return shape
         most = self.capacity(self.context)
         wishes = [(self.slots, most), (self.slots, min(2 * capacity, most)), (self.slots, capacity), (rows, capacity)]
         for wish in wishes:
@@ -113,6 +112,16 @@ class Plan:
             if self._fits(max(pool.resize_nbytes(*wish), self.pool_nbytes(shape)) + reading):
                 return shape
         return None
+
+    def has_room(self, pool: Pool, needs: Iterable[Need]) -> bool:
+        """Whether the prompts of these requests may be read while the pool is as it is.
+
+        Args:
+            pool: The pool as it is.
+            needs: What all requests need that run or are read.
+        """
+        shape = Shape(pool.rows, pool.capacity)
+        return self._fits(self.pool_nbytes(shape) + sum(map(self.reading_nbytes, needs)))
 
     def most_tokens(self, rows: int, prompt: int) -> int:
         """Return how many tokens a request can have that has the engine to itself; less than its prompt: none."""

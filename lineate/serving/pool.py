@@ -4,26 +4,22 @@ Rows 0 .. len(pool) - 1 run. A row joins after the last one; when a row leaves, 
 the running rows are always the first ones, and a step reads a prefix of every tensor.
 """
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lineate.generation import in_place
-from lineate.generation.in_place import Graph, capture, capture_all, read_in_place, round_up, state_in_place, write_back
+from lineate.generation.in_place import read_in_place, round_up, state_in_place
 from lineate.layers import LayerState, Memory, TensorSpec, TokenCache
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
-from lineate.serving.graphs import Graphs, Step, TrailGraphs
+from lineate.serving.graphs import GraphedSteps, PoolTensors
 
 WINDOW = 64
 """On a CPU, attention reads a multiple of this many entries of the caches, so that most calls have known shapes."""
 ROW_NUMBERS = (1, 4)
 """How many int64 a row has beside its state, on a CPU and on a GPU: its length; its next token, whether it runs, and
 how many tokens of a trail it keeps."""
-
-logger = logging.getLogger(__name__)
 
 
 class Pool:
@@ -58,8 +54,9 @@ class Pool:
         """The tokens that each running row has read."""
         self.hidden: Tensor | None = None
         """What the model's head has read in the last step or trail, `rows t hidden`."""
-        self._graphed = True  # until a step cannot be recorded
         self._grows = model.device.type != "cuda"  # memories have only the running rows
+        self._steps: GraphedSteps | None = None
+        self._graphed = True  # until a step cannot be recorded
         self._allocate(rows, capacity)
 
     @torch.inference_mode(False)
@@ -80,12 +77,19 @@ class Pool:
                 }
         self._lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._used = [0] * rows  # how many cached entries of each row may differ from 0
-        self._trail: tuple[ModelTrail, ModelState] | Graph | None = None  # what accepts it
+        self._trail: tuple[ModelTrail, ModelState] | GraphedSteps | None = None  # what accepts it
         if not self._grows:
-            self._ids = torch.zeros(rows, 1, dtype=torch.int64, device=self.device)
-            self._runs = torch.zeros(rows, dtype=torch.int64, device=self.device)  # 1 for running rows
-            self._counts = torch.zeros(rows, dtype=torch.int64, device=self.device)  # 0 except while a trail is accepted
-            self._graphs = Graphs()
+            self._steps = self._new_steps()
+
+    def _new_steps(self) -> GraphedSteps:
+        tensors = PoolTensors(self._memories, self._caches, self._lengths, self.capacity)
+        return GraphedSteps(self.model, tensors, self._graphed)
+
+    def _free_steps(self) -> None:
+        """Drop the graphs, and with them what they keep alive."""
+        if self._steps is not None:
+            self._graphed = self._steps.graphed
+            self._steps = None
 
     def _cache(self, spec: TensorSpec, rows: int, capacity: int) -> Tensor:
         sizes = [capacity if size == "t" else int(size) for size in spec.shape]
@@ -104,7 +108,7 @@ class Pool:
     def tensors(self) -> list[Tensor]:
         """All tensors that the pool has allocated."""
         states = (x for each in (self._memories, self._caches) for own in each.values() for x in own.values())
-        inputs = [] if self._grows else [self._ids, self._runs, self._counts]
+        inputs = [] if self._steps is None else self._steps.tensors
         return [*states, self._lengths, *inputs]
 
     @property
@@ -145,6 +149,7 @@ class Pool:
                 f"rows and capacity must be at least those that run, {running} and {max(self.lengths, default=0)}, "
                 f"got {rows} and {capacity}"
             )
+        self._free_steps()
         if not running:
             self._memories = self._caches = {}  # freed before the new ones are allocated
             self._allocate(rows, capacity)
@@ -161,14 +166,12 @@ class Pool:
                 for name, x in own.items():
                     own[name] = x.new_zeros(rows, *x.shape[1:])
                     own[name][:running] = x[:running]
-            self._ids, self._runs, self._counts = (
-                x.new_zeros(rows, *x.shape[1:]) for x in (self._ids, self._runs, self._counts)
-            )
-            self._runs[:running] = 1
-            self._graphs = Graphs()
         lengths = self._lengths.new_zeros(rows)
         lengths[:running] = self._lengths[:running]
         self._lengths, self.rows, self.capacity = lengths, rows, capacity
+        if not self._grows:
+            self._steps = self._new_steps()
+            self._steps.runs[:running] = 1
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -202,8 +205,8 @@ class Pool:
                 x[rows, :n] = state.layers[layer][name][:, :n].to(x)
                 x[rows, n : max(self._used[rows])] = 0
         self._lengths[rows] = n
-        if not self._grows:
-            self._runs[rows] = 1
+        if self._steps is not None:
+            self._steps.runs[rows] = 1
         self._used[rows] = [n] * count
         self.lengths += [n] * count
         return row
@@ -238,8 +241,8 @@ class Pool:
             self._lengths[row] = self._lengths[last]
             self.lengths[row], self._used[row] = n, n
         self._lengths[last] = 0
-        if not self._grows:
-            self._runs[last] = 0
+        if self._steps is not None:
+            self._steps.runs[last] = 0
         if self.poison:
             self._used[last] = self.capacity
         self.lengths.pop()
@@ -254,6 +257,7 @@ class Pool:
         self._trail = None
         rows, capacity = self.rows, self.capacity
         self.lengths.clear()
+        self._free_steps()
         self._memories = self._caches = {}
         self._allocate(rows, capacity)
 
@@ -287,7 +291,7 @@ class Pool:
         """
         self._check_settled()
         tokens = self._new_ids([[n] for n in ids])
-        logits, hidden = self._read(tokens) if self._grows else self._replay(tokens)
+        logits, hidden = self._read(tokens) if self._steps is None else self._steps.step(tokens, max(self.lengths))
         self.hidden = hidden[: len(self)]
         self.lengths = [n + 1 for n in self.lengths]
         self._used[: len(self)] = map(max, self._used, self.lengths)
@@ -304,7 +308,12 @@ class Pool:
         self._check_settled()
         tokens = self._new_ids([list(own) for own in ids])
         rows = len(self)
-        (logits, hidden), t = self._read_trail(tokens) if self._grows else self._replay_trail(tokens)
+        found = None if self._steps is None else self._steps.trail(tokens, max(self.lengths))
+        if found is None:
+            logits, hidden, t = *self._read_trail(tokens), tokens.shape[1]
+        else:
+            (logits, hidden), t = found
+            self._trail = self._steps
         self._used[:rows] = (max(used, n + t) for used, n in zip(self._used, self.lengths, strict=False))
         self.hidden = hidden[:rows, : tokens.shape[1]]
         return logits[:rows, : tokens.shape[1]]
@@ -321,20 +330,24 @@ class Pool:
             raise RuntimeError("there are no tokens to accept; call trail first")
         taken = torch.tensor(counts, dtype=torch.int64).to(self.device)
         trail, self._trail = self._trail, None
-        if isinstance(trail, Graph):
-            self._counts[: len(counts)] = taken
-            trail.graph.replay()
-            self._counts.zero_()  # rows that do not run, and trails that are recorded, accept nothing
+        if isinstance(trail, GraphedSteps):
+            trail.accept(taken)
         else:
-            self._accept(*trail, taken)
+            new = trail[0].after(taken, None if self._grows else trail[1])
+            if self._grows:
+                self._memories = {n: dict(new.layers[n].tensors) for n in self._memories}
+            self._lengths[: len(counts)] += taken
         self.lengths = [n + more for n, more in zip(self.lengths, counts, strict=True)]
 
-    def _accept(self, trail: ModelTrail, state: ModelState, counts: Tensor) -> None:
-        new = trail.after(counts, None if self._grows else state)
-        if self._grows:
-            for n in self._memories:
-                self._memories[n] = dict(new.layers[n].tensors)
-        self._lengths[: len(counts)] += counts
+    def record(self, guesses: int = 0) -> None:
+        """Record the steps of every number of rows on a GPU, so that no request waits for it; on a CPU do nothing.
+
+        Args:
+            guesses: The most guesses that trails will read; 0: there will be none.
+        """
+        self._check_settled()
+        if self._steps is not None:
+            self._steps.record(guesses)
 
     def _new_ids(self, ids: list[list[int]]) -> Tensor:
         """Return ids `rows t`; raise unless there are some for each row, and room for them."""
@@ -349,119 +362,28 @@ class Pool:
             )
         return torch.tensor(ids, dtype=torch.int64).to(self.device)
 
-    def _running(self, rows: int) -> tuple[dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:
-        """Return the first rows of memories and caches."""
-        memories = self._memories
-        if not self._grows:
-            memories = {n: {name: x[:rows] for name, x in own.items()} for n, own in memories.items()}
-        caches = {n: {name: x[:rows] for name, x in own.items()} for n, own in self._caches.items()}
-        return memories, caches
-
     def _read(self, ids: Tensor) -> tuple[Tensor, ...]:
         """Read ids `rows 1` on a CPU: the new memories replace the old ones."""
-        rows = len(self)
-        memories, caches = self._running(rows)
-        window = min(self.capacity, round_up(max(self.lengths) + 1, WINDOW))
-        state = state_in_place(memories, caches, window, self._lengths[:rows])
+        state = self._state_in_place(1)
         read = read_in_place(self.model, ids, state, (False, torch.bfloat16))
         for n in self._memories:
             self._memories[n] = dict(read.state.layers[n].tensors)
-        self._lengths[:rows] += 1
+        self._lengths[: len(ids)] += 1
         return read.logits, read.hidden
 
-    def _replay(self, ids: Tensor) -> tuple[Tensor, ...]:
-        """Read ids `rows 1` on a GPU: the graph of this number of rows and of this window."""
-        window = self._window(max(self.lengths) + 1)
-        self._ids[: len(self)] = ids
-        rows = self._rows_of_graph()
-        graph = self._recorded((rows, window), lambda: self._record_step(rows, window))
-        return self._step_in_place(len(self), window) if graph is None else graph.replay()
-
-    def _rows_of_graph(self) -> int:
-        """Return how many rows a graph has in which all running ones fit."""
-        return min(self.rows, 1 << (len(self) - 1).bit_length())
-
-    def _recorded(self, key: tuple[int, ...], record: Callable[[], Step]) -> Step | None:
-        """Return a recorded step; None if the model cannot be recorded."""
-        if self._graphed:
-            try:
-                return self._graphs.get(key, record)
-            except RuntimeError as error:  # memories that learn look at their position, which a graph cannot
-                logger.warning("this model decodes without CUDA graphs: %s", error)
-                self._graphed = False
-        return None
-
-    def _record_step(self, rows: int, window: int) -> Graph:
-        """Record a step of the first rows."""
-        step, memory = (lambda: self._step_in_place(rows, window)), self._graphs.memory
-        return capture(step, self._changing(), self.device, memory)
-
-    def _changing(self) -> list[Tensor]:
-        """Return what a step changes; of the caches it writes only what lies after the last token."""
-        return [self._lengths, *(x for own in self._memories.values() for x in own.values())]
-
-    def _read_trail(self, ids: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
-        """Read ids `rows t`; return logits and hidden, and t."""
-        rows, t = ids.shape
-        memories, caches = self._running(rows)
-        longest = max(self.lengths) + t
-        window = min(self.capacity, round_up(longest, WINDOW)) if self._grows else self._window(longest)
-        state = state_in_place(memories, caches, window, self._lengths[:rows], t)
+    def _read_trail(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Read ids `rows t`, without a graph; return logits and hidden."""
+        state = self._state_in_place(ids.shape[1])
         out = self.model.trail(ids, state)
         self._trail = (out.trail, state)
-        return (out.logits, out.hidden), t
+        return out.logits, out.hidden
 
-    def _replay_trail(self, ids: Tensor) -> tuple[tuple[Tensor, ...], int]:
-        """Read ids `rows t` on a GPU: the graphs of this number of rows, of guesses, and of this window.
-
-        The guesses are filled up to a power of two, so that few graphs are met.
-        """
-        t = 1 + (1 << max(ids.shape[1] - 2, 0).bit_length())
-        longest = max(self.lengths) + t
-        if longest > self.capacity:
-            return self._read_trail(ids)
-        rows, window = self._rows_of_graph(), self._window(longest)
-        graphs = self._recorded((rows, window, t), lambda: self._record_trail(rows, window, t))
-        if graphs is None:
-            return self._read_trail(ids)
-        graphs.ids[: len(self), : ids.shape[1]] = ids
-        self._trail = graphs.accept
-        return graphs.read.replay(), t
-
-    def _record_trail(self, rows: int, window: int, t: int) -> TrailGraphs:
-        """Record how a trail of the first rows is read, and how its first self._counts tokens are accepted."""
-        ids = torch.zeros(rows, t, dtype=torch.int64, device=self.device)
-        memories, caches = self._running(rows)
-        trails: list[tuple[ModelTrail, ModelState]] = []
-
-        def read() -> tuple[Tensor, ...]:
-            state = state_in_place(memories, caches, window, self._lengths[:rows], t)
-            out = self.model.trail(ids, state)
-            trails[:] = [(out.trail, state)]
-            return out.logits, out.hidden
-
-        def accept() -> tuple[Tensor, ...]:
-            self._accept(*trails[0], self._counts[:rows])
-            return ()
-
-        return TrailGraphs(ids, *capture_all([read, accept], self._changing(), self.device, self._graphs.memory))
-
-    def _window(self, needed: int) -> int:
-        """Return how many entries attention reads on a GPU; windows grow by at least an eighth, so that few are met."""
-        window = step = in_place.WINDOW_STEP
-        while window < needed:
-            window = round_up(window + window // 8, step)
-        return min(window, self.capacity)
-
-    def _step_in_place(self, rows: int, window: int) -> tuple[Tensor, ...]:
-        """Read self._ids with the first rows, some of which may not run; those keep their length of 0."""
-        memories, caches = self._running(rows)
-        lengths = self._lengths[:rows]
-        state = state_in_place(memories, caches, window, lengths)
-        read = read_in_place(self.model, self._ids[:rows], state, (False, torch.bfloat16))
-        write_back(memories, read.state)
-        lengths += self._runs[:rows]
-        return read.logits, read.hidden
+    def _state_in_place(self, t: int) -> ModelState:
+        """Return the state of the running rows, whose next call reads t tokens."""
+        rows = len(self)
+        memories, caches = PoolTensors(self._memories, self._caches, self._lengths, self.capacity).first(rows)
+        window = min(self.capacity, round_up(max(self.lengths) + t, WINDOW))
+        return state_in_place(memories, caches, window, self._lengths[:rows], t)
 
     def _check_settled(self) -> None:
         if self._trail is not None:

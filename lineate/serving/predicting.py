@@ -10,16 +10,17 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from lineate.models import HybridLM, ModelState
-from lineate.serving.drafting import DraftRow, Pace, RowStates, draw, padded, taken_back
+from lineate.models import HybridLM
+from lineate.serving.drafting.drafter import DraftRow, Known
+from lineate.serving.drafting.stepwise import Pass, StepwiseDrafter, padded
 
 
-class _Observed:
+class _Observed(Known):
     """What the model's head read for the tokens of a sequence from index `first` on, whose entries are not made yet."""
 
     def __init__(self, first: int, hidden: Tensor) -> None:
+        super().__init__()
         self.first, self.hidden = first, hidden
-        self.pace = Pace()
 
     @property
     def end(self) -> int:
@@ -32,7 +33,7 @@ class _Observed:
         return taken
 
 
-class PredictionDrafter:
+class PredictionDrafter(StepwiseDrafter[_Observed]):
     """Guess with the head of multi-token prediction of the model that verifies.
 
     A sequence whose beginning was not observed, because a cache had its state, is guessed from what was.
@@ -42,10 +43,6 @@ class PredictionDrafter:
     """
 
     needs_hidden = True
-    AT_ONCE = 16
-    """Rows with more entries to make are read alone."""
-    PIECE = 2048
-    """Prompts are read in pieces of so many tokens."""
 
     def __init__(self, model: HybridLM) -> None:
         if model.prediction is None:
@@ -53,9 +50,8 @@ class PredictionDrafter:
                 "model must have a head of multi-token prediction, got none; its checkpoint has no such weights that "
                 "lineate can read, or it was loaded with prediction=False"
             )
+        super().__init__()
         self.model, self.head = model, model.prediction
-        self._states = RowStates()
-        self._observed: dict[Hashable, _Observed] = {}
 
     @torch.no_grad()
     def observe(self, key: Hashable, ids: Sequence[int], start: int, hidden: Tensor) -> None:
@@ -67,61 +63,30 @@ class PredictionDrafter:
             start: the index of the first of these tokens.
             hidden: `n hidden`, one vector a token; the tensor is kept, not copied.
         """
-        known = self._observed.get(key)
+        known = self._known.get(key)
         if known is None or start > known.end:  # nothing is known of the tokens before
             self.forget(key)
-            self._observed[key] = known = _Observed(start, hidden)
+            self._known[key] = known = _Observed(start, hidden)
         else:
             new = hidden[known.end - start :]
             known.hidden = torch.cat((known.hidden, new)) if known.hidden.shape[0] else new
         if known.hidden.shape[0] > self.AT_ONCE:
             self._keep_up(key, ids)
 
-    @torch.no_grad()
-    def propose(self, rows: Sequence[DraftRow], most: int) -> list[list[int]]:
-        """Return at most so many guesses for each row; see Drafter.
-
-        Args:
-            rows: the sequences.
-            most: the most tokens for each.
-        """
-        guesses: list[list[int]] = [[] for _ in rows]
-        lengths = [self._length(row, most) for row in rows]
-        able = [n for n in range(len(rows)) if lengths[n]]
-        if not able:
-            return guesses
-        own = [rows[n] for n in able]
-        base, x = self._read_pending(own)  # rows hidden
-        now = base
-        for step in range(max(lengths[n] for n in able)):
-            if step:
-                ids = torch.tensor([guesses[n][-1:] for n in able], device=x.device)
-                predicted, now = self.head(self.model.embed(ids), x[:, None], now)
-                x = predicted[:, -1]
-            tokens = draw(self.model.logits(x), own, [guesses[n] for n in able])
-            for n, token in zip(able, tokens, strict=True):
-                guesses[n].append(token)
-        self._states.put(taken_back(base, now))
-        for n in able:
-            guesses[n] = guesses[n][: lengths[n]]
-            self._observed[rows[n].key].pace.note(len(rows[n].ids), guesses[n])
-        return guesses
-
-    def _length(self, row: DraftRow, most: int) -> int:
-        """Return how many tokens to guess: none if the model's head was not observed as far as it must have read."""
-        known = self._observed.get(row.key)
+    def _prepare(self, row: DraftRow, most: int) -> int:
+        known = self._known.get(row.key)
         if known is None:
             return 0
         length = known.pace.next_length(row.ids, most)
         if not length or known.end != len(row.ids) - 1 or not known.hidden.shape[0]:
-            return 0
+            return 0  # guessing pauses, or the model's head was not observed as far as it must have read
         if row.key not in self._states or known.hidden.shape[0] > self.AT_ONCE:
             self._keep_up(row.key, row.ids)
         return length if row.key in self._states else 0
 
     def _keep_up(self, key: Hashable, ids: Sequence[int]) -> None:
         """Make the entries of a sequence but for the last one, whose prediction is wanted."""
-        known, state = self._observed[key], self._states.pop(key)
+        known, state = self._known[key], self._states.pop(key)
         count = min(known.hidden.shape[0], len(ids) - 1 - known.first) - 1
         while count > 0:
             tokens = ids[known.first + 1 : known.first + 1 + min(count, self.PIECE)]
@@ -131,21 +96,19 @@ class PredictionDrafter:
         if state is not None:
             self._states.add(key, state)
 
-    def _read_pending(self, rows: Sequence[DraftRow]) -> tuple[ModelState, Tensor]:
-        """Make the entries of all rows up to their last tokens in one pass; return the state and the last results."""
-        known = [self._observed[row.key] for row in rows]
+    def _read_pending(self, rows: Sequence[DraftRow]) -> Pass:
+        """Make the entries of all rows up to their last tokens in one pass."""
+        known = [self._known[row.key] for row in rows]
         tokens, counts = padded(
             [row.ids[own.first + 1 :] for row, own in zip(rows, known, strict=True)], self.model.device
         )
         hidden = torch.nn.utils.rnn.pad_sequence([own.take(own.hidden.shape[0]) for own in known], batch_first=True)
         x, trailed = self.head.trail(self.model.embed(tokens), hidden, self._states.take([row.key for row in rows]))
-        return trailed.after(counts), x[torch.arange(len(rows)), counts - 1]
+        last = x[torch.arange(len(rows)), counts - 1]
+        return Pass(trailed.after(counts), self.model.logits(last), last)
 
-    def forget(self, key: Hashable) -> None:
-        """Drop all that is kept of a sequence.
-
-        Args:
-            key: names the sequence.
-        """
-        self._states.pop(key)
-        self._observed.pop(key, None)
+    def _read_guesses(self, tokens: Tensor, last: Pass) -> Pass:
+        """Make one entry a row from what the head itself has predicted."""
+        assert last.hidden is not None
+        predicted, state = self.head(self.model.embed(tokens), last.hidden[:, None], last.state)
+        return Pass(state, self.model.logits(predicted[:, -1]), predicted[:, -1])

@@ -2,8 +2,8 @@
 
 A prompt is cut at the multiples of a spacing, counted from its first token. Each piece is read by itself with b = 1,
 whatever else runs, so the state at a cut has the same bits in every run, and may be kept and continued later as if the
-prompt had been read whole. Where the prompt leaves the path of an earlier one, a state is kept too; it is read on the
-side, from the last cut, so that the pieces stay the same.
+prompt had been read whole. Where the prompt leaves the path of an earlier one, a state is kept too (Branch). It is read
+on the side, from the last cut, so that the pieces stay the same, and after the first token, which does not wait for it.
 """
 
 import logging
@@ -60,7 +60,7 @@ class Reading:
         self.on_read: Callable[[int, Tensor], None] | None = None
         """Receives what the model's head could read of each piece, `n hidden`, and the index of its first token."""
         self._canonical = True  # whether the state has the bits of reading the whole prompt
-        self._branch: int | None = None
+        self._parting = 0  # up to where the cache knows the prompt, if that is between two cuts
         self.begun = False
         """Whether the cache was asked."""
         self.released = False
@@ -75,6 +75,14 @@ class Reading:
     def next_stop(self) -> int:
         """Where the next piece ends."""
         return min((self.position // self.spacing + 1) * self.spacing, len(self.ids))
+
+    @property
+    def branch(self) -> "Branch | None":
+        """Where the prompt leaves the path of an earlier one, if no state was found there; to be read afterwards."""
+        if self.cache is None or self._parting <= self.cached_tokens:
+            return None
+        start = max(self._parting - self._parting % self.spacing, self.cached_tokens)
+        return Branch(self.model, self.ids[: self._parting], start, self.cache, self.clock)
 
     @property
     def nbytes(self) -> int:
@@ -100,8 +108,8 @@ class Reading:
             return
         try:
             if not begun and not self.exact:  # states where prompts branch are not exact
-                branch = self.cache.common(self.ids)
-                self._branch = branch if 0 < branch < len(self.ids) and branch % self.spacing else None
+                parting = self.cache.common(self.ids)
+                self._parting = parting if parting < len(self.ids) and parting % self.spacing else 0
             found = self.cache.find(self.ids, self.exact)
         except Exception:  # a prompt can always be read
             logger.exception("the cache failed to look up a prompt, which is read instead")
@@ -125,20 +133,12 @@ class Reading:
     @torch.inference_mode(False)
     @torch.no_grad()
     def advance(self) -> None:
-        """Read the next piece, and keep the state after it; or read up to where the prompt branches off, to keep that.
-
-        Nothing changes if the model fails.
-        """
+        """Read the next piece, and keep the state after it. Nothing changes if the model fails."""
         if self.done:
             return
         stop = self.next_stop
-        if self._branch is not None and self._branch <= self.position:
-            self._branch = None
-        if self._branch is not None and self._branch < stop:
-            self._keep_branch(self._branch)
-            self._branch = None
-            return
-        hidden, state, seconds = self._read(self.state, stop)
+        hidden, state, seconds = _read(self.model, self.ids[self.position : stop], self.state, self.clock)
+        self.seconds, self.read = self.seconds + seconds, self.read + stop - self.position
         done = stop == len(self.ids)
         # A prompt may end where this one is cut; the head reads one token, the piece has a spacing of them.
         logits = self.model.logits(hidden[:, -1:])[0, -1] if done or self.cache is not None else None
@@ -148,7 +148,7 @@ class Reading:
             state = reserve(state, len(self.ids))
         self.state, self.position, self.logits = state, stop, logits if done else None
         if logits is None or bool(logits.isfinite().all()):  # a fault that passes must not be kept
-            self._keep(stop, state, self._kind(stop), logits, seconds)
+            _keep(self.cache, self.ids[:stop], state, self._kind(stop), logits, seconds)
 
     def _kind(self, stop: int) -> Kind:
         """Return what the state at this stop is to the cache; only canonical ones are "grid" or "prompt"."""
@@ -156,28 +156,70 @@ class Reading:
             return "grid" if stop % self.spacing == 0 else "prompt"
         return "turn" if stop == len(self.ids) else "branch"
 
-    def _keep_branch(self, stop: int) -> None:
-        """Keep the state where the prompt branches off, without touching the state that is read on."""
-        _, state, seconds = self._read(None if self.state is None else reserve(self.state, stop), stop)
-        self._keep(stop, state, "branch", None, seconds)
 
-    def _keep(self, stop: int, state: ModelState, kind: Kind, logits: Tensor | None, seconds: float) -> None:
-        try:
-            if self.cache is not None:
-                self.cache.keep(self.ids[:stop], state, kind, logits, seconds)
-        except Exception:  # the request goes on without
-            logger.exception("the cache failed to keep the state of %d tokens", stop)
+class Branch:
+    """A place between two cuts where a prompt left the path of an earlier one; its state serves later prompts.
 
-    def _read(self, state: ModelState | None, stop: int) -> tuple[Tensor, ModelState, float]:
-        """Read up to a place; return what the head could read, `1 n hidden`, the state and the seconds it took."""
-        begun = self.clock()
-        ids = torch.tensor([self.ids[self.position : stop]], device=self.model.device)
-        hidden, new = self.model.hidden(self.model.embed(ids), state)
-        if ids.is_cuda:
-            torch.cuda.synchronize(ids.device)
-        seconds = self.clock() - begun
-        self.seconds, self.read = self.seconds + seconds, self.read + ids.shape[1]
-        return hidden, new, seconds
+    It is read from the state at the last cut, or from the state that the prompt was continued from, if that is nearer.
+    The cache must still have that state; otherwise nothing is read. So the kept state has the same bits whenever it is
+    read.
+
+    Args:
+        model: The model.
+        ids: The tokens up to this place.
+        start: How many of them the state has read from which it is read.
+        cache: Where that state is looked up, and where the new one is kept.
+        clock: Returns seconds, for what it costs to make the state.
+    """
+
+    def __init__(
+        self,
+        model: HybridLM,
+        ids: tuple[int, ...],
+        start: int,
+        cache: StateCache,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model, self.ids, self.start, self.cache, self.clock = model, ids, start, cache, clock
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def keep(self) -> int:
+        """Read up to this place, less than a piece, and keep the state; return how many tokens were read."""
+        state = None
+        if self.start:
+            found = self.cache.find(self.ids[: self.start + 1])  # one token more finds a state without logits, too
+            if found is None or found.length != self.start:
+                return 0
+            state = reserve(found.state, len(self.ids))
+            del found
+        hidden, state, seconds = _read(self.model, self.ids[self.start :], state, self.clock)
+        if bool(hidden[:, -1].isfinite().all()):  # a fault that passes must not be kept
+            _keep(self.cache, self.ids, state, "branch", None, seconds)
+        return len(self.ids) - self.start
+
+
+def _read(
+    model: HybridLM, ids: tuple[int, ...], state: ModelState | None, clock: Callable[[], float]
+) -> tuple[Tensor, ModelState, float]:
+    """Read tokens after a state; return what the head could read, `1 n hidden`, the new state and the seconds."""
+    begun = clock()
+    tokens = torch.tensor([ids], device=model.device)
+    hidden, new = model.hidden(model.embed(tokens), state)
+    if tokens.is_cuda:
+        torch.cuda.synchronize(tokens.device)
+    return hidden, new, clock() - begun
+
+
+def _keep(
+    cache: StateCache | None, ids: tuple[int, ...], state: ModelState, kind: Kind, logits: Tensor | None, seconds: float
+) -> None:
+    """Keep a state in the cache, if there is one; the request goes on without if that fails."""
+    try:
+        if cache is not None:
+            cache.keep(ids, state, kind, logits, seconds)
+    except Exception:
+        logger.exception("the cache failed to keep the state of %d tokens", len(ids))
 
 
 def reserve(state: ModelState, tokens: int) -> ModelState:

@@ -8,7 +8,9 @@ import torch
 from few import few
 from torch import Tensor
 
+from lineate.generation import choice
 from lineate.generation.choice import Sampling, choose_tokens, gumbel_noise, log_probabilities
+from lineate.native.build import available
 
 OPTIONS = (
     Sampling(temperature=0),
@@ -23,6 +25,15 @@ OPTIONS = (
     Sampling(logit_bias=((3, 5.0), (70, -100.0)), temperature=0),
     Sampling(top_k=1, seed=4),
 )
+
+
+@pytest.fixture(autouse=True, params=["c", "torch"])
+def drawn_by(request, monkeypatch) -> None:
+    """Draw in C, and as on a machine without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(choice, "choose", lambda *given: None)
+    elif not available():
+        pytest.skip("no C compiler")
 
 
 def many(logits: Tensor, sampling: Sampling, draws: int, start: int = 0) -> Tensor:
@@ -212,6 +223,22 @@ def test_odd_temperatures_and_values() -> None:
     for sampling in (Sampling(1e-45), Sampling(1e-3, top_p=0.9), Sampling(1.0, top_k=3), Sampling(0.0), Sampling(1e30)):
         drawn = choose_tokens(logits, [sampling] * 2, at)
         assert drawn[1] == 2 and (sampling.temperature > 1 or drawn[0] == 1)
+
+
+def test_c_and_torch_draw_the_same_tokens(monkeypatch) -> None:
+    """Logits without ties, of which rounding could decide in either way."""
+    generator = torch.Generator().manual_seed(0)
+    cases = [(vocab, scale) for vocab in (1, 5, 64, 65, 1000, 4097) for scale in (0.01, 1.0, 10.0)]
+    rows = [row for row in OPTIONS if not row.penalised and not row.logit_bias]
+    for vocab, scale in cases:
+        logits = scale * torch.randn(len(rows), vocab, generator=generator)
+        if vocab > 9:
+            logits[:, 3:9] = -torch.inf
+        at = torch.randint(9999, (len(rows),), generator=generator)
+        found = choose_tokens(logits, rows, at)
+        with monkeypatch.context() as patch:
+            patch.setattr(choice, "choose", lambda *given: None)
+            assert torch.equal(choose_tokens(logits, rows, at), found)
 
 
 def test_empty_batches() -> None:

@@ -15,10 +15,13 @@ import torch
 from cases import NATIVE_OBSTACLE, ROWS, Shape, bounds, convert, draw
 from torch import Tensor
 
+from lineate.generation.choice import Sampling, choose_tokens
 from lineate.layers.convolution import short_convolution
 from lineate.layers.feed import glu
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.native import build, layers
+from lineate.native.product import combine
+from lineate.native.product import product as multiply
 
 SANITIZE = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 """The compiler's flags (at -O3 gcc takes minutes)."""
@@ -77,6 +80,29 @@ def check_layers() -> None:
         differentiate((glu(pair),), [pair])
 
 
+def check_products() -> None:
+    """Multiply few rows by weights of every dtype, to the end of their memory."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for rows, (out, size), dtype in product((1, 2, 3, 4, 7, 16), ((1, 1), (3, 5), (5, 33), (260, 300)), dtypes):
+        weight = with_gaps(torch.randn(out, size)).to(dtype)
+        multiply(torch.randn(rows, size), weight)
+        combine(torch.randn(rows, out), weight)
+
+
+def check_choices() -> None:
+    """Draw from vocabularies that do not fill a block: equal logits, logits of -inf, limits of every kind."""
+    kinds = {
+        "temperature": (0.01, 1.0, 1e30),
+        "top_k": (0, 2, 70, 10**9),
+        "top_p": (1e-9, 0.6, 1.0),
+        "min_p": (0.0, 1.0),
+    }
+    for vocab, values in product((1, 2, 63, 64, 65, 700), product(*kinds.values())):
+        logits = with_gaps(torch.randn(4, vocab))
+        logits[1], logits[2, 1:], logits[3] = 0.0, -torch.inf, logits[3].round()
+        choose_tokens(logits, [Sampling(**dict(zip(kinds, values, strict=True)))] * 4, torch.arange(4))
+
+
 if __name__ == "__main__":
     assert not NATIVE_OBSTACLE, NATIVE_OBSTACLE
     torch.manual_seed(0)
@@ -84,6 +110,8 @@ if __name__ == "__main__":
         torch.set_num_threads(threads)
         check_rules()
         check_layers()
+        check_products()
+        check_choices()
     assert layers.serves(torch.zeros(1))  # torch does not run in its place
     print("no report")
 

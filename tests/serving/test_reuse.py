@@ -15,7 +15,7 @@ from lineate.models import HybridConfig, HybridLM
 from lineate.serving.cache import StateCache
 from lineate.serving.engine import Engine
 from lineate.serving.identity import identity_of
-from lineate.serving.requests import Completion, Request
+from lineate.serving.requests import Completion, Event, Request
 from lineate.text import Bytes, Tokenizer, load_tokenizer
 
 SPACING, LONG = 256, 4096
@@ -42,8 +42,9 @@ class Run:
 
     def __init__(self, model: HybridLM, folder=None, *, exact: bool = False, budget: int = 2**28) -> None:
         self.model, self.folder, self.exact, self.budget = model, folder, exact, budget
-        self.read = 0
-        """The tokens that were read for the last request, in the engine's own count."""
+        self.read = self.aside = self.before_first = 0
+        """The tokens of the last request's prompt that were read, those that were read on the side afterwards, both in
+        the engine's own count, and those that the model had read in all when the first event arrived."""
         self._start()
 
     def _start(self) -> None:
@@ -59,13 +60,22 @@ class Run:
         self._start()
 
     def ask(self, ids: tuple[int, ...], new: int = 4, sampling: Sampling = DRAWN, **options) -> Completion:
-        before = self.engine.stats.read_tokens
-        handle = self.engine.submit(Request(ids, sampling, max_new_tokens=new, **options))
-        while self.engine.step():
-            pass
-        (found,) = handle.result(0)
+        before, found, tokens, at_events = self.engine.stats, Completion(), [], []
+
+        def listen(event: Event) -> None:
+            at_events.append(sum(tokens))
+            found.add(event)
+
+        hook = self.model.embed.register_forward_hook(lambda module, inputs, output: tokens.append(inputs[0].numel()))
+        try:
+            self.engine.submit(Request(ids, sampling, max_new_tokens=new, **options), listen)
+            while self.engine.step():
+                pass
+        finally:
+            hook.remove()
         assert found.finished in ("length", "stop"), found
-        self.read = self.engine.stats.read_tokens - before
+        stats, self.before_first = self.engine.stats, at_events[0]
+        self.read, self.aside = stats.read_tokens - before.read_tokens, stats.branch_tokens - before.branch_tokens
         return found
 
 
@@ -114,7 +124,10 @@ def test_a_shared_beginning_that_ends_between_two_cuts():
     length=(LONG, LONG + 99, LONG + 101, LONG + 130), restarted=(False, True),
 )  # fmt: skip
 def test_an_edit_before_the_end(pattern, length, restarted, tmp_path):
-    """An edit 100 tokens before the end leaves what is before the last cut before it."""
+    """An edit 100 tokens before the end re-reads at most spacing + 100 tokens before the first token.
+
+    Afterwards a state is kept where the edit is; a third prompt that branches at the same place starts from it.
+    """
     lm, ids = model(pattern), prompt(length)
     edited = (*ids[:-100], (ids[-100] + 1) % 61, *ids[-99:])
     run = Run(lm, tmp_path if restarted else None)
@@ -122,16 +135,15 @@ def test_an_edit_before_the_end(pattern, length, restarted, tmp_path):
     if restarted:
         run.restart()
     found = run.ask(edited)
-    assert length - found.cached_tokens <= SPACING + 100
+    assert run.before_first == run.read == length - found.cached_tokens <= SPACING + 100
     assert found.cached_tokens == (length - 100) // SPACING * SPACING
+    assert run.aside == (length - 100) % SPACING
     assert found.tokens == fresh(lm, edited)
-    # Up to the edit, tokens are read once more to keep a state there, from which other edits at this place are read.
-    assert run.read <= length - found.cached_tokens + SPACING
     other = (*ids[:-100], (ids[-100] + 2) % 61, *ids[-99:])
     if restarted:
         run.restart()
     found = run.ask(other)
-    assert (found.cached_tokens, run.read) == (length - 100, 100)
+    assert (found.cached_tokens, run.before_first, run.read, run.aside) == (length - 100, 100, 100, 0)
     assert found.tokens == fresh(lm, other)
 
 

@@ -449,3 +449,15 @@ def test_what_lineate_says_of_the_model(tokenizer):
     assert sum(described.state_bytes(100)) == model.state_nbytes(1, 100)
     assert [layer["kind"] for layer in described.layers[-2:]] == ["gated_delta_rule", "softmax_attention"]
     assert described.fingerprint != describe(model, tokenizer, "tiny", 513, 2).fingerprint
+
+
+def test_text_that_ends_lines_does_not_end_events(tokenizer):
+    """httpx cuts a stream where Python's splitlines would, which is also at three characters beyond ASCII."""
+    said = "a\x85b\u2028c\u2029d\x0be\r\nf"
+    engine = ScriptedEngine(tokenizer.encode, lambda request, index: said)
+    with serving(engine, tokenizer) as server:
+        body = {"prompt": "x", "stream": True, "max_tokens": 60}
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == said

@@ -65,8 +65,9 @@ def speculate(
     """Return the tokens that guessing and verifying yields, and how many tokens a pass of the model yields a row."""
     ids, starts, state = [list(own) for own in ids], [len(own) for own in ids], begin(model, ids)
     if drafter.needs_hidden:
+        read = {own: model.hidden(model.embed(torch.tensor([own[:-1]])))[0][0] for own in set(map(tuple, ids))}
         for key, own in enumerate(ids):
-            drafter.observe(key, own, 0, model.hidden(model.embed(torch.tensor([own[:-1]])))[0][0])
+            drafter.observe(key, own, 0, read[tuple(own)])
     passes = tokens = 0
     running = list(range(len(ids)))
     while running:

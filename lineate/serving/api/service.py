@@ -210,9 +210,14 @@ def with_seed(wanted: Wanted, shift: int) -> Wanted:
     return replace(wanted, sampling=replace(wanted.sampling, seed=seed)) if shift else wanted
 
 
+_LINE_ENDS = {ord(x): f"\\u{ord(x):04x}" for x in "\x85\u2028\u2029"}
+"""What ends a line for Python's splitlines, by which httpx cuts a stream into events; JSON may escape any character."""
+
+
 def dump(value: Any) -> str:
     """Return JSON without spaces, for events and answers."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.translate(_LINE_ENDS)
 
 
 __all__ = ["ApiError", "Description", "Engine", "Prompt", "Service", "dump", "with_seed"]

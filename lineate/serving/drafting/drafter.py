@@ -1,0 +1,195 @@
+"""What a drafter is: the sequences that it guesses for, how guesses are verified, and what drafters have in common."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lineate.generation import Sampling, choose_tokens
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """A sequence whose next tokens are to be guessed.
+
+    Args:
+        key: names the sequence in all calls until `forget`.
+        ids: its tokens so far, the prompt included; the model has read all but the last. In later calls only tokens
+            are added, those that were chosen.
+        sampling: how its tokens are chosen.
+        seen: how often each token was generated, as choose_tokens takes it, if the options have penalties.
+    """
+
+    key: Hashable
+    ids: Sequence[int]
+    sampling: Sampling
+    seen: Mapping[int, int] | None = None
+
+    @property
+    def position(self) -> int:
+        """The index of the token that is guessed first."""
+        return len(self.ids)
+
+
+class Drafter(Protocol):
+    """Guesses tokens; what it guesses never changes which tokens are generated."""
+
+    needs_hidden: bool
+    """Whether it wants to observe what the model's head reads."""
+
+    def propose(self, rows: Sequence[DraftRow], most: int) -> list[list[int]]:
+        """Return at most so many guesses for each row, the next token first; an empty list if it has none.
+
+        Args:
+            rows: the sequences.
+            most: the most tokens for each.
+        """
+        ...
+
+    def observe(self, key: Hashable, ids: Sequence[int], start: int, hidden: Tensor) -> None:
+        """Take what the model's head read for tokens of a sequence that are final; only if needs_hidden.
+
+        Args:
+            key: names the sequence.
+            ids: its tokens as far as they are known, those of the whole prompt at least.
+            start: the index of the first of these tokens.
+            hidden: `n hidden`, one vector a token; the tensor is kept, not copied.
+        """
+        ...
+
+    def forget(self, key: Hashable) -> None:
+        """Drop all that is kept of a sequence, which has ended.
+
+        Args:
+            key: names the sequence.
+        """
+        ...
+
+
+def verify(
+    logits: Tensor,
+    guesses: Sequence[Sequence[int]],
+    sampling: Sequence[Sampling],
+    positions: Sequence[int],
+    seen: Sequence[Mapping[int, int] | None] | None = None,
+    allowed: Tensor | None = None,
+) -> list[list[int]]:
+    """Return the tokens that plain decoding would choose: the guesses that are right, and one token after them.
+
+    A row keeps as many tokens of its trail as it has chosen tokens: its last token before, and the right guesses.
+
+    Args:
+        logits: `rows t vocab`, those of each row's last token and of its guesses; t is at least 1 + the most guesses.
+        guesses: the guesses of each row.
+        sampling: the options of each row.
+        positions: the index of the first guess of each row in its sequence.
+        seen: for each row that has penalties, how often each token was generated before.
+        allowed: which tokens may be chosen, `rows t vocab` bool; None for all.
+    """
+    at = [(row, i) for row, own in enumerate(guesses) for i in range(len(own) + 1)]
+    where = torch.tensor(at, device=logits.device).T.unbind()
+    counts = None
+    if seen is not None:
+        counts = [with_more(seen[row], guesses[row][:i]) for row, i in at]
+    values = logits[where]
+    # A wrong guess may leave the model without finite logits; that must only matter if the guess was right.
+    spoilt = ~values.amax(-1).isfinite()
+    options, places = [sampling[row] for row, _ in at], torch.tensor([positions[row] + i for row, i in at])
+    permitted = None if allowed is None else allowed[where]
+    tokens = choose_tokens(values.masked_fill(spoilt[:, None], 0), options, places, counts, permitted).tolist()
+    chosen: list[list[int]] = [[] for _ in guesses]
+    for n, ((row, i), token, bad) in enumerate(zip(at, tokens, spoilt.tolist(), strict=True)):
+        if list(guesses[row][:i]) != chosen[row]:
+            continue  # a guess before this one was wrong
+        if bad:
+            token = int(choose_tokens(values[n : n + 1], options[n : n + 1], places[n : n + 1]))  # as plain decoding
+        chosen[row].append(token)
+    return chosen
+
+
+def with_more(seen: Mapping[int, int] | None, more: Sequence[int]) -> Mapping[int, int] | None:
+    """Return the counts after more tokens."""
+    if seen is None or not more:
+        return seen
+    counts = dict(seen)
+    for token in more:
+        counts[token] = counts.get(token, 0) + 1
+    return counts
+
+
+class Pace:
+    """How many tokens to guess for a sequence: more while guesses are right, and none for a while if they are not."""
+
+    LONGEST_PAUSE = 16
+
+    def __init__(self) -> None:
+        self.length = 2
+        self._guessed: list[int] = []
+        self._position = 0
+        self._misses = self._pause = 0
+
+    def next_length(self, ids: Sequence[int], most: int) -> int:
+        """Learn how many of the last guesses were right, and return how many tokens to guess now."""
+        guessed, start = self._guessed, self._position
+        if guessed and len(ids) > start:
+            right = 0
+            while right < len(guessed) and start + right < len(ids) and ids[start + right] == guessed[right]:
+                right += 1
+            self._learn(right, len(guessed))
+        self._guessed = []
+        if self._pause:
+            self._pause -= 1
+            return 0
+        return min(self.length, most)
+
+    def note(self, position: int, guesses: list[int]) -> None:
+        """Remember what was guessed for the tokens from this position on."""
+        self._position, self._guessed = position, guesses
+
+    def _learn(self, right: int, guessed: int) -> None:
+        if right == guessed:
+            self.length = max(self.length, 2 * guessed)
+        else:
+            self.length = right + 1
+        self._misses = 0 if right else self._misses + 1
+        if self._misses > 1:
+            self._pause = min(2 ** (self._misses - 1), self.LONGEST_PAUSE)
+
+
+class Known:
+    """What a drafter knows of one sequence; a drafter that knows more derives its own class."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+
+
+K = TypeVar("K", bound=Known)
+
+
+class BaseDrafter(Generic[K]):
+    """What drafters have in common: they know something of each sequence, and forget it when the sequence has ended."""
+
+    needs_hidden = False
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, K] = {}
+
+    def observe(self, key: Hashable, ids: Sequence[int], start: int, hidden: Tensor) -> None:
+        """Ignore what the model's head read; see Drafter.
+
+        Args:
+            key: names the sequence.
+            ids: its tokens.
+            start: the index of the first of these tokens.
+            hidden: one vector a token.
+        """
+
+    def forget(self, key: Hashable) -> None:
+        """Drop all that is kept of a sequence.
+
+        Args:
+            key: names the sequence.
+        """
+        self._known.pop(key, None)
