@@ -1,4 +1,4 @@
-"""The command line: `lineate demo`, `inspect`, `train`, `generate`, `chat`, `serve`, `tasks`, `plan`, `learn`, ..."""
+"""The command line: `lineate demo`, `inspect`, `train`, `generate`, `chat`, `serve`, `tasks`, `plan`, `picture`."""
 
 import importlib
 import os
@@ -107,9 +107,9 @@ def build_app() -> "typer.Typer":
     add_generation(app)
     add_serving(app)
     add_tasks(app)
+    add_lessons(app)
     add_planning(app)
     add_pictures(app)
-    add_lessons(app)
     return app
 
 
