@@ -1,5 +1,6 @@
 """Lessons in the terminal."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,13 +97,17 @@ def _markdown(screen: "Console", text: str) -> None:
 
     from lineate.terminal import printable
 
-    screen.print(Markdown(printable(text), hyperlinks=False))
+    plain = re.sub(
+        r"\[([^\]]+)\]\([^)]*\.md[^)]*\)", r"\1", text
+    )  # pages beside this one, which a terminal cannot open
+    screen.print(Markdown(printable(plain), hyperlinks=False))
 
 
 def _python(screen: "Console", code: str) -> None:
     from rich.syntax import Syntax
 
     shown = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(code.rstrip())
+    shown.rstrip()
     screen.print(shown, soft_wrap=True)  # a line that is too long is wrapped by the terminal, so that it can be copied
 
 

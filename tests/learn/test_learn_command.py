@@ -58,6 +58,7 @@ def test_all_lessons_run():
     done = lineate("all")
     assert done.exit_code == 0
     assert [lesson.title for lesson in all_lessons().values() if lesson.title not in done.stdout] == []
+    assert "../" not in done.stdout  # links to pages are their texts
 
 
 def test_disagreements_run():

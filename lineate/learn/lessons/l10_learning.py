@@ -34,9 +34,9 @@ part of the last step into the next. **Muon** [Jordan2024] replaces a gradient b
 values are all 1, so that weak directions of a chunk are written as strongly as its strong ones.
 
 Seen from the other side, it is **compression**: the weights are what is left of the text, in a fixed number of
-bytes, and the loss says what the compression should keep. A head of 128 channels keeps 16,384 numbers of the
-1,048,576 that the keys and values of 4096 tokens are. `run_reference` below takes every gradient by autograd, so a
-rule of your own is one line ([memory.md](../memory.md)).
+bytes, and the loss says what the compression should keep. The state of a head of 128 channels has 16,384 numbers;
+the keys and values of 4096 tokens have 1,048,576. `run_reference` below takes every gradient by autograd, so a rule
+of your own is one line ([memory.md](../memory.md)).
 """
 
 CODE = """\
