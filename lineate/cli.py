@@ -97,6 +97,7 @@ def build_app() -> "typer.Typer":
 
     from lineate.explore.command import add_commands as add_pictures
     from lineate.generation.command import add_commands as add_generation
+    from lineate.learn.command import add_commands as add_lessons
     from lineate.planning.command import add_commands as add_planning
     from lineate.serving.command import add_commands as add_serving
     from lineate.tasks.command import add_commands as add_tasks
@@ -106,6 +107,7 @@ def build_app() -> "typer.Typer":
     add_generation(app)
     add_serving(app)
     add_tasks(app)
+    add_lessons(app)
     add_planning(app)
     add_pictures(app)
     return app
