@@ -1,4 +1,6 @@
-"""The command line: `lineate demo`, `inspect`, `train`, `generate`, `chat`, `serve`, `tasks`, `plan`, `picture`."""
+"""The command line: `lineate demo`, `inspect`, `train`, `generate`, `chat`, `serve`, `tasks`, `plan`, `picture`,
+`check`.
+"""
 
 import importlib
 import os
@@ -99,6 +101,7 @@ def build_app() -> "typer.Typer":
     from lineate.generation.command import add_commands as add_generation
     from lineate.learn.command import add_commands as add_lessons
     from lineate.planning.command import add_commands as add_planning
+    from lineate.recognise.command import add_commands as add_recognition
     from lineate.serving.command import add_commands as add_serving
     from lineate.tasks.command import add_commands as add_tasks
     from lineate.training.command import add_commands as add_training
@@ -110,6 +113,7 @@ def build_app() -> "typer.Typer":
     add_lessons(app)
     add_planning(app)
     add_pictures(app)
+    add_recognition(app)
     return app
 
 

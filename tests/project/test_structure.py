@@ -21,7 +21,7 @@ MOST_PARAMETERS = 10
 # as rule.py or checks.py, are at the bottom, beside the backends.
 LEVELS = (
     ("cli",),
-    ("serving", "explore", "tasks", "planning", "training", "learn"),
+    ("serving", "explore", "tasks", "planning", "training", "learn", "recognise"),
     ("generation", "integrations", "figures"),
     ("text",),
     ("models",),

@@ -1,0 +1,260 @@
+"""`check(text)`: which row of lineate's table an update rule is, or what it is instead."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from lineate.recognise.distance import Distance, distances
+from lineate.recognise.evaluation import Reading, Token, draw_token, gate_shapes, readings, updated
+from lineate.recognise.expressions import Program, read_expression
+from lineate.recognise.functions import Misfit
+from lineate.recognise.matching import Match, find_match
+from lineate.recognise.measuring import TOLERANCE, Response, coefficients, respond
+from lineate.recognise.remedy import mended
+from lineate.recognise.rules import RELATIVES, Relative
+from lineate.recognise.symbols import DECAYS, Refused
+from lineate.rule import GATED_DELTA, KIMI_DELTA
+
+DRAWS, MOST_TRIED, LONG = 3, 8, 100
+"""Tokens with keys of length 1, and as many with others; readings that are measured; tokens of the long run."""
+
+
+@dataclass(frozen=True)
+class OtherReading:
+    """What the rule is if a gate is a vector."""
+
+    gate: str
+    per: str
+    """"key" or "value": what it has one per channel of."""
+    match: Match
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What `lineate check` found."""
+
+    program: Program
+    match: Match | None
+    """None if the rule is neither a row nor a relative."""
+    reading: Reading | None
+    """None if nothing had to be evaluated."""
+    roles: dict[str, str]
+    """What each name of the expression is."""
+    distances: tuple[Distance, ...] = ()
+    """From Gated DeltaNet and Kimi Delta Attention, unless it is one of them."""
+    remedy: str | None = None
+    """A row in the names and the layout of the expression."""
+    remedy_name: str | None = None
+    others: tuple[OtherReading, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def recognised(self) -> bool:
+        """Whether it is a row of the table."""
+        return self.match is not None and self.match.row is not None
+
+    @property
+    def relative(self) -> Relative | None:
+        """Return the relative it is, if any."""
+        slug = None if self.match is None else self.match.relative
+        return None if slug is None else RELATIVES[slug]
+
+
+def check(text: str, per_key: Sequence[str] = (), per_value: Sequence[str] = ()) -> Finding:
+    """Return which row of the table an update rule is.
+
+    Args:
+        text: the update, such as "S = a * S + b * outer(k, v - S.T @ k)".
+        per_key: gates that are vectors with one number per key channel; others are tried as numbers first.
+        per_value: gates that are vectors with one number per value channel.
+
+    Returns:
+        The row or the relative, the layout and the roles of the names, distances and a remedy.
+
+    Raises:
+        Refused: the text is not an update rule that can be evaluated.
+    """
+    program = read_expression(text)
+    shapes = {**dict.fromkeys(per_key, "key"), **dict.fromkeys(per_value, "value")}
+    for name in shapes:
+        if program.free.get(name) != "gate":
+            raise Refused(
+                f"expected gates of the expression as vectors, got {name!r}; they are {program.names('gate')}"
+            )
+    if program.uses("softmax"):
+        return Finding(program, Match(None, "softmax", "any", 0.0), None, _roles(program))
+    if program.names("second state"):
+        return Finding(program, Match(None, "second-state", "any", 0.0), None, _roles(program))
+    if not program.names("state"):
+        raise Refused("expected an update that uses the memory S (or M, W, H, state), got none; write S = ...")
+    notes = []
+    if not program.names("key") and program.names("query"):
+        program = replace(program, free={x: "key" if y == "query" else y for x, y in program.free.items()})
+        notes.append(f"{program.names('key')[0]} is taken for the key, because no k occurs.")
+    possible = _possible(program, shapes)
+    reading, match, signs = _best(program, possible)
+    return _finding(program, reading, match, signs, notes)
+
+
+def _possible(program: Program, shapes: Mapping[str, str]) -> list[Reading]:
+    """Return the readings under which the program has a meaning; with K = V only if there is no other."""
+    why = ""
+    for square in (False, True):
+        found = []
+        for reading in readings(program, shapes, square):
+            try:
+                _try(program, reading)
+                found.append(reading)
+            except Misfit as error:
+                why = why or str(error)
+        if found:
+            return found
+    raise Refused(f"expected shapes that fit with S [k, v] or [v, k], k [k], v [v], got a misfit: {why}")
+
+
+def _try(program: Program, reading: Reading) -> Tensor:
+    seed = torch.Generator().manual_seed(0)
+    token = draw_token(program, reading, seed, True, frozenset())
+    return updated(program, reading, token, torch.randn(reading.key_dim, reading.value_dim, generator=seed).double())
+
+
+def _best(program: Program, possible: Sequence[Reading]) -> tuple[Reading, Match | None, frozenset[str]]:
+    """Return the simplest reading that is a row; else, among those as simple, a relative; else the first."""
+    first: tuple[Reading, Match | None, frozenset[str]] | None = None
+    for reading in possible[:MOST_TRIED]:
+        if first is not None and first[1] is not None and reading.gates != first[0].gates:
+            break
+        match, signs = _match(program, reading)
+        if match is not None and (match.row is not None or first is None or first[1] is None):
+            first = reading, match, signs
+        if match is not None and match.row is not None:
+            break
+        first = first or (reading, match, signs)
+    assert first is not None
+    return first
+
+
+def _match(program: Program, reading: Reading) -> tuple[Match | None, frozenset[str]]:
+    """Return the match, and the gates that had to be negative for it: those inside exp are tried both ways."""
+    first: tuple[Match | None, frozenset[str]] | None = None
+    inside = sorted(program.inside_exp)
+    for choice in product((True, False), repeat=len(inside)):
+        signs = frozenset(name for name, negative in zip(inside, choice, strict=True) if negative)
+        try:
+            found = find_match(_responses(program, reading, signs))
+        except Misfit:
+            continue
+        if found is not None and found.row is not None:
+            return found, signs
+        if first is None or first[0] is None:
+            first = found, signs
+    return first or (None, frozenset())
+
+
+def _responses(program: Program, reading: Reading, signs: frozenset[str]) -> list[Response]:
+    """Return the responses to DRAWS tokens with keys of length 1 and as many with others."""
+    seed = torch.Generator().manual_seed(1)
+    tokens = [draw_token(program, reading, seed, unit, signs) for unit in [True] * DRAWS + [False] * DRAWS]
+    return [respond(partial(updated, program, reading, token), token, seed) for token in tokens]
+
+
+def _finding(
+    program: Program, reading: Reading, match: Match | None, signs: frozenset[str], notes: list[str]
+) -> Finding:
+    """Return everything that is reported about one reading."""
+    rule = match.row.rule if match is not None and match.row is not None else None
+    far: tuple[Distance, ...] = ()
+    if rule not in (GATED_DELTA, KIMI_DELTA):
+        far = _distances(program, reading, signs, match)
+    others = tuple(_others(program, reading)) if rule is not None else ()
+    remedy, name = mended(program, reading, match) if rule is None else (None, None)
+    if reading.square:
+        notes.append("Shapes fit only if there are as many key channels as value channels.")
+    if _reads_query(program, reading):
+        notes.append("The update depends on the query; only the read, S^T q, should: write k.")
+    if rule is GATED_DELTA:
+        notes.append(
+            "One decay per head commutes with the erase, so their order does not matter; one per channel does not."
+        )
+    if match is not None and match.row is not None and not match.row.rule.corrects and match.write_shape != "one":
+        notes.append("The rule has no beta: fold the strength of the write into v (or k), as Mamba-2 folds its step.")
+    roles = _roles(program, *_gate_roles(program, reading, signs))
+    return Finding(program, match, reading, roles, far, remedy, name, others, tuple(notes))
+
+
+def _distances(
+    program: Program, reading: Reading, signs: frozenset[str], match: Match | None
+) -> tuple[Distance, ...]:  # fmt: skip
+    seed = torch.Generator().manual_seed(2)
+    tokens = [draw_token(program, reading, seed, True, signs) for _ in range(LONG)]
+
+    def update(token: Token, S: Tensor) -> Tensor:
+        try:
+            return updated(program, reading, token, S)
+        except Misfit:  # it overflowed
+            return torch.full_like(S, float("inf"))
+
+    return distances(update, tokens, match, seed)
+
+
+def _others(program: Program, reading: Reading) -> list[OtherReading]:
+    """Return what the rule is if one gate more is a vector, where that has a meaning."""
+    fixed = {name: kind for name, kind in reading.gates if kind != "number"}
+    found = []
+    for gates in gate_shapes([name for name, _ in reading.gates], fixed):
+        more = [x for x in gates if x not in reading.gates]
+        if len(more) != 1:
+            continue
+        other = replace(reading, gates=gates)
+        try:
+            _try(program, other)
+            match, _ = _match(program, other)
+        except Misfit:
+            continue
+        if match is not None:
+            found.append(OtherReading(*more[0], match))
+    return found
+
+
+def _reads_query(program: Program, reading: Reading) -> bool:
+    """Whether the new memory depends on q."""
+    seed = torch.Generator().manual_seed(3)
+    token = draw_token(program, reading, seed, True, frozenset())
+    S = torch.randn(reading.key_dim, reading.value_dim, generator=seed).double()
+    made = [updated(program, reading, replace(token, q=q), S) for q in (token.q, 2 * token.q)]
+    return not torch.equal(*made)
+
+
+def _gate_roles(program: Program, reading: Reading, signs: frozenset[str]) -> tuple[set[str], set[str]]:
+    """Return the gates that change the decay, and those that change the write."""
+    seed = torch.Generator().manual_seed(4)
+    token = draw_token(program, reading, seed, True, signs)
+    decays, writes = set(), set()
+
+    def measured(token: Token) -> tuple[Tensor, Tensor] | None:
+        response = respond(partial(updated, program, reading, token), token, torch.Generator().manual_seed(5))
+        c = coefficients(response) or coefficients(response.mirrored())
+        return None if c is None else (c.decay, c.write)
+
+    before = measured(token)
+    for name in program.names("gate"):
+        after = measured(replace(token, gates={**token.gates, name: 0.9 * token.gates[name]}))
+        if before is not None and after is not None:
+            decays |= {name} if (before[0] - after[0]).abs().max() > TOLERANCE else set()
+            writes |= {name} if (before[1] - after[1]).abs().max() > TOLERANCE else set()
+    return decays, writes
+
+
+def _roles(program: Program, decays: set[str] | None = None, writes: set[str] | None = None) -> dict[str, str]:
+    """Return what each name is; a gate whose part could not be measured is what its name says."""
+    words = {"state": "memory", "second state": "second state", "key": "key", "value": "value", "query": "query"}
+    found = {}
+    for name, kind in program.free.items():
+        parts = [("decay", decays or set()), ("write strength", writes or set())]
+        named = "decay, by its name" if name in DECAYS else "write strength, by its name"
+        found[name] = words.get(kind, " and ".join(word for word, names in parts if name in names) or named)
+    return found

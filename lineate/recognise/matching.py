@@ -1,0 +1,264 @@
+"""Finds the row or the relative that a measured rule is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lineate.recognise.measuring import (
+    TOLERANCE,
+    Coefficients,
+    Response,
+    coefficients,
+    difference,
+    pattern,
+    reduced,
+    written_as,
+)
+from lineate.recognise.rules import (
+    Row,
+    Update,
+    accumulate,
+    added_read,
+    added_undecayed_read,
+    correct,
+    decay_after_erase,
+    oja_per_unit,
+    read_by_columns,
+    row_of,
+    run_tokens,
+    undecayed_read,
+    undecayed_read_by_columns,
+)
+
+STRENGTHS = {accumulate: ("one", "number", "key", "value"), correct: ("one", "number")}
+"""What the strength of a row's write may depend on; a rule that accumulates has it folded into k and v."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a rule was found to be."""
+
+    row: Row | None
+    relative: str | None
+    """A key of RELATIVES; one of row and relative is None."""
+    keys: str
+    """For which keys: "any", "unit", or "normalised" if the rule divides k by its length itself."""
+    difference: float
+    """The largest relative difference from the row, or from the relative's formula, over all draws."""
+    decay: str | None = None
+    """The decay as a formula of the gates; None if it is not a simple one."""
+    write: str | None = None
+    """The strength of the write as a formula of the gates."""
+    decay_shape: str = "one"
+    """What the decay depends on: "one", "number", "key", "value" or "both"."""
+    write_shape: str = "one"
+    corrects: bool = True
+
+    @property
+    def meant_decay(self) -> str | None:
+        """Return the decay that was probably meant: g where a penalty without 1/2 leaves 2 g - 1."""
+        if self.decay is None or self.relative != "penalty-without-half":
+            return self.decay
+        return self.decay.removeprefix("2 * ").removesuffix(" - 1").replace("1 - 2 * ", "1 - ")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Responses of several tokens and their coefficients, with patterns and formulas over all of them."""
+
+    responses: tuple[Response, ...]
+    found: tuple[Coefficients, ...]
+    keys: str
+
+    @property
+    def decays(self) -> list[Tensor]:
+        """Return the decay of each token, [k, v]."""
+        return [x.decay for x in self.found]
+
+    @property
+    def writes(self) -> list[Tensor]:
+        """Return the strength of each token's write, [k, v]."""
+        return [x.write for x in self.found]
+
+    def fits(self, update: Update) -> float:
+        """Return the largest difference of an update from what was measured."""
+        pairs = zip(self.responses, self.found, strict=True)
+        return max(difference(update(r.S, r.token.k, r.token.v, c.decay, c.write), r.new) for r, c in pairs)
+
+    def formula(self, arrays: Sequence[Tensor]) -> str | None:
+        """Return arrays [k, v], one for each token, as a formula of the gates."""
+        kind = pattern(arrays)
+        return written_as([reduced(x, kind) for x in arrays], [r.token for r in self.responses])
+
+    def match(self, row: Row | None, relative: str | None, update: Update, largest: float | None = None) -> Match:
+        """Return a match with the formulas and shapes of this measurement."""
+        return Match(
+            row, relative, self.keys, self.fits(update) if largest is None else largest,
+            self.formula(self.decays), self.formula(self.writes), pattern(self.decays), pattern(self.writes),
+            update not in (accumulate, oja_per_unit),
+        )  # fmt: skip
+
+
+def find_match(responses: Sequence[Response]) -> Match | None:
+    """Return the row that the responses show, else the relative, else None; half of the keys must have length 1."""
+    scopes = {
+        "any": responses,
+        "normalised": [r.normalised() for r in responses],
+        "unit": [r for r in responses if r.token.unit],
+    }
+    measured = [x for keys, some in scopes.items() if (x := measure(some, keys)) is not None]
+    rows = [found for x in measured if (found := _row(x)) is not None]
+    if rows:  # a rule that normalises its keys may also be a row with a strength that depends on them
+        return next((x for x in rows if x.write is not None), rows[0])
+    for x in measured:
+        if (found := _relative(x)) is not None:
+            return found
+    return _other(responses)
+
+
+def measure(responses: Sequence[Response], keys: str) -> Measured | None:
+    """Return the coefficients of all responses; None if one has none."""
+    found = [coefficients(r) for r in responses]
+    if any(x is None for x in found):
+        return None
+    return Measured(tuple(responses), tuple(x for x in found if x is not None), keys)
+
+
+def _row(x: Measured) -> Match | None:
+    """Return the row that equals the rule, by lineate's own op."""
+    decay, write = pattern(x.decays), pattern(x.writes)
+    in_range = all(y.min() >= -TOLERANCE and y.max() <= 1 + TOLERANCE for y in x.decays)
+    positive = all(y.min() > 0 for y in x.writes)
+    if decay not in ("one", "number", "key") or not in_range or not positive or _without_half(x):
+        return None
+    for update, shapes in STRENGTHS.items():
+        if x.fits(update) > TOLERANCE or write not in shapes:
+            continue
+        row = row_of(update is correct, decay)
+        return x.match(row, None, update, max(_from_op(row, r, c) for r, c in zip(x.responses, x.found, strict=True)))
+    return None
+
+
+def _from_op(row: Row, response: Response, c: Coefficients) -> float:
+    """Return the difference from one token of lineate's op."""
+    k, v, a, b = response.token.k, response.token.v, c.decay[:, 0].clamp(0, 1), c.write
+    beta = b[:1, 0]
+    if not row.rule.corrects:  # a strength per channel is folded into k and v
+        k, v, beta = k * b[:, 0], v * b[0] / b[0, 0], torch.ones(1, dtype=torch.float64)
+    per_channel = pattern([c.decay]) == "key"
+    decay = a[None] if per_channel else a[:1]
+    return difference(run_tokens(row.rule, response.S, k[None], v[None], decay, beta), response.new)
+
+
+def _without_half(x: Measured) -> bool:
+    """Whether the share that is left is 2 g - 1, or 1 - 2 lambda eta."""
+    formula = x.formula(x.decays) or ""
+    return formula.startswith("1 - 2 * ") or (formula.startswith("2 * ") and formula.endswith(" - 1"))
+
+
+def _relative(x: Measured) -> Match | None:
+    """Return the relative with the same decay, erase and write."""
+    decay, write = pattern(x.decays), pattern(x.writes)
+    if max(y.abs().max() for y in x.writes) < TOLERANCE:
+        return x.match(None, "nothing-written", accumulate)
+    negative = all(y.max() < 0 for y in x.writes)
+    for update in (accumulate, correct, undecayed_read):
+        if x.fits(update) > TOLERANCE:
+            continue
+        if negative:
+            return x.match(None, "sign-of-the-value" if update is accumulate else "sign-of-the-step", update)
+        return x.match(None, _name(x, update, decay, write), update)
+    if x.fits(decay_after_erase) < TOLERANCE:
+        return x.match(None, "decay-after-erase", decay_after_erase)
+    for update in (added_read, added_undecayed_read):
+        if x.fits(update) < TOLERANCE:
+            return x.match(None, "sign-of-the-value" if negative else "sign-of-the-read", update)
+    if (strengths := _strengths(x)) is not None and decay in ("one", "number", "key"):
+        return x.match(None, "unequal-strengths", correct, strengths)
+    return None
+
+
+def _name(x: Measured, update: Update, decay: str, write: str) -> str:
+    """Return the relative whose update is a row's, or the undecayed one, with gates that no row has."""
+    if x.fits(oja_per_unit) < TOLERANCE:
+        return "oja-per-unit"
+    if _without_half(x):
+        return "penalty-without-half"
+    if any(y.max() > 1 + TOLERANCE for y in x.decays):
+        return "growing"
+    if any(y.min() < -TOLERANCE for y in x.decays):
+        return "negative-decay"
+    if write == "both":
+        return "other-write"
+    if decay in ("value", "both"):
+        return "value-channel-decay" if decay == "value" else "decay-per-entry"
+    if update is undecayed_read and _decays_write(x):
+        return "decayed-write"
+    if write in ("key", "value"):
+        return f"beta-per-{write}-channel"
+    return "undecayed-read"
+
+
+def _decays_write(x: Measured) -> bool:
+    """Whether the write is a simpler formula once the decay is divided out: then the decay multiplies it too."""
+    shares = [c.write / c.decay for c in x.found]
+    if pattern(shares) not in ("one", "number"):
+        return False
+    whole, share = x.formula(x.writes), x.formula(shares)
+    return share is not None and (whole is None or len(share) < len(whole))
+
+
+def _strengths(x: Measured) -> float | None:
+    """Return the difference from a row that erases with another strength than it writes; None if it is no such rule."""
+    largest = 0.0
+    for r, c in zip(x.responses, x.found, strict=True):
+        if c.decay.abs().min() < TOLERANCE or pattern([c.write]) not in ("one", "number"):
+            return None
+        strength = c.erase[0, 0, 1] / c.decay[1, 0]
+        kept = c.decay * r.S
+        made = kept + c.write * torch.outer(r.token.k, r.token.v) - strength * torch.outer(r.token.k, r.token.k @ kept)
+        largest = max(largest, difference(made, r.new))
+    return largest if largest < TOLERANCE else None
+
+
+def _other(responses: Sequence[Response]) -> Match | None:
+    """Return a relative that is no decay, erase along k and write: Oja's, a missing transpose, a normalisation."""
+    turned = measure([r.mirrored() for r in responses], "any")
+    if turned is not None and turned.fits(correct) < TOLERANCE:
+        return turned.match(None, "oja", correct)
+    if responses[0].S.shape[0] == responses[0].S.shape[1] and responses[0].linear:
+        found = [_read_off(r) for r in responses]
+        square = Measured(tuple(responses), tuple(found), "any")
+        for update in (read_by_columns, undecayed_read_by_columns):
+            if square.fits(update) < TOLERANCE:
+                return square.match(None, "missing-transpose", update)
+    for name, misfit in (("oja-unsupervised", _oja), ("normalised-hebb", _normalised)):
+        if not any(r.linear for r in responses) and (largest := max(map(misfit, responses))) < TOLERANCE:
+            return Match(None, name, "any", largest)
+    return None
+
+
+def _read_off(r: Response) -> Coefficients:
+    """Return decay and write of a square memory whose erase is in other places than a row's."""
+    K = len(r.token.k)
+    diagonal = torch.einsum("xyxy->xy", r.transition)
+    decay = torch.stack([diagonal[x, (x + 1) % K] for x in range(K)])  # where row and column differ
+    write = r.offset / torch.outer(r.token.k, r.token.v)
+    return Coefficients(decay[:, None].expand(K, K), torch.zeros(K, K, K, dtype=torch.float64), write)
+
+
+def _oja(r: Response) -> float:
+    """Return the difference from S + b (k - S y) y^T or S + b (k y^T - S Diag(y^2)), with y = S^T k and the best b."""
+    y = r.S.mT @ r.token.k
+    steps = (torch.outer(r.token.k - r.S @ y, y), torch.outer(r.token.k, y) - r.S * y.square())
+    best = [(x, ((r.new - r.S) * x).sum() / x.square().sum()) for x in steps]
+    return min(difference(r.S + b * x, r.new) for x, b in best)
+
+
+def _normalised(r: Response) -> float:
+    """Return the difference from the best combination of S and k v^T."""
+    parts = torch.stack((r.S.flatten(), torch.outer(r.token.k, r.token.v).flatten()), 1)
+    best = torch.linalg.lstsq(parts, r.new.flatten()[:, None]).solution
+    return difference((parts @ best).view_as(r.new), r.new) if best.abs().min() > TOLERANCE else 1.0

@@ -1,0 +1,197 @@
+"""Measures what a rule does to the memory: its decay, its erase and its write, whatever the rule's text is.
+
+A rule that is linear in S is S_new[x, y] = sum over x', y' of T[x, y, x', y'] S[x', y'] + C[x, y] for one token. All
+rows of the table, and most rules that are nearly one of them, have
+
+    T[x, y, x', y] = decay[x, y] (x = x') - erase[y, x, x'] k_x k_x',  0 between value channels        erase of rank one
+    C[x, y]        = write[x, y] k_x v_y
+
+so that three small arrays say all about them. The row of the equation with a and beta has decay = a,
+erase[y, x, x'] = beta a_x', write = beta.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lineate.recognise.evaluation import Token
+
+TOLERANCE = 1e-9
+"""The largest relative difference of two arrays that count as equal; float64 leaves about 1e-15."""
+
+Rule = Callable[[Tensor], Tensor]
+"""S [k, v] -> the new memory, for one token."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What one token does to the memory."""
+
+    token: Token
+    transition: Tensor
+    """T [k, v, k, v]."""
+    offset: Tensor
+    """C [k, v]: the new memory of an empty one."""
+    S: Tensor
+    """A random memory [k, v]."""
+    new: Tensor
+    """What the rule makes of it."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether the new memory is T S + C."""
+        made = torch.einsum("xypq,pq->xy", self.transition, self.S) + self.offset
+        return difference(made, self.new) < TOLERANCE
+
+    def mirrored(self) -> "Response":
+        """Return the same rule with key and value exchanged, and S transposed."""
+        token = replace(self.token, k=self.token.v, v=self.token.k)
+        turned = self.transition.permute(1, 0, 3, 2)
+        return Response(token, turned, self.offset.mT, self.S.mT, self.new.mT)
+
+    def normalised(self) -> "Response":
+        """Return the same response beside a key of length 1."""
+        return replace(self, token=replace(self.token, k=self.token.k / self.token.k.norm()))
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The three arrays of a linear rule; see above."""
+
+    decay: Tensor
+    """[k, v]."""
+    erase: Tensor
+    """[v, k, k]."""
+    write: Tensor
+    """[k, v]."""
+
+
+def difference(x: Tensor, y: Tensor) -> float:
+    """Return the largest difference relative to the largest number of y."""
+    return ((x - y).abs().max() / y.abs().max().clamp(min=1e-300)).item()
+
+
+def respond(rule: Rule, token: Token, seed: torch.Generator) -> Response:
+    """Return what a rule does with one token, from its values at 0, at every unit matrix and at a random memory."""
+    K, V = len(token.k), len(token.v)
+    offset = rule(torch.zeros(K, V, dtype=torch.float64))
+    units = torch.eye(K * V, dtype=torch.float64).view(K * V, K, V)
+    made = torch.stack([rule(S) - offset for S in units])  # (k v) k v
+    S = torch.randn(K, V, generator=seed, dtype=torch.float64)
+    return Response(token, made.view(K, V, K, V).permute(2, 3, 0, 1), offset, S, rule(S))
+
+
+def coefficients(response: Response) -> Coefficients | None:
+    """Return decay, erase and write; None if the rule is not of that form."""
+    k, v, T = response.token.k, response.token.v, response.transition
+    K, V = len(k), len(v)
+    if not response.linear:
+        return None
+    scale = T.abs().max()
+    between = T.masked_fill(torch.eye(V, dtype=torch.bool)[None, :, None, :], 0)
+    if between.abs().max() > TOLERANCE * scale:
+        return None
+    F = torch.einsum("xyzy->yxz", T)  # v k k
+    diagonal = torch.eye(K, dtype=torch.bool)
+    erase = (-F / torch.outer(k, k)).masked_fill(diagonal, 0)
+    if F.masked_fill(diagonal, 0).abs().max() > TOLERANCE * scale:
+        completed = _completed(erase)
+        if completed is None:
+            return None
+        erase = completed
+    else:
+        erase = torch.zeros_like(erase)
+    decay = torch.einsum("yxx->xy", F + erase * torch.outer(k, k))
+    return Coefficients(decay, erase, response.offset / torch.outer(k, v))
+
+
+def _completed(erase: Tensor) -> Tensor | None:
+    """Fill the diagonals of matrices [v, k, k] of rank one; None if the other entries have another rank."""
+    K = erase.shape[-1]
+    filled = erase.clone()
+    for x in range(K):
+        y, z = (x + 1) % K, (x + 2) % K
+        filled[:, x, x] = erase[:, x, z] * erase[:, y, x] / erase[:, y, z]
+    if not filled.isfinite().all():
+        return None
+    first = filled[:, :1, :1]
+    rank_one = filled[:, :, :1] * filled[:, :1, :] / first
+    return filled if first.abs().min() > 0 and difference(rank_one, filled) < 1e3 * TOLERANCE else None
+
+
+def pattern(arrays: Sequence[Tensor]) -> str:
+    """Return what arrays [k, v] depend on: "one" (all are 1), "number", "key" or "value" channels, or "both"."""
+
+    def same(x: Tensor, y: Tensor) -> bool:
+        return difference(x, y) < TOLERANCE or bool((x - y).abs().max() < TOLERANCE)
+
+    if all(same(x, torch.ones_like(x)) for x in arrays):
+        return "one"
+    over_keys = all(same(x, x[:1, :].expand_as(x)) for x in arrays)
+    over_values = all(same(x, x[:, :1].expand_as(x)) for x in arrays)
+    if over_keys and over_values:
+        return "number"
+    return "value" if over_keys else "key" if over_values else "both"
+
+
+def reduced(array: Tensor, kind: str) -> Tensor:
+    """Return an array [k, v] without the axes on which it does not depend."""
+    if kind in ("one", "number"):
+        return array[0, 0]
+    return array[:, 0] if kind == "key" else array[0] if kind == "value" else array
+
+
+def written_as(values: Sequence[Tensor], tokens: Sequence[Token]) -> str | None:
+    """Return the simplest formula of the gates that gives these values, one for each token; None if none is known."""
+    if all(x.dim() == 0 and abs(x - values[0]) < TOLERANCE for x in values):
+        return f"{values[0].item():.6g}"
+    formulas = [_formulas(token) for token in tokens]
+    for text in formulas[0]:
+        if all(_equal(made[text], value) for made, value in zip(formulas, values, strict=True)):
+            return text
+    return None
+
+
+def formula_value(formula: str, token: Token) -> Tensor:
+    """Return the value of a formula of `written_as` for a token."""
+    found = _formulas(token).get(formula)
+    return torch.tensor(float(formula), dtype=torch.float64) if found is None else found
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return x.dim() <= y.dim() and (x.dim() == 0 or x.shape == y.shape) and bool(((x - y).abs() < TOLERANCE).all())
+
+
+def _formulas(token: Token) -> dict[str, Tensor]:
+    """Return formulas of one gate or two, simplest first, with their values."""
+    found: dict[str, Tensor] = {}
+    square = token.k.square().sum()
+    for name, x in token.gates.items():
+        found |= {name: x, f"exp({name})": x.exp(), f"exp(-{name})": (-x).exp(), f"1 - {name}": 1 - x}
+        found |= {f"sigmoid({name})": x.sigmoid(), f"1 - sigmoid({name})": 1 - x.sigmoid(), f"-{name}": -x}
+        found |= {
+            f"2 * {name}": 2 * x,
+            f"{name} / 2": x / 2,
+            f"2 * {name} - 1": 2 * x - 1,
+            f"1 - 2 * {name}": 1 - 2 * x,
+        }
+        found |= {f"2 * sigmoid({name})": 2 * x.sigmoid(), f"{name}**2": x**2, f"sqrt({name})": x.abs().sqrt()}
+        found |= {f"{name} / (k @ k)": x / square, f"{name} / norm(k)": x / square.sqrt()}
+    for one, x in token.gates.items():
+        for two, y in token.gates.items():
+            if one == two or (x.dim() and y.dim() and x.shape != y.shape):
+                continue
+            if f"{two} * {one}" not in found:
+                found |= {
+                    f"{one} * {two}": x * y,
+                    f"1 - {one} * {two}": 1 - x * y,
+                    f"1 - 2 * {one} * {two}": 1 - 2 * x * y,
+                }
+                found |= {f"exp({one} * {two})": (x * y).exp(), f"exp(-{one} * {two})": (-x * y).exp()}
+                found |= {f"2 * {one} * {two}": 2 * x * y}
+            found |= {f"{one} / {two}": x / y, f"{one} * (1 - {two})": x * (1 - y)}
+            found |= {f"1 - {one} * (1 - {two})": 1 - x * (1 - y), f"1 - 2 * {one} * (1 - {two})": 1 - 2 * x * (1 - y)}
+            found |= {f"{one} / ({two} + k @ k)": x / (y + square)}
+    return found
