@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,13 +12,13 @@ from lineate.recognise.evaluation import Reading, Token, draw_token, gate_shapes
 from lineate.recognise.expressions import Program, read_expression
 from lineate.recognise.functions import Misfit
 from lineate.recognise.matching import Match, find_match
-from lineate.recognise.measuring import TOLERANCE, Response, coefficients, respond
+from lineate.recognise.measuring import TOLERANCE, Response, coefficients, difference, respond
 from lineate.recognise.remedy import mended
 from lineate.recognise.rules import RELATIVES, Relative
 from lineate.recognise.symbols import DECAYS, Refused
 from lineate.rule import GATED_DELTA, KIMI_DELTA
 
-DRAWS, MOST_TRIED, LONG = 3, 8, 100
+DRAWS, MOST_TRIED, LONG = 3, 6, 100
 """Tokens with keys of length 1, and as many with others; readings that are measured; tokens of the long run."""
 
 
@@ -95,8 +94,16 @@ def check(text: str, per_key: Sequence[str] = (), per_value: Sequence[str] = ())
     if not program.names("key") and program.names("query"):
         program = replace(program, free={x: "key" if y == "query" else y for x, y in program.free.items()})
         notes.append(f"{program.names('key')[0]} is taken for the key, because no k occurs.")
-    possible = _possible(program, shapes)
-    reading, match, signs = _best(program, possible)
+    reading, match, signs = _best(program, _possible(program, shapes))
+    if _reads_query(program, reading):
+        match = None
+        notes.append("The update depends on the query; only the read, S^T q, should: write k.")
+    elif match is not None and match.row is not None and match.write is None and not match.corrects:
+        side = match.write_shape
+        if side != "number" and not _is_function_of(side, program, reading, signs):
+            match = replace(match, row=None, relative="other-write")
+        elif side != "number":
+            notes.append(f"What is written under the {side}'s name is computed: call the op with the computed {side}.")
     return _finding(program, reading, match, signs, notes)
 
 
@@ -139,11 +146,10 @@ def _best(program: Program, possible: Sequence[Reading]) -> tuple[Reading, Match
 
 
 def _match(program: Program, reading: Reading) -> tuple[Match | None, frozenset[str]]:
-    """Return the match, and the gates that had to be negative for it: those inside exp are tried both ways."""
+    """Return the match, and the gates that are negative: all of those inside exp, none, or one of them."""
     first: tuple[Match | None, frozenset[str]] | None = None
-    inside = sorted(program.inside_exp)
-    for choice in product((True, False), repeat=len(inside)):
-        signs = frozenset(name for name, negative in zip(inside, choice, strict=True) if negative)
+    inside = program.inside_exp
+    for signs in dict.fromkeys((inside, frozenset[str](), *(frozenset((x,)) for x in sorted(inside)))):
         try:
             found = find_match(_responses(program, reading, signs))
         except Misfit:
@@ -174,8 +180,6 @@ def _finding(
     remedy, name = mended(program, reading, match) if rule is None else (None, None)
     if reading.square:
         notes.append("Shapes fit only if there are as many key channels as value channels.")
-    if _reads_query(program, reading):
-        notes.append("The update depends on the query; only the read, S^T q, should: write k.")
     if rule is GATED_DELTA:
         notes.append(
             "One decay per head commutes with the erase, so their order does not matter; one per channel does not."
@@ -225,8 +229,30 @@ def _reads_query(program: Program, reading: Reading) -> bool:
     seed = torch.Generator().manual_seed(3)
     token = draw_token(program, reading, seed, True, frozenset())
     S = torch.randn(reading.key_dim, reading.value_dim, generator=seed).double()
-    made = [updated(program, reading, replace(token, q=q), S) for q in (token.q, 2 * token.q)]
-    return not torch.equal(*made)
+    try:
+        return not torch.equal(*(updated(program, reading, replace(token, q=q), S) for q in (token.q, 2 * token.q)))
+    except Misfit:
+        return False
+
+
+def _is_function_of(side: str, program: Program, reading: Reading, signs: frozenset[str]) -> bool:
+    """Whether the "key" side (or "value" side) of what is written depends on the key (the value), and on that alone.
+
+    C = f(k) v^T is linear attention with a feature map; a matrix of which no side depends on k is not.
+    """
+    seed = torch.Generator().manual_seed(6)
+    one, two = (draw_token(program, reading, seed, True, signs) for _ in range(2))
+    own, other = ("k", "v") if side == "key" else ("v", "k")
+
+    def written(token: Token) -> Tensor:
+        made = updated(program, reading, token, torch.zeros(reading.key_dim, reading.value_dim, dtype=torch.float64))
+        return made[:, 0] / token.v[0] if side == "key" else made[0] / token.k[0]
+
+    try:
+        plain, *changed = (written(replace(one, **{x: getattr(two, x)})) for x in ("unit", own, other))
+    except Misfit:
+        return False
+    return difference(changed[0], plain) > TOLERANCE and difference(changed[1], plain) < TOLERANCE
 
 
 def _gate_roles(program: Program, reading: Reading, signs: frozenset[str]) -> tuple[set[str], set[str]]:
@@ -236,7 +262,10 @@ def _gate_roles(program: Program, reading: Reading, signs: frozenset[str]) -> tu
     decays, writes = set(), set()
 
     def measured(token: Token) -> tuple[Tensor, Tensor] | None:
-        response = respond(partial(updated, program, reading, token), token, torch.Generator().manual_seed(5))
+        try:
+            response = respond(partial(updated, program, reading, token), token, torch.Generator().manual_seed(5))
+        except Misfit:
+            return None
         c = coefficients(response) or coefficients(response.mirrored())
         return None if c is None else (c.decay, c.write)
 

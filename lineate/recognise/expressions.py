@@ -15,8 +15,8 @@ from lineate.names import nearest
 from lineate.recognise.functions import FUNCTIONS, METHODS, Option
 from lineate.recognise.symbols import MODULES, SIZES, Refused, known_names, part_of, plain
 
-MOST_CHARACTERS, MOST_STATEMENTS, MOST_NODES, MOST_DEPTH, MOST_GATES = 1000, 12, 250, 50, 4
-LARGEST_NUMBER, LARGEST_POWER, LONGEST_NAME = 1e6, 8, 24
+MOST_CHARACTERS, MOST_STATEMENTS, MOST_NODES, MOST_DEPTH, MOST_GATES = 1000, 12, 160, 40, 4
+LARGEST_NUMBER, LARGEST_POWER, LONGEST_NAME = 1e6, 8, 32
 ALLOWED = (
     "allowed are S, k, v, q, gates such as a and b, I, numbers, + - * / @ **, .T, outer, dot, diag, exp, [:, None]"
 )
@@ -198,11 +198,11 @@ class _Reader:
         if function is None and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
             function, arguments = METHODS[node.func.attr], [node.func.value, *node.args]
         if function is None:
-            name = ast.unparse(node.func)[:LONGEST_NAME]
+            name = self.source(node.func)
             known = nearest(name, FUNCTIONS)
             raise Refused(f"expected a function such as outer, dot, diag, exp or sigmoid, got {name!r}{known}")
         if function == "eye":
-            if len(arguments) > 2 or not all(map(_is_size, arguments)) or node.keywords:
+            if len(arguments) > 2 or not all(SIZE.fullmatch(self.source(x)) for x in arguments) or node.keywords:
                 self.refuse(node, "eye(d), eye(len(k)) or I")
             return Apply("eye", ())
         spec, options = FUNCTIONS[function], list[Option]()
@@ -213,15 +213,15 @@ class _Reader:
             options.append(first.value.replace(" ", ""))
             if not EINSUM.fullmatch(options[0]):
                 raise Refused(f"expected einsum of one or two letters a value, as 'i,j->ij', got {first.value[:24]!r}")
-        count, extra = spec.arguments, arguments[spec.arguments[1] :]
-        arguments = arguments[: count[1]]
-        if len(arguments) < count[0] or len(extra) > spec.options or any(isinstance(x, ast.Starred) for x in node.args):
-            self.refuse(node, f"{spec.usage}")
+        (least, most), extra = spec.arguments, arguments[spec.arguments[1] :]
+        arguments = arguments[:most]
+        if len(arguments) < least or len(extra) > spec.options:
+            self.refuse(node, spec.usage)
         options += [self.option(x) for x in extra]
         for keyword in node.keywords:
             if keyword.arg not in spec.keywords:
-                self.refuse(node, f"{spec.usage}")
-            options.append(("keep",) if keyword.arg.startswith("keep") else self.option(keyword.value))
+                self.refuse(node, spec.usage)
+            options.append(self.keep(keyword.value) if keyword.arg.startswith("keep") else self.option(keyword.value))
         within = in_exp or function == "exp"
         return Apply(function, tuple(self.read(x, depth + 1, within) for x in arguments), tuple(options))
 
@@ -266,8 +266,7 @@ class _Reader:
         """Return a number; texts, truth values, complex and huge numbers are refused."""
         value = node.value
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_NUMBER:
-            got = f"a number of {len(ast.unparse(node))} digits" if isinstance(value, int) else type(value).__name__
-            raise Refused(f"expected numbers of at most {LARGEST_NUMBER:.0f}, got {got} where a number stands")
+            raise Refused(f"expected numbers from 0 to {LARGEST_NUMBER:.0f}, got {self.source(node)!r}")
         return float(value)
 
     def power(self, node: ast.expr) -> float:
@@ -275,20 +274,26 @@ class _Reader:
         sign = -1.0 if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else 1.0
         node = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else node
         if not isinstance(node, ast.Constant) or not abs(value := self.number(node)) <= LARGEST_POWER:
-            raise Refused(f"expected a number of at most {LARGEST_POWER} after **, got {ast.unparse(node)[:24]!r}")
+            raise Refused(f"expected a number of at most {LARGEST_POWER} after **, got {self.source(node)!r}")
         return sign * value
 
     def option(self, node: ast.expr) -> Option:
         """Return an axis: a whole number from -2 to 1, or a pair of them."""
         if isinstance(node, ast.Tuple) and 1 <= len(node.elts) <= 2:
             return tuple(self.option(x) for x in node.elts if not isinstance(x, ast.Tuple))
-        if (found := AXIS.get(ast.unparse(node))) is None:
-            raise Refused(f"expected an axis such as 0, 1 or -1, got {ast.unparse(node)[:24]!r}")
+        if (found := AXIS.get(self.source(node))) is None:
+            raise Refused(f"expected an axis such as 0, 1 or -1, got {self.source(node)!r}")
         return found
+
+    def keep(self, node: ast.expr) -> Option:
+        """Return the option of keepdim=True."""
+        if not isinstance(node, ast.Constant) or node.value is not True:
+            self.refuse(node, "keepdim=True")
+        return ("keep",)
 
     def axis_added(self, node: ast.Subscript) -> str:
         """Return which axis x[:, None] or x[None, :] adds; other subscripts are refused."""
-        index = ast.unparse(node.slice).strip("()").replace(" ", "")
+        index = self.source(node.slice).strip("()").replace(" ", "")
         index = re.sub(r"\b(np|numpy|jnp)\.newaxis\b", "None", index)
         if index in (":,None", "...,None"):
             return "column"
@@ -298,13 +303,11 @@ class _Reader:
 
     def refuse(self, node: ast.AST, expected: str) -> NoReturn:
         """Raise Refused with what stands there."""
-        got = f"{type(node).__name__} {(ast.get_source_segment(self.text, node) or '')[:32]!r}"
-        raise Refused(f"expected {expected}, got {got}; {ALLOWED}")
+        raise Refused(f"expected {expected}, got {type(node).__name__} {self.source(node)!r}; {ALLOWED}")
 
-
-def _is_size(node: ast.expr) -> bool:
-    """Whether an argument of eye is a size: a number, a name, len(x) or x.shape[0]; its value is not needed."""
-    return SIZE.fullmatch(ast.unparse(node)) is not None
+    def source(self, node: ast.AST) -> str:
+        """Return the beginning of a node's text, for comparisons and messages; deep trees cost nothing."""
+        return (ast.get_source_segment(self.text, node) or "")[:LONGEST_NAME]
 
 
 SIZE = re.compile(rf"\d{{1,4}}|{'|'.join(SIZES)}|len\(\w{{1,8}}\)|\w{{1,8}}\.shape\[-?[012]\]")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -72,15 +73,40 @@ class Measured:
     found: tuple[Coefficients, ...]
     keys: str
 
-    @property
+    @cached_property
     def decays(self) -> list[Tensor]:
         """Return the decay of each token, [k, v]."""
         return [x.decay for x in self.found]
 
-    @property
+    @cached_property
     def writes(self) -> list[Tensor]:
         """Return the strength of each token's write, [k, v]."""
         return [x.write for x in self.found]
+
+    @cached_property
+    def decay(self) -> str | None:
+        """Return the decay as a formula of the gates."""
+        return self.formula(self.decays)
+
+    @cached_property
+    def write(self) -> str | None:
+        """Return the strength of the write as a formula of the gates."""
+        return self.formula(self.writes)
+
+    @cached_property
+    def decay_shape(self) -> str:
+        """Return what the decay depends on."""
+        return pattern(self.decays)
+
+    @cached_property
+    def write_shape(self) -> str:
+        """Return what the strength of the write depends on."""
+        return pattern(self.writes)
+
+    @cached_property
+    def negative(self) -> bool:
+        """Whether every write has the wrong sign."""
+        return all(x.max() < 0 for x in self.writes)
 
     def fits(self, update: Update) -> float:
         """Return the largest difference of an update from what was measured."""
@@ -96,7 +122,7 @@ class Measured:
         """Return a match with the formulas and shapes of this measurement."""
         return Match(
             row, relative, self.keys, self.fits(update) if largest is None else largest,
-            self.formula(self.decays), self.formula(self.writes), pattern(self.decays), pattern(self.writes),
+            self.decay, self.write, self.decay_shape, self.write_shape,
             update not in (accumulate, oja_per_unit),
         )  # fmt: skip
 
@@ -108,10 +134,16 @@ def find_match(responses: Sequence[Response]) -> Match | None:
         "normalised": [r.normalised() for r in responses],
         "unit": [r for r in responses if r.token.unit],
     }
-    measured = [x for keys, some in scopes.items() if (x := measure(some, keys)) is not None]
-    rows = [found for x in measured if (found := _row(x)) is not None]
-    if rows:  # a rule that normalises its keys may also be a row with a strength that depends on them
-        return next((x for x in rows if x.write is not None), rows[0])
+    measured: list[Measured] = []
+    rows: list[Match] = []
+    for keys, some in scopes.items():
+        if (x := measure(some, keys)) is not None:
+            measured.append(x)
+            if (found := _row(x)) is not None and found.write is not None:
+                return found
+            rows += [] if found is None else [found]
+    if rows:  # a row whose strength is no simple formula, not even of the normalised keys
+        return rows[0]
     for x in measured:
         if (found := _relative(x)) is not None:
             return found
@@ -128,15 +160,14 @@ def measure(responses: Sequence[Response], keys: str) -> Measured | None:
 
 def _row(x: Measured) -> Match | None:
     """Return the row that equals the rule, by lineate's own op."""
-    decay, write = pattern(x.decays), pattern(x.writes)
     in_range = all(y.min() >= -TOLERANCE and y.max() <= 1 + TOLERANCE for y in x.decays)
-    positive = all(y.min() > 0 for y in x.writes)
-    if decay not in ("one", "number", "key") or not in_range or not positive or _without_half(x):
+    written = not x.negative and all(y.abs().min() > TOLERANCE for y in x.writes)
+    if x.decay_shape not in ("one", "number", "key") or not in_range or not written or _without_half(x):
         return None
     for update, shapes in STRENGTHS.items():
-        if x.fits(update) > TOLERANCE or write not in shapes:
+        if x.write_shape not in shapes or x.fits(update) > TOLERANCE:
             continue
-        row = row_of(update is correct, decay)
+        row = row_of(update is correct, x.decay_shape)
         return x.match(row, None, update, max(_from_op(row, r, c) for r, c in zip(x.responses, x.found, strict=True)))
     return None
 
@@ -154,33 +185,31 @@ def _from_op(row: Row, response: Response, c: Coefficients) -> float:
 
 def _without_half(x: Measured) -> bool:
     """Whether the share that is left is 2 g - 1, or 1 - 2 lambda eta."""
-    formula = x.formula(x.decays) or ""
+    formula = x.decay or ""
     return formula.startswith("1 - 2 * ") or (formula.startswith("2 * ") and formula.endswith(" - 1"))
 
 
 def _relative(x: Measured) -> Match | None:
     """Return the relative with the same decay, erase and write."""
-    decay, write = pattern(x.decays), pattern(x.writes)
     if max(y.abs().max() for y in x.writes) < TOLERANCE:
         return x.match(None, "nothing-written", accumulate)
-    negative = all(y.max() < 0 for y in x.writes)
     for update in (accumulate, correct, undecayed_read):
         if x.fits(update) > TOLERANCE:
             continue
-        if negative:
+        if x.negative:
             return x.match(None, "sign-of-the-value" if update is accumulate else "sign-of-the-step", update)
-        return x.match(None, _name(x, update, decay, write), update)
+        return x.match(None, _name(x, update), update)
     if x.fits(decay_after_erase) < TOLERANCE:
         return x.match(None, "decay-after-erase", decay_after_erase)
     for update in (added_read, added_undecayed_read):
         if x.fits(update) < TOLERANCE:
-            return x.match(None, "sign-of-the-value" if negative else "sign-of-the-read", update)
-    if (strengths := _strengths(x)) is not None and decay in ("one", "number", "key"):
+            return x.match(None, "sign-of-the-value" if x.negative else "sign-of-the-read", update)
+    if (strengths := _strengths(x)) is not None and x.decay_shape in ("one", "number", "key"):
         return x.match(None, "unequal-strengths", correct, strengths)
     return None
 
 
-def _name(x: Measured, update: Update, decay: str, write: str) -> str:
+def _name(x: Measured, update: Update) -> str:
     """Return the relative whose update is a row's, or the undecayed one, with gates that no row has."""
     if x.fits(oja_per_unit) < TOLERANCE:
         return "oja-per-unit"
@@ -190,14 +219,14 @@ def _name(x: Measured, update: Update, decay: str, write: str) -> str:
         return "growing"
     if any(y.min() < -TOLERANCE for y in x.decays):
         return "negative-decay"
-    if write == "both":
+    if x.write_shape == "both":
         return "other-write"
-    if decay in ("value", "both"):
-        return "value-channel-decay" if decay == "value" else "decay-per-entry"
+    if x.decay_shape in ("value", "both"):
+        return "value-channel-decay" if x.decay_shape == "value" else "decay-per-entry"
     if update is undecayed_read and _decays_write(x):
         return "decayed-write"
-    if write in ("key", "value"):
-        return f"beta-per-{write}-channel"
+    if x.write_shape in ("key", "value"):
+        return f"beta-per-{x.write_shape}-channel"
     return "undecayed-read"
 
 
@@ -206,7 +235,7 @@ def _decays_write(x: Measured) -> bool:
     shares = [c.write / c.decay for c in x.found]
     if pattern(shares) not in ("one", "number"):
         return False
-    whole, share = x.formula(x.writes), x.formula(shares)
+    whole, share = x.write, x.formula(shares)
     return share is not None and (whole is None or len(share) < len(whole))
 
 

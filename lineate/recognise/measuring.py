@@ -10,8 +10,9 @@ so that three small arrays say all about them. The row of the equation with a an
 erase[y, x, x'] = beta a_x', write = beta.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ TOLERANCE = 1e-9
 
 Rule = Callable[[Tensor], Tensor]
 """S [k, v] -> the new memory, for one token."""
+Formula = Callable[..., Tensor]
+"""(|k|^2, one gate or two) -> a decay or the strength of a write."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,13 @@ def respond(rule: Rule, token: Token, seed: torch.Generator) -> Response:
     """Return what a rule does with one token, from its values at 0, at every unit matrix and at a random memory."""
     K, V = len(token.k), len(token.v)
     offset = rule(torch.zeros(K, V, dtype=torch.float64))
-    units = torch.eye(K * V, dtype=torch.float64).view(K * V, K, V)
-    made = torch.stack([rule(S) - offset for S in units])  # (k v) k v
     S = torch.randn(K, V, generator=seed, dtype=torch.float64)
-    return Response(token, made.view(K, V, K, V).permute(2, 3, 0, 1), offset, S, rule(S))
+    new = rule(S)
+    if difference(rule(2 * S) - new, new - offset) > TOLERANCE:  # not linear: no T describes it
+        return Response(token, torch.zeros(K, V, K, V, dtype=torch.float64), offset, S, new)
+    units = torch.eye(K * V, dtype=torch.float64).view(K * V, K, V)
+    made = torch.stack([rule(unit) - offset for unit in units])  # (k v) k v
+    return Response(token, made.view(K, V, K, V).permute(2, 3, 0, 1), offset, S, new)
 
 
 def coefficients(response: Response) -> Coefficients | None:
@@ -146,52 +152,73 @@ def reduced(array: Tensor, kind: str) -> Tensor:
 def written_as(values: Sequence[Tensor], tokens: Sequence[Token]) -> str | None:
     """Return the simplest formula of the gates that gives these values, one for each token; None if none is known."""
     if all(x.dim() == 0 and abs(x - values[0]) < TOLERANCE for x in values):
-        return f"{values[0].item():.6g}"
-    formulas = [_formulas(token) for token in tokens]
-    for text in formulas[0]:
-        if all(_equal(made[text], value) for made, value in zip(formulas, values, strict=True)):
+        return f"{round(values[0].item(), 9) + 0.0:.6g}"  # never -0
+    for text, names, formula in known_formulas(list(tokens[0].gates)):
+        if all(_equal(_made(formula, names, token), value) for token, value in zip(tokens, values, strict=True)):
             return text
     return None
 
 
-def formula_value(formula: str, token: Token) -> Tensor:
+def formula_value(text: str, token: Token) -> Tensor:
     """Return the value of a formula of `written_as` for a token."""
-    found = _formulas(token).get(formula)
-    return torch.tensor(float(formula), dtype=torch.float64) if found is None else found
+    for known, names, formula in known_formulas(list(token.gates)):
+        if known == text and (made := _made(formula, names, token)) is not None:
+            return made
+    return torch.tensor(float(text), dtype=torch.float64)
 
 
-def _equal(x: Tensor, y: Tensor) -> bool:
-    return x.dim() <= y.dim() and (x.dim() == 0 or x.shape == y.shape) and bool(((x - y).abs() < TOLERANCE).all())
+def known_formulas(gates: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...], Formula]]:
+    """Yield formulas of one gate, then of two, each with its text and its gates."""
+    for name in gates:
+        yield from ((text.format(x=name), (name,), formula) for text, formula in ONE_GATE.items())
+    for one, two in permutations(gates, 2):
+        yield from ((text.format(x=one, y=two), (one, two), formula) for text, formula in TWO_GATES.items())
 
 
-def _formulas(token: Token) -> dict[str, Tensor]:
-    """Return formulas of one gate or two, simplest first, with their values."""
-    found: dict[str, Tensor] = {}
-    square = token.k.square().sum()
-    for name, x in token.gates.items():
-        found |= {name: x, f"exp({name})": x.exp(), f"exp(-{name})": (-x).exp(), f"1 - {name}": 1 - x}
-        found |= {f"sigmoid({name})": x.sigmoid(), f"1 - sigmoid({name})": 1 - x.sigmoid(), f"-{name}": -x}
-        found |= {
-            f"2 * {name}": 2 * x,
-            f"{name} / 2": x / 2,
-            f"2 * {name} - 1": 2 * x - 1,
-            f"1 - 2 * {name}": 1 - 2 * x,
-        }
-        found |= {f"2 * sigmoid({name})": 2 * x.sigmoid(), f"{name}**2": x**2, f"sqrt({name})": x.abs().sqrt()}
-        found |= {f"{name} / (k @ k)": x / square, f"{name} / norm(k)": x / square.sqrt()}
-    for one, x in token.gates.items():
-        for two, y in token.gates.items():
-            if one == two or (x.dim() and y.dim() and x.shape != y.shape):
-                continue
-            if f"{two} * {one}" not in found:
-                found |= {
-                    f"{one} * {two}": x * y,
-                    f"1 - {one} * {two}": 1 - x * y,
-                    f"1 - 2 * {one} * {two}": 1 - 2 * x * y,
-                }
-                found |= {f"exp({one} * {two})": (x * y).exp(), f"exp(-{one} * {two})": (-x * y).exp()}
-                found |= {f"2 * {one} * {two}": 2 * x * y}
-            found |= {f"{one} / {two}": x / y, f"{one} * (1 - {two})": x * (1 - y)}
-            found |= {f"1 - {one} * (1 - {two})": 1 - x * (1 - y), f"1 - 2 * {one} * (1 - {two})": 1 - 2 * x * (1 - y)}
-            found |= {f"{one} / ({two} + k @ k)": x / (y + square)}
-    return found
+def _made(formula: Formula, names: Sequence[str], token: Token) -> Tensor | None:
+    """Return the value of a formula; None if its gates are vectors of different lengths."""
+    gates = [token.gates[name] for name in names]
+    if len({x.shape for x in gates if x.dim()}) > 1:
+        return None
+    return formula(token.k.square().sum(), *gates)
+
+
+def _equal(x: Tensor | None, y: Tensor) -> bool:
+    fits = x is not None and x.dim() <= y.dim() and (x.dim() == 0 or x.shape == y.shape)
+    return fits and x is not None and bool(((x - y).abs() < TOLERANCE).all())
+
+
+ONE_GATE: dict[str, Formula] = {
+    "{x}": lambda kk, x: x,
+    "exp({x})": lambda kk, x: x.exp(),
+    "exp(-{x})": lambda kk, x: (-x).exp(),
+    "1 - {x}": lambda kk, x: 1 - x,
+    "sigmoid({x})": lambda kk, x: x.sigmoid(),
+    "1 - sigmoid({x})": lambda kk, x: 1 - x.sigmoid(),
+    "-{x}": lambda kk, x: -x,
+    "2 * {x}": lambda kk, x: 2 * x,
+    "{x} / 2": lambda kk, x: x / 2,
+    "2 * {x} - 1": lambda kk, x: 2 * x - 1,
+    "1 - 2 * {x}": lambda kk, x: 1 - 2 * x,
+    "2 * sigmoid({x})": lambda kk, x: 2 * x.sigmoid(),
+    "{x}**2": lambda kk, x: x.square(),
+    "sqrt({x})": lambda kk, x: x.abs().sqrt(),
+    "{x} / (k @ k)": lambda kk, x: x / kk,
+    "{x} / norm(k)": lambda kk, x: x / kk.sqrt(),
+}
+"""Formulas of a gate x, and of kk = |k|^2, simplest first."""
+TWO_GATES: dict[str, Formula] = {
+    "{x} * {y}": lambda kk, x, y: x * y,
+    "1 - {x} * {y}": lambda kk, x, y: 1 - x * y,
+    "1 - 2 * {x} * {y}": lambda kk, x, y: 1 - 2 * x * y,
+    "2 * {x} * {y}": lambda kk, x, y: 2 * x * y,
+    "{x} / {y}": lambda kk, x, y: x / y,
+    "{x} - {y}": lambda kk, x, y: x - y,
+    "exp({x} * {y})": lambda kk, x, y: (x * y).exp(),
+    "exp(-{x} * {y})": lambda kk, x, y: (-x * y).exp(),
+    "{x} * (1 - {y})": lambda kk, x, y: x * (1 - y),
+    "1 - {x} * (1 - {y})": lambda kk, x, y: 1 - x * (1 - y),
+    "1 - 2 * {x} * (1 - {y})": lambda kk, x, y: 1 - 2 * x * (1 - y),
+    "{x} / ({y} + k @ k)": lambda kk, x, y: x / (y + kk),
+}
+"""Formulas of two gates."""

@@ -5,13 +5,14 @@ import re
 from lineate.recognise.evaluation import LAYOUTS, Reading
 from lineate.recognise.expressions import Program
 from lineate.recognise.matching import Match
-from lineate.recognise.symbols import DECAYS, RATES
+from lineate.recognise.symbols import DECAYS, RATES, part_of
 
 
 def mended(program: Program, reading: Reading, match: Match | None) -> tuple[str, str]:
     """Return a row that does what the expression seems to want, as an expression, and the row's name."""
     names = {kind: program.names(kind)[0] if program.names(kind) else kind[0] for kind in ("key", "value")}
-    S, k, v = program.names("state")[0], names["key"], names["value"]
+    part = part_of(program.names("state")[0])
+    S, k, v = part.base if part else "S", names["key"], names["value"]
     decay, vector = _decay(reading, match)
     turned, rows = reading.layout == LAYOUTS[1], reading.vectors == "row"
     lines = []
@@ -30,10 +31,17 @@ def _decay(reading: Reading, match: Match | None) -> tuple[str | None, bool]:
     gates = dict(reading.gates)
     if match is not None and match.decay_shape == "one" and match.decay is not None:
         return None, False
-    if match is None or match.decay is None or match.relative in ("growing", "negative-decay", "oja-per-unit"):
+    meant = None if match is None else match.meant_decay
+    wrong = match is not None and match.relative in ("growing", "negative-decay", "oja-per-unit")
+    if match is None or meant is None or wrong or _is_useless(meant):
         name = next((x for x in gates if x in DECAYS), None)
         return name, name is not None and gates[name] != "number"
-    return match.meant_decay, match.decay_shape != "number"
+    return meant, match.decay_shape != "number"
+
+
+def _is_useless(formula: str) -> bool:
+    """Whether a decay is a constant that keeps nothing or more than everything."""
+    return re.fullmatch(r"-?[\d.]+", formula) is not None and not 0 < float(formula) < 1
 
 
 def _strength(program: Program, match: Match | None) -> str:

@@ -69,7 +69,9 @@ def call(finding: Finding, match: Match, row: Row) -> str:
         formula = _formula(finding, match.decay)
         inner = formula.removeprefix("exp(").removesuffix(")")
         given.append(f"log_decay = {inner if formula == f'exp({inner})' else f'log({formula})'}")
-    if match.write not in ("1", None) or row.rule.corrects:
+    if match.write is None and not row.rule.corrects:
+        given.append(f"the computed {'key as k' if match.write_shape == 'key' else 'value as v'}")
+    elif match.write != "1" or row.rule.corrects:
         write = _formula(finding, match.write)
         given.append(f"beta = {write}" if row.rule.corrects else f"v = {write} * v")
     if match.keys == "normalised":

@@ -135,8 +135,8 @@ RELATIVES = {
     "undecayed-read": Relative(
         "the read is not decayed",
         "The error v - S^T k is measured before S is decayed, so the erase is too strong by 1 / decay: one SGD step "
-        "with weight decay at one point, not Gated DeltaNet. With one decay per head it is Gated DeltaNet of other gates: "
-        "beta / decay for beta and decay * v for v.",
+        "with weight decay at one point, not Gated DeltaNet. With one decay per head it is Gated DeltaNet of other "
+        "gates: beta / decay for beta and decay * v for v.",
         "|decay - beta |k|^2| <= 1, for one decay per head: beta |k|^2 <= 1 + decay",
         "decay S before reading it",
     ),
@@ -149,8 +149,8 @@ RELATIVES = {
     "decay-after-erase": Relative(
         "decay after the erase",
         "Diag(a) (I - beta k k^T) S where Kimi Delta Attention has (I - beta k k^T) Diag(a) S. One decay per head "
-        "commutes with the erase and both are Gated DeltaNet; one per channel does not, unless all channels in which k is not 0 "
-        "share one decay.",
+        "commutes with the erase and both are Gated DeltaNet; one per channel does not, unless all channels in which "
+        "k is not 0 share one decay.",
         "decay in [0, 1], 0 <= beta |k|^2 <= 2",
         "decay S first, then compare and write",
     ),
@@ -241,7 +241,7 @@ RELATIVES = {
     ),
     "nothing-written": Relative(
         "nothing is written",
-        "The new memory does not depend on v.",
+        "An empty memory stays empty: no v is stored.",
         "decay in [0, 1]",
         "write beta * outer(k, v - S^T k)",
     ),
