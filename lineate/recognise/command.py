@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class CheckArguments:
     """What `lineate check` is asked for: a field is an option of the command line."""
 
-    expression: str = argument('The update, such as "S = a * S + b * outer(k, v - S.T @ k)".', "EXPRESSION")
+    expression: str = argument('The update, such as "S = a * S; S = S + b * outer(k, v - S.T @ k)".', "EXPRESSION")
     per_key: str = option("", "Gates, with commas between, that have one number per key channel.", metavar="NAMES")
     per_value: str = option("", "Gates, with commas between, that have one number per value channel.", metavar="NAMES")
     json: bool = option(False, "Print JSON.", "--json")

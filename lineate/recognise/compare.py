@@ -67,7 +67,7 @@ def check(text: str, per_key: Sequence[str] = (), per_value: Sequence[str] = ())
     """Return which row of the table an update rule is.
 
     Args:
-        text: the update, such as "S = a * S + b * outer(k, v - S.T @ k)".
+        text: the update, such as "S = a * S; S = S + b * outer(k, v - S.T @ k)".
         per_key: gates that are vectors with one number per key channel; others are tried as numbers first.
         per_value: gates that are vectors with one number per value channel.
 
@@ -282,7 +282,8 @@ def _roles(program: Program, decays: set[str] | None = None, writes: set[str] | 
     """Return what each name is; a gate whose part could not be measured is what its name says."""
     words = {"state": "memory", "second state": "second state", "key": "key", "value": "value", "query": "query"}
     found = {}
-    for name, kind in program.free.items():
+    order = [*words, "gate"]
+    for name, kind in sorted(program.free.items(), key=lambda x: order.index(x[1])):
         parts = [("decay", decays or set()), ("write strength", writes or set())]
         named = "decay, by its name" if name in DECAYS else "write strength, by its name"
         found[name] = words.get(kind, " and ".join(word for word, names in parts if name in names) or named)

@@ -100,7 +100,7 @@ def read_expression(text: str) -> Program:
         where = f" near {_near(text, error)!r}" if isinstance(error, SyntaxError) and error.offset else ""
         why = error.msg if isinstance(error, SyntaxError) else type(error).__name__
         raise Refused(
-            f"expected statements such as S = a * S + b * outer(k, v - S.T @ k), got {why}{where}; "
+            f"expected statements such as S = a * S; S = S + b * outer(k, v - S.T @ k), got {why}{where}; "
             "write every product with *, @ or outer, and put ; or a new line between statements"
         ) from None
     if len(tree.body) > MOST_STATEMENTS:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lineate.recognise.evaluation import Token
+from lineate.recognise.functions import Misfit
 
 TOLERANCE = 1e-9
 """The largest relative difference of two arrays that count as equal; float64 leaves about 1e-15."""
@@ -79,10 +80,14 @@ def difference(x: Tensor, y: Tensor) -> float:
 def respond(rule: Rule, token: Token, seed: torch.Generator) -> Response:
     """Return what a rule does with one token, from its values at 0, at every unit matrix and at a random memory."""
     K, V = len(token.k), len(token.v)
-    offset = rule(torch.zeros(K, V, dtype=torch.float64))
+    nothing = torch.zeros(K, V, dtype=torch.float64)
     S = torch.randn(K, V, generator=seed, dtype=torch.float64)
     new = rule(S)
-    if difference(rule(2 * S) - new, new - offset) > TOLERANCE:  # not linear: no T describes it
+    try:
+        offset, linear = rule(nothing), True
+    except Misfit:  # such as S / norm(S)
+        offset, linear = nothing, False
+    if not linear or difference(rule(2 * S) - new, new - offset) > TOLERANCE:  # no T describes it
         return Response(token, torch.zeros(K, V, K, V, dtype=torch.float64), offset, S, new)
     units = torch.eye(K * V, dtype=torch.float64).view(K * V, K, V)
     made = torch.stack([rule(unit) - offset for unit in units])  # (k v) k v

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lineate.recognise.compare import Finding
-from lineate.recognise.distance import STEPS
+from lineate.recognise.distance import MIDDLE, SLOW, STEPS
 from lineate.recognise.evaluation import LAYOUTS
 from lineate.recognise.matching import Match
 from lineate.recognise.remedy import with_key
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 HUGE = 1e6
+HOW_FAR = (
+    "All start from one random S and get the same unit keys, values and gates; a decay that this rule lacks is drawn "
+    f"from [{SLOW[0]}, {SLOW[1]:.0f}], a beta is {MIDDLE}."
+)
 SHAPES = {
     "one": "one number",
     "number": "one number per head",
@@ -55,7 +59,7 @@ def facts(finding: Finding) -> list[tuple[str, str]]:
     if stable:
         found.append(("stable", stable))
     if match is not None and reading is not None:
-        of = "one token of lineate's op" if match.row is not None else "the relative's formula"
+        of = "one token of lineate's op" if match.row is not None else "the formula of such rules"
         found.append(("difference", f"{match.difference:.1e} at most, relative, from {of} in float64"))
     if match is not None and match.row is not None:
         found.append(("lineate", call(finding, match, match.row)))
@@ -116,6 +120,7 @@ def print_finding(finding: Finding, console: "Console") -> None:
             table.add_row(name, *map(_far, distance.after))
         console.print()
         console.print(table)
+        console.print(HOW_FAR)
     for sentence in closing(finding):
         console.print(sentence, soft_wrap=sentence.startswith(" "))
 

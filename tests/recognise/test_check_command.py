@@ -1,6 +1,8 @@
 """`lineate check`: what it prints, its JSON and its exit status."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +99,34 @@ def test_json_has_no_number_that_json_lacks():
     found = lineate("S = S * S * S * S + outer(k, v)", "--json").stdout
     assert "Infinity" not in found and "NaN" not in found
     assert json.loads(found)["distances"]["gated_delta_rule"]["100"] is None
+
+
+def page():
+    return (Path(__file__).parents[2] / "docs/check.md").read_text()
+
+
+def test_the_output_on_the_page_is_real():
+    """All but the difference, whose rounding is the machine's."""
+    block = re.search(r"^    None of lineate's rows.*?(?=\n\nThe exit status)", page(), re.MULTILINE | re.DOTALL)[0]
+    shown, real = (re.sub(r"difference +\S+", "", x).split() for x in (block, lineate(WRONG).stdout))
+    assert shown == real
+
+
+def test_the_commands_on_the_page_say_what_stands_beside_them():
+    found = re.findall(r'^    lineate check "(S|M)( = .*?)" +# (.*?)(?:;.*)?$', page(), re.MULTILINE)
+    assert len(found) == 3
+    for name, update, expected in found:
+        first = lineate(name + update).stdout.splitlines()[0]
+        assert first == expected.replace("no row", "None of lineate's rows")
+
+
+def test_the_rules_on_the_page_are_what_it_says():
+    rows = re.findall(r"^\| `(.*)` \| (.*) \|$", page()[page().index("## Rules that are") :], re.MULTILINE)
+    assert len(rows) == 14
+    for update, words in rows:
+        done = lineate(update)
+        assert done.exit_code == 1
+        assert words.startswith(done.stdout.splitlines()[0].removeprefix("None of lineate's rows: "))
 
 
 def test_nothing_is_obeyed_by_the_terminal():

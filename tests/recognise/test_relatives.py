@@ -59,6 +59,7 @@ WRONG = {
     "y = S.T @ k; S = S + eta * outer(k - S @ y, y)": ("oja-unsupervised", "delta_rule"),
     "S = S + eta * (outer(k, v) - S * v**2)": ("oja-per-unit", "delta_rule"),
     "S = S + b * outer(k, v); S = S / norm(S)": ("normalised-hebb", "delta_rule"),
+    "S = (S + b * outer(k, v)) / norm(S)": ("normalised-hebb", "delta_rule"),
 }
 
 
