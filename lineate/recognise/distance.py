@@ -70,5 +70,6 @@ def _gates(token: Token, match: Match | None, seed: torch.Generator) -> tuple[Te
 
 
 def _named(token: Token, names: Sequence[str], default: Tensor) -> Tensor:
-    """Return the first gate that has one of these names."""
-    return next((x.abs() for name, x in token.gates.items() if name in names), default.double())
+    """Return the first gate that has one of these names, and exp of it where it is negative: it is a logarithm."""
+    found = next((x for name, x in token.gates.items() if name in names), default.double())
+    return torch.where(found < 0, found.exp(), found)

@@ -13,7 +13,7 @@ def mended(program: Program, reading: Reading, match: Match | None) -> tuple[str
     names = {kind: program.names(kind)[0] if program.names(kind) else kind[0] for kind in ("key", "value")}
     part = part_of(program.names("state")[0])
     S, k, v = part.base if part else "S", names["key"], names["value"]
-    decay, vector = _decay(reading, match)
+    decay, vector = _decay(program, reading, match)
     turned, rows = reading.layout == LAYOUTS[1], reading.vectors == "row"
     lines = []
     if decay is not None and vector:
@@ -26,7 +26,7 @@ def mended(program: Program, reading: Reading, match: Match | None) -> tuple[str
     return "; ".join(lines), "DeltaNet" if decay is None else "Kimi Delta Attention" if vector else "Gated DeltaNet"
 
 
-def _decay(reading: Reading, match: Match | None) -> tuple[str | None, bool]:
+def _decay(program: Program, reading: Reading, match: Match | None) -> tuple[str | None, bool]:
     """Return the decay as a formula, and whether it is a vector; None if nothing is forgotten."""
     gates = dict(reading.gates)
     if match is not None and match.decay_shape == "one" and match.decay is not None:
@@ -35,7 +35,8 @@ def _decay(reading: Reading, match: Match | None) -> tuple[str | None, bool]:
     wrong = match is not None and match.relative in ("growing", "negative-decay", "oja-per-unit")
     if match is None or meant is None or wrong or _is_useless(meant):
         name = next((x for x in gates if x in DECAYS), None)
-        return name, name is not None and gates[name] != "number"
+        vector = name is not None and gates[name] != "number"
+        return f"exp({name})" if name in program.inside_exp else name, vector
     return meant, match.decay_shape != "number"
 
 

@@ -266,9 +266,9 @@ RELATIVES = {
     ),
     "normalised-hebb": Relative(
         "Hebb's rule with a normalisation",
-        "The memory is divided by a number that depends on S, so it is not linear in S and no chunk of tokens can be "
-        "computed at once.",
-        "always: the division keeps the memory bounded",
+        "S and what is written are scaled by numbers that depend on S, so the rule is not linear in S and no chunk of "
+        "tokens can be computed at once.",
+        "always, if the new memory is divided by its own norm",
         "use a decay in place of the division",
     ),
     "second-state": Relative(

@@ -90,10 +90,10 @@ def known_names() -> tuple[str, ...]:
 
 
 SUBSCRIPT = re.compile(
-    r"_\{\s*t\s*(?:[-+\N{MINUS SIGN}]\s*1\s*)?\}|_t(?!\w)"
+    r"_\{\s*t\s*(?:[-+\N{MINUS SIGN}]\s*1\s*)?\}|\[\s*t\s*(?:[-+]\s*1\s*)?\]|_t-1(?!\w)|_t(?!\w)"
     r"|\N{LATIN SUBSCRIPT SMALL LETTER T}(?:[\N{SUBSCRIPT MINUS}\N{SUBSCRIPT PLUS SIGN}]\N{SUBSCRIPT ONE})?"
 )
-"""The number of a token, as in S_t, S_{t-1}: names mean the last value they were given, so it is left out."""
+"""The number of a token, as in S_t, S_{t-1}, S[t-1]: names mean the last value they were given, so it is left out."""
 
 
 def plain(text: str) -> str:

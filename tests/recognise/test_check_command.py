@@ -38,6 +38,7 @@ def said(done):
         ([GDN, "--per-key", "x"], 2),
         (["S = S * a + outer(v, k)", "--per-key", "a"], 0),
         (["S = a * S + outer(k, v)", "--per-value", "a"], 1),
+        (["--", "-b * outer(k, S.T @ k - v) + S"], 0),
     ],
 )
 def test_exit_status(words, status):

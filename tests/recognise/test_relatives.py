@@ -99,7 +99,7 @@ def test_what_is_no_update_of_one_memory(text):
     assert found.distances == () and found.remedy is None
 
 
-@pytest.mark.parametrize("text", ["S = tanh(a * S) + b * outer(k, v)", "S = a * S + b * outer(k, v - S.T @ q)"])
+@pytest.mark.parametrize("text", ["S = tanh(exp(g) * S) + b * outer(k, v)", "S = a * S + b * outer(k, v - S.T @ q)"])
 def test_none(text):
     found = check(text)
     assert found.match is None and not found.recognised and len(found.distances) == 2

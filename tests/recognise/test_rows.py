@@ -35,6 +35,9 @@ ROWS = {
     # gated linear attention: RetNet, Mamba-2, GLA
     "S = gamma * S + outer(k, v)": (GATED, "kv", "gamma", "1"),
     "outer(v, k) + alpha * W": (GATED, "vk", "alpha", "1"),
+    "S = lambda * S + outer(k, v)": (GATED, "kv", "lam", "1"),
+    "S[t] = a[t] * S[t-1] + outer(k[t], v[t])": (GATED, "kv", "a", "1"),
+    "S_t = g * S_t-1 + outer(k_t, v_t)": (GATED, "kv", "g", "1"),
     "H = 0.9 * H + outer(v, k)": (GATED, "vk", "0.9", "1"),
     "h = exp(dt * A) * h + dt * outer(B, x)": (GATED, "kv", "exp(dt * A)", "dt"),
     "S = diag(a) @ S + outer(k, v)": (GATED, "kv", "a", "1"),
