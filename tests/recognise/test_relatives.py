@@ -1,12 +1,15 @@
 """Rules that are no row: each gets its diagnosis, its distances, and a remedy that is a row."""
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
 from lineate.recognise.compare import check
+from lineate.recognise.distance import STEPS, distances
+from lineate.recognise.evaluation import draw_token, updated
+from lineate.recognise.expressions import read_expression
 from lineate.recognise.rules import RELATIVES
 from lineate.rule import step
 
@@ -81,6 +84,24 @@ def test_distances(text):
     assert set(distances) == {"gated_delta_rule", "kimi_delta_attention"}
     for after in distances.values():
         assert max(after) > 1e-3 and not any(map(math.isnan, after))
+
+
+def test_distances_are_those_of_the_equation():
+    """A hundred tokens of a rule and of `lineate.rule.step`, from the same memory and with the same gates."""
+    text = "S = a * S + b * outer(k, v - S.T @ k)"
+    program, reading = read_expression(text), once(text).reading
+    seed = torch.Generator().manual_seed(7)
+    tokens = [draw_token(program, reading, seed, True, frozenset()) for _ in range(STEPS[-1])]
+    found = distances(partial(updated, program, reading), tokens, once(text).match, torch.Generator().manual_seed(8))
+    S = wanted = torch.randn(5, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    expected = []
+    for i, token in enumerate(tokens):
+        a, b = token.gates["a"][None], token.gates["b"][None]
+        S = a * S + b * torch.outer(token.k, token.v - S.mT @ token.k)
+        _, wanted = step(wanted, token.k, token.k, token.v, a, b, True)
+        if i + 1 in STEPS:
+            expected.append(((S - wanted).norm() / wanted.norm()).item())
+    assert [x.after for x in found] == [pytest.approx(expected)] * 2  # one decay for all channels: KDA is GDN
 
 
 WITHOUT_STATE = {
