@@ -78,12 +78,7 @@ def check(text: str, per_key: Sequence[str] = (), per_value: Sequence[str] = ())
         Refused: the text is not an update rule that can be evaluated.
     """
     program = read_expression(text)
-    shapes = {**dict.fromkeys(per_key, "key"), **dict.fromkeys(per_value, "value")}
-    for name in shapes:
-        if program.free.get(name) != "gate":
-            raise Refused(
-                f"expected gates of the expression as vectors, got {name!r}; they are {program.names('gate')}"
-            )
+    shapes = _vector_gates(program, per_key, per_value)
     if program.uses("softmax"):
         return Finding(program, Match(None, "softmax", "any", 0.0), None, _roles(program))
     if program.names("second state"):
@@ -103,8 +98,19 @@ def check(text: str, per_key: Sequence[str] = (), per_value: Sequence[str] = ())
         if side != "number" and not _is_function_of(side, program, reading, signs):
             match = replace(match, row=None, relative="other-write")
         elif side != "number":
-            notes.append(f"What is written under the {side}'s name is computed: call the op with the computed {side}.")
+            notes.append(f"The {side} that is written is not {side[0]} itself: call the op with the computed {side}.")
     return _finding(program, reading, match, signs, notes)
+
+
+def _vector_gates(program: Program, per_key: Sequence[str], per_value: Sequence[str]) -> dict[str, str]:
+    """Return the gates that must be vectors, with what they have one number per channel of."""
+    for name in (*per_key, *per_value):
+        if program.free.get(name) != "gate":
+            gates = ", ".join(program.names("gate")) or "none"
+            raise Refused(f"expected gates of the expression as vectors, got {name[:32]!r}; its gates are: {gates}")
+        if name in per_key and name in per_value:
+            raise Refused(f"expected a gate to be per key or per value channel, got {name!r} as both; choose one")
+    return {**dict.fromkeys(per_key, "key"), **dict.fromkeys(per_value, "value")}
 
 
 def _possible(program: Program, shapes: Mapping[str, str]) -> list[Reading]:
@@ -184,7 +190,7 @@ def _finding(
         notes.append(
             "One decay per head commutes with the erase, so their order does not matter; one per channel does not."
         )
-    if match is not None and match.row is not None and not match.row.rule.corrects and match.write_shape != "one":
+    if rule is not None and not rule.corrects and match is not None and match.write not in ("1", None):
         notes.append("The rule has no beta: fold the strength of the write into v (or k), as Mamba-2 folds its step.")
     roles = _roles(program, *_gate_roles(program, reading, signs))
     return Finding(program, match, reading, roles, far, remedy, name, others, tuple(notes))
@@ -242,17 +248,18 @@ def _is_function_of(side: str, program: Program, reading: Reading, signs: frozen
     """
     seed = torch.Generator().manual_seed(6)
     one, two = (draw_token(program, reading, seed, True, signs) for _ in range(2))
-    own, other = ("k", "v") if side == "key" else ("v", "k")
+    changed_k, changed_v = replace(one, k=two.k), replace(one, v=two.v)
+    own, other = (changed_k, changed_v) if side == "key" else (changed_v, changed_k)
 
     def written(token: Token) -> Tensor:
         made = updated(program, reading, token, torch.zeros(reading.key_dim, reading.value_dim, dtype=torch.float64))
         return made[:, 0] / token.v[0] if side == "key" else made[0] / token.k[0]
 
     try:
-        plain, *changed = (written(replace(one, **{x: getattr(two, x)})) for x in ("unit", own, other))
+        before = written(one)
+        return difference(written(own), before) > TOLERANCE > difference(written(other), before)
     except Misfit:
         return False
-    return difference(changed[0], plain) > TOLERANCE and difference(changed[1], plain) < TOLERANCE
 
 
 def _gate_roles(program: Program, reading: Reading, signs: frozenset[str]) -> tuple[set[str], set[str]]:

@@ -280,7 +280,7 @@ class _Reader:
     def option(self, node: ast.expr) -> Option:
         """Return an axis: a whole number from -2 to 1, or a pair of them."""
         if isinstance(node, ast.Tuple) and 1 <= len(node.elts) <= 2:
-            return tuple(self.option(x) for x in node.elts if not isinstance(x, ast.Tuple))
+            return tuple(self.option(x) for x in node.elts)
         if (found := AXIS.get(self.source(node))) is None:
             raise Refused(f"expected an axis such as 0, 1 or -1, got {self.source(node)!r}")
         return found

@@ -55,7 +55,9 @@ class Match:
     decay_shape: str = "one"
     """What the decay depends on: "one", "number", "key", "value" or "both"."""
     write_shape: str = "one"
+    """What the strength of the write depends on, in the same words."""
     corrects: bool = True
+    """Whether the memory is compared with the value before it is written."""
 
     @property
     def meant_decay(self) -> str | None:

@@ -189,3 +189,8 @@ def test_gates_that_are_no_gates():
     for names in (["k"], ["c"], ["__class__"]):
         with pytest.raises(Refused, match="expected gates of the expression"):
             check("S = a * S + outer(k, v)", per_key=names)
+
+
+def test_a_gate_is_a_vector_of_one_kind():
+    with pytest.raises(Refused, match="got 'a' as both"):
+        check("S = a * S + outer(k, v)", per_key=["a"], per_value=["a"])
