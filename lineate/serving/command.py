@@ -84,7 +84,7 @@ def run_serve(asked: ServeArguments) -> None:
         asked: The options.
     """
     try:
-        listening = _listen(asked.host, asked.port)
+        listening = listen(asked.host, asked.port)
         server, engine = _prepare(asked, listening.getsockname()[1])
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
@@ -102,8 +102,13 @@ def run_serve(asked: ServeArguments) -> None:
             engine.cache.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Take an address, so that one that is taken is noticed before a model is loaded; clients cannot connect yet."""
+def listen(host: str, port: int) -> socket.socket:
+    """Take an address, so that one that is taken is noticed before a model is loaded; clients cannot connect yet.
+
+    Args:
+        host: A name or an address of this machine.
+        port: The port; 0 takes a free one.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -139,7 +144,9 @@ def _prepare(asked: ServeArguments, port: int) -> tuple["DrainingServer", "Engin
         seconds=asked.timeout,
         drain_seconds=asked.drain,
     )
-    settings = Settings(read_keys(asked.api_key), _words(asked.cors), _hosts(asked), limits)
+    settings = Settings(
+        read_keys(asked.api_key), _words(asked.cors), allowed_hosts(asked.host, _words(asked.allow_host)), limits
+    )
     model, tokenizer = load_or_builtin(asked.folder, asked.dtype, asked.device, _say)
     engine = _engine(asked, model)
     warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
@@ -212,12 +219,17 @@ def _words(given: str | None) -> tuple[str, ...]:
     return () if given is None else tuple(word.strip() for word in given.split(","))
 
 
-def _hosts(asked: ServeArguments) -> frozenset[str]:
-    """Return the names by which the server may be called; any if it listens to other machines and none was named."""
-    named = {name.lower() for name in _words(asked.allow_host)}
-    if is_local(asked.host):
-        return frozenset({"localhost", "127.0.0.1", "::1", asked.host.lower(), *named})
-    return frozenset({asked.host.lower(), *named} if named else ())
+def allowed_hosts(host: str, more: tuple[str, ...] = ()) -> frozenset[str]:
+    """Return the names by which a server may be called; any if it listens to other machines and none was named.
+
+    Args:
+        host: The name or address that the server listens at.
+        more: Names that are allowed as well.
+    """
+    named = {name.lower() for name in more}
+    if is_local(host):
+        return frozenset({"localhost", "127.0.0.1", "::1", host.lower(), *named})
+    return frozenset({host.lower(), *named} if named else ())
 
 
 def is_local(host: str) -> bool:

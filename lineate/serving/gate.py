@@ -19,6 +19,7 @@ from lineate.serving.metrics import Metrics
 LOG = logging.getLogger("lineate.serving")
 PAGE_POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
 """Pages load nothing from elsewhere and are shown in no other site's frame."""
+REMEDY = "lineate serve --allow-host NAME"
 
 
 class Traffic:
@@ -72,10 +73,14 @@ class Gate:
         metrics: Counts what was answered.
         hosts: Names by which the server may be called; any if there are none.
         most: Requests that are answered at once.
+        remedy: How the server is told to allow another name.
     """
 
-    def __init__(self, app: ASGIApp, traffic: Traffic, metrics: Metrics, hosts: frozenset[str], most: int) -> None:
+    def __init__(
+        self, app: ASGIApp, traffic: Traffic, metrics: Metrics, hosts: frozenset[str], most: int, remedy: str = REMEDY
+    ) -> None:
         self._app, self._traffic, self._metrics, self._hosts, self._most = app, traffic, metrics, hosts, most
+        self._remedy = remedy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -128,7 +133,7 @@ class Gate:
             except ValueError:
                 name = ""
             if name not in self._hosts:
-                message = "the Host header must name this server; lineate serve --allow-host NAME allows another name"
+                message = f"the Host header must name this server; {self._remedy} allows another name"
                 raise ApiError(403, message, code="host_not_allowed")
         if counted and self._traffic.draining:
             raise unavailable("the server is shutting down and takes no new requests", "shutting_down")
