@@ -1,4 +1,4 @@
-"""The command line: lineate demo, inspect, train, generate, chat, serve, tasks, plan, picture, learn, check."""
+"""The command line: lineate demo, inspect, train, generate, chat, serve, tasks, plan, picture, explore, learn, check."""
 
 import importlib
 import os
@@ -96,6 +96,7 @@ def build_app() -> "typer.Typer":
             fail(error, 2)
 
     from lineate.explore.command import add_commands as add_pictures
+    from lineate.explore.live.command import add_commands as add_explore
     from lineate.generation.command import add_commands as add_generation
     from lineate.learn.command import add_commands as add_lessons
     from lineate.planning.command import add_commands as add_planning
@@ -111,6 +112,7 @@ def build_app() -> "typer.Typer":
     add_lessons(app)
     add_planning(app)
     add_pictures(app)
+    add_explore(app)
     add_recognition(app)
     return app
 

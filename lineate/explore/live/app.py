@@ -1,0 +1,130 @@
+"""The application of `lineate explore`: a page, what it may ask for, and one endpoint for each view."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+
+import lineate
+from lineate import serving
+from lineate.explore.live import memory_view, plan_view
+from lineate.explore.memories import DEMO_RULES
+from lineate.figures import kind_named, narrow_label_of
+from lineate.layers import kinds
+from lineate.models.presets import PRESETS
+from lineate.planning import HARDWARE
+from lineate.rule import rule_named
+from lineate.serving.api.errors import ApiError
+from lineate.serving.api.fields import Fields, parse, shown
+from lineate.serving.api.responses import answer, read_body
+from lineate.serving.gate import Gate, Traffic
+from lineate.serving.limits import Limits
+from lineate.serving.metrics import Metrics
+
+PAGE = Path(__file__).with_name("page")
+"""The files of the page, served at /."""
+SHARED = Path(serving.__file__).with_name("page")
+"""The chat page, of which this one uses some files."""
+SHARED_FILES = ("dom.js", "icon.svg")
+LIMITS = Limits(body_bytes=64 * 2**10, requests=16)
+"""The longest list of steps has a quarter of these bytes."""
+REMEDY = "lineate explore --allow-host NAME"
+
+
+def make_app(hosts: frozenset[str] = frozenset()) -> FastAPI:
+    """Return the application; it keeps nothing between requests.
+
+    Args:
+        hosts: Names by which the server may be called; any if there are none.
+    """
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, title="lineate explore")
+    about, files, shared = describe(), StaticFiles(directory=PAGE), StaticFiles(directory=SHARED)
+
+    @app.get("/api/about")
+    async def what_there_is() -> Response:
+        return answer(about)
+
+    @app.post("/api/memory")
+    async def memory(request: Request) -> Response:
+        return await _compute(request, lambda body: memory_view.run_memory(memory_view.read_request(body)))
+
+    @app.post("/api/plan")
+    async def plan(request: Request) -> Response:
+        return await _compute(request, lambda body: plan_view.run_plan(plan_view.read_request(body)))
+
+    @app.get("/")
+    async def page(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
+
+    @app.get("/{name}")
+    async def file_of_page(request: Request, name: str) -> Response:
+        return await (shared if name in SHARED_FILES else files).get_response(name, request.scope)
+
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(
+        Gate, traffic=Traffic(), metrics=Metrics(dict), hosts=hosts, most=LIMITS.requests, remedy=REMEDY
+    )  # fmt: skip
+    return app
+
+
+async def _compute(request: Request, run: Callable[[Fields], dict[str, Any]]) -> Response:
+    """Return what a view computes from a body, in a thread, so that other requests are answered meanwhile."""
+    body = parse(await read_body(request, LIMITS))
+    return answer(await asyncio.to_thread(run, body))
+
+
+def describe() -> dict[str, Any]:
+    """Return what the page offers: rules, mixers, presets, machines, and the limits of each field."""
+    return {
+        "version": lineate.__version__,
+        "rules": [_rule(name) for name in DEMO_RULES],
+        "mixers": [{"letter": kind.letter, "label": kind.label} for kind in kinds()],
+        "presets": list(PRESETS),
+        "dtypes": ["float32", "bfloat16", "float16", "fp8", "int8"],
+        "hardware": [
+            {"name": name, "label": machine.name, "notes": machine.notes} for name, machine in HARDWARE.items()
+        ],
+        "limits": {
+            "steps": memory_view.MOST_STEPS,
+            "channels": [memory_view.FEWEST_CHANNELS, memory_view.MOST_CHANNELS],
+            "cosine": memory_view.MOST_COSINE,
+            "sharpness": memory_view.MOST_SHARPNESS,
+            "number": memory_view.LARGEST,
+            "context": plan_view.MOST_TOKENS,
+            "batch": plan_view.MOST_BATCH,
+            "hidden_size": plan_view.MOST_HIDDEN,
+            "layers": plan_view.MOST_LAYERS,
+            "pattern": plan_view.MOST_PATTERN,
+            "devices": plan_view.MOST_DEVICES,
+        },
+    }
+
+
+def _rule(name: str) -> dict[str, Any]:
+    """Return how the page names and draws a rule, and which gates move it."""
+    kind, row = kind_named(name), rule_named(name)
+    return {
+        "name": name, "letter": kind.letter, "label": kind.label, "short": narrow_label_of(name),
+        "color": kind.look.color, "corrects": row is not None and row.corrects,
+        "decay": "none" if row is None else row.decays[0], "cache": row is None,
+    }  # fmt: skip
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return answer(error.body, error.status, error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer what has no route, or not this method."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {shown(request.url.path)}"
+    message = {404: f"there is no {what}", 405: f"{what} is not allowed"}.get(error.status_code, str(error.detail))
+    return answer(ApiError(error.status_code, message).body, error.status_code, dict(error.headers or {}))

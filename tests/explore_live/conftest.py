@@ -1,0 +1,50 @@
+"""The application of `lineate explore`, and a browser.
+
+Every test of the page also fails on an error in the console (a violation of the content security policy is one), on an
+exception, and on a request that leaves the machine.
+"""
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+
+from browser import Window, started
+from explore_page import HOSTS, asked, exploring
+
+from lineate.explore.live.app import make_app
+
+
+@pytest.fixture(scope="module")
+def client():
+    """Calls the application without a network."""
+    testing = pytest.importorskip("starlette.testclient")
+    with testing.TestClient(make_app(HOSTS), base_url="http://127.0.0.1") as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def address():
+    with exploring() as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with started() as own:
+        yield own
+
+
+@pytest.fixture
+def window(browser, address):
+    own = Window(browser, address, viewport={"width": 1440, "height": 900})
+    yield own
+    own.context.close()
+    own.check()
+
+
+@pytest.fixture
+def page(window):
+    own = window.open()
+    asked(own, "after step 3")
+    return own

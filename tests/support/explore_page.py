@@ -1,0 +1,57 @@
+"""The application of `lineate explore` in a thread on a free port, and steps on its page that tests share."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from lineate.explore.live.app import make_app
+
+NO_NUMBER = "\u2013"
+"""What the table of answers shows where there is no number."""
+HOSTS = frozenset({"127.0.0.1", "localhost"})
+
+
+@contextlib.contextmanager
+def exploring() -> Iterator[str]:
+    """Yield the address of a running application."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(make_app(HOSTS), log_level="critical", access_log=False, lifespan="off")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        server.should_exit = server.force_exit = True
+        thread.join(60)
+
+
+def write(page, key: str, value: str) -> None:
+    """Click a cell of the grid and wait until the picture has the step."""
+    page.get_by_role("button", name=f"Write {key} = {value}").click()
+
+
+def asked(page, caption: str) -> None:
+    """Wait until the table of answers is about this."""
+    page.locator("#answers caption", has_text=caption).wait_for()
+
+
+def answers(page) -> dict[str, list[str]]:
+    """Return the table of answers: for each rule its answer, error and norm."""
+    rows = page.locator("#answers tbody tr").all()
+    return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
+
+
+def steps(page) -> list[str]:
+    """Return the steps that are listed."""
+    return page.locator("#steps .go").all_inner_texts()
+
+
+def clear(page) -> None:
+    page.click("#clear")
+    asked(page, "after step 0")
