@@ -3,7 +3,7 @@
 import pytest
 from browser import Window
 from chat_page import focused, walk
-from explore_page import answers, asked, steps, write
+from explore_page import answers, asked, steps, tiny_texts, write
 from page_checks import CONTRAST
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
@@ -38,6 +38,10 @@ def test_keyboard_only(page):
     walk(page, "Remove step 2")
     page.keyboard.press("Enter")
     assert steps(page) == ["A = w", "A = y", "C = x"]
+    page.keyboard.press("Control+z")
+    page.locator("#at-value", has_text="2 of 4").wait_for()
+    page.keyboard.press("Control+Shift+z")
+    page.locator("#at-value", has_text="1 of 3").wait_for()
     walk(page, "Decay")
     page.keyboard.press("Home")
     page.locator("#decay + output", has_text="0").wait_for()
@@ -70,10 +74,7 @@ def test_phone(browser, address, view):
     small = page.evaluate(f"""() => {inside}.filter((x) => x.matches("button, select, nav a") && x.checkVisibility()
         && Math.min(x.offsetWidth, x.offsetHeight) < 40).map((x) => x.outerHTML)""")
     assert small == []  # a finger can hit every button
-    tiny = page.evaluate(f"""() => [...document.querySelectorAll('#{view} svg text')].map((x) =>
-        parseFloat(x.getAttribute("font-size")) * x.ownerSVGElement.getBoundingClientRect().width
-        / x.ownerSVGElement.viewBox.baseVal.width).filter((size) => size < 10.5)""")
-    assert tiny == []  # letters can be read
+    assert tiny_texts(page) == []
     window.context.close()
     window.check()
 
@@ -94,7 +95,7 @@ def test_contrast(browser, address, scheme):
         page.locator(f"#{view} figure svg").first.wait_for()
         page.evaluate("document.activeElement.blur()")
         seen, low = page.evaluate(CONTRAST)
-        assert seen > 50 and low == []
+        assert seen > 50 and low == [] and tiny_texts(page) == []
     window.context.close()
     window.check()
 

@@ -55,3 +55,10 @@ def steps(page) -> list[str]:
 def clear(page) -> None:
     page.click("#clear")
     asked(page, "after step 0")
+
+
+def tiny_texts(page) -> list[str]:
+    """Return the texts of pictures that are shown smaller than 10.5 pixels."""
+    return page.evaluate("""() => [...document.querySelectorAll("svg text")].filter((x) => x.checkVisibility()
+        && parseFloat(x.getAttribute("font-size")) * x.ownerSVGElement.getBoundingClientRect().width
+        / x.ownerSVGElement.viewBox.baseVal.width < 10.5).map((x) => x.textContent)""")

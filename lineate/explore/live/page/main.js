@@ -8,12 +8,15 @@ import { onChange } from "./theme.js";
 
 const views = {};
 let current = null;
-let noticed = 0;
+let held = false;
 
-/** Show what went wrong; "" when all is well again. What was noticed about a link stays for a while. */
-function notice(text) {
-  if (!text && Date.now() - noticed < 4000) return;
-  noticed = text ? Date.now() : 0;
+/** Show what went wrong; "" when all is well again. With `hold` it stays for the answer that comes next, too. */
+function notice(text, hold = false) {
+  if (!text && held) {
+    held = false;
+    return;
+  }
+  held = hold;
   byId("notice").textContent = text;
   byId("notice").hidden = !text;
 }
@@ -72,6 +75,7 @@ async function start() {
   byId("save-png").onclick = () => saveAs("png");
   byId("skip").onclick = (event) => { event.preventDefault(); byId("main").focus(); };
   window.addEventListener("hashchange", route);
+  window.addEventListener("keydown", (event) => current.pressed?.(event));
   onChange(() => current.draw());
   route();
 }

@@ -2,10 +2,10 @@
 
 import { Asker, slider } from "./controls.js";
 import { button, byId, make } from "./dom.js";
-import { CHART_WIDTHS, chart, figure, named, panel, scaleOf, whole } from "./memory_draw.js";
+import { CHART_WIDTH, chart, figure, named, panel, scaleOf, whole } from "./memory_draw.js";
 import { fromText, keyNames, toText, valueNames } from "./memory_link.js";
 import { svgOf } from "./scene.js";
-import { isNarrow, theme } from "./theme.js";
+import { chartWidth, theme } from "./theme.js";
 
 const MOST_UNDONE = 200;
 const round = (number) => Math.round(number * 1000) / 1000;
@@ -55,12 +55,16 @@ export class MemoryView {
     }));
   }
 
-  /** Show a link's state; "" is the usual one. */
+  /** Show a link's state; "" is the usual one. The history stays if the state is the one that is here already. */
   open(text) {
+    if (this.result && text === this.text) {
+      this.show();
+      return;
+    }
     try {
       this.state = fromText(text, this.usual, this.about.rules, this.about.limits);
     } catch (error) {
-      this.notice(`The link could not be read: ${error.message}. The view starts anew.`);
+      this.notice(`The link could not be read: ${error.message}. The view starts anew.`, true);
       this.state = this.usual;
     }
     this.undone = [];
@@ -99,6 +103,14 @@ export class MemoryView {
     this.takeGates();
     this.refresh();
     this.say(`${this.state.steps.length} steps`);
+  }
+
+  /** Undo with Ctrl+Z and redo with Ctrl+Shift+Z, unless a number is being typed. */
+  pressed(event) {
+    if (!(event.ctrlKey || event.metaKey) || event.key.toLowerCase() !== "z" || event.target.type === "number") return;
+    event.preventDefault();
+    if (event.shiftKey) this.travel(this.undone, this.done);
+    else this.travel(this.done, this.undone);
   }
 
   add(step) {
@@ -316,7 +328,7 @@ export class MemoryView {
 
   draw() {
     if (!this.result) return;
-    const { rules, at, panels, charts } = this.scenes(CHART_WIDTHS[isNarrow() ? "narrow" : "wide"]);
+    const { rules, at, panels, charts } = this.scenes(chartWidth(byId("charts")));
     const { result } = this;
     const key = result.keys.names[this.resultAsk];
     const words = (rule) => {
@@ -338,7 +350,7 @@ export class MemoryView {
   /** Return the whole picture, for a file. */
   picture() {
     if (!this.result) return null;
-    const { panels, charts, at, colours } = this.scenes(CHART_WIDTHS.wide);
+    const { panels, charts, at, colours } = this.scenes(CHART_WIDTH);
     const done = this.resultSteps.slice(0, at).map((step) => named(step)).slice(-10).join(", ");
     return whole(panels, charts, `After ${at} steps${at > 10 ? ", the last ones" : ""}${at ? `: ${done}` : ""}`, colours);
   }

@@ -119,7 +119,7 @@ function reads(scene, weights, steps, key, top, colours) {
 }
 
 const CHART = { height: 210, left: 44, right: 12, top: 34, bottom: 34 };
-export const CHART_WIDTHS = { wide: 480, narrow: 330 };
+export const CHART_WIDTH = 480; // in a file
 
 /** Return a chart of one number of each rule over the steps; lines end with the letter of their rule. */
 export function chart(title, rules, series, at, width, colours) {
@@ -166,11 +166,11 @@ export function whole(panels, charts, title, colours) {
   const columns = Math.min(3, panels.length) || 1;
   const deep = panels[0]?.height ?? 0;
   const rows = Math.ceil(panels.length / columns);
-  const width = Math.max(columns * (PANEL_WIDTH + 20) + 20, charts.length * (CHART_WIDTHS.wide + 20) + 20);
+  const width = Math.max(columns * (PANEL_WIDTH + 20) + 20, charts.length * (CHART_WIDTH + 20) + 20);
   const scene = new Scene(width, 60 + rows * (deep + 20) + CHART.height + 20);
   scene.rect(0, 0, scene.width, scene.height, colours.back);
   scene.text(20, 34, title, colours.text, { size: 18, weight: 600 });
   panels.forEach((one, i) => scene.place(one, 20 + (i % columns) * (PANEL_WIDTH + 20), 56 + Math.floor(i / columns) * (deep + 20)));
-  charts.forEach((one, i) => scene.place(one, 20 + i * (CHART_WIDTHS.wide + 20), 56 + rows * (deep + 20)));
+  charts.forEach((one, i) => scene.place(one, 20 + i * (CHART_WIDTH + 20), 56 + rows * (deep + 20)));
   return scene;
 }

@@ -2,9 +2,9 @@
 
 import { Asker, choice, numberFrom, partsOf, slider } from "./controls.js";
 import { byId, make } from "./dom.js";
-import { WIDTHS, bars, curve, tokens, whole } from "./plan_draw.js";
+import { bars, curve, tokens, whole } from "./plan_draw.js";
 import { svgOf } from "./scene.js";
-import { isNarrow, theme } from "./theme.js";
+import { chartWidth, theme } from "./theme.js";
 
 const WAIT = 80; // milliseconds between a change and its question, as a new model takes the server a while
 const HEADS = [64, 128, 256];
@@ -54,7 +54,7 @@ export class PlanView {
     try {
       this.state = this.fromText(text);
     } catch (error) {
-      this.notice(`The link could not be read: ${error.message}. The view starts anew.`);
+      this.notice(`The link could not be read: ${error.message}. The view starts anew.`, true);
       this.state = this.usual;
     }
     this.refresh();
@@ -135,7 +135,7 @@ export class PlanView {
   draw() {
     const { result } = this;
     if (!result) return;
-    const [colours, width] = [theme(), WIDTHS[isNarrow() ? "narrow" : "wide"]];
+    const [colours, width] = [theme(), chartWidth(byId("plan-charts"))];
     const { own, pure } = result.models;
     const same = own.letters === pure.letters;
     const ratio = pure.total.bytes / own.total.bytes;

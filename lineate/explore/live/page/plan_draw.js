@@ -2,7 +2,7 @@
 
 import { Scene } from "./scene.js";
 
-export const WIDTHS = { wide: 560, narrow: 330 };
+const WIDTH = 560; // in a file
 const BAR = { height: 216, left: 16, right: 16 };
 const CURVE = { height: 330, left: 64, right: 20, top: 76, bottom: 44 };
 const PARTS = { weights: "weights", state: "state, of a fixed size", cache: "cache, which grows with the context" };
@@ -19,9 +19,12 @@ function power(bytes) {
   return `${Number((bytes / 1024 ** unit).toPrecision(3))} ${UNITS[unit]}`;
 }
 
-const title = (name, plan) => (name === "own" ? `this model, ${clip(plan.pattern)}` : `pure attention, ${clip(plan.pattern)}`);
-
-const clip = (pattern) => (pattern.length > 16 ? `${pattern.slice(0, 15)}…` : pattern);
+/** Return the name of a model with as much of its pattern as a picture of this width has room for. */
+function title(name, { pattern }, width) {
+  const most = width < 420 ? 5 : 16;
+  const shown = pattern.length > most ? `${pattern.slice(0, most - 1)}…` : pattern;
+  return `${name === "own" ? "this model" : "pure attention"}, ${shown}`;
+}
 
 /** Return the bars: weights, state and cache of both models against the machine's memory. */
 export function bars(plan, width, colours) {
@@ -38,7 +41,7 @@ export function bars(plan, width, colours) {
   }, BAR.left);
   Object.entries(plan.models).forEach(([name, one], i) => {
     const y = 64 + i * 70;
-    scene.text(BAR.left, y + 12, title(name, one), colours.text, { size: 13 });
+    scene.text(BAR.left, y + 12, title(name, one, width), colours.text, { size: 13 });
     scene.text(width - BAR.right, y + 12, `${one.total.text}${one.fits ? "" : ", does not fit"}`, one.fits ? colours.text : colours.danger,
       { size: 13, anchor: "end", weight: 600 });
     let at = BAR.left;
@@ -82,7 +85,7 @@ export function curve(plan, width, colours) {
     const one = plan.models[name];
     scene.line(plan.curve_tokens.map((count, i) => [x(count), y(one.curve_bytes[i])]), colour, { thickness: 2.5, dash });
     scene.line([[12, 36 + 18 * i], [40, 36 + 18 * i]], colour, { thickness: 2.5, dash });
-    scene.text(46, 40 + 18 * i, title(name, one), colours.text, { size: 12 });
+    scene.text(46, 40 + 18 * i, title(name, one, width), colours.text, { size: 12 });
   });
   const far = (i) => Math.min(...Object.values(plan.models).map((one) => Math.abs(y(one.curve_bytes[i]) - y(room))));
   const atStart = Math.min(far(0), far(3)) >= Math.min(far(lengths.length - 1), far(lengths.length - 4)); // where no line is near
@@ -97,7 +100,7 @@ export function curve(plan, width, colours) {
 
 /** Return both pictures in one, for a file. */
 export function whole(plan, colours) {
-  const width = WIDTHS.wide;
+  const width = WIDTH;
   const parts = [bars(plan, width, colours), curve(plan, width, colours)];
   const scene = new Scene(width + 40, 50 + parts.reduce((sum, part) => sum + part.height + 14, 0));
   scene.rect(0, 0, scene.width, scene.height, colours.back);

@@ -1,7 +1,6 @@
 // The colours of pictures, which are those of the page in its light or dark scheme.
 
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
-const narrow = window.matchMedia("(max-width: 560px)");
 const SIGNED = {
   light: ["#c75b00", "#f5a742", "#ffffff", "#4a83bf", "#04204f"],
   dark: ["#ffb45c", "#a9611a", "#1b2028", "#2f6aa8", "#a9d5ff"],
@@ -18,12 +17,16 @@ export function theme() {
   };
 }
 
-/** Whether there is only room for charts with fewer words. */
-export const isNarrow = () => narrow.matches;
-
-/** Call `draw` whenever the scheme or the room for charts changes. */
+/** Call `draw` whenever the scheme or the size of the window changes. */
 export function onChange(draw) {
-  for (const query of [dark, narrow]) query.addEventListener("change", draw);
+  dark.addEventListener("change", draw);
+  window.addEventListener("resize", draw);
+}
+
+/** Return the width of a chart in a holder, in which there are two beside each other if there is room (style.css). */
+export function chartWidth(holder) {
+  const columns = holder.clientWidth >= 784 ? 2 : 1;
+  return Math.max(300, Math.min(640, Math.floor((holder.clientWidth - 16 * (columns - 1)) / columns - 22)));
 }
 
 const parts = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));

@@ -1,0 +1,62 @@
+"""Whatever a body has, the endpoints answer, or say which field is wrong."""
+
+import pytest
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SETTINGS = settings(max_examples=150, deadline=None, derandomize=True)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5) | st.sampled_from(["A", "w", "write", "forget", "delta_rule", "tiny", "GGGA", "float32"]),
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=12,
+)  # fmt: skip
+
+
+def fields(*names, **known):
+    """Return objects with some of these fields: known ones are often as they should be."""
+    values = {name: ANYTHING for name in names} | {name: value | ANYTHING for name, value in known.items()}
+    return st.fixed_dictionaries({}, optional=values)
+
+
+STEPS = st.lists(
+    fields(
+        "decay", "beta", "channels",
+        op=st.sampled_from(["write", "forget"]), key=st.sampled_from("AB"), value=st.sampled_from("yz"),
+    ),
+    max_size=4,
+)  # fmt: skip
+MEMORY = fields("keys", "values", "cosine", "sharpness", "ask", "rules", "extra", steps=STEPS)
+PLAN = fields(
+    "preset", "dtype", "context", "batch", "hardware", "devices", "extra",
+    pattern=st.text("LRDGKAMX", max_size=5), hidden_size=st.sampled_from([256, 300]), layers=st.integers(0, 3),
+    head_dim=st.sampled_from([16, 64, 100]), kv_heads=st.integers(0, 5),
+)  # fmt: skip
+
+
+def check(client, path, body):
+    reply = client.post(path, json=body)
+    if reply.status_code != 200:
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["param"] and error["message"], reply.text
+
+
+def test_memory(client):
+    @SETTINGS
+    @given(MEMORY)
+    def run(body):
+        check(client, "/api/memory", body)
+
+    run()
+
+
+def test_plan(client):
+    @SETTINGS
+    @given(PLAN)
+    def run(body):
+        check(client, "/api/plan", body)
+
+    run()
