@@ -1,4 +1,4 @@
-"""The command line: lineate demo, inspect, train, generate, chat, serve, tasks, plan, picture, explore, learn, check"""
+"""The commands lineate demo, inspect, train, generate, chat, serve, tasks, plan, picture, explore, learn and check."""
 
 import importlib
 import os

@@ -4,6 +4,7 @@ import pytest
 from browser import Window
 from chat_page import focused, walk
 from explore_page import answers, asked, steps, tiny_texts, write
+from few import few
 from page_checks import CONTRAST
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
@@ -79,7 +80,7 @@ def test_phone(browser, address, view):
     window.check()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", few(["light", "dark"], ["dark"]))
 def test_contrast(browser, address, scheme):
     window = Window(browser, address, color_scheme=scheme)
     page = window.open()
