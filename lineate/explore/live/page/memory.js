@@ -5,7 +5,7 @@ import { button, byId, make } from "./dom.js";
 import { CHART_WIDTH, chart, figure, named, panel, scaleOf, whole } from "./memory_draw.js";
 import { fromText, keyNames, toText, valueNames } from "./memory_link.js";
 import { svgOf } from "./scene.js";
-import { chartWidth, theme } from "./theme.js";
+import { chartWidth, theme, visible } from "./theme.js";
 
 const MOST_UNDONE = 200;
 const round = (number) => Math.round(number * 1000) / 1000;
@@ -48,8 +48,7 @@ export class MemoryView {
     };
     byId("setting").append(...Object.values(this.sliders).map((one) => one.element));
     byId("rules").append(...rules.map((rule) => {
-      const patch = make("span.patch");
-      patch.style.background = rule.color;
+      const patch = make("span.patch", { "data-rule": rule.name });
       const input = make("input", { type: "checkbox", value: rule.name, onchange: () => this.chooseRules() });
       return make("label", {}, input, patch, `${rule.short} (${rule.letter})`);
     }));
@@ -328,7 +327,8 @@ export class MemoryView {
 
   draw() {
     if (!this.result) return;
-    const { rules, at, panels, charts } = this.scenes(chartWidth(byId("charts")));
+    const { rules, at, panels, charts, colours } = this.scenes(chartWidth(byId("charts")));
+    for (const rule of this.about.rules) byId("rules").querySelector(`[data-rule=${rule.name}]`).style.background = visible(rule.color, colours);
     const { result } = this;
     const key = result.keys.names[this.resultAsk];
     const words = (rule) => {
