@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from lineate import folders
@@ -50,6 +51,18 @@ def library() -> ctypes.CDLL:
     if compiler is None:
         raise NativeUnavailable("no C compiler was found; install gcc or clang, or set CC")
     return load_or_build(compiler_command(compiler), _cache_folder())
+
+
+@functools.cache
+def c_function(name: str) -> Callable[[bytes], int]:
+    """Return the C function lineate_<name>, which takes the packed words of its struct.
+
+    Args:
+        name: of the function, without its prefix.
+    """
+    function = library()[f"lineate_{name}"]
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+    return function
 
 
 def compiler_command(compiler: str) -> list[str]:

@@ -1,9 +1,7 @@
 """Calls the C code of the rules: one structure of 64-bit words, three entry points."""
 
 import ctypes
-import functools
 import struct
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from lineate.call import Options
 from lineate.checks import check_decay_values
-from lineate.native.build import library
+from lineate.native.build import c_function
 from lineate.stability import warn_unstable
 
 _LAYOUT = struct.Struct("12q" + "5q" * 12 + "7q" + "d")  # Call in chunkwise.c
@@ -68,7 +66,7 @@ def run(entry: str, tensors: Tensors, states: States, cu_seqlens: Tensor | None,
         words += _NO_TENSOR if x is None else (x.data_ptr(), *x.stride()[:3], x.dtype is torch.bfloat16)
     words += [0 if x is None else x.data_ptr() for x in states]
     words += [0 if x is None else ctypes.addressof(x) for x in (starts, first_chunk)]
-    status = _entry(entry)(_LAYOUT.pack(*words, scale))
+    status = c_function(entry)(_LAYOUT.pack(*words, scale))
     if status & _NO_MEMORY:
         raise MemoryError(f"no memory for the scratch space of {threads} threads at chunk_size = {chunk_size}")
     if status & _POSITIVE_DECAY:
@@ -85,10 +83,3 @@ def dense(x: Tensor | None) -> Tensor | None:
         return None
     x = x if x.dtype is torch.float32 or x.dtype is torch.bfloat16 else x.float()
     return x if x.dim() == 3 or x.stride(-1) == 1 else x.contiguous()
-
-
-@functools.cache
-def _entry(name: str) -> Callable[[bytes], int]:
-    function = library()[f"lineate_{name}"]
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-    return function

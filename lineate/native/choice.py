@@ -1,15 +1,13 @@
 """Draws the next token of each row in C, as lineate.generation.choice describes."""
 
-import ctypes
-import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lineate.native.build import library, why_not
+from lineate.native.build import c_function, why_not
 from lineate.tracing import is_virtual
 
 _CHOICE = struct.Struct("11q")  # Choice in choice.c
@@ -55,11 +53,4 @@ def choose(logits: Tensor, options: Sequence[Options], positions: Tensor) -> Ten
         *logits.shape, logits.stride(0), logits.data_ptr(), *(x.data_ptr() for x in floats), kept.data_ptr(),
         *(x.data_ptr() for x in numbers), tokens.data_ptr(),
     )  # fmt: skip
-    return None if _entry()(words) else tokens
-
-
-@functools.cache
-def _entry() -> Callable[[bytes], int]:
-    function = library().lineate_choose
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-    return function
+    return None if c_function("choose")(words) else tokens

@@ -3,16 +3,13 @@
 The functions of lineate.layers that call these document what they compute.
 """
 
-import ctypes
-import functools
 import struct
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.native.build import library, why_not
+from lineate.native.build import c_function, why_not
 from lineate.registrar import register_op
 from lineate.tracing import constant_in_graphs, transformed
 
@@ -36,13 +33,6 @@ def serves(*tensors: Tensor | None) -> bool:
 @constant_in_graphs
 def _ready() -> bool:
     return why_not() is None
-
-
-@functools.cache
-def _entry(name: str) -> Callable[[bytes], int]:
-    function = library()[f"lineate_{name}"]
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-    return function
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -148,7 +138,7 @@ def _convolve(
         _address(y), _address(final), _address(dy), _address(dfinal), dy_row, dy_token,
         _address(dx), _address(dweight), _address(dstate),
     )  # fmt: skip
-    _entry(entry)(words)
+    c_function(entry)(words)
 
 
 def _fake_convolution(x, weight, state, cu_seqlens):  # type: ignore[no-untyped-def]
@@ -225,7 +215,7 @@ def _normalize(
         *_locate(x), *_locate(gate), *_locate(dy), weight.data_ptr(),
         _address(y), _address(dx), _address(dgate), _address(dweight), eps, zero_centred, 0,
     )  # fmt: skip
-    if _entry(entry)(words):
+    if c_function(entry)(words):
         raise MemoryError(f"no memory to add up the gradient of weight over {rows} rows")
 
 
@@ -284,7 +274,7 @@ def _gate(entry: str, x: Tensor, dy: Tensor | None, results: tuple[Tensor | None
     words = _GLU.pack(
         rows, width // 2, torch.get_num_threads(), x.data_ptr(), _address(dy), x_row, dy_row, _address(y), _address(dx)
     )
-    _entry(entry)(words)
+    c_function(entry)(words)
 
 
 def _flat(x: Tensor) -> tuple[Tensor, int]:

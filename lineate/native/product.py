@@ -3,15 +3,12 @@
 Each row is summed by itself in one order: its bits do not depend on how many rows there are.
 """
 
-import ctypes
-import functools
 import struct
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lineate.native.build import library, why_not
+from lineate.native.build import c_function, why_not
 
 MOST_ROWS = 16
 """The most rows of x; for more, torch's float32 product is faster, even if blocks of the matrix are widened for it."""
@@ -41,11 +38,4 @@ def _run(entry: str, x: Tensor, weight: Tensor, width: int) -> Tensor | None:
         x.shape[0], *weight.shape, torch.get_num_threads(), _KINDS.index(weight.dtype),
         x.data_ptr(), weight.data_ptr(), weight.stride(0), y.data_ptr(),
     )  # fmt: skip
-    return None if _entry(entry)(words) else y
-
-
-@functools.cache
-def _entry(name: str) -> Callable[[bytes], int]:
-    function = library()[f"lineate_{name}"]
-    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-    return function
+    return None if c_function(entry)(words) else y
