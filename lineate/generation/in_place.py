@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lineate.layers import LayerState, Memory, TokenCache
+from lineate.layers import LayerState, Memory
+from lineate.layers.gpu import overlapping
+from lineate.layers.state import CacheInPlace
 from lineate.models.hybrid import HybridLM
 from lineate.models.state import ModelState
 
@@ -24,41 +26,6 @@ Tensors = Mapping[int, Mapping[str, Tensor]]
 """Tensors by layer and name."""
 
 _capturing = Lock()  # all captures use one stream
-
-
-class CacheInPlace(TokenCache):
-    """The first n entries of larger tensors; append writes after the last token of every row, in place.
-
-    Args:
-        tensors: `rows capacity ...` by name.
-        n: How many entries attention reads; at least the longest row with its new tokens.
-        where: The rows and places of the new tokens, `rows t` each.
-        lengths: The tokens of each row, `rows`, before the new ones and with them.
-        shared: Where the layers of the next call keep what they compute alike.
-    """
-
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        n: int,
-        where: tuple[Tensor, Tensor],
-        lengths: tuple[Tensor, Tensor],
-        shared: dict[Hashable, Any],
-    ) -> None:
-        super().__init__({name: x[:, :n] for name, x in tensors.items()}, lengths[0])
-        self.where, self.after, self.shared = where, lengths[1], shared
-
-    def append(self, new: dict[str, Tensor]) -> TokenCache:
-        """Return a cache with the new tokens, `rows t ...`, in every row."""
-        for name, x in new.items():
-            tensor = self[name]
-            if x.dtype != tensor.dtype:
-                raise ValueError(
-                    f"state's {name} must have the dtype of the new ones, {x.dtype}, got {tensor.dtype}; "
-                    "make the decoder under the autocast and model dtype that made the state"
-                )
-            tensor.index_put_(self.where, x)
-        return TokenCache({name: self[name] for name in self.names}, self.after)
 
 
 def state_in_place(memories: Tensors, caches: Tensors, window: int, lengths: Tensor, new: int = 1) -> ModelState:
@@ -73,10 +40,8 @@ def state_in_place(memories: Tensors, caches: Tensors, window: int, lengths: Ten
     """
     layers: dict[int, LayerState] = {n: Memory(own, owned=True) for n, own in memories.items()}
     if caches:  # what all layers share is computed once
-        at = lengths[:, None] + torch.arange(new, device=lengths.device)  # rows t
-        where, both = (torch.arange(len(at), device=at.device)[:, None].expand_as(at), at), (lengths, lengths + new)
-        shared: dict[Hashable, Any] = {}
-        layers |= {n: CacheInPlace(own, window, where, both, shared) for n, own in caches.items()}
+        both, shared = (lengths, lengths + new), dict[Hashable, Any]()
+        layers |= {n: CacheInPlace(own, window, new, both, shared) for n, own in caches.items()}
     return ModelState(tuple(layers[n] for n in range(len(layers))), 0)
 
 
@@ -166,13 +131,13 @@ def capture_all(
     with _capturing, torch.cuda.device(device):
         stream, current = _capture_stream(device), torch.cuda.current_stream()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), overlapping():
             try_out(lambda: [step() for step in steps], changing)
         current.wait_stream(stream)
         graphs = []
         for step in steps:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), overlapping():
                 results = step()
             graphs.append(Graph(graph, results))
     return graphs

@@ -5,8 +5,9 @@ compile_only runs through a call's launches without launching; threads of a pool
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from functools import cache, partial
 from typing import Any
@@ -15,11 +16,47 @@ import torch
 import triton
 
 _only_compile: ContextVar[bool] = ContextVar("lineate_only_compile", default=False)
+_overlapping: ContextVar[bool] = ContextVar("lineate_overlapping", default=False)
 
 
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """Return kernel[grid]; inside compile_only it launches nothing."""
     return partial(kernel.run, grid=grid, warmup=_only_compile.get())
+
+
+@contextmanager
+def overlapping() -> Iterator[None]:
+    """Let launches begin before the one before them has ended, where the kernel is written for it and the GPU can.
+
+    Such a kernel loads what no launch of the same step writes, such as weights, and then waits for the launch before.
+    Inside, nothing may write what the kernels load early.
+    """
+    token = _overlapping.set(True)
+    try:
+        yield
+    finally:
+        _overlapping.reset(token)
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether launches on this device overlap: inside `overlapping`, on Hopper or later."""
+    return _overlapping.get() and device.type == "cuda" and _launches_dependents(device)
+
+
+def overlap_options(device: torch.device) -> dict[str, bool]:
+    """Return the options of a launch of a kernel that has OVERLAP, on this device."""
+    return {"OVERLAP": True, "launch_pdl": True} if overlaps(device) else {"OVERLAP": False}
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether this is a GPU of compute capability 9."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
+def _launches_dependents(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def compile_only(function: Callable[[], None]) -> None:

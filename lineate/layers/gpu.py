@@ -1,5 +1,6 @@
 """Decide which calls run the GPU kernels of the layers around the rules."""
 
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -18,3 +19,12 @@ def kernels_for(*tensors: Tensor | None) -> ModuleType | None:
     from lineate.kernels.layers import ops as layer_ops  # triton, at its first use
 
     return layer_ops
+
+
+def overlapping() -> AbstractContextManager[None]:
+    """Let kernels begin before the one before them has ended; see lineate.kernels.launching.overlapping."""
+    if not kernels_run():
+        return nullcontext()
+    from lineate.kernels import launching  # triton, at its first use
+
+    return launching.overlapping()

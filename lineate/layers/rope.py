@@ -13,9 +13,13 @@ Turn = tuple[Tensor, Tensor]
 def turns(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Turn:
     """Return the cos and sin that rotate the first `dim` channels of tensors of this dtype; positions `t` or `b t`."""
     dtype = compute_dtype(dtype)
-    frequencies = 1 / theta ** (torch.arange(0, dim, 2, device=positions.device, dtype=dtype) / dim)
-    angles = positions[..., None].to(dtype) * frequencies
+    angles = positions[..., None].to(dtype) * frequencies(dim, theta, dtype, positions.device)
     return angles.cos(), angles.sin()
+
+
+def frequencies(dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return by how much each of `dim/2` pairs of channels turns with every token."""
+    return 1 / theta ** (torch.arange(0, dim, 2, device=device, dtype=dtype) / dim)
 
 
 def rotate(x: Tensor, turn: Turn) -> Tensor:

@@ -306,6 +306,51 @@ class TokenCache:
         return cache
 
 
+class CacheInPlace(TokenCache):
+    """The first n entries of larger tensors; append writes after the last token of every row, in place.
+
+    Args:
+        tensors: `rows capacity ...` by name.
+        n: How many entries attention reads; at least the longest row with its new tokens.
+        t: How many new tokens each row gets.
+        lengths: The tokens of each row, `rows`, before the new ones and with them.
+        shared: Where the layers of the next call keep what they compute alike.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        n: int,
+        t: int,
+        lengths: tuple[Tensor, Tensor],
+        shared: dict[Hashable, Any],
+    ) -> None:
+        super().__init__({name: x[:, :n] for name, x in tensors.items()}, lengths[0])
+        self.t, self.after, self.shared = t, lengths[1], shared
+
+    def append(self, new: dict[str, Tensor]) -> TokenCache:
+        """Return a cache with the new tokens, `rows t ...`, in every row."""
+        for name, x in new.items():
+            tensor = self[name]
+            if x.dtype != tensor.dtype:
+                raise ValueError(
+                    f"state's {name} must have the dtype of the new ones, {x.dtype}, got {tensor.dtype}; "
+                    "make the decoder under the autocast and model dtype that made the state"
+                )
+            tensor.index_put_(self.once("where", self._where), x)
+        return self.appended()
+
+    def _where(self) -> tuple[Tensor, Tensor]:
+        """Return the rows and places of the new tokens, `rows t` each."""
+        assert isinstance(self.lengths, Tensor)
+        at = self.lengths[:, None] + torch.arange(self.t, device=self.lengths.device)
+        return torch.arange(len(at), device=at.device)[:, None].expand_as(at), at
+
+    def appended(self) -> TokenCache:
+        """Return a cache with the new tokens, which the caller has written."""
+        return TokenCache({name: self[name] for name in self.names}, self.after)
+
+
 def _shown(tensors: Mapping[str, Tensor]) -> str:
     """Return names, shapes and dtypes; values are not read, since that would wait for a GPU."""
     each = [f"{name} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors.items()]

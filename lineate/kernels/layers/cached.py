@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lineate.kernels.launching import next_power, start
+from lineate.kernels.launching import next_power, overlap_options, start
 from lineate.kernels.layers.ops import KERNEL_DTYPES, strides_of
+from lineate.kernels.layers.rows import _sigmoid
 
 PARTS = 32
 """The most parts that the keys of a row are cut into."""
@@ -39,7 +41,7 @@ def read_parts(
     q, k, v, lengths, sums, peaks, totals, scale, t, capacity,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     KV: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Read one part of the keys of one row and head: sums `row kv part t*GROUP SIZE`, peaks and totals without SIZE.
 
@@ -48,6 +50,9 @@ def read_parts(
     part = tl.program_id(0) % PARTS
     head = (tl.program_id(0) // PARTS % KV).to(tl.int64)
     row = (tl.program_id(0) // PARTS // KV).to(tl.int64)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
     size = _part_size(length, BN, PARTS)
     begin = part * size
@@ -89,15 +94,19 @@ def read_parts(
     tl.store(sums + at[:, None] * SIZE + d[None, :], acc, mask=there)
 
 
-@triton.jit(do_not_specialize=["t", "capacity"])
+@triton.jit(do_not_specialize=["t", "capacity", "gate_row", "gate_token"])
 def join_parts(
-    sums, peaks, totals, lengths, output, t, capacity,
+    sums, peaks, totals, lengths, gate, output, t, capacity, gate_row, gate_token,
     KV: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one query into output `row t KV*GROUP SIZE`."""
+    """Join the parts of one query into output `row t KV*GROUP SIZE`, times the sigmoid of the gate if there is one."""
     query = tl.program_id(0) % (t * GROUP)
     head = (tl.program_id(0) // (t * GROUP) % KV).to(tl.int64)
     row = (tl.program_id(0) // (t * GROUP) // KV).to(tl.int64)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     length = tl.minimum(tl.load(lengths + row), capacity).to(tl.int32)
     part = tl.arange(0, PARTS)
     read = part * _part_size(length, BN, PARTS) < length
@@ -110,7 +119,11 @@ def join_parts(
     own = tl.load(sums + at[:, None] * SIZE + d[None, :], mask=read[:, None] & (d < SIZE)[None, :], other=0.0)
     y = tl.sum(own * weight[:, None], 0) / tl.sum(total * weight, 0)
     token = query // GROUP
-    to = ((row * t + token) * (KV * GROUP) + head * GROUP + query % GROUP) * SIZE + d
+    own_head = head * GROUP + query % GROUP
+    if gate is not None:
+        gate += row * gate_row + token * gate_token + own_head * SIZE
+        y *= _sigmoid(tl.load(gate + d, mask=d < SIZE, other=0.0).to(tl.float32))
+    to = ((row * t + token) * (KV * GROUP) + own_head) * SIZE + d
     tl.store(output + to, y, mask=d < SIZE)
 
 
@@ -123,7 +136,9 @@ def serves_cached(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )  # fmt: skip
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, gate: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Return the attention `rows t heads d` of q, the last t tokens of each row, without gradients.
 
     Args:
@@ -132,6 +147,7 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: fl
         v: Cached values `rows n kv d`.
         lengths: How many of the n each row has, those of q included, int64 `rows`.
         scale: Multiplies the scores.
+        gate: `rows t heads*d`, whose sigmoid multiplies the result; None: there is none.
     """
     rows, t, heads, size = q.shape
     kv = k.shape[2]
@@ -148,13 +164,15 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: fl
         "KV": kv, "GROUP": heads // kv, "SIZE": size, "BN": 32 if wide and width > 64 else 64, "BD": width,
         "PARTS": PARTS,
     }  # fmt: skip
+    launch = overlap_options(q.device)
+    gate_strides = (0, 0) if gate is None else strides_of(gate, 2)
     with torch.cuda.device_of(q):
         start(read_parts, (rows * kv * PARTS,))(
             q, k, v, lengths, sums, peaks, totals, scale, t, k.shape[1], *(s // unit for s in strides),
             **shared, BM=max(16, next_power(queries)), PRECISION="ieee" if wide else None, UNIT=unit,
-            num_warps=4 if queries <= 32 else 8,
+            num_warps=4 if queries <= 32 else 8, **launch,
         )  # fmt: skip
         start(join_parts, (rows * kv * queries,))(
-            sums, peaks, totals, lengths, output, t, k.shape[1], **shared, num_warps=4
+            sums, peaks, totals, lengths, gate, output, t, k.shape[1], *gate_strides, **shared, num_warps=4, **launch
         )
     return output

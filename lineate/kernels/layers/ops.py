@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lineate.kernels.launching import ceil_div, next_power, start
+from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
 from lineate.kernels.layers import convolution
 from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.rotary import turn
@@ -77,7 +77,7 @@ def _convolve(
         if t == 1 and cu_seqlens is None:
             block = min(256, next_power(channels))
             start(convolution.convolve_one, (b * ceil_div(channels, block),))(
-                x, weight, state, y, final, x_row // unit, **constants, BC=block, num_warps=2
+                x, weight, state, y, final, x_row // unit, **constants, BC=block, OVERLAP=False, num_warps=2
             )
             return y, final
         block = min(512, next_power(channels))
@@ -173,6 +173,25 @@ def short_convolution(
     return _run_convolution(x, weight, state, cu_seqlens)
 
 
+def convolve_in_place(x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+    """Convolve one token a row, x `rows channels`; the state `rows channels size-1` is overwritten. No gradients.
+
+    The launches shortly before this must not write the state, which is read while they run (launching.overlapping).
+    """
+    y = x.new_empty(x.shape)
+    channels = x.shape[1]
+    (x_row,) = strides_of(x, 1)
+    unit = _unit((channels, x_row))
+    block = min(256, next_power(channels))
+    with torch.cuda.device_of(x):
+        start(convolution.convolve_one, (x.shape[0] * ceil_div(channels, block),))(
+            x, weight.contiguous(), state, y, state, x_row // unit,
+            CHANNELS=channels, SIZE=weight.shape[1], UNIT=unit, BC=block, num_warps=2,
+            **overlap_options(x.device),
+        )  # fmt: skip
+    return y
+
+
 # The norms
 
 
@@ -206,6 +225,7 @@ def _norm(
         start(kernels.norm, (ceil_div(outer * heads, tile["ROWS"]),))(
             x, gate, weight.contiguous(), y, outer * heads, eps, *(s // unit for s in strides),
             HEADS=heads, SIZE=size, UNIT=unit, SILU=activation == "silu", SHIFT=float(zero_centred), **tile,
+            **overlap_options(x.device),
         )  # fmt: skip
     return y
 
@@ -321,7 +341,9 @@ def _glu(x: Tensor) -> Tensor:
     unit = _unit((n, x_row))
     tile, programs = _unit_tiles(rows, n, 4096)
     with torch.cuda.device_of(x):
-        start(kernels.gated_unit, (programs,))(x, y, rows, x_row // unit, N=n, **tile, UNIT=unit, num_warps=4)
+        start(kernels.gated_unit, (programs,))(
+            x, y, rows, x_row // unit, N=n, **tile, UNIT=unit, num_warps=4, **overlap_options(x.device)
+        )
     return y
 
 

@@ -11,6 +11,7 @@ import os
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Two instructions of PTX that flush the smallest numbers to 0, without which a sigmoid takes three times as many.
 _PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
@@ -70,7 +71,7 @@ def _load_gate(gate, outer, inner, outer_stride, inner_stride, j, mask, UNIT: tl
 def norm(
     x, gate, weight, y, rows, eps, x_outer, x_inner, gate_outer, gate_inner,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
-    SILU: tl.constexpr, SHIFT: tl.constexpr,
+    SILU: tl.constexpr, SHIFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Normalise ROWS rows `outer HEADS` a program; strides are in units of UNIT elements. y is dense; gate may be None.
 
@@ -80,14 +81,42 @@ def norm(
     j = tl.arange(0, BN)
     mask = (r < rows)[:, None] & (j < SIZE)[None, :]
     outer, inner = r // HEADS, r % HEADS
-    tile = _load_rows(x, outer, inner, x_outer, x_inner, j, mask, UNIT)
     w = tl.load(weight + j, mask=j < SIZE, other=0.0).to(tl.float32) + SHIFT
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile = _load_rows(x, outer, inner, x_outer, x_inner, j, mask, UNIT)
     scale = tl.rsqrt(tl.sum(tile * tile, 1) * (1.0 / SIZE) + eps)
     result = tile * scale[:, None] * w[None, :]
     if gate is not None:
         act, _ = _load_gate(gate, outer, inner, gate_outer, gate_inner, j, mask, UNIT, SILU)
         result *= act
     tl.store(y + r.to(tl.int64)[:, None] * SIZE + j[None, :], result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_and_norm(
+    x, parts, weight, total, y, rows, eps,
+    PARTS: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr, SHIFT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Add x `rows SIZE` and the parts `PARTS rows SIZE` of one row into total; y, if not None, is its RMSNorm."""
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, BN)
+    has = j < SIZE
+    if weight is not None:
+        w = tl.load(weight + j, mask=has, other=0.0).to(tl.float32) + SHIFT
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = tl.load(x + row * SIZE + j, mask=has, other=0.0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        sums += tl.load(parts + (part * rows + row) * SIZE + j, mask=has, other=0.0)
+    sums = sums.to(total.dtype.element_ty)
+    tl.store(total + row * SIZE + j, sums, mask=has)
+    if weight is not None:
+        sums = sums.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(sums * sums, 0) * (1.0 / SIZE) + eps)
+        tl.store(y + row * SIZE + j, sums * scale * w, mask=has)
 
 
 @triton.jit(
@@ -129,9 +158,12 @@ def norm_backward(
 
 @triton.jit(do_not_specialize=["rows", "x_row"])
 def gated_unit(
-    x, y, rows, x_row, N: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr
+    x, y, rows, x_row, N: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """x `rows gate | up`, each N wide; a tile [ROWS, BN] a program."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     BLOCKS: tl.constexpr = (N + BN - 1) // BN
     r = (tl.program_id(0) // BLOCKS) * ROWS + tl.arange(0, ROWS)
     j = (tl.program_id(0) % BLOCKS) * BN + tl.arange(0, BN)

@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.call import Inputs, Options
-from lineate.kernels.launching import ceil_div, next_power
+from lineate.kernels.launching import ceil_div, next_power, overlap_options
 from lineate.kernels.portable.gates import softplus
 from lineate.kernels.stages import Slots
 
@@ -67,7 +68,7 @@ def _decode(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
     GROUP: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     DECAY_PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, BETA_PER_CHANNEL: tl.constexpr,
-    NORMALIZE: tl.constexpr, RAW: tl.constexpr, EACH_TOKEN: tl.constexpr,
+    NORMALIZE: tl.constexpr, RAW: tl.constexpr, EACH_TOKEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Run the token equation for one row, head and block of value columns.
 
@@ -119,6 +120,9 @@ def _decode(
     tile = head.to(tl.int64) * (tl.cast(state_head, tl.int64) * STATE_UNIT) + x[:, None] * V + y[None, :]
     slot_stride = tl.cast(state_slot, tl.int64) * STATE_UNIT
     S = _load(state + start * slot_stride + tile, has_xy, EVEN_K and EVEN_V)
+    if OVERLAP:  # nothing that was launched shortly before this writes the state, nor slots
+        gdc_launch_dependents()
+        gdc_wait()
 
     key_head = (head // GROUP).to(tl.int64)
     q += (batch * q_row + first * q_token + key_head * q_head) * UNIT
@@ -220,10 +224,13 @@ def decode(
     options: Options,
     columns: int | None = None,
     warps: int | None = None,
+    *,
+    settled: bool = False,
 ) -> Tensor:
     """Return the output `b t hv v`; one launch also updates inputs.state in place. lineate.decode checks the arguments.
 
-    columns and warps replace those of `tiling`, for measurements.
+    columns and warps replace those of `tiling`, for measurements. settled: whether the launches shortly before this do
+    not write the state, so that it may be read while they run (launching.overlapping).
     """
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     raw_gates = options.raw_gates  # with A_log or without
@@ -288,6 +295,7 @@ def decode(
             EACH_TOKEN=each_token,
             num_warps=own_warps if warps is None else warps,
             num_stages=1,
+            **(overlap_options(q.device) if settled else {"OVERLAP": False}),
         )
     return output
 

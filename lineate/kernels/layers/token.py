@@ -1,0 +1,234 @@
+"""One token a row of a linear mixer, and of attention: what lies between their projections, without gradients.
+
+A linear mixer with raw gates takes one launch, a program a row and value head with its whole memory in registers:
+
+    S' = Diag(exp(-exp(A_log) softplus(a + dt_bias))) S      r = beta_scale sigmoid(b) (v - S'^T k)
+    S  = S' + k r^T                                          y = norm(scale S^T q) act(z)
+
+Attention takes one launch that norms and turns queries and keys, and writes keys and values into the caches; then
+cached.py reads them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lineate.call import Inputs
+from lineate.kernels.launching import next_power, overlap_options, start
+from lineate.kernels.layers.rows import _sigmoid
+from lineate.kernels.portable.decode import _unit
+from lineate.kernels.portable.gates import softplus
+
+MOST_STATE = 128 * 128
+"""The most numbers of a head's memory that a program has in registers."""
+FEW_ROWS = 4
+"""Up to this many rows, one launch of `mix` takes less time than `decode`, whose programs have fewer columns, and a
+norm after it."""
+
+
+@triton.jit(do_not_specialize=["q_row", "k_row", "v_row", "z_row", "gate_row", "write_row"])
+def mix_token(
+    q, k, v, z, gate, write, A_log, dt_bias, weight, state, y, scale, beta_scale, eps,
+    q_row, k_row, v_row, z_row, gate_row, write_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, SILU: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One row and value head: q, k `rows HEADS/GROUP K`, v, z, y `rows HEADS V`, gate and write `rows HEADS [K]`."""
+    head = tl.program_id(0) % HEADS
+    row = (tl.program_id(0) // HEADS).to(tl.int64)
+    i = tl.arange(0, BK)
+    j = tl.arange(0, BV)
+    has_i = i < K
+    has_j = j < V
+    both = has_i[:, None] & has_j[None, :]
+    state += (row * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
+    S = tl.load(state, mask=both, other=0.0)  # of the step before: no launch under way writes it
+    w = tl.load(weight + j, mask=has_j, other=0.0).to(tl.float32)
+    rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
+    bias = 0.0
+    if dt_bias is not None:
+        if BIAS_PER_CHANNEL:
+            bias = tl.load(dt_bias + head * K + i, mask=has_i, other=0.0).to(tl.float32)
+        else:
+            bias = tl.load(dt_bias + head).to(tl.float32)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    q_t = tl.load(q + row * q_row + head // GROUP * K + i, mask=has_i, other=0.0).to(tl.float32)
+    k_t = tl.load(k + row * k_row + head // GROUP * K + i, mask=has_i, other=0.0).to(tl.float32)
+    v_t = tl.load(v + row * v_row + head * V + j, mask=has_j, other=0.0).to(tl.float32)
+    z_t = tl.load(z + row * z_row + head * V + j, mask=has_j, other=0.0).to(tl.float32)
+    b_t = tl.load(write + row * write_row + head).to(tl.float32)
+    if PER_CHANNEL:
+        a_t = tl.load(gate + row * gate_row + head * K + i, mask=has_i, other=0.0).to(tl.float32)
+    else:
+        a_t = tl.load(gate + row * gate_row + head).to(tl.float32)
+    q_t = _unit(q_t) * scale
+    k_t = _unit(k_t)
+    decay = tl.exp(rate * softplus(a_t + bias))
+    if PER_CHANNEL:
+        S *= decay[:, None]
+    else:
+        S *= decay
+    r = beta_scale / (1.0 + tl.exp(-b_t)) * (v_t - tl.sum(S * k_t[:, None], 0))
+    o = tl.sum(S * q_t[:, None], 0) + tl.sum(k_t * q_t, 0) * r
+    tl.store(state, S + k_t[:, None] * r[None, :], mask=both)
+    o = o.to(y.dtype.element_ty).to(tl.float32)  # rounded as between two launches
+    o *= tl.rsqrt(tl.sum(o * o, 0) * (1.0 / V) + eps) * w
+    o *= _sigmoid(z_t)
+    if SILU:
+        o *= z_t
+    tl.store(y + (row * HEADS + head) * V + j, o, mask=has_j)
+
+
+def mix(
+    inputs: Inputs, z: Tensor, weight: Tensor, *, eps: float, silu: bool, beta_scale: float, scale: float
+) -> Tensor:  # fmt: skip
+    """Run one token a row of the delta rule with raw gates, its norm and output gate; return `rows 1 hv*v`.
+
+    The memory, inputs.state, is overwritten. Launches shortly before this must not write it, nor the parameters.
+
+    Args:
+        inputs: q, k `rows 1 h k`, v `rows 1 hv v`, raw gates, the memory, A_log and dt_bias.
+        z: The output gate, before its activation, `rows 1 hv*v`.
+        weight: Of the norm, `v`.
+        eps: Of the norm.
+        silu: Whether the activation is silu; otherwise it is the sigmoid.
+        beta_scale: beta lies in (0, beta_scale).
+        scale: Multiplies what is read.
+    """
+    q, k, v, gate, write, state, _, A_log, dt_bias = inputs
+    assert gate is not None and write is not None and state is not None and A_log is not None
+    rows, _, h, key_dim = q.shape
+    hv, value_dim = v.shape[2:]
+    y = torch.empty(rows, 1, hv * value_dim, dtype=v.dtype, device=v.device)
+    wide, tall = next_power(value_dim), next_power(key_dim)
+    with torch.cuda.device_of(q):
+        start(mix_token, (rows * hv,))(
+            q, k, v, z, gate, write, A_log, dt_bias, weight, state, y, scale, beta_scale, eps,
+            *(x.stride(0) for x in (q, k, v, z, gate, write)),
+            HEADS=hv, GROUP=hv // h, K=key_dim, V=value_dim, BK=tall, BV=wide, PER_CHANNEL=gate.dim() == 4,
+            BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2, SILU=silu,
+            num_warps=max(1, min(8, wide * tall // 2048)), **overlap_options(q.device),
+        )  # fmt: skip
+    return y
+
+
+def serves_memory(state: Tensor) -> bool:
+    """Whether `mix` takes this memory, `rows hv k v`."""
+    key_dim, value_dim = state.shape[-2:]
+    return (
+        next_power(key_dim) * next_power(value_dim) <= MOST_STATE
+        and state.is_contiguous()
+        and state.dtype == torch.float32
+    )
+
+
+@triton.jit
+def _factor(weight, d, has, inverse, SHIFT: tl.constexpr):
+    """Return the factors of an RMSNorm with 1 / sqrt(mean x^2 + eps) = inverse."""
+    return inverse * (tl.load(weight + d, mask=has, other=0.0).to(tl.float32) + SHIFT)
+
+
+@triton.jit
+def _entered(
+    source, norm, frequencies, position, eps, SIZE: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr,
+    SHIFT: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return a head's query or key after its norm and its turn; rounded in between, as between two launches."""
+    d = tl.arange(0, BD)
+    has = d < SIZE
+    x = tl.load(source + d, mask=has, other=0.0).to(tl.float32)
+    if norm is not None:
+        inverse = tl.rsqrt(tl.sum(x * x, 0) * (1.0 / SIZE) + eps)
+        x *= _factor(norm, d, has, inverse, SHIFT)
+    x = x.to(dtype).to(tl.float32)
+    if HALF:
+        turns = d < 2 * HALF
+        other = tl.where(d < HALF, d + HALF, d - HALF)  # the channel that turns with this one
+        partner = tl.load(source + other, mask=turns, other=0.0).to(tl.float32)
+        if norm is not None:
+            partner *= _factor(norm, other, turns, inverse, SHIFT)
+        partner = partner.to(dtype).to(tl.float32)
+        angle = position.to(tl.float32) * tl.load(frequencies + d % HALF, mask=turns, other=0.0)
+        x = x * tl.cos(angle) + tl.where(d < HALF, -partner, partner) * tl.sin(angle)
+    return x
+
+
+@triton.jit(do_not_specialize=["q_row", "k_row", "v_row", "cache_row", "cache_token", "capacity"])
+def place_token(
+    q, k, v, q_norm, k_norm, frequencies, lengths, keys, values, y, eps,
+    q_row, k_row, v_row, cache_row, cache_token, capacity,
+    HEADS: tl.constexpr, KV: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr,
+    SHIFT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: of the HEADS queries into y `rows HEADS SIZE`, of the KV keys and values into the caches."""
+    UNITS: tl.constexpr = HEADS + 2 * KV
+    unit = tl.program_id(0) % UNITS
+    row = (tl.program_id(0) // UNITS).to(tl.int64)
+    d = tl.arange(0, BD)
+    has = d < SIZE
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.load(lengths + row)  # this token's place
+    there = (at >= 0) & (at < capacity)
+    place = row * cache_row + at * cache_token
+    if unit >= HEADS + KV:
+        head = unit - HEADS - KV
+        value = tl.load(v + row * v_row + head * SIZE + d, mask=has)
+        tl.store(values + place + head * SIZE + d, value, mask=has & there)
+    elif unit >= HEADS:
+        source = k + row * k_row + (unit - HEADS) * SIZE
+        x = _entered(source, k_norm, frequencies, at, eps, SIZE, HALF, BD, SHIFT, keys.dtype.element_ty)
+        tl.store(keys + place + (unit - HEADS) * SIZE + d, x, mask=has & there)
+    else:
+        source = q + row * q_row + unit * SIZE
+        x = _entered(source, q_norm, frequencies, at, eps, SIZE, HALF, BD, SHIFT, y.dtype.element_ty)
+        tl.store(y + (row * HEADS + unit) * SIZE + d, x, mask=has)
+
+
+def place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: tuple[Tensor, Tensor, float, bool] | None,
+    frequencies: Tensor | None,
+    lengths: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Norm and turn one token a row, write its key and value after the others, and return the query `rows 1 heads d`.
+
+    Args:
+        q: `rows 1 heads d`.
+        k: `rows 1 kv d`.
+        v: `rows 1 kv d`.
+        norms: The weights `d` of the RMSNorms of q and of k, their eps, and whether they are zero-centred.
+        frequencies: The angles by which pairs of channels turn with every token, float32 `n`; None: nothing turns.
+        lengths: How many tokens each row has, without this one, int64 `rows`.
+        keys: Where the keys are, `rows n kv d`; it is changed.
+        values: Where the values are, `rows n kv d`; it is changed.
+    """
+    rows, _, heads, size = q.shape
+    kv = k.shape[2]
+    y = torch.empty(rows, 1, heads, size, dtype=q.dtype, device=q.device)
+    q_norm, k_norm, eps, zero_centred = (None, None, 0.0, False) if norms is None else norms
+    with torch.cuda.device_of(q):
+        start(place_token, (rows * (heads + 2 * kv),))(
+            q, k, v, q_norm, k_norm, frequencies, lengths, keys, values, y, eps,
+            q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), keys.shape[1],
+            HEADS=heads, KV=kv, SIZE=size, HALF=0 if frequencies is None else frequencies.shape[0], BD=next_power(size),
+            SHIFT=float(zero_centred), num_warps=1 if size <= 128 else 2, **overlap_options(q.device),
+        )  # fmt: skip
+    return y
+
+
+def serves_caches(keys: Tensor, values: Tensor) -> bool:
+    """Whether `place` writes into these caches, `rows n kv d`."""
+    return (
+        keys.shape == values.shape and keys.stride() == values.stride() and keys.dtype == values.dtype
+        and keys.stride(-1) == 1 and keys.stride(2) in (keys.shape[3], 0)
+    )  # fmt: skip

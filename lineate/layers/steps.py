@@ -1,0 +1,233 @@
+"""A decoding step of a block on a GPU: one token a row, its state overwritten, in few launches.
+
+    x = x + out_proj(mix(in_proj(norm(x))))      x = x + down(glu(gate_up(norm(x))))
+
+A step reads every weight and memory once, which takes microseconds a layer; so norms, gates, convolution and residuals
+are computed inside the launches that read weights and memories (kernels/layers/products.py, token.py). With many rows
+torch multiplies, and what surrounds the product is separate.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from lineate.call import Options
+from lineate.layers.attention import GatedAttention, reads_own_length
+from lineate.layers.entry import check_call
+from lineate.layers.feed import SwiGLU, glu
+from lineate.layers.gpu import kernels_for
+from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
+from lineate.layers.mixer import LinearMixer
+from lineate.layers.norm import RMSNorm
+from lineate.layers.rope import frequencies
+from lineate.layers.state import CacheInPlace, LayerState, Memory
+from lineate.tracing import is_eager
+
+
+def is_step(x: Tensor, state: LayerState | None) -> bool:
+    """Whether x `b t hidden` is one token a row on a GPU, after a state that may be overwritten, without gradients."""
+    if not x.is_cuda or x.shape[1] != 1 or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+        return False
+    owned = isinstance(state, CacheInPlace) or (isinstance(state, Memory) and state.owned)
+    return owned and is_eager(x) and kernels_for(x) is not None
+
+
+class Mixed(NamedTuple):
+    """What a step of a mixer returns.
+
+    Args:
+        x: x + mixer(norm(x)), `rows 1 hidden`.
+        normed: Its norm for the feed-forward, `rows hidden`, where it was made on the way; otherwise None.
+        state: The new state.
+    """
+
+    x: Tensor
+    normed: Tensor | None
+    state: LayerState
+
+
+def mix_step(norm: RMSNorm, mixer: nn.Module, x: Tensor, state: LayerState, then: RMSNorm) -> Mixed | None:
+    """Return x + mixer(norm(x)) and the new state, where is_step; None if this mixer has no such step.
+
+    Args:
+        norm: Of the mixer's input.
+        mixer: The mixer.
+        x: `rows 1 hidden`.
+        state: The mixer's state, which is overwritten.
+        then: The norm of what follows.
+    """
+    found = None
+    if type(mixer) in (GatedDeltaNet, KimiDeltaAttention):
+        assert isinstance(mixer, LinearMixer) and isinstance(state, Memory)
+        found = _linear_step(norm, mixer, x, state)
+    elif type(mixer) is GatedAttention and isinstance(state, CacheInPlace):
+        found = _attention_step(norm, mixer, x, state)
+    if found is None:
+        return None
+    y, new = found
+    total, normed = _leave(y, mixer.out_proj, x[:, 0], then)  # type: ignore[arg-type]
+    return Mixed(total[:, None], normed, new)
+
+
+def feed_step(norm: RMSNorm, feed: nn.Module, x: Tensor, normed: Tensor | None = None) -> Tensor | None:
+    """Return x + feed(norm(x)), where is_step; None if this feed-forward has no such step.
+
+    Args:
+        norm: Of the feed-forward's input.
+        feed: The feed-forward.
+        x: `rows 1 hidden`.
+        normed: norm(x) `rows hidden`, if it was made before.
+    """
+    if type(feed) is not SwiGLU or not _are_bare(norm, feed, feed.gate_up_proj, feed.down_proj):
+        return None
+    y = _enter(x[:, 0], norm, feed.gate_up_proj, normed, gated=True)
+    total, _ = _leave(y, feed.down_proj, x[:, 0])
+    return total[:, None]
+
+
+def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) -> tuple[Tensor, LayerState] | None:
+    """Return what out_proj reads, `rows hv*v`, and the state."""
+    from lineate.kernels.layers import token  # triton, at its first use
+    from lineate.kernels.layers.ops import SIZES
+    from lineate.kernels.portable.decode import decode
+    from lineate.kernels.stages import Slots
+
+    parts = [norm, mixer, mixer.in_proj, mixer.norm, mixer.out_proj, *([] if mixer.conv is None else [mixer.conv])]
+    memory = state["memory"]
+    if (
+        mixer.context is not None
+        or mixer.in_proj.bias is not None
+        or not _are_bare(*parts)
+        or not token.serves_memory(memory)
+    ):
+        return None
+    if mixer.conv is not None:
+        taps, past = mixer.conv.weight, state["conv"]
+        if taps.shape[1] not in SIZES or not (taps.is_contiguous() and past.is_contiguous()):
+            return None
+    check_call(mixer, x, state, None)
+    convolution = None if mixer.conv is None else (mixer.conv.weight, state["conv"])
+    mixed, y = _convolved(x[:, 0], mixer.in_proj, norm, convolution, mixer.width)
+    _, *gates = y[:, None].split(mixer.splits, -1)
+    q, k, v = mixer.split_heads(mixed[:, None])
+    inputs = mixer.rule_inputs(q, k, v, gates)._replace(state=memory)
+    z, scale = mixer.output_gate(gates), mixer.key_dim**-0.5
+    if len(x) <= token.FEW_ROWS:
+        output = token.mix(
+            inputs, z, mixer.norm.weight, eps=mixer.norm.eps, silu=mixer.norm.activation == "silu",
+            beta_scale=mixer.beta_scale, scale=scale,
+        )  # fmt: skip
+    else:
+        options = Options(True, scale, True, beta_scale=mixer.beta_scale, raw_gates=True)
+        output = decode(inputs, Slots(None, None), options, settled=True)
+        output = mixer.norm(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
+    return output[:, 0], Memory(state.tensors)
+
+
+def _attention_step(
+    norm: RMSNorm, mixer: GatedAttention, x: Tensor, state: CacheInPlace
+) -> tuple[Tensor, LayerState] | None:
+    """Return what out_proj reads, `rows heads*d`, and the state."""
+    from lineate.kernels.layers import cached, token  # triton, at its first use
+
+    norms = [] if mixer.qk_norm is None else [mixer.q_norm, mixer.k_norm]
+    if mixer.context is not None or mixer.qk_norm == "full":
+        return None
+    if not _are_bare(norm, mixer, mixer.in_proj, mixer.out_proj, *norms):
+        return None
+    keys, values = state["keys"], state["values"]
+    if not token.serves_caches(keys, values) or keys.dtype != x.dtype or not reads_own_length(mixer, 1):
+        return None
+    check_call(mixer, x, state, None)
+    y = _enter(x[:, 0], norm, mixer.in_proj)[:, None]
+    q, gate, k, v = y.split(mixer.splits, -1)
+    q, k, v = (z.unflatten(-1, (-1, mixer.head_dim)) for z in (q, k, v))
+    assert isinstance(state.lengths, Tensor)
+    turning = _frequencies(mixer.rotary_dim, mixer.rope_theta, x.device) if mixer.rotary_dim else None
+    weights = (mixer.q_norm.weight, mixer.k_norm.weight, mixer.q_norm.eps, mixer.q_norm.zero_centred) if norms else None
+    q = token.place(q, k, v, weights, turning, state.lengths, keys, values)
+    output = cached.cached_attention(
+        q, keys, values, state.after, mixer.head_dim**-0.5, gate if mixer.gated else None
+    )  # fmt: skip
+    return output.flatten(1), state.appended()
+
+
+@cache
+def _frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
+    return frequencies(dim, theta, torch.float32, device)
+
+
+def _convolved(
+    x: Tensor, module: nn.Linear, norm: RMSNorm, convolution: tuple[Tensor, Tensor] | None, width: int
+) -> tuple[Tensor, Tensor]:
+    """Return the first `width` channels of module(norm(x)), convolved, and all channels, the others as they are."""
+    from lineate.kernels.layers import products  # triton, at its first use
+    from lineate.kernels.layers.ops import convolve_in_place
+
+    if convolution is None or products.serves_one(x, module.weight) or products.serves_few(x, module.weight):
+        y = _enter(x, norm, module, convolution=convolution)
+        return y[:, :width], y
+    y = _enter(x, norm, module)
+    return convolve_in_place(y[:, :width], *convolution), y
+
+
+def _enter(
+    x: Tensor,
+    norm: RMSNorm,
+    module: nn.Linear,
+    normed: Tensor | None = None,
+    *,
+    gated: bool = False,
+    convolution: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return module(norm(x)) of x `rows k`; normed is norm(x), if it was made before.
+
+    gated: silu of its first half times its second. convolution: the taps and last inputs of its first channels, for
+    rows that a kernel of ours multiplies.
+    """
+    from lineate.kernels.layers import products  # triton, at its first use
+
+    weight, bias = module.weight, module.bias
+    if products.serves_one(x, weight) and not (gated and bias is not None):
+        around = (norm.weight, norm.eps, norm.zero_centred)
+        return products.product_one(x, weight, bias, norm=around, gated=gated, convolution=convolution)
+    normed = norm(x) if normed is None else normed
+    if bias is None and products.serves_few(normed, weight):
+        return products.product_few(normed, weight, gated=gated, convolution=convolution)
+    assert convolution is None
+    y = F.linear(normed, weight, bias)
+    return glu(y) if gated else y
+
+
+def _leave(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return x + module(y) of y `rows k`, and its norm `then`, where it is made on the way."""
+    from lineate.kernels.launching import overlaps  # triton, at its first use
+    from lineate.kernels.layers import products
+
+    weight, bias = module.weight, module.bias
+    if products.serves_one(y, weight):
+        return products.product_one(y, weight, bias, residual=x), None
+    if bias is not None:
+        return x + F.linear(y, weight, bias), None
+    if products.serves_few(y, weight) and x.shape[1] <= products.WIDEST:
+        parts = products.product_few(y, weight, parts=products.parts_of(*weight.shape))
+        around = None if then is None else (then.weight, then.eps, then.zero_centred)
+        return products.add_and_norm(x, parts.view(-1, *x.shape), around)
+    if overlaps(x.device):  # in a graph that is being recorded nobody else has x, so it need not be kept
+        return x.addmm_(y, weight.t()), None
+    return torch.addmm(x, y, weight.t()), None
+
+
+def _are_bare(*modules: nn.Module) -> bool:
+    """Whether calling these modules only runs their forward, and the linear ones are torch's own."""
+    if _has_any_global_hook():
+        return False
+    for module in modules:
+        hooks = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
+        if hooks or (isinstance(module, nn.Linear) and type(module) is not nn.Linear):
+            return False
+    return True

@@ -1,0 +1,83 @@
+"""A decoding step on a GPU with its fused launches equals the layers' own forward."""
+
+import pytest
+import torch
+
+from lineate.generation.in_place import capture, read_in_place, state_in_place
+from lineate.layers import TokenCache
+from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
+
+pytestmark = pytest.mark.gpu
+VOCAB = 97
+CASES = {
+    "heads of 128": HybridConfig(
+        VOCAB, 256, 4, "GKA", linear=LinearConfig(2, 4, 128, 128), attention=AttentionConfig(4, 2, 64, rotary_dim=32),
+        feed=FeedConfig(384), zero_centred_norm=True,
+    ),
+    "odd sizes": HybridConfig(
+        VOCAB, 72, 3, "AGK", linear=LinearConfig(3, 3, 20, 12, conv_size=3),
+        attention=AttentionConfig(3, 3, 24, rotary_dim=0, qk_norm=None, gated=False, bias=True), feed=FeedConfig(100),
+    ),
+    "without convolution": HybridConfig(
+        VOCAB, 128, 2, "GA", linear=LinearConfig(1, 2, 32, 64, conv_size=0), feed=FeedConfig(256),
+        attention=AttentionConfig(2, 1, 64, rotary_dim=64, qk_norm="full"),
+    ),
+}  # fmt: skip
+
+
+def in_place(state: ModelState, room: int, lengths: torch.Tensor) -> tuple[dict, dict]:
+    """Return memories and caches with room."""
+    memories, caches = {}, {}
+    for n, layer in enumerate(state.layers):
+        if isinstance(layer, TokenCache):
+            caches[n] = {
+                name: layer[name].new_zeros(len(lengths), room, *layer[name].shape[2:]) for name in layer.names
+            }
+            for name, x in caches[n].items():
+                x[:, : layer.n] = layer[name]
+        else:
+            memories[n] = {name: x.clone() for name, x in layer.tensors.items()}
+    return memories, caches
+
+
+RUNS = [
+    *((1, torch.float32, False), (1, torch.bfloat16, True), (5, torch.float32, True), (5, torch.bfloat16, False)),
+    *((33, torch.bfloat16, True), (70, torch.float32, False), (70, torch.bfloat16, True)),
+]
+
+
+@pytest.mark.parametrize(("rows", "dtype", "graph"), RUNS)
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_step_equals_forward(case, rows, dtype, graph):
+    torch.manual_seed(rows)
+    model = HybridLM(CASES[case]).to(dtype).cuda().eval()
+    for name, x in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            x.add_(0.1 * torch.randn_like(x))
+    state = model(torch.randint(VOCAB, (rows, 9), device="cuda")).state
+    lengths = torch.full((rows,), 9, device="cuda")
+    memories, caches = in_place(state, 40, lengths)
+    ids = torch.randint(VOCAB, (rows, 1), device="cuda")
+
+    def step() -> tuple[torch.Tensor, ...]:
+        read = read_in_place(model, ids, state_in_place(memories, caches, 40, lengths), (False, torch.bfloat16))
+        for n, own in memories.items():
+            assert all(read.state.layers[n][name] is x for name, x in own.items()), "a memory was copied"
+        lengths.add_(1)
+        return (read.logits,)
+
+    if graph:
+        changing = [lengths, *(x for own in memories.values() for x in own.values())]
+        recorded = capture(step, changing, torch.device("cuda"))
+    bound = 2e-5 if dtype == torch.float32 else 3e-2
+    for _ in range(6):
+        ids.copy_(torch.randint(VOCAB, (rows, 1), device="cuda"))
+        (found,) = recorded.replay() if graph else step()
+        out = model(ids, state=state)
+        state = out.state
+        assert float((found - out.logits).norm() / out.logits.norm()) < bound
+    for n, layer in enumerate(state.layers):
+        for name in layer.names:
+            found = memories[n][name] if n in memories else caches[n][name][:, : layer.n]
+            assert float((found - layer[name]).norm() / layer[name].norm()) < bound, (n, name)
