@@ -3,6 +3,8 @@
 import importlib
 import os
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ TRANSFORMED = "torch.func transforms and forward mode know torch's functions alo
 """Why only the torch backend runs inside a transform."""
 # Up to this many tokens the token loop beats setting up a chunk (bench/rules/cpu.py, table "short").
 RECURRENT_UP_TO = 8
+# The most numbers of zeros that calls on a GPU share as their first state: 16 MB.
+MOST_SHARED = 2**22
 
 
 @dataclass(frozen=True)
@@ -228,9 +232,9 @@ def call_signature(tensors: tuple[Tensor | None, ...], options: tuple[object, ..
 
 def check_and_resolve(rule: Rule, inputs: Inputs, request: Request) -> tuple[Plan, Options]:
     """Check everything about one call except the values of its gates; return its plan and its options."""
-    signature = None  # the values of cu_seqlens are checked in every call
-    if inputs.cu_seqlens is None:
-        signature = call_signature(inputs[:6], request)
+    signature, bounds = None, inputs.cu_seqlens
+    if bounds is None or (isinstance(bounds, Tensor) and bounds.is_cuda):  # on a CPU, every call checks their values
+        signature = call_signature(inputs[:7], request)
     if signature is not None:
         signature = (rule.name, *signature)
         if signature in KNOWN:
@@ -301,7 +305,24 @@ def kernels_run() -> bool:
     return why_no_triton("cuda") is None and not transformed()
 
 
-def empty_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return zeros `b hv k v`, or `n_seqs hv k v` with packed sequences."""
+def empty_state(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype, *, shared: bool = False
+) -> Tensor:  # fmt: skip
+    """Return zeros `b hv k v`, or `n_seqs hv k v` with packed sequences.
+
+    shared: whether the caller only reads them, so that calls may share them.
+    """
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return torch.zeros(rows, v.shape[2], q.shape[3], v.shape[3], dtype=dtype, device=v.device)
+    shape = rows, v.shape[2], q.shape[3], v.shape[3]
+    shared = shared and v.is_cuda and prod(shape) <= MOST_SHARED and not recorded() and not transformed()
+    if shared and not torch.cuda.is_current_stream_capturing():  # what a graph allocates is its own
+        return _shared_zeros(shape, dtype, v.device)
+    return torch.zeros(shape, dtype=dtype, device=v.device)
+
+
+@lru_cache(8)
+def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        zeros = torch.zeros(shape, dtype=dtype, device=device)
+    torch.cuda.current_stream(device).synchronize()  # once, since other streams may read them
+    return zeros

@@ -64,9 +64,7 @@ def fused_delta_rule(
         from lineate.kernels import ops as kernels  # triton, at its first use
 
         if state is None:
-            inputs = Inputs(
-                q, k, v, gate, write, empty_state(q, v, cu_seqlens, torch.float32), cu_seqlens, A_log, dt_bias
-            )
+            inputs = inputs._replace(state=empty_state(q, v, cu_seqlens, torch.float32, shared=True))
         options = Options(True, options.scale, normalize_qk, beta_scale=float(beta_scale), raw_gates=True)
         return Attended(*kernels.chunkwise(inputs, options))
     log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)

@@ -348,7 +348,7 @@ def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     plan, options = check_and_resolve(rule, inputs, request)
     if inputs.state is None:
         q, k, v, log_decay, beta, _, cu_seqlens = inputs[:7]
-        state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype))
+        state = empty_state(q, v, cu_seqlens, compute_dtype(v.dtype), shared=plan.backend == "triton")
         inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
     native = plan.backend == "native"
     if plan.form == "chunkwise" and plan.backend != "triton" and not transformed():

@@ -98,6 +98,15 @@ def make_step(model: HybridLM, ids: Tensor, bounds: Tensor) -> Callable[[], Tens
     return step
 
 
+def busy_ms(step: Callable[[], Tensor], steps: int = 3) -> float:
+    """Return the milliseconds of a step in which the GPU runs a kernel."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    return sum(x.self_device_time_total for x in found.key_averages()) / steps / 1e3
+
+
 def measure(pattern: str, sides: list[str], tokens: int, length: int, rounds: int) -> list[dict[str, Any]]:
     config = preset("compact", pattern=pattern)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0)).cuda()
@@ -126,8 +135,10 @@ def measure(pattern: str, sides: list[str], tokens: int, length: int, rounds: in
             end.record()
             torch.cuda.synchronize()
             times.append(start.elapsed_time(end))
+        busy = busy_ms(step)
         rows.append({
-            "pattern": pattern, "side": side, "ms": statistics.median(times), "all_ms": times, "first_s": first,
+            "pattern": pattern, "side": side, "ms": statistics.median(times), "busy_ms": busy,
+            "all_ms": times, "first_s": first,
             "parameters": sum(x.numel() for x in model.parameters()), "loss": loss.item(),
             "tokens_per_s": tokens / statistics.median(times) * 1e3,
             "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
@@ -183,10 +194,21 @@ def main() -> None:
         peer = next((x for x in results if x["pattern"] == r["pattern"] and x["side"] == against), None)
         ratio = f"{peer['ms'] / r['ms']:.2f}x of {against}" if peer is not None else ""
         table.append([
-            r["pattern"], r["side"], f"{r['parameters'] / 1e6:.1f}", f"{r['ms']:.1f}", f"{r['tokens_per_s'] / 1e3:.0f}",
+            r["pattern"], r["side"], f"{r['parameters'] / 1e6:.1f}", f"{r['ms']:.1f}", f"{r['busy_ms']:.1f}",
+            f"{r['ms'] / r['busy_ms']:.2f}x", f"{r['tokens_per_s'] / 1e3:.0f}",
             f"{r['peak_mib']:.0f}", ratio,
         ])  # fmt: skip
-    columns = ["pattern", "layers of", "M parameters", "ms a step", "k tokens/s", "peak MiB", "faster"]
+    columns = [
+        "pattern",
+        "layers of",
+        "M parameters",
+        "ms a step",
+        "GPU busy",
+        "over",
+        "k tokens/s",
+        "peak MiB",
+        "faster",
+    ]
     show(f"{args.tokens} tokens a step in sequences of {args.length}, medians", columns, table)
     print(f"wrote {args.json}")
 

@@ -19,8 +19,15 @@ _only_compile: ContextVar[bool] = ContextVar("lineate_only_compile", default=Fal
 _overlapping: ContextVar[bool] = ContextVar("lineate_overlapping", default=False)
 
 
+recording: ContextVar[Any] = ContextVar("lineate_recording", default=None)
+"""What notes the launches of a call (tape.py); None: nothing does."""
+
+
 def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """Return kernel[grid]; inside compile_only it launches nothing."""
+    recorder = recording.get()
+    if recorder is not None:
+        return partial(recorder.launch, kernel, grid)
     return partial(kernel.run, grid=grid, warmup=_only_compile.get())
 
 

@@ -1,13 +1,16 @@
 """The kernels of the rules as torch ops, for torch.compile and autograd."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lineate.call import Inputs, Options
 from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
-from lineate.kernels.call import count_slots, make_call
+from lineate.kernels.call import aligned, count_slots, dense, in_rows, make_call
 from lineate.kernels.stages import Gradients, Slots
+from lineate.kernels.tape import launch
 from lineate.registrar import register_op
 
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -31,11 +34,16 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the final state, and the states that enter each chunk, which a backward needs."""
     output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
-    inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
-    call = make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
+    q, k, v, log_decay, beta, A_log, dt_bias = _laid_out(q, k, v, log_decay, beta, A_log, dt_bias)
     state = state.contiguous()
-    with torch.cuda.device_of(q):
+
+    def run() -> None:
+        inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
+        call = make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
         kernels.forward(call, state, output, final, states if keep else None)
+
+    tensors = (q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, output, final, states if keep else None)
+    launch("forward", tensors, (corrects, scale, normalize_qk, beta_scale), run)
     return output, final, states
 
 
@@ -65,26 +73,42 @@ def _backward(
     """Return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate; those of absent inputs have no elements."""
     inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
     grads = _empty_grads(inputs, dfinal)
-    dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
-    call = make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
-    outside = call.gates_outside  # their gradients come after those of log_decay and beta
-    if outside:
-        dlog_decay, dbeta = (_room(x, cu_seqlens, torch.float32) for x in (dlog_decay, dbeta))
-    wanted = Gradients(
-        dq,
-        dk,
-        dv,
-        None if log_decay is None else dlog_decay,
-        None if beta is None else dbeta,
-        dstate,
-        None if A_log is None or outside else dA_log,
-        None if dt_bias is None or outside else ddt_bias,
-    )
-    with torch.cuda.device_of(q):
+    q, k, v, log_decay, beta, A_log, dt_bias = _laid_out(q, k, v, log_decay, beta, A_log, dt_bias)
+    inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
+    doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
+
+    def run() -> None:
+        dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
+        call = make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
+        outside = call.gates_outside  # their gradients come after those of log_decay and beta
+        if outside:
+            dlog_decay, dbeta = (_room(x, cu_seqlens, torch.float32) for x in (dlog_decay, dbeta))
+        wanted = Gradients(
+            dq,
+            dk,
+            dv,
+            None if log_decay is None else dlog_decay,
+            None if beta is None else dbeta,
+            dstate,
+            None if A_log is None or outside else dA_log,
+            None if dt_bias is None or outside else ddt_bias,
+        )
         kernels.backward(call, doutput, dfinal, states, wanted)
         if outside:
             kernels.raw_gate_gradients(call.gates, dlog_decay, dbeta, *grads[3:5], dA_log, ddt_bias)
+
+    given = (doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens)
+    made = (x if x.numel() else None for x in grads)
+    launch("backward", (*given, *made), (corrects, scale, normalize_qk, beta_scale), run)
     return grads
+
+
+def _laid_out(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None) -> tuple[Any, ...]:
+    """Return the tensors as the kernels read them, so that what is copied is copied before the launches."""
+    return (
+        *(in_rows(x) for x in (q, k, v)),
+        *(x if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0) else dense(x) for x in gates),
+    )
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]

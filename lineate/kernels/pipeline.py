@@ -45,9 +45,11 @@ def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads:
     """
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
     parts = grads.A_log, grads.dt_bias
-    totals = [None if x is None else torch.zeros_like(x, dtype=torch.float32) for x in parts]
     stages = stages_for(call)
-    for rows, tokens in _slices(stages, states):
+    slices = list(_slices(stages, states))
+    several = len(slices) > 1
+    totals = [torch.zeros_like(x, dtype=torch.float32) if several and x is not None else None for x in parts]
+    for rows, tokens in slices:
         chunks, dend, dstart = states, dfinal, grads.state
         if not call.sequences.packed:
             chunks = states.view(call.q.shape[0], -1, *states.shape[1:])

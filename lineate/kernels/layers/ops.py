@@ -7,6 +7,7 @@ from lineate.kernels.launching import ceil_div, next_power, overlap_options, sta
 from lineate.kernels.layers import convolution
 from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.rotary import turn
+from lineate.kernels.tape import launch
 from lineate.registrar import register_op
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,21 +74,24 @@ def _convolve(
     x_row, x_token = strides_of(x, 2)
     unit = _unit((channels, x_row, x_token))
     constants = {"CHANNELS": channels, "SIZE": weight.shape[1], "UNIT": unit}
-    with torch.cuda.device_of(x):
-        if t == 1 and cu_seqlens is None:
+    sequences, bounds = _sequences(x, cu_seqlens)
+
+    def run() -> None:
+        if t == 1 and bounds is None:
             block = min(256, next_power(channels))
             start(convolution.convolve_one, (b * ceil_div(channels, block),))(
                 x, weight, state, y, final, x_row // unit, **constants, BC=block, OVERLAP=False, num_warps=2
             )
-            return y, final
+            return
         block = min(512, next_power(channels))
         channel_blocks = ceil_div(channels, block)
-        sequences, bounds = _sequences(x, cu_seqlens)
         walk, blocks = _walks(b, t, channel_blocks)
         start(convolution.convolve, ((b * blocks + sequences) * channel_blocks,))(
             x, weight, state, bounds, y, final, t, sequences, walk, blocks, b * blocks, x_row // unit, x_token // unit,
             **constants, BC=block, num_warps=4,
         )  # fmt: skip
+
+    launch("convolution", (x, weight, state, bounds, y, final), None, run)
     return y, final
 
 
@@ -113,8 +117,9 @@ def _convolve_backward(
     block = min(512, next_power(channels))
     channel_blocks = ceil_div(channels, block)
     size = weight.shape[1]
-    with torch.cuda.device_of(x):
-        sequences, bounds = _sequences(x, cu_seqlens)
+    sequences, bounds = _sequences(x, cu_seqlens)
+
+    def run() -> None:
         walk, blocks = _walks(b, t, channel_blocks)
         partials = torch.empty(b * blocks, size, channels, dtype=torch.float32, device=x.device)
         start(convolution.convolve_backward, ((b * blocks + (sequences if given else 0)) * channel_blocks,))(
@@ -123,6 +128,9 @@ def _convolve_backward(
             CHANNELS=channels, SIZE=size, BC=block, UNIT=unit, num_warps=4,
         )  # fmt: skip
         _add_partials(partials, dweight)
+
+    tensors = x, weight, state, bounds, dy, dfinal, dx, dstate if given else None, dweight
+    launch("convolution's gradients", tensors, None, run)
     return dx, dweight, dstate
 
 
@@ -221,12 +229,16 @@ def _norm(
     strides = (*strides_of(x, 2), *((0, 0) if gate is None else strides_of(gate, 2)))
     unit = _unit((size, *strides))
     tile = _norm_tiles(size, 4096)
-    with torch.cuda.device_of(x):
+    weight = weight.contiguous()
+
+    def run() -> None:
         start(kernels.norm, (ceil_div(outer * heads, tile["ROWS"]),))(
-            x, gate, weight.contiguous(), y, outer * heads, eps, *(s // unit for s in strides),
+            x, gate, weight, y, outer * heads, eps, *(s // unit for s in strides),
             HEADS=heads, SIZE=size, UNIT=unit, SILU=activation == "silu", SHIFT=float(zero_centred), **tile,
             **overlap_options(x.device),
         )  # fmt: skip
+
+    launch("norm", (x, gate, weight, y), (eps, activation, zero_centred), run)
     return y
 
 
@@ -251,14 +263,19 @@ def _norm_backward(
     most = _PROGRAMS if tile["BN"] <= 256 else _PROGRAMS // 4  # each writes its part of dweight
     tiles = ceil_div(ceil_div(outer * heads, tile["ROWS"]), most)
     programs = ceil_div(outer * heads, tile["ROWS"] * tiles) if tiles else 0
-    with torch.cuda.device_of(x):
+    weight = weight.contiguous()
+
+    def run() -> None:
         partials = torch.empty(programs, 1, size, dtype=torch.float32, device=x.device)
         start(kernels.norm_backward, (programs,))(
-            x, gate, weight.contiguous(), dy, dx, None if gate is None else dgate, partials, outer * heads, tiles, eps,
+            x, gate, weight, dy, dx, None if gate is None else dgate, partials, outer * heads, tiles, eps,
             *(s // unit for s in strides),
             HEADS=heads, SIZE=size, UNIT=unit, SILU=activation == "silu", SHIFT=float(zero_centred), **tile,
         )  # fmt: skip
         _add_partials(partials, dweight)
+
+    tensors = x, gate, weight, dy, dx, None if gate is None else dgate, dweight
+    launch("norm's gradients", tensors, (eps, activation, zero_centred), run)
     return dx, dgate, dweight
 
 
@@ -340,10 +357,13 @@ def _glu(x: Tensor) -> Tensor:
     (x_row,) = strides_of(x, 1)
     unit = _unit((n, x_row))
     tile, programs = _unit_tiles(rows, n, 4096)
-    with torch.cuda.device_of(x):
+
+    def run() -> None:
         start(kernels.gated_unit, (programs,))(
             x, y, rows, x_row // unit, N=n, **tile, UNIT=unit, num_warps=4, **overlap_options(x.device)
         )
+
+    launch("unit", (x, y), None, run)
     return y
 
 
@@ -358,10 +378,13 @@ def _glu_backward(dy: Tensor, x: Tensor) -> Tensor:
     strides = (*strides_of(x, 1), *strides_of(dy, 1))
     unit = _unit((n, *strides))
     tile, programs = _unit_tiles(rows, n, 2048)
-    with torch.cuda.device_of(x):
+
+    def run() -> None:
         start(kernels.gated_unit_backward, (programs,))(
             x, dy, dx, rows, *(s // unit for s in strides), N=n, **tile, UNIT=unit, num_warps=4
         )
+
+    launch("unit's gradients", (x, dy, dx), None, run)
     return dx
 
 
@@ -406,11 +429,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     strides = strides_of(x, 3)
     unit = _unit((size, half, *strides))
     tile = {"ROWS": 16, "BH": next_power(half), "BR": next_power(max(size - 2 * half, 1))}
-    with torch.cuda.device_of(x):
+
+    def run() -> None:
         start(turn, (ceil_div(b * t * heads, tile["ROWS"]),))(
             x, y, cos, sin, b * t * heads, t, *(s // unit for s in strides), t * half if cos.dim() == 3 else 0,
             HEADS=heads, SIZE=size, HALF=half, BACK=back, **tile, UNIT=unit, num_warps=4,
         )  # fmt: skip
+
+    launch("turn", (x, y, cos, sin), back, run)
     return y
 
 

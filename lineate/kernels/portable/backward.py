@@ -197,3 +197,21 @@ def gather(
         given = given.to(tl.float32)
         total -= given * (tl.sum(given * total, 1) * norm * norm)[:, None]
     tl.store(dx + i[:, None] * K + j[None, :], total.to(dx.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["count", "n", "stride"])
+def add_parts(
+    parts, total, count, n, stride, BLOCKS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Store total `n`: the sum of parts `count n BLOCKS` over count and BLOCKS, always in the same order.
+
+    The `count` of them are `stride` apart.
+    """
+    i = tl.arange(0, ROWS)
+    j = tl.program_id(0) * BN + tl.arange(0, BN)
+    sums = tl.zeros((ROWS, BN), tl.float32)
+    for first in range(0, count, ROWS):
+        at = parts + (first + i).to(tl.int64)[:, None] * stride + j[None, :] * BLOCKS
+        for block in tl.static_range(BLOCKS):
+            sums += tl.load(at + block, mask=(first + i < count)[:, None] & (j < n)[None, :], other=0.0)
+    tl.store(total + j, tl.sum(sums, 0), mask=j < n)

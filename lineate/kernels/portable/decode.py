@@ -17,9 +17,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.call import Inputs, Options
-from lineate.kernels.launching import ceil_div, next_power, overlap_options
+from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
 from lineate.kernels.portable.gates import softplus
 from lineate.kernels.stages import Slots
+from lineate.kernels.tape import launch
 
 
 @triton.jit
@@ -255,19 +256,22 @@ def decode(
     blocks = ceil_div(value_dim, columns)
     rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     output = torch.empty(b, t, hv, value_dim, dtype=v.dtype, device=v.device)
-    with torch.cuda.device_of(q):
-        _decode[(rows * hv * blocks,)](
+    A_log, dt_bias = (None if x is None or not raw_gates else x.contiguous() for x in (A_log, dt_bias))
+    slots, start_slots, cu_seqlens = (None if x is None else x.contiguous() for x in (slots, start_slots, cu_seqlens))
+
+    def run() -> None:
+        start(_decode, (rows * hv * blocks,))(
             q,
             k,
             v,
             log_decay,
             beta,
-            A_log.contiguous() if raw_gates and A_log is not None else None,
-            dt_bias.contiguous() if raw_gates and dt_bias is not None else None,
+            A_log,
+            dt_bias,
             state,
-            None if slots is None else slots.contiguous(),
-            None if start_slots is None else start_slots.contiguous(),
-            None if cu_seqlens is None else cu_seqlens.contiguous(),
+            slots,
+            start_slots,
+            cu_seqlens,
             output,
             t,
             hv,
@@ -297,6 +301,9 @@ def decode(
             num_stages=1,
             **(overlap_options(q.device) if settled else {"OVERLAP": False}),
         )
+
+    tensors = q, k, v, log_decay, beta, A_log, dt_bias, state, slots, start_slots, cu_seqlens, output
+    launch("decode", tensors, (options, columns, warps, settled), run)
     return output
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lineate.kernels.call import CHUNK, Call, Gates
 from lineate.kernels.launching import ceil_div, next_power, start
-from lineate.kernels.portable.backward import gather, head_decay_gradients, head_gradients, head_residuals
+from lineate.kernels.portable.backward import add_parts, gather, head_decay_gradients, head_gradients, head_residuals
 from lineate.kernels.portable.channel import channel_gradients, channel_residuals, channel_state_gradients
 from lineate.kernels.portable.configurations import launch, narrow, power, precision
 from lineate.kernels.portable.gates import head_gates_backward
@@ -153,9 +153,9 @@ def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads:
     )  # fmt: skip
     _gather(call, dq, dk, grads)
     if dA_log is not None and grads.A_log is not None:
-        grads.A_log.copy_(dA_log.sum((0, 2)))
+        _add_parts(dA_log, grads.A_log)
     if ddt_bias is not None and grads.dt_bias is not None:
-        grads.dt_bias.copy_(ddt_bias.sum(0).view_as(grads.dt_bias))
+        _add_parts(ddt_bias.flatten(1)[..., None], grads.dt_bias)
 
 
 def fill_raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
@@ -168,6 +168,15 @@ def fill_raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw
         gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, dlog_decay, dbeta, raw.gate, raw.write, sums, tokens,
         gates.beta_scale, HV=hv, HEADS=heads, BT=block, BIAS=gates.dt_bias is not None, **launch("head_gates"),
     )  # fmt: skip
-    raw.A_log.copy_(sums[:, 0].sum(0))
+    _add_parts(sums[:, 0, :, None], raw.A_log)
     if gates.dt_bias is not None:
-        raw.dt_bias.copy_(sums[:, 1].sum(0))
+        _add_parts(sums[:, 1, :, None], raw.dt_bias)
+
+
+def _add_parts(parts: Tensor, total: Tensor) -> None:
+    """Add up parts `count n blocks`, of which only the first dimension may have gaps, into total, of n elements."""
+    count, n, blocks = parts.shape
+    columns = min(32, next_power(n))
+    start(add_parts, (ceil_div(n, columns),))(
+        parts, total, count, n, parts.stride(0), BLOCKS=blocks, ROWS=4096 // columns, BN=columns, num_warps=4
+    )

@@ -1,0 +1,437 @@
+"""Replays the launches of a call that has been made before.
+
+A call of an op makes a handful of launches, each of which costs Triton's launcher tens of microseconds: it binds and
+specialises all arguments anew, and encodes TMA descriptors. For two calls with the same shapes, strides, dtypes and
+options all of that is the same, except for addresses. So one such call is recorded: its compiled kernels, grids and
+parameters, and for every address the tensor of the call it lies in, or where it lies in the memory that the call
+allocated. Later calls allocate that memory in one piece, write the new addresses into the parameters and hand them to
+the driver.
+
+    launch(kind, tensors, options, run)     # the first call runs `run`, which may compile; the second also records it
+
+A call can be recorded if it only allocates, fills with zeros, and launches kernels; other calls always run.
+"""
+
+import ctypes
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lineate.kernels.launching import overlaps, recording
+
+MOST_TAPES = 1024
+"""The most calls that are remembered."""
+MOST_MAPS = 32
+"""The most descriptors that are kept for a parameter."""
+_BYTES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "i64": 8, "u64": 8}
+_FLOATS = {"fp32": ctypes.c_float, "f32": ctypes.c_float, "fp64": ctypes.c_double}
+_MAP_BYTES = 128  # of a CUtensorMap
+# The elements of TMA: those of descriptors on the device are numbered differently from those on the host.
+_TMA_TYPES = {**{n: n for n in range(16)}, 8: 10, 9: 8, 10: 9}
+_ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+_ZEROS = ("zeros", "zeros_like", "new_zeros")
+_VIEWS = (
+    *("view", "slice", "select", "as_strided", "unsqueeze", "squeeze", "expand", "detach", "alias", "t", "transpose"),
+    *("permute", "split", "split_with_sizes", "unbind", "narrow", "flatten", "unflatten", "_unsafe_view"),
+)
+
+
+class Place(NamedTuple):
+    """Where an address lies.
+
+    Args:
+        base: The number of the tensor or piece of memory; -1 if the address does not change.
+        offset: Bytes after its beginning; or the address.
+    """
+
+    base: int
+    offset: int
+
+
+class _Unfit(Exception):
+    """The call cannot be replayed."""
+
+
+class Map:
+    """A descriptor of TMA that is a parameter; one is kept for each address, since calls tend to repeat those.
+
+    Args:
+        parameters: The launch's parameters, pointers to their values.
+        n: Which of them is the descriptor.
+        place: Where the tensor lies.
+        form: All but the address; see _encode.
+    """
+
+    def __init__(self, parameters: Any, n: int, place: Place, form: tuple[Any, ...]) -> None:
+        self.parameters, self.n, self.place, self.form = parameters, n, place, form
+        self.made: dict[int, tuple[int, Any]] = {}
+
+    def point(self, address: int) -> None:
+        """Make it the descriptor of a tensor at this address."""
+        made = self.made.get(address)
+        if made is None:
+            if len(self.made) >= MOST_MAPS:
+                self.made.clear()
+            room = ctypes.create_string_buffer(_MAP_BYTES + 64)
+            made = -(-ctypes.addressof(room) // 64) * 64, room
+            _encode(made[0], address, *self.form)
+            self.made[address] = made
+        self.parameters[self.n] = made[0]
+
+
+class Tape:
+    """The launches of a call, ready to be made again with other addresses.
+
+    Args:
+        launches: For each, the kernel's handle, grid, threads and shared memory; or the bytes to be set to 0.
+        addresses: The places of all pointers, in the order of `pointers`.
+        pointers: Where the launches' parameters have the pointers.
+        maps: The descriptors among the parameters.
+        sizes: The bytes of each piece of memory that the call allocates.
+        kept: What the parameters point to.
+    """
+
+    def __init__(
+        self,
+        launches: list[tuple[Any, ...]],
+        addresses: list[Place],
+        pointers: Any,
+        maps: list["Map"],
+        sizes: list[int],
+        kept: list[Any],
+    ) -> None:
+        self.launches, self.addresses, self.pointers, self.maps, self.kept = launches, addresses, pointers, maps, kept
+        self.starts: list[int] = []
+        self.bytes = 0
+        for size in sizes:
+            self.starts.append(self.bytes)
+            self.bytes += -(-size // 512) * 512
+        self.lock = Lock()  # of the parameters; a launch copies them
+
+    def replay(self, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+        """Make the launches on the current stream; tensors as when it was recorded."""
+        driver = _driver()
+        bases = [0 if x is None else x.data_ptr() for x in tensors]
+        if self.bytes:
+            room = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+            first = room.data_ptr()
+            bases += [first + start for start in self.starts]
+        bases.append(0)  # of addresses that do not change
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        with self.lock:
+            self.pointers[:] = [bases[base] + offset for base, offset in self.addresses]
+            for each in self.maps:
+                each.point(bases[each.place.base] + each.place.offset)
+            for function, x, y, z, threads, shared, parameters in self.launches:
+                if function is None:
+                    _check(driver.cuMemsetD8Async(self.pointers[x], 0, y, stream))
+                else:
+                    _check(driver.cuLaunchKernel(function, x, y, z, threads, 1, 1, shared, stream, parameters, None))
+
+
+_SEEN: dict[Hashable, None] = {}
+"""Calls that were made, in the order of their first; when there are too many, the oldest are forgotten."""
+_TAPES: dict[Hashable, Tape | None] = {}
+"""None: the call cannot be replayed."""
+
+
+def launch(kind: str, tensors: Sequence[Tensor | None], options: Hashable, run: Callable[[], None]) -> None:
+    """Make the launches of `run`: by running it, or from the tape of an earlier call of the same form.
+
+    Args:
+        kind: What `run` does.
+        tensors: What its launches read and write, beside what it allocates; the first is not None.
+        options: All else that the launches depend on.
+        run: Makes the launches on the device of the first tensor.
+    """
+    first = tensors[0]
+    assert first is not None
+    device = first.device
+    with torch.cuda.device_of(first):
+        if device.type == "cuda" and torch.version.hip is None and not overlaps(device):
+            form = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
+            _run_or_replay((kind, device, options, form), tensors, device, run)
+        else:
+            run()
+
+
+def _run_or_replay(
+    key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, run: Callable[[], None]
+) -> None:  # fmt: skip
+    tape = _TAPES.get(key)
+    if tape is not None and not _hooked():
+        tape.replay(tensors, device)
+    elif key not in _SEEN:
+        _SEEN[key] = None
+        while len(_SEEN) > MOST_TAPES:
+            oldest = next(iter(_SEEN))
+            del _SEEN[oldest]
+            _TAPES.pop(oldest, None)
+        run()
+    elif key in _TAPES or recording.get() is not None:
+        run()
+    else:
+        recorder = Recorder(tensors)
+        token = recording.set(recorder)
+        try:
+            with _Watch(recorder):
+                run()
+        finally:
+            recording.reset(token)
+        _TAPES[key] = recorder.tape()
+
+
+def tapes() -> dict[Hashable, Tape | None]:
+    """Return the recorded calls; None: a call that cannot be replayed."""
+    return dict(_TAPES)
+
+
+def forget_tapes() -> None:
+    """Forget all recorded calls."""
+    _TAPES.clear()
+    _SEEN.clear()
+
+
+def _hooked() -> bool:
+    """Whether somebody, such as Triton's own profiler, wants to be told of every launch."""
+    runtime = triton.knobs.runtime
+    hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+class Recorder:
+    """Notes the launches of a call.
+
+    Args:
+        tensors: The tensors of the call.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self.starts = [0 if x is None else x.data_ptr() for x in tensors]
+        self.spans = [(0, 0) if x is None else _span(x) for x in tensors]
+        self.noted: list[tuple[Any, ...]] = []
+        self.rooms: list[tuple[int, int]] = []
+        """The addresses of memory that the call has allocated."""
+        self.constants: dict[int, Tensor] = {}
+        """Tensors by address that were there before the call, such as tables that all calls share."""
+        self.unfit: str | None = None
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        """Launch a kernel, and note it."""
+        compiled = kernel.run(*args, grid=grid, warmup=False, **options)
+        try:
+            self._note(kernel, compiled, grid, args, options)
+        except _Unfit as why:
+            self.unfit = str(why)
+        return compiled
+
+    def _note(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: Any, options: Any) -> None:
+        meta, source = compiled.metadata, compiled.src
+        plain = (
+            not meta.launch_cooperative_grid and not meta.launch_pdl and getattr(meta, "num_ctas", 1) == 1
+            and not meta.global_scratch_size and not meta.profile_scratch_size
+        )  # fmt: skip
+        if not plain:
+            raise _Unfit("a launch has attributes")
+        values = dict(zip(kernel.arg_names, args, strict=False)) | options
+        described = iter(getattr(meta, "tensordesc_meta", None) or ())
+        parameters: list[tuple[str, Any]] = []
+        for name, kind in source.signature.items():
+            if kind == "constexpr":
+                continue
+            value = values[name] if name in values else kernel.signature.parameters[name].default
+            if kind.startswith("*"):
+                parameters.append(("pointer", self._address(value)))
+            elif kind.startswith("tensordesc"):
+                tma = next(described, None)
+                if tma is None or tma["fp4_padded"]:
+                    raise _Unfit("a descriptor is not one of TMA")
+                encoded = (tma["swizzle"], tma["elem_size"], tma["elem_type"], tuple(tma["block_size"]))
+                shape, strides = [int(n) for n in value.shape], [int(n) for n in value.strides]
+                whole = (*encoded, tuple(shape), tuple(strides), value.padding == "nan")
+                parameters.append(("map", (self._address(value.base), whole)))
+                parameters += [("i32", n) for n in shape] + [("i64", n) for n in strides]
+            elif kind in _BYTES or kind in _FLOATS:
+                parameters.append((kind, value))
+            else:
+                raise _Unfit(f"a parameter is {kind}")
+        parameters += [("i64", 0), ("i64", 0)]  # scratch memory of the device, and of a profiler: none
+        sizes = [_size(kind) for kind, _ in parameters]
+        if sizes != _sizes_of(compiled.function):
+            raise _Unfit("the parameters are laid out in another way")
+        whole_grid = (*grid, 1, 1)[:3]
+        self.noted.append((compiled, whole_grid, 32 * meta.num_warps, meta.shared, parameters))
+
+    def zero(self, x: Tensor) -> None:
+        """Note that x is set to 0."""
+        if not x.is_contiguous():
+            self.unfit = "memory with gaps is set to 0"
+        elif x.numel():
+            self.noted.append((None, self._address(x), x.numel() * x.element_size()))
+
+    def _address(self, x: Tensor) -> int:
+        """Return the address of x; keep x if it is neither the caller's nor allocated by the call."""
+        at = x.data_ptr()
+        if at and at not in self.starts and not any(low <= at < high for low, high in (*self.spans, *self.rooms)):
+            self.constants[at] = x
+        return at
+
+    def allocate(self, x: Tensor) -> None:
+        """Note memory that the call has allocated."""
+        storage = x.untyped_storage()
+        if storage.nbytes():
+            self.rooms.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+
+    def tape(self) -> Tape | None:
+        """Return the tape, or None if the call cannot be replayed."""
+        given = [n for n in self.starts if n]
+        if self.unfit is not None or len(set(given)) != len(given):
+            return None
+        pieces = _joined(self.rooms)
+        try:
+            return self._made([(low, high) for low, high in pieces])
+        except _Unfit:
+            return None
+
+    def _made(self, pieces: list[tuple[int, int]]) -> Tape:
+        places: list[Place] = []
+        launches: list[tuple[Any, ...]] = []
+        maps: list[Map] = []
+        kept: list[Any] = []
+        count = sum(kind == "pointer" for each in self.noted if each[0] is not None for kind, _ in each[4])
+        count += sum(each[0] is None for each in self.noted)
+        pointers = (ctypes.c_uint64 * max(count, 1))()
+        for each in self.noted:
+            if each[0] is None:
+                launches.append((None, len(places), each[2], 0, 0, 0, None))
+                places.append(self._place(each[1], pieces))
+                continue
+            compiled, grid, threads, shared, parameters = each
+            entries = (ctypes.c_void_p * len(parameters))()
+            for n, (kind, value) in enumerate(parameters):
+                if kind == "pointer":
+                    entries[n] = ctypes.addressof(pointers) + 8 * len(places)
+                    places.append(self._place(value, pieces))
+                elif kind == "map":
+                    maps.append(Map(entries, n, self._place(value[0], pieces), value[1]))
+                else:
+                    number = _number(kind, value)
+                    entries[n] = ctypes.addressof(number)
+                    kept.append(number)
+            kept += [entries, compiled]
+            launches.append((compiled.function, *grid, threads, shared, entries))
+        kept += [pointers, *self.constants.values()]
+        return Tape(launches, places, pointers, maps, [high - low for low, high in pieces], kept)
+
+    def _place(self, at: int, pieces: list[tuple[int, int]]) -> Place:
+        """Return where an address lies: at the beginning of a tensor, inside of one, or in memory of the call."""
+        if not at:
+            raise _Unfit("a pointer to nothing")
+        if at in self.starts:
+            return Place(self.starts.index(at), 0)
+        if at in self.constants:
+            return Place(-1, at)
+        found = [Place(n, at - low) for n, (low, high) in enumerate((*self.spans, *pieces)) if low <= at < high]
+        if len(found) != 1:
+            raise _Unfit("an address lies in several tensors")
+        return found[0]
+
+
+class _Watch(TorchDispatchMode):
+    """Notices what a recorded call does beside its launches."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in _ALLOCATES or name in _ZEROS:
+            self.recorder.allocate(result)
+        if name in _ZEROS:
+            self.recorder.zero(result)
+        elif name not in _ALLOCATES and name not in _VIEWS:
+            self.recorder.unfit = f"it calls {name}"
+        return result
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Return the first address of x and the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _joined(rooms: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges of addresses, those that overlap as one: memory that was freed and allocated again."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(set(rooms)):
+        if found and low < found[-1][1]:
+            found[-1] = found[-1][0], max(high, found[-1][1])
+        else:
+            found.append((low, high))
+    return found
+
+
+def _size(kind: str) -> int:
+    if kind in ("pointer", "map"):
+        return 8 if kind == "pointer" else _MAP_BYTES
+    return ctypes.sizeof(_FLOATS[kind]) if kind in _FLOATS else _BYTES[kind]
+
+
+def _number(kind: str, value: Any) -> Any:
+    if kind in _FLOATS:
+        return _FLOATS[kind](float(value))
+    return ctypes.c_uint64(int(value) % 2**64)  # its first bytes are the number
+
+
+@cache
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    u, p, i = ctypes.c_uint, ctypes.c_void_p, ctypes.c_int
+    driver.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
+    driver.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, p]
+    driver.cuTensorMapEncodeTiled.argtypes = [p, i, u, p, p, p, p, p, i, i, i, i]
+    driver.cuFuncGetParamInfo.argtypes = [p, ctypes.c_size_t, p, p]
+    driver.cuGetErrorName.argtypes = [i, p]
+    return driver
+
+
+def _check(code: int) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        raise RuntimeError(f"the driver refused a launch: {(name.value or b'unknown').decode()}")
+
+
+def _sizes_of(function: int) -> list[int]:
+    """Return the bytes of each parameter of a kernel."""
+    sizes: list[int] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while not _driver().cuFuncGetParamInfo(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)):
+        sizes.append(size.value)
+    return sizes
+
+
+def _encode(
+    at: int, address: int, swizzle: int, element: int, kind: int, box: Sequence[int], shape: Sequence[int],
+    strides: Sequence[int], nan: bool,
+) -> None:  # fmt: skip
+    """Write a descriptor of TMA to `at`, as Triton does."""
+    rank = len(shape)
+    shapes = (ctypes.c_uint64 * rank)(*reversed(shape))
+    bytes_between = (ctypes.c_uint64 * rank)(*(element * n for n in reversed(strides[:-1])), 0)
+    boxes, ones = (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank)
+    no_interleave, promote_128 = 0, 2
+    _check(
+        _driver().cuTensorMapEncodeTiled(
+            at, _TMA_TYPES[kind], rank, address, shapes, bytes_between, boxes, ones, no_interleave, swizzle,
+            promote_128, int(nan),
+        )
+    )  # fmt: skip

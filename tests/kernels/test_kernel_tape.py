@@ -1,0 +1,142 @@
+"""Calls that are replayed from a tape have the bits of the first call, wherever their tensors lie."""
+
+import importlib
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from cases import GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Shape, convert, draw
+from torch import Tensor
+
+import lineate
+from lineate import layers
+
+pytest.importorskip("triton")
+tape = importlib.import_module("lineate.kernels.tape")
+pytestmark = pytest.mark.gpu
+RULES = {"GDN": GATED_DELTA, "KDA": KIMI_DELTA, "gated linear": GATED_LINEAR, "linear": LINEAR}
+
+
+@pytest.fixture(autouse=True)
+def no_tapes():
+    tape.forget_tapes()
+    yield
+    tape.forget_tapes()
+
+
+def replayed(call, tensors: list[Tensor], times: int = 4) -> int:
+    """Make the call on copies at other addresses, compare all results; return how many tapes there are then."""
+    expected = call(*tensors)
+    held = []
+    for n in range(times):
+        held.append(torch.empty(1000 + 4096 * n, device="cuda"))
+        found = call(*(x.detach().clone().requires_grad_(x.requires_grad) for x in tensors))
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
+    made = tape.tapes().values()
+    assert all(x is not None for x in made), "a call could not be replayed"
+    return len(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rule", RULES)
+def test_forward_and_backward_keep_their_bits(rule, dtype):
+    inputs = {name: x.cuda() for name, x in convert(draw(RULES[rule], Shape(2, 200, 2, 4, 64, 64)), dtype).items()}
+    names, op = list(inputs), RULES[rule].op
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        given = dict(zip(names, tensors, strict=True))
+        output, state = op(**given, backend="triton", form="chunkwise")
+        gradients = torch.autograd.grad(output.float().sin().sum() + state.sum(), tensors)
+        return [output, state, *gradients]
+
+    assert replayed(call, [x.requires_grad_() for x in inputs.values()]) == 2
+    with torch.no_grad():
+
+        def plain(*tensors: Tensor) -> list[Tensor]:
+            return list(op(**dict(zip(names, tensors, strict=True)), backend="triton", form="chunkwise"))
+
+        assert replayed(plain, list(inputs.values())) == 3
+
+
+@torch.no_grad()
+def test_packed_sequences_may_change_their_bounds():
+    inputs = {k: x.cuda() for k, x in convert(draw(GATED_DELTA, Shape(1, 300, 2, 2, 64, 64)), torch.bfloat16).items()}
+    del inputs["state"]
+    for bounds in ([0, 10, 300], [0, 200, 300], [0, 0, 300], [0, 64, 300], [0, 299, 300]):
+        cu_seqlens = torch.tensor(bounds, device="cuda")
+        found = lineate.gated_delta_rule(**inputs, cu_seqlens=cu_seqlens)
+        for row, (first, end) in enumerate(pairwise(bounds)):
+            if end > first:
+                alone = lineate.gated_delta_rule(**{k: x[:, first:end] for k, x in inputs.items()}, form="chunkwise")
+                torch.testing.assert_close(found.output[:, first:end], alone.output, rtol=2e-2, atol=2e-2)
+                torch.testing.assert_close(found.state[row : row + 1], alone.state, rtol=2e-2, atol=2e-2)
+
+
+@torch.no_grad()
+def test_other_layouts_are_other_calls():
+    """Views of one projection, tensors with gaps, and q that is k itself."""
+    x = torch.randn(1, 100, 6, 64, device="cuda").bfloat16()
+    beta = torch.rand(1, 100, 2, device="cuda")
+    views = [x[:, :, 0:2], x[:, :, 2:4], x[:, :, 4:6]]
+    dense = [y.contiguous() for y in views]
+    gaps = [torch.stack((y, y), -1)[..., 0] for y in views]
+    expected = lineate.delta_rule(*dense, beta, normalize_qk=True)
+    assert expected.output.isfinite().all()
+    for _ in range(4):
+        for given in (views, dense, gaps):
+            found = lineate.delta_rule(*given, beta, normalize_qk=True)
+            assert torch.equal(found.output, expected.output) and torch.equal(found.state, expected.state)
+    alone = lineate.delta_rule(dense[0], dense[0].clone(), dense[2], beta, normalize_qk=True)
+    for _ in range(4):
+        same = lineate.delta_rule(dense[0], dense[0], dense[2], beta, normalize_qk=True)
+        assert torch.equal(same.output, alone.output)
+
+
+@torch.no_grad()
+def test_in_a_graph_on_other_streams_and_in_threads():
+    inputs = {k: x.cuda() for k, x in convert(draw(KIMI_DELTA, Shape(1, 130, 2, 2, 64, 64)), torch.bfloat16).items()}
+    expected = lineate.kimi_delta_attention(**inputs)
+    for _ in range(3):
+        lineate.kimi_delta_attention(**inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = lineate.kimi_delta_attention(**inputs)
+    found.output.zero_()
+    graph.replay()
+    assert torch.equal(found.output, expected.output)
+    wrong: list[int] = []
+
+    def work(n: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            own = {name: x.clone() for name, x in inputs.items()}
+            torch.cuda.current_stream().synchronize()
+            for _ in range(50):
+                got = lineate.kimi_delta_attention(**own)
+                torch.cuda.current_stream().synchronize()
+                if not torch.equal(got.output, expected.output):
+                    wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_parts_of_a_layer_keep_their_bits():
+    torch.manual_seed(0)
+    mixer = layers.GatedDeltaNet(128, 2).cuda().bfloat16()
+    feed, norm = layers.SwiGLU(128, 256).cuda().bfloat16(), layers.RMSNorm(128).cuda().bfloat16()
+    attention = layers.GatedAttention(128, 2, rotary_dim=32).cuda().bfloat16()
+    weights = [p for m in (mixer, feed, norm, attention) for p in m.parameters()]
+
+    def call(x: Tensor) -> list[Tensor]:
+        y = feed(norm(mixer(x)[0]) + attention(x)[0])
+        return [y, *torch.autograd.grad(y.float().square().sum(), [x, *weights])]
+
+    made = replayed(call, [torch.randn(2, 70, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)])
+    assert made >= 10
