@@ -102,6 +102,8 @@ class Engine:
         most_guesses: The most guesses for each row in a step.
         exact: Whether only states are reused that continue to the same bits as reading the whole prompt. Otherwise the
             end of an answer is continued too, which decoding has rounded differently than reading would.
+        overlap: Whether a step of the model begins before the tokens of the last one are delivered; None: on a GPU,
+            where the device computes while the host delivers. A drafter prevents it. Tokens do not depend on it.
         poison: Whether rows that are freed are overwritten with NaN, for tests.
         clock: Returns seconds, for deadlines.
     """
@@ -119,6 +121,7 @@ class Engine:
         drafter: Drafter | None = None,
         most_guesses: int = 4,
         exact: bool = False,
+        overlap: bool | None = None,
         poison: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -135,7 +138,8 @@ class Engine:
         self.plan = Plan(model, slots, context, memory_bytes, 0 if drafter is None else most_guesses)
         shape = self.plan.first_shape()
         self.pool = Pool(model, shape.rows, shape.capacity, poison=poison)
-        self._batch = Batch(self.pool, cache, drafter, most_guesses, clock)
+        overlap = not self.pool.waits if overlap is None else overlap
+        self._batch = Batch(self.pool, cache, drafter, most_guesses, clock, overlap)
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()  # guards the queue and the flags below
         self._stepping = threading.Lock()

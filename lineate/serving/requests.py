@@ -91,9 +91,9 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
-    """What has happened to one continuation of a request.
+    """What has happened to one continuation of a request; it is not frozen because it is made for every token.
 
     Args:
         index: Which continuation, 0 .. n - 1.
