@@ -226,31 +226,47 @@ class Batch:
         step, self._under_way = self._under_way, None
         if not self.rows:
             return
+        failed = None
         try:
             if self.drafter is not None:
                 taken = self._take_guessed(self.drafter)
             else:
                 step = step or self._begin_step()
-                taken = self._take_next(step)
+                tokens = step.wait()
+                if self.overlap and step.all_go_on and step.lineup is self._lineup:
+                    failed = self._go_on(step)  # a row costs nothing before the device computes again
+                taken = self._take_next(step.lineup.rows, tokens)
         except Exception as error:
             self._fail_step(error)
             return
         self.counts["steps"] += 1
-        turns, failed = [], None
+        turns = []
         try:  # a row that has ended is not read further
             for row, x in taken:
                 if not isinstance(x, int) and x.finished is not None:
                     turns.append(self._leave(row, x.finished))
-            if self.overlap and self.rows:
-                self._under_way = self._begin_step(step)
         except Exception as error:
             failed = error
+        if self.overlap and self.rows and self._under_way is None and failed is None:
+            failed = self._go_on(step)
+        self.counts["new_tokens"] += sum(isinstance(x, int) for _, x in taken)
         for row, x in taken:
-            self._tell(row, Event(row.index, (x,), (), None, None, row.cached_tokens) if isinstance(x, int) else x)
+            if isinstance(x, int):
+                self._put(row.handle, Event(row.index, (x,), (), None, None, row.cached_tokens))
+            else:
+                self._tell(row, x)
         for turn in turns:
             self._keep(turn)
         if failed is not None:
             self._fail_step(failed)
+
+    def _go_on(self, step: NextTokens | None) -> Exception | None:
+        """Begin the next step; return what went wrong, which matters after the tokens were delivered."""
+        try:
+            self._under_way = self._begin_step(step)
+        except Exception as error:
+            return error
+        return None
 
     def _begin_step(self, before: NextTokens | None = None) -> NextTokens:
         """Read the last token of every row, and begin to choose the next ones; a GPU may still be at it.
@@ -258,18 +274,20 @@ class Batch:
         Args:
             before: The step before, whose tokens may still be on the device.
         """
-        ids: Sequence[int] | Tensor = [row.ids[-1] for _, row in self.rows]
         if before is not None and before.lineup is self._lineup and before.drawn is not None:
-            ids = before.drawn  # the same rows, in the same order
-        logits = self.pool.step(ids)
+            logits = self.pool.step(before.drawn)  # the same rows, in the same order
+        else:
+            logits = self.pool.step([row.ids[-1] for _, row in self.rows])
         if self._lineup is None:
             self._lineup = Lineup([row for _, row in self.rows], logits.device)
         return self._lineup.choose(logits, self.pool.positions)
 
-    def _take_next(self, step: NextTokens) -> list[tuple[Continuation, int | Event]]:
-        """Wait for a step; return a token of every row that is still there, or an event if that says more."""
+    def _take_next(
+        self, rows: Sequence[Continuation], tokens: Sequence[int | Chosen | Exception]
+    ) -> list[tuple[Continuation, int | Event]]:
+        """Give the rows that are still there their tokens; return these, or an event where that says more."""
         taken: list[tuple[Continuation, int | Event]] = []
-        for row, x in zip(step.lineup.rows, step.wait(), strict=True):
+        for row, x in zip(rows, tokens, strict=True):
             if row.over:
                 continue
             if isinstance(x, int):
@@ -332,11 +350,15 @@ class Batch:
             self._forget_guesses(row)
             if event.finished == "cancelled" and [*row.handle.ending.values()] == ["cancelled"] * row.handle.request.n:
                 self.branches = deque((x for x in self.branches if x[0] is not row.handle), MOST_BRANCHES)
+        self._put(row.handle, event)
+
+    def _put(self, handle: Handle, event: Event) -> None:
+        """Deliver an event; a request whose listener fails is cancelled."""
         try:
-            row.handle.put(event)
+            handle.put(event)
         except BaseException:  # nobody listens any more; asyncio's CancelledError is no Exception
-            logger.exception("the listener of request %d failed; the request is cancelled", row.handle.number)
-            row.handle.cancel()
+            logger.exception("the listener of request %d failed; the request is cancelled", handle.number)
+            handle.cancel()
 
     def _leave(self, row: Continuation, finished: str) -> Turn | None:
         """Take a row out of the pool; return its state if it is to be kept."""

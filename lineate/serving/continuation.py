@@ -109,6 +109,10 @@ class Lineup:
     def __init__(self, rows: Sequence[Continuation], device: torch.device) -> None:
         self.rows = tuple(rows)
         self._draws = Draws([row.draw for row in rows], device)
+        self.stop_tokens = frozenset[int]().union(*{row.stop_tokens for row in rows})
+        """The tokens that end some row."""
+        self.left = min(row.left for row in rows)
+        """How many tokens every row may still have."""
 
     def choose(self, logits: Tensor, positions: Tensor) -> "NextTokens":
         """Begin to choose the next tokens, without waiting for the device.
@@ -133,6 +137,8 @@ class NextTokens:
         self.lineup = lineup
         self.drawn: Tensor | None = drawn
         """The tokens on the device, `rows`; None if some were chosen in another way."""
+        self.all_go_on = False
+        """Whether no token ends its row; known after wait."""
         self._logits, self._host, self._copied = logits, drawn, None
         if drawn.is_cuda:
             self._host = torch.empty(drawn.shape, dtype=drawn.dtype, device="cpu", pin_memory=True)
@@ -148,10 +154,12 @@ class NextTokens:
         """Wait for the device; return each row's token, or the exception of a row that fails."""
         if self._copied is not None:
             self._copied.synchronize()
-        found: list[int | Chosen | Exception] = self._host.tolist()
-        rest = [n for n, token in enumerate(found) if token < 0]  # type: ignore[operator]
-        if rest:
-            self.drawn = None
+        tokens: list[int] = self._host.tolist()
+        found: list[int | Chosen | Exception] = [*tokens]
+        self.lineup.left -= 1
+        self.all_go_on = min(tokens) >= 0 and self.lineup.left > 0 and self.lineup.stop_tokens.isdisjoint(tokens)
+        if min(tokens) < 0:
+            self.drawn, rest = None, [n for n, token in enumerate(tokens) if token < 0]
             rows = [self.lineup.rows[n] for n in rest]
             logits = self._logits if len(rest) == len(found) else self._logits[torch.tensor(rest)]
             for n, chosen in zip(rest, choose(rows, logits), strict=True):
