@@ -135,15 +135,18 @@ class Rows:
         values = self.scaled(self.logits.gather(-1, ids))
         return ids, values.masked_fill_(~real[:, :, None].expand(-1, -1, BLOCK).flatten(1), -torch.inf)
 
-    def few_candidates(self, bounds: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what candidates does for the wanted blocks, and for which rows these are all, `rows`.
+    def few_candidates(self, bounds: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what candidates does for the wanted ones of the blocks with the highest bounds, FEW_BLOCKS at most.
 
         Args:
-            bounds: A number for each block, `rows blocks`; the wanted ones are those with the highest.
-            wanted: Which blocks are candidates, `rows blocks`.
+            bounds: A number for each block, `rows blocks`; of equal ones the lower block counts as higher.
+            wanted: Which blocks are candidates, `rows blocks`: those whose bound is high enough.
         """
-        blocks = bounds.topk(self.few, -1, sorted=False).indices.sort(-1).values
-        return *self.candidates(blocks, wanted.gather(-1, blocks)), wanted.sum(-1) <= self.few
+        bits = (bounds + 0.0).view(torch.int32).long()  # + 0.0: there is no -0.0
+        in_order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) << 32
+        key = in_order - torch.arange(bounds.shape[1], device=self.device)
+        blocks = key.topk(self.few, -1, sorted=False).indices.sort(-1).values
+        return self.candidates(blocks, wanted.gather(-1, blocks))
 
     def draw(self, kind: Kind) -> Tensor:
         """Return the tokens of rows that are all of one kind; raise unless the highest logit of every row is finite."""
@@ -160,8 +163,8 @@ class Rows:
         """
         if kind == "plain":
             bounds, reached = self.bounds()
-            ids, values, enough = self.few_candidates(bounds, bounds >= reached)
-            tokens = self.winners(ids, values)
+            wanted = bounds >= reached
+            tokens, enough = self.winners(*self.few_candidates(bounds, wanted)), wanted.sum(-1) <= self.few
         else:
             tokens, enough = self.try_filtered(self.total() if kind == "top_p" else None)
         return torch.where(enough & self.best[:, 0].isfinite(), tokens, -1)
@@ -188,8 +191,7 @@ class Rows:
             # At least `count` tokens reach the bound, and all that do are in blocks whose highest does.
             bound = ordered.gather(-1, count[:, None] - 1)
             ids, values = self.candidates(*_packed(self.highest >= bound))
-            short = self.falls_short(values, bound, count, total)
-            if short is None or not bool(short.any()):
+            if total is None or not bool((short := self.falls_short(values, bound, count, total)).any()):
                 break
             count = torch.where(short, count * 4, count).clamp_(max=ordered.shape[1])
         at, real = _packed(values >= self.least_kept(bound, count, total))
@@ -200,10 +202,12 @@ class Rows:
         """Return what draw_filtered does, and for which rows a few blocks are enough, `rows` each."""
         count = self.first_count(total)
         bound = self.highest.topk(self.few, -1).values.gather(-1, count.clamp(max=self.few)[:, None] - 1)
-        ids, values, enough = self.few_candidates(self.highest, self.highest >= bound)
-        enough &= count <= self.few
-        if (short := self.falls_short(values, bound, count, total)) is not None:
-            enough &= ~short
+        # Tokens at the bound may be left out, in higher blocks than those taken; at least `few` tokens go before them.
+        ids, values = self.few_candidates(self.highest, self.highest >= bound)
+        enough = count <= self.few
+        if total is not None:
+            above = torch.nextafter(bound, torch.full_like(bound, torch.inf))
+            enough &= ~self.falls_short(values, above, count, total)
         values.masked_fill_(values < self.least_kept(bound, count, total), -torch.inf)
         return self.filtered_winners(ids, values, total), enough
 
@@ -217,10 +221,8 @@ class Rows:
         count = self.options.ks if total is None else torch.full_like(self.options.ks, FEW_BLOCKS)
         return count.clamp(max=self.highest.shape[1])
 
-    def falls_short(self, values: Tensor, bound: Tensor, count: Tensor, total: Tensor | None) -> Tensor | None:
-        """Return which rows need more blocks, as the candidates that reach the bound have less than p; None: none."""
-        if total is None:
-            return None
+    def falls_short(self, values: Tensor, bound: Tensor, count: Tensor, total: Tensor) -> Tensor:
+        """Return which rows need more blocks, because the candidates that reach the bound have less than p, `rows`."""
         mass = values.double().exp().masked_fill_(values < bound, 0).sum(-1)
         return (mass < self.options.ps * total * (1 + 1e-6)) & (count < self.highest.shape[1])
 

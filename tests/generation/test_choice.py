@@ -271,6 +271,7 @@ def test_draws_that_do_not_wait_are_never_wrong() -> None:
     """A row that is too flat for a few candidates has -1, and every other token is that of choose_tokens."""
     logits = torch.linspace(0.01, 12, 40)[:, None] * torch.randn(40, 30_000, generator=torch.Generator().manual_seed(3))
     at = torch.arange(40)
+    rounded = logits.bfloat16()  # many are equal
     for row in (
         Sampling(seed=1),
         Sampling(top_p=0.95, seed=2),
@@ -281,6 +282,10 @@ def test_draws_that_do_not_wait_are_never_wrong() -> None:
         expected = choose_tokens(logits, [row] * 40, at)
         assert ((found == expected) | (found == -1)).all()
         assert row.top_k == 400 or (found[-5:] == expected[-5:]).all()
+        found = Draws([row.resolved(30_000)] * 40, logits.device).try_tokens(rounded, at)
+        expected = choose_tokens(rounded, [row] * 40, at)
+        assert ((found == expected) | (found == -1)).all()
+        assert row.top_k != 50 or (found == expected).all()
 
 
 def test_empty_batches() -> None:
