@@ -144,7 +144,9 @@ def choose_tokens(
         Tokens `rows`, int64, on the device of the logits.
     """
     _check_rows(logits, sampling, positions, seen, allowed)
-    logits = _adjusted(logits, sampling, seen, allowed)
+    given, logits = logits, adjusted(logits, sampling, seen)
+    if allowed is not None:
+        logits = (logits.float().clone() if logits is given else logits).masked_fill_(~allowed, -torch.inf)
     if all(row.greedy for row in sampling):
         return _likeliest(logits, allowed)
     tokens = torch.empty(len(sampling), dtype=torch.int64, device=logits.device)
@@ -268,32 +270,35 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int = 0) -> tuple[Ten
     return values.gather(-1, tokens[:, None].to(values.device))[:, 0], best.indices, best.values
 
 
-def _adjusted(
-    logits: Tensor,
-    sampling: Sequence[Sampling],
-    seen: Sequence[Mapping[int, int] | None] | None,
-    allowed: Tensor | None,
+def adjusted(
+    logits: Tensor, sampling: Sequence[Sampling], seen: Sequence[Mapping[int, int] | None] | None = None
 ) -> Tensor:
-    """Return the logits with penalties, biases and the mask of allowed tokens; a copy if anything changes."""
+    """Return the logits with penalties and biases, without waiting for a GPU; a copy if anything changes.
+
+    Args:
+        logits: Logits `rows vocab`.
+        sampling: The options of each row, whose biases name tokens of the vocabulary.
+        seen: What choose_tokens takes.
+    """
     biased = [n for n, row in enumerate(sampling) if row.logit_bias]
     counted = [] if seen is None else [n for n, row in enumerate(sampling) if row.penalised and seen[n]]
-    if not biased and not counted and allowed is None:
+    if not biased and not counted:
         return logits
-    logits = logits.float().clone()
+    logits, device = logits.float().clone(), logits.device
     for n in counted:
         assert seen is not None
         row, tokens = sampling[n], seen[n]
         assert tokens is not None
-        ids = torch.tensor(list(tokens), device=logits.device)
-        counts = torch.tensor(list(tokens.values()), dtype=torch.float32, device=logits.device)
+        ids = on_device(list(tokens), torch.int64, device)
+        counts = on_device(list(tokens.values()), torch.float32, device)
         x = logits[n, ids]
         x = torch.where(x > 0, x / row.repetition_penalty, x * row.repetition_penalty)
         logits[n, ids] = x - row.frequency_penalty * counts - row.presence_penalty * (counts > 0)
     for n in biased:
-        ids = torch.tensor([token for token, _ in sampling[n].logit_bias], device=logits.device)
-        more = torch.tensor([x for _, x in sampling[n].logit_bias], dtype=torch.float32, device=logits.device)
+        ids = on_device([token for token, _ in sampling[n].logit_bias], torch.int64, device)
+        more = on_device([x for _, x in sampling[n].logit_bias], torch.float32, device)
         logits[n].index_add_(0, ids, more)
-    return logits if allowed is None else logits.masked_fill_(~allowed, -torch.inf)
+    return logits
 
 
 def _likeliest(logits: Tensor, allowed: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lineate.generation.choice import Draw, Draws, choose_tokens, log_probabilities
+from lineate.generation.choice import Draw, Draws, Sampling, adjusted, choose_tokens, log_probabilities
 from lineate.serving.requests import Event, Guide, Handle, TokenLogprob
 
 
@@ -27,7 +27,9 @@ class Continuation:
         self.sampling = replace(request.sampling, seed=seed if seed < 2**64 else seed - 2**64)
         self.guide: Guide | None = None
         self.draw: Draw | None = None
-        """How its tokens are drawn, if nothing but the logits, the seed and the position decides."""
+        """How its tokens are drawn; None if a guide has a say, or log-probabilities are asked for."""
+        self.adjusts = False
+        """Whether its logits are changed by penalties or biases before a token is drawn."""
         self.ids = list(request.ids)
         """The prompt and the tokens so far."""
         self.end = len(request.ids) + limit
@@ -47,8 +49,10 @@ class Continuation:
         """
         request = self.handle.request
         self.guide = None if request.guide is None else request.guide.copy()
-        if self.guide is None and self.seen is None and not request.sampling.logit_bias and request.logprobs is None:
+        biases_exist = all(token < vocab for token, _ in request.sampling.logit_bias)
+        if self.guide is None and request.logprobs is None and biases_exist:
             self.draw = self.sampling.resolved(vocab)
+            self.adjusts = self.sampling.penalised or bool(self.sampling.logit_bias)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -98,6 +102,9 @@ Chosen = tuple[int, TokenLogprob | None]
 """A token, and its log-probability if the request asks for it."""
 
 
+_PLAIN = Sampling()
+
+
 class Lineup:
     """Continuations in the order of their rows, and how the next token of each is drawn.
 
@@ -109,6 +116,9 @@ class Lineup:
     def __init__(self, rows: Sequence[Continuation], device: torch.device) -> None:
         self.rows = tuple(rows)
         self._draws = Draws([row.draw for row in rows], device)
+        self._options = [row.sampling if row.adjusts else _PLAIN for row in rows]
+        self._adjusts = any(row.adjusts for row in rows)
+        self._seen = [row.seen for row in rows]
         self.stop_tokens = frozenset[int]().union(*{row.stop_tokens for row in rows})
         """The tokens that end some row."""
         self.left = min(row.left for row in rows)
@@ -121,7 +131,13 @@ class Lineup:
             logits: `rows vocab`; nothing else may change them.
             positions: The index of each row's next token in its sequence, `rows`.
         """
-        return NextTokens(self, logits, self._draws.try_tokens(logits, positions))
+        changed = adjusted(logits, self._options, self._seen) if self._adjusts else logits
+        return NextTokens(self, logits, self._draws.try_tokens(changed, positions))
+
+    def goes_on(self, tokens: list[int]) -> bool:
+        """Whether none of these tokens ends its row, and the ones after them can be drawn before they are taken."""
+        within = self.left > 0 and self.stop_tokens.isdisjoint(tokens)
+        return within and not self._adjusts and min(tokens) >= 0
 
 
 class NextTokens:
@@ -138,7 +154,7 @@ class NextTokens:
         self.drawn: Tensor | None = drawn
         """The tokens on the device, `rows`; None if some were chosen in another way."""
         self.all_go_on = False
-        """Whether no token ends its row; known after wait."""
+        """Whether the next step may begin before the tokens are taken; known after wait."""
         self._logits, self._host, self._copied = logits, drawn, None
         if drawn.is_cuda:
             self._host = torch.empty(drawn.shape, dtype=drawn.dtype, device="cpu", pin_memory=True)
@@ -157,7 +173,7 @@ class NextTokens:
         tokens: list[int] = self._host.tolist()
         found: list[int | Chosen | Exception] = [*tokens]
         self.lineup.left -= 1
-        self.all_go_on = min(tokens) >= 0 and self.lineup.left > 0 and self.lineup.stop_tokens.isdisjoint(tokens)
+        self.all_go_on = self.lineup.goes_on(tokens)
         if min(tokens) < 0:
             self.drawn, rest = None, [n for n, token in enumerate(tokens) if token < 0]
             rows = [self.lineup.rows[n] for n in rest]

@@ -2,6 +2,7 @@
 
 A step ends what was cancelled, admits waiting requests while their planned bytes fit, reads one piece of one prompt,
 and decodes one token of every running row, or several that were guessed. Rows join and leave between any two tokens.
+On a GPU the model's next step begins before the tokens of the last one are delivered (batch.py).
 While no prompt waits for its first token, a step may read up to where one branched off before, to keep a state there.
 What a request yields depends on its prompt, its sampling options and its seed, never on what else runs: prompts are
 read in fixed pieces (reading.py), and a token is a pure function of its logits, the seed and its position

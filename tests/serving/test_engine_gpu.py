@@ -10,7 +10,7 @@ import torch
 from serving_models import PATTERNS, SPACING, VOCAB, model, prompt
 
 from lineate.generation import in_place
-from lineate.generation.choice import Draws, Sampling, choose_tokens
+from lineate.generation.choice import Draws, Sampling, adjusted, choose_tokens
 from lineate.models import HybridLM
 from lineate.serving.cache import StateCache
 from lineate.serving.drafting import PromptLookup
@@ -24,7 +24,8 @@ patterns = pytest.mark.parametrize("pattern", PATTERNS)
 
 SAMPLINGS = (
     Sampling(temperature=0), Sampling(temperature=1.5, seed=3), Sampling(temperature=1.2, top_p=0.9, seed=5),
-    Sampling(temperature=1.5, top_k=20, seed=6), Sampling(temperature=1.5, frequency_penalty=1.0, seed=7),
+    Sampling(temperature=1.5, top_k=20, seed=6),
+    Sampling(temperature=1.5, frequency_penalty=1.0, logit_bias=((3, 2.0),), seed=7),
 )  # fmt: skip
 
 
@@ -202,15 +203,16 @@ def test_steps_and_draws_do_not_wait():
             pool.join(lm(torch.tensor([prompt(5 + n, seed=n)]).cuda(), last_only=True).state)
     pool.step([1] * 5)
     with no_waiting():
-        draws = Draws([*(sampling.resolved(VOCAB) for sampling in SAMPLINGS[:4]), None], torch.device("cuda"))
+        draws = Draws([sampling.resolved(VOCAB) for sampling in SAMPLINGS], torch.device("cuda"))
         logits = pool.step([1, 2, 3, 4, 5])
         positions = pool.positions.clone()
-        drawn = draws.try_tokens(logits, positions)
-        pool.step(drawn.clamp(min=0))
+        changed = adjusted(logits, SAMPLINGS, [None] * 4 + [{1: 2, 5: 0}])
+        drawn = draws.try_tokens(changed, positions)
+        pool.step(drawn)
         pool.leave(1)
     assert positions.tolist() == [7, 8, 9, 10, 11]
-    expected = choose_tokens(logits[:4], SAMPLINGS[:4], positions[:4])
-    assert drawn.tolist() == [*expected.tolist(), -1]
+    expected = choose_tokens(logits, SAMPLINGS, positions, [None] * 4 + [{1: 2, 5: 0}])
+    assert torch.equal(drawn, expected)
 
 
 def test_draws_that_do_not_wait_are_those_that_do():

@@ -16,6 +16,7 @@ from lineate.serving.requests import Event, Handle, Request
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
 FILTERED = Sampling(temperature=1.2, top_p=0.9, seed=5)
 PENALISED = Sampling(temperature=1.5, frequency_penalty=1.0, seed=6)
+BIASED = Sampling(temperature=1.5, logit_bias=((3, 4.0), (60, -50.0)), seed=7)
 
 
 def make(pattern: str = "GGGA", **options) -> Engine:
@@ -77,9 +78,9 @@ def test_guesses_are_not_made_ahead():
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_rows_of_all_kinds_join_and_end_at_any_step(pattern):
-    """Greedy, drawn, filtered and penalised rows, and more requests than slots, which end at different steps."""
+    """Rows that are drawn in different ways, and more requests than slots, which end at different steps."""
     engine, handles = make(pattern, slots=3), []
-    for n, sampling in enumerate((GREEDY, DRAWN, FILTERED, PENALISED, GREEDY, DRAWN)):
+    for n, sampling in enumerate((GREEDY, DRAWN, FILTERED, PENALISED, BIASED, DRAWN)):
         handles.append(engine.submit(Request(prompt(3 + 40 * n, seed=n), sampling, max_new_tokens=3 + 2 * n)))
         engine.step()
     finish(engine)
