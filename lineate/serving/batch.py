@@ -240,21 +240,25 @@ class Batch:
             self._fail_step(error)
             return
         self.counts["steps"] += 1
+        events = [(row, x) for row, x in taken if not isinstance(x, int)]
         turns = []
         try:  # a row that has ended is not read further
-            for row, x in taken:
-                if not isinstance(x, int) and x.finished is not None:
-                    turns.append(self._leave(row, x.finished))
+            for row, event in events:
+                if event.finished is not None:
+                    turns.append(self._leave(row, event.finished))
         except Exception as error:
             failed = error
         if self.overlap and self.rows and self._under_way is None and failed is None:
             failed = self._go_on(step)
-        self.counts["new_tokens"] += sum(isinstance(x, int) for _, x in taken)
+        self.counts["new_tokens"] += len(taken) - len(events)
         for row, x in taken:
-            if isinstance(x, int):
-                self._put(row.handle, Event(row.index, (x,), (), None, None, row.cached_tokens))
-            else:
+            if not isinstance(x, int):
                 self._tell(row, x)
+                continue
+            try:  # what _tell does, of which there is little for a token in the middle of an answer
+                row.handle.put(Event(row.index, (x,), (), None, None, row.cached_tokens))
+            except BaseException:
+                self._give_up(row.handle)
         for turn in turns:
             self._keep(turn)
         if failed is not None:
@@ -350,15 +354,15 @@ class Batch:
             self._forget_guesses(row)
             if event.finished == "cancelled" and [*row.handle.ending.values()] == ["cancelled"] * row.handle.request.n:
                 self.branches = deque((x for x in self.branches if x[0] is not row.handle), MOST_BRANCHES)
-        self._put(row.handle, event)
-
-    def _put(self, handle: Handle, event: Event) -> None:
-        """Deliver an event; a request whose listener fails is cancelled."""
         try:
-            handle.put(event)
+            row.handle.put(event)
         except BaseException:  # nobody listens any more; asyncio's CancelledError is no Exception
-            logger.exception("the listener of request %d failed; the request is cancelled", handle.number)
-            handle.cancel()
+            self._give_up(row.handle)
+
+    def _give_up(self, handle: Handle) -> None:
+        """Cancel a request whose listener has just failed."""
+        logger.exception("the listener of request %d failed; the request is cancelled", handle.number)
+        handle.cancel()
 
     def _leave(self, row: Continuation, finished: str) -> Turn | None:
         """Take a row out of the pool; return its state if it is to be kept."""
