@@ -119,7 +119,7 @@ def test_a_listener_cancels_another_request():
     count: list[Event] = []
     engine.submit(Request(prompt(9), GREEDY, max_new_tokens=8), listener)
     waiting = engine.submit(Request(prompt(6), DRAWN, max_new_tokens=5))
-    while events[-1].finished is None:
+    while all(event.finished is None for event in events):
         engine.step()
     told = len(events)
     assert events[-1].finished == "cancelled" and events[-1].tokens == ()
