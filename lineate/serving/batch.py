@@ -1,13 +1,19 @@
-"""The requests that were admitted: prompts that are being read, and rows that decode together."""
+"""The requests that were admitted: prompts that are being read, and rows that decode together.
+
+On a GPU, the next step begins as soon as the tokens of the last one are known, before they are delivered, so that the
+device computes while the host delivers. Rows join and leave while it does; a token of a row that has left is dropped.
+"""
 
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
+from lineate.models import ModelState
 from lineate.serving.cache import StateCache
-from lineate.serving.continuation import Chosen, Continuation, choose
+from lineate.serving.continuation import Chosen, Continuation, Lineup, NextTokens, choose
 from lineate.serving.drafting import Drafter
 from lineate.serving.guessing import choose_guessed, padded, propose
 from lineate.serving.planning import Need
@@ -54,6 +60,18 @@ class Job:
         return [Continuation(self.handle, n, limit, cached_tokens) for n in range(self.handle.request.n)]
 
 
+class Turn(NamedTuple):
+    """The end of an answer.
+
+    Args:
+        row: The continuation.
+        state: The state of its row; it has read all of its tokens, or all but the last.
+    """
+
+    row: Continuation
+    state: ModelState
+
+
 class Batch:
     """Reads prompts piece by piece, and decodes all running rows together.
 
@@ -63,6 +81,7 @@ class Batch:
         drafter: Guesses tokens; None: there are no guesses.
         most_guesses: The most guesses for each row in a step.
         clock: Returns seconds.
+        overlap: Whether a step begins before the tokens of the last one are delivered; not with a drafter.
     """
 
     def __init__(
@@ -72,14 +91,18 @@ class Batch:
         drafter: Drafter | None,
         most_guesses: int,
         clock: Callable[[], float],
+        overlap: bool,
     ) -> None:
         self.pool, self.cache, self.clock = pool, cache, clock
+        self.overlap = overlap and drafter is None
         self.drafter, self.most_guesses = drafter, most_guesses
         self.jobs: list[Job] = []
         self.reading: deque[Job] = deque()
         """The jobs whose prompts are being read; the first is the next."""
         self.rows: list[tuple[Job, Continuation]] = []
         """What runs in each row of the pool."""
+        self._lineup: Lineup | None = None  # of these rows, once they have made a step
+        self._under_way: NextTokens | None = None  # the step that has begun, and whose tokens were not taken
         self.branches: deque[tuple[Handle, Branch]] = deque(maxlen=MOST_BRANCHES)
         """Where prompts branched off whose first tokens were delivered; the states there are still to be read."""
         self.counts: Counter[str] = Counter()
@@ -103,14 +126,16 @@ class Batch:
     def end_what_is_due(self) -> None:
         """End continuations that were cancelled or stopped, and requests whose time is over."""
         now = self.clock()
-        for job in list(self.jobs):
+        due = [job for job in self.jobs if job.handle.ending or (job.deadline is not None and now >= job.deadline)]
+        for job in due:
             ending, over = job.handle.ending, is_over(job.deadline, now)
-            if not over and not ending:
-                continue
             if job.reading is None:
                 for row in list(job.running):
                     if over or row.index in ending:
-                        self._leave(job, row, ending.get(row.index, "timeout"))
+                        finished = ending.get(row.index, "timeout")
+                        turn = self._leave(row, finished)
+                        self._keep(turn)
+                        self.finish(row, finished)
             elif over or len(ending) == job.handle.request.n:  # otherwise those that go on need the prompt
                 rows = job.new_continuations(cached_tokens=job.reading.cached_tokens)
                 self._end_reading(job)
@@ -163,7 +188,7 @@ class Batch:
         assert reading.logits is not None and reading.state is not None
         rows = job.new_continuations(job.total - len(reading.ids), reading.cached_tokens)
         for row in rows:
-            row.copy_guide()
+            row.begin(len(reading.logits))
         events = []
         for row, chosen in zip(rows, choose(rows, reading.logits.expand(len(rows), -1)), strict=True):
             if row.index in job.handle.ending:
@@ -177,6 +202,7 @@ class Batch:
         self._end_reading(job)
         job.running = going
         self.rows += [(job, row) for row in going]
+        self._lineup = None
         for row, event in zip(rows, events, strict=True):
             self._tell(row, event)
         if branch is not None and any(event.finished != "cancelled" for event in events):
@@ -192,34 +218,104 @@ class Batch:
         job.reading = None
 
     def decode(self) -> None:
-        """Read the last token of every row and choose the next one, or several if they were guessed."""
+        """Take the next token of every row, or several if they were guessed, and deliver them.
+
+        A step that is under way is the one whose tokens are taken. With `overlap`, the next one begins before anything
+        is delivered.
+        """
+        step, self._under_way = self._under_way, None
         if not self.rows:
             return
-        jobs, rows = [job for job, _ in self.rows], [row for _, row in self.rows]
-        lengths = list(self.pool.lengths)
+        failed = None
         try:
-            taken = [self._take(row, chosen) for row, chosen in zip(rows, self._choose_next(rows), strict=True)]
-            if self.pool.on_trail:  # only what was chosen has been read; its last token has not
-                self.pool.accept([len(event.tokens) for event in taken])
+            if self.drafter is not None:
+                taken = self._take_guessed(self.drafter)
+            else:
+                step = step or self._begin_step()
+                tokens = step.wait()
+                if self.overlap and step.all_go_on and step.lineup is self._lineup:
+                    failed = self._go_on(step)  # a row costs nothing before the device computes again
+                taken = self._take_next(step.lineup.rows, tokens)
         except Exception as error:
-            logger.exception("a decoding step failed, and with it %d continuations", len(rows))
-            self.fail_rows(error)
+            self._fail_step(error)
             return
         self.counts["steps"] += 1
+        events = [(row, x) for row, x in taken if not isinstance(x, int)]
+        turns = []
+        try:  # a row that has ended is not read further
+            for row, event in events:
+                if event.finished is not None:
+                    turns.append(self._leave(row, event.finished))
+        except Exception as error:
+            failed = error
+        if self.overlap and self.rows and self._under_way is None and failed is None:
+            failed = self._go_on(step)
+        self.counts["new_tokens"] += len(taken) - len(events)
+        for row, x in taken:
+            if not isinstance(x, int):
+                self._tell(row, x)
+                continue
+            try:  # what _tell does, of which there is little for a token in the middle of an answer
+                row.handle.put(Event(row.index, (x,), (), None, None, row.cached_tokens))
+            except BaseException:
+                self._give_up(row.handle)
+        for turn in turns:
+            self._keep(turn)
+        if failed is not None:
+            self._fail_step(failed)
+
+    def _go_on(self, step: NextTokens | None) -> Exception | None:
+        """Begin the next step; return what went wrong, which matters after the tokens were delivered."""
+        try:
+            self._under_way = self._begin_step(step)
+        except Exception as error:
+            return error
+        return None
+
+    def _begin_step(self, before: NextTokens | None = None) -> NextTokens:
+        """Read the last token of every row, and begin to choose the next ones; a GPU may still be at it.
+
+        Args:
+            before: The step before, whose tokens may still be on the device.
+        """
+        if before is not None and before.lineup is self._lineup and before.drawn is not None:
+            logits = self.pool.step(before.drawn)  # the same rows, in the same order
+        else:
+            logits = self.pool.step([row.ids[-1] for _, row in self.rows])
+        if self._lineup is None:
+            self._lineup = Lineup([row for _, row in self.rows], logits.device)
+        return self._lineup.choose(logits, self.pool.positions)
+
+    def _take_next(
+        self, rows: Sequence[Continuation], tokens: Sequence[int | Chosen | Exception]
+    ) -> list[tuple[Continuation, int | Event]]:
+        """Give the rows that are still there their tokens; return these, or an event where that says more."""
+        taken: list[tuple[Continuation, int | Event]] = []
+        for row, x in zip(rows, tokens, strict=True):
+            if row.over:
+                continue
+            if isinstance(x, int):
+                finished = row.take(x)
+                taken.append((row, x if finished is None else row.event((x,), finished=finished)))
+            else:
+                taken.append((row, self._take(row, x if isinstance(x, Exception) else [x])))
+        return taken
+
+    def _take_guessed(self, drafter: Drafter) -> list[tuple[Continuation, int | Event]]:
+        """Read the last token of every row with guesses, if there are any; return an event of every row."""
+        rows, lengths = [row for _, row in self.rows], list(self.pool.lengths)
+        taken = [self._take(row, x) for row, x in zip(rows, self._choose_guessed(drafter, rows), strict=True)]
+        if self.pool.on_trail:  # only what was chosen has been read; its last token has not
+            self.pool.accept([len(event.tokens) for event in taken])
         hidden = self.pool.hidden
-        if self.drafter is not None and self.drafter.needs_hidden and hidden is not None:
+        if drafter.needs_hidden and hidden is not None:
             for n, (row, event) in enumerate(zip(rows, taken, strict=True)):
                 self._observe([row.key], row.ids, lengths[n], hidden[n, : len(event.tokens)])
-        for job, row, event in zip(jobs, rows, taken, strict=True):
-            self._tell(row, event)
-            if event.finished is not None:
-                self._leave(job, row, event.finished, told=True)
+        return list(zip(rows, taken, strict=True))
 
-    def _choose_next(self, rows: list[Continuation]) -> list[list[Chosen] | Exception]:
+    def _choose_guessed(self, drafter: Drafter, rows: list[Continuation]) -> list[list[Chosen] | Exception]:
         """Read the last token of every row, with guesses if there are any; return the tokens that follow."""
-        guesses = None
-        if self.drafter is not None:
-            guesses = propose(self.drafter, rows, self.most_guesses, self.pool.model.config.vocab_size)
+        guesses = propose(drafter, rows, self.most_guesses, self.pool.model.config.vocab_size)
         if guesses is None:
             logits = self.pool.step([row.ids[-1] for row in rows])
             return [x if isinstance(x, Exception) else [x] for x in choose(rows, logits)]
@@ -261,23 +357,40 @@ class Batch:
         try:
             row.handle.put(event)
         except BaseException:  # nobody listens any more; asyncio's CancelledError is no Exception
-            logger.exception("the listener of request %d failed; the request is cancelled", row.handle.number)
-            row.handle.cancel()
+            self._give_up(row.handle)
 
-    def _leave(self, job: Job, row: Continuation, finished: str, told: bool = False) -> None:
-        """Take a row out of the pool; keep its state if it ended well."""
+    def _give_up(self, handle: Handle) -> None:
+        """Cancel a request whose listener has just failed."""
+        logger.exception("the listener of request %d failed; the request is cancelled", handle.number)
+        handle.cancel()
+
+    def _leave(self, row: Continuation, finished: str) -> Turn | None:
+        """Take a row out of the pool; return its state if it is to be kept."""
         at = next(n for n, (_, each) in enumerate(self.rows) if each is row)
+        job, turn = self.rows[at][0], None
         if self.cache is not None and finished in KEEPING:
-            self._keep(at, row)
+            turn = self._turn(at, row)
         self.pool.leave(at)
         last = self.rows.pop()
         if at < len(self.rows):
             self.rows[at] = last
+        row.over, self._lineup = True, None
         job.running.remove(row)
-        if not told:
-            self.finish(row, finished)
         if not job.running:
             self._forget(job)
+        return turn
+
+    def _turn(self, at: int, row: Continuation) -> Turn | None:
+        """Return the state of a row that ends; None if its logits are not finite, or it cannot be copied.
+
+        The last token has been chosen, but not read, unless a step is under way.
+        """
+        try:
+            if self._under_way is None or self._under_way.is_finite(row):
+                return Turn(row, self.pool.row(at))
+        except Exception:
+            logger.exception("the state of request %d was not kept", row.handle.number)
+        return None
 
     def _observe(self, keys: list[tuple[int, int]], ids: Sequence[int], start: int, hidden: Tensor) -> None:
         """Tell the drafter what the model's head has read."""
@@ -295,13 +408,14 @@ class Batch:
         except Exception:
             logger.exception("the drafter could not forget request %d", row.handle.number)
 
-    def _keep(self, at: int, row: Continuation) -> None:
-        """Keep the state at the end of an answer; its last token has been chosen, but not read."""
-        assert self.cache is not None
+    def _keep(self, turn: Turn | None) -> None:
+        """Keep the state at the end of an answer."""
+        if turn is None or self.cache is None:
+            return
+        row, state = turn
         rate = self._read_seconds / max(self.counts["read_tokens"], 1)
         try:
-            state = self.pool.row(at)
-            self.cache.keep(row.ids[: self.pool.lengths[at]], state, "turn", cost=rate * row.tokens)
+            self.cache.keep(row.ids[: int(state.lengths)], state, "turn", cost=rate * row.tokens)
         except Exception:
             logger.exception("the state of request %d was not kept", row.handle.number)
 
@@ -322,9 +436,14 @@ class Batch:
         if job in self.jobs:
             self._forget(job)
 
+    def _fail_step(self, error: Exception) -> None:
+        logger.error("a decoding step failed, and with it %d continuations", len(self.rows), exc_info=error)
+        self.fail_rows(error)
+
     def fail_rows(self, error: Exception) -> None:
         """End all continuations that run, and empty the pool, whatever state it is in."""
         rows, self.rows = self.rows, []
+        self._lineup = self._under_way = None
         for job, row in rows:
             self.finish(row, "error", error)
             if row in job.running:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lineate.generation.choice import choose_tokens, log_probabilities
+from lineate.generation.choice import Draw, Draws, Sampling, adjusted, choose_tokens, log_probabilities
 from lineate.serving.requests import Event, Guide, Handle, TokenLogprob
 
 
@@ -26,16 +26,33 @@ class Continuation:
         seed = request.sampling.seed + index
         self.sampling = replace(request.sampling, seed=seed if seed < 2**64 else seed - 2**64)
         self.guide: Guide | None = None
+        self.draw: Draw | None = None
+        """How its tokens are drawn; None if a guide has a say, or log-probabilities are asked for."""
+        self.adjusts = False
+        """Whether its logits are changed by penalties or biases before a token is drawn."""
         self.ids = list(request.ids)
         """The prompt and the tokens so far."""
+        self.end = len(request.ids) + limit
+        """How many tokens it may have, the prompt included."""
+        self.stop_tokens = request.stop_tokens
+        self.over = False
+        """Whether it has left its row."""
         self.seen: dict[int, int] | None = None
         if self.sampling.penalised:  # tokens that only the prompt has count 0
             self.seen = dict.fromkeys(request.ids, 0)
 
-    def copy_guide(self) -> None:
-        """Take a copy of the request's guide, before the first token."""
-        guide = self.handle.request.guide
-        self.guide = None if guide is None else guide.copy()
+    def begin(self, vocab: int) -> None:
+        """Take a copy of the request's guide, before the first token.
+
+        Args:
+            vocab: How many tokens the model has.
+        """
+        request = self.handle.request
+        self.guide = None if request.guide is None else request.guide.copy()
+        biases_exist = all(token < vocab for token, _ in request.sampling.logit_bias)
+        if self.guide is None and request.logprobs is None and biases_exist:
+            self.draw = self.sampling.resolved(vocab)
+            self.adjusts = self.sampling.penalised or bool(self.sampling.logit_bias)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -55,20 +72,20 @@ class Continuation:
     @property
     def left(self) -> int:
         """How many more tokens it may have."""
-        return self.limit - self.tokens
+        return self.end - len(self.ids)
 
     def take(self, token: int) -> str | None:
         """Add a token; return why the continuation ends with it, or None."""
         self.ids.append(token)
         if self.seen is not None:
             self.seen[token] = self.seen.get(token, 0) + 1
-        if token in self.handle.request.stop_tokens:
+        if token in self.stop_tokens:
             return "stop"
         if self.guide is not None:
             self.guide.advance(token)
             if self.guide.finished:
                 return "stop"
-        return "length" if self.left <= 0 else None
+        return "length" if len(self.ids) >= self.end else None
 
     def event(
         self,
@@ -83,6 +100,87 @@ class Continuation:
 
 Chosen = tuple[int, TokenLogprob | None]
 """A token, and its log-probability if the request asks for it."""
+
+
+_PLAIN = Sampling()
+
+
+class Lineup:
+    """Continuations in the order of their rows, and how the next token of each is drawn.
+
+    Args:
+        rows: The continuations.
+        device: The device of the logits.
+    """
+
+    def __init__(self, rows: Sequence[Continuation], device: torch.device) -> None:
+        self.rows = tuple(rows)
+        self._draws = Draws([row.draw for row in rows], device)
+        self._options = [row.sampling if row.adjusts else _PLAIN for row in rows]
+        self._adjusts = any(row.adjusts for row in rows)
+        self._seen = [row.seen for row in rows]
+        self.stop_tokens = frozenset[int]().union(*{row.stop_tokens for row in rows})
+        """The tokens that end some row."""
+        self.left = min(row.left for row in rows)
+        """How many tokens every row may still have."""
+
+    def choose(self, logits: Tensor, positions: Tensor) -> "NextTokens":
+        """Begin to choose the next tokens, without waiting for the device.
+
+        Args:
+            logits: `rows vocab`; nothing else may change them.
+            positions: The index of each row's next token in its sequence, `rows`.
+        """
+        changed = adjusted(logits, self._options, self._seen) if self._adjusts else logits
+        return NextTokens(self, logits, self._draws.try_tokens(changed, positions))
+
+    def goes_on(self, tokens: list[int]) -> bool:
+        """Whether none of these tokens ends its row, and the ones after them can be drawn before they are taken."""
+        within = self.left > 0 and self.stop_tokens.isdisjoint(tokens)
+        return within and not self._adjusts and min(tokens) >= 0
+
+
+class NextTokens:
+    """The next tokens of a lineup, which the device may still be drawing.
+
+    Args:
+        lineup: The continuations.
+        logits: `rows vocab`.
+        drawn: The tokens `rows`; -1 where one must be chosen in another way.
+    """
+
+    def __init__(self, lineup: Lineup, logits: Tensor, drawn: Tensor) -> None:
+        self.lineup = lineup
+        self.drawn: Tensor | None = drawn
+        """The tokens on the device, `rows`; None if some were chosen in another way."""
+        self.all_go_on = False
+        """Whether the next step may begin before the tokens are taken; known after wait."""
+        self._logits, self._host, self._copied = logits, drawn, None
+        if drawn.is_cuda:
+            self._host = torch.empty(drawn.shape, dtype=drawn.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(drawn, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(drawn.device))
+
+    def is_finite(self, row: Continuation) -> bool:
+        """Whether the logits of a row are finite; wait for the device."""
+        return row not in self.lineup.rows or bool(self._logits[self.lineup.rows.index(row)].isfinite().all())
+
+    def wait(self) -> list[int | Chosen | Exception]:
+        """Wait for the device; return each row's token, or the exception of a row that fails."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens: list[int] = self._host.tolist()
+        found: list[int | Chosen | Exception] = [*tokens]
+        self.lineup.left -= 1
+        self.all_go_on = self.lineup.goes_on(tokens)
+        if min(tokens) < 0:
+            self.drawn, rest = None, [n for n, token in enumerate(tokens) if token < 0]
+            rows = [self.lineup.rows[n] for n in rest]
+            logits = self._logits if len(rest) == len(found) else self._logits[torch.tensor(rest)]
+            for n, chosen in zip(rest, choose(rows, logits), strict=True):
+                found[n] = chosen
+        return found
 
 
 def choose(rows: Sequence[Continuation], logits: Tensor) -> list[Chosen | Exception]:

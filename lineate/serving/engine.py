@@ -2,6 +2,7 @@
 
 A step ends what was cancelled, admits waiting requests while their planned bytes fit, reads one piece of one prompt,
 and decodes one token of every running row, or several that were guessed. Rows join and leave between any two tokens.
+On a GPU the model's next step begins before the tokens of the last one are delivered (batch.py).
 While no prompt waits for its first token, a step may read up to where one branched off before, to keep a state there.
 What a request yields depends on its prompt, its sampling options and its seed, never on what else runs: prompts are
 read in fixed pieces (reading.py), and a token is a pure function of its logits, the seed and its position
@@ -102,6 +103,8 @@ class Engine:
         most_guesses: The most guesses for each row in a step.
         exact: Whether only states are reused that continue to the same bits as reading the whole prompt. Otherwise the
             end of an answer is continued too, which decoding has rounded differently than reading would.
+        overlap: Whether a step of the model begins before the tokens of the last one are delivered; None: on a GPU,
+            where the device computes while the host delivers. A drafter prevents it. Tokens do not depend on it.
         poison: Whether rows that are freed are overwritten with NaN, for tests.
         clock: Returns seconds, for deadlines.
     """
@@ -119,6 +122,7 @@ class Engine:
         drafter: Drafter | None = None,
         most_guesses: int = 4,
         exact: bool = False,
+        overlap: bool | None = None,
         poison: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -135,7 +139,8 @@ class Engine:
         self.plan = Plan(model, slots, context, memory_bytes, 0 if drafter is None else most_guesses)
         shape = self.plan.first_shape()
         self.pool = Pool(model, shape.rows, shape.capacity, poison=poison)
-        self._batch = Batch(self.pool, cache, drafter, most_guesses, clock)
+        overlap = not self.pool.waits if overlap is None else overlap
+        self._batch = Batch(self.pool, cache, drafter, most_guesses, clock, overlap)
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()  # guards the queue and the flags below
         self._stepping = threading.Lock()

@@ -91,6 +91,7 @@ class GraphedSteps:
         """1 for rows that run, `rows`."""
         self.counts = torch.zeros_like(tensors.lengths)
         """How many tokens of a trail each row keeps, `rows`; 0 except while a trail is accepted."""
+        self._own_lengths: dict[int, bool] = {}  # whether attention reads no further than each row's length, by t
         self._kept: dict[Hashable, object] = {}
         # All graphs share the memory of their intermediate results: nothing of a replay is read after the next one.
         self._memory = torch.cuda.graph_pool_handle()
@@ -171,8 +172,10 @@ class GraphedSteps:
         so that few are met.
         """
         capacity = self._given.capacity
-        mixers = [self.model.layers[n].mixer for n in self._given.caches]
-        if all(reads_own_length(mixer, t) for mixer in mixers):  # type: ignore[arg-type]
+        if t not in self._own_lengths:
+            mixers = [self.model.layers[n].mixer for n in self._given.caches]
+            self._own_lengths[t] = all(reads_own_length(mixer, t) for mixer in mixers)  # type: ignore[arg-type]
+        if self._own_lengths[t]:
             return capacity
         window = step = in_place.WINDOW_STEP
         while window < needed:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lineate.generation.drawing import on_device
 from lineate.generation.in_place import read_in_place, round_up, state_in_place
 from lineate.layers import LayerState, Memory, TensorSpec, TokenCache
 from lineate.models import HybridLM, ModelState
@@ -76,7 +77,7 @@ class Pool:
                     for spec in specs
                 }
         self._lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self._used = [0] * rows  # how many cached entries of each row may differ from 0
+        self._used = [0] * rows  # how many cached entries of each row may differ from 0, beyond its length
         self._trail: tuple[ModelTrail, ModelState] | GraphedSteps | None = None  # what accepts it
         if not self._grows:
             self._steps = self._new_steps()
@@ -86,8 +87,9 @@ class Pool:
         return GraphedSteps(self.model, tensors, self._graphed)
 
     def _free_steps(self) -> None:
-        """Drop the graphs, and with them what they keep alive."""
+        """Drop the graphs, and with them what they keep alive, once the device has replayed them."""
         if self._steps is not None:
+            torch.cuda.synchronize(self.device)
             self._graphed = self._steps.graphed
             self._steps = None
 
@@ -103,6 +105,16 @@ class Pool:
     def on_trail(self) -> bool:
         """Whether tokens of a trail are still to be accepted."""
         return self._trail is not None
+
+    @property
+    def positions(self) -> Tensor:
+        """The index of the next token of each running row in its sequence, `rows`, on the pool's device."""
+        return self._lengths[: len(self)]
+
+    @property
+    def waits(self) -> bool:
+        """Whether step returns when the tokens are read; on a GPU it returns when they are about to be."""
+        return self._grows
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -155,6 +167,7 @@ class Pool:
             self._allocate(rows, capacity)
             return
         used = max(self.lengths)
+        self._note_used()
         for n, own in self._caches.items():
             for spec in self.model.state_spec[n]:
                 new = self._cache(spec, rows, capacity)
@@ -221,22 +234,24 @@ class Pool:
         """
         self._check_settled()
         self._check_row(row)
+        self._note_used()
         last = len(self) - 1
-        for memory in self._memories.values():
-            for name, x in memory.items():
-                if self._grows:
-                    kept = [*range(row), *([last] if row < last else []), *range(row + 1, last)]
-                    memory[name] = x.index_select(0, torch.tensor(kept, dtype=torch.int64, device=x.device))
-                else:
-                    x[row] = x[last]
-                    self._overwrite(x[last])
-        n = self.lengths[last]
-        for cache in self._caches.values():
-            for x in cache.values():
-                if row < last:
-                    x[row, :n] = x[last, :n]
-                    x[row, n : self._used[row]] = 0
-                self._overwrite(x[last])
+        n, used = self.lengths[last], self._used[row]
+        memories = [x for own in self._memories.values() for x in own.values()]
+        caches = [x for own in self._caches.values() for x in own.values()]
+        if self._grows:
+            rest = [*range(row), *([last] if row < last else []), *range(row + 1, last)]
+            kept = torch.tensor(rest, dtype=torch.int64, device=self.device)
+            for memory in self._memories.values():
+                memory.update({name: x.index_select(0, kept) for name, x in memory.items()})
+        elif row < last:
+            copy_all([x[row] for x in memories], [x[last] for x in memories])
+        if row < last:
+            copy_all([x[row, :n] for x in caches], [x[last, :n] for x in caches])
+            for x in caches if n < used else []:
+                x[row, n:used] = 0
+        for x in caches if self._grows else [*memories, *caches]:
+            self._overwrite(x[last])
         if row < last:
             self._lengths[row] = self._lengths[last]
             self.lengths[row], self._used[row] = n, n
@@ -247,6 +262,10 @@ class Pool:
             self._used[last] = self.capacity
         self.lengths.pop()
         return last if row < last else None
+
+    def _note_used(self) -> None:
+        """Count the entries that running rows have written step by step."""
+        self._used[: len(self)] = map(max, self._used, self.lengths)
 
     def _overwrite(self, x: Tensor) -> None:
         if self.poison:
@@ -283,18 +302,20 @@ class Pool:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def step(self, ids: Sequence[int]) -> Tensor:
+    def step(self, ids: Sequence[int] | Tensor) -> Tensor:
         """Read one token of every row; return logits `rows vocab`, which later calls do not overwrite.
 
+        On a GPU, nothing waits for the device; rows may join and leave while it computes.
+
         Args:
-            ids: One token of each running row.
+            ids: One token of each running row; a tensor has int64 `rows` on the pool's device.
         """
         self._check_settled()
-        tokens = self._new_ids([[n] for n in ids])
+        self._check_room(len(ids), 1)
+        tokens = (ids if isinstance(ids, Tensor) else on_device(ids, torch.int64, self.device))[:, None]
         logits, hidden = self._read(tokens) if self._steps is None else self._steps.step(tokens, max(self.lengths))
         self.hidden = hidden[: len(self)]
         self.lengths = [n + 1 for n in self.lengths]
-        self._used[: len(self)] = map(max, self._used, self.lengths)
         return logits[: len(self), 0]
 
     @torch.inference_mode(False)
@@ -351,16 +372,20 @@ class Pool:
 
     def _new_ids(self, ids: list[list[int]]) -> Tensor:
         """Return ids `rows t`; raise unless there are some for each row, and room for them."""
-        if len(ids) != len(self) or not ids:
-            raise ValueError(f"ids must have one entry for each of the {len(self)} running rows, got {len(ids)}")
         if any(len(own) != len(ids[0]) for own in ids):
             raise ValueError(f"ids must have as many tokens for each row, got {[len(own) for own in ids]}")
-        if max(self.lengths) + len(ids[0]) > self.capacity:
+        self._check_room(len(ids), len(ids[0]) if ids else 0)
+        return torch.tensor(ids, dtype=torch.int64).to(self.device)
+
+    def _check_room(self, rows: int, t: int) -> None:
+        """Raise unless there are tokens of each row, and room for t of them."""
+        if rows != len(self) or not rows:
+            raise ValueError(f"ids must have one entry for each of the {len(self)} running rows, got {rows}")
+        if max(self.lengths) + t > self.capacity:
             raise ValueError(
-                f"a row has {max(self.lengths)} tokens, and {len(ids[0])} more than the capacity of {self.capacity} "
+                f"a row has {max(self.lengths)} tokens, and {t} more than the capacity of {self.capacity} "
                 "allows; resize the pool"
             )
-        return torch.tensor(ids, dtype=torch.int64).to(self.device)
 
     def _read(self, ids: Tensor) -> tuple[Tensor, ...]:
         """Read ids `rows 1` on a CPU: the new memories replace the old ones."""
@@ -392,6 +417,13 @@ class Pool:
     def _check_row(self, row: int) -> None:
         if not 0 <= row < len(self):
             raise ValueError(f"row must be a running one, 0 .. {len(self) - 1}, got {row}")
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others, with one launch for each dtype on a GPU."""
+    for dtype in {x.dtype for x in targets}:
+        which = [n for n, x in enumerate(targets) if x.dtype == dtype]
+        torch._foreach_copy_([targets[n] for n in which], [sources[n] for n in which])
 
 
 def is_cache(specs: Sequence[TensorSpec]) -> bool:

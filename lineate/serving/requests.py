@@ -91,9 +91,9 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
-    """What has happened to one continuation of a request.
+    """What has happened to one continuation of a request; it is not frozen because it is made for every token.
 
     Args:
         index: Which continuation, 0 .. n - 1.
@@ -193,6 +193,8 @@ class Handle:
         self.request, self.number = request, number
         self._listener, self._wake = listener, wake
         self._events: SimpleQueue[Event] = SimpleQueue()
+        self.put: Listener = self._events.put if listener is None else listener
+        """Delivers an event; only the engine does so."""
         self._unfinished = request.n  # as far as events were read
         self.completions = [Completion() for _ in range(request.n)]
         """What the continuations have become, as far as events were read."""
@@ -223,13 +225,6 @@ class Handle:
         for n in range(self.request.n) if index is None else [index]:
             self.ending.setdefault(n, finished)
         self._wake()
-
-    def put(self, event: Event) -> None:
-        """Deliver an event; only the engine does so."""
-        if self._listener is None:
-            self._events.put(event)
-        else:
-            self._listener(event)
 
     def events(self, timeout: float | None = None) -> Iterator[Event]:
         """Yield events until all continuations have ended; wait for each.

@@ -2,7 +2,7 @@
 
 import torch
 
-from lineate.generation.choice import Sampling, choose_tokens
+from lineate.generation.choice import Draws, Sampling, choose_tokens
 from lineate.serving.engine import Engine
 from lineate.serving.reading import Reading
 
@@ -25,6 +25,8 @@ def warm_up(engine: Engine, guesses: int = 0) -> None:
         while not reading.done:
             reading.advance()
     assert reading.logits is not None
-    for sampling in (Sampling(temperature=0), Sampling(), Sampling(top_p=0.9)):
-        choose_tokens(reading.logits[None], [sampling], torch.tensor([tokens]))
+    logits, at = reading.logits[None], torch.tensor([tokens], device=reading.logits.device)
+    for sampling in (Sampling(temperature=0), Sampling(), Sampling(top_p=0.9), Sampling(top_k=20)):
+        choose_tokens(logits, [sampling], at)
+        Draws([sampling.resolved(logits.shape[1])], logits.device).try_tokens(logits, at)
     engine.pool.record(guesses)

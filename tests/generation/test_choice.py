@@ -9,7 +9,8 @@ from few import few
 from torch import Tensor
 
 from lineate.generation import choice
-from lineate.generation.choice import Sampling, choose_tokens, gumbel_noise, log_probabilities
+from lineate.generation.choice import Draws, Sampling, choose_tokens, log_probabilities
+from lineate.generation.drawing import gumbel_noise
 from lineate.native.build import available
 
 OPTIONS = (
@@ -239,6 +240,52 @@ def test_c_and_torch_draw_the_same_tokens(monkeypatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(choice, "choose", lambda *given: None)
             assert torch.equal(choose_tokens(logits, rows, at), found)
+
+
+def test_draws_that_do_not_wait_are_the_same() -> None:
+    """Of logits as peaked as a model's; rows that are left out, and logits that are not finite, have -1."""
+    generator = torch.Generator().manual_seed(2)
+    rows = [row for row in OPTIONS if not row.penalised and not row.logit_bias and row.top_p != 0.999]
+    for vocab in (5, 64, 65, 5000, 20_000):
+        logits = 16 * torch.randn(len(rows), vocab, generator=generator)
+        at = torch.randint(9999, (len(rows),), generator=generator)
+        expected = choose_tokens(logits, rows, at)
+        drawn = [row.resolved(vocab) for row in rows]
+        assert torch.equal(Draws(drawn, logits.device).try_tokens(logits, at), expected)
+        for n, row in enumerate(drawn):
+            assert Draws([row], logits.device).try_tokens(logits[n : n + 1], at[n : n + 1]) == expected[n]
+        some = Draws([row if n % 2 else None for n, row in enumerate(drawn)], logits.device).try_tokens(logits, at)
+        assert torch.equal(some[1::2], expected[1::2]) and (some[::2] == -1).all()
+        for wrong in (torch.nan, torch.inf):
+            spoiled = logits.clone()
+            spoiled[::3, vocab // 2] = wrong
+            found = Draws(drawn, logits.device).try_tokens(spoiled, at)
+            assert (found[::3] == -1).all()
+            others = torch.arange(len(rows)) % 3 != 0
+            assert ((found == expected) | (found == -1))[others].all()
+    nothing = Draws([None, None], logits.device).try_tokens(logits[:2], at[:2])
+    assert nothing.tolist() == [-1, -1]
+
+
+def test_draws_that_do_not_wait_are_never_wrong() -> None:
+    """A row that is too flat for a few candidates has -1, and every other token is that of choose_tokens."""
+    logits = torch.linspace(0.01, 12, 40)[:, None] * torch.randn(40, 30_000, generator=torch.Generator().manual_seed(3))
+    at = torch.arange(40)
+    rounded = logits.bfloat16()  # many are equal
+    for row in (
+        Sampling(seed=1),
+        Sampling(top_p=0.95, seed=2),
+        Sampling(top_k=50, seed=3),
+        Sampling(top_k=400, seed=4),
+    ):
+        found = Draws([row.resolved(30_000)] * 40, logits.device).try_tokens(logits, at)
+        expected = choose_tokens(logits, [row] * 40, at)
+        assert ((found == expected) | (found == -1)).all()
+        assert row.top_k == 400 or (found[-5:] == expected[-5:]).all()
+        found = Draws([row.resolved(30_000)] * 40, logits.device).try_tokens(rounded, at)
+        expected = choose_tokens(rounded, [row] * 40, at)
+        assert ((found == expected) | (found == -1)).all()
+        assert row.top_k != 50 or (found == expected).all()
 
 
 def test_empty_batches() -> None:
