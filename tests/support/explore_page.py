@@ -18,7 +18,7 @@ HOSTS = frozenset({"127.0.0.1", "localhost"})
 @contextlib.contextmanager
 def exploring() -> Iterator[str]:
     """Yield the address of a running application."""
-    with socket.socket() as listening:
+    with socket.socket(proto=socket.IPPROTO_TCP) as listening:  # only then asyncio sends without delay
         listening.bind(("127.0.0.1", 0))
         config = uvicorn.Config(make_app(HOSTS), log_level="critical", access_log=False, lifespan="off")
         server = uvicorn.Server(config)

@@ -78,7 +78,7 @@ def beside(model: HybridLM, changes: Mapping[int, Change] | None = None) -> Hybr
     layers = []
     for n, block in enumerate(model.layers):
         copied = _shallow(block)
-        mixer = _shallow(block.mixer)  # type: ignore[arg-type]
+        mixer = _shallow(block.mixer)
         if changes and n in changes:
             mixer.forward = partial(_changed_forward, own, n, changes[n])
         copied._modules["mixer"] = mixer
