@@ -36,6 +36,8 @@ SHARED_FILES = ("dom.js", "icon.svg")
 LIMITS = Limits(body_bytes=64 * 2**10, requests=16)
 """The longest list of steps has a quarter of these bytes."""
 REMEDY = "lineate explore --allow-host NAME"
+TEXT = "for value in values:\n    total += value"
+"""What a model reads at first."""
 
 
 def make_app(hosts: frozenset[str] = frozenset(), models: Models | None = None) -> FastAPI:
@@ -134,6 +136,7 @@ def describe(models: Models) -> dict[str, Any]:
         },
         "models": [{"name": name, "label": label} for name, label in models.names.items()],
         "folders": models.folders,
+        "text": TEXT,
         "learning": learning_view.describe(),
     }
 

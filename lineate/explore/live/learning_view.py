@@ -16,7 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.figures import kind_named, narrow_label_of
+from lineate.figures import narrow_label_of
+from lineate.layers import MixerKind
+from lineate.layers.lact import KIND as LACT
+from lineate.layers.least_squares import KIND as LEAST_SQUARES
+from lineate.layers.linear import DELTA_KIND
+from lineate.layers.titans import KIND as TITANS
+from lineate.layers.ttt import TTT_LINEAR_KIND, TTT_MLP_KIND
 from lineate.memory import MATRIX, MEMORY_RULES, MemoryRule, run_head
 from lineate.memory.parts import NamedWeights
 from lineate.memory.reference import initial_state
@@ -49,6 +55,8 @@ TASKS = {
 class Learner:
     """A memory of the view."""
 
+    kind: MixerKind
+    """The row of the mixer that has it."""
     rule: MemoryRule
     """Its row in MEMORY_RULES."""
     rates: dict[str, float]
@@ -111,39 +119,40 @@ def _zeros(channels: int) -> NamedWeights:
     return {"S": torch.zeros(channels, channels)}
 
 
-LEARNERS = {
-    "delta_rule": Learner(
-        MEMORY_RULES["DeltaNet"],
+_ALL = (
+    Learner(
+        DELTA_KIND, MEMORY_RULES["DeltaNet"],
         {"sgd": 1.0, "momentum": 0.3, "positioned sgd": 1.0, "muon": 1.0, "least squares": 1.0, ADAM: 0.05},
         _zeros, chunked=False,
     ),
-    "least_squares": Learner(
-        MEMORY_RULES["least squares"],
+    Learner(
+        LEAST_SQUARES, MEMORY_RULES["least squares"],
         {"least squares": 1.0, "sgd": 1.0, "momentum": 0.3, "positioned sgd": 1.0, "muon": 1.0, ADAM: 0.05},
         _zeros, chunked=False,
     ),
-    "ttt_linear": Learner(
-        MEMORY_RULES["TTT-Linear"],
+    Learner(
+        TTT_LINEAR_KIND, MEMORY_RULES["TTT-Linear"],
         {"positioned sgd": 1.0, "sgd": 0.1, "momentum": 0.05, ADAM: 0.1},
         _drawn(W=lambda d: (d, d), b=lambda d: (d,), gamma=lambda d: (d,), beta=lambda d: (d,)), stretched=True,
     ),
-    "ttt_mlp": Learner(
-        MEMORY_RULES["TTT-MLP"],
+    Learner(
+        TTT_MLP_KIND, MEMORY_RULES["TTT-MLP"],
         {"positioned sgd": 0.05, "sgd": 0.02, "momentum": 0.01, ADAM: 0.02},
         _drawn(W1=lambda d: (d, 4 * d), b1=lambda d: (4 * d,), W2=lambda d: (4 * d, d), b2=lambda d: (d,),
                gamma=lambda d: (d,), beta=lambda d: (d,)), stretched=True,
     ),
-    "titans": Learner(
-        MEMORY_RULES["Titans"],
+    Learner(
+        TITANS, MEMORY_RULES["Titans"],
         {"momentum": 0.3, "sgd": 0.5, "positioned sgd": 2.0, "muon": 1.0, "least squares": 1.0, ADAM: 0.05},
         _zeros,
     ),
-    "lact": Learner(
-        MEMORY_RULES["LaCT"],
+    Learner(
+        LACT, MEMORY_RULES["LaCT"],
         {"muon": 1.0, "sgd": 0.01, "momentum": 0.01, "positioned sgd": 0.1, ADAM: 0.01},
         _drawn(W0=lambda d: (d, d), W1=lambda d: (d, d), W2=lambda d: (d, d)), stretched=True, scaled=False,
     ),
-}  # fmt: skip
+)  # fmt: skip
+LEARNERS = {each.kind.name: each for each in _ALL}
 """The memories by the names of their mixers; the first rate of each is that of its own optimiser."""
 
 
@@ -217,8 +226,8 @@ def describe() -> dict[str, Any]:
     return {
         "memories": [
             {
-                "name": name, "label": kind_named(name).label, "short": narrow_label_of(name),
-                "letter": kind_named(name).letter, "color": kind_named(name).look.color,
+                "name": name, "label": each.kind.label, "short": narrow_label_of(name),
+                "letter": each.kind.letter, "color": each.kind.look.color,
                 "model": each.rule.model.name, "loss": each.rule.loss.__name__.replace("_", " "),
                 "rates": each.rates, "chunked": each.chunked, "scaled": each.scaled,
             }

@@ -29,7 +29,7 @@ MOST_CHANNELS = 32
 """Rows of decays that are sent; more channels are sent as means of neighbours."""
 NEXT = 8
 """Tokens that may follow, of the model and of the changed one."""
-DIGITS = 4
+DIGITS, CELL_DIGITS = 4, 3
 MEMORY, CACHE, NONE = "memory", "softmax", "none"
 
 
@@ -261,9 +261,14 @@ def _state(reading: Reading, asked: ModelRequest) -> dict[str, Any] | None:
     if kind == CACHE or _rule(reading, asked) == SOFTMAX:
         keys, values = _cache(reading, asked)
         return {"kind": "cache", "rows": len(keys), "columns": keys.shape[1] + values.shape[1],
-                "cells": numbers(largest_of_blocks(torch.cat((keys, values), 1)))}  # fmt: skip
+                "cells": numbers(largest_of_blocks(torch.cat((keys, values), 1)), CELL_DIGITS)}  # fmt: skip
     state = reading.states(asked.layer, asked.head)[0][asked.at - 1]
-    return {"kind": "state", "rows": len(state), "columns": state.shape[1], "cells": numbers(largest_of_blocks(state))}
+    return {
+        "kind": "state",
+        "rows": len(state),
+        "columns": state.shape[1],
+        "cells": numbers(largest_of_blocks(state), CELL_DIGITS),
+    }
 
 
 def _cache(reading: Reading, asked: ModelRequest) -> tuple[Tensor, Tensor]:
@@ -312,13 +317,14 @@ def largest_of_blocks(x: Tensor) -> Tensor:
     return torch.where(most >= -least, most, least)
 
 
-def numbers(x: Tensor) -> Any:
-    """Return lists of numbers with four digits behind the first one of the largest; infinities become the largest.
+def numbers(x: Tensor, digits: int = DIGITS) -> Any:
+    """Return lists of numbers, of which the largest has so many digits; infinities become the largest number.
 
     Args:
         x: The tensor.
+        digits: The digits.
     """
     x = x.detach().double().cpu().nan_to_num()
     most = float(x.abs().max()) if x.numel() else 0.0
-    decimals = DIGITS - math.ceil(math.log10(most)) if most > 0 else 0
+    decimals = digits - math.ceil(math.log10(most)) if most > 0 else 0
     return (x.round(decimals=min(decimals, 300)) + 0.0).tolist()  # + 0 makes -0 a 0

@@ -6,7 +6,6 @@ import { gates, label, lines, matrix, scaleOf, state, together } from "./model_d
 import { svgOf } from "./scene.js";
 import { theme } from "./theme.js";
 
-const TEXT = "for value in values:\n    total += value";
 const WAIT = 250; // milliseconds after the last letter that was typed
 const FOLDER = "\n"; // the choice of the list that stands for a folder, whose name it cannot be
 const GATES = { decay: "Forget nothing (decay gate open)", write: "Write with rate 1 (beta gate open)", output: "Let all output through (output gate open)" };
@@ -18,7 +17,7 @@ export class ModelView {
   constructor(about, { linked, notice, say }) {
     this.name = "model";
     Object.assign(this, { about, linked, notice, say, whole: null, step: null, timer: 0 });
-    this.usual = { model: about.models[0].name, text: TEXT, layer: 0, head: 0, at: null, changes: {} };
+    this.usual = { model: about.models[0].name, text: about.text, layer: 0, head: 0, at: null, changes: {} };
     this.state = this.usual;
     this.wholeAsker = new Asker("api/model", (value, body) => this.answered("whole", value, body), notice);
     this.stepAsker = new Asker("api/model/step", (value, body) => this.answered("step", value, body), notice);
