@@ -153,7 +153,7 @@ def _prepare(asked: ServeArguments, port: int) -> tuple["DrainingServer", "Engin
     warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
     description = describe(model, tokenizer, _name(asked), asked.context, asked.slots)
     app = make_app(engine, tokenizer, description, settings)
-    _add_explorer(app, settings.api_keys, model, tokenizer, _name(asked))
+    add_explorer(app, settings.api_keys, model, tokenizer, _name(asked))
     config = uvicorn.Config(
         app, asked.host, port, lifespan="off", log_level="info" if asked.access_log else "warning",
         access_log=asked.access_log, server_header=False, timeout_graceful_shutdown=10,
@@ -162,10 +162,17 @@ def _prepare(asked: ServeArguments, port: int) -> tuple["DrainingServer", "Engin
     return DrainingServer(app, config), engine
 
 
-def _add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", tokenizer: "Tokenizer", name: str) -> None:
+def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", tokenizer: "Tokenizer", name: str) -> None:
     """Serve `lineate explore` at /explore/, unless requests need a key, for which its page has no field.
 
     A model on a GPU is left to the engine alone, whose recorded graphs allow no other work between them.
+
+    Args:
+        app: The application of the server.
+        keys: Keys of which a request needs one.
+        model: The model that is served.
+        tokenizer: Its tokenizer.
+        name: Its name in requests.
     """
     if keys:
         return

@@ -121,7 +121,7 @@ def test_keys_that_are_alike(page):
 
 def test_rules_are_chosen(page):
     for name in ("linear (L)", "gated linear (R)", "softmax (A)"):
-        page.get_by_label(name).uncheck()
+        page.locator("#rules").get_by_label(name).uncheck()
     page.locator("#panels figure").nth(3).wait_for(state="detached")
     assert list(answers(page)) == ["DeltaNet", "Gated DeltaNet", "Kimi Delta Attention"]
 
@@ -132,7 +132,7 @@ def test_a_link_restores_the_view(page, window):
     page.get_by_role("button", name="Forget B").click()
     drag(page, "at", 4)
     page.get_by_label("Ask for C").check()
-    page.get_by_label("DeltaNet (D)", exact=True).uncheck()
+    page.locator("#rules").get_by_label("DeltaNet (D)", exact=True).uncheck()
     asked(page, "Asked for C after step 4")
     page.locator("#panels figure").nth(5).wait_for(state="detached")
     before, link = answers(page), page.url

@@ -238,7 +238,10 @@ def open_given(name: str) -> OpenModel:
     """
     from lineate.models.inspect import describe, rows
 
-    subject = open_subject(PictureOptions(model=name))
+    try:
+        subject = open_subject(PictureOptions(model=name))
+    except ValueError as error:  # --model is how lineate picture names it
+        raise ValueError(str(error).replace("--model ", "MODEL ")) from None
     facts = rows(describe(user_path(name))) if user_path(name).is_dir() and not _is_run(user_path(name)) else []
     assert subject.model is not None  # loaded now, so that what is wrong is said at the start
     return OpenModel(GIVEN, subject, facts)

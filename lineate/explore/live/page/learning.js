@@ -53,7 +53,7 @@ export class LearningView {
       seed: slider({ id: "seed", label: "Seed", min: 0, max: limits.seed, step: 1, show: String }, number("seed")),
       at: slider({ id: "learning-at", label: "After token", min: 1, max: most, step: 1, show: String }, (at) => this.look(at)),
       momentum: slider({ id: "momentum", label: "Momentum", min: 0, max: limits.momentum, step: 0.01, show: figure }, number("momentum")),
-      decay: slider({ id: "kept", label: "Kept a token", min: 0.5, max: 1, step: 0.01, show: figure }, number("decay")),
+      decay: slider({ id: "learning-decay", label: "Keep", min: 0.5, max: 1, step: 0.01, show: figure }, number("decay")),
       chunk: from("chunk", "Chunk", limits.chunk, "chunk"),
     };
     const { task, tokens, channels, seed, at, momentum, decay, chunk } = this.controls;
