@@ -70,7 +70,7 @@ def test_keyboard_only_in_the_other_views(page):
     page.locator("#losses td").first.wait_for()
     walk(page, "Task")
     page.keyboard.press("End")
-    page.locator("#learning-summary", has_text="the map becomes another").wait_for()
+    page.locator("#learning-summary", has_text="another map from half on").wait_for()
     walk(page, "Optimiser")
     page.keyboard.press("ArrowDown")
     page.locator("#losses td", has_text="momentum").nth(1).wait_for()

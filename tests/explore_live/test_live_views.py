@@ -153,7 +153,7 @@ def learned(page, words):
 def test_an_optimiser_is_exchanged(sized):
     page = sized
     page.click("#tab-learning")
-    learned(page, "After 96 of 96 tokens (a few pairs, again and again)")
+    learned(page, "After 96 of 96 tokens (a few pairs, repeated)")
     before = losses(page)
     assert len(before) == 6 and before["Titans"][:2] == ["momentum", "0.3"] and before["LaCT"][0] == "muon"
     page.select_option("#optimiser-titans", "adam")
@@ -167,7 +167,7 @@ def test_an_optimiser_is_exchanged(sized):
     drag(page, "learning-at", 8)
     page.locator("#losses caption", has_text="to token 8").wait_for()
     page.select_option("#task", "turn")
-    learned(page, "the map becomes another")
+    learned(page, "another map from half on")
     page.click("#own-optimisers")
     page.locator("#losses tr", has_text="LaCT").wait_for()
     assert losses(page)["Titans"][:2] == ["momentum", "0.3"]

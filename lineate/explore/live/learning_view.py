@@ -44,9 +44,9 @@ RIDGE = 0.01
 """The initial ridge of least squares."""
 PAIRS, MAP, TURN = "pairs", "map", "turn"
 TASKS = {
-    PAIRS: "a few pairs, again and again",
-    MAP: "new keys; every value is the same linear map of its key",
-    TURN: "the same, and at half of the tokens the map becomes another",
+    PAIRS: "a few pairs, repeated",
+    MAP: "new keys, values of one linear map",
+    TURN: "as before, another map from half on",
 }
 """What the memories read."""
 

@@ -70,7 +70,7 @@ export class LearningView {
     const { name, short, letter } = memory;
     const patch = make("span.patch", { "data-memory": name });
     const on = make("input", { type: "checkbox", onchange: () => this.changeMemory(name, { on: on.checked }) });
-    const optimisers = Object.keys(memory.rates).map((one, i) => [one, i ? one : `${one} (its own)`]);
+    const optimisers = Object.keys(memory.rates).map((one, i) => [one, i ? one : `${one} (own)`]);
     const optimiser = choice(`optimiser-${name}`, "Optimiser", optimisers, (value) => this.changeMemory(name, { optimiser: value, rate: memory.rates[value] }));
     const rate = slider({ id: `rate-${name}`, label: "Rate", min: 0, max: RATES.length - 1, step: 1, show: (i) => String(RATES[i]) }, (i) => this.changeMemory(name, { rate: RATES[i] }));
     const own = make("fieldset.learner", {}, make("legend", {}, make("label.check", {}, on, patch, `${short} (${letter})`)),

@@ -169,7 +169,7 @@ export class ModelView {
     this.head.input.value = head;
     const own = model.layers[layer];
     const { rule, off } = this.state.changes[layer] ?? { rule: null, off: [] };
-    fill(this.rule, this.about.rules.map((one) => [one.name, one.name === own.rule ? `${one.label} (its own)` : one.label]));
+    fill(this.rule, this.about.rules.map((one) => [one.name, one.name === own.rule ? `${one.label} (own)` : one.label]));
     this.rule.input.value = rule ?? own.rule;
     this.rule.input.disabled = !own.changeable;
     for (const gate of this.gates) {
@@ -210,8 +210,12 @@ export class ModelView {
     [...list.querySelectorAll("button")].forEach((one, i) => {
       one.tabIndex = i + 1 === at ? 0 : -1;
       one.classList.toggle("later", i >= at);
-      if (i + 1 === at) one.setAttribute("aria-current", "step");
-      else one.removeAttribute("aria-current");
+      if (i + 1 !== at) {
+        one.removeAttribute("aria-current");
+        return;
+      }
+      one.setAttribute("aria-current", "step");
+      list.scrollTop = one.offsetTop - (list.clientHeight - one.offsetHeight) / 2; // the page itself stays where it is
     });
   }
 
