@@ -141,6 +141,7 @@ export class ModelView {
   }
 
   refresh() {
+    if (!this.whole) byId("model-summary").textContent = "The model is being opened. A built-in one is trained once, which takes some seconds.";
     this.wholeAsker.ask(this.body(false));
     this.stepAsker.ask(this.body(true));
     this.linked();
