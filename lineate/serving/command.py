@@ -176,9 +176,14 @@ def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", token
     """
     if keys:
         return
+    from starlette.responses import RedirectResponse
+    from starlette.routing import Route
+
     from lineate.explore.live.app import make_views
     from lineate.explore.live.models import Models, served
 
+    # Before the route of the chat page's files, which would look for one of this name.
+    app.router.routes.insert(0, Route("/explore", lambda request: RedirectResponse("explore/")))
     app.mount("/explore", make_views(Models(served(model, tokenizer, name) if model.device.type == "cpu" else None)))
 
 

@@ -113,7 +113,7 @@ def show(page, view):
         page.select_option("#which-model", label="a folder …")
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", few(VIEWS, ["memory", "model"]))
 def test_phone(browser, address, view):
     window = Window(browser, address, **PHONE)
     page = window.open()

@@ -14,10 +14,10 @@ SIZES = {
 }
 
 
-@pytest.fixture(params=SIZES)
-def sized(request, browser, address):
-    """Return the page on a wide screen and on a phone."""
-    own = Window(browser, address, **SIZES[request.param])
+@pytest.fixture
+def sized(size, browser, address):
+    """Return the page on a wide screen or on a phone."""
+    own = Window(browser, address, **SIZES[size])
     page = own.open()
     asked(page, "after step 3")
     yield page
@@ -43,6 +43,7 @@ def shows(page, rule, cells):
     row.filter(has_text=re.compile(r"\s*".join(map(re.escape, [rule, *cells])) + "$")).wait_for()
 
 
+@pytest.mark.parametrize("size", few(SIZES, ["phone"]))
 def test_write_overwrite_ask_forget_undo(sized):
     page = sized
     clear(page)
@@ -177,6 +178,7 @@ def test_pictures_are_saved(page, view, tmp_path):
     assert image.size == (2 * width, 2 * height) and len(image.convert("RGB").getcolors(2**20)) > 10
 
 
+@pytest.mark.parametrize("size", few(SIZES, ["wide"]))
 def test_plan(sized):
     page = sized
     write(page, "C", "z")

@@ -45,6 +45,7 @@ def generate(client):
 def test_the_page_shows_the_served_model(serving):
     page = serving.get("/explore/")
     assert page.status_code == 200 and "lineate explore" in page.text and "content-security-policy" in page.headers
+    assert serving.get("/explore").url.path == "/explore/"
     assert serving.get("/explore/main.js").status_code == serving.get("/explore/dom.js").status_code == 200
     about = serving.get("/explore/api/about").json()
     assert about["models"][0] == {"name": "served", "label": "mine"} and not about["folders"]

@@ -206,7 +206,8 @@ LINKS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("link", few(LINKS, ["model?changes=0:magic:"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("link", LINKS)
 def test_a_wrong_link_is_said(page, link):
     page.goto(page.url.partition("#")[0] + f"#{link}")
     page.locator("#notice", has_text="The link could not be read").wait_for()

@@ -50,7 +50,7 @@ export function matrix(title, part, tokens, at, most, width, colours) {
   const columns = columnsOf(tokens, width, Math.max(24, 14 + longest * 6.6));
   const { cell, left, deep, wide } = columns;
   const scene = new Scene(Math.max(wide, 300), 48 + tokens.length * cell + deep);
-  heading(scene, title, `${part.rule}; strongest colour: ${figure(most)}`, colours);
+  heading(scene, title, `${part.rule}; strongest colour: ${Number(most.toPrecision(2))}`, colours);
   scene.cells(left, 46, cell, cell, coloursOf(part.matrix.slice(0, at), most, colours));
   const end = 46 + tokens.length * cell;
   scene.line([[left, 46], [left, end], [left + tokens.length * cell, end]], colours.line);
@@ -71,7 +71,7 @@ export function state(title, part, tokens, most, width, colours) {
   const high = cached && cells.length === rows ? Math.max(CELL.least, cell) : cell;
   const scene = new Scene(Math.max(300, left + cells[0].length * cell + 10), 54 + cells.length * high + 24);
   const size = cached ? `${rows} tokens, ${columns} channels` : `${rows} keys, ${columns} values`;
-  heading(scene, title, `${size}; strongest colour: ${figure(most)}`, colours);
+  heading(scene, title, `${size}; strongest colour: ${Number(most.toPrecision(2))}`, colours);
   scene.cells(left, 46, cell, high, coloursOf(cells, most, colours));
   scene.rect(left, 46, cells[0].length * cell, cells.length * high, "none", { stroke: colours.line });
   if (cached && cells.length === rows) {
