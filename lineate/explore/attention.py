@@ -101,35 +101,28 @@ def read_model(options: PictureOptions) -> Numbers:
 
 def _all_rules(found: Trace) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return every rule's matrix on the same q and k, and which matrix equals another because a gate is missing."""
-    decay, beta = found.log_decay, found.beta
-    per_head = None if decay is None else decay if decay.dim() == 2 else decay.mean(-1)
+    decay = found.log_decay
     per_channel = decay if decay is not None and decay.dim() == 3 else None
-    unit = F.normalize(found.k, dim=-1)
-    ones = torch.ones(found.k.shape[:2]) if beta is None else beta
-    zeros = torch.zeros(found.k.shape[:2])
-    scale = found.k.shape[-1] ** -0.5
-    mean = zeros if per_head is None else per_head
-    gates: dict[tuple[str, ...], Tensor | None] = {
-        ("none",): None,
-        ("head",): mean,
-        ("channel",): mean[..., None].expand_as(unit) if per_channel is None else per_channel,
-        ("head", "channel"): zeros if decay is None else decay,
-    }
-    matrices = {}
-    for rule in RULES:
-        k, rate = (unit, ones) if rule.corrects else (found.k, None)
-        matrices[rule.name] = _matrix(found.q, k, gates[rule.decays], rate, scale)
-    matrices["softmax_attention"] = _softmax(F.normalize(found.q, dim=-1), unit, found.k.shape[-1] ** 0.5, None)
-    if found.rule == "linear_attention":  # the layer divides by q . sum of keys, which is the sum of a row
-        own = matrices["linear_attention"]
-        matrices["linear_attention"] = matrices["gated_linear_attention"] = own / own.sum(-1, keepdim=True)
     same: dict[str, str] = {}
     if decay is None:
         plain = {rule.corrects: rule.name for rule in RULES if rule.decays == ("none",)}
         same = {rule.name: plain[rule.corrects] for rule in RULES if "head" in rule.decays}
     if per_channel is None:
         same["kimi_delta_attention"] = "gated_delta_rule" if decay is not None else "delta_rule"
-    return matrices, same
+    return {rule: rule_matrix(found, rule) for rule in DEMO_RULES}, same
+
+
+def rule_matrix(found: Trace, rule: str) -> Tensor:
+    """Return the matrix `t t` of one head under a rule, on the head's own q, k and gates (see Trace.under)."""
+    channels = found.k.shape[-1]
+    if rule == "softmax_attention":
+        q, k = (F.normalize(x, dim=-1) for x in (found.q, found.k))
+        return _softmax(q, k, channels**0.5, None)
+    one = found.under(rule)
+    matrix = _matrix(one.q, one.k, one.log_decay, one.beta, channels**-0.5)
+    if found.rule == "linear_attention" and one.beta is None:  # the layer divides by q . sum of keys, a row's sum
+        return matrix / matrix.sum(-1, keepdim=True)
+    return matrix
 
 
 def _note(name: str) -> str:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate.call import Inputs
@@ -18,7 +19,8 @@ from lineate.models import HybridLM
 from lineate.models.config import HybridConfig
 from lineate.models.presets import PRESETS, preset
 from lineate.names import nearest, user_path
-from lineate.rule import rule_named
+from lineate.rule import RULES, rule_named
+from lineate.text import PublishedTokenizer, Tokenizer
 from lineate.tracing import cpu_by_default
 
 SMALL_PRESETS = ("tiny", "small", "compact", "base")
@@ -125,6 +127,26 @@ class Trace:
             self.layer, self.letter, self.rule, self.q[:, keys], self.k[:, keys], self.v[:, values], gates[0], gates[1]
         )
 
+    def under(self, name: str) -> "Trace":
+        """Return the same tokens for another rule: it drops gates that it lacks; those that the layer lacks stay open.
+
+        Keys have length 1 where the rule corrects. A decay per channel becomes its mean where the rule has one per
+        head.
+        """
+        rule = rule_named(name)
+        if rule is None:
+            raise ValueError(f"rule must be one of {', '.join(x.name for x in RULES)}, got {name!r}")
+        decay = self.v.new_zeros(self.v.shape[:2]) if self.log_decay is None else self.log_decay
+        if rule.decays == ("head",) and decay.dim() == 3:
+            decay = decay.mean(-1)
+        if rule.decays == ("channel",) and decay.dim() == 2:
+            decay = decay[..., None].expand(*decay.shape, self.k.shape[-1])
+        beta = None
+        if rule.corrects:
+            beta = self.v.new_ones(self.v.shape[:2]) if self.beta is None else self.beta
+        k = F.normalize(self.k, dim=-1) if rule.corrects else self.k
+        return replace(self, k=k, log_decay=None if rule.decays == ("none",) else decay, beta=beta)
+
 
 def wants_model(options: PictureOptions) -> bool:
     """Whether a picture with a hand-made part also shows a model; a quick one does only if it is asked to."""
@@ -185,13 +207,17 @@ def _from_folder(given: str) -> Subject:
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]] | None, Callable[[int], str] | None]:
     """Return how the tokenizer of a folder encodes a text and what a token is as a word; None if there is none."""
-    from lineate.text import PublishedTokenizer, has_tokenizer, load_tokenizer
+    from lineate.text import has_tokenizer, load_tokenizer
 
     if not has_tokenizer(folder):
         return None, None
-    found = load_tokenizer(folder)
-    encode = found.encode_rendered if isinstance(found, PublishedTokenizer) else found.encode
-    return encode, lambda number: found.shown_bytes(number, True).decode("utf-8", "replace")
+    return reader_of(load_tokenizer(folder))
+
+
+def reader_of(tokenizer: Tokenizer) -> tuple[Callable[[str], list[int]], Callable[[int], str]]:
+    """Return how a tokenizer encodes a text, and what a token is as a word."""
+    encode = tokenizer.encode_rendered if isinstance(tokenizer, PublishedTokenizer) else tokenizer.encode
+    return encode, lambda number: tokenizer.shown_bytes(number, True).decode("utf-8", "replace")
 
 
 def shown(text: str, longest: int = 12) -> str:
@@ -239,9 +265,9 @@ def choose_head(subject: Subject, layer: int, options: PictureOptions) -> int:
 def trace(model: HybridLM, ids: Tensor, layers: Sequence[int] | None = None) -> list[Trace]:
     """Return what each layer that can be pictured (or each of those named) gives its rule on ids `1 t`."""
     wanted = [n for n in _pictured(model.config) if layers is None or n in layers]
-    with _caught(model, wanted) as inputs:
+    with caught(model, wanted) as inputs:
         model(ids, last_only=True)
-    return [_trace(model, n, inputs[n]) for n in wanted]
+    return [trace_layer(model, n, inputs[n]) for n in wanted]
 
 
 def _pictured(config: HybridConfig) -> list[int]:
@@ -250,23 +276,23 @@ def _pictured(config: HybridConfig) -> list[int]:
 
 
 @contextmanager
-def _caught(model: HybridLM, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+def caught(model: HybridLM, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Catch what the mixers of these layers read, `1 t hidden`, while the model runs inside."""
-    caught: dict[int, Tensor] = {}
+    found: dict[int, Tensor] = {}
 
     def catch(n: int, mixer: nn.Module, given: tuple[Any, ...]) -> None:
-        caught[n] = given[0]
+        found[n] = given[0]
 
     mixers: dict[int, Any] = {n: model.layers[n].mixer for n in layers}
     hooks = [mixer.register_forward_pre_hook(partial(catch, n)) for n, mixer in mixers.items()]
     try:
-        yield caught
+        yield found
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _trace(model: HybridLM, layer: int, x: Tensor) -> Trace:
+def trace_layer(model: HybridLM, layer: int, x: Tensor) -> Trace:
     """Return the inputs of the rule of one layer whose mixer reads x."""
     kind = kind_of(model.config.letters[layer])
     assert kind.trace is not None

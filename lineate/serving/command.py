@@ -13,6 +13,7 @@ from lineate.terminal import fail, printable
 
 if TYPE_CHECKING:
     import typer
+    from fastapi import FastAPI
 
     from lineate.models import HybridLM
     from lineate.serving.draining import DrainingServer
@@ -152,12 +153,38 @@ def _prepare(asked: ServeArguments, port: int) -> tuple["DrainingServer", "Engin
     warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
     description = describe(model, tokenizer, _name(asked), asked.context, asked.slots)
     app = make_app(engine, tokenizer, description, settings)
+    add_explorer(app, settings.api_keys, model, tokenizer, _name(asked))
     config = uvicorn.Config(
         app, asked.host, port, lifespan="off", log_level="info" if asked.access_log else "warning",
         access_log=asked.access_log, server_header=False, timeout_graceful_shutdown=10,
     )  # fmt: skip
     _announce(asked, port, model, tokenizer)
     return DrainingServer(app, config), engine
+
+
+def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", tokenizer: "Tokenizer", name: str) -> None:
+    """Serve `lineate explore` at /explore/, unless requests need a key, for which its page has no field.
+
+    A model on a GPU is left to the engine alone, whose recorded graphs allow no other work between them.
+
+    Args:
+        app: The application of the server.
+        keys: Keys of which a request needs one.
+        model: The model that is served.
+        tokenizer: Its tokenizer.
+        name: Its name in requests.
+    """
+    if keys:
+        return
+    from starlette.responses import RedirectResponse
+    from starlette.routing import Route
+
+    from lineate.explore.live.app import make_views
+    from lineate.explore.live.models import Models, served
+
+    # Before the route of the chat page's files, which would look for one of this name.
+    app.router.routes.insert(0, Route("/explore", lambda request: RedirectResponse("explore/")))
+    app.mount("/explore", make_views(Models(served(model, tokenizer, name) if model.device.type == "cpu" else None)))
 
 
 def _engine(asked: ServeArguments, model: "HybridLM") -> "Engine":
@@ -265,6 +292,8 @@ def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "T
     _say(f"{asked.slots} sequences of {asked.context} tokens, {state} of state each; cache {asked.cache}")
     host = f"[{asked.host}]" if ":" in asked.host else asked.host
     _say(f"http://{host}:{port}/ has the chat page; http://{host}:{port}/v1 is OpenAI's API")
+    if not read_keys(asked.api_key):
+        _say(f"http://{host}:{port}/explore/ shows what the model does with a text, token by token")
     if not is_local(asked.host) and not read_keys(asked.api_key):
         _say(f"warning: other machines can use this server without a key; set {KEYS}")
 

@@ -10,7 +10,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from browser import Window, started
-from explore_page import HOSTS, asked, exploring
+from explore_page import HOSTS, asked, exploring, some_models
 
 from lineate.explore.live.app import make_app
 
@@ -19,7 +19,7 @@ from lineate.explore.live.app import make_app
 def client():
     """Calls the application without a network."""
     testing = pytest.importorskip("starlette.testclient")
-    with testing.TestClient(make_app(HOSTS), base_url="http://127.0.0.1") as own:
+    with testing.TestClient(make_app(HOSTS, some_models()), base_url="http://127.0.0.1") as own:
         yield own
 
 

@@ -1,4 +1,12 @@
-"""The page of `lineate explore` by keyboard alone, on a phone, in light and dark, and when its server is gone."""
+"""The page of `lineate explore` by keyboard alone, on a phone, in light and dark, and when its server is gone.
+
+What axe-core finds is asked for where it is there; it is not a part of the repository:
+
+    mkdir -p out/axe && npm pack axe-core --pack-destination out/axe
+    tar -xzf out/axe/axe-core-*.tgz -C out/axe --strip-components=1
+"""
+
+from pathlib import Path
 
 import pytest
 from browser import Window
@@ -7,6 +15,8 @@ from explore_page import answers, asked, steps, tiny_texts, write
 from few import few
 from page_checks import CONTRAST
 
+AXE = Path(__file__).parents[2] / "out" / "axe" / "axe.min.js"
+VIEWS = ("memory", "model", "learning", "plan")
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
 
@@ -54,23 +64,69 @@ def test_keyboard_only(page):
     page.locator("#context + output", has_text="16M").wait_for()
 
 
-@pytest.mark.parametrize("view", ["memory", "plan"])
+def test_keyboard_only_in_the_other_views(page):
+    walk(page, "Learning")
+    page.keyboard.press("Enter")
+    page.locator("#losses td").first.wait_for()
+    walk(page, "Task")
+    page.keyboard.press("End")
+    page.locator("#learning-summary", has_text="another map from half on").wait_for()
+    walk(page, "Optimiser")
+    page.keyboard.press("ArrowDown")
+    page.locator("#losses td", has_text="momentum").nth(1).wait_for()
+    walk(page, "Model", "Shift+Tab")
+    page.keyboard.press("Enter")
+    page.locator("#model-summary", has_text="after token 39 of 39").wait_for()
+    walk(page, "Text that the model reads")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("abc")
+    page.locator("#model-summary", has_text="after token 3 of 3").wait_for()
+    walk(page, "After token")
+    page.keyboard.press("ArrowLeft")
+    page.locator("#model-summary", has_text="after token 2 of 3").wait_for()
+    walk(page, "Token 2: b")
+    for key, token in (("Home", 1), ("ArrowRight", 2), ("End", 3), ("ArrowLeft", 2)):
+        page.keyboard.press(key)
+        page.locator("#model-summary", has_text=f"after token {token} of 3").wait_for()
+        assert focused(page)[0] == f"Token {token}: {'abc'[token - 1]}"
+    walk(page, "Layer")
+    page.keyboard.press("ArrowDown")
+    page.locator("#model-summary", has_text="layer 1").wait_for()
+    walk(page, "Forget nothing (decay gate open)")
+    page.keyboard.press("Space")
+    page.locator("#model-summary", has_text="with the changes").wait_for()
+    walk(page, "Undo all changes")
+    page.keyboard.press("Enter")
+    page.locator("#changes", has_text="Nothing is changed").wait_for()
+
+
+def show(page, view):
+    """Open a view in which all there is to see can be seen."""
+    page.click(f"#tab-{view}")
+    page.locator(f"#{view} figure svg").first.wait_for()
+    if view == "memory":
+        page.get_by_text("Decay of each channel").click()
+        page.get_by_text("Write a vector").click()
+    elif view == "model":
+        page.select_option("#rule", "delta_rule")
+        page.locator("#model-summary", has_text="with the changes").wait_for()
+        page.select_option("#which-model", label="a folder …")
+
+
+@pytest.mark.parametrize("view", few(VIEWS, ["memory", "model"]))
 def test_phone(browser, address, view):
     window = Window(browser, address, **PHONE)
     page = window.open()
     asked(page, "after step 3")
-    for key in "ABCD" * 3:
-        write(page, key, "x")
-    asked(page, "after step 15")
-    page.get_by_text("Decay of each channel").click()
-    page.get_by_text("Write a vector").click()
-    page.click(f"#tab-{view}")
-    page.locator(f"#{view} figure svg").first.wait_for()
+    if view == "memory":
+        for key in "ABCD" * 3:
+            write(page, key, "x")
+        asked(page, "after step 15")
+    show(page, view)
     assert page.evaluate("document.scrollingElement.scrollWidth") == 390
     inside = f"[...document.querySelectorAll('header, #{view} *')]"
-    wide = page.evaluate(
-        f"{inside}.filter((x) => x.checkVisibility() && x.getBoundingClientRect().right > 391).map((x) => x.outerHTML)"
-    )
+    wide = page.evaluate(f"""() => {inside}.filter((x) => x.checkVisibility() && !x.closest(".scroll > *")
+        && x.getBoundingClientRect().right > 391).map((x) => x.outerHTML)""")
     assert wide == []
     small = page.evaluate(f"""() => {inside}.filter((x) => x.matches("button, select, nav a") && x.checkVisibility()
         && Math.min(x.offsetWidth, x.offsetHeight) < 40).map((x) => x.outerHTML)""")
@@ -85,18 +141,35 @@ def test_contrast(browser, address, scheme):
     window = Window(browser, address, color_scheme=scheme)
     page = window.open()
     asked(page, "after step 3")
-    page.get_by_text("Write a vector").click()
-    page.get_by_text("Decay of each channel").click()
     write(page, "D", "z")
     page.click("#undo")  # Redo can be pressed, and a step is current
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0] < 128")
     assert dark == (scheme == "dark")
-    for view in ("memory", "plan"):
-        page.click(f"#tab-{view}")
-        page.locator(f"#{view} figure svg").first.wait_for()
+    for view in VIEWS:
+        show(page, view)
         page.evaluate("document.activeElement.blur()")
         seen, low = page.evaluate(CONTRAST)
         assert seen > 50 and low == [] and tiny_texts(page) == []
+    window.context.close()
+    window.check()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not in out/axe: see the top of this file")
+@pytest.mark.parametrize("case", ["light 390", "light 1440", "dark 390", "dark 1440"])
+def test_axe_finds_no_serious_fault(browser, address, case):
+    scheme, width = case.split()
+    size = PHONE if width == "390" else {"viewport": {"width": 1440, "height": 900}}
+    window = Window(browser, address, color_scheme=scheme, **size)
+    page = window.open()
+    asked(page, "after step 3")
+    page.evaluate(AXE.read_text())
+    for view in VIEWS:
+        show(page, view)
+        found = page.evaluate("axe.run()")
+        assert len(found["passes"]) > 20
+        serious = [x for x in found["violations"] if x["impact"] in ("serious", "critical")]
+        assert [(x["id"], [node["html"] for node in x["nodes"]]) for x in serious] == [], view
     window.context.close()
     window.check()
 
@@ -106,6 +179,8 @@ def test_names_for_screen_readers(page):
         .filter((x) => x.checkVisibility()
         && !(x.getAttribute("aria-label") || x.labels?.length || x.textContent.trim())).map((x) => x.outerHTML)"""
     assert page.evaluate(unnamed) == []
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map((x) => x.id)")
+    assert len(ids) == len(set(ids))
     label = page.locator("#panels svg > title").first.text_content()
     assert label == "linear attention, asked for A: 1 w, 1 y, error 1"
     write(page, "D", "z")

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SETTINGS = settings(max_examples=80, deadline=None, derandomize=True)
+FEWER = settings(SETTINGS, max_examples=40)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5) | st.sampled_from(["A", "w", "write", "forget", "delta_rule", "tiny", "GGGA", "float32"]),
@@ -37,6 +38,18 @@ PLAN = fields(
 )  # fmt: skip
 
 
+MODEL = fields(
+    "layer", "head", "at", "extra", text=st.text(max_size=9), model=st.just("given"),
+    changes=st.lists(
+        fields("layer", rule=st.just("delta_rule"), off=st.lists(st.sampled_from(["decay", "write"]))), max_size=3
+    ),
+)  # fmt: skip
+LEARNING = fields(
+    "rate", "momentum", "decay", "chunk", "channels", "seed", "extra", memory=st.sampled_from(["titans", "lact"]),
+    optimiser=st.sampled_from(["sgd", "muon"]), tokens=st.just(16), task=st.sampled_from(["pairs", "turn"]),
+)  # fmt: skip
+
+
 def check(client, path, body):
     reply = client.post(path, json=body)
     if reply.status_code != 200:
@@ -58,5 +71,24 @@ def test_plan(client):
     @given(PLAN)
     def run(body):
         check(client, "/api/plan", body)
+
+    run()
+
+
+@pytest.mark.parametrize("path", ["/api/model", "/api/model/step"])
+def test_model(client, path):
+    @FEWER
+    @given(MODEL)
+    def run(body):
+        check(client, path, body)
+
+    run()
+
+
+def test_learning(client):
+    @FEWER
+    @given(LEARNING)
+    def run(body):
+        check(client, "/api/learning", body)
 
     run()

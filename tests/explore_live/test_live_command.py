@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,7 @@ from lineate.cli import build_app
 
 
 def test_it_serves_until_it_is_interrupted():
-    command = [sys.executable, "-m", "lineate.cli", "explore", "--port", "0", "--no-browser"]
+    command = [sys.executable, "-m", "lineate.cli", "explore", "tiny", "--port", "0", "--no-browser"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     said = []
@@ -32,6 +33,10 @@ def test_it_serves_until_it_is_interrupted():
         body = {"steps": [{"op": "write", "key": "A", "value": "w"}], "rules": ["delta_rule"]}
         found = httpx.post(f"{address}/api/memory", json=body, timeout=60).json()
         assert found["rules"]["delta_rule"]["norms"] == [0, 1]
+        found = httpx.post(f"{address}/api/model/step", json={"text": "abc", "at": 2}, timeout=60).json()
+        assert found["at"] == 2 and len(found["next"]) == 8
+        about = httpx.get(f"{address}/api/about", timeout=60).json()
+        assert about["models"][0] == {"name": "given", "label": "tiny, untrained"} and about["folders"]
         assert httpx.get(address, headers={"Host": "elsewhere.example"}).status_code == 403
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
@@ -52,6 +57,8 @@ def lineate(*words):
         (["--port", "70000"], "65535"),
         (["--host", "192.0.2.1"], "--host and --port must be free"),
         (["--host", "no.such.host.invalid"], "--host must be a name or an address"),
+        (["/no/such/folder"], "MODEL must be a preset"),
+        ([Path(__file__).parent], "has no model yet"),
     ],
 )
 def test_what_is_refused(words, message):

@@ -235,7 +235,7 @@ def test_a_wrong_field_is_named(client, case):
     ],
 )
 def test_a_malformed_body(client, content, kind, status):
-    for path in ("/api/memory", "/api/plan"):
+    for path in ("/api/memory", "/api/plan", "/api/model", "/api/model/step", "/api/learning"):
         reply = client.post(path, content=content, headers={"Content-Type": kind})
         assert reply.status_code == status and reply.json()["error"]["message"]
 

@@ -14,10 +14,10 @@ SIZES = {
 }
 
 
-@pytest.fixture(params=SIZES)
-def sized(request, browser, address):
-    """Return the page on a wide screen and on a phone."""
-    own = Window(browser, address, **SIZES[request.param])
+@pytest.fixture
+def sized(size, browser, address):
+    """Return the page on a wide screen or on a phone."""
+    own = Window(browser, address, **SIZES[size])
     page = own.open()
     asked(page, "after step 3")
     yield page
@@ -43,6 +43,7 @@ def shows(page, rule, cells):
     row.filter(has_text=re.compile(r"\s*".join(map(re.escape, [rule, *cells])) + "$")).wait_for()
 
 
+@pytest.mark.parametrize("size", few(SIZES, ["phone"]))
 def test_write_overwrite_ask_forget_undo(sized):
     page = sized
     clear(page)
@@ -121,7 +122,7 @@ def test_keys_that_are_alike(page):
 
 def test_rules_are_chosen(page):
     for name in ("linear (L)", "gated linear (R)", "softmax (A)"):
-        page.get_by_label(name).uncheck()
+        page.locator("#rules").get_by_label(name).uncheck()
     page.locator("#panels figure").nth(3).wait_for(state="detached")
     assert list(answers(page)) == ["DeltaNet", "Gated DeltaNet", "Kimi Delta Attention"]
 
@@ -132,7 +133,7 @@ def test_a_link_restores_the_view(page, window):
     page.get_by_role("button", name="Forget B").click()
     drag(page, "at", 4)
     page.get_by_label("Ask for C").check()
-    page.get_by_label("DeltaNet (D)", exact=True).uncheck()
+    page.locator("#rules").get_by_label("DeltaNet (D)", exact=True).uncheck()
     asked(page, "Asked for C after step 4")
     page.locator("#panels figure").nth(5).wait_for(state="detached")
     before, link = answers(page), page.url
@@ -177,6 +178,7 @@ def test_pictures_are_saved(page, view, tmp_path):
     assert image.size == (2 * width, 2 * height) and len(image.convert("RGB").getcolors(2**20)) > 10
 
 
+@pytest.mark.parametrize("size", few(SIZES, ["wide"]))
 def test_plan(sized):
     page = sized
     write(page, "C", "z")

@@ -9,18 +9,31 @@ from collections.abc import Iterator
 import uvicorn
 
 from lineate.explore.live.app import make_app
+from lineate.explore.live.models import GIVEN, Models, OpenModel
+from lineate.explore.pictures import PictureOptions
+from lineate.explore.subject import open_subject
 
 NO_NUMBER = "\u2013"
 """What the table of answers shows where there is no number."""
 HOSTS = frozenset({"127.0.0.1", "localhost"})
 
 
+def untrained(pattern: str, name: str = GIVEN) -> OpenModel:
+    """Return a small model with random weights that reads bytes; it has four layers."""
+    return OpenModel(name, open_subject(PictureOptions(model="tiny", pattern=pattern)))
+
+
+def some_models(folders: bool = True) -> Models:
+    """Return models of which the first has a layer of each kind of picture, and nothing is trained."""
+    return Models(untrained("KGAT"), folders)
+
+
 @contextlib.contextmanager
 def exploring() -> Iterator[str]:
     """Yield the address of a running application."""
-    with socket.socket() as listening:
+    with socket.socket(proto=socket.IPPROTO_TCP) as listening:  # only then asyncio sends without delay
         listening.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(make_app(HOSTS), log_level="critical", access_log=False, lifespan="off")
+        config = uvicorn.Config(make_app(HOSTS, some_models()), log_level="critical", access_log=False, lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

@@ -1,7 +1,7 @@
 """The application of `lineate explore`: a page, what it may ask for, and one endpoint for each view."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from starlette.staticfiles import StaticFiles
 
 import lineate
 from lineate import serving
-from lineate.explore.live import memory_view, plan_view
+from lineate.explore.live import learning_view, memory_view, model_view, plan_view
+from lineate.explore.live.models import MOST_TOKENS, Models
 from lineate.explore.memories import DEMO_RULES
 from lineate.figures import kind_named, narrow_label_of
 from lineate.layers import kinds
@@ -31,32 +32,43 @@ PAGE = Path(__file__).with_name("page")
 """The files of the page, served at /."""
 SHARED = Path(serving.__file__).with_name("page")
 """The chat page, of which this one uses some files."""
-SHARED_FILES = ("dom.js", "icon.svg")
+SHARED_FILES = ("base.css", "dom.js", "icon.svg")
 LIMITS = Limits(body_bytes=64 * 2**10, requests=16)
 """The longest list of steps has a quarter of these bytes."""
 REMEDY = "lineate explore --allow-host NAME"
+TEXT = "for value in values:\n    total += value"
+"""What a model reads at first."""
 
 
-def make_app(hosts: frozenset[str] = frozenset()) -> FastAPI:
-    """Return the application; it keeps nothing between requests.
+def make_app(hosts: frozenset[str] = frozenset(), models: Models | None = None) -> FastAPI:
+    """Return the application; between requests it keeps only models and what they computed last.
 
     Args:
         hosts: Names by which the server may be called; any if there are none.
+        models: The models of the view "Model"; None: the built-in ones.
+    """
+    app = make_views(models or Models())
+    app.add_middleware(
+        Gate, traffic=Traffic(), metrics=Metrics(dict), hosts=hosts, most=LIMITS.requests, remedy=REMEDY
+    )  # fmt: skip
+    return app
+
+
+def make_views(models: Models) -> FastAPI:
+    """Return the page and its endpoints alone, for an application that has a gate of its own.
+
+    Args:
+        models: The models of the view "Model".
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, title="lineate explore")
-    about, files, shared = describe(), StaticFiles(directory=PAGE), StaticFiles(directory=SHARED)
+    about, files, shared = describe(models), StaticFiles(directory=PAGE), StaticFiles(directory=SHARED)
 
     @app.get("/api/about")
     async def what_there_is() -> Response:
         return answer(about)
 
-    @app.post("/api/memory")
-    async def memory(request: Request) -> Response:
-        return await _compute(request, lambda body: memory_view.run_memory(memory_view.read_request(body)))
-
-    @app.post("/api/plan")
-    async def plan(request: Request) -> Response:
-        return await _compute(request, lambda body: plan_view.run_plan(plan_view.read_request(body)))
+    for view, run in VIEWS.items():
+        app.add_api_route(f"/api/{view}", _endpoint(run, models), methods=["POST"])
 
     @app.get("/")
     async def page(request: Request) -> Response:
@@ -68,20 +80,36 @@ def make_app(hosts: frozenset[str] = frozenset()) -> FastAPI:
 
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(
-        Gate, traffic=Traffic(), metrics=Metrics(dict), hosts=hosts, most=LIMITS.requests, remedy=REMEDY
-    )  # fmt: skip
     return app
 
 
-async def _compute(request: Request, run: Callable[[Fields], dict[str, Any]]) -> Response:
-    """Return what a view computes from a body, in a thread, so that other requests are answered meanwhile."""
-    body = parse(await read_body(request, LIMITS))
-    return answer(await asyncio.to_thread(run, body))
+View = Callable[[Fields, Models], dict[str, Any]]
+VIEWS: dict[str, View] = {
+    "memory": lambda body, _: memory_view.run_memory(memory_view.read_request(body)),
+    "plan": lambda body, _: plan_view.run_plan(plan_view.read_request(body)),
+    "learning": lambda body, _: learning_view.run_learning(learning_view.read_request(body)),
+    "model": lambda body, models: model_view.run_model(model_view.read_request(body, models, step=False)),
+    "model/step": lambda body, models: model_view.run_step(model_view.read_request(body, models, step=True)),
+}
+"""What each endpoint below /api/ computes from a body."""
 
 
-def describe() -> dict[str, Any]:
-    """Return what the page offers: rules, mixers, presets, machines, and the limits of each field."""
+def _endpoint(run: View, models: Models) -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint that computes in a thread, so that other requests are answered meanwhile."""
+
+    async def endpoint(request: Request) -> Response:
+        body = parse(await read_body(request, LIMITS))
+        return answer(await asyncio.to_thread(run, body, models))
+
+    return endpoint
+
+
+def describe(models: Models) -> dict[str, Any]:
+    """Return what the page offers: rules, mixers, presets, machines, models, and the limits of each field.
+
+    Args:
+        models: The models of the view "Model".
+    """
     return {
         "version": lineate.__version__,
         "rules": [_rule(name) for name in DEMO_RULES],
@@ -103,7 +131,13 @@ def describe() -> dict[str, Any]:
             "layers": plan_view.MOST_LAYERS,
             "pattern": plan_view.MOST_PATTERN,
             "devices": plan_view.MOST_DEVICES,
+            "tokens": MOST_TOKENS,
+            "characters": model_view.MOST_CHARACTERS,
         },
+        "models": [{"name": name, "label": label} for name, label in models.names.items()],
+        "folders": models.folders,
+        "text": TEXT,
+        "learning": learning_view.describe(),
     }
 
 

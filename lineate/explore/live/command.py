@@ -4,9 +4,11 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lineate.options import option, parameters, sign
+from lineate.names import named_path, user_path
+from lineate.options import argument, option, parameters, sign
 from lineate.serving.command import NEEDED, allowed_hosts, is_local, listen
 from lineate.terminal import fail, printable
 
@@ -14,22 +16,31 @@ if TYPE_CHECKING:
     import typer
     import uvicorn
 
+    from lineate.explore.live.models import Models
+
 
 @dataclass(frozen=True)
 class ExploreArguments:
     """The options of `lineate explore`."""
 
+    model: str | None = argument(
+        "Model to look at: folder of a checkpoint or a run, hub name or preset; none: built-in ones.", "[MODEL]", None
+    )
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every address of this machine.")
     port: int = option(8100, "Port to listen at; 0: a free one.", least=0, most=65535)
     browser: bool = option(True, "Open the page in a browser.", "--browser/--no-browser")
     allow_host: str | None = option(None, "More names by which the page may be called, with commas between.")
+    export: Path | None = option(  # noqa: RUF009  # it is a field
+        None, "Write the page with its first answers here, for any file server, and stop.", parser=named_path,
+        metavar="FOLDER",
+    )  # fmt: skip
 
 
 def add_commands(app: "typer.Typer") -> None:
     """Add `lineate explore` to the command line."""
 
     def explore(**given: Any) -> None:
-        """Open a page: write, correct and forget in every rule's memory by hand; plan a model with sliders."""
+        """Open a page: memories written by hand, a model token by token, memories that learn, and a planner."""
         run_explore(ExploreArguments(**given))
 
     sign(explore, parameters(ExploreArguments))
@@ -43,6 +54,9 @@ def run_explore(asked: ExploreArguments) -> None:
         asked: The options.
     """
     try:
+        if asked.export is not None:
+            _export(asked, user_path(asked.export))
+            return
         listening = listen(asked.host, asked.port)
         server = _prepare(asked)
     except ModuleNotFoundError as error:
@@ -50,7 +64,7 @@ def run_explore(asked: ExploreArguments) -> None:
         if module not in NEEDED:
             raise
         fail(f"lineate explore needs {module}, which is not installed; run pip install 'lineate[serve]'", 1)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         fail(error, 2)
     listening.listen()  # a browser that comes before the server runs waits
     _announce(asked, listening)
@@ -65,12 +79,29 @@ def _prepare(asked: ExploreArguments) -> "uvicorn.Server":
     from lineate.explore.live.app import LIMITS, make_app
     from lineate.serving.connections import connections
 
+    models = _models(asked, is_local(asked.host))
     more = tuple(name.strip() for name in (asked.allow_host or "").split(",") if name.strip())
     config = uvicorn.Config(
-        make_app(allowed_hosts(asked.host, more)), lifespan="off", log_level="warning", access_log=False,
+        make_app(allowed_hosts(asked.host, more), models), lifespan="off", log_level="warning", access_log=False,
         server_header=False, timeout_graceful_shutdown=2, http=connections(LIMITS.head_seconds),
     )  # fmt: skip
     return uvicorn.Server(config)
+
+
+def _models(asked: ExploreArguments, folders: bool) -> "Models":
+    """Return the models of the page; programs of other machines may not name folders of this one."""
+    from lineate.explore.live.models import Models, open_given
+
+    return Models(None if asked.model is None else open_given(asked.model), folders)
+
+
+def _export(asked: ExploreArguments, folder: Path) -> None:
+    """Write the page and its first answers into a folder."""
+    from lineate.explore.live.export import export
+
+    files, size = export(folder, _models(asked, folders=False))
+    print(f"lineate: {printable(str(folder))} has the page: {files} files, {size / 2**20:.1f} MiB", file=sys.stderr)
+    print(f"lineate: look at it with python -m http.server --directory {printable(str(folder))}", file=sys.stderr)
 
 
 def _announce(asked: ExploreArguments, listening: socket.socket) -> None:
@@ -79,7 +110,7 @@ def _announce(asked: ExploreArguments, listening: socket.socket) -> None:
     address = f"http://{host}:{listening.getsockname()[1]}/"
     print(f"lineate: {printable(address)} has the page; Ctrl+C ends it", file=sys.stderr, flush=True)
     if not is_local(asked.host):
-        print("lineate: other machines can open this page; it keeps nothing", file=sys.stderr, flush=True)
+        print("lineate: other machines can open this page; it keeps nothing of theirs", file=sys.stderr, flush=True)
     if asked.browser:
         import webbrowser
 

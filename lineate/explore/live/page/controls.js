@@ -1,6 +1,7 @@
 // Sliders and fields that the views share.
 
 import { make } from "./dom.js";
+import { answerTo } from "./server.js";
 
 /**
  * Return a slider with its label and the number beside it.
@@ -42,14 +43,9 @@ export class Asker {
     }
     this.busy = true;
     try {
-      const reply = await fetch(this.path, {
-        method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body),
-      });
-      const value = await reply.json();
-      if (reply.ok) this.answered(value, body);
-      else this.failed(value.error.message);
+      this.answered(await answerTo(this.path, body), body);
     } catch (error) {
-      this.failed(`lineate explore does not answer (${error.message}); is it still running?`);
+      this.failed(error.message);
     }
     this.busy = false;
     if (this.waiting) {

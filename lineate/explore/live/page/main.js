@@ -1,10 +1,15 @@
 // The page: which view is shown, its link, its files.
 
-import { byId, copy } from "./dom.js";
+import { byId, copy, make } from "./dom.js";
+import { LearningView } from "./learning.js";
 import { MemoryView } from "./memory.js";
+import { ModelView } from "./model.js";
 import { PlanView } from "./plan.js";
 import { save } from "./scene.js";
+import { begin } from "./server.js";
 import { onChange } from "./theme.js";
+
+const VIEWS = [MemoryView, ModelView, LearningView, PlanView];
 
 const views = {};
 let current = null;
@@ -23,24 +28,38 @@ function notice(text, hold = false) {
 
 const say = (text) => { byId("status").textContent = text; };
 
+/** Show what a view has to say; an answer that comes after its view was left says nothing. */
+function noticeOf(view, text, hold) {
+  if (view === current) notice(text, hold);
+}
+
 /** Write the state of the view into the page's address. */
-function linked() {
-  if (!current) return;
+function linked(view) {
+  if (view !== current) return;
   history.replaceState(null, "", `#${current.name}?${current.text}`);
   byId(`tab-${current.name}`).href = location.hash;
+}
+
+/** Say what a copy without a server has, with a link to each of its first pictures. */
+function showKept({ title, views: parts }) {
+  const list = (links) => make("ul", {}, ...links.map(({ href, label }) => make("li", {}, make("a", { href, textContent: label }))));
+  byId("kept").append(make("summary", { textContent: title }),
+    ...parts.flatMap(({ name, text, links }) => [make("h2", { textContent: name }), make("p", { textContent: text }), list(links)]));
+  byId("kept").hidden = false;
 }
 
 /** Show the view that the address names. */
 function route() {
   const [name, ...rest] = location.hash.slice(1).split("?");
   const view = views[name] ?? views.memory;
+  if (current && current !== view) notice("");
   current = view;
   for (const other of Object.values(views)) {
     byId(other.name).hidden = other !== view;
     byId(`tab-${other.name}`).toggleAttribute("aria-current", other === view);
   }
   byId(`tab-${view.name}`).setAttribute("aria-current", "page");
-  document.title = `${view.name === "plan" ? "Plan" : "Memory"} · lineate explore`;
+  document.title = `${byId(`tab-${view.name}`).textContent} · lineate explore`;
   view.open(view.name === name ? rest.join("?") : "");
 }
 
@@ -62,10 +81,12 @@ function saveAs(kind) {
 
 async function start() {
   try {
-    const reply = await fetch("/api/about");
-    if (!reply.ok) throw new Error(`status ${reply.status}`);
-    const about = await reply.json();
-    for (const view of [new MemoryView(about, { linked, notice, say }), new PlanView(about, { linked, notice, say })]) views[view.name] = view;
+    const about = await begin();
+    for (const View of VIEWS) {
+      const view = new View(about, { linked: () => linked(view), notice: (text, hold) => noticeOf(view, text, hold), say });
+      views[view.name] = view;
+    }
+    if (about.kept) showKept(about.kept);
   } catch (error) {
     notice(`lineate explore does not answer (${error.message}); is it still running?`);
     return;

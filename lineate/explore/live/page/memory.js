@@ -21,7 +21,7 @@ export class MemoryView {
       steps: [write("A", "w"), write("B", "x"), write("A", "y")],
     };
     this.state = this.usual;
-    this.asker = new Asker("/api/memory", (value, body) => this.answered(value, body), notice);
+    this.asker = new Asker("api/memory", (value, body) => this.answered(value, body), notice);
     this.build();
   }
 

@@ -122,8 +122,8 @@ const CHART = { height: 210, left: 44, right: 12, top: 34, bottom: 34 };
 export const CHART_WIDTH = 480; // in a file
 
 /** Return a chart of one number of each rule over the steps; lines end with the letter of their rule. */
-export function chart(title, rules, series, at, width, colours) {
-  const { height, left, right, top, bottom } = CHART;
+export function chart(title, rules, series, at, width, colours, { unit = "steps", height = CHART.height } = {}) {
+  const { left, right, top, bottom } = CHART;
   const scene = new Scene(width, height);
   const shown = rules.filter((rule) => series(rule));
   const count = shown.length ? series(shown[0]).length - 1 : 0;
@@ -137,7 +137,7 @@ export function chart(title, rules, series, at, width, colours) {
   }
   const every = Math.max(1, Math.ceil(count / 8));
   for (let i = 0; i <= count; i += every) scene.text(x(i), height - bottom + 16, i, colours.faint, { size: 11, anchor: "middle" });
-  scene.text(width - right, height - 4, "steps", colours.faint, { size: 11, anchor: "end" });
+  scene.text(width - right, height - 4, unit, colours.faint, { size: 11, anchor: "end" });
   scene.line([[x(at), top - 6], [x(at), height - bottom]], colours.faint, { dash: 3 });
   const ends = [];
   shown.forEach((rule, order) => {

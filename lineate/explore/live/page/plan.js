@@ -20,7 +20,7 @@ export class PlanView {
       hidden: 2048, layers: 24, head: 128, group: 4,
     };
     this.state = this.usual;
-    this.asker = new Asker("/api/plan", (value) => this.answered(value), notice);
+    this.asker = new Asker("api/plan", (value) => this.answered(value), notice);
     this.build();
   }
 
@@ -44,10 +44,10 @@ export class PlanView {
     };
     const { preset, hidden, layers, head, group, dtype, context, batch, hardware: machine, devices } = this.controls;
     const letters = mixers.map((one) => `${one.letter} ${one.label}`).join(", ");
-    byId("model").append(preset.element, make("div.field", {}, make("label", { htmlFor: "pattern", textContent: "Pattern" }), this.pattern),
+    byId("plan-model").append(preset.element, make("div.field", {}, make("label", { htmlFor: "pattern", textContent: "Pattern" }), this.pattern),
       make("p.hint", { id: "pattern-hint", textContent: `Letters are repeated over the layers: ${letters}.` }),
       hidden.element, layers.element, head.element, group.element, dtype.element);
-    byId("run").append(context.element, batch.element, machine.element, devices.element);
+    byId("plan-run").append(context.element, batch.element, machine.element, devices.element);
   }
 
   open(text) {

@@ -24,9 +24,19 @@ export class Scene {
     this.shapes.push({ kind: "dot", x, y, radius, fill, title });
   }
 
-  /** Add a line of text; y is its base line. */
-  text(x, y, text, fill, { size = 12, anchor = "start", weight = 400 } = {}) {
-    this.shapes.push({ kind: "text", x, y, text: String(text), fill, size, anchor, weight });
+  /** Add a line of text; y is its base line. `upward` turns it by a quarter, to be read from below. */
+  text(x, y, text, fill, { size = 12, anchor = "start", weight = 400, upward = false } = {}) {
+    this.shapes.push({ kind: "text", x, y, text: String(text), fill, size, anchor, weight, upward });
+  }
+
+  /**
+   * Add a table of coloured cells, which may be thousands: cells of one colour are one shape.
+   * @param {string[][]} rows the colour of each cell, null where there is none
+   */
+  cells(x, y, width, height, rows) {
+    const groups = {};
+    rows.forEach((row, i) => row.forEach((colour, j) => { if (colour) (groups[colour] ??= []).push([i, j]); }));
+    this.shapes.push({ kind: "cells", x, y, width, height, groups });
   }
 
   /** Add all shapes of another scene, moved by (dx, dy). */
@@ -58,9 +68,18 @@ function svgShape(s) {
     if (s.dash) made.setAttribute("stroke-dasharray", s.dash);
     return made;
   }
+  if (s.kind === "cells") {
+    const made = node("g", { "shape-rendering": "crispEdges" });
+    for (const [fill, places] of Object.entries(s.groups)) {
+      const d = places.map(([i, j]) => `M${short(s.x + j * s.width)} ${short(s.y + i * s.height)}h${s.width}v${s.height}h${-s.width}z`);
+      made.append(node("path", { d: d.join(""), fill }));
+    }
+    return made;
+  }
   if (s.kind === "dot") return node("circle", { cx: short(s.x), cy: short(s.y), r: s.radius, fill: s.fill });
   const made = node("text", { x: short(s.x), y: short(s.y), fill: s.fill, "font-size": s.size, "text-anchor": s.anchor,
     "font-weight": s.weight });
+  if (s.upward) made.setAttribute("transform", `rotate(-90 ${short(s.x)} ${short(s.y)})`);
   made.textContent = s.text;
   return made;
 }
@@ -104,11 +123,20 @@ function paint(context, s) {
     context.arc(s.x, s.y, s.radius, 0, 2 * Math.PI);
     context.fillStyle = s.fill;
     context.fill();
+  } else if (s.kind === "cells") {
+    for (const [fill, places] of Object.entries(s.groups)) {
+      context.fillStyle = fill;
+      for (const [i, j] of places) context.fillRect(s.x + j * s.width, s.y + i * s.height, s.width, s.height);
+    }
   } else {
+    context.save();
+    context.translate(s.x, s.y);
+    if (s.upward) context.rotate(-Math.PI / 2);
     context.fillStyle = s.fill;
     context.font = `${s.weight} ${s.size}px ${FONT}`;
     context.textAlign = { start: "left", middle: "center", end: "right" }[s.anchor];
-    context.fillText(s.text, s.x, s.y);
+    context.fillText(s.text, 0, 0);
+    context.restore();
   }
 }
 
