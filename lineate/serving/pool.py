@@ -184,7 +184,7 @@ class Pool:
         self._lengths, self.rows, self.capacity = lengths, rows, capacity
         if not self._grows:
             self._steps = self._new_steps()
-            self._steps.runs[:running] = 1
+            self._steps.runs[:running].fill_(1)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -216,10 +216,10 @@ class Pool:
         for layer, cache in self._caches.items():
             for name, x in cache.items():
                 x[rows, :n] = state.layers[layer][name][:, :n].to(x)
-                x[rows, n : max(self._used[rows])] = 0
-        self._lengths[rows] = n
+                x[rows, n : max(self._used[rows])].zero_()
+        self._lengths[rows].fill_(n)  # an assigned number would wait for the device
         if self._steps is not None:
-            self._steps.runs[rows] = 1
+            self._steps.runs[rows].fill_(1)
         self._used[rows] = [n] * count
         self.lengths += [n] * count
         return row
@@ -249,15 +249,15 @@ class Pool:
         if row < last:
             copy_all([x[row, :n] for x in caches], [x[last, :n] for x in caches])
             for x in caches if n < used else []:
-                x[row, n:used] = 0
+                x[row, n:used].zero_()
         for x in caches if self._grows else [*memories, *caches]:
             self._overwrite(x[last])
         if row < last:
             self._lengths[row] = self._lengths[last]
             self.lengths[row], self._used[row] = n, n
-        self._lengths[last] = 0
+        self._lengths[last].zero_()
         if self._steps is not None:
-            self._steps.runs[last] = 0
+            self._steps.runs[last].zero_()
         if self.poison:
             self._used[last] = self.capacity
         self.lengths.pop()
