@@ -1,8 +1,8 @@
 """Write transformers' Qwen3-Next with dense feed-forwards as a GGUF file that llama.cpp reads.
 
-llama.cpp's own `qwen3next` wants experts. Qwen3.5 (`qwen35`) has the same layers with dense feed-forwards: its rotary
-positions of text are the ordinary ones, whatever the sections, and only the order of weights differs. The file is
-written with the package `gguf`; `tensors` needs torch alone.
+llama.cpp's own `qwen3next` wants experts. Qwen3.5 (`qwen35`) has the same layers with dense feed-forwards, and other
+orders of weights. Its rotary frequencies take turns between the three axes of an image, whose positions are all the
+same in a text. The file is written with the package `gguf`; `tensors` needs torch alone.
 """
 
 from collections.abc import Iterator
@@ -105,7 +105,7 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(rotary)
-    writer.add_rope_dimension_sections([rotary // 2, 0, 0, 0])
+    writer.add_rope_dimension_sections([len(range(axis, rotary // 2, 3)) for axis in range(3)] + [0])
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
