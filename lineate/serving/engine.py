@@ -136,7 +136,11 @@ class Engine:
             raise ValueError(f"cache must have the engine's spacing, {spacing}, got {cache.spacing}")
         self.model, self.spacing, self.queue, self.exact, self.clock = model.eval(), spacing, queue, exact, clock
         self.slots, self.context, self.cache = slots, context, cache
-        self.plan = Plan(model, slots, context, memory_bytes, 0 if drafter is None else most_guesses)
+        drafted = getattr(drafter, "row_nbytes", None)
+        self.plan = Plan(
+            model, slots, context, memory_bytes, 0 if drafter is None else most_guesses,
+            None if drafted is None else lambda tokens: drafted(tokens, most_guesses),
+        )  # fmt: skip
         shape = self.plan.first_shape()
         self.pool = Pool(model, shape.rows, shape.capacity, poison=poison)
         overlap = not self.pool.waits if overlap is None else overlap

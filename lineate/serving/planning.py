@@ -2,6 +2,7 @@
 
     the pool               rows * (memories + capacity * bytes a token); while it is resized, both the old and the new
     a step                 the new memories of all rows, before the old ones are freed
+    guesses                the states of a drafter that is a model
     a prompt being read    its state with room for the whole prompt, and a copy of what is kept on the way
     a branch being read    the same for the tokens up to the branch, within one step
 
@@ -9,7 +10,7 @@ A request is admitted when all of this fits into the memory, with its rows and i
 admitted ever runs out of memory. A branch holds no state until it is read, and is given up if it does not fit then.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lineate.generation.in_place import round_up
@@ -59,11 +60,20 @@ class Plan:
         context: The most tokens that a row may have.
         memory_bytes: The most bytes for the pool and for the prompts being read; None: no limit.
         margin: Tokens that a row may have beyond its request, for guesses that are refused.
+        drafted: Returns the most bytes that a drafter keeps for a row of so many tokens; None: it keeps none.
     """
 
-    def __init__(self, model: HybridLM, slots: int, context: int, memory_bytes: int | None, margin: int = 0) -> None:
+    def __init__(
+        self,
+        model: HybridLM,
+        slots: int,
+        context: int,
+        memory_bytes: int | None,
+        margin: int = 0,
+        drafted: Callable[[int], int] | None = None,
+    ) -> None:
         self.model, self.slots, self.context = model, slots, context
-        self.memory_bytes, self.margin = memory_bytes, margin
+        self.memory_bytes, self.margin, self.drafted = memory_bytes, margin, drafted
         self._memories = model.state_nbytes(1, 0)
         self._token = model.state_nbytes(1, 1) - self._memories
 
@@ -76,7 +86,11 @@ class Plan:
         numbers = ROW_NUMBERS[self.model.device.type == "cuda"]
         versions = 1 if not self.margin else 2 + self.margin  # guesses: after each token, and what is accepted
         made = versions * self._memories
-        return shape.rows * (self._row_nbytes(shape.capacity) + numbers * 8 + made)
+        return shape.rows * (self._row_nbytes(shape.capacity) + numbers * 8 + made) + self._drafted_nbytes(shape)
+
+    def _drafted_nbytes(self, shape: Shape) -> int:
+        """Return the most bytes that the drafter keeps for all rows."""
+        return 0 if self.drafted is None else shape.rows * self.drafted(shape.capacity)
 
     def _row_nbytes(self, tokens: int) -> int:
         return self._memories + tokens * self._token
@@ -105,11 +119,12 @@ class Plan:
         if rows <= pool.rows and capacity <= pool.capacity and self.has_room(pool, needs):
             return Shape(pool.rows, pool.capacity)
         reading = sum(map(self.reading_nbytes, needs))
+        drafted = self._drafted_nbytes(Shape(pool.rows, pool.capacity))
         most = self.capacity(self.context)
         wishes = [(self.slots, most), (self.slots, min(2 * capacity, most)), (self.slots, capacity), (rows, capacity)]
         for wish in wishes:
             shape = Shape(*wish)
-            if self._fits(max(pool.resize_nbytes(*wish), self.pool_nbytes(shape)) + reading):
+            if self._fits(max(pool.resize_nbytes(*wish) + drafted, self.pool_nbytes(shape)) + reading):
                 return shape
         return None
 

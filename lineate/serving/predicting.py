@@ -10,9 +10,10 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from lineate.layers import TensorSpec
 from lineate.models import HybridLM
 from lineate.serving.drafting.drafter import DraftRow, Known
-from lineate.serving.drafting.stepwise import Pass, StepwiseDrafter, padded
+from lineate.serving.drafting.stepwise import Pass, StepwiseDrafter, padded, states_nbytes
 
 
 class _Observed(Known):
@@ -52,6 +53,19 @@ class PredictionDrafter(StepwiseDrafter[_Observed]):
             )
         super().__init__()
         self.model, self.head = model, model.prediction
+
+    def row_nbytes(self, tokens: int, guesses: int) -> int:
+        """Return the most bytes of the head's cache, and of what is observed before it is read; see BaseDrafter.
+
+        Args:
+            tokens: The most tokens of a sequence.
+            guesses: The most guesses for it at a time.
+        """
+        specs: tuple[TensorSpec, ...] = self.head.block.mixer.state_spec  # type: ignore[assignment]
+        memories = sum(spec.nbytes(0) for spec in specs)
+        token = sum(spec.nbytes(1) for spec in specs) - memories
+        observed = 2 * min(tokens, self.PIECE) * self.model.config.hidden_size * self.model.dtype.itemsize
+        return states_nbytes(memories, token, tokens, guesses) + observed
 
     @torch.no_grad()
     def observe(self, key: Hashable, ids: Sequence[int], start: int, hidden: Tensor) -> None:

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from serving_models import PATTERNS, SPACING, alone, model, prompt
+from few import few
+from serving_models import PATTERNS, SPACING, VOCAB, alone, model, prompt
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache import StateCache
+from lineate.serving.drafting import DraftModel
 from lineate.serving.engine import Engine
 from lineate.serving.planning import Need, Plan, Shape
 from lineate.serving.pool import Pool
@@ -105,3 +107,34 @@ def test_resizing_stays_within_its_bytes(pattern):
         )
         pool.resize(*new)
         assert pool.allocated <= planned
+
+
+@pytest.mark.parametrize("draft", few(["GGGA", "TPNC", "LRDG", "EA"], ("GGGA", "EA")))
+def test_a_drafter_that_is_a_model_is_planned_for(draft):
+    """Its states never take more than was planned, and fewer rows are admitted where they would not fit."""
+    lm, small = model("GGGA"), DraftModel(model(draft), VOCAB)
+    engine = Engine(lm, slots=3, context=256, spacing=SPACING, drafter=small, most_guesses=3)
+    handles = [
+        engine.submit(Request(prompt(n, seed=n), Sampling(temperature=1.5, seed=n), max_new_tokens=30))
+        for n in (5, 90, 40, 7)
+    ]
+    most = 0
+    while engine.step():
+        most = max(most, small.nbytes)
+        assert small.nbytes <= engine.pool.rows * small.row_nbytes(engine.pool.capacity, 3)
+    assert most > 0 and small.nbytes == 0
+    assert all(len(handle.result(0)[0].tokens) == 30 for handle in handles)
+
+    plan = Plan(lm, 3, 64, None, 3, lambda tokens: small.row_nbytes(tokens, 3))
+    enough = plan.pool_nbytes(Shape(1, 64)) + 2 * plan.reading_nbytes(Need(1, 20, 0, True))
+    together = {}
+    for drafter in (None, small):
+        engine = Engine(
+            lm, slots=3, context=64, memory_bytes=enough, spacing=SPACING, drafter=drafter, most_guesses=3,
+        )  # fmt: skip
+        for n in range(2):
+            engine.submit(Request(prompt(20, seed=n), DRAWN, max_new_tokens=20))
+        together[drafter] = 0
+        while engine.step():
+            together[drafter] = max(together[drafter], engine.stats.running)
+    assert together == {None: 2, small: 1}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lineate.models import HybridLM
 from lineate.serving.drafting.drafter import DraftRow, Known
-from lineate.serving.drafting.stepwise import Pass, StepwiseDrafter, padded
+from lineate.serving.drafting.stepwise import Pass, StepwiseDrafter, padded, states_nbytes
 
 
 class _Read(Known):
@@ -37,6 +37,16 @@ class DraftModel(StepwiseDrafter[_Read]):
             )
         super().__init__()
         self.model = model
+
+    def row_nbytes(self, tokens: int, guesses: int) -> int:
+        """Return the most bytes of the smaller model's states for a sequence; see BaseDrafter.
+
+        Args:
+            tokens: The most tokens of a sequence.
+            guesses: The most guesses for it at a time.
+        """
+        memories = self.model.state_nbytes(1, 0)
+        return states_nbytes(memories, self.model.state_nbytes(1, 1) - memories, tokens, guesses)
 
     def _prepare(self, row: DraftRow, most: int) -> int:
         length = self._known.setdefault(row.key, _Read()).pace.next_length(row.ids, most)

@@ -34,7 +34,10 @@ class DraftRow:
 
 
 class Drafter(Protocol):
-    """Guesses tokens; what it guesses never changes which tokens are generated."""
+    """Guesses tokens; what it guesses never changes which tokens are generated.
+
+    One that keeps tensors for each sequence also has row_nbytes, as BaseDrafter has, so that they are planned for.
+    """
 
     needs_hidden: bool
     """Whether it wants to observe what the model's head reads."""
@@ -175,6 +178,15 @@ class BaseDrafter(Generic[K]):
 
     def __init__(self) -> None:
         self._known: dict[Hashable, K] = {}
+
+    def row_nbytes(self, tokens: int, guesses: int) -> int:
+        """Return the most bytes that its tensors take for a sequence; without tensors 0.
+
+        Args:
+            tokens: The most tokens of a sequence.
+            guesses: The most guesses for it at a time.
+        """
+        return 0
 
     def observe(self, key: Hashable, ids: Sequence[int], start: int, hidden: Tensor) -> None:
         """Ignore what the model's head read; see Drafter.

@@ -14,6 +14,20 @@ from lineate.models import ModelState
 from lineate.serving.drafting.drafter import BaseDrafter, DraftRow, K, with_more
 
 
+def states_nbytes(memories: int, token: int, tokens: int, guesses: int) -> int:
+    """Return the most bytes that the states of one sequence take while guesses are made and rows are joined anew.
+
+    Args:
+        memories: The bytes of its memories.
+        token: The bytes of its caches for each token.
+        tokens: The most tokens that it has.
+        guesses: The most guesses at a time.
+    """
+    # Memories: alone and in a batch, after each token of a pass, and after a guess. Caches: a batch has the room of its
+    # longest row; one that grows is copied into half as much room again.
+    return memories * (4 + guesses) + token * (5 * (tokens + guesses + 1) // 2 + 64)
+
+
 class RowStates:
     """The states of several sequences as one batch, which is put together anew only if other sequences are wanted."""
 
@@ -21,6 +35,12 @@ class RowStates:
         self._keys: tuple[Hashable, ...] = ()
         self._batch: ModelState | None = None
         self._single: dict[Hashable, ModelState] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all states."""
+        held = [*self._single.values(), *([] if self._batch is None else [self._batch])]
+        return sum(x.nbytes for state in held for layer in state.layers for x in layer.tensors.values())
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._keys or key in self._single
@@ -85,6 +105,11 @@ class StepwiseDrafter(BaseDrafter[K], ABC, Generic[K]):
     def __init__(self) -> None:
         super().__init__()
         self._states = RowStates()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the states of all sequences."""
+        return self._states.nbytes
 
     @torch.no_grad()
     def propose(self, rows: Sequence[DraftRow], most: int) -> list[list[int]]:
