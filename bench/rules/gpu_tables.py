@@ -43,9 +43,10 @@ def show(data: dict[str, Any], groups: list[str]) -> None:
     found = {(r["group"], r["case"], r["who"]): r for r in data["results"]}
     for group in groups:
         if group in (PREFILL, VARIANTS):
-            columns, rows = (prefill_table if group == PREFILL else variants_table)(data)
-            if rows:
-                timing.show(f"{group}: Gated DeltaNet forward, bfloat16, k = v = {HEAD_DIM}, ms", columns, rows)
+            for title, table in PREFILL_TABLES[group].items():
+                columns, rows = table(data)
+                if rows:
+                    timing.show(f"{group}: Gated DeltaNet forward, {title}", columns, rows)
             continue
         rows = []
         for case in (c for c in CASES if c.group == group):
@@ -80,6 +81,7 @@ def show(data: dict[str, Any], groups: list[str]) -> None:
         )  # fmt: skip
 
 
+MEASURED = ("graph_ms", "event_ms", "host_ms")
 Results = dict[tuple[str, str, str], dict[str, Any]]
 
 
@@ -115,14 +117,27 @@ def prefill_table(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         cells = [number(ours, "graph_ms"), number(peer, "graph_ms"), ratio(other, own), path]
         cells += [number(ours, "event_ms"), number(ours, "host_ms"), number(peer, "event_ms"), number(peer, "host_ms")]
         cells += [number(plain, "graph_ms"), ratio(device_ms(plain), own), milliseconds(least), ratio(own, least)]
-        cells += [error_text(ours), error_text(plain), error_text(peer)]
-        cells.append(", ".join(f"{x:.1e}" for x in (peer or {}).get("differences", ())) or "-")
-        troubled = {"lineate": ours, "plain Triton": plain, "FlashInfer": peer}
-        cells.append("; ".join(f"{who}: {text}" for who, r in troubled.items() if r and (text := notes(r))))
-        rows.append([case.shape + (" packed" if case.lengths else ""), *cells])
+        rows.append([case.shape, *cells])
     columns = ["sequences, h/hv", "lineate graph", "FlashInfer graph", "FlashInfer / lineate", "its path",
                "lineate events", "host", "FlashInfer events", "host", "plain Triton graph", "/ lineate", "floor",
-               "lineate / floor", "error", "plain", "FlashInfer", "output, state differ", "note"]  # fmt: skip
+               "lineate / floor"]  # fmt: skip
+    return columns, rows
+
+
+def accuracy_table(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows of errors, of FlashInfer's differences from lineate, and of what went wrong."""
+    found, rows = measured(data), []
+    whos = ("ours", "portable", "flashinfer", "flashinfer-cp")
+    for case in (c for c in CASES if c.group == PREFILL):
+        results = {who: found.get((PREFILL, case.name, who)) for who in whos}
+        if not any(results.values()):
+            continue
+        errors = [scientific([r["error"]] if r and r.get("error") is not None else []) for r in results.values()]
+        differ = [scientific((results[who] or {}).get("differences", [])) for who in whos[2:]]
+        texts = (f"{CONTESTANTS[who].label}: {text}" for who, r in results.items() if r and (text := notes(r)))
+        rows.append([case.shape, *errors, *differ, "; ".join(texts)])
+    columns = ["sequences, h/hv", "lineate", "plain Triton", "FlashInfer", "its segments",
+               "FlashInfer differs: output, state", "its segments differ", "note"]  # fmt: skip
     return columns, rows
 
 
@@ -136,26 +151,30 @@ def variants_table(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             for batch in (False, True):
                 fitting = (c for c in (case, *same) if c.raw == raw and (c.b > 1) == batch)
                 result = next((r for c in fitting if (r := found.get((c.group, c.name, "ours")))), None)
-                cells += [number(result, key) for key in ("graph_ms", "event_ms", "host_ms")]
+                cells.append(" / ".join(number(result, key) for key in MEASURED) if result else "-")
                 if result and (text := notes(result)):
                     texts.append(f"{'batch' if batch else 'packed'}{', raw' if raw else ''}: {text}")
         if any(cell != "-" for cell in cells) or texts:
             rows.append([case.shape, *cells, "; ".join(texts)])
-    kinds = ("packed", "batch", "packed raw", "batch raw")
-    return [
-        "sequences, h/hv",
-        *(f"{kind} {what}" for kind in kinds for what in ("graph", "events", "host")),
-        "note",
-    ], rows
+    return ["sequences, h/hv", "packed", "batch", "packed, raw gates", "batch, raw gates", "note"], rows
 
 
 def number(result: dict[str, Any] | None, key: str) -> str:
     return milliseconds((result or {}).get(key))
 
 
-def error_text(result: dict[str, Any] | None) -> str:
-    value = (result or {}).get("error")
-    return "-" if value is None else f"{value:.1e}"
+def scientific(values: list[float]) -> str:
+    return ", ".join(f"{x:.1e}" for x in values) or "-"
+
+
+PREFILL_TABLES = {
+    PREFILL: {
+        f"bfloat16, k = v = {HEAD_DIM}, several sequences packed, ms": prefill_table,
+        "relative errors against float32, and differences between contestants": accuracy_table,
+    },
+    VARIANTS: {"ms in a graph / between events / of the host": variants_table},
+}
+"""The tables of a group by their titles."""
 
 
 def header(data: dict[str, Any]) -> list[str]:
