@@ -1,17 +1,25 @@
-"""lineate on an NVIDIA GPU compared with fla, FlashQLA, FlashKDA and flash SDPA: time, memory, first call, the floor.
+"""lineate on an NVIDIA GPU compared with FlashInfer, fla, FlashQLA, FlashKDA and flash SDPA: time, memory, the floor.
 
     python -m bench.rules.gpu                                       runs every case with lineate and SDPA
     python -m bench.rules.gpu --peers DIR                           also runs the peers in DIR, or installed ones
     python -m bench.rules.gpu --only gdn,decode --contestants ours,fla --quick
     python -m bench.rules.gpu --keep --only kda                     measures these again, keeps the rest of the file
     python -m bench.rules.gpu --show                                shows tables and plot of the JSON file
+    python -m bench.rules.gpu --only prefill --warm --quick --peers DIR     the rows beside FlashInfer
+    python -m bench.rules.gpu --only prefill,prefill-variants --missing ... measures what the JSON file lacks
+    python -m bench.rules.gpu --dry-run ...                         says what would run, without a GPU
 
 Every contestant runs in processes of its own, one for each batch of cases, with empty compiler caches (--warm: all
 cases in one process, with the compilers' own caches). A case that fails or takes too long is reported, and the others
 go on. Times are medians: `graph` inside a replayed CUDA graph, `events` between CUDA events around calls from Python,
-back to back, which gives the larger of the host's and the device's time. Input sets are rotated so that none is found
-in the L2 cache. Extra memory is the allocator's peak during a call minus what was allocated before, results included.
-The first call is that of a fresh process after importing; it includes compiling and tuning.
+back to back, which gives the larger of the host's and the device's time; `host` is the time after which Python has
+issued a call, without waiting for the device. Input sets are rotated so that none is found in the L2 cache. Extra
+memory is the allocator's peak during a call minus what was allocated before, results included. The first call is that
+of a fresh process after importing; it includes compiling and tuning.
+
+The group prefill has sequences of served models, packed where there are several. FlashInfer runs both of its paths
+(gpu_flashinfer.py says which packages it needs), and lineate also runs the kernels that it has for GPUs other than
+Hopper's. prefill-variants has the same sequences as a batch, and from raw gates with the norms of q and k inside.
 """
 
 import argparse
@@ -42,7 +50,7 @@ class Run:
         self.args = args
         self.deadline = time.monotonic() + 60 * args.minutes
         self.data: dict[str, Any] = {"header": {}, "ceilings": None, "results": [], "targets": []}
-        if args.json.exists() and (args.keep or args.show):
+        if args.json.exists() and (args.keep or args.missing or args.show):
             self.data |= json.loads(args.json.read_text())
 
     def save(self) -> None:
@@ -61,6 +69,17 @@ class Run:
             name = f"{result['who']} {result['rule']} {result['what']}"
             self.data["header"].setdefault("paths", {})[name] = result["path"]
         self.save()
+
+    def plan(self, who: str) -> list[list[int]]:
+        """Return the cases of a contestant that are to be measured; those of one list share a process."""
+        measured = {(r["group"], r["case"], r["who"]) for r in self.data["results"] if r["event_ms"] is not None}
+        batches: dict[tuple[str, str] | None, list[int]] = {}
+        for index, case in enumerate(CASES):
+            skipped = self.args.quick and case.group == "length" and LENGTHS.index(case.t) % 2
+            skipped = skipped or (self.args.missing and (case.group, case.name, who) in measured)
+            if case.group in self.args.only and CONTESTANTS[who].can(case) and not skipped:
+                batches.setdefault(None if self.args.warm else case.batch, []).append(index)
+        return list(batches.values())
 
     def batch(self, who: str, cases: list[int]) -> None:
         """Measure cases in one process after another, until all are measured or given up."""
@@ -158,9 +177,24 @@ def driver() -> str:
         return "unknown"
 
 
-def importable(package: str, peers: Path | None) -> bool:
+def absent(who: str, peers: Path | None) -> str:
+    """Return why a contestant cannot run here, or nothing if it can."""
     path = [*([str(peers)] if peers else []), str(ROOT), *sys.path]
-    return importlib.machinery.PathFinder.find_spec(package, path) is not None
+    for package in (CONTESTANTS[who].package, *CONTESTANTS[who].also):
+        if importlib.machinery.PathFinder.find_spec(package, path) is None:
+            return f"no package {package}"
+    return ""
+
+
+def rehearse(run: Run) -> None:
+    """Print what would be measured."""
+    for who in run.args.contestants:
+        why = absent(who, run.args.peers)
+        for cases in [] if why else run.plan(who):
+            for index in cases:
+                print(f"{CONTESTANTS[who].label:28} {CASES[index].group:16} {CASES[index].name}")
+        if why:
+            print(f"{CONTESTANTS[who].label:28} not measured: {why}")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -174,6 +208,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--peers", type=Path, help="a folder with the peers' packages, put on the path of their processes"
     )
     parser.add_argument("--keep", action="store_true", help="keep what the JSON file holds and is not measured again")
+    parser.add_argument("--missing", action="store_true", help="keep what the JSON file holds, measure only the rest")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be measured, and by whom")
     parser.add_argument("--warm", action="store_true", help="one process, the compilers' own caches")
     parser.add_argument("--show", action="store_true", help="measure nothing: show and draw the JSON file")
     parser.add_argument("--limit", type=float, default=150, help="seconds a case may take, compiling included (150)")
@@ -192,6 +228,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse()
     run = Run(args)
+    if args.dry_run:
+        rehearse(run)
+        return
     if not args.show:
         head = run.data["header"]
         head |= {
@@ -204,16 +243,11 @@ def main() -> None:
         if "gpu" not in head:
             raise SystemExit("no CUDA device that torch can use")
         for who in args.contestants:
-            contestant = CONTESTANTS[who]
-            if not importable(contestant.package, args.peers):
-                head["absent"][contestant.label] = f"no package {contestant.package}"
+            batches = run.plan(who)
+            if batches and (why := absent(who, args.peers)):
+                head["absent"][CONTESTANTS[who].label] = why
                 continue
-            batches: dict[tuple[str, str] | None, list[int]] = {}
-            for index, case in enumerate(CASES):
-                skipped = args.quick and case.group == "length" and LENGTHS.index(case.t) % 2
-                if case.group in args.only and contestant.can(case) and not skipped:
-                    batches.setdefault(None if args.warm else case.batch, []).append(index)
-            for cases in batches.values():
+            for cases in batches:
                 run.batch(who, cases)
         run.save()
         print()

@@ -1,7 +1,7 @@
 """The cases of the GPU benchmark, their contestants, floors and targets. This module needs neither GPU nor torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORWARD, TRAIN, STEP = "forward", "forward+backward", "decode"
@@ -26,10 +26,26 @@ class Case:
     """Whether gates are bfloat16 before their activations; norm, softplus and sigmoid are then part of the work."""
     target: float | None = None
     """Milliseconds that our version should take at most."""
+    lengths: tuple[int, ...] = ()
+    """The tokens of sequences that are packed into one row (b = 1, t = their sum); empty if b rows have t tokens."""
 
     @property
     def name(self) -> str:
-        return f"{self.rule} {self.what}{' from raw gates' if self.raw else ''} {self.b},{self.t},{self.h},{self.hv}"
+        raw = " from raw gates" if self.raw else ""
+        if self.lengths:
+            return f"{self.rule} {self.what}{raw} {self.tokens},{self.h},{self.hv} packed"
+        return f"{self.rule} {self.what}{raw} {self.b},{self.t},{self.h},{self.hv}"
+
+    @property
+    def tokens(self) -> str:
+        """Return the sequences in words: 8x4096, or 1024+7168."""
+        lengths = self.lengths or self.b * (self.t,)
+        return f"{len(lengths)}x{lengths[0]}" if len(set(lengths)) == 1 else "+".join(map(str, lengths))
+
+    @property
+    def shape(self) -> str:
+        """Return the sequences and heads: 8x4096 32/32. It is the same packed and as a batch."""
+        return f"{self.tokens} {self.h}/{self.hv}"
 
     @property
     def batch(self) -> tuple[str, str]:
@@ -40,6 +56,39 @@ class Case:
         return {"case": self.name, **asdict(self)}
 
 
+PREFILL, VARIANTS = "prefill", "prefill-variants"  # groups: gates given, packed; as a batch, and from raw gates
+SEQUENCES = (
+    (1 * (32768,), 16, 64),
+    (4 * (8192,), 16, 64),
+    (8 * (4096,), 32, 32),
+    (8 * (8192,), 16, 32),
+    (1 * (32768,), 16, 48),
+    (1 * (8192,), 16, 48),
+    (1 * (8192,), 16, 32),
+    ((1024, 7168), 16, 32),
+    (1 * (2048,), 16, 32),
+    (1 * (131072,), 16, 32),
+    (1 * (32768,), 2, 8),
+    (1 * (8192,), 2, 8),
+    ((6144, 2048), 4, 16),
+    (8 * (1024,), 2, 8),
+    (1 * (2048,), 2, 8),
+)
+"""The sequences, key heads and value heads of the prefill of served models, whole and on one of several GPUs."""
+
+
+def prefill(lengths: tuple[int, ...], h: int, hv: int, raw: bool = False) -> Case:
+    """Return the case of these sequences; several sequences are packed."""
+    packed = lengths if len(lengths) > 1 else ()
+    return Case(VARIANTS if raw else PREFILL, "gdn", FORWARD, 1, sum(lengths), h, hv, raw=raw, lengths=packed)
+
+
+def as_batch(lengths: tuple[int, ...], h: int, hv: int, raw: bool = False) -> Case:
+    """Return the case of equally long sequences as the rows of a batch."""
+    return Case(VARIANTS, "gdn", FORWARD, len(lengths), lengths[0], h, hv, raw=raw)
+
+
+BATCHES = tuple(x for x in SEQUENCES if len(x[0]) > 1 and len(set(x[0])) == 1)
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CASES = (
     Case("gdn", "gdn", FORWARD, 1, 32768, 16, 64, target=1.40),
@@ -60,6 +109,10 @@ CASES = (
     Case("decode", "gdn", STEP, 1, 1, 32, 32, target=0.012),
     Case("decode", "kda", STEP, 1, 1, 32, 32, target=0.012),
     *(Case("length", "gdn", FORWARD, 1, t, 16, 32) for t in LENGTHS),
+    *(prefill(*x) for x in SEQUENCES),
+    *(as_batch(*x) for x in BATCHES),
+    *(prefill(*x, raw=True) for x in SEQUENCES),
+    *(as_batch(*x, raw=True) for x in BATCHES),
 )
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES))
 NEEDED_FASTER = 1.5  # times faster than fla, for DeltaNet and linear attention
@@ -74,20 +127,42 @@ class Contestant:
     label: str
     package: str
     can: Callable[[Case], bool]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    """Other packages that must be there."""
+
+
+def is_prefill(case: Case) -> bool:
+    return case.group in (PREFILL, VARIANTS)
 
 
 # fla hands calls to other packages if it finds them. This is off here, as they are contestants themselves; TileLang
 # stays on where fla wants it, because fla refuses the gated backward of Triton 3.4 to 3.7 on Hopper.
 FLA_ALONE = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0"}
+DSL = ("nvidia_cutlass_dsl", "tvm_ffi")  # the compiler of FlashInfer's kernels for Hopper
 CONTESTANTS = {
-    "ours": Contestant("lineate", "lineate", lambda case: True, {}),
-    "fla": Contestant("fla", "fla", lambda case: True, FLA_ALONE),
+    "ours": Contestant("lineate", "lineate", lambda case: True),
+    # Its single launch, and its path for few heads, which cuts sequences into segments ("context parallel").
+    "flashinfer": Contestant("FlashInfer", "flashinfer", lambda case: case.group == PREFILL, also=DSL),
+    "flashinfer-cp": Contestant(
+        "FlashInfer, context parallel", "flashinfer", lambda case: case.group == PREFILL, also=DSL
+    ),
+    # What GPUs other than Hopper's run (lineate/kernels/portable), on this one.
+    "portable": Contestant("lineate, plain Triton", "lineate", lambda case: case.group == PREFILL),
+    "fla": Contestant("fla", "fla", lambda case: not is_prefill(case), FLA_ALONE),
     # The same kernels, which may do more with the bounded gate lower_bound * sigmoid(exp(A_log) (gate + dt_bias)).
-    "fla-bounded": Contestant("fla, bounded gate", "fla", lambda case: case.raw, FLA_ALONE),
-    "flashqla": Contestant("FlashQLA", "flash_qla", lambda case: case.rule == "gdn" and case.what != STEP, {}),
-    "flashkda": Contestant("FlashKDA, bounded gate", "flash_kda", lambda case: case.raw, {}),
-    "sdpa": Contestant("softmax (SDPA, flash)", "torch", lambda case: case.rule == "gdn" and case.what == FORWARD, {}),
+    "fla-bounded": Contestant("fla, bounded gate", "fla", lambda case: case.rule == "kda" and case.raw, FLA_ALONE),
+    "flashqla": Contestant(
+        "FlashQLA",
+        "flash_qla",
+        lambda case: case.rule == "gdn" and case.what != STEP and not is_prefill(case),
+    ),
+    "flashkda": Contestant("FlashKDA, bounded gate", "flash_kda", lambda case: case.rule == "kda" and case.raw),
+    "sdpa": Contestant(
+        "softmax (SDPA, flash)",
+        "torch",
+        lambda case: case.rule == "gdn" and case.what == FORWARD and not is_prefill(case),
+    ),
 }
 
 
@@ -105,7 +180,7 @@ def least_bytes(case: Case) -> float:
     token = qk + 2 * value + gates
     if case.what == TRAIN:
         token += (qk + 2 * value + gates) + (qk + value + gates)  # reads with do; writes all gradients
-    state = 4 * HEAD_DIM * HEAD_DIM * case.b * case.hv
+    state = 4 * HEAD_DIM * HEAD_DIM * (len(case.lengths) or case.b) * case.hv
     return token * case.b * case.t * case.hv + (2 * state if case.what == STEP else state)
 
 

@@ -32,7 +32,7 @@ RESULT = tuple[Tensor, Tensor | None]  # output and final state
 
 @dataclass(frozen=True)
 class PeerInputs:
-    """q, k `b t h k`; v `b t hv v`; gates `b t hv [k]`, final or raw; the parameters of raw gates; a state."""
+    """q, k `b t h k`; v `b t hv v`; gates `b t hv [k]`, final or raw; raw gates' parameters; a state; packed bounds."""
 
     q: Tensor
     k: Tensor
@@ -44,6 +44,7 @@ class PeerInputs:
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
     state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> "PeerInputs":
         return PeerInputs(**{f.name: None if (x := getattr(self, f.name)) is None else change(f.name, x)
@@ -69,18 +70,20 @@ def make_inputs(case: Case, seed: int) -> PeerInputs:
         return torch.randn(*shape, generator=generator, device=DEVICE, dtype=dtype)
 
     b, t, h, hv = case.b, case.t, case.h, case.hv
+    bounds = torch.tensor([0, *case.lengths], device=DEVICE).cumsum(0) if case.lengths else None
     q, k = (normal(b, t, h, HEAD_DIM, dtype=torch.bfloat16) for _ in range(2))
     v = normal(b, t, hv, HEAD_DIM, dtype=torch.bfloat16)
     gate_shape = (b, t, hv, HEAD_DIM) if case.rule == "kda" else (b, t, hv)
     if case.raw:
         gate, write = normal(*gate_shape, dtype=torch.bfloat16), normal(b, t, hv, dtype=torch.bfloat16)
         dt_bias = -2.5 + 0.5 * normal(*((hv, HEAD_DIM) if case.rule == "kda" else (hv,)))
-        return PeerInputs(q, k, v, gate=gate, write=write, A_log=0.5 * normal(hv), dt_bias=dt_bias)
+        raw = {"gate": gate, "write": write, "A_log": 0.5 * normal(hv), "dt_bias": dt_bias}
+        return PeerInputs(q, k, v, **raw, cu_seqlens=bounds)
     q, k = (F.normalize(x, dim=-1) for x in (q, k))
     beta = None if case.rule == "linear" else normal(b, t, hv).sigmoid()
     log_decay = normal(*gate_shape).sub_(2).exp_().neg_() if case.rule in ("gdn", "kda") else None
     state = normal(b, hv, HEAD_DIM, HEAD_DIM) if case.what == STEP else None
-    return PeerInputs(q, k, v, log_decay=log_decay, beta=beta, state=state)
+    return PeerInputs(q, k, v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=bounds)
 
 
 def ours(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
@@ -94,10 +97,33 @@ def ours(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
         state = x.state  # updated in place
         return lambda: (decode(x.q, x.k, x.v, x.log_decay, x.beta, state=state, backend="triton"), state)
     if case.raw:
-        return lambda: lineate.fused_delta_rule(x.q, x.k, x.v, x.gate, x.write, x.A_log, x.dt_bias, normalize_qk=True)
+        return lambda: lineate.fused_delta_rule(
+            x.q, x.k, x.v, x.gate, x.write, x.A_log, x.dt_bias, normalize_qk=True, cu_seqlens=x.cu_seqlens,
+        )  # fmt: skip
     gates = [y for y in (x.log_decay, x.beta) if y is not None]
     op = OPS[case.rule]
-    return lambda: op(x.q, x.k, x.v, *gates, backend="triton")
+    if x.cu_seqlens is None:
+        return lambda: op(x.q, x.k, x.v, *gates, backend="triton")
+    return lambda: op(x.q, x.k, x.v, *gates, cu_seqlens=x.cu_seqlens, backend="triton")
+
+
+def portable(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
+    """Return our call with the kernels for all GPUs, which the later calls of this process then use, too."""
+    from lineate.kernels import architectures
+    from lineate.kernels.portable.stages import PortableStages
+
+    architectures.ARCHITECTURES = (PortableStages,)
+    architectures.architecture_of.cache_clear()
+    assert architectures.architecture_of(x.q.device) is PortableStages
+    return ours(case, x)
+
+
+def flashinfer(case: Case, x: PeerInputs, segments: bool = False) -> Callable[[], RESULT]:
+    from bench.rules import gpu_flashinfer
+
+    assert x.log_decay is not None and x.beta is not None
+    lengths = case.lengths or case.b * (case.t,)
+    return gpu_flashinfer.call(x.q, x.k, x.v, x.log_decay, x.beta, lengths, segments)
 
 
 def fla(case: Case, x: PeerInputs, bounded: bool = False) -> Callable[[], RESULT]:
@@ -158,7 +184,9 @@ def sdpa(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
 
 
 MAKE: dict[str, Callable[[Case, PeerInputs], Callable[[], RESULT]]] = {
-    "ours": ours, "fla": fla, "fla-bounded": lambda case, x: fla(case, x, bounded=True), "flashqla": flashqla,
+    "ours": ours, "portable": portable, "flashinfer": flashinfer,
+    "flashinfer-cp": lambda case, x: flashinfer(case, x, segments=True),
+    "fla": fla, "fla-bounded": lambda case, x: fla(case, x, bounded=True), "flashqla": flashqla,
     "flashkda": flashkda, "sdpa": sdpa,
 }  # fmt: skip
 
@@ -167,7 +195,7 @@ def train(
     case: Case, make: Callable[[Case, PeerInputs], Callable[[], RESULT]], x: PeerInputs
 ) -> Callable[[], list[Tensor]]:
     """Return the output, and the gradients of q, k, v and the gates for a random gradient of the output."""
-    x = x.map(lambda _, y: y.detach().requires_grad_())
+    x = x.map(lambda _, y: y.detach().requires_grad_(y.is_floating_point()))
     call = make(case, x)
     weight = torch.randn(x.v.shape, device=DEVICE, dtype=x.v.dtype)
 
@@ -193,12 +221,14 @@ def error(case: Case, who: str, x: PeerInputs, got: Any, weight: Tensor | None) 
             return y[-group:].float()
         if name == "state":
             return y[-1:, -group:].float()
-        return (y[-1:, :, -1:] if name in ("q", "k") else y[-1:, :, -group:]).float()
+        y = y[-1:, -case.lengths[-1] :] if case.lengths else y[-1:]
+        return (y[:, :, -1:] if name in ("q", "k") else y[:, :, -group:]).float()
 
-    small = x.map(part)
+    small = replace(x, cu_seqlens=None).map(part)
     if case.raw:
         assert small.gate is not None and small.write is not None and small.A_log is not None
-        pre, rate = small.gate + small.dt_bias, small.A_log.exp()[:, None]
+        pre, rate = small.gate + small.dt_bias, small.A_log.exp()
+        rate = rate[:, None] if pre.dim() == 4 else rate
         bounded = "bounded" in CONTESTANTS[who].label
         log_decay = LOWER_BOUND * torch.sigmoid(rate * pre) if bounded else -rate * F.softplus(pre)
         small = replace(small, q=F.normalize(small.q, dim=-1), k=F.normalize(small.k, dim=-1), log_decay=log_decay,
@@ -218,8 +248,14 @@ def error(case: Case, who: str, x: PeerInputs, got: Any, weight: Tensor | None) 
     return max(e if math.isfinite(e) else math.inf for e in errors)
 
 
-def calls_of(case: Case, who: str) -> tuple[list[Call], Callable[[], float]]:
-    """Return the call on as many input sets as fill twice the L2 cache, and a function for the first one's error."""
+def differences(case: Case, x: PeerInputs, got: RESULT) -> list[float]:
+    """Return the relative differences (2-norm) of a peer's output and states from ours, over all tokens and heads."""
+    pairs = zip(got, torch.no_grad()(ours(case, x))(), strict=True)
+    return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
+
+
+def calls_of(case: Case, who: str) -> tuple[list[Call], Callable[[], dict[str, Any]]]:
+    """Return the call on as many input sets as fill twice the L2 cache, and a function that checks the first one."""
     cache = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 2**26
     sets = [make_inputs(case, 0)]
     wanted = min(gpu_timing.AT_MOST, math.ceil(2 * cache / sets[0].nbytes))
@@ -228,9 +264,13 @@ def calls_of(case: Case, who: str) -> tuple[list[Call], Callable[[], float]]:
     for x in sets:
         made.append(train(case, MAKE[who], x) if case.what == TRAIN else torch.no_grad()(MAKE[who](case, x)))
 
-    def check() -> float:
+    def check() -> dict[str, Any]:
         x = sets[0] if sets[0].state is None else replace(sets[0], state=sets[0].state.clone())
-        return error(case, who, x, made[0](), getattr(made[0], "weight", None))
+        got = made[0]()
+        found: dict[str, Any] = {"error": error(case, who, x, got, getattr(made[0], "weight", None))}
+        if who.startswith("flashinfer"):
+            found["differences"] = differences(case, x, got)
+        return found
 
     return made, check
 
@@ -240,7 +280,8 @@ def versions() -> dict[str, str]:
     found = {}
     for module, package in (
         ("torch", "torch"), ("triton", "triton"), ("lineate", "lineate"), ("fla", "fla-core"), ("tilelang", "tilelang"),
-        ("flash_qla", "flash-qla"), ("flash_kda", "flash-kda"),
+        ("flash_qla", "flash-qla"), ("flash_kda", "flash-kda"), ("flashinfer", "flashinfer-python"),
+        ("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi"),
     ):  # fmt: skip
         if module in sys.modules:
             version = getattr(sys.modules[module], "__version__", None)
@@ -277,7 +318,11 @@ def main(job: dict[str, Any]) -> None:
         say({"ceilings": gpu_timing.ceilings(), **driver, "versions": versions()})
         return
     who = job["who"]
-    if job["peers"] and who not in ("ours", "sdpa"):
+    if who.startswith("flashinfer"):
+        from bench.rules import gpu_flashinfer
+
+        gpu_flashinfer.load(job["peers"])
+    elif job["peers"] and who not in ("ours", "portable", "sdpa"):
         sys.path.insert(0, job["peers"])
     log = BackendLog()
     logging.getLogger("fla").addHandler(log)
@@ -313,7 +358,7 @@ def run(case: Case, who: str, job: dict[str, Any]) -> tuple[dict[str, Any], bool
     try:
         torch.cuda.synchronize()
         if who != "sdpa" and case.group != "length":  # the lengths repeat a shape that is already checked
-            result["error"] = check()
+            result |= check()
     except Exception as problem:  # the times remain valid
         traceback.print_exc()
         result["check_error"] = summary(problem)

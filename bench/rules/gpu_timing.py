@@ -14,6 +14,8 @@ from bench.timing import Call
 
 WARM_UP = 3
 AT_MOST = 64  # the most calls in one graph
+HOST_CALLS = 8  # calls that are issued at once, few enough that the queue of launches never fills
+HOST_ROUNDS = 5  # how often at least
 
 
 def first_call(call: Call) -> float:
@@ -55,6 +57,20 @@ def between_events(calls: Sequence[Call], seconds: float) -> list[float]:
         mark.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+def host_seconds(calls: Sequence[Call], seconds: float) -> list[float]:
+    """Return the seconds that the host needs for a call, measured while the device has room for more launches."""
+    spent: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(spent) < HOST_ROUNDS or (time.perf_counter() < end and len(spent) < 100):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for i in range(HOST_CALLS):
+            calls[i % len(calls)]()
+        spent.append((time.perf_counter() - start) / HOST_CALLS)
+    torch.cuda.synchronize()
+    return spent
 
 
 def graph_replays(calls: Sequence[Call], expected_ms: float, seconds: float) -> list[float]:
@@ -102,6 +118,7 @@ def measure(calls: Sequence[Call], *, seconds: float, graph: bool) -> dict[str, 
     result["extra_bytes"] = extra_bytes(calls[0])
     events = between_events(calls, seconds)
     result |= {"event_ms": statistics.median(events), "event_samples": _few(events)}
+    result["host_ms"] = 1e3 * statistics.median(host_seconds(calls, seconds / 2))
     result |= {"graph_ms": None, "graph_samples": []}
     if graph:
         try:
