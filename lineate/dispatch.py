@@ -3,7 +3,7 @@
 import importlib
 import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 
 import torch
@@ -320,9 +320,15 @@ def empty_state(
     return torch.zeros(shape, dtype=dtype, device=v.device)
 
 
-@lru_cache(8)
+@lru_cache(256)
 def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        zeros = torch.zeros(shape, dtype=dtype, device=device)
-    torch.cuda.current_stream(device).synchronize()  # once, since other streams may read them
+        return _zeros(1 << max(prod(shape) - 1, 0).bit_length(), dtype, device)[: prod(shape)].view(shape)
+
+
+@cache
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return so many zeros; powers of two, so that few shapes wait for the device, and all take 32 MB at most."""
+    zeros = torch.zeros(count, dtype=dtype, device=device)
+    torch.cuda.current_stream(device).synchronize()  # since other streams may read them
     return zeros
