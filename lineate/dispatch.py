@@ -314,7 +314,7 @@ def empty_state(
     """
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = rows, v.shape[2], q.shape[3], v.shape[3]
-    shared = shared and v.is_cuda and prod(shape) <= MOST_SHARED and not recorded() and not transformed()
+    shared = shared and v.is_cuda and not recorded() and not transformed() and prod(shape) <= MOST_SHARED
     if shared and not torch.cuda.is_current_stream_capturing():  # what a graph allocates is its own
         return _shared_zeros(shape, dtype, v.device)
     return torch.zeros(shape, dtype=dtype, device=v.device)
