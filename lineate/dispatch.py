@@ -3,7 +3,7 @@
 import importlib
 import os
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 
 import torch
@@ -314,15 +314,21 @@ def empty_state(
     """
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = rows, v.shape[2], q.shape[3], v.shape[3]
-    shared = shared and v.is_cuda and prod(shape) <= MOST_SHARED and not recorded() and not transformed()
+    shared = shared and v.is_cuda and not recorded() and not transformed() and prod(shape) <= MOST_SHARED
     if shared and not torch.cuda.is_current_stream_capturing():  # what a graph allocates is its own
         return _shared_zeros(shape, dtype, v.device)
     return torch.zeros(shape, dtype=dtype, device=v.device)
 
 
-@lru_cache(8)
+@lru_cache(256)
 def _shared_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        zeros = torch.zeros(shape, dtype=dtype, device=device)
-    torch.cuda.current_stream(device).synchronize()  # once, since other streams may read them
+        return _zeros(1 << max(prod(shape) - 1, 0).bit_length(), dtype, device)[: prod(shape)].view(shape)
+
+
+@cache
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return so many zeros; powers of two, so that few shapes wait for the device, and all take 32 MB at most."""
+    zeros = torch.zeros(count, dtype=dtype, device=device)
+    torch.cuda.current_stream(device).synchronize()  # since other streams may read them
     return zeros

@@ -35,7 +35,7 @@ def _forward(
     """Return the output, the final state, and the states that enter each chunk, which a backward needs."""
     output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
     q, k, v, log_decay, beta, A_log, dt_bias = _laid_out(q, k, v, log_decay, beta, A_log, dt_bias)
-    state = state.contiguous()
+    state, cu_seqlens = state.contiguous(), _beside(q, cu_seqlens)
 
     def run() -> None:
         inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
@@ -74,6 +74,7 @@ def _backward(
     inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
     grads = _empty_grads(inputs, dfinal)
     q, k, v, log_decay, beta, A_log, dt_bias = _laid_out(q, k, v, log_decay, beta, A_log, dt_bias)
+    cu_seqlens = _beside(q, cu_seqlens)
     inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
 
@@ -109,6 +110,11 @@ def _laid_out(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None) -> tuple[A
         *(in_rows(x) for x in (q, k, v)),
         *(x if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0) else dense(x) for x in gates),
     )
+
+
+def _beside(q: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    """Return the bounds on the device of q, as the kernels read them; a copy if they are elsewhere, or have gaps."""
+    return None if cu_seqlens is None else cu_seqlens.to(q.device).contiguous()
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ A call can be recorded if it only allocates, fills with zeros, and launches kern
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
-from threading import Lock
+from threading import Lock, RLock, local
 from typing import Any, NamedTuple
 
 import torch
@@ -114,12 +114,19 @@ class Tape:
             self.bytes += -(-size // 512) * 512
         self.lock = Lock()  # of the parameters; a launch copies them
 
-    def replay(self, tensors: Sequence[Tensor | None], device: torch.device) -> None:
-        """Make the launches on the current stream; tensors as when it was recorded."""
+    def replay(self, tensors: Sequence[Tensor | None], device: torch.device) -> bool:
+        """Make the launches on the current stream; tensors as when it was recorded.
+
+        Return False, with nothing launched, if there is no room for all that the call allocates in one piece.
+        """
         driver = _driver()
+        _enter_context(device)
         bases = [0 if x is None else x.data_ptr() for x in tensors]
         if self.bytes:
-            room = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+            try:
+                room = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError:
+                return False
             first = room.data_ptr()
             bases += [first + start for start in self.starts]
         bases.append(0)  # of addresses that do not change
@@ -133,12 +140,14 @@ class Tape:
                     _check(driver.cuMemsetD8Async(self.pointers[x], 0, y, stream))
                 else:
                     _check(driver.cuLaunchKernel(function, x, y, z, threads, 1, 1, shared, stream, parameters, None))
+        return True
 
 
 _SEEN: dict[Hashable, None] = {}
 """Calls that were made, in the order of their first; when there are too many, the oldest are forgotten."""
 _TAPES: dict[Hashable, Tape | None] = {}
 """None: the call cannot be replayed."""
+_changing = RLock()  # of both; reentrant, since what is forgotten may be collected there
 
 
 def launch(kind: str, tensors: Sequence[Tensor | None], options: Hashable, run: Callable[[], None]) -> None:
@@ -154,8 +163,11 @@ def launch(kind: str, tensors: Sequence[Tensor | None], options: Hashable, run: 
     assert first is not None
     device = first.device
     with torch.cuda.device_of(first):
-        if device.type == "cuda" and torch.version.hip is None and not overlaps(device):
-            form = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
+        if device.type == "cuda" and torch.version.hip is None and _driver() is not None and not overlaps(device):
+            form = tuple(
+                None if x is None else (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16)
+                for x in tensors
+            )
             _run_or_replay((kind, device, options, form), tensors, device, run)
         else:
             run()
@@ -165,37 +177,42 @@ def _run_or_replay(
     key: Hashable, tensors: Sequence[Tensor | None], device: torch.device, run: Callable[[], None]
 ) -> None:  # fmt: skip
     tape = _TAPES.get(key)
-    if tape is not None and not _hooked():
-        tape.replay(tensors, device)
-    elif key not in _SEEN:
-        _SEEN[key] = None
+    if tape is not None and not _hooked() and tape.replay(tensors, device):
+        return
+    with _changing:
+        first = key not in _SEEN
+        _SEEN.setdefault(key)
         while len(_SEEN) > MOST_TAPES:
             oldest = next(iter(_SEEN))
             del _SEEN[oldest]
             _TAPES.pop(oldest, None)
+    if first or key in _TAPES or recording.get() is not None:
         run()
-    elif key in _TAPES or recording.get() is not None:
-        run()
-    else:
-        recorder = Recorder(tensors)
-        token = recording.set(recorder)
-        try:
-            with _Watch(recorder):
-                run()
-        finally:
-            recording.reset(token)
-        _TAPES[key] = recorder.tape()
+        return
+    recorder = Recorder(tensors)
+    token = recording.set(recorder)
+    try:
+        with _Watch(recorder):
+            run()
+    finally:
+        recording.reset(token)
+    made = recorder.tape()
+    with _changing:
+        if key in _SEEN:  # otherwise it was forgotten meanwhile, and nothing would forget its tape
+            _TAPES[key] = made
 
 
 def tapes() -> dict[Hashable, Tape | None]:
     """Return the recorded calls; None: a call that cannot be replayed."""
-    return dict(_TAPES)
+    with _changing:
+        return dict(_TAPES)
 
 
 def forget_tapes() -> None:
     """Forget all recorded calls."""
-    _TAPES.clear()
-    _SEEN.clear()
+    with _changing:
+        _TAPES.clear()
+        _SEEN.clear()
 
 
 def _hooked() -> bool:
@@ -232,6 +249,10 @@ class Recorder:
         return compiled
 
     def _note(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: Any, options: Any) -> None:
+        if 0 in grid:  # Triton launches nothing, and the driver would refuse it
+            return
+        if compiled is None:
+            raise _Unfit("a hook of Triton's has taken the place of a kernel")
         meta, source = compiled.metadata, compiled.src
         plain = (
             not meta.launch_cooperative_grid and not meta.launch_pdl and getattr(meta, "num_ctas", 1) == 1
@@ -287,6 +308,15 @@ class Recorder:
         storage = x.untyped_storage()
         if storage.nbytes():
             self.rooms.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+
+    def look(self, x: Tensor, views: Any) -> None:
+        """Note views of x; the call cannot be replayed if one begins where another tensor of the call does.
+
+        Its address would be taken for that tensor's, which may lie elsewhere in the next call.
+        """
+        for view in views if isinstance(views, list | tuple) else (views,):
+            if view.data_ptr() != x.data_ptr() and view.data_ptr() in self.starts and view.numel():
+                self.unfit = "a part of one tensor begins where another does"
 
     def tape(self) -> Tape | None:
         """Return the tape, or None if the call cannot be replayed."""
@@ -352,12 +382,16 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if recording.get() is not self.recorder:  # inside compile_only, which launches nothing
+            return result
         name = func.overloadpacket.__name__
         if name in _ALLOCATES or name in _ZEROS:
             self.recorder.allocate(result)
         if name in _ZEROS:
             self.recorder.zero(result)
-        elif name not in _ALLOCATES and name not in _VIEWS:
+        elif name in _VIEWS:
+            self.recorder.look(args[0], result)
+        elif name not in _ALLOCATES:
             self.recorder.unfit = f"it calls {name}"
         return result
 
@@ -393,14 +427,36 @@ def _number(kind: str, value: Any) -> Any:
 
 @cache
 def _driver() -> Any:
-    driver = ctypes.CDLL("libcuda.so.1")
+    """Return CUDA's driver; None if it is not found, or is older than 12.4 and cannot list a kernel's parameters."""
     u, p, i = ctypes.c_uint, ctypes.c_void_p, ctypes.c_int
-    driver.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
-    driver.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, p]
-    driver.cuTensorMapEncodeTiled.argtypes = [p, i, u, p, p, p, p, p, i, i, i, i]
-    driver.cuFuncGetParamInfo.argtypes = [p, ctypes.c_size_t, p, p]
-    driver.cuGetErrorName.argtypes = [i, p]
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuLaunchKernel.argtypes = [p, u, u, u, u, u, u, u, p, p, p]
+        driver.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, p]
+        driver.cuTensorMapEncodeTiled.argtypes = [p, i, u, p, p, p, p, p, i, i, i, i]
+        driver.cuFuncGetParamInfo.argtypes = [p, ctypes.c_size_t, p, p]
+        driver.cuGetErrorName.argtypes = [i, p]
+        driver.cuCtxGetCurrent.argtypes = driver.cuCtxSetCurrent.argtypes = [p]
+        driver.cuDeviceGet.argtypes = driver.cuDevicePrimaryCtxRetain.argtypes = [p, i]
+    except (OSError, AttributeError):
+        return None
     return driver
+
+
+_entered = local()
+
+
+def _enter_context(device: torch.device) -> None:
+    """Let this thread launch on a device: a thread that has called nothing of CUDA's runtime has no context yet."""
+    if getattr(_entered, "done", False):
+        return
+    driver, context, number = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    _check(driver.cuCtxGetCurrent(ctypes.byref(context)))
+    if not context.value:
+        _check(driver.cuDeviceGet(ctypes.byref(number), device.index))
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number.value))
+        _check(driver.cuCtxSetCurrent(context))
+    _entered.done = True
 
 
 def _check(code: int) -> None:
@@ -412,9 +468,12 @@ def _check(code: int) -> None:
 
 def _sizes_of(function: int) -> list[int]:
     """Return the bytes of each parameter of a kernel."""
+    driver = _driver()
+    if driver is None:
+        raise _Unfit("there is no driver that could replay it")
     sizes: list[int] = []
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    while not _driver().cuFuncGetParamInfo(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)):
+    while not driver.cuFuncGetParamInfo(function, len(sizes), ctypes.byref(offset), ctypes.byref(size)):
         sizes.append(size.value)
     return sizes
 

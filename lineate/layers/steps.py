@@ -17,20 +17,32 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.call import Options
 from lineate.layers.attention import GatedAttention, reads_own_length
+from lineate.layers.convolution import ShortConvolution
 from lineate.layers.entry import check_call
 from lineate.layers.feed import SwiGLU, glu
 from lineate.layers.gpu import kernels_for
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
 from lineate.layers.mixer import LinearMixer
-from lineate.layers.norm import RMSNorm
+from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory
-from lineate.tracing import is_eager
+from lineate.tracing import PLAIN_TENSORS, is_eager
+
+_KNOWN = frozenset(
+    (nn.Linear, RMSNorm, GatedRMSNorm, ShortConvolution, SwiGLU, GatedAttention, GatedDeltaNet, KimiDeltaAttention)
+)
+"""The modules whose forward the steps compute; others, such as adapters around one of these, are called."""
 
 
 def is_step(x: Tensor, state: LayerState | None) -> bool:
     """Whether x `b t hidden` is one token a row on a GPU, after a state that may be overwritten, without gradients."""
-    if not x.is_cuda or x.shape[1] != 1 or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+    if (
+        not x.is_cuda
+        or x.shape[1] != 1
+        or not x.is_contiguous()
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cuda")
+    ):
         return False
     owned = isinstance(state, CacheInPlace) or (isinstance(state, Memory) and state.owned)
     return owned and is_eager(x) and kernels_for(x) is not None
@@ -69,7 +81,7 @@ def mix_step(norm: RMSNorm, mixer: nn.Module, x: Tensor, state: LayerState, then
     if found is None:
         return None
     y, new = found
-    total, normed = _leave(y, mixer.out_proj, x[:, 0], then)  # type: ignore[arg-type]
+    total, normed = _leave(y, mixer.out_proj, x[:, 0], then if _are_bare(then) else None)  # type: ignore[arg-type]
     return Mixed(total[:, None], normed, new)
 
 
@@ -223,11 +235,17 @@ def _leave(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None = None)
 
 
 def _are_bare(*modules: nn.Module) -> bool:
-    """Whether calling these modules only runs their forward, and the linear ones are torch's own."""
+    """Whether calling these modules only runs the forward of a known class, on parameters that kernels can read."""
     if _has_any_global_hook():
         return False
     for module in modules:
-        hooks = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
-        if hooks or (isinstance(module, nn.Linear) and type(module) is not nn.Linear):
+        if (
+            type(module) not in _KNOWN
+            or module._forward_pre_hooks
+            or module._forward_hooks
+            or "forward" in vars(module)
+        ):
+            return False
+        if not all(x is None or (type(x) in PLAIN_TENSORS and x.is_contiguous()) for x in module._parameters.values()):
             return False
     return True

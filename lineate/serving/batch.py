@@ -223,16 +223,18 @@ class Batch:
         A step that is under way is the one whose tokens are taken. With `overlap`, the next one begins before anything
         is delivered.
         """
-        step, self._under_way = self._under_way, None
+        step = self._under_way
         if not self.rows:
+            self._under_way = None
             return
         failed = None
         try:
             if self.drafter is not None:
                 taken = self._take_guessed(self.drafter)
             else:
-                step = step or self._begin_step()
-                tokens = step.wait()
+                self._under_way = step = step or self._begin_step()
+                tokens = step.wait()  # if this is interrupted, the next call waits again: the rows were read
+                self._under_way = None
                 if self.overlap and step.all_go_on and step.lineup is self._lineup:
                     failed = self._go_on(step)  # a row costs nothing before the device computes again
                 taken = self._take_next(step.lineup.rows, tokens)

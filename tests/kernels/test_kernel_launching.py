@@ -1,6 +1,7 @@
 """Launches that only compile, and one compilation for every batch size and length."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,45 @@ def test_launches_that_only_compile(problem):
     launching.start(Kernel(), (6,))()
     assert seen == [((3,), (1, 2), True, True, {"four": 5}), ((), (6,), False, False, {})]
     assert modes.get() is None
+
+
+@pytest.mark.parametrize(("grid", "compiled"), [((3,), True), ((0, 2), True), ((3,), False)])
+def test_launches_that_cannot_be_replayed(grid, compiled, monkeypatch):
+    """Without a driver that lists parameters, or a kernel, a recorded launch is made and nothing is replayed."""
+    pytest.importorskip("triton")
+    tape = importlib.import_module("lineate.kernels.tape")
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver")
+    meta = SimpleNamespace(
+        launch_cooperative_grid=False, launch_pdl=False, num_ctas=1, global_scratch_size=0, profile_scratch_size=0
+    )
+    made = SimpleNamespace(metadata=meta, src=SimpleNamespace(signature={"x": "*fp32"}), function=0)
+    launched = []
+
+    class Kernel:
+        arg_names = ("x",)
+
+        def run(self, *args, grid, warmup):
+            launched.append((args, grid, warmup))
+            return made if compiled else None
+
+    x = torch.ones(3)
+    recorder = tape.Recorder([x])
+    recorder.launch(Kernel(), grid, x)
+    assert launched == [((x,), grid, False)]
+    found = recorder.tape()
+    assert found is None if 0 not in grid else found.launches == []
+
+
+def test_parts_that_begin_where_another_tensor_does():
+    """An address that may be of two tensors of a call cannot be replayed with others."""
+    pytest.importorskip("triton")
+    tape = importlib.import_module("lineate.kernels.tape")
+    x = torch.ones(8, 4)
+    for part, fits in ((x[4:], False), (x[2:], True), (x[:4], True), (x.view(4, 8), True)):
+        recorder = tape.Recorder([x, x[4:]])
+        recorder.look(x, [part])
+        assert (recorder.tape() is not None) == fits
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from lineate import layers
 
 pytest.importorskip("triton")
 tape = importlib.import_module("lineate.kernels.tape")
+layer_ops = importlib.import_module("lineate.kernels.layers.ops")
 pytestmark = pytest.mark.gpu
 RULES = {"GDN": GATED_DELTA, "KDA": KIMI_DELTA, "gated linear": GATED_LINEAR, "linear": LINEAR}
 
@@ -140,3 +141,134 @@ def test_the_parts_of_a_layer_keep_their_bits():
 
     made = replayed(call, [torch.randn(2, 70, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)])
     assert made >= 10
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", ["cuda", "cpu"])
+def test_bounds_may_be_on_the_cpu(first):
+    """Calls that differ only in the device of cu_seqlens do not take each other's tape."""
+    inputs = {k: x.cuda() for k, x in convert(draw(GATED_DELTA, Shape(1, 300, 2, 2, 64, 64)), torch.bfloat16).items()}
+    del inputs["state"]
+    expected = {}
+    for bounds in ([0, 10, 300], [0, 200, 300]):
+        for device in (first, first, first, "cuda", "cpu"):
+            found = lineate.gated_delta_rule(**inputs, cu_seqlens=torch.tensor(bounds, device=device))
+            before = expected.setdefault(bounds[1], found)
+            assert torch.equal(found.output, before.output) and torch.equal(found.state, before.state)
+    assert not torch.equal(expected[10].output, expected[200].output)
+
+
+@torch.no_grad()
+def test_a_part_of_one_tensor_may_begin_where_another_does(monkeypatch):
+    """q and k are the same memory, 64 tokens apart: then its second slice of q begins where k does.
+
+    Later calls have both elsewhere, with the same strides.
+    """
+    pipeline = importlib.import_module("lineate.kernels.pipeline")
+    monkeypatch.setattr(pipeline, "SLICE_BYTES", 1)  # a slice for each chunk of the backward
+    torch.manual_seed(0)
+    x = torch.randn(1, 192, 2, 64, device="cuda").bfloat16()
+    v, beta = torch.randn(1, 128, 2, 64, device="cuda").bfloat16(), torch.rand(1, 128, 2, device="cuda")
+
+    def gradients(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        own = [y.detach().requires_grad_() for y in (q, k, v, beta)]
+        with torch.enable_grad():
+            output = lineate.delta_rule(*own, normalize_qk=True, backend="triton", form="chunkwise").output
+            return torch.autograd.grad(output.float().square().sum(), own)
+
+    q, k = x[:, :128], x[:, 64:]
+    apart = x.clone()[:, :128], x.clone()[:, 64:]
+    expected = gradients(q.clone(), k.clone())
+    for given in ((q, k), (q, k), (q, k), apart, apart):
+        for found, right in zip(gradients(*given), expected, strict=True):
+            assert torch.equal(found, right)
+
+
+@torch.no_grad()
+def test_a_thread_may_begin_with_a_replayed_call():
+    """A new thread has no context of the driver before it calls something of CUDA's runtime."""
+    x = torch.randn(4, 64, device="cuda").bfloat16()
+    expected = layer_ops.glu(x)
+    for _ in range(3):
+        layer_ops.glu(x)
+    failed: list[BaseException] = []
+    found: list[Tensor] = []
+
+    def work() -> None:
+        try:
+            found.append(layer_ops.glu(x))
+        except BaseException as error:
+            failed.append(error)
+
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert not failed
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, expected) for y in found)
+
+
+@torch.no_grad()
+def test_threads_that_forget_each_others_calls(monkeypatch):
+    """More forms of calls than are remembered, from several threads at once."""
+    monkeypatch.setattr(tape, "MOST_TAPES", 3)
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                for n in range(200):
+                    x = torch.ones(1 + n % 7, 64, device="cuda")
+                    assert layer_ops.glu(x).isfinite().all()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len(tape.tapes()) <= 3
+
+
+@torch.no_grad()
+def test_calls_without_elements():
+    for _ in range(4):
+        assert layer_ops.glu(torch.ones(0, 64, device="cuda")).shape == (0, 32)
+        assert layer_ops.rms_norm(torch.ones(0, 64, device="cuda"), torch.ones(64, device="cuda")).shape == (0, 64)
+
+
+@torch.no_grad()
+def test_a_recorded_call_may_compile_ahead(monkeypatch):
+    """As it does if the first call was inside of a CUDA graph; its tape has no room for what was only compiled."""
+    pipeline = importlib.import_module("lineate.kernels.pipeline")
+    inputs = {k: x.cuda() for k, x in convert(draw(GATED_DELTA, Shape(1, 130, 2, 2, 64, 64)), torch.bfloat16).items()}
+    for _ in range(2):
+        expected = lineate.gated_delta_rule(**inputs)
+    (made,) = (x for x in tape.tapes().values() if x is not None)
+    tape.forget_tapes()
+    for n in range(4):
+        if n == 1:  # the call that is recorded
+            monkeypatch.setattr(pipeline, "COMPILED", set())
+        found = lineate.gated_delta_rule(**inputs)
+        assert torch.equal(found.output, expected.output) and torch.equal(found.state, expected.state)
+    (again,) = (x for x in tape.tapes().values() if x is not None)
+    assert again.bytes <= made.bytes
+
+
+@torch.no_grad()
+def test_calls_share_zeros_without_waiting_for_the_device():
+    """Whatever numbers of sequences the calls have, and in whatever order."""
+    inputs = {k: x.cuda() for k, x in convert(draw(GATED_DELTA, Shape(1, 300, 2, 2, 64, 64)), torch.bfloat16).items()}
+    del inputs["state"]
+    all_bounds = [torch.tensor([*range(n), 300], device="cuda") for n in range(1, 25)]
+    first = [lineate.gated_delta_rule(**inputs, cu_seqlens=bounds).output for bounds in all_bounds]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [lineate.gated_delta_rule(**inputs, cu_seqlens=bounds).output for bounds in all_bounds]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))

@@ -136,6 +136,21 @@ def test_one_graph_serves_every_length():
     assert counter.frame_count == 1
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_one_graph_serves_small_and_large_first_states():
+    """Eager calls share small first states and make large ones; a graph makes all of them."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    op = torch.compile(lineate.delta_rule, fullgraph=True, backend=counter, dynamic=True)
+    for b in (2, 3, 600):
+        q, k, v = (torch.randn(b, 16, 2, 64, device="cuda").bfloat16() for _ in range(3))
+        beta = torch.rand(b, 16, 2, device="cuda")
+        found, expected = (run(q, k, v, beta, normalize_qk=True) for run in (op, lineate.delta_rule))
+        assert torch.equal(found.output, expected.output) and torch.equal(found.state, expected.state)
+    assert counter.frame_count == 1
+
+
 def test_a_constant_of_graphs_is_asked_once():
     """torch runs the function while compiling, even one that it cannot trace, and keeps its result in the graph."""
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ from serving_models import PATTERNS, SPACING, Counting, alone, model, prompt
 
 from lineate.generation.choice import Sampling
 from lineate.serving.cache import StateCache
+from lineate.serving.continuation import NextTokens
 from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine import Engine
 from lineate.serving.requests import Event, Handle, Request
@@ -232,6 +233,30 @@ def test_a_step_that_cannot_begin_fails_after_the_tokens_before_it(caplog):
     check(ending)
     check(reading)
     assert "a decoding step failed" in caplog.text and len(engine.pool) == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_waiting_for_a_step_can_be_interrupted(overlap, monkeypatch):
+    """Nobody has taken the tokens of that step, so the next one takes them; nothing is read twice."""
+    engine, wait, interruptions = make(overlap=overlap), NextTokens.wait, iter([0, 1, 0, 0, 1, 1, 0])
+
+    def interrupted(step):
+        if next(interruptions, 0):
+            raise KeyboardInterrupt
+        return wait(step)
+
+    monkeypatch.setattr(NextTokens, "wait", interrupted)
+    handles = [engine.submit(Request(prompt(5 + n), x, max_new_tokens=9)) for n, x in enumerate((DRAWN, PENALISED))]
+    count = 0
+    for _ in range(40):
+        try:
+            if not engine.step():
+                break
+        except KeyboardInterrupt:
+            count += 1
+    assert count == 3
+    for handle in handles:
+        check(handle)
 
 
 def test_all_rows_leave_while_a_step_is_under_way():

@@ -1,0 +1,130 @@
+"""Which modules a fused decoding step computes by itself: those of lineate and torch, as they were made."""
+
+import pytest
+import torch
+from cases import interpreted
+from torch import Tensor, nn
+
+from lineate.layers import GatedAttention, GatedDeltaNet, KimiDeltaAttention, Memory, RMSNorm, SwiGLU
+from lineate.layers.state import CacheInPlace
+from lineate.layers.steps import feed_step, mix_step
+
+pytest.importorskip("triton")
+pytestmark = interpreted
+HIDDEN = 32
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter that shows the weight and the bias of what it wraps, as adapters of others do."""
+
+    def __init__(self, wrapped: nn.Linear) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        self.down = nn.Parameter(torch.randn(2, wrapped.in_features))
+        self.up = nn.Parameter(torch.randn(wrapped.out_features, 2))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.wrapped.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.wrapped.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrapped(x) + x @ self.down.T @ self.up.T
+
+
+class Quantised(Tensor):
+    """A tensor whose memory does not hold its values."""
+
+
+class DoubledNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def wrap(module: nn.Linear) -> nn.Module:
+    return Adapter(module)
+
+
+def quantise(module: nn.Linear) -> nn.Module:
+    module.weight = nn.Parameter(module.weight.detach().as_subclass(Quantised), requires_grad=False)
+    return module
+
+
+def hook(module: nn.Linear) -> nn.Module:
+    module.register_forward_hook(lambda module, x, y: 2 * y)
+    return module
+
+
+def replace_forward(module: nn.Linear) -> nn.Module:
+    own = module.forward
+    module.forward = lambda x: 2 * own(x)
+    return module
+
+
+CHANGES = [wrap, quantise, hook, replace_forward]
+
+
+@pytest.mark.parametrize("change", [None, *CHANGES])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@torch.no_grad()
+def test_feed_forward(name, change):
+    torch.manual_seed(0)
+    norm, feed, x = RMSNorm(HIDDEN), SwiGLU(HIDDEN, 48), torch.randn(1, 1, HIDDEN)
+    if change is not None:
+        setattr(feed, name, change(getattr(feed, name)))
+        assert feed_step(norm, feed, x) is None
+    else:
+        torch.testing.assert_close(feed_step(norm, feed, x), x + feed(norm(x)))
+
+
+@torch.no_grad()
+def test_norms_of_others():
+    feed, x = SwiGLU(HIDDEN, 48), torch.randn(1, 1, HIDDEN)
+    assert feed_step(DoubledNorm(HIDDEN), feed, x) is None
+    assert feed_step(nn.RMSNorm(HIDDEN), feed, x) is None
+
+
+def make(kind: type) -> tuple[nn.Module, Memory | CacheInPlace]:
+    """Return a mixer and its state, which may be overwritten, of one row with 3 tokens."""
+    mixer = kind(HIDDEN, 2)
+    _, state = mixer(torch.randn(1, 3, HIDDEN))
+    if kind is not GatedAttention:
+        return mixer, Memory(
+            {name: x.clone(memory_format=torch.contiguous_format) for name, x in state.tensors.items()}, owned=True
+        )
+    caches = {name: torch.cat((state[name], torch.zeros(1, 5, *state[name].shape[2:])), 1) for name in state.names}
+    lengths = torch.tensor([3])
+    return mixer, CacheInPlace(caches, 8, 1, (lengths, lengths + 1), {})
+
+
+@pytest.mark.parametrize("change", [None, *CHANGES])
+@pytest.mark.parametrize("name", ["in_proj", "out_proj"])
+@pytest.mark.parametrize("kind", [GatedDeltaNet, KimiDeltaAttention, GatedAttention])
+@torch.no_grad()
+def test_mixers(kind, name, change):
+    torch.manual_seed(0)
+    norm, then, x = RMSNorm(HIDDEN), RMSNorm(HIDDEN), torch.randn(1, 1, HIDDEN)
+    mixer, state = make(kind)
+    if change is not None:
+        setattr(mixer, name, change(getattr(mixer, name)))
+        assert mix_step(norm, mixer, x, state, then) is None
+        return
+    torch.manual_seed(0)
+    norm, then, x = RMSNorm(HIDDEN), RMSNorm(HIDDEN), torch.randn(1, 1, HIDDEN)
+    again, other = make(kind)
+    again.load_state_dict(mixer.state_dict())
+    expected, _ = again(norm(x), other)
+    found = mix_step(norm, mixer, x, state, then)
+    torch.testing.assert_close(found.x, x + expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("then", [nn.LayerNorm(HIDDEN), DoubledNorm(HIDDEN)])
+@torch.no_grad()
+def test_what_follows_may_have_another_norm(then):
+    """The norm after a mixer belongs to what follows, which then calls it."""
+    mixer, state = make(GatedDeltaNet)
+    found = mix_step(RMSNorm(HIDDEN), mixer, torch.randn(1, 1, HIDDEN), state, then)
+    assert found is not None and found.normed is None
