@@ -100,6 +100,12 @@ def test_a_change_is_seen_beside_the_model(sized):
     page = sized
     page.click("#tab-model")
     summary(page, "Mean loss")
+    if page.viewport_size["width"] < 900:  # the pictures stand between the layer and its change
+        page.get_by_role("button", name="Change this layer").click()
+        assert 0 <= page.locator("#change-title").bounding_box()["y"] < 844 - 200
+        assert page.evaluate("document.activeElement.id") == "rule"
+    else:
+        assert not page.locator("#to-change").is_visible()
     page.select_option("#rule", "linear_attention")
     summary(page, "with the changes")
     names = [name.partition(",")[0] for name in titles(page)]

@@ -68,6 +68,10 @@ export class ModelView {
       return { input, element: make("label.check", {}, input, text) };
     });
     byId("change").append(this.rule.element, ...this.gates.map((gate) => gate.element));
+    byId("to-change").onclick = () => {
+      byId("change-title").scrollIntoView();
+      this.rule.input.focus({ preventScroll: true });
+    };
     byId("unchange").onclick = () => this.change({ changes: {} });
     const models = about.models.map((one) => [one.name, one.label]);
     if (about.folders) models.push([FOLDER, "a folder …"]);
