@@ -335,6 +335,8 @@ BAD = {
     "several ends": (["tiny", "--max-ctx", "1k,2k"], "--max-ctx must be one number, got '1k,2k'"),
     "no end": (["tiny", "--max-ctx", "x"], "--max-ctx must be whole numbers"),
     "axes": (["tiny", "--axes", "logarithmic", "--plot", "{tmp}/x.png"], "--axes must be log or linear"),
+    "three axes": (["tiny", "--axes", "log,log,log", "--plot", "{tmp}/x.png"], "--axes must be log or linear, or two"),
+    "half of the axes": (["tiny", "--axes", "log,", "--plot", "{tmp}/x.png"], "got 'log,'"),
     "axes of nothing": (["tiny", "--axes", "linear"], "--plot FILE"),
     "taught heads": (["--teaching", "--emb-dim", "1000"], "--emb-dim must be a multiple of n_heads = 16, got 1000"),
     "optimizer": (["tiny", "--optimizer", "sgd"], "--optimizer must be adamw or muon"),
@@ -459,7 +461,7 @@ class TestFigures:
         contexts = tuple(sorted({1 + (last - 1) * i // 64 for i in range(65)}))
         request = PlanRequest(read_model(name), contexts, machines=(HARDWARE["rtx4090"],), tokens_per_step=None)
         with styled():
-            figure = draw_report(make_report(request), ("memory", "batch", "flops", "decode", "prefill"), linear=True)
+            figure = draw_report(make_report(request), ("memory", "batch", "flops", "decode", "prefill"), (True, True))
             shown = [axes for axes in figure.axes if axes.get_visible()]
             assert all((axes.get_xscale(), axes.get_yscale()) == ("linear", "linear") for axes in shown)
             assert all(axes.get_xlim()[0] == axes.get_ylim()[0] == 0 for axes in shown)
@@ -472,6 +474,8 @@ class TestFigures:
             (["--min_ctx", "128", "--max_ctx", "4096", "--axes", "log"], "log", 6),
             (["--context", "128,4096"], "log", 6),
             (["--context", "128,4096", "--axes", "linear"], "linear", 65),
+            (["--context", "128,4096", "--axes", "Linear, log"], "linear,log", 65),
+            (["--min_ctx", "128", "--max_ctx", "4096", "--axes", "log,linear"], "log,linear", 6),
         ],
     )
     @pytest.mark.parametrize("teaching", [True, False])
@@ -484,7 +488,11 @@ class TestFigures:
         done = plan("tiny", "--no-train", *words, *["--teaching"] * teaching, "--plot", tmp_path / "x.png")
         assert done.exit_code == 0, done.output
         axes = drawn[0].axes[0]
-        assert axes.get_xscale() == axes.get_yscale() == scale
+        words = scale.split(",")
+        assert (axes.get_xscale(), axes.get_yscale()) == (words[0], words[-1])
+        for axis, word in ((axes.get_xlim(), words[0]), (axes.get_ylim(), words[-1])):
+            assert (axis[0] == 0) == (word == "linear") and axis[0] < axis[1]
+        check_texts(drawn[0])
         x = axes.lines[0].get_xdata()
         assert (len(x), x[0], x[-1]) == (points, 128, 4096)
 
