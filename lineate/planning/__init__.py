@@ -7,7 +7,16 @@
 
 from lineate.planning.compute import FlopsPlan, LayerFlops, Moved, decode_bytes, plan_flops, prefill_bytes
 from lineate.planning.fit import crossover, largest_batch, longest_context
-from lineate.planning.hardware import HARDWARE, Bound, Hardware, find_hardware, make_hardware, several, time_bounds
+from lineate.planning.hardware import (
+    HARDWARE,
+    Bound,
+    Hardware,
+    find_hardware,
+    make_hardware,
+    several,
+    time_bounds,
+    tokens_per_second,
+)
 from lineate.planning.memory import LayerMemory, MemoryPlan, TrainingMemory, plan_memory, plan_training
 from lineate.planning.models import DTYPES, Model, from_numbers, read_model, variants
 from lineate.planning.teaching import differences, teaching, teaching_of
@@ -41,5 +50,6 @@ __all__ = [
     "teaching_of",
     "several",
     "time_bounds",
+    "tokens_per_second",
     "variants",
 ]

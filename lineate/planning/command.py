@@ -16,7 +16,7 @@ from lineate.planning.options import (
     choose_machines,
     choose_panels,
     doubling,
-    has_linear_axes,
+    linear_axes,
     read_contexts,
 )
 
@@ -31,7 +31,7 @@ TAUGHT: dict[str, int | str] = {
 }  # fmt: skip
 """The numbers that --teaching takes where none are given; the last two are the defaults of from_numbers."""
 EVEN = 64
-"""How many steps lie between the points of a figure with linear axes."""
+"""How many steps a figure has from its first length to its last if the axis of lengths is linear."""
 ARGUMENTS = (
     "emb_dim", "n_heads", "kv_heads", "head_dim", "dtype", "state_dtype", "conv_dtype", "cache_dtype", "pattern",
     "hardware", "optimizer",
@@ -81,8 +81,10 @@ def run_plan(asked: PlanArguments) -> None:
         typer.echo(printable(str(asked.plot)), err="-" in (asked.json_file, asked.csv_file))
 
 
-def _read(asked: PlanArguments, assumed: Mapping[str, int | str]) -> tuple["PlanRequest", tuple[str, ...], bool]:
-    """Return what to plan, the panels of the figure, and whether its axes are linear."""
+def _read(
+    asked: PlanArguments, assumed: Mapping[str, int | str]
+) -> tuple["PlanRequest", tuple[str, ...], tuple[bool, bool]]:
+    """Return what to plan, the panels of the figure, and whether its axes x and y are linear."""
     from lineate.planning.hardware import several
     from lineate.planning.models import DTYPES
     from lineate.planning.report import PlanRequest
@@ -90,7 +92,7 @@ def _read(asked: PlanArguments, assumed: Mapping[str, int | str]) -> tuple["Plan
 
     contexts = read_contexts(asked.context, asked.min_ctx, asked.max_ctx)
     batches = read_counts(asked.batch, "--batch")
-    linear = has_linear_axes(asked.axes, asked.plot, asked.in_range)
+    linear = linear_axes(asked.axes, asked.plot, asked.in_range)
     if not 1 <= asked.tokens_per_step <= MOST_COUNTED:
         raise ValueError(f"--tokens-per-step must be at least 1 and at most 2^40, got {asked.tokens_per_step}")
     precision = str(DTYPES.get(asked.precision, asked.precision)).removeprefix("torch.")
@@ -197,11 +199,11 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
 
 
 def _draw(
-    request: "PlanRequest", plot: Path, panels: tuple[str, ...], teaching: bool, usual: bool, linear: bool
+    request: "PlanRequest", plot: Path, panels: tuple[str, ...], teaching: bool, usual: bool, linear: tuple[bool, bool]
 ) -> None:  # fmt: skip
     """Draw the figure from the shortest context on, or from a 16th of it if there is only one or if none was given.
 
-    There is a point at every power of two, or EVEN steps if the axes are linear.
+    There is a point at every power of two, or EVEN steps if the axis of lengths is linear.
     """
     from lineate.figures import styled
     from lineate.planning.hardware import find_hardware
@@ -213,7 +215,7 @@ def _draw(
         first = max(1, first // 16)
     machines = request.machines if len(request.machines) == 1 else (find_hardware("h200"),) * bool(request.machines)
     grid = doubling(first, last)
-    if linear:
+    if linear[0]:
         grid = tuple(sorted({first + (last - first) * i // EVEN for i in range(EVEN + 1)}))
     request = replace(request, contexts=grid, machines=machines, tokens_per_step=None)
     with styled():

@@ -171,15 +171,40 @@ def time_bounds(
         raise ValueError(f"optimizer must be 'adamw' or 'muon', got {optimizer!r}")
     memory = model if isinstance(model, MemoryPlan) else plan_memory(model)
     model, flops = memory.model, plan_flops(memory.model)
-    prefill, decode = batch * flops.forward(tokens, 1, "least"), batch * flops.decode(tokens, "least")
-    moved = {"decode": decode_bytes(memory, batch, tokens).total}
-    if model.config.experts is not None:
-        moved["decode, experts at random"] = decode_bytes(memory, batch, tokens, "expected").total
+    prefill = batch * flops.forward(tokens, 1, "least")
+    routings = ("least",) if model.config.experts is None else ("least", "expected")
     return [
         bound("prefill", prefill, prefill_bytes(memory, batch, tokens).total, hardware, model.dtype),
-        *(bound(what, decode, nbytes, hardware, model.dtype) for what, nbytes in moved.items()),
+        *(decode_bound(memory, hardware, batch, tokens, routing) for routing in routings),
         training_bound(memory, hardware, batch * tokens, tokens, optimizer),
     ]
+
+
+def decode_bound(memory: MemoryPlan, hardware: Hardware, batch: int, tokens: int, routing: str = "least") -> Bound:
+    """Return a lower bound of a decoding step: one token in each of batch sequences, after so many.
+
+    `routing` is that of decode_bytes.
+    """
+    flops = batch * plan_flops(memory.model).decode(tokens, "least")
+    what = "decode" if routing == "least" else "decode, experts at random"
+    return bound(what, flops, decode_bytes(memory, batch, tokens, routing).total, hardware, memory.model.dtype)
+
+
+def tokens_per_second(
+    plan: MemoryPlan, hardware: Hardware, batch: int, tokens: int, routing: str = "least"
+) -> float:  # fmt: skip
+    """Return the most tokens a second that decoding can give: the batch over the least time of its step.
+
+    Args:
+        plan: The memory of the model.
+        hardware: The machine.
+        batch: Sequences at a time; largest_batch says how many fit.
+        tokens: Tokens of each sequence before the decoded one.
+        routing: The experts that a batch touches. "least": all rows go to the same; "expected": each chooses at random.
+    """
+    for name, value in (("batch", batch), ("tokens", tokens)):
+        check_size(name, value)
+    return batch / decode_bound(plan, hardware, batch, tokens, routing).seconds
 
 
 def training_bound(

@@ -59,7 +59,9 @@ class PlanArguments:
     csv_file: str | None = option(None, "All numbers as CSV; - prints them alone.", "--csv", metavar="FILE")
     plot: Path | None = option(None, "A figure: .png, .svg or .pdf.", metavar="FILE")  # noqa: RUF009  # it is a field
     panels: str | None = option(None, "Of the figure, with commas: memory, batch, flops, decode, prefill.")
-    axes: str | None = option(None, "Of the figure: log, or linear, as it is with --min-ctx or --max-ctx.")
+    axes: str | None = option(
+        None, "Of the figure: log, or linear, as it is with --min-ctx or --max-ctx; or x,y: linear,log."
+    )
 
     @property
     def numbers(self) -> dict[str, int | None]:
@@ -112,13 +114,18 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
     return tuple(sorted({first, last, *(2**n for n in range(first.bit_length(), last.bit_length()))}))
 
 
-def has_linear_axes(axes: str | None, plot: Path | None, in_range: bool) -> bool:
-    """Whether the figure's axes are linear."""
-    if axes is not None and axes not in AXES:
-        raise ValueError(f"--axes must be {' or '.join(AXES)}, got {axes!r}")
-    if axes is not None and plot is None:
+def linear_axes(axes: str | None, plot: Path | None, in_range: bool) -> tuple[bool, bool]:
+    """Return whether the figure's axes of lengths (x) and of numbers (y) are linear."""
+    if axes is None:
+        return in_range, in_range
+    words = [word.strip().lower() for word in axes.split(",")]
+    if len(words) > 2 or set(words) - set(AXES):
+        raise ValueError(
+            f"--axes must be {' or '.join(AXES)}, or two of these for x and y, as linear,log, got {axes!r}"
+        )
+    if plot is None:
         raise ValueError("--axes are those of a figure; give --plot FILE too")
-    return in_range if axes is None else axes == "linear"
+    return words[0] == "linear", words[-1] == "linear"
 
 
 def choose_panels(panels: str | None, plot: Path | None, machines: bool) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from lineate.planning.units import show_bytes, show_flops, show_rate, show_secon
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 HYBRID_LOOK: dict[str, Any] = {"color": "#0072B2", "marker": "s", "linestyle": "-"}
 OWN_LOOK: dict[str, Any] = {"color": "#E69F00", "marker": "o", "linestyle": "--"}
@@ -32,8 +33,11 @@ def save(figure: "Figure", path: Path) -> None:
     plt.close(figure)
 
 
-def draw_report(report: PlanNumbers, panels: Sequence[str], linear: bool = False) -> "Figure":
-    """Draw the panels, two in a row, with one legend for all; call it inside figures.styled()."""
+def draw_report(report: PlanNumbers, panels: Sequence[str], linear: tuple[bool, bool] = (False, False)) -> "Figure":
+    """Draw the panels, two in a row, with one legend for all; call it inside figures.styled().
+
+    `linear` says whether the axes x and y are linear.
+    """
     from matplotlib import pyplot as plt
 
     columns = min(2, len(panels))
@@ -43,8 +47,7 @@ def draw_report(report: PlanNumbers, panels: Sequence[str], linear: bool = False
         with plt.rc_context({"axes.titlesize": 9.5}):
             _DRAW[name](axes, report)
         _lengths(axes, report["contexts_tokens"])
-        if linear:
-            _even(axes, report["contexts_tokens"], *_UNITS[name])
+        _even(axes, report["contexts_tokens"], linear, *_UNITS[name])
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(report["variants"]))
@@ -52,7 +55,7 @@ def draw_report(report: PlanNumbers, panels: Sequence[str], linear: bool = False
     return figure
 
 
-def draw_teaching(report: PlanNumbers, linear: bool = False) -> "Figure":
+def draw_teaching(report: PlanNumbers, linear: tuple[bool, bool] = (False, False)) -> "Figure":
     """Draw the simplified formulas, and dashed the exact bytes of the same three models."""
     from matplotlib import pyplot as plt
 
@@ -72,8 +75,7 @@ def draw_teaching(report: PlanNumbers, linear: bool = False) -> "Figure":
     axes.set(yscale="log", ylabel="state, GB (10^9 bytes)")
     axes.yaxis.set_major_formatter("{x:g}")
     _lengths(axes, tokens)
-    if linear:
-        _even(axes, tokens, lambda tick: f"{tick:g}", 1000)
+    _even(axes, tokens, linear, lambda tick: f"{tick:g}", 1000)
     axes.legend()
     figure.suptitle(_subject(report), fontsize=10, color="0.35")
     return figure
@@ -224,30 +226,40 @@ def _lengths(axes: "Axes", contexts: Sequence[int]) -> None:
     axes.set_xlabel("tokens of text")
 
 
-def _even(axes: "Axes", contexts: Sequence[int], show: Callable[[float], str], factor: int) -> None:
-    """Make both axes linear, from 0, with ticks at whole numbers of the units they are written in."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-    from numpy import asarray
-
-    axes.set(xscale="linear", yscale="linear")
+def _even(
+    axes: "Axes", contexts: Sequence[int], linear: tuple[bool, bool], show: Callable[[float], str], factor: int
+) -> None:  # fmt: skip
+    """Make the axes x and y linear, as asked, from 0, with ticks at whole numbers of the units they are written in."""
     lines = [
         line for line in axes.lines if not str(line.get_label()).startswith("_")
     ]  # without the mark of the crossover
+    if linear[1]:
+        _even_numbers(axes, lines, show, factor)
+    if linear[0]:
+        last = contexts[-1]
+        step = max(1, 2 ** math.ceil(math.log2(last / 5)))
+        lengths = range(0, last + 1, step)
+        axes.set_xscale("linear")
+        axes.set_xlim(0, 1.02 * last)
+        axes.set_xticks(lengths, [_tokens(n) for n in lengths])
+        for line in lines:
+            line.set_markevery(max(1, len(contexts) // 8))
+        axes.xaxis.minorticks_off()
+
+
+def _even_numbers(axes: "Axes", lines: Sequence["Line2D"], show: Callable[[float], str], factor: int) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from numpy import asarray
+
     values = (y for line in lines for y in asarray(line.get_ydata(), dtype=float).tolist())
     highest: float = max((y for y in values if not math.isnan(y)), default=1.0)
     unit = float(factor) ** math.floor(math.log(highest, factor))
+    axes.set_yscale("linear")
     axes.set_ylim(0, 1.05 * highest)
     ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(0, highest / unit)
     axes.set_yticks([unit * tick for tick in ticks if unit * tick <= highest])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda tick, _: "0" if tick == 0 else show(tick)))
-    last = contexts[-1]
-    step = max(1, 2 ** math.ceil(math.log2(last / 5)))
-    lengths = range(0, last + 1, step)
-    axes.set_xlim(0, 1.02 * last)
-    axes.set_xticks(lengths, [_tokens(n) for n in lengths])
-    axes.minorticks_off()
-    for line in lines:
-        line.set_markevery(max(1, len(contexts) // 8))
+    axes.yaxis.minorticks_off()
 
 
 def _tokens(n: int) -> str:

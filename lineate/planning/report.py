@@ -1,6 +1,6 @@
 """All numbers of `lineate plan` in one dictionary, from which the tables, JSON, CSV and the figure are made.
 
-Keys end in their unit: _bytes, _tokens, _seconds, _flops.
+Keys end in their unit: _bytes, _tokens, _seconds, _flops, _tokens_per_second.
 """
 
 import csv
@@ -12,12 +12,14 @@ from typing import Any
 from lineate.layers import kind_of, kinds
 from lineate.planning.compute import FlopsPlan, plan_flops
 from lineate.planning.fit import first_smaller, largest_batch, longest_context
-from lineate.planning.hardware import HARDWARE, Hardware, time_bounds, training_bound
+from lineate.planning.hardware import HARDWARE, Hardware, time_bounds, tokens_per_second, training_bound
 from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory, plan_training
 from lineate.planning.models import Model, variants
 from lineate.planning.teaching import differences, taught_heads, taught_variants, teaching_of
 
 PlanNumbers = dict[str, Any]
+MOST_RATE, RANDOM_RATE = "most_tokens_per_second", "most_tokens_per_second_experts_at_random"
+"""Keys of the rates of decoding the largest batch; the second differs only for a model with experts."""
 
 
 @dataclass(frozen=True)
@@ -211,20 +213,31 @@ def _layer(layer: LayerMemory, flops: FlopsPlan, contexts: tuple[int, ...]) -> P
 
 
 def _fits(request: PlanRequest, plan: MemoryPlan) -> list[PlanNumbers]:
-    rooms = [(machine.name, request.memory_bytes or machine.memory_bytes) for machine in request.machines]
+    rooms: list[tuple[Hardware | None, int]] = [(x, request.memory_bytes or x.memory_bytes) for x in request.machines]
     if not rooms and request.memory_bytes is not None:
-        rooms = [("the memory given", request.memory_bytes)]
-    return [
-        {
-            "hardware": name,
-            "memory_bytes": room,
-            "weights_fit": plan.weights <= room,
-            "longest_context_tokens": longest_context(plan, room, request.batch),
-            "any_length_fits": longest_context(plan, room, request.batch) is None,
-            "largest_batch": [largest_batch(plan, room, tokens) for tokens in request.contexts],
-        }
-        for name, room in rooms
-    ]
+        rooms = [(None, request.memory_bytes)]
+    return [_fit(request, plan, machine, room) for machine, room in rooms]
+
+
+def _fit(request: PlanRequest, plan: MemoryPlan, machine: Hardware | None, room: int) -> PlanNumbers:
+    """Return what fits into so many bytes, and how fast it decodes at most; None where nothing fits or runs."""
+    batches = [largest_batch(plan, room, tokens) for tokens in request.contexts]
+    rates = {
+        key: [
+            tokens_per_second(plan, machine, batch, tokens, routing) if machine and batch else None
+            for batch, tokens in zip(batches, request.contexts, strict=True)
+        ]
+        for key, routing in ((MOST_RATE, "least"), (RANDOM_RATE, "expected"))
+    }
+    return {
+        "hardware": machine.name if machine else "the memory given",
+        "memory_bytes": room,
+        "weights_fit": plan.weights <= room,
+        "longest_context_tokens": longest_context(plan, room, request.batch),
+        "any_length_fits": longest_context(plan, room, request.batch) is None,
+        "largest_batch": batches,
+        **rates,
+    }
 
 
 def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list[PlanNumbers]:

@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from lineate.planning.report import PlanNumbers, cache_kinds, middle
+from lineate.planning.report import MOST_RATE, RANDOM_RATE, PlanNumbers, cache_kinds, middle
 from lineate.planning.units import (
     show_bytes,
     show_count,
     show_flops,
+    show_number,
     show_rate,
     show_seconds,
     show_tokens,
@@ -44,6 +45,10 @@ def print_report(report: PlanNumbers, console: "Console", layers: bool = False) 
         say(console, f"\nThe weights alone do not fit into {room}.", style="bold")
     elif report["fits"]:
         table(console, *fit_table(report))
+        if report["times"]:
+            if len(report["fits"]) == len(report["variants"]):
+                table(console, *rate_table(report))
+            say(console, rate_note(report))
     if report["times"]:
         machines = {x["hardware"] for x in report["times"]}
         where = f"{machines.pop()}, " if len(machines) == 1 else ""
@@ -192,13 +197,37 @@ def fit_table(report: PlanNumbers) -> tuple[str, list[str], Rows]:
         head = ["", "memory", f"longest context, {batch}", f"largest batch at {show_tokens(middle(report))}"]
         return (
             "What fits, weights and state",
-            head,
-            [[x["hardware"], memory(x), longest(x), largest(x, at)] for x in fits],
+            [*head, "most tokens/s"],
+            [[x["hardware"], memory(x), longest(x), largest(x, at), rate(x, at)] for x in fits],
         )
     rows = [[f"tokens, {batch}"] + [longest(x) for x in report["fits"]]]
     rows += [[f"batch at {show_tokens(n)}"] + [largest(x, i) for x in report["fits"]] for i, n in enumerate(contexts)]
     title = f"What fits into {memory(fits[0])} ({fits[0]['hardware']}), weights and state"
     return title, ["", *(x["of"] for x in report["fits"])], rows
+
+
+def rate_table(report: PlanNumbers) -> tuple[str, list[str], Rows]:
+    """Return title, headings and rows: the rate of decoding the largest batch at every length, for one machine."""
+    rows = [
+        [f"at {show_tokens(n)}"] + [rate(x, i) for x in report["fits"]]
+        for i, n in enumerate(report["contexts_tokens"])
+    ]  # fmt: skip
+    title = f"Tokens a second of these batches ({report['fits'][0]['hardware']}), at most"
+    return title, ["", *(x["of"] for x in report["fits"])], rows
+
+
+def rate_note(report: PlanNumbers) -> str:
+    """Say what the rates are, and what they are if sequences choose their experts at random."""
+    text = "Tokens a second: the largest batch over the least time of its decoding step."
+    at = report["contexts_tokens"].index(middle(report))
+    shown = [x for x in report["fits"] if x["of"] == report["own"] and x[MOST_RATE][at] is not None]
+    if not report["model"]["experts"] or not shown:
+        return text
+    rates = ", ".join(f"{x['hardware']} {rate(x, at, RANDOM_RATE)}" for x in shown)
+    return (
+        f"{text} Experts: as if all sequences chose the same; if each chooses at random, at "
+        f"{show_tokens(middle(report))} tokens at most: {rates}."
+    )
 
 
 def memory(x: PlanNumbers) -> str:
@@ -213,6 +242,10 @@ def longest(x: PlanNumbers) -> str:
 
 def largest(x: PlanNumbers, at: int) -> str:
     return f"{x['largest_batch'][at]:,}" if x["weights_fit"] else "-"
+
+
+def rate(x: PlanNumbers, at: int, key: str = MOST_RATE) -> str:
+    return "-" if x[key][at] is None else show_number(x[key][at])
 
 
 def time_rows(report: PlanNumbers) -> tuple[list[str], Rows]:

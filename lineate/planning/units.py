@@ -61,6 +61,11 @@ def show_rate(n: float, unit: str) -> str:
     return _scaled(n, 1000, tuple(prefix + unit for prefix in ("", "k", "M", "G", "T", "P")))
 
 
+def show_number(n: float) -> str:
+    """Return a number that needs no unit, in four digits at least: 12,345."""
+    return f"{n:,.0f}" if n >= 1000 else f"{n:.4g}"
+
+
 def show_seconds(n: float) -> str:
     """Return a time: 1.62 ms."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lineate.explore.live.app import make_app
 from lineate.explore.live.changes import Change, beside, softmax_of
 from lineate.explore.live.models import Models, open_folder
 from lineate.explore.memories import FIXED_SIZE
+from lineate.explore.subject import trace
 from lineate.layers import kind_of
 from lineate.models import HybridLM, preset
 from lineate.models.hybrid import next_token_loss
@@ -175,6 +177,22 @@ def test_changes_are_answered_beside_the_model(client):
     assert forgets["decay"]["half_life"] == [1e9] * 3 and set(forgets["norms"]["forgotten"]) == {0.0}
     nothing = ask(client, layer=0, changes=[{"layer": 0, "rule": "kimi_delta_attention"}])
     assert nothing["changed"] is None
+
+
+@pytest.mark.parametrize("pattern", ["KGAT", "LRDM"])
+def test_half_lives_of_all_heads(pattern):
+    """A half-life is ln 2 / -log_decay, in the median over the tokens, then over the channels of a head."""
+    given = untrained(pattern)
+    layers = ask(client_of(given))["model"]["layers"]
+    decays = {found.layer: found.log_decay for found in trace(given.subject.model, IDS) if found.log_decay is not None}
+    assert decays.keys() == {"KGAT": {0, 1}, "LRDM": {1}}[pattern]
+    assert decays.keys() == {n for n, layer in enumerate(layers) if layer["half_lives"]}
+    for n, decay in decays.items():  # t hv, or t hv k
+        assert len(layers[n]["half_lives"]) == layers[n]["heads"] == decay.shape[1]
+        for head, found in enumerate(layers[n]["half_lives"]):
+            channels = decay[:, head].double().view(len(decay), -1).T
+            lives = sorted(math.log(2) / -float(each.median()) for each in channels)
+            assert found == pytest.approx(lives[(len(lives) - 1) // 2], rel=5e-3)
 
 
 def test_a_model_is_left_as_it_was():

@@ -8,6 +8,8 @@ from explore_page import NO_NUMBER, answers, asked, clear, steps, write
 from few import few
 from PIL import Image
 
+from lineate.planning import HARDWARE, from_numbers, plan_memory, time_bounds, variants
+
 SIZES = {
     "wide": {"viewport": {"width": 1440, "height": 900}},
     "phone": {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
@@ -48,6 +50,7 @@ def test_write_overwrite_ask_forget_undo(sized):
     page = sized
     clear(page)
     assert steps(page) == [] and set(answers(page)["DeltaNet"]) == {"nothing", NO_NUMBER, "0"}
+    asked(page, "Asked for A after step 0: nothing was written under it")
     drag(page, "decay", 1)
     write(page, "A", "w")
     asked(page, "Asked for A after step 1")
@@ -189,11 +192,17 @@ def test_plan(sized):
         return page.locator("#numbers tr", has=page.get_by_role("rowheader", name=name, exact=True)).locator("td")
 
     assert row("Cache").all_inner_texts() == ["12 GiB", "48 GiB"] and row("Fits").all_inner_texts() == ["yes", "yes"]
+    assert row("Largest batch, 128k tokens").all_inner_texts() == ["47", "12"]
+    model = from_numbers(2048, 16, 24, kv_heads=4)
+    plans = [plan_memory(each) for each in (model, variants(model)["softmax only"])]
+    steps = [time_bounds(x, HARDWARE["h100"], n, 131072)[1].seconds for x, n in zip(plans, (47, 12), strict=True)]
+    rates = [float(text.replace(",", "")) for text in row("Tokens/s of that batch, at most").all_inner_texts()]
+    assert rates == pytest.approx([47 / steps[0], 12 / steps[1]], rel=1e-3)
     drag(page, "context", 20)
     row("Fits").first.filter(has_text="only the weights").wait_for()
     assert row("Cache").all_inner_texts() == ["96 GiB", "384 GiB"]
     page.fill("#pattern", "g")
-    row("Longest context").first.filter(has_text="any").wait_for()
+    row("Longest context, batch 8").first.filter(has_text="any").wait_for()
     assert row("Cache").first.inner_text() == "0 B"
     page.fill("#pattern", "GX")
     page.locator("#notice", has_text="X, which is no mixer").wait_for()

@@ -41,10 +41,23 @@ def check(found, model, machine, batch, tokens):
         assert own["fits"] == (plan.total(batch, tokens) <= machine.memory_bytes)
         assert own["longest_context"] == longest_context(plan, machine.memory_bytes, batch)
         assert own["largest_batch"] == largest_batch(plan, machine.memory_bytes, tokens)
+        check_rates(own, plan, machine, tokens)
         times = {x.what: x.seconds for x in time_bounds(plan, machine, batch, tokens) if x.what != "training step"}
         assert {x["what"]: x["seconds"] for x in own["times"]} == times
         assert own["curve_bytes"] == [plan.total(batch, n) for n in found["curve_tokens"]]
         assert own["letters"] == each.config.letters
+
+
+def check_rates(own, plan, machine, tokens):
+    """Compare tokens a second with the largest batch over the least times of its step."""
+    most = own["largest_batch"]
+    steps = [x.seconds for x in time_bounds(plan, machine, most, tokens) if x.what.startswith("decode")] if most else []
+    assert [x["per_second"] for x in own["rates"]] == [most / seconds for seconds in steps]
+
+
+def test_nothing_is_fast_that_does_not_fit(client):
+    own = ask(client, preset="qwen3-next-80b", hardware="rtx4090")["models"]["own"]
+    assert (own["largest_batch"], own["rates"]) == (0, [])
 
 
 @pytest.mark.parametrize("pattern", ["GGGA", "A", "K", "KKKM", "LRDGKTPNCEAM"])

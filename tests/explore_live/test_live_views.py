@@ -55,8 +55,20 @@ def test_a_text_is_read_token_by_token(sized):
     page = sized
     page.click("#tab-model")
     summary(page, "layer 0, Kimi Delta Attention, head 0, after token 39 of 39", "Mean loss")
+    lives = page.locator("#layer option").count() * [None]
+    for layer in range(2):  # those that decay
+        page.select_option("#layer", str(layer))
+        summary(page, f"layer {layer},")
+        texts = page.locator("#attention-head option").all_inner_texts()
+        lives[layer] = [float(re.fullmatch(r"\d: half-life ([\d.]+) tokens", text)[1]) for text in texts]
+    most = max(life for each in lives[:2] for life in each)
+    layer = next(n for n in range(2) if most in lives[n])
+    slowest = f"layer {layer}, head {lives[layer].index(most)} forgets slowest: its median half-life is"
+    assert slowest in page.locator("#slowest").inner_text()
+    page.select_option("#layer", "0")
     page.fill("#text", "aba")
     summary(page, "after token 3 of 3")
+    summary(page, re.compile(r"highest [\d.]+ at token [23] \([ab]\)"))
     assert page.locator("#tokens button").all_inner_texts() == ["a", "b", "a"]
     assert page.locator("#token-after").is_disabled()
     page.click("#token-before")
@@ -88,6 +100,12 @@ def test_a_change_is_seen_beside_the_model(sized):
     page = sized
     page.click("#tab-model")
     summary(page, "Mean loss")
+    if page.viewport_size["width"] < 900:  # the pictures stand between the layer and its change
+        page.get_by_role("button", name="Change this layer").click()
+        assert 0 <= page.locator("#change-title").bounding_box()["y"] < 844 - 200
+        assert page.evaluate("document.activeElement.id") == "rule"
+    else:
+        assert not page.locator("#to-change").is_visible()
     page.select_option("#rule", "linear_attention")
     summary(page, "with the changes")
     names = [name.partition(",")[0] for name in titles(page)]

@@ -129,9 +129,44 @@ def test_numbers_are_never_cut(columns, monkeypatch):
 
 def test_without_a_machine_all_are_shown():
     lines = [" ".join(line.split()) for line in plan("kimi-linear-48b", "--no-train").stdout.splitlines()]
-    assert "RTX 4090 24 GB weights do not fit -" in lines
+    assert "RTX 4090 24 GB weights do not fit - -" in lines
     assert any(line.startswith("H200 SXM 141 GB 5,296,508 74") for line in lines)
     assert all(sum(line.startswith(x.name) for line in lines) == 2 for x in HARDWARE.values())
+
+
+@pytest.mark.parametrize("name, hardware", [("qwen3-next-80b", "b200"), ("small", "cpu")])
+def test_how_fast_the_largest_batch_is(name, hardware):
+    got = numbers(name, "--context", "4k,64k", "--hardware", hardware, "--no-train")
+    plans = {key: plan_memory(read_model(name, pattern=x["letters"])) for key, x in got["variants"].items()}
+    machine = HARDWARE[hardware]
+    for fit in got["fits"]:
+        for i, tokens in enumerate((4096, 65536)):
+            memory, batch = plans[fit["of"]], fit["largest_batch"][i]
+            assert memory.total(batch, tokens) <= machine.memory_bytes < memory.total(batch + 1, tokens)
+            steps = [x.seconds for x in time_bounds(memory, machine, batch, tokens) if x.what.startswith("decode")]
+            assert fit["most_tokens_per_second"][i] == batch / steps[0]
+            assert fit["most_tokens_per_second_experts_at_random"][i] == batch / steps[-1]
+    own = next(fit for fit in got["fits"] if fit["of"] == got["own"])
+    lines = [line.split() for line in plan(name, "--context", "4k,64k", "--hardware", hardware).stdout.splitlines()]
+    shown = next(line for line in lines if line[:2] == ["at", "65,536"])
+    assert f"{own['most_tokens_per_second'][1]:,.4g}" in shown or f"{own['most_tokens_per_second'][1]:,.0f}" in shown
+
+
+def test_how_fast_each_machine_is():
+    got = numbers("kimi-linear-48b", "--context", "64k", "--no-train")
+    done = plan("kimi-linear-48b", "--context", "64k", "--no-train").stdout
+    rates = {x["hardware"]: x["most_tokens_per_second"][0] for x in got["fits"] if x["of"] == got["own"]}
+    assert rates["RTX 4090"] is None and rates["B200"] > rates["H200 SXM"] > 0
+    for name, rate in rates.items():
+        line = next(line for line in done.splitlines() if line.startswith(name))
+        assert line.split()[-1] == ("-" if rate is None else f"{rate:,.0f}")
+    assert "if each chooses at random" in " ".join(done.split())
+
+
+def test_memory_alone_has_no_speed():
+    got = numbers("tiny", "--context", "64k", "--memory", "10GB", "--no-train")
+    assert all(x["largest_batch"][0] > 0 and x["most_tokens_per_second"] == [None] for x in got["fits"])
+    assert "okens a second" not in plan("tiny", "--memory", "10GB").stdout
 
 
 def test_csv_and_json_have_the_same_numbers(tmp_path):
@@ -300,6 +335,8 @@ BAD = {
     "several ends": (["tiny", "--max-ctx", "1k,2k"], "--max-ctx must be one number, got '1k,2k'"),
     "no end": (["tiny", "--max-ctx", "x"], "--max-ctx must be whole numbers"),
     "axes": (["tiny", "--axes", "logarithmic", "--plot", "{tmp}/x.png"], "--axes must be log or linear"),
+    "three axes": (["tiny", "--axes", "log,log,log", "--plot", "{tmp}/x.png"], "--axes must be log or linear, or two"),
+    "half of the axes": (["tiny", "--axes", "log,", "--plot", "{tmp}/x.png"], "got 'log,'"),
     "axes of nothing": (["tiny", "--axes", "linear"], "--plot FILE"),
     "taught heads": (["--teaching", "--emb-dim", "1000"], "--emb-dim must be a multiple of n_heads = 16, got 1000"),
     "optimizer": (["tiny", "--optimizer", "sgd"], "--optimizer must be adamw or muon"),
@@ -424,7 +461,7 @@ class TestFigures:
         contexts = tuple(sorted({1 + (last - 1) * i // 64 for i in range(65)}))
         request = PlanRequest(read_model(name), contexts, machines=(HARDWARE["rtx4090"],), tokens_per_step=None)
         with styled():
-            figure = draw_report(make_report(request), ("memory", "batch", "flops", "decode", "prefill"), linear=True)
+            figure = draw_report(make_report(request), ("memory", "batch", "flops", "decode", "prefill"), (True, True))
             shown = [axes for axes in figure.axes if axes.get_visible()]
             assert all((axes.get_xscale(), axes.get_yscale()) == ("linear", "linear") for axes in shown)
             assert all(axes.get_xlim()[0] == axes.get_ylim()[0] == 0 for axes in shown)
@@ -437,6 +474,8 @@ class TestFigures:
             (["--min_ctx", "128", "--max_ctx", "4096", "--axes", "log"], "log", 6),
             (["--context", "128,4096"], "log", 6),
             (["--context", "128,4096", "--axes", "linear"], "linear", 65),
+            (["--context", "128,4096", "--axes", "Linear, log"], "linear,log", 65),
+            (["--min_ctx", "128", "--max_ctx", "4096", "--axes", "log,linear"], "log,linear", 6),
         ],
     )
     @pytest.mark.parametrize("teaching", [True, False])
@@ -449,7 +488,11 @@ class TestFigures:
         done = plan("tiny", "--no-train", *words, *["--teaching"] * teaching, "--plot", tmp_path / "x.png")
         assert done.exit_code == 0, done.output
         axes = drawn[0].axes[0]
-        assert axes.get_xscale() == axes.get_yscale() == scale
+        words = scale.split(",")
+        assert (axes.get_xscale(), axes.get_yscale()) == (words[0], words[-1])
+        for axis, word in ((axes.get_xlim(), words[0]), (axes.get_ylim(), words[-1])):
+            assert (axis[0] == 0) == (word == "linear") and axis[0] < axis[1]
+        check_texts(drawn[0])
         x = axes.lines[0].get_xdata()
         assert (len(x), x[0], x[-1]) == (points, 128, 4096)
 

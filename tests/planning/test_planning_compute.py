@@ -35,6 +35,7 @@ from lineate.planning import (
     Model,
     decode_bytes,
     find_hardware,
+    from_numbers,
     make_hardware,
     plan_flops,
     plan_memory,
@@ -42,6 +43,7 @@ from lineate.planning import (
     read_model,
     several,
     time_bounds,
+    tokens_per_second,
 )
 from lineate.planning.compute import rule_flops
 from lineate.planning.hardware import bound, training_bound
@@ -368,3 +370,41 @@ def test_several_devices() -> None:
         assert other.seconds == pytest.approx(one.seconds / 8 - saved / eight.bandwidth, rel=1e-6)
     with pytest.raises(ValueError, match="devices must be a whole number of at least 1, got 0"):
         several(h200, 0)
+
+
+def test_tokens_a_second_are_a_batch_over_its_step() -> None:
+    """The bound of a model with one layer, written out."""
+    model = from_numbers(256, 4, 1, "bf16", vocab_size=1000, feed_size=512, pattern="A")
+    plan, machine = plan_memory(model), make_hardware(2**30, 1e9, 1e12)
+    batch, context = 5, 700
+    weights = 2 * (plan.parameters - 1000 * 256)  # all but the embedding, of which each sequence reads a row
+    cached = batch * 2 * 256 * 2 * (context + 1)
+    moving = (weights + batch * 256 * 2 + cached) / 1e9
+    assert tokens_per_second(plan, machine, batch, context) == pytest.approx(batch / moving, rel=1e-12)
+    quick = make_hardware(2**30, 1e15, 1e9)  # where operations are the limit, a batch gains nothing
+    one, many = (tokens_per_second(plan, quick, n, context) for n in (1, batch))
+    assert one == pytest.approx(many) == pytest.approx(1e9 / plan_flops(model).decode(context, "least"))
+
+
+def test_experts_that_are_chosen_at_random_slow_a_batch() -> None:
+    model = read_model("qwen3-next-80b")
+    plan, machine = plan_memory(model), HARDWARE["b200"]
+    for batch in (1, 12):
+        steps = {x.what: x.seconds for x in time_bounds(plan, machine, batch, 65536)}
+        assert tokens_per_second(plan, machine, batch, 65536) == batch / steps["decode"]
+        random = tokens_per_second(plan, machine, batch, 65536, "expected")
+        assert random == batch / steps["decode, experts at random"]
+    assert random < tokens_per_second(plan, machine, 12, 65536)
+
+
+@pytest.mark.parametrize(
+    "batch, tokens, routing, message",
+    [
+        (0, 8, "least", "batch must be a whole number of at least 1, got 0"),
+        (1, 0, "least", "tokens must be a whole number of at least 1, got 0"),
+        (1, 8, "lucky", "routing must be 'least' or 'expected', got 'lucky'"),
+    ],
+)
+def test_tokens_a_second_of_nothing(batch: int, tokens: int, routing: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tokens_per_second(plan_memory(read_model("tiny")), HARDWARE["cpu"], batch, tokens, routing)

@@ -172,12 +172,21 @@ def describe(model: OpenModel, own: Reading | None = None) -> dict[str, Any]:
         gates = [] if own is None else gates_of(own.model.layers[n].mixer, own.trace(n))  # type: ignore[arg-type]
         layers.append(
             {"letter": letter, "label": kind.label, "rule": kind.rule or kind.name, "heads": heads_of(model, n),
-             "gates": gates, "changeable": _changeable(model, n)}
+             "gates": gates, "changeable": _changeable(model, n), "half_lives": _half_lives(own, n)}
         )  # fmt: skip
     return {
         "name": model.name, "label": model.subject.name, "trained": model.subject.trained,
         "tokenizer": model.subject.encode is not None, "layers": layers, "facts": [list(row) for row in model.facts],
     }  # fmt: skip
+
+
+def _half_lives(own: Reading | None, layer: int) -> list[float]:
+    """Return the median half-life of each head over tokens and channels, in tokens; empty if nothing decays."""
+    found = None if own is None else own.trace(layer)
+    if found is None or found.log_decay is None:
+        return []
+    lives = half_life(found.log_decay.double().median(0).values)  # hv or hv k
+    return _three_digits(lives.view(len(lives), -1).median(1).values)
 
 
 def _kind(reading: Reading, layer: int) -> str:
@@ -242,8 +251,12 @@ def _decay(log_decay: Tensor) -> dict[str, Any]:
         "per": "head" if log_decay.dim() == 1 else "channel",
         "channels": len(rows),
         "rows": [numbers(each.mean(0)) for each in kept],
-        "half_life": [float(f"{x:.3g}") for x in (lives.min(), lives.median(), lives.max())],
+        "half_life": _three_digits(torch.stack((lives.min(), lives.median(), lives.max()))),
     }
+
+
+def _three_digits(x: Tensor) -> list[float]:
+    return [float(f"{number:.3g}") for number in x.tolist()]
 
 
 def _loss(reading: Reading) -> list[float]:

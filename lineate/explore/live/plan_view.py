@@ -20,9 +20,10 @@ from lineate.planning import (
     read_model,
     several,
     time_bounds,
+    tokens_per_second,
     variants,
 )
-from lineate.planning.units import show_bytes, show_count, show_seconds
+from lineate.planning.units import show_bytes, show_count, show_number, show_seconds
 from lineate.serving.api.errors import invalid
 from lineate.serving.api.fields import Fields
 
@@ -137,6 +138,13 @@ def _numbers(asked: PlanRequest, plan: MemoryPlan) -> dict[str, Any]:
     """Return the memory, what fits and the least times of one model."""
     room, batch, context = asked.hardware.memory_bytes, asked.batch, asked.context
     total, config = plan.total(batch, context), plan.model.config
+    most = largest_batch(plan, room, context)
+    routings = {"": "least"} if config.experts is None else {"": "least", " (experts at random)": "expected"}
+    rates = {
+        what: tokens_per_second(plan, asked.hardware, most, context, routing)
+        for what, routing in routings.items()
+        if most
+    }
     times = [x for x in time_bounds(plan, asked.hardware, batch, context) if x.what != "training step"]
     return {
         "pattern": config.pattern,
@@ -150,7 +158,8 @@ def _numbers(asked: PlanRequest, plan: MemoryPlan) -> dict[str, Any]:
         "fits": total <= room,
         "weights_fit": plan.weights <= room,
         "longest_context": longest_context(plan, room, batch),
-        "largest_batch": largest_batch(plan, room, context),
+        "largest_batch": most,
+        "rates": [{"what": what, "per_second": rate, "text": show_number(rate)} for what, rate in rates.items()],
         "times": [
             {"what": x.what, "seconds": x.seconds, "text": show_seconds(x.seconds), "limit": x.limit} for x in times
         ],

@@ -14,6 +14,10 @@ o_t  = sum_{j<=t} w_tj v_j                                                   rea
 """
 
 TEXT = """\
+q_t, k_t and v_t are the query, the key and the value of token t, as vectors of one head. The same letters without
+an index are sizes, here and in all lessons: t tokens, k channels of a query or key, v channels of a value. In
+programs a shape such as `b t h k` reads: batch, tokens, heads, channels; d stands for k = v.
+
 Softmax attention [Vaswani2017] keeps every key and every value. A token compares its query with all keys so far and
 reads a weighted mean of the values. Nothing is merged, so nothing is lost, and nothing gets cheaper: token t looks
 at t pairs, and t tokens look at t (t + 1) / 2. The cache of keys and values grows by k + v numbers a token, for
@@ -85,14 +89,18 @@ LESSON = Lesson(
         ),
         answer=(
             "Scores above 709, where exp overflows float64 (88 in float32, 11 in float16): inf / inf is NaN. With the "
-            "maximum subtracted every exponent is at most 0, and a sum of weights is at least 1."
+            "maximum subtracted every exponent is at most 0, and a sum of weights is at least 1. Scores that are all "
+            "below -745 break it too: every weight rounds to 0, and 0 / 0 is NaN."
         ),
         code="""\
 large = 1000 * torch.rand(8, dtype=torch.float64) + 710
 plain, shifted = large.exp() / large.exp().sum(), (large - large.max()).exp()
+low = torch.full((8,), -800.0, dtype=torch.float64)
+lost = low.exp() / low.exp().sum()
 """,
         claims=(
             Measure("weights that are NaN without the maximum", "plain.isnan().sum()", 8, 8),
+            Measure("and where all scores are far below 0", "lost.isnan().sum()", 8, 8),
             Equality("with it they are the softmax", "shifted / shifted.sum()", "large.softmax(0)"),
         ),
     ),

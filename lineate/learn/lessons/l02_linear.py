@@ -17,12 +17,14 @@ o_t = S_t^T q_t,    S_t = S_{t-1} + k_t v_t^T         causal: a running sum take
 TEXT = """\
 Without the softmax, attention is a product of three matrices, and brackets may be moved. The left side makes a t x
 t matrix and takes 2 t^2 (k + v) operations or so; the right side makes a k x v matrix and takes about 4 t k v. The
-second is linear in t.
+second is linear in t. (An addition and a multiplication are two operations.)
 
 A causal mask is multiplied element by element, between the two products. So the brackets cannot be moved: `Q (K^T
 V)` lets every token read the future. What can be done is to sum only the past. Row t of the masked product is q_t
 times the sum of k_j v_j^T over j <= t, and that sum is a matrix S of fixed size, to which every token adds one
-outer product. This is linear attention [Katharopoulos2020].
+outer product. This is linear attention [Katharopoulos2020]. S is the **memory**, or state: a token **writes** its
+pair of key and value, and a query **reads**. The ops of `lineate` multiply what is read by `scale`, which is 1 /
+sqrt(k) unless another is given; the programs here give 1.
 
 With the softmax, the mask has its place too: scores of the future become -inf **before** the softmax. Multiplying
 the scores by the mask first, softmax(mask * (Q K^T)), sets them to 0, and exp(0) = 1 is a full vote for the future.
@@ -91,8 +93,9 @@ LESSON = Lesson(
     picture=Picture("Above the diagonal is the future. Only the panel in the middle reads it.", draw),
     exercise=Exercise(
         question=(
-            "With non-negative features phi(q) . phi(k) in place of exp(q . k), the weights can be divided by their "
-            "sum, as a softmax does. What must the memory keep for that, beside S?"
+            "Let phi be a function after which no channel of a query or key is negative (their features). With "
+            "phi(q) . phi(k) in place of exp(q . k), the weights can be divided by their sum, as a softmax does. What "
+            "must the memory keep for that, beside S?"
         ),
         answer=(
             "The sum of the keys' features, k numbers: the sum of the weights of token t is phi(q_t) . sum_{j<=t} "

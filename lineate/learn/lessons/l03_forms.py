@@ -23,10 +23,10 @@ The three forms compute the same numbers, so the chunk length is a knob for spee
 the chunkwise form is the recurrent one, and at c = t it is the parallel one. A chunk takes 4 k v + 2 c (k + v)
 operations a token: the first part is the state's, the second the square's. So longer chunks cost more operations,
 in fewer and larger matrix products, and with fewer steps that wait for each other. Decoding is recurrent, because
-the next token is not known yet. Prefill and training are chunkwise; 64 is usual.
+the next token is not known yet. Prefill (reading a prompt) and training are chunkwise; 64 is usual.
 
 `lineate.explain` says which form a call would take. All rules of the next lessons have the same three forms; what
-changes is the map of a chunk ([derivation.md](../derivation.md#5-three-forms-of-one-computation)).
+changes is what is computed inside a chunk ([derivation.md](../derivation.md#5-three-forms-of-one-computation)).
 """
 
 CODE = """\

@@ -17,9 +17,9 @@ relative error of n pairs under random unit keys                 about sqrt((n -
 
 TEXT = """\
 Write n pairs into the memory and ask for each value with its own key. The answer is the value plus every other
-value, weighted by how similar its key is. If the keys are orthonormal the crosstalk is zero and recall is exact. A
-space of k channels has at most k orthogonal directions, so this ends at n = k: the **capacity** for exact recall is
-k pairs, though the state has k v numbers.
+value, weighted by how similar its key is: the **crosstalk**. If the keys are orthonormal the crosstalk is zero and
+recall is exact. A space of k channels has at most k orthogonal directions, so this ends at n = k: the **capacity**
+for exact recall is k pairs, though the state has k v numbers.
 
 Keys of a model are not orthogonal. Two random unit keys have a squared cosine of 1/k in the mean, so n - 1 other
 values add an error of sqrt((n - 1) / k), as a part of a value's length. At n = k + 1 the error is as large as the
@@ -35,15 +35,17 @@ import torch, lineate
 
 torch.manual_seed(0)
 n, d = 64, 64
-ask = lambda K, V: lineate.linear_attention(K[None, :, None], K[None, :, None], V[None, :, None], scale=1.0).state[0, 0]
+def memory(K, V):                                                  # S after the pairs of all rows are written
+    k, v = K[None, :, None], V[None, :, None]                      # b t h k: one sequence, one head
+    return lineate.linear_attention(k, k, v).state[0, 0]
 
 K = torch.nn.functional.normalize(torch.randn(n, d, dtype=torch.float64), dim=-1)    # random unit keys
 V = torch.randn(n, d, dtype=torch.float64)
-read = K @ ask(K, V)                                               # row j is S^T k_j
+read = K @ memory(K, V)                                            # row j is S^T k_j
 crosstalk = (K @ K.T - torch.eye(n, dtype=torch.float64)) @ V      # k_i . k_j for all other i
 
 U = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64)).Q      # orthonormal keys
-twice = ask(K[:1].repeat(2, 1), V[:2]).T @ K[0]                    # one key, two values
+twice = memory(K[:1].repeat(2, 1), V[:2]).T @ K[0]                 # one key, two values
 """
 
 
@@ -78,7 +80,7 @@ LESSON = Lesson(
     code=CODE,
     claims=(
         Equality("what is read is the value and the crosstalk", "read", "V + crosstalk"),
-        Equality("orthonormal keys recall exactly", "U @ ask(U, V)", "V"),
+        Equality("orthonormal keys recall exactly", "U @ memory(U, V)", "V"),
         Equality("one key with two values returns their sum", "twice", "V[0] + V[1]"),
         Measure(
             "relative error of 64 pairs under random keys of 64 channels", "(read - V).norm() / V.norm()", 0.85, 1.15
@@ -97,7 +99,7 @@ LESSON = Lesson(
         code="""\
 K = torch.nn.functional.normalize(torch.randn(4096, 128, dtype=torch.float64), dim=-1)
 V = torch.randn(4096, 128, dtype=torch.float64)
-few, many = ((K[:m] @ ask(K[:m], V[:m]) - V[:m]).norm() / V[:m].norm() for m in (33, 4096))
+few, many = ((K[:m] @ memory(K[:m], V[:m]) - V[:m]).norm() / V[:m].norm() for m in (33, 4096))
 """,
         claims=(
             Measure("error of 33 pairs", "few", 0.45, 0.55),

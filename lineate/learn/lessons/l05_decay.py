@@ -21,13 +21,14 @@ half-life of ln 2 / -log_decay tokens. With a gate a_t that is made from the tok
 [Yang2024a]) the model decides when to forget; log_decay = -inf is a reset. The state is now bounded: for a constant
 a by the largest write, divided by 1 - a.
 
-**A gate and rotary positions (RoPE) are of one kind.** Both put a product of matrices between query and key: one a
-token for the tokens from j + 1 to i. For rotary positions [Su2021] each is a rotation R by fixed angles. Rotating
-queries and keys by their positions and then running linear attention is the same as turning the state by R at every
-token. A rotation keeps all lengths, so what was written never fades; it only gets out of step with the query. A
-decay shrinks and does not turn, so the weight tells the distance too: this is why layers with a gate can do without
-other positions. ALiBi [Press2021], which subtracts a multiple of i - j from the scores of a softmax, is such a
-decay too: it multiplies the weights by powers of one number before they are divided by their sum.
+**A gate and rotary positions (RoPE) are of one kind.** Both put a product of matrices between query and key, with
+one matrix for each token from j + 1 to i. For a gate each is a_t I. For rotary positions [Su2021], with which many
+softmax layers are told how far apart two tokens are, each is a rotation R by fixed angles. Rotating queries and
+keys by their positions and then running linear attention is the same as turning the state by R at every token. A
+rotation keeps all lengths, so what was written never fades; it only gets out of step with the query. A decay
+shrinks and does not turn, so the weight tells the distance too: this is why layers with a gate can do without other
+positions. ALiBi [Press2021], which subtracts a multiple of i - j from the scores of a softmax, is such a decay too:
+it multiplies the weights by powers of one number before they are divided by their sum.
 """
 
 CODE = """\

@@ -18,8 +18,9 @@ least change            argmin_Z ||Z - S||^2 + eta ||Z^T k - v||^2,   beta = eta
 """
 
 TEXT = """\
-Before writing, ask the memory what it holds for this key, and write only the difference. This is DeltaNet
-[Schlag2021], [Yang2024b]. The four lines above are one rule:
+Before writing, ask the memory what it holds for this key, and write only the difference, or a part of it: beta, a
+number for each token that the model computes, says how large a part. This is DeltaNet [Schlag2021], [Yang2024b].
+The four lines above are one rule:
 
 1. The error v - S^T k is written along the key.
 2. The gradient of the squared error is k (S^T k - v)^T: one step of descent with rate beta, on the newest pair
@@ -27,7 +28,8 @@ Before writing, ask the memory what it holds for this key, and write only the di
 3. The old state is multiplied by I - beta k k^T. At beta = 2 and a unit key this is a Householder reflection, at
    beta = 1 a projection that removes what is stored at k. A chunk of tokens is a product of such matrices, which
    has a short form known from numerical linear algebra ([Schreiber1989]; `lineate` uses it in every chunk).
-4. Among all memories that answer v for k, at beta = 1, it is the one nearest to the old memory.
+4. Among all memories that answer v for k, at beta = 1, it is the one nearest to the old memory. Below 1 it weighs two
+   wishes, to change little and to answer v; the second counts eta times as much as the first.
 
 Reading k afterwards gives (1 - g) v_old + g v with g = beta ||k||^2, and a key that is orthogonal to k reads the
 same as before. So unit keys matter: then beta itself is the part that is replaced, and the memory is stable for 0

@@ -28,9 +28,9 @@ The order matters for what is compared: the error is measured against what is st
 write (beta = 1, unit key) stores exactly v. With one number for the whole head, decay and erase commute, so the
 product a (I - beta k k^T) can be read in either order.
 
-Its transition matrices never grow: for unit keys, 0 <= beta <= 2 and a <= 1 each has a norm of at most 1.
-Qwen3-Next [QwenNext2025], Qwen3.5 [Qwen2026] and OLMo-Hybrid [OlmoHybrid2026] use this rule in three of four
-layers.
+The matrix that multiplies the old state, the **transition** of the token, makes nothing grow: for unit keys, 0 <=
+beta <= 2 and a <= 1 its norm is at most 1. Qwen3-Next [QwenNext2025], Qwen3.5 [Qwen2026] and OLMo-Hybrid
+[OlmoHybrid2026] use this rule in three of four layers.
 """
 
 CODE = """\

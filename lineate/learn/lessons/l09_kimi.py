@@ -30,7 +30,7 @@ multiplied onto finished scores. Taking the exponentials apart, exp(G_i) exp(-G_
 -5 a token, float32 ends at the 18th token. `lineate` evaluates only exponents that are at most 0, so that a reset
 (-inf) is exact.
 
-Kimi Linear has three such layers for one of latent attention, without position encodings anywhere.
+Kimi Linear has three such layers for one of latent attention (lesson 11), without position encodings anywhere.
 """
 
 CODE = """\

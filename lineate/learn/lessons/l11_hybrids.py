@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EQUATION = """\
-pattern           KKKM: three layers of Kimi Delta Attention, one of latent attention
+pattern           KKKM: three layers of Kimi Delta Attention, one of latent attention (A is softmax attention)
 latent            key of head h = W_kh c,  value = W_vh c;   q . (W_kh c) = (W_kh^T q) . c       only c is cached
 no positions      softmax attention without them cannot tell in which order the past came
 sink              softmax with one more score s and the value 0  =  sigmoid(logsumexp(scores) - s) * softmax
@@ -22,7 +22,8 @@ small too.
 
 **Latent attention** (MLA, [DeepSeek2024]) caches one short vector c a token, from which every head makes its key
 and value. When decoding, the matrices go to the query and to the output instead, so that the cache is read as it
-is.
+is. A few more channels (`rope_dim`) are cached beside c: a part of the key that all heads share, and that carries
+the rotary positions in models that have them.
 
 **No positions** (NoPE). Softmax attention sums over a set: shuffle the earlier tokens and the last one reads the
 same. In a hybrid the recurrent layers know the order, through their decays and writes, so Kimi Linear gives its

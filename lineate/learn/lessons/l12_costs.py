@@ -18,7 +18,13 @@ time of a token      >= (weights that it reads + cache + 2 * state) / bandwidth
 TEXT = """\
 Everything of the last lessons can be counted before a weight is loaded. The program below does it by hand for
 Qwen3-Next (48 layers: 36 of Gated DeltaNet, 12 of softmax attention), and compares with `lineate.planning`, which
-makes the model on torch's meta device and adds up its own tensors.
+makes the model on torch's meta device, where tensors have shapes and no memory, and adds up its own tensors.
+
+The lines above have some sizes that the lessons left out. Several heads of queries may share one head of keys and
+values (kv heads), and in a linear layer several value heads may share one head of keys. Layers with a linear rule
+also mix each channel of q, k and v over the last 4 tokens, in a **short convolution** (conv = 4), for which they
+keep the last 3. And in a model with **experts**, the feed-forward of a layer is many small ones, of which a token
+is sent through a few: only those are read for it.
 
 Three things are often missed. The recurrent state is **float32 whatever the weights are**, because a state in 16
 bit forgets what is smaller than its rounding. The short convolution has a state too. And **only softmax layers have

@@ -282,15 +282,16 @@ export class MemoryView {
     const { selected, state } = this;
     const forgets = selected?.op === "forget";
     const holder = byId("gates");
-    if (holder.dataset.size !== String(state.keys)) {
-      holder.dataset.size = state.keys;
+    const leans = state.cosine > 0 ? "mostly " : ""; // a key has a part in every channel
+    if (holder.dataset.size !== `${state.keys} ${leans}`) {
+      holder.dataset.size = `${state.keys} ${leans}`;
       const show = figure;
       this.gateSliders = {
         decay: slider({ id: "decay", label: "Decay", min: 0, max: 1, step: 0.05, show }, (decay, ends) => this.gate({ decay, channels: null }, "decay", ends)),
         beta: slider({ id: "beta", label: "Beta", min: 0, max: 2, step: 0.05, show }, (beta, ends) => this.gate({ beta }, "beta", ends)),
       };
       this.channelSliders = keyNames(state.keys).map((key, i) => slider(
-        { id: `channel-${i + 1}`, label: `Channel ${i + 1} (${key})`, min: 0, max: 1, step: 0.05, show },
+        { id: `channel-${i + 1}`, label: `Channel ${i + 1} (${leans}${key})`, min: 0, max: 1, step: 0.05, show },
         (decay, ends) => {
           const channels = this.channelsOf(this.selected ?? this.gates).map((old, j) => (i === j ? decay : round(old)));
           this.gate({ channels }, `channel ${i}`, ends);
@@ -336,7 +337,8 @@ export class MemoryView {
       const parts = numbers.map((x, i) => [x, result.values.names[i]]).filter(([x]) => Math.abs(x) >= 0.005);
       return parts.length ? parts.map(([x, name]) => `${figure(x)} ${name}`).join(", ") : "nothing";
     };
-    byId("answers").caption.textContent = `Asked for ${key} after step ${at}`;
+    const written = this.resultSteps.slice(0, at).some((step) => step.op === "write" && step.key === key);
+    byId("answers").caption.textContent = `Asked for ${key} after step ${at}${written ? "" : ": nothing was written under it"}`;
     byId("answers").tBodies[0].replaceChildren(...rules.map((rule) => {
       const own = result.rules[rule.name];
       const cells = [words(rule), figure(own.errors[at][this.resultAsk]), figure(own.norms?.[at])];
@@ -352,7 +354,8 @@ export class MemoryView {
     if (!this.result) return null;
     const { panels, charts, at, colours } = this.scenes(CHART_WIDTH);
     const done = this.resultSteps.slice(0, at).map((step) => named(step)).slice(-10).join(", ");
-    return whole(panels, charts, `After ${at} steps${at > 10 ? ", the last ones" : ""}${at ? `: ${done}` : ""}`, colours);
+    const cosine = this.state.cosine ? `; cosine of keys ${figure(this.state.cosine)}` : "";
+    return whole(panels, charts, `After ${at} steps${at > 10 ? ", the last ones" : ""}${at ? `: ${done}` : ""}${cosine}`, colours);
   }
 }
 

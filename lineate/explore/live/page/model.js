@@ -2,6 +2,7 @@
 
 import { Asker, choice, numberFrom, partsOf } from "./controls.js";
 import { button, byId, make } from "./dom.js";
+import { figure } from "./memory_draw.js";
 import { gates, label, lines, matrix, scaleOf, state, together } from "./model_draw.js";
 import { svgOf } from "./scene.js";
 import { theme } from "./theme.js";
@@ -11,7 +12,22 @@ const FOLDER = "\n"; // the choice of the list that stands for a folder, whose n
 const GATES = { decay: "Forget nothing (decay gate open)", write: "Write with rate 1 (beta gate open)", output: "Let all output through (output gate open)" };
 const FILE_WIDTH = 560;
 const nats = (numbers) => numbers.reduce((sum, x) => sum + x, 0) / numbers.length;
+const tokensOf = (life) => (life >= 1e9 ? "endless" : `${figure(life)} tokens`);
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
+
+/** Name the token with the highest loss; the first token has none. */
+function highest(losses, tokens) {
+  const most = losses.indexOf(Math.max(...losses));
+  return `${losses[most].toFixed(2)} at token ${most + 2} (${label(tokens[most + 1])})`;
+}
+
+/** Name the head that forgets slowest; a half-life is the median over the channels and over the tokens of the text. */
+function slowest(layers) {
+  const all = layers.flatMap((one, layer) => one.half_lives.map((life, head) => ({ layer, head, life })));
+  if (!all.length) return "";
+  const { layer, head, life } = all.reduce((best, one) => (one.life > best.life ? one : best));
+  return `On this text, layer ${layer}, head ${head} forgets slowest: its median half-life is ${tokensOf(life)}.`;
+}
 
 export class ModelView {
   constructor(about, { linked, notice, say }) {
@@ -44,7 +60,7 @@ export class ModelView {
     };
     this.layer = choice("layer", "Layer", [], (layer) => this.change({ layer: Number(layer), head: 0 }));
     this.head = choice("attention-head", "Head", [], (head) => this.change({ head: Number(head) }));
-    byId("layer-choice").append(this.layer.element, this.head.element);
+    byId("layer-choice").append(this.layer.element, this.head.element, make("p.hint", { id: "slowest" }));
     const rules = about.rules.map((rule) => [rule.name, rule.label]);
     this.rule = choice("rule", "Rule", rules, () => this.changeLayer());
     this.gates = Object.entries(GATES).map(([name, text]) => {
@@ -52,6 +68,10 @@ export class ModelView {
       return { input, element: make("label.check", {}, input, text) };
     });
     byId("change").append(this.rule.element, ...this.gates.map((gate) => gate.element));
+    byId("to-change").onclick = () => {
+      byId("change-title").scrollIntoView();
+      this.rule.input.focus({ preventScroll: true });
+    };
     byId("unchange").onclick = () => this.change({ changes: {} });
     const models = about.models.map((one) => [one.name, one.label]);
     if (about.folders) models.push([FOLDER, "a folder …"]);
@@ -165,7 +185,9 @@ export class ModelView {
       }
     };
     fill(this.layer, model.layers.map((own, i) => [i, `${i}: ${own.label} (${own.letter})`]));
-    fill(this.head, Array.from({ length: model.layers[layer].heads }, (_, i) => [i, String(i)]));
+    const { heads, half_lives: lives } = model.layers[layer];
+    fill(this.head, Array.from({ length: heads }, (_, i) => [i, lives.length ? `${i}: half-life ${tokensOf(lives[i])}` : String(i)]));
+    byId("slowest").textContent = slowest(model.layers);
     this.layer.input.value = layer;
     this.head.input.value = head;
     const own = model.layers[layer];
@@ -286,7 +308,7 @@ export class ModelView {
     const what = `${model.label}${model.trained ? "" : ", untrained"}: layer ${layer}, ${own?.rule ?? model.layers[layer].label}, head ${head}, after token ${at} of ${tokens.length}.`;
     const change = after === null ? "" : `; with the changes ${after.toFixed(3)} (${after < before ? "" : "+"}${(after - before).toFixed(3)})`;
     const missing = kind === "none" ? " This mixer has no matrix to show: its memory is a model that learns (see the view Learning)." : "";
-    byId("model-summary").textContent = `${what}${before === null ? "" : ` Mean loss ${before.toFixed(3)}${change}.`}${missing}`;
+    byId("model-summary").textContent = `${what}${before === null ? "" : ` Mean loss ${before.toFixed(3)}, highest ${highest(loss.own, tokens)}${change}.`}${missing}`;
   }
 
   showNext() {

@@ -111,7 +111,7 @@ export function gates(title, part, tokens, at, width, colours) {
   }
   if (part.decay) {
     const [least, middle, most] = part.decay.half_life.map((x) => (x >= 1e9 ? "endless" : figure(x)));
-    const lives = perHead ? `half-life ${middle} tokens` : `half-lives ${least} to ${most} tokens`;
+    const lives = least === "endless" ? "nothing is forgotten" : perHead ? `half-life ${middle} tokens` : `half-lives ${least} to ${most} tokens`;
     scene.text(columns.left, y + 12, perHead ? `kept by each token; ${lives}` : `kept of each channel; ${lives}`, colours.faint, { size: 12 });
     if (perHead) {
       bars(scene, part.decay.rows[0], 1, at, y + 20, 60, columns, colours.fixed, colours);

@@ -162,9 +162,10 @@ export class PlanView {
       cell("Cache", (one) => one.parts.cache.text),
       cell("Together", (one) => one.total.text),
       cell("Fits", (one) => (one.fits ? "yes" : one.weights_fit ? "only the weights" : "no")),
-      cell("Longest context", (one) => (one.longest_context === null ? "any" : `${one.longest_context.toLocaleString()} tokens`)),
-      cell("Largest batch", (one) => one.largest_batch.toLocaleString()),
-      ...models[0].times.map((x) => cell(`${x.what[0].toUpperCase()}${x.what.slice(1)}, at least`, time(x.what))),
+      cell(`Longest context, batch ${result.batch}`, (one) => (one.longest_context === null ? "any" : `${one.longest_context.toLocaleString()} tokens`)),
+      cell(`Largest batch, ${tokens(result.context)} tokens`, (one) => one.largest_batch.toLocaleString()),
+      cell("Tokens/s of that batch, at most", (one) => one.rates.map((x) => `${x.text}${x.what}`).join("; ") || "no sequence fits"),
+      ...models[0].times.map((x) => cell(`${x.what[0].toUpperCase()}${x.what.slice(1)}, batch ${result.batch}, at least`, time(x.what))),
     );
   }
 
