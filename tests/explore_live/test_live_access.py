@@ -64,6 +64,7 @@ def test_keyboard_only(page):
     page.locator("#context + output", has_text="16M").wait_for()
 
 
+@pytest.mark.slow
 def test_keyboard_only_in_the_other_views(page):
     walk(page, "Learning")
     page.keyboard.press("Enter")
@@ -113,7 +114,7 @@ def show(page, view):
         page.select_option("#which-model", label="a folder …")
 
 
-@pytest.mark.parametrize("view", few(VIEWS, ["memory", "model"]))
+@pytest.mark.parametrize("view", few(VIEWS, ["model"]))
 def test_phone(browser, address, view):
     window = Window(browser, address, **PHONE)
     page = window.open()
@@ -136,7 +137,8 @@ def test_phone(browser, address, view):
     window.check()
 
 
-@pytest.mark.parametrize("scheme", few(["light", "dark"], ["dark"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(browser, address, scheme):
     window = Window(browser, address, color_scheme=scheme)
     page = window.open()

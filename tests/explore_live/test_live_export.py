@@ -91,6 +91,7 @@ def test_a_copy_shows_every_view(copied):
     assert not page.locator("#notice").is_visible()
 
 
+@pytest.mark.slow
 def test_a_copy_says_what_is_live_only(copied):
     page = copied
     asked(page, "after step 3")
