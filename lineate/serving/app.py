@@ -22,7 +22,7 @@ from lineate.serving.api.chat import chat
 from lineate.serving.api.completions import complete
 from lineate.serving.api.errors import ApiError
 from lineate.serving.api.fields import shown
-from lineate.serving.api.responses import answer
+from lineate.serving.api.responses import answer, answer_api_error, answer_http_error
 from lineate.serving.api.service import Description, Engine, Service
 from lineate.serving.api.tokens import detokenize, tokenize
 from lineate.serving.gate import Gate, Keys, Traffic
@@ -122,7 +122,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, description: Description, set
 
     if PAGE.is_dir():
         _add_page(app)
-    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(
         Gate, traffic=traffic, metrics=metrics, hosts=settings.hosts, most=settings.limits.requests
@@ -204,15 +204,6 @@ def _routes(service: Service, keys: Keys) -> APIRouter:
     return router
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return answer(error.body, error.status, error.headers)
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer what has no route, or not this method."""
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {shown(request.url.path)}"
-    message = {404: f"there is no {what}", 405: f"{what} is not allowed"}.get(error.status_code, str(error.detail))
-    found = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None)
-    return answer(found.body, found.status, dict(error.headers or {}))
+    missing = isinstance(error, HTTPException) and error.status_code == 404
+    return answer_http_error(request, error, "not_found" if missing else None)

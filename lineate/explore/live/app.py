@@ -22,8 +22,8 @@ from lineate.models.presets import PRESETS
 from lineate.planning import HARDWARE
 from lineate.rule import rule_named
 from lineate.serving.api.errors import ApiError
-from lineate.serving.api.fields import Fields, parse, shown
-from lineate.serving.api.responses import answer, read_body
+from lineate.serving.api.fields import Fields, parse
+from lineate.serving.api.responses import answer, answer_api_error, answer_http_error, read_body
 from lineate.serving.gate import Gate, Traffic
 from lineate.serving.limits import Limits
 from lineate.serving.metrics import Metrics
@@ -78,7 +78,7 @@ def make_views(models: Models) -> FastAPI:
     async def file_of_page(request: Request, name: str) -> Response:
         return await (shared if name in SHARED_FILES else files).get_response(name, request.scope)
 
-    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, _http_error)
     return app
 
@@ -151,14 +151,5 @@ def _rule(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return answer(error.body, error.status, error.headers)
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer what has no route, or not this method."""
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {shown(request.url.path)}"
-    message = {404: f"there is no {what}", 405: f"{what} is not allowed"}.get(error.status_code, str(error.detail))
-    return answer(ApiError(error.status_code, message).body, error.status_code, dict(error.headers or {}))
+    return answer_http_error(request, error)

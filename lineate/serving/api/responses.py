@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from lineate.serving.api.errors import ApiError, internal, invalid
+from lineate.serving.api.fields import shown
 from lineate.serving.api.running import LOG
 from lineate.serving.api.service import dump
 from lineate.serving.limits import Limits
@@ -19,6 +21,21 @@ HEARTBEAT = ": still working\n\n"
 GONE = 499
 """The status that counts an answer whose client has left; nobody receives it."""
 Made = TypeVar("Made")
+
+
+async def answer_api_error(request: Request, error: Exception) -> Response:
+    """Answer what a route has refused."""
+    assert isinstance(error, ApiError)
+    return answer(error.body, error.status, error.headers)
+
+
+def answer_http_error(request: Request, error: Exception, code: str | None = None) -> Response:
+    """Answer what has no route, or not this method; the error has this code."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {shown(request.url.path)}"
+    message = {404: f"there is no {what}", 405: f"{what} is not allowed"}.get(error.status_code, str(error.detail))
+    found = ApiError(error.status_code, message, code=code)
+    return answer(found.body, found.status, dict(error.headers or {}))
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
