@@ -10,7 +10,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 from browser import Window, started
-from explore_page import HOSTS, asked, exploring, some_models
+from explore_page import HOSTS, SIZES, asked, exploring, some_models
 
 from lineate.explore.live.app import make_app
 
@@ -37,7 +37,7 @@ def browser():
 
 @pytest.fixture
 def window(browser, address):
-    own = Window(browser, address, viewport={"width": 1440, "height": 900})
+    own = Window(browser, address, **SIZES["wide"])
     yield own
     own.context.close()
     own.check()
@@ -48,3 +48,14 @@ def page(window):
     own = window.open()
     asked(own, "after step 3")
     return own
+
+
+@pytest.fixture
+def sized(size, browser, address):
+    """Return the page on a wide screen or on a phone."""
+    own = Window(browser, address, **SIZES[size])
+    page = own.open()
+    asked(page, "after step 3")
+    yield page
+    own.context.close()
+    own.check()

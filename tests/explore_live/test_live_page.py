@@ -3,28 +3,11 @@
 import re
 
 import pytest
-from browser import Window
-from explore_page import NO_NUMBER, answers, asked, clear, steps, write
+from explore_page import NO_NUMBER, SIZES, answers, asked, clear, steps, write
 from few import few
 from PIL import Image
 
 from lineate.planning import HARDWARE, from_numbers, plan_memory, time_bounds, variants
-
-SIZES = {
-    "wide": {"viewport": {"width": 1440, "height": 900}},
-    "phone": {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
-}
-
-
-@pytest.fixture
-def sized(size, browser, address):
-    """Return the page on a wide screen or on a phone."""
-    own = Window(browser, address, **SIZES[size])
-    page = own.open()
-    asked(page, "after step 3")
-    yield page
-    own.context.close()
-    own.check()
 
 
 def drag(page, name, value):

@@ -3,27 +3,10 @@
 import re
 
 import pytest
-from browser import Window
 from chat_page import REFUSED
-from explore_page import asked
+from explore_page import SIZES
 from few import few
 from PIL import Image
-
-SIZES = {
-    "wide": {"viewport": {"width": 1440, "height": 900}},
-    "phone": {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
-}
-
-
-@pytest.fixture
-def sized(size, browser, address):
-    """Return the page on a wide screen or on a phone."""
-    own = Window(browser, address, **SIZES[size])
-    page = own.open()
-    asked(page, "after step 3")
-    yield page
-    own.context.close()
-    own.check()
 
 
 def summary(page, *words):

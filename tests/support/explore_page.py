@@ -16,6 +16,11 @@ from lineate.explore.subject import open_subject
 NO_NUMBER = "\u2013"
 """What the table of answers shows where there is no number."""
 HOSTS = frozenset({"127.0.0.1", "localhost"})
+SIZES = {
+    "wide": {"viewport": {"width": 1440, "height": 900}},
+    "phone": {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
+}
+"""How a browser shows the page on a wide screen and on a phone."""
 
 
 def untrained(pattern: str, name: str = GIVEN) -> OpenModel:

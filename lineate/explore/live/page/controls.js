@@ -56,6 +56,16 @@ export class Asker {
   }
 }
 
+/** Return the state that a view's link describes; if it cannot be read, the usual one, after a notice. */
+export function stateOf(view, read) {
+  try {
+    return read();
+  } catch (error) {
+    view.notice(`The link could not be read: ${error.message}. The view starts anew.`, true);
+    return view.usual;
+  }
+}
+
 /** Return the parts of a link, key=value with & between; text that is no such list is an error. */
 export function partsOf(text) {
   const parts = {};

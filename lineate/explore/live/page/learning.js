@@ -1,6 +1,6 @@
 // The view "Learning": the loss of memories that learn, with the optimiser exchangeable. The server runs each memory.
 
-import { Asker, choice, numberFrom, partsOf, slider } from "./controls.js";
+import { Asker, choice, numberFrom, partsOf, slider, stateOf } from "./controls.js";
 import { byId, make } from "./dom.js";
 import { chart, figure } from "./memory_draw.js";
 import { together } from "./model_draw.js";
@@ -86,12 +86,7 @@ export class LearningView {
   }
 
   open(text) {
-    try {
-      this.state = this.fromText(text);
-    } catch (error) {
-      this.notice(`The link could not be read: ${error.message}. The view starts anew.`, true);
-      this.state = this.usual;
-    }
+    this.state = stateOf(this, () => this.fromText(text));
     this.refresh();
   }
 

@@ -1,6 +1,6 @@
 // The view "Memory": the state, its history, its controls. The server computes; memory_draw.js draws.
 
-import { Asker, slider } from "./controls.js";
+import { Asker, slider, stateOf } from "./controls.js";
 import { button, byId, make } from "./dom.js";
 import { CHART_WIDTH, chart, figure, named, panel, scaleOf, whole } from "./memory_draw.js";
 import { fromText, keyNames, toText, valueNames } from "./memory_link.js";
@@ -60,12 +60,7 @@ export class MemoryView {
       this.show();
       return;
     }
-    try {
-      this.state = fromText(text, this.usual, this.about.rules, this.about.limits);
-    } catch (error) {
-      this.notice(`The link could not be read: ${error.message}. The view starts anew.`, true);
-      this.state = this.usual;
-    }
+    this.state = stateOf(this, () => fromText(text, this.usual, this.about.rules, this.about.limits));
     this.undone = [];
     this.done = [];
     this.takeGates();

@@ -1,6 +1,6 @@
 // The view "Model": a text through a model, token by token, beside the same model with a change. model_draw.js draws.
 
-import { Asker, choice, numberFrom, partsOf } from "./controls.js";
+import { Asker, choice, numberFrom, partsOf, stateOf } from "./controls.js";
 import { button, byId, make } from "./dom.js";
 import { figure } from "./memory_draw.js";
 import { gates, label, lines, matrix, scaleOf, state, together } from "./model_draw.js";
@@ -96,12 +96,7 @@ export class ModelView {
   }
 
   open(text) {
-    try {
-      this.state = this.fromText(text);
-    } catch (error) {
-      this.notice(`The link could not be read: ${error.message}. The view starts anew.`, true);
-      this.state = this.usual;
-    }
+    this.state = stateOf(this, () => this.fromText(text));
     byId("text").value = this.state.text;
     this.refresh();
   }

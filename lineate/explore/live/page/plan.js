@@ -1,6 +1,6 @@
 // The view "Plan": sliders over lineate.planning.
 
-import { Asker, choice, numberFrom, partsOf, slider } from "./controls.js";
+import { Asker, choice, numberFrom, partsOf, slider, stateOf } from "./controls.js";
 import { byId, make } from "./dom.js";
 import { bars, curve, tokens, whole } from "./plan_draw.js";
 import { svgOf } from "./scene.js";
@@ -51,12 +51,7 @@ export class PlanView {
   }
 
   open(text) {
-    try {
-      this.state = this.fromText(text);
-    } catch (error) {
-      this.notice(`The link could not be read: ${error.message}. The view starts anew.`, true);
-      this.state = this.usual;
-    }
+    this.state = stateOf(this, () => this.fromText(text));
     this.refresh();
   }
 
