@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lineate.call import Inputs, Options
 from lineate.kernels.launching import ceil_div, start
-from lineate.kernels.portable.layout import find_slots
+from lineate.kernels.portable.layout import clear_outside, find_slots
 
 CHUNK = 64
 
@@ -48,6 +48,21 @@ def find_sequences(q: Tensor, cu_seqlens: Tensor | None) -> Sequences:
             given, bounds, first_slots, slot_sequences, t, count, slots, BT=256, BS=64, C=CHUNK, num_warps=4
         )
     return Sequences(count, slots, bounds, first_slots, slot_sequences)
+
+
+def clear(sequences: Sequences, t: int, *tensors: Tensor | None) -> None:
+    """Set the tokens of up to five dense tensors `1 t ...` that lie in no packed sequence to 0.
+
+    Bounds on a GPU are not checked, so there may be such tokens. Filling the tensors with zeros first would take as
+    long as writing the results.
+    """
+    if sequences.bounds is None:
+        return
+    given = (*tensors, *[None] * (5 - len(tensors)))
+    sizes = [0 if x is None else x.numel() // t for x in given]
+    start(clear_outside, (ceil_div(t, 64),))(
+        sequences.bounds, *given, t, sequences.number, *sizes, BT=64, BN=256, num_warps=4
+    )
 
 
 class Gates(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 from lineate.call import Inputs, Options
 from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
-from lineate.kernels.call import aligned, count_slots, dense, in_rows, make_call
+from lineate.kernels.call import aligned, clear, count_slots, dense, in_rows, make_call
 from lineate.kernels.stages import Gradients, Slots
 from lineate.kernels.tape import launch
 from lineate.registrar import register_op
@@ -40,6 +40,7 @@ def _forward(
     def run() -> None:
         inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
         call = make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
+        clear(call.sequences, q.shape[1], output)
         kernels.forward(call, state, output, final, states if keep else None)
 
     tensors = (q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, output, final, states if keep else None)
@@ -83,7 +84,7 @@ def _backward(
         call = make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
         outside = call.gates_outside  # their gradients come after those of log_decay and beta
         if outside:
-            dlog_decay, dbeta = (_room(x, cu_seqlens, torch.float32) for x in (dlog_decay, dbeta))
+            dlog_decay, dbeta = (x.new_empty(x.shape, dtype=torch.float32) for x in (dlog_decay, dbeta))
         wanted = Gradients(
             dq,
             dk,
@@ -95,6 +96,7 @@ def _backward(
             None if dt_bias is None or outside else ddt_bias,
         )
         kernels.backward(call, doutput, dfinal, states, wanted)
+        clear(call.sequences, q.shape[1], *wanted[:5])
         if outside:
             kernels.raw_gate_gradients(call.gates, dlog_decay, dbeta, *grads[3:5], dA_log, ddt_bias)
 
@@ -159,20 +161,15 @@ def _empty_outputs(
     hv, value_dim = v.shape[2:]
     slots = b * count_slots(t, 1) if cu_seqlens is None else count_slots(t, cu_seqlens.shape[0] - 1)
     states = v.new_empty(slots if keep else 0, hv, value_dim, key_dim)
-    return _room(v, cu_seqlens), _room(state, cu_seqlens), states
+    return v.new_empty(v.shape), state.new_empty(state.shape), states
 
 
 def _empty_grads(inputs: Inputs, dfinal: Tensor) -> Grads:
-    q, k, v, log_decay, beta, _, cu_seqlens, A_log, dt_bias = inputs
-    gates = (q.new_empty(0) if x is None else _room(x, cu_seqlens) for x in (log_decay, beta, A_log, dt_bias))
+    q, k, v, log_decay, beta, _, _, A_log, dt_bias = inputs
+    gates = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (log_decay, beta, A_log, dt_bias))
     dlog_decay, dbeta, dA_log, ddt_bias = gates
-    dq, dk, dv, dstate = (_room(x, cu_seqlens) for x in (q, k, v, dfinal))
+    dq, dk, dv, dstate = (x.new_empty(x.shape) for x in (q, k, v, dfinal))
     return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate
-
-
-def _room(like: Tensor, cu_seqlens: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return memory for a result; zeros where tokens may lie outside every sequence (bounds on a GPU are unchecked)."""
-    return like.new_empty(like.shape, dtype=dtype) if cu_seqlens is None else like.new_zeros(like.shape, dtype=dtype)
 
 
 def recurrent(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
 """Packed sequences: they agree with the oracle, do not affect each other, and wrong bounds are harmless."""
 
+import importlib
+
 import pytest
 import torch
 from cases import (
@@ -17,9 +19,11 @@ from cases import (
     weights,
 )
 from few import few
-from paths import PATHS
+from paths import ONE_EACH, PATHS
 from rule_kernels import FEWER_TEXTS, MODEL, TEXTS, check, packed_inputs
 from torch import Tensor
+
+import lineate
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -94,3 +98,38 @@ def test_wrong_bounds_touch_nothing_outside(wrong):
     torch.cuda.synchronize()
     for x in guarded.values():
         assert x[0].eq(7).all() and x[2].eq(7).all()
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("wrong", [(3, 20, 130), (0, 100, 70), (5, 5), (0, 0, 0), (0, 140)], ids=str)
+def test_only_tokens_outside_of_every_sequence_are_cleared(wrong, path):
+    kernels = importlib.import_module("lineate.kernels.call")
+    sizes = (1, 3), (300,), (2, 128), (), (4,)
+    drawn = [torch.full((1, 140, *size), 7.0, dtype=path.dtype, device=path.device) for size in sizes]
+    sequences = kernels.find_sequences(drawn[0][..., None], torch.tensor(wrong, device=path.device))
+    kernels.clear(sequences, 140, *drawn)
+    low, high = wrong[0], max(wrong)
+    for x in drawn:
+        assert x[:, low:high].eq(7).all()
+        assert x[:, :low].eq(0).all() and x[:, high:].eq(0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("raw", [False, True])
+def test_outputs_and_gradients_outside_of_every_sequence_are_0(raw):
+    shape, bounds = (1, 130), torch.tensor([3, 70, 110], device="cuda")
+    q, k = (torch.randn(*shape, 2, 64, device="cuda").bfloat16().requires_grad_() for _ in range(2))
+    v = torch.randn(*shape, 4, 64, device="cuda").bfloat16().requires_grad_()
+    gates = [torch.randn(*shape, 4, device="cuda").requires_grad_() for _ in range(2)]
+    if raw:
+        speed = torch.zeros(4, device="cuda", requires_grad=True)
+        output, _ = lineate.fused_delta_rule(q, k, v, *gates, speed, cu_seqlens=bounds)
+        gates.append(speed)
+    else:
+        log_decay, beta = -gates[0].detach().abs(), gates[1].detach().sigmoid()
+        gates = [log_decay.requires_grad_(), beta.requires_grad_()]
+        output, _ = lineate.gated_delta_rule(q, k, v, *gates, cu_seqlens=bounds, normalize_qk=True)
+    found = torch.autograd.grad(output.float().sum(), [q, k, v, *gates])
+    assert all(x.isfinite().all() for x in found)
+    for x in (output, *found[:5]):
+        assert x[:, :3].eq(0).all() and x[:, 110:].eq(0).all() and x[:, 3:110].ne(0).any()

@@ -106,3 +106,36 @@ def find_slots(
         tl.store(bounds + texts, top)
         tl.store(first_slots + texts, used.to(tl.int64))
     tl.store(slot_texts + slot, tl.minimum(ended, texts - 1).to(tl.int64), mask=slot < slots)
+
+
+@triton.jit
+def _clear_token(x, token, SIZE: tl.constexpr, BN: tl.constexpr):
+    """Set the SIZE numbers of a token to 0; x may be None."""
+    if x is not None:
+        for first in range(0, SIZE, BN):
+            j = first + tl.arange(0, BN)
+            tl.store(x + token * SIZE + j, tl.zeros((BN,), x.dtype.element_ty), mask=j < SIZE)
+
+
+@triton.jit(do_not_specialize=["t", "texts"])
+def clear_outside(
+    bounds, a, b, c, d, e, t, texts,
+    A: tl.constexpr, B: tl.constexpr, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Set the tokens of a .. e `t ...` that lie in no sequence to 0; a token of them has A, B, D, E, F numbers.
+
+    Sequences follow each other without gaps (find_slots), so these are the tokens before the first and after the last.
+    """
+    low = tl.load(bounds).to(tl.int32)
+    high = tl.load(bounds + texts).to(tl.int32)
+    first = tl.program_id(0) * BT
+    if (first < low) | (first + BT > high):
+        for token in range(first, tl.minimum(first + BT, t)):
+            if (token < low) | (token >= high):
+                at = tl.cast(token, tl.int64)
+                _clear_token(a, at, A, BN)
+                _clear_token(b, at, B, BN)
+                _clear_token(c, at, D, BN)
+                _clear_token(d, at, E, BN)
+                _clear_token(e, at, F, BN)
