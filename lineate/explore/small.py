@@ -14,6 +14,7 @@ from torch import Tensor
 from lineate.explore.cost import one_thread
 from lineate.folders import cache_folder
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig
+from lineate.seeding import own_random_numbers
 from lineate.tracing import cpu_by_default
 
 SMALL_CONFIG = HybridConfig(
@@ -50,8 +51,7 @@ def train_small(steps: int) -> HybridLM:
     """
     from lineate.training.optim import make_optimizer
 
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), one_thread():
-        torch.manual_seed(0)
+    with own_random_numbers(seed=0), torch.enable_grad(), one_thread():
         model = HybridLM(SMALL_CONFIG)
         optimizer = make_optimizer(model, "muon", RATE, 0.1, (0.9, 0.95))
         text = training_text()

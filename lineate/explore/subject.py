@@ -20,6 +20,7 @@ from lineate.models.config import HybridConfig
 from lineate.models.presets import PRESETS, preset
 from lineate.names import nearest, user_path
 from lineate.rule import RULES, rule_named
+from lineate.seeding import own_random_numbers
 from lineate.text import PublishedTokenizer, Tokenizer
 from lineate.tracing import cpu_by_default
 
@@ -181,8 +182,7 @@ def open_subject(options: PictureOptions) -> Subject:
 
 
 def _untrained(config: HybridConfig, seed: int) -> HybridLM:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with own_random_numbers(seed):
         return HybridLM(config).eval()
 
 

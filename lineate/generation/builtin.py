@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lineate.folders import cache_folder
 from lineate.models import HybridConfig, HybridLM, preset
+from lineate.seeding import own_random_numbers
 from lineate.text import Bytes, Tokenizer, load_tokenizer
 
 RECIPE = 1
@@ -77,8 +78,7 @@ def train_builtin(steps: int) -> HybridLM:
     """
     generator = torch.Generator("cpu").manual_seed(RECIPE)
     data = _tokens(generator)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
-        torch.manual_seed(RECIPE)
+    with own_random_numbers(RECIPE), torch.device("cpu"), torch.enable_grad():
         model = HybridLM(builtin_config())
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
         for step in range(steps):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lineate.layers.entry import check_result
 from lineate.layers.registry import MixerKind, ModelSizes, Operations, Sizes, check_made
+from lineate.seeding import own_random_numbers
 from lineate.tracing import cpu_by_default
 
 LAYER_BLOCK = 512
@@ -47,7 +48,7 @@ def kept_bytes(kind: MixerKind, model: ModelSizes, config: Any, half: bool) -> f
 @lru_cache(256)
 @cpu_by_default
 def _kept_bytes(kind: MixerKind, sizes: Sizes, config: Any, half: bool) -> float:
-    with torch.random.fork_rng(devices=[]):
+    with own_random_numbers():
         mixer = check_made(kind, kind.make(sizes, config))
     found = []
     for tokens in (LAYER_BLOCK // 2, LAYER_BLOCK):
@@ -81,7 +82,7 @@ def _count(kind: MixerKind, sizes: Sizes, config: Any, context: int, tokens: int
 def _count_on(device: str, kind: MixerKind, sizes: Sizes, config: Any, context: int, tokens: int) -> int:
     from torch.utils.flop_counter import FlopCounterMode  # its import takes longer than that of lineate
 
-    with torch.random.fork_rng(devices=[]), torch.device(device), torch.no_grad():
+    with own_random_numbers(), torch.device(device), torch.no_grad():
         mixer = check_made(kind, kind.make(sizes, config))
         state, specs = None, mixer.state_spec
         if context:

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from lineate.learn.lesson import Claim, Equality, Finding, Measure, check, execute
+from lineate.seeding import own_random_numbers
 
 SETUP = """\
 import torch, lineate, lineate.layers
@@ -300,6 +299,6 @@ for i in range(t):
 
 def run_disagreement(which: Disagreement) -> tuple[Finding, ...]:
     """Run the setup and the program of a question, and check its claims."""
-    with torch.random.fork_rng(devices=[]):
+    with own_random_numbers():
         names = execute(which.code, which.name, execute(SETUP, "setup"))
         return check(which.claims, names)

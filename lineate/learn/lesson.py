@@ -6,14 +6,18 @@ are expressions that are evaluated with the program's names afterwards, so that 
 
 import hashlib
 import inspect
+import io
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from lineate.seeding import own_random_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,6 +92,13 @@ class Finding:
         """The value with three digits."""
         return f"{self.value:.3g}"
 
+    @property
+    def told(self) -> str:
+        """The figure in words: how far the sides of an equality are apart, or the measured number."""
+        if isinstance(self.claim, Equality):
+            return f"off by {self.figure}, at most {self.claim.tolerance:g}"
+        return self.figure
+
 
 Claim = Equality | Measure
 
@@ -139,6 +150,8 @@ class Outcome:
     """What running a program and its claims gave."""
 
     names: Names
+    printed: str
+    """What the lesson's program printed."""
     findings: tuple[Finding, ...]
     answers: tuple[Finding, ...] = ()
     """The findings of the exercise's answer."""
@@ -155,20 +168,25 @@ def run(lesson: Lesson, answer: bool = True) -> Outcome:
     The generators of random numbers stay untouched. The claims of the lesson are evaluated before the answer's program,
     which may change names.
     """
-    with torch.random.fork_rng(devices=[]):
-        names = execute(lesson.code, lesson.name)
-        findings = check(lesson.claims, names)
+    said = io.StringIO()  # of this program alone, whatever other threads print
+    with own_random_numbers():
+        names = execute(lesson.code, lesson.name, {**_EMPTY, "print": partial(print, file=said)})
+        printed, findings = said.getvalue(), check(lesson.claims, names)
         if not answer:
-            return Outcome(names, findings)
+            return Outcome(names, printed, findings)
         answered = execute(lesson.exercise.code, f"{lesson.name} answer", dict(names))
-        return Outcome(names, findings, check(lesson.exercise.claims, answered))
+        return Outcome(names, printed, findings, check(lesson.exercise.claims, answered))
+
+
+_EMPTY: Names = {"__name__": "lineate_lesson"}
+"""What a program finds defined."""
 
 
 def execute(code: str, name: str, names: Names | None = None) -> Names:
     """Execute a program and return its names; a traceback shows its lines."""
     file = f"<lineate learn: {name}>"
     linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
-    names = {"__name__": "lineate_lesson"} if names is None else names
+    names = dict(_EMPTY) if names is None else names
     exec(compile(code, file, "exec"), names)
     return names
 
@@ -185,8 +203,7 @@ def save_picture(picture: Picture, code: str, names: Names, path: Path) -> None:
 
     from lineate.figures import save_figure, styled
 
-    with torch.random.fork_rng(devices=[]), styled():
-        torch.manual_seed(0)
+    with own_random_numbers(seed=0), styled():
         save_figure(picture.draw(names), path.parent, path.stem, ("png",))
     about = PngInfo()
     about.add_text("Source", picture.digest(code))

@@ -61,6 +61,8 @@ def _lesson_page(number: int, lessons: dict[int, Lesson], outcome: Outcome) -> s
         lesson.text.strip(),
         "## The program",
         _program(lesson.code),
+        "It prints:",
+        _indented(outcome.printed),
         "## What is checked",
         f"    lineate learn {number}",
         _findings(outcome.findings),

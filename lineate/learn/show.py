@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineate.learn.lesson import Equality, Finding, Lesson, run, save_picture
+from lineate.learn.lesson import Finding, Lesson, run, save_picture
 from lineate.learn.lessons import all_lessons
 from lineate.learn.references import cited
 
@@ -33,6 +33,8 @@ def show_lesson(screen: "Console", number: int, lesson: Lesson, answer: bool, ou
     screen.print()
     _python(screen, lesson.code)
     outcome = run(lesson, answer)
+    _head(screen, "What it prints")
+    screen.print(outcome.printed.rstrip(), soft_wrap=True)
     _findings(screen, "What is checked", outcome.findings)
     if out is not None:
         path = out / f"{file_name(number, lesson)}.png"
@@ -51,7 +53,7 @@ def show_lesson(screen: "Console", number: int, lesson: Lesson, answer: bool, ou
         screen.print(f"(lineate learn {number} --answer shows the answer)", style="dim")
     _head(screen, "What breaks next")
     _markdown(screen, lesson.next)
-    _references(screen, lesson.text + lesson.exercise.answer)
+    _references(screen, citing(lesson))
     return outcome.holds
 
 
@@ -81,6 +83,16 @@ def file_name(number: int, lesson: Lesson) -> str:
     return f"{number:02}-{lesson.name}"
 
 
+def citing(lesson: Lesson) -> str:
+    """Return those texts of a lesson that cite references."""
+    return lesson.text + lesson.exercise.answer
+
+
+def without_pages(text: str) -> str:
+    """Return Markdown in which links to pages of the documentation are their texts, for readers who have no pages."""
+    return re.sub(r"\[([^\]]+)\]\([^)]*\.md[^)]*\)", r"\1", text)
+
+
 def _head(screen: "Console", title: str) -> None:
     screen.print(f"\n{title}", style="bold")
 
@@ -97,10 +109,7 @@ def _markdown(screen: "Console", text: str) -> None:
 
     from lineate.terminal import printable
 
-    plain = re.sub(
-        r"\[([^\]]+)\]\([^)]*\.md[^)]*\)", r"\1", text
-    )  # pages beside this one, which a terminal cannot open
-    screen.print(Markdown(printable(plain), hyperlinks=False))
+    screen.print(Markdown(printable(without_pages(text)), hyperlinks=False))
 
 
 def _python(screen: "Console", code: str) -> None:
@@ -115,14 +124,9 @@ def _findings(screen: "Console", title: str, findings: Sequence[Finding]) -> Non
     """Print every claim with its figure, and whether it holds."""
     _head(screen, title)
     for finding in findings:
-        claim = finding.claim
-        if isinstance(claim, Equality):
-            figure = f"off by {finding.figure}, at most {claim.tolerance:g}"
-        else:
-            figure = finding.figure
         mark, style = ("holds", "green") if finding.holds else ("FAILS", "bold red")
-        screen.print(f"{mark}  {claim.says}: {figure}", style=style)
-        screen.print(f"       {claim.shown}", style="dim", soft_wrap=True)
+        screen.print(f"{mark}  {finding.claim.says}: {finding.told}", style=style)
+        screen.print(f"       {finding.claim.shown}", style="dim", soft_wrap=True)
 
 
 def _references(screen: "Console", text: str) -> None:

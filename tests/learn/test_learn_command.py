@@ -31,6 +31,7 @@ def test_a_lesson_is_shown_and_run(word):
     assert lesson.title in done.stdout and "S'  = Diag(a_t) S_{t-1}" in done.stdout
     for line in lesson.code.strip().splitlines():
         assert line in done.stdout
+    assert "relative difference of one step in the other order: 0.035" in done.stdout  # what it prints
     assert "holds  with equal channels it is Gated DeltaNet: off by " in done.stdout and "at most 1e-12" in done.stdout
     assert "[Kimi2025] Kimi Team (2025)" in done.stdout
     assert "FAILS" not in done.stdout and "Picture" not in done.stdout

@@ -1,6 +1,7 @@
 """Every lesson runs and its claims hold; a broken rule is noticed by them."""
 
 import ast
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ def shown(findings):
 
 
 @pytest.mark.parametrize("number", LESSONS)
-def test_a_lesson_holds(number):
+def test_a_lesson_holds(number, capsys):
     before = torch.random.get_rng_state()
     outcome = run(LESSONS[number])
+    assert outcome.printed.strip() and capsys.readouterr().out == ""
     assert shown((*outcome.findings, *outcome.answers)) == []
     assert outcome.holds
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -39,7 +41,15 @@ def test_a_lesson_is_whole(number):
     texts = (lesson.title, lesson.equation, lesson.text, lesson.picture.caption, lesson.next)
     assert all(text.strip() for text in (*texts, lesson.exercise.question, lesson.exercise.answer))
     assert len(lesson.code.splitlines()) <= MOST_LINES
+    assert "print(" in lesson.code and "print(" not in lesson.exercise.code  # an answer is told by its claims
     assert lesson.exercise.claims  # an answer is checked too
+
+
+def test_lessons_in_two_threads_do_not_change_each_other():
+    alone = {number: run(LESSONS[number]).names["v"] for number in (2, 5)}
+    with ThreadPoolExecutor(2) as threads:
+        for number, outcome in [(n, threads.submit(run, LESSONS[n])) for n in (2, 5) * 8]:
+            assert torch.equal(outcome.result().names["v"], alone[number])
 
 
 def test_names_are_unique():

@@ -49,6 +49,7 @@ for j in range(0, t, block):
     total, read, top = keep * total + part.sum(-1, keepdim=True), keep * read + part @ V[j : j + block], new
 
 output, cache = lineate.softmax_attention(q, k, v)
+print(f"{t} tokens: {(weights > 0).sum()} weights, {cache.nbytes} bytes of cache")
 """
 
 

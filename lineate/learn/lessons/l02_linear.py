@@ -45,6 +45,7 @@ output, state = lineate.linear_attention(q, k, v, scale=1.0)
 
 right = (Q @ K.T / 4).masked_fill(torch.ones(t, t).triu(1).bool(), -torch.inf).softmax(-1)
 wrong = (Q @ K.T / 4).tril().softmax(-1)                           # softmax of a masked product
+print(f"weight of the future: {right.triu(1).sum(-1).mean():.2f}, wrongly masked {wrong.triu(1).sum(-1).mean():.2f}")
 """
 
 

@@ -46,6 +46,7 @@ crosstalk = (K @ K.T - torch.eye(n, dtype=torch.float64)) @ V      # k_i . k_j f
 
 U = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64)).Q      # orthonormal keys
 twice = memory(K[:1].repeat(2, 1), V[:2]).T @ K[0]                 # one key, two values
+print(f"relative error of {n} pairs under random keys: {(read - V).norm() / V.norm():.2f}")
 """
 
 

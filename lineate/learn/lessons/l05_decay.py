@@ -51,6 +51,7 @@ S, rows = torch.zeros(d, d, dtype=torch.float64), []
 for i in range(t):                                                 # the rotation as a transition of the state
     S = R @ S + k[0, i, 0, :, None] * v[0, i, 0]
     rows.append(q[0, i, 0] @ S)
+print(f"left of the first pair after {t} tokens: {(G[-1] - G[0]).exp():.1e}; a turn takes nothing")
 """
 
 

@@ -54,6 +54,7 @@ reflect = (I - beta * torch.outer(k, k)) @ S + beta * torch.outer(k, v)
 eta = beta / (1 - beta)
 nearest = torch.linalg.solve(I + eta * torch.outer(k, k), S + eta * torch.outer(k, v))
 fits = S + torch.linalg.pinv(k[None]) @ (v - S.T @ k)[None]        # the least change with S^T k = v
+print(f"error of the answer: {(S.T @ k - v).norm():.2f}, and {(correct.T @ k - v).norm():.2f} after the write")
 """
 
 

@@ -50,6 +50,7 @@ for x, y, g, b in zip(k[0, :, 0], v[0, :, 0], log_decay[0, :, 0], beta[0, :, 0])
     S, other = erase @ decay @ S + write, decay @ erase @ S + write         # and one step in the other order
 
 same = log_decay[..., :1].clamp(min=-5.0)                          # equal channels
+print(f"relative difference of one step in the other order: {(other - S).norm() / S.norm():.3f}")
 """
 
 

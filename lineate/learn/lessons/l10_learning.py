@@ -60,6 +60,7 @@ titans = replace(MEMORY_RULES["Titans"], chunk=1)                  # momentum
 still, moving = (learn(titans, rate=rate, momentum=m + 0 * rate) for m in (0.0, 0.5))
 gradient = torch.randn(d, 2 * d, dtype=torch.float64)
 muon = torch.linalg.svdvals(orthogonalise(gradient))
+print(f"singular values of a gradient after Muon: {muon.min():.2f} to {muon.max():.2f}")
 """
 
 

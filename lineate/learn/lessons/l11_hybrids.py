@@ -63,6 +63,7 @@ for i in range(t):
     y, state = latent(x[:, i : i + 1], state)                      # decoding: the cached vectors are keys and values
     rows.append(y)
 kept = {p: HybridLM(preset("tiny", pattern=p)).state_nbytes(rows=1, tokens=65536) for p in ("KKKK", "KKKM", "AAAA")}
+print("MiB of state after 65,536 tokens:", {pattern: round(n / 2**20, 2) for pattern, n in kept.items()})
 """
 
 
