@@ -21,7 +21,8 @@ COMMANDS = """\
     lineate learn                        the list
     lineate learn 5                      run a lesson in the terminal
     lineate learn 5 --answer             with the answer of its exercise
-    lineate learn all --out out/learn    all of them, with their pictures"""
+    lineate learn all --out out/learn    all of them, with their pictures
+    lineate explore                      a page whose view Lessons runs them"""
 
 
 def render_pages(outcomes: Mapping[int, Outcome]) -> dict[str, str]:

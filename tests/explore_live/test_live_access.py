@@ -16,7 +16,7 @@ from few import few
 from page_checks import CONTRAST
 
 AXE = Path(__file__).parents[2] / "out" / "axe" / "axe.min.js"
-VIEWS = ("memory", "model", "learning", "plan")
+VIEWS = ("memory", "model", "learning", "plan", "lessons")
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 
 
@@ -104,6 +104,11 @@ def test_keyboard_only_in_the_other_views(page):
 def show(page, view):
     """Open a view in which all there is to see can be seen."""
     page.click(f"#tab-{view}")
+    if view == "lessons":
+        page.click("#lesson-run")
+        page.click("#lesson-answer summary")
+        page.locator("#lesson canvas[data-drawn]").wait_for()
+        return
     page.locator(f"#{view} figure svg").first.wait_for()
     if view == "memory":
         page.get_by_text("Decay of each channel").click()
@@ -129,8 +134,8 @@ def test_phone(browser, address, view):
     wide = page.evaluate(f"""() => {inside}.filter((x) => x.checkVisibility() && !x.closest(".scroll > *")
         && x.getBoundingClientRect().right > 391).map((x) => x.outerHTML)""")
     assert wide == []
-    small = page.evaluate(f"""() => {inside}.filter((x) => x.matches("button, select, nav a") && x.checkVisibility()
-        && Math.min(x.offsetWidth, x.offsetHeight) < 40).map((x) => x.outerHTML)""")
+    small = page.evaluate(f"""() => {inside}.filter((x) => x.matches("button, select, nav a, ol a, a.go")
+        && x.checkVisibility() && Math.min(x.offsetWidth, x.offsetHeight) < 40).map((x) => x.outerHTML)""")
     assert small == []  # a finger can hit every button
     assert tiny_texts(page) == []
     window.context.close()

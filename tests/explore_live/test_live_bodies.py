@@ -50,6 +50,9 @@ LEARNING = fields(
 )  # fmt: skip
 
 
+LESSONS = fields("code", "extra", lesson=st.integers(0, 13))
+
+
 def check(client, path, body):
     reply = client.post(path, json=body)
     if reply.status_code != 200:
@@ -81,6 +84,15 @@ def test_model(client, path):
     @given(MODEL)
     def run(body):
         check(client, path, body)
+
+    run()
+
+
+def test_lessons(client):
+    @FEWER
+    @given(LESSONS)
+    def run(body):
+        check(client, "/api/lessons", body)
 
     run()
 

@@ -36,11 +36,12 @@ def served(folder):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A copy with a short text, one task, two memories and one preset."""
+    """A copy with a short text, one task, two memories, one preset and one lesson."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting, "TEXT", "aba")
         patch.setattr(exporting, "TASKS", {"pairs": exporting.TASKS["pairs"]})
         patch.setattr(exporting, "LEARNERS", {name: exporting.LEARNERS[name] for name in ("delta_rule", "titans")})
+        patch.setattr(exporting, "NUMBERS", (9,))
         patch.setattr(exporting, "PRESETS", {"tiny": exporting.PRESETS["tiny"]})
         folder = tmp_path_factory.mktemp("files") / "copy"
         files, size = exporting.export(folder, some_models())
@@ -88,6 +89,9 @@ def test_a_copy_shows_every_view(copied):
     shows(page, "plan")
     page.locator("#context").press("End")
     page.locator("#numbers tr", has_text="Cache").filter(has_text="1.5 TiB").wait_for()
+    page.goto(page.url.partition("#")[0] + "#lessons?lesson=9")
+    page.get_by_role("button", name="Show what running it gave").click()
+    page.locator("#lesson canvas[data-drawn]").wait_for()
     assert not page.locator("#notice").is_visible()
 
 
@@ -97,7 +101,7 @@ def test_a_copy_says_what_is_live_only(copied):
     asked(page, "after step 3")
     page.get_by_text("What it keeps, and what is live only").click()
     text = page.locator("#kept").inner_text()
-    for view in ("Memory", "Model", "Learning", "Plan"):
+    for view in ("Memory", "Model", "Learning", "Plan", "Lessons"):
         assert view in text
     assert text.count("Live only: ") == 4 and "'aba'" in text and "every layer, every head, every token" in text
     page.get_by_role("link", name="write A and B, forget A").click()
@@ -126,7 +130,9 @@ def test_every_link_of_a_whole_copy(browser, tmp_path):
             page = window.context.new_page()
             page.goto(f"{address}/copy/{link}")
             view = link[1:].partition("?")[0]
-            page.locator(f"#{view} figure svg, #model-summary:text('see the view Learning')").first.wait_for()
+            page.locator(
+                f"#{view} figure svg, #{view} canvas[data-drawn], #model-summary:text('see the view Learning')"
+            ).first.wait_for()
             assert not page.locator("#notice").is_visible(), link
             page.close()
         window.context.close()

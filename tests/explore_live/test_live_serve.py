@@ -54,6 +54,8 @@ def test_the_page_shows_the_served_model(serving):
     assert found["model"]["name"] == "served" and found["changed"] is not None
     reply = serving.post("/explore/api/model", json={**BODY, "layer": 4})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "layer"
+    found = serving.post("/explore/api/lessons/run", json={"lesson": 9}).json()
+    assert found["holds"] and found["picture"]
     assert serving.get("/").status_code == 200 and "lineate explore" not in serving.get("/").text
 
 

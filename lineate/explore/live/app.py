@@ -13,7 +13,7 @@ from starlette.staticfiles import StaticFiles
 
 import lineate
 from lineate import serving
-from lineate.explore.live import learning_view, memory_view, model_view, plan_view
+from lineate.explore.live import learning_view, lessons_view, memory_view, model_view, plan_view
 from lineate.explore.live.models import MOST_TOKENS, Models
 from lineate.explore.memories import DEMO_RULES
 from lineate.figures import kind_named, narrow_label_of
@@ -32,7 +32,7 @@ PAGE = Path(__file__).with_name("page")
 """The files of the page, served at /."""
 SHARED = Path(serving.__file__).with_name("page")
 """The chat page, of which this one uses some files."""
-SHARED_FILES = ("base.css", "dom.js", "icon.svg")
+SHARED_FILES = ("base.css", "dom.js", "icon.svg", "markdown.js")
 LIMITS = Limits(body_bytes=64 * 2**10, requests=16)
 """The longest list of steps has a quarter of these bytes."""
 REMEDY = "lineate explore --allow-host NAME"
@@ -88,6 +88,8 @@ VIEWS: dict[str, View] = {
     "memory": lambda body, _: memory_view.run_memory(memory_view.read_request(body)),
     "plan": lambda body, _: plan_view.run_plan(plan_view.read_request(body)),
     "learning": lambda body, _: learning_view.run_learning(learning_view.read_request(body)),
+    "lessons": lambda body, _: lessons_view.show_lesson(lessons_view.read_request(body)),
+    "lessons/run": lambda body, _: lessons_view.run_lesson(lessons_view.read_request(body)),
     "model": lambda body, models: model_view.run_model(model_view.read_request(body, models, step=False)),
     "model/step": lambda body, models: model_view.run_step(model_view.read_request(body, models, step=True)),
 }
@@ -138,6 +140,7 @@ def describe(models: Models) -> dict[str, Any]:
         "folders": models.folders,
         "text": TEXT,
         "learning": learning_view.describe(),
+        "lessons": lessons_view.describe(),
     }
 
 

@@ -40,7 +40,7 @@ def add_commands(app: "typer.Typer") -> None:
     """Add `lineate explore` to the command line."""
 
     def explore(**given: Any) -> None:
-        """Open a page: memories written by hand, a model token by token, memories that learn, and a planner."""
+        """Open a page: memories written by hand, a model token by token, memories that learn, a planner, lessons."""
         run_explore(ExploreArguments(**given))
 
     sign(explore, parameters(ExploreArguments))

@@ -15,7 +15,9 @@ from urllib.parse import quote
 
 from lineate.explore.live.app import PAGE, SHARED, SHARED_FILES, VIEWS, describe
 from lineate.explore.live.changes import GATES
+from lineate.explore.live.examples import MEMORIES, Body, memory_link
 from lineate.explore.live.learning_view import LEARNERS, TASKS
+from lineate.explore.live.lessons_view import NUMBERS
 from lineate.explore.live.model_view import describe as describe_model
 from lineate.explore.live.models import Models, OpenModel
 from lineate.explore.memories import DEMO_RULES
@@ -28,7 +30,6 @@ TEXT = "for value in values:"
 MOST_HEADS = 24
 """Heads of all layers that are kept; a larger model keeps fewer heads of each layer."""
 KEPT, INDEX = "kept", "kept/index.json"
-Body = dict[str, Any]
 
 
 @dataclass
@@ -69,6 +70,7 @@ def export(folder: Path, models: Models) -> tuple[int, int]:
     text = _keep_model(copy)
     _keep_learning(copy)
     _keep_plan(copy)
+    _keep_lessons(copy)
     about = describe(models) | {
         "text": text, "folders": False, "models": [{"name": n, "label": x} for n, x in list(models.names.items())[:1]],
         "kept": {
@@ -101,30 +103,13 @@ def _check(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def _write(key: str, value: str, decay: float = 0.9) -> Body:
-    return {"op": "write", "key": key, "value": value, "decay": decay, "beta": 1}
-
-
-FORGET_A: Body = {"op": "forget", "key": "A", "decay": 0}
-MEMORIES: dict[str, tuple[float, list[Body]]] = {
-    "A, B, then A again": (0, [_write("A", "w"), _write("B", "x"), _write("A", "y")]),
-    "overwrite without decay": (0, [_write("A", "w", 1), _write("A", "y", 1)]),
-    "four keys that are alike": (0.5, [_write(key, value, 1) for key, value in zip("ABCD", "wxyz", strict=True)]),
-    "write A and B, forget A": (0, [_write("A", "w", 1), _write("B", "x", 1), FORGET_A]),
-}
-"""Lists of steps that are kept, with the cosine of their keys; the first is what the page shows at first."""
-
-
 def _keep_memory(copy: _Copy) -> None:
     links = []
     for title, (cosine, steps) in MEMORIES.items():
         for ask in "ABCD":
             body = {"keys": 4, "values": 4, "cosine": cosine, "sharpness": 8, "ask": ask, "rules": list(DEMO_RULES)}
             copy.keep("memory", "memory", body | {"steps": steps})
-        texts = [f"{x['key']}:{x.get('value', '!')}:{x['decay']}" + (":1" if "value" in x else "") for x in steps]
-        links.append(
-            (f"#memory?cosine={cosine}&ask={'B' if FORGET_A in steps else 'A'}&steps={';'.join(texts)}", title)
-        )
+        links.append((memory_link(title), title))
     text = (
         f"Kept: these {len(MEMORIES)} lists of steps, every step of them, every rule, every key that is asked for. "
         "Live only: other steps, gates and sizes, and leaving out rules."
@@ -208,3 +193,12 @@ def _keep_plan(copy: _Copy) -> None:
         "everything else.",
         [("#plan", "by its sizes"), *((f"#plan?preset={name}", name) for name in PRESETS)],
     )
+
+
+def _keep_lessons(copy: _Copy) -> None:
+    links = []
+    for number in NUMBERS:
+        title = copy.keep("lessons", "lessons", {"lesson": number})["title"]
+        copy.keep("lessons/run", f"lesson-{number}", {"lesson": number})
+        links.append((f"#lessons?lesson={number}&run=1", f"{number}. {title}"))
+    copy.tell("Lessons", "Kept: all lessons, and what running each gave when this copy was made.", links)

@@ -89,8 +89,8 @@ function withoutIndent(line, width) {
   return line.slice(at);
 }
 
-/** Return the element of a block. */
-function element(found, depth) {
+/** Return the element of a block; `depth` counts the lists around it. */
+export function element(found, depth = 0) {
   if (found.kind === "code") return codeBlock(found);
   if (found.kind === "heading") return make(`h${Math.min(found.level + 3, 6)}`, {}, ...inline(found.source));
   if (found.kind === "list" && depth < DEEPEST) return list(found.source.split("\n"), depth);

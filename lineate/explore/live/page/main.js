@@ -2,14 +2,15 @@
 
 import { byId, copy, make } from "./dom.js";
 import { LearningView } from "./learning.js";
+import { LessonsView } from "./lessons.js";
 import { MemoryView } from "./memory.js";
 import { ModelView } from "./model.js";
 import { PlanView } from "./plan.js";
-import { save } from "./scene.js";
+import { save, saveFile } from "./scene.js";
 import { begin } from "./server.js";
 import { onChange } from "./theme.js";
 
-const VIEWS = [MemoryView, ModelView, LearningView, PlanView];
+const VIEWS = [MemoryView, ModelView, LearningView, PlanView, LessonsView];
 
 const views = {};
 let current = null;
@@ -59,6 +60,7 @@ function route() {
     byId(`tab-${other.name}`).toggleAttribute("aria-current", other === view);
   }
   byId(`tab-${view.name}`).setAttribute("aria-current", "page");
+  byId("save-svg").hidden = Boolean(view.bitmaps);
   document.title = `${byId(`tab-${view.name}`).textContent} · lineate explore`;
   view.open(view.name === name ? rest.join("?") : "");
 }
@@ -75,8 +77,9 @@ async function copyLink() {
 }
 
 function saveAs(kind) {
-  const scene = current?.picture();
-  if (scene) save(scene, `lineate-${current.name}`, kind);
+  const picture = current?.picture();
+  if (picture?.file) saveFile(picture.file, `lineate-${picture.name}`);
+  else if (picture) save(picture, `lineate-${current.name}`, kind);
 }
 
 async function start() {

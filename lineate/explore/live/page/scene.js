@@ -155,9 +155,14 @@ async function pngOf(scene, dots = 2) {
 export async function save(scene, name, kind) {
   const file = kind === "png" ? await pngOf(scene)
     : new Blob([new XMLSerializer().serializeToString(svgOf(scene, name))], { type: "image/svg+xml" });
+  saveFile(file, `${name}.${kind}`);
+}
+
+/** Save a file under this name. */
+export function saveFile(file, name) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(file);
-  link.download = `${name}.${kind}`;
+  link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
