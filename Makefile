@@ -2,6 +2,8 @@
 
 PYTHON     ?= python3
 GPU_PYTHON ?= python3
+# Keep compiled files, whatever the environment says: pytest's own way of compiling tests takes ten seconds a worker.
+export PYTHONDONTWRITEBYTECODE =
 # pytest-xdist workers; each runs torch on one thread, and whole files, whose cases share what they set up.
 WORKERS    ?= -n auto --maxprocesses 2 --dist loadfile
 # Files with tests for a GPU: its Python need not have what the others import.

@@ -11,6 +11,7 @@ Of a function with the mark `cover`, the fast suite runs a few cases in which ea
 the other combinations are slow (support/covers.py). A new value is included at once.
 """
 
+import gc
 import os
 import sys
 import zlib
@@ -102,3 +103,11 @@ def pytest_sessionfinish(session):
     if most is not None and not hasattr(session.config, "workerinput"):
         long = {_function(test) for test, took in seconds.items() if took > most}
         NOT_QUICK.write_text("".join(f"{name}\n" for name in sorted({*NOT_QUICK.read_text().split(), *long})))
+
+
+def pytest_collection_finish():
+    """Let the garbage collector skip what importing and collecting have made: it is millions of objects, and it stays.
+
+    A full collection among them takes a second, and tests, compilers and matplotlib cause many.
+    """
+    gc.freeze()

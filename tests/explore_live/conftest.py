@@ -15,7 +15,7 @@ from explore_page import HOSTS, SIZES, asked, exploring, some_models
 from lineate.explore.live.app import make_app
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def client():
     """Calls the application without a network."""
     testing = pytest.importorskip("starlette.testclient")
@@ -23,13 +23,13 @@ def client():
         yield own
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def address():
     with exploring() as own:
         yield own
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser():
     with started() as own:
         yield own

@@ -19,7 +19,7 @@ from cases import (
 from few import few
 from paths import BF16, GPU_ONLY, ONE_EACH, Path
 from raw_gates import FUSED_ROWS, raw_inputs
-from rule_kernels import MODEL, SHORT, on_gpu, packed_inputs, sized, to
+from rule_kernels import LEAN, MODEL, SHORT, on_gpu, packed_inputs, sized, to
 from torch import Tensor, nn
 from torch_calls import CapturedOps, check_cuda_graph, check_ops
 
@@ -61,7 +61,7 @@ def compare_compiled(layer: Layer, inputs: Inputs, path: Path, cu_seqlens: Tenso
 @pytest.mark.parametrize("row", few([LINEAR, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_compiled_equals_eager(row, path):
     torch.manual_seed(0)
-    shape = sized(path, SHORT)
+    shape = sized(path, SHORT._replace(hv=1))
     layer = Layer(row.op, path, shape, form="chunkwise", normalize_qk=row.corrects)
     compare_compiled(layer, convert(draw(row, shape), path.dtype), path)
 
@@ -70,7 +70,7 @@ def test_compiled_equals_eager(row, path):
 @pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_compiled_fused_equals_eager(row, path):
     torch.manual_seed(0)
-    shape = sized(path, SHORT)
+    shape = sized(path, SHORT._replace(hv=1))
     layer = Layer(lineate.fused_delta_rule, path, shape, beta_scale=2.0)
     compare_compiled(layer, raw_inputs(row, path, "bias", shape), path)
 
@@ -79,7 +79,7 @@ def test_compiled_fused_equals_eager(row, path):
 def test_compiled_packed_texts(path):
     torch.manual_seed(0)
     lengths = (1, 0, 19) if path.device == "cpu" else (1, 0, 70)
-    inputs = packed_inputs(GATED_DELTA, path, lengths)
+    inputs = packed_inputs(GATED_DELTA, path, lengths, LEAN)
     compare_compiled(Layer(GATED_DELTA.op, path, sized(path), form="chunkwise"), inputs, path, bounds(lengths))
 
 

@@ -20,7 +20,7 @@ from cases import (
 )
 from few import few
 from paths import ONE_EACH, PATHS
-from rule_kernels import FEWER_TEXTS, MODEL, TEXTS, check, packed_inputs
+from rule_kernels import FEWER_TEXTS, LEAN, MODEL, TEXTS, check, packed_inputs
 from torch import Tensor
 
 import lineate
@@ -43,7 +43,7 @@ def test_packed_texts(row, path):
 def test_packed_texts_do_not_see_each_other(row, path):
     """A sequence has the same bits alone and among others; one full of NaN, with its state, changes no other."""
     lengths = (1, 66, 0, 5) if path.device == "cpu" else (1, 70, 0, 20)
-    inputs = packed_inputs(row, path, lengths)
+    inputs = packed_inputs(row, path, lengths, LEAN)
 
     def part(result: Result | Inputs, which: int):
         """Return the part of a result that belongs to one sequence."""

@@ -267,7 +267,7 @@ def test_a_second_derivative_is_refused(path, kernels):
 
 @paths
 def test_compiled(path, kernels):
-    case = Case((5, 7, 6), clip=1.5)
+    case = Case((5, 7, 6), t=5, h=1, clip=1.5)
     inputs, state = ({n: x.to(path.device) for n, x in part.items()} for part in draw(case))
     leaf = inputs["k"].requires_grad_()
     seen = kernels(path)

@@ -38,9 +38,9 @@ def draw(b: int, t: int) -> Tensor:
 class Compiled:
     """A model in one graph, and how many graphs it has taken so far."""
 
-    def __init__(self, model: HybridLM, dynamic: bool | None = None) -> None:
+    def __init__(self, model: HybridLM, dynamic: bool | None = None, backend: str = "aot_eager") -> None:
         torch._dynamo.reset()
-        self.counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        self.counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
         self.run = torch.compile(model, fullgraph=True, backend=self.counter, dynamic=dynamic)
 
     @property
@@ -64,12 +64,17 @@ def test_training_is_one_graph(pattern, packed):
         assert torch.equal(expected, got)
 
 
+AOT = pytest.param("aot_eager", marks=pytest.mark.slow)
+"""Traces the operators of a graph too; with symbolic lengths that takes three times as long as finding the graph."""
+
+
+@pytest.mark.parametrize("backend", ["eager", AOT])
 @pytest.mark.parametrize("pattern", few(["GA", "KM"], ["GA"]))
 @torch.no_grad()
-def test_one_graph_serves_every_length(pattern):
+def test_one_graph_serves_every_length(pattern, backend):
     """After the first length nothing is compiled again."""
     model = make(pattern)
-    compiled = Compiled(model, dynamic=True)
+    compiled = Compiled(model, dynamic=True, backend=backend)
     graphs = []
     for t in (20, 33, 40, 64, 65):
         assert torch.equal(compiled.run(draw(2, t)).logits, model(draw(2, t)).logits)
@@ -154,6 +159,7 @@ def test_compiled_calls_leave_the_state_they_continue():
     assert eager.tensors["keys"] is state.tensors["keys"]  # nobody has claimed the room
 
 
+@pytest.mark.parametrize("backend", ["eager", AOT])
 @pytest.mark.parametrize(
     ("letter", "dynamic", "lengths"),
     [
@@ -163,11 +169,11 @@ def test_compiled_calls_leave_the_state_they_continue():
     ],
 )
 @torch.no_grad()
-def test_learning_mixers_are_one_graph(letter, dynamic, lengths):
+def test_learning_mixers_are_one_graph(letter, dynamic, lengths, backend):
     """They are laid out in chunks by their lengths; the lengths of least squares may be symbolic."""
     mixer = make(letter).layers[0].mixer
     torch._dynamo.reset()
-    run = torch.compile(mixer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    run = torch.compile(mixer, fullgraph=True, backend=backend, dynamic=dynamic)
     for t in lengths:
         x = torch.randn(2, t, mixer.in_proj.weight.shape[1])
         assert torch.equal(run(x)[0], mixer(x)[0])

@@ -4,6 +4,7 @@ Everything is read from the source, lazy imports included; only the letters and 
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,11 @@ def tree(module: str) -> ast.Module:
     return ast.parse(sources()[module].read_text())
 
 
+def last_name(node: ast.expr) -> str:
+    """Return the last name of an expression such as a.b.c; "" if it does not end in a name."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def imported(module: str) -> Iterator[str]:
     """Yield the modules of lineate that a module imports anywhere in its text, by statements or by import_module."""
     for node in ast.walk(tree(module)):
@@ -57,7 +63,7 @@ def imported(module: str) -> Iterator[str]:
                 yield names[0]
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in sources())
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and last_name(node.func) == "import_module":
             first = node.args[0]
             if isinstance(first, ast.Constant) and first.value in sources():
                 yield str(first.value)
@@ -72,11 +78,15 @@ def circles() -> set[str]:
     """Return each group of modules that import each other in a circle, as their names in order."""
     reach: dict[str, set[str]] = {}
     for module in sources():
-        found, ahead = set(), [module]
+        found: set[str] = set()
+        ahead = [module]
         while ahead:
             for other in imports()[ahead.pop()] - found:
                 found.add(other)
-                ahead.append(other)
+                if other in reach:
+                    found |= reach[other]
+                else:
+                    ahead.append(other)
         reach[module] = found
     groups = ({other for other in found if module in reach[other]} for module, found in reach.items())
     return {" ".join(sorted(group)) for group in groups if group}
@@ -120,7 +130,7 @@ def public_names() -> set[str]:
 def registered(module: str) -> set[str]:
     """Return the functions that are handed to torch.library, or to a function of ours that does so."""
     calls = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
-    calls = (node for node in calls if ast.unparse(node.func).split(".")[-1].startswith(REGISTRARS))
+    calls = (node for node in calls if last_name(node.func).startswith(REGISTRARS))
     given = (x for node in calls for x in (*node.args, *(keyword.value for keyword in node.keywords)))
     return {x.id for x in given if isinstance(x, ast.Name)}
 
@@ -199,7 +209,10 @@ def imports_between_tests() -> set[str]:
     """Return test files that import another one; what they share belongs in tests/support."""
     found = set()
     for file in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        if not re.search(r"from\s+(test_|conftest)", text):  # parsing all of them takes seconds
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("test_", "conftest")):
                 found.add(f"{file.name}: {node.module}")
     return found

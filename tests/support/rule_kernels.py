@@ -103,8 +103,8 @@ def check(row: Row, inputs: Inputs, path: Path, what: object = "", **options: ob
 CHANNEL_ROWS = [GATED_LINEAR_CHANNEL, KIMI_DELTA]
 
 
-def packed_inputs(row: Row, path: Path, lengths: tuple[int, ...]) -> Inputs:
-    shape = sized(path)._replace(b=1, t=sum(lengths))
+def packed_inputs(row: Row, path: Path, lengths: tuple[int, ...], small: Shape = SMALL) -> Inputs:
+    shape = sized(path, small)._replace(b=1, t=sum(lengths))
     return convert(draw(row, shape, texts=len(lengths)), path.dtype)
 
 

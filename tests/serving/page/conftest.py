@@ -9,13 +9,13 @@ from browser import Window, started
 from scripted_server import ScriptedServer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser():
     with started() as own:
         yield own
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def running():
     with ScriptedServer() as own:
         yield own
