@@ -7,8 +7,8 @@ pytest.importorskip("hypothesis")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-SETTINGS = settings(max_examples=80, deadline=None, derandomize=True)
-FEWER = settings(SETTINGS, max_examples=40)
+SETTINGS = settings(max_examples=50, deadline=None, derandomize=True)
+FEWER = settings(SETTINGS, max_examples=25)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5) | st.sampled_from(["A", "w", "write", "forget", "delta_rule", "tiny", "GGGA", "float32"]),

@@ -31,7 +31,7 @@ import lineate
 def test_packed_texts(row, path):
     """Sequences have no token (first, inside, last), one, one chunk, two or more; an empty one keeps its state."""
     texts = FEWER_TEXTS if path.device == "cpu" else TEXTS
-    inputs = packed_inputs(row, path, texts)
+    inputs = packed_inputs(row, path, texts, LEAN)
     got = check(row, inputs, path, cu_seqlens=bounds(texts))
     empty = [i for i, length in enumerate(texts) if not length]
     assert same_bits(got.state[empty], inputs["state"][empty])

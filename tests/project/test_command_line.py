@@ -34,8 +34,8 @@ def options():
                     yield name, flag, 0 if getattr(param, "is_flag", False) else param.nargs
 
 
-# Every fourth is fast.
-OPTIONS = [pytest.param(*x, marks=[pytest.mark.slow] if i % 4 else []) for i, x in enumerate(options())]
+# Every eighth is fast.
+OPTIONS = [pytest.param(*x, marks=[pytest.mark.slow] if i % 8 else []) for i, x in enumerate(options())]
 
 
 @pytest.mark.parametrize("command, flag, values", OPTIONS)

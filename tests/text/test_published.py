@@ -172,7 +172,7 @@ def kimi(tmp_path_factory):
     return load_tokenizer(folder), {token: rank for rank, token in enumerate(tokens)}, folder
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(word=st.text("abcthein", min_size=1, max_size=14))
 @example(word="abcbc")
 @example(word="ththe")

@@ -27,7 +27,7 @@ def pushed(tokenizer, ids, **options):
     return [*(stream.push(i) for i in ids), stream.finish()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), keep=st.booleans())
 def test_pushes_together_are_the_decoded_text(all_tokenizers, data, keep):
     """Random ids are mostly invalid UTF-8."""
@@ -36,7 +36,7 @@ def test_pushes_together_are_the_decoded_text(all_tokenizers, data, keep):
         assert "".join(pushed(tokenizer, ids, keep_special=keep)) == tokenizer.decode(ids, keep_special=keep)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text())
 @example(text="\U0001f469\u200d\U0001f680 \u4e2d\u6587 na\u00efve")
 @example(text="  two spaces")
@@ -94,7 +94,7 @@ def cut(text, stops):
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(parts=st.lists(st.text("abcd", max_size=6), max_size=12), stops=STOPS)
 @example(parts=["aab", "aabaac"], stops=["aabaaa", "aac"])
 def test_stop_strings_over_any_division(parts, stops):
