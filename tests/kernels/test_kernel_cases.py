@@ -22,7 +22,7 @@ from cases import (
 )
 from few import few
 from paths import BF16, GPU, INTERPRETER, PATHS, param
-from rule_kernels import LEAN, LENGTHS, MODEL, SHORT, SMALL, check, native_term, run, sized
+from rule_kernels import LEAN, LENGTHS, MODEL, ONE_HEAD, SMALL, check, native_term, run, sized
 
 # Shapes
 
@@ -106,7 +106,7 @@ def test_normalize_qk(row, path):
     "row", few([LINEAR, GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (LINEAR, GATED_DELTA)), ids=str
 )
 def test_scale(row, path):
-    inputs = convert(draw(row, sized(path, SHORT)), path.dtype)
+    inputs = convert(draw(row, sized(path, ONE_HEAD)), path.dtype)
     check(row, inputs, path, scale=-1.5)
     check(row, inputs, path, scale=0.25, normalize_qk=True)
 
@@ -120,14 +120,14 @@ def test_gates_of_another_dtype(row, path):
     """Gates and their gradients may have another dtype than q (the interpreter truncates to bfloat16, a GPU rounds)."""
     for gates in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         if gates != path.dtype and not (path.device == "cpu" and gates == torch.bfloat16):
-            check(row, convert(draw(row, sized(path, SHORT)), path.dtype, gates), path, gates)
+            check(row, convert(draw(row, sized(path, ONE_HEAD)), path.dtype, gates), path, gates)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", few(ROWS, (LINEAR, KIMI_DELTA)), ids=str)
 def test_no_state_is_a_state_of_zeros(row, path):
-    inputs = convert(draw(row, sized(path, SHORT), "empty memory"), path.dtype)
-    shape = sized(path, SHORT)
+    inputs = convert(draw(row, sized(path, ONE_HEAD), "empty memory"), path.dtype)
+    shape = sized(path, ONE_HEAD)
     zeros = {**inputs, "state": torch.zeros(shape.b, shape.hv, shape.k, shape.v)}
     assert_same_bits(run(row, inputs, path), run(row, zeros, path))
 

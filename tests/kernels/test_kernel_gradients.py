@@ -22,7 +22,7 @@ from cases import (
 )
 from few import few
 from paths import BF16, GPU, INTERPRETER, ONE_EACH, PATHS, Path, param
-from rule_kernels import CHUNK, LEAN, SHORT, allowance, loss_of, run, sized
+from rule_kernels import CHUNK, LEAN, ONE_HEAD, allowance, loss_of, run, sized
 
 # What requires gradients
 
@@ -30,7 +30,7 @@ from rule_kernels import CHUNK, LEAN, SHORT, allowance, loss_of, run, sized
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", few([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_gradients_of_some_inputs_only(row, path):
-    inputs = convert(draw(row, sized(path, SHORT._replace(hv=1))), path.dtype)
+    inputs = convert(draw(row, sized(path, ONE_HEAD)), path.dtype)
     everything = run(row, inputs, path)
     for name in inputs:
         some = run(row, inputs, path, only=(name,))
@@ -42,7 +42,7 @@ def test_gradients_of_some_inputs_only(row, path):
 @pytest.mark.parametrize("row", few(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
 def test_without_gradients(row, path):
     """Nothing is kept for a backward; the numbers are the same, in no_grad and inference mode too."""
-    inputs = convert(draw(row, sized(path, SHORT)), path.dtype)
+    inputs = convert(draw(row, sized(path, ONE_HEAD)), path.dtype)
     expected = run(row, inputs, path)
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_without_gradients(row, path):
 )
 def test_losses_on_half_of_the_result(row, path):
     """With a loss on the output alone, or on the state alone, missing gradients are zeros, not uninitialised memory."""
-    inputs = convert(draw(row, sized(path, SHORT)), path.dtype)
+    inputs = convert(draw(row, sized(path, ONE_HEAD)), path.dtype)
     totals = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in inputs.items()}
     for which in (0, 1):
         leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
@@ -80,7 +80,7 @@ def test_losses_on_half_of_the_result(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_backward_twice_through_one_graph(path):
     """The same holds for two graphs that share their inputs: two calls never share a buffer."""
-    inputs = convert(draw(KIMI_DELTA, sized(path, SHORT)), path.dtype)
+    inputs = convert(draw(KIMI_DELTA, sized(path, ONE_HEAD)), path.dtype)
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
     outputs = [KIMI_DELTA.op(**leaves, form="chunkwise", backend="triton").output for _ in range(2)]
     first = torch.autograd.grad(outputs[0].square().sum(), list(leaves.values()), retain_graph=True)
@@ -93,7 +93,7 @@ def test_backward_twice_through_one_graph(path):
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_second_derivatives_are_refused(path):
     """They raise, because treating the first derivatives as constants would be wrong."""
-    inputs = convert(draw(GATED_DELTA, sized(path, SHORT)), path.dtype)
+    inputs = convert(draw(GATED_DELTA, sized(path, ONE_HEAD)), path.dtype)
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
     output, _ = GATED_DELTA.op(**leaves, form="chunkwise", backend="triton")
     (dq,) = torch.autograd.grad(output.sum(), leaves["q"], create_graph=True)
@@ -104,7 +104,7 @@ def test_second_derivatives_are_refused(path):
 @pytest.mark.parametrize("path", ONE_EACH)
 def test_inputs_are_never_modified(path):
     """The call, its backward and changes to the result leave the inputs as they are."""
-    inputs = convert(draw(KIMI_DELTA, sized(path, SHORT)), path.dtype)
+    inputs = convert(draw(KIMI_DELTA, sized(path, ONE_HEAD)), path.dtype)
     for normalize_qk in (False, True):
         leaves = {name: x.to(path.device).clone().requires_grad_() for name, x in inputs.items()}
         output, state = KIMI_DELTA.op(**leaves, form="chunkwise", backend="triton", normalize_qk=normalize_qk)

@@ -19,7 +19,7 @@ from cases import (
 from few import few
 from paths import BF16, GPU_ONLY, ONE_EACH, Path
 from raw_gates import FUSED_ROWS, raw_inputs
-from rule_kernels import LEAN, MODEL, SHORT, on_gpu, packed_inputs, sized, to
+from rule_kernels import LEAN, MODEL, ONE_HEAD, on_gpu, packed_inputs, sized, to
 from torch import Tensor, nn
 from torch_calls import CapturedOps, check_cuda_graph, check_ops
 
@@ -61,7 +61,7 @@ def compare_compiled(layer: Layer, inputs: Inputs, path: Path, cu_seqlens: Tenso
 @pytest.mark.parametrize("row", few([LINEAR, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
 def test_compiled_equals_eager(row, path):
     torch.manual_seed(0)
-    shape = sized(path, SHORT._replace(hv=1))
+    shape = sized(path, ONE_HEAD)
     layer = Layer(row.op, path, shape, form="chunkwise", normalize_qk=row.corrects)
     compare_compiled(layer, convert(draw(row, shape), path.dtype), path)
 
@@ -70,7 +70,7 @@ def test_compiled_equals_eager(row, path):
 @pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_compiled_fused_equals_eager(row, path):
     torch.manual_seed(0)
-    shape = sized(path, SHORT._replace(hv=1))
+    shape = sized(path, ONE_HEAD)
     layer = Layer(lineate.fused_delta_rule, path, shape, beta_scale=2.0)
     compare_compiled(layer, raw_inputs(row, path, "bias", shape), path)
 
@@ -101,7 +101,7 @@ def test_compiled_recurrent_form(path):
 def test_custom_ops_keep_their_promises(which, packed, path):
     """opcheck passes (schema, fake tensors, autograd registration) for every op that a call and its backward use."""
     lengths = (1, 0, 19)
-    shape, texts = sized(path, SHORT._replace(hv=1))._replace(t=20), len(lengths) if packed else None
+    shape, texts = sized(path, ONE_HEAD)._replace(t=20), len(lengths) if packed else None
     row = {x.name: x for x in ROWS}[which.removeprefix("fused ")]
     fused = which.startswith("fused")
     inputs = (

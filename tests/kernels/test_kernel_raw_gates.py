@@ -8,7 +8,7 @@ from cases import Result, assert_same_bits, assert_within, bounds, errors
 from few import few
 from paths import INTERPRETER, ONE_EACH, PATHS
 from raw_gates import FUSED, FUSED_ROWS, check_fused, fused_allowance, fused_errors, raw_inputs, unfused
-from rule_kernels import CHUNK, FEWER_TEXTS, SHORT, SMALL, TEXTS, differentiate, loss_of, native_term, sized
+from rule_kernels import CHUNK, FEWER_TEXTS, ONE_HEAD, SHORT, SMALL, TEXTS, differentiate, loss_of, native_term, sized
 
 import lineate
 
@@ -50,7 +50,7 @@ def test_fused_packed_texts(row, path):
 @pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[1:]), ids=str)
 def test_fused_gates_of_another_dtype(row, path):
     """A layer's gates may be float32 beside q in bfloat16, and its parameters bfloat16."""
-    inputs = raw_inputs(row, path, "bias", sized(path, SHORT))
+    inputs = raw_inputs(row, path, "bias", sized(path, ONE_HEAD))
     narrow = torch.float16 if path.device == "cpu" else torch.bfloat16
     for gates, parameters in ((narrow, torch.float32), (torch.float32, narrow)):
         mixed = {n: x.to(gates if n in ("gate", "write") else x.dtype) for n, x in inputs.items()}
@@ -62,7 +62,7 @@ def test_fused_gates_of_another_dtype(row, path):
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=str)
 def test_fused_extreme_gates(row, path):
     """With gates of -100 to 100 or infinite, exp never overflows; a closed gate forgets all, an open one nothing."""
-    inputs = raw_inputs(row, path, "no bias", sized(path, SHORT))
+    inputs = raw_inputs(row, path, "no bias", sized(path, ONE_HEAD))
     gate = inputs["gate"].flatten(2)
     gate[:, 3], gate[:, 5], gate[:, 8], gate[:, 11] = 100.0, -100.0, torch.inf, -torch.inf
     inputs["write"][:, 2], inputs["write"][:, 4] = 100.0, -100.0
@@ -98,7 +98,7 @@ def test_small_raw_gates_are_not_lost(row, path):
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("row", few(FUSED_ROWS, FUSED_ROWS[:1]), ids=str)
 def test_fused_gradients_of_some_inputs_only(row, path):
-    inputs = raw_inputs(row, path, "bias", sized(path, SHORT))
+    inputs = raw_inputs(row, path, "bias", sized(path, ONE_HEAD))
     everything = differentiate(lineate.fused_delta_rule, inputs, path)
     for name in ("gate", "A_log", "dt_bias") if path.device == "cpu" else inputs:
         some = differentiate(lineate.fused_delta_rule, inputs, path, only=(name,))

@@ -32,6 +32,7 @@ LENGTHS = (1, 63, 64, 65, 3 * 64 + 5)
 SMALL = Shape(1, 70, 1, 2, 12, 20)
 LEAN = SMALL._replace(hv=1)
 SHORT = SMALL._replace(t=20)
+ONE_HEAD = SHORT._replace(hv=1)  # where heads are not the point
 MODEL = Shape(1, 130, 2, 4, 128, 128)
 TEXTS = (0, 1, 64, 0, 128, 70, 0)
 FEWER_TEXTS = (0, 1, 64, 0, 67)  # for a CPU, where every program is slow
