@@ -20,7 +20,7 @@ from lineate.layers.attention import GatedAttention, reads_own_length
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.entry import check_call
 from lineate.layers.feed import SwiGLU, glu
-from lineate.layers.gpu import kernels_for
+from lineate.layers.gpu import kernels_for, overlaps
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
@@ -36,16 +36,17 @@ _KNOWN = frozenset(
 
 def is_step(x: Tensor, state: LayerState | None) -> bool:
     """Whether x `b t hidden` is one token a row on a GPU, after a state that may be overwritten, without gradients."""
-    if (
-        not x.is_cuda
-        or x.shape[1] != 1
-        or not x.is_contiguous()
-        or torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cuda")
-    ):
+    if not x.is_cuda or x.shape[1] != 1 or not x.is_contiguous():
         return False
     owned = isinstance(state, CacheInPlace) or (isinstance(state, Memory) and state.owned)
-    return owned and is_eager(x) and kernels_for(x) is not None
+    return owned and runs_steps(x)
+
+
+def runs_steps(x: Tensor) -> bool:
+    """Whether the kernels of a step may run: on a GPU, without gradients, and without autocast."""
+    if not x.is_cuda or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+        return False
+    return is_eager(x) and kernels_for(x) is not None
 
 
 class Mixed(NamedTuple):
@@ -217,8 +218,7 @@ def _enter(
 
 def _leave(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None = None) -> tuple[Tensor, Tensor | None]:
     """Return x + module(y) of y `rows k`, and its norm `then`, where it is made on the way."""
-    from lineate.kernels.launching import overlaps  # triton, at its first use
-    from lineate.kernels.layers import products
+    from lineate.kernels.layers import products  # triton, at its first use
 
     weight, bias = module.weight, module.bias
     if products.serves_one(y, weight):

@@ -14,7 +14,7 @@ from lineate.layers import LayerState, MixtureOfExperts, RMSNorm, SwiGLU, Tensor
 from lineate.layers.context import Bounds
 from lineate.layers.entry import check_result
 from lineate.layers.registry import check_made
-from lineate.layers.steps import Mixed, feed_step, is_step, mix_step
+from lineate.layers.steps import Mixed, feed_step, is_step, mix_step, runs_steps
 from lineate.layers.trail import Trail, trail
 from lineate.models.config import HybridConfig
 
@@ -72,7 +72,12 @@ class Block(nn.Module):
 
     def trail(self, x: Tensor, state: LayerState, keep: str = "auto") -> tuple[Tensor, Trail]:
         """Run the block on guessed tokens x `b t hidden`; return the mixer's states after each (layers/trail.py)."""
-        return self._around(x, lambda y: trail(self.mixer, y, state, keep))
+        if self.norm_after or not runs_steps(x):
+            return self._around(x, lambda y: trail(self.mixer, y, state, keep))
+        y, kept = trail(self.mixer, self.mixer_norm(x), state, keep)
+        x = x + y
+        fed = feed_step(self.feed_norm, self.feed, x.flatten(0, 1)[:, None])
+        return (x + self.feed(self.feed_norm(x)) if fed is None else fed.view_as(x)), kept
 
     def mix_and_feed(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
         """Add the mixer's output to x `b t hidden`, then that of the feed-forward."""
