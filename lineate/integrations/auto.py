@@ -60,6 +60,7 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
     n_layers: int
     pattern: str = "GGGA"
     linear: dict[str, Any] | None = None
+    mamba: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
     attention: dict[str, Any] | None = None
     latent: dict[str, Any] | None = None

@@ -23,6 +23,7 @@ from lineate.layers.linear import (
     KimiDeltaAttention,
     LinearAttention,
 )
+from lineate.layers.mamba2 import Mamba2
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, kind_of, kinds, register
@@ -37,6 +38,7 @@ __all__ = [
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "LinearMixer",
+    "Mamba2",
     "LeastSquares",
     "TTTLinear",
     "TTTMLP",

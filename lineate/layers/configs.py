@@ -51,6 +51,58 @@ class LinearConfig:
 
 
 @dataclass(frozen=True)
+class MambaConfig:
+    """The sizes of Mamba-2 (S).
+
+    Args:
+        heads: heads of x, each with a decay of its own; their number times head_dim is the inner width.
+        head_dim: channels of a head of x.
+        state_dim: channels of B and C, the keys and queries.
+        groups: heads of B and C, a divisor of heads; each serves heads / groups heads of x.
+        conv_size: tokens that the short convolution over x, B and C sees; 0 means no convolution.
+        conv_bias: whether that convolution has a bias.
+        bias: whether the projections have a bias.
+        norm_groups: groups of the inner channels that the output norm normalises apart from each other.
+        gate_first: whether the norm follows the output gate; otherwise the gate multiplies what was normalised.
+        step_least: smallest step dt.
+        step_most: largest step dt; None means no bound.
+        norm_eps: epsilon of the output norm.
+    """
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int = 1
+    conv_size: int = field(default=4, metadata={"least": 0})
+    conv_bias: bool = True
+    bias: bool = False
+    norm_groups: int = 1
+    gate_first: bool = True
+    step_least: float = 0.0
+    step_most: float | None = None
+    norm_eps: float = 1e-5
+
+    def check_sizes(self) -> None:
+        """Raise if heads or channels cannot be cut into these groups, or if no step lies within the bounds."""
+        if self.heads % self.groups:
+            raise ValueError(f"MambaConfig.heads must be a multiple of groups = {self.groups}, got {self.heads}")
+        if self.heads * self.head_dim % self.norm_groups:
+            raise ValueError(
+                f"MambaConfig.norm_groups must divide heads x head_dim = {self.heads * self.head_dim}, got "
+                f"{self.norm_groups}"
+            )
+        if self.step_most is not None and self.step_most < self.step_least:
+            raise ValueError(
+                f"MambaConfig.step_most must be at least step_least = {self.step_least}, got {self.step_most}"
+            )
+
+    def describe(self) -> str:
+        """Return the sizes in words."""
+        states = f"states of {self.state_dim} in {self.groups} group{'s' * (self.groups > 1)}"
+        return f"{self.heads} heads of {self.head_dim}, {states}, convolution over {self.conv_size} tokens"
+
+
+@dataclass(frozen=True)
 class MemoryConfig:
     """The sizes of the mixers whose memory learns while it reads (T, P, N, C, E).
 

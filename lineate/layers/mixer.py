@@ -56,6 +56,8 @@ class LinearMixer(nn.Module):
         gate_activation: activation of the output gate, "silu" or "sigmoid".
         decay_rank: width of the low-rank projection to the decay; None is value_dim.
         gate_rank: width of the low-rank projection to the output gate; None is value_dim.
+        bias: whether in_proj and out_proj have a bias.
+        conv_bias: whether the short convolution has a bias.
     """
 
     gates: ClassVar[tuple[str, ...]]
@@ -82,6 +84,8 @@ class LinearMixer(nn.Module):
         gate_activation: str = "silu",
         decay_rank: int | None = None,
         gate_rank: int | None = None,
+        bias: bool = False,
+        conv_bias: bool = False,
     ) -> None:
         super().__init__()
         checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
@@ -98,10 +102,10 @@ class LinearMixer(nn.Module):
             "gate_rank": value_dim if gate_rank is None else gate_rank,
         }  # fmt: skip
         self.splits = (self.width, *(widths[gate] for gate in self.gates))
-        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
-        self.conv = ShortConvolution(self.width, conv_size) if conv_size else None
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=bias)
+        self.conv = ShortConvolution(self.width, conv_size, bias=conv_bias) if conv_size else None
         self.norm = GatedRMSNorm(value_dim, norm_eps, activation=gate_activation)
-        self.out_proj = nn.Linear(value_heads * value_dim, hidden_size, bias=False)
+        self.out_proj = nn.Linear(value_heads * value_dim, hidden_size, bias=bias)
         self.add_gates()
 
     @classmethod
@@ -156,7 +160,7 @@ class LinearMixer(nn.Module):
         """
         heads = sum(gate == "heads" for gate in self.gates)
         aligned = sum(self.splits) % 8 == 0 or not heads or not x.is_cuda
-        if aligned or x.shape[1] == 1 or type(self.in_proj) is not nn.Linear:
+        if aligned or x.shape[1] == 1 or type(self.in_proj) is not nn.Linear or self.in_proj.bias is not None:
             return project(self.in_proj, x).split(self.splits, -1)
         weight: Tensor = self.in_proj.weight
         wide, narrow = weight.split((sum(self.splits[:-heads]), sum(self.splits[-heads:])))

@@ -7,6 +7,7 @@ A pattern is tiled over the layers, one letter a layer:
     L linear attention      D DeltaNet          K Kimi Delta Attention      A (gated) softmax attention
     R gated linear          G Gated DeltaNet    E least squares             M latent attention (MLA)
     T TTT-Linear            P TTT-MLP           N Titans                    C LaCT
+    S Mamba-2
 
 Letters that lineate.layers.register has added are allowed too; `mixers` has their sizes, under the name of the kind.
 """
@@ -17,7 +18,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass,
 from typing import Any, get_origin, get_type_hints
 
 from lineate.layers import kinds
-from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MemoryConfig
+from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig
 from lineate.layers.registry import MixerKind, letters
 from lineate.models.fields import MOST_CHANNELS, MOST_PIECES, alternatives, check_fields, check_product, show
 
@@ -28,6 +29,7 @@ __all__ = [
     "HybridConfig",
     "LatentConfig",
     "LinearConfig",
+    "MambaConfig",
     "MemoryConfig",
 ]
 
@@ -102,6 +104,7 @@ class HybridConfig:
         n_layers: blocks of a mixer and a feed-forward.
         pattern: one letter a layer, tiled.
         linear: sizes of the mixers with a fixed-size memory; needed if the pattern has one.
+        mamba: sizes of Mamba-2; needed if the pattern has it.
         memory: sizes of the mixers whose memory learns; needed if the pattern has one.
         attention: sizes of softmax attention; needed if the pattern has it.
         latent: sizes of latent attention; needed if the pattern has it.
@@ -127,6 +130,7 @@ class HybridConfig:
     n_layers: int
     pattern: str = "GGGA"
     linear: LinearConfig | None = None
+    mamba: MambaConfig | None = None
     memory: MemoryConfig | None = None
     attention: AttentionConfig | None = None
     latent: LatentConfig | None = None
@@ -154,7 +158,7 @@ class HybridConfig:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Accept pickles of earlier versions, which lack the newest fields."""
-        self.__dict__.update({"mixers": {}, "prediction": False} | state)
+        self.__dict__.update({"mixers": {}, "prediction": False, "mamba": None} | state)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -253,6 +257,7 @@ class HybridConfig:
 
 _PARTS: dict[str, type[Any]] = {
     "linear": LinearConfig,
+    "mamba": MambaConfig,
     "memory": MemoryConfig,
     "attention": AttentionConfig,
     "latent": LatentConfig,

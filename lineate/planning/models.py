@@ -16,6 +16,7 @@ from lineate.models.config import (
     HybridConfig,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     MemoryConfig,
 )
 from lineate.models.families import FAMILIES, OWN, read_config
@@ -169,6 +170,7 @@ def from_numbers(
         vocab_size=32768 if vocab_size is None else vocab_size, hidden_size=emb_dim, n_layers=n_layers,
         pattern=pattern, tie_embeddings=tie_embeddings,
         linear=LinearConfig(n_heads, n_heads, head_dim, head_dim, conv_size=conv_size),
+        mamba=MambaConfig(2 * n_heads, head_dim, head_dim, conv_size=conv_size),
         memory=MemoryConfig(n_heads, head_dim, conv_size=conv_size),
         attention=AttentionConfig(n_heads, kv_heads, head_dim, rotary_dim=head_dim // 4 * 2),
         latent=LatentConfig(n_heads, max(64, emb_dim // 4), head_dim, head_dim // 2, head_dim),
@@ -226,6 +228,7 @@ def _complete(config: HybridConfig) -> HybridConfig:
     return replace(
         config,
         linear=config.linear or LinearConfig(heads, heads, dim, dim),
+        mamba=config.mamba or MambaConfig(heads, dim, dim),
         memory=config.memory or MemoryConfig(heads, dim),
         attention=config.attention or AttentionConfig(heads, heads, dim),
         latent=config.latent or LatentConfig(heads, max(64, config.hidden_size // 4), dim, dim // 2, dim),
@@ -238,6 +241,8 @@ def _heads(config: HybridConfig) -> tuple[int, int]:
         return config.attention.heads, config.attention.head_dim
     if config.linear is not None:
         return config.linear.value_heads, config.linear.value_dim
+    if config.mamba is not None:
+        return config.mamba.heads, config.mamba.head_dim
     if config.latent is not None:
         return config.latent.heads, config.latent.value_dim
     if config.memory is not None:

@@ -18,6 +18,7 @@ from lineate.layers import (
     LatentAttention,
     LeastSquares,
     LinearAttention,
+    Mamba2,
     Memory,
     MixtureOfExperts,
     RMSNorm,
@@ -36,6 +37,10 @@ MIXERS = {
     "gated delta": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES),
     "gated delta, no convolution": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, conv_size=0),
     "kimi": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7),
+    "mamba": lambda: Mamba2(HIDDEN, 6, head_dim=5, state_dim=7, groups=2, norm_groups=3, bias=True),
+    "mamba, norm first": lambda: Mamba2(
+        HIDDEN, 4, head_dim=6, state_dim=8, conv_bias=False, gate_first=False, step_least=0.05, step_most=0.3
+    ),
     "attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=6),
     "attention, full norm": lambda: GatedAttention(
         HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=10, gated=False, qk_norm="full", zero_centred_norm=True

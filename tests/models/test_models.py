@@ -17,6 +17,7 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     MemoryConfig,
     ModelState,
     preset,
@@ -28,6 +29,7 @@ VOCAB = 61
 CONFIG = HybridConfig(
     vocab_size=VOCAB, hidden_size=32, n_layers=4, pattern="GGGA",
     linear=LinearConfig(2, 4, 8, 6),
+    mamba=MambaConfig(6, 5, 7, groups=2, norm_groups=3),
     memory=MemoryConfig(2, 8, chunk=7),
     attention=AttentionConfig(4, 2, 10, rotary_dim=4),
     latent=LatentConfig(3, rank=9, nope_dim=6, rope_dim=4, value_dim=5),
@@ -38,6 +40,7 @@ CASES = {
     "GGGA": CONFIG,
     "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
     "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
+    "SSA": replace(CONFIG, pattern="SSA", n_layers=3),
     "TPNCE": replace(CONFIG, pattern="TPNCE", n_layers=5),
     "norm after": replace(CONFIG, pattern="GA", norm_after="A", zero_centred_norm=True),
 }
@@ -317,7 +320,7 @@ def test_state_bytes_of_a_real_server():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "GGX"}, "pattern must be made of the letters L, R, D, G, K, T, P, N, C, E, A, M, got 'GGX'"),
+        ({"pattern": "GGX"}, "pattern must be made of the letters L, R, D, G, K, S, T, P, N, C, E, A, M, got 'GGX'"),
         ({"pattern": ""}, "pattern must be made of the letters"),
         ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
         ({"linear": None}, "linear must be given for the letter 'G'"),

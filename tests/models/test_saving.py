@@ -188,7 +188,7 @@ def test_how_a_model_runs_does_not_matter(case, tmp_path):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("pattern", "LRDGKTPNCEAM")
+@pytest.mark.parametrize("pattern", "LRDGKSTPNCEAM")
 def test_every_letter_is_saved(pattern, tmp_path):
     model = build(pattern, tie_embeddings=False)
     model.save_pretrained(tmp_path)

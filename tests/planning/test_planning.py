@@ -11,7 +11,7 @@ from families import FAMILIES
 from odd_models import EXPERTS, odd
 from torch import Tensor
 
-from lineate.models import AttentionConfig, HybridConfig, HybridLM, LinearConfig, MemoryConfig, preset
+from lineate.models import AttentionConfig, HybridConfig, HybridLM, LinearConfig, MambaConfig, MemoryConfig, preset
 from lineate.models.inspect import describe
 from lineate.planning import (
     DTYPES,
@@ -39,9 +39,10 @@ def family_config(name: str, folder: Path) -> HybridConfig:
 
 
 CONFIGS = {
-    **{letter: odd(letter + "A") for letter in "LRDGKTPNCEM"},
-    "every letter": odd("LRDGKTPNCEAM"),
+    **{letter: odd(letter + "A") for letter in "LRDGKSTPNCEM"},
+    "every letter": odd("LRDGKSTPNCEAM"),
     "no convolution": odd("GKT", linear=LinearConfig(3, 3, 8, 5, conv_size=0), memory=MemoryConfig(2, 6, conv_size=0)),
+    "mamba": odd("SA", mamba=MambaConfig(4, 9, 6, conv_size=3, conv_bias=False, bias=True)),
     "wide convolution": odd("DA", linear=LinearConfig(1, 5, 4, 3, conv_size=7)),
     "titans mlp": odd("NA", memory=MemoryConfig(3, 10, chunk=4, titans="mlp")),
     "window of its own": odd("CA", memory=MemoryConfig(3, 10, chunk=4, window=9)),

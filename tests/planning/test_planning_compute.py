@@ -25,6 +25,7 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     MemoryConfig,
     preset,
 )
@@ -82,6 +83,7 @@ def counted(call: Any) -> tuple[int, Any]:
 
 FULL = dict(
     vocab_size=50, hidden_size=96, linear=LinearConfig(2, 4, 48, 64), memory=MemoryConfig(3, 32, chunk=16),
+    mamba=MambaConfig(6, 40, 24, groups=2),
     attention=AttentionConfig(6, 2, 40, rotary_dim=16), feed=FeedConfig(200),
     latent=LatentConfig(4, rank=64, nope_dim=32, rope_dim=16, value_dim=24),
 )  # fmt: skip
@@ -89,7 +91,7 @@ FULL = dict(
 
 @pytest.mark.cover
 @pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("letter", "LRDGKAM")
+@pytest.mark.parametrize("letter", "LRDGKSAM")
 def test_flops_are_those_that_torch_counts(letter: str, experts: Any) -> None:
     """They run in float64, which plain torch computes in chunks of 64, and the counter sees everything."""
     config = HybridConfig(**FULL, n_layers=1, pattern=letter, experts=experts)  # type: ignore[arg-type]
