@@ -182,6 +182,7 @@ class LatentConfig:
         value_dim: channels of a value.
         rope_theta: base of the rotation of the shared channels; None: they carry no positions.
         norm_eps: epsilon of the latent vector's norm.
+        gate: the output's sigmoid gate: one a "head", one a "channel", or None.
     """
 
     heads: int
@@ -191,6 +192,12 @@ class LatentConfig:
     value_dim: int
     rope_theta: float | None = None
     norm_eps: float = 1e-6
+    gate: str | None = field(default=None, metadata={"choices": ("head", "channel", None)})
+
+    @property
+    def gate_width(self) -> int:
+        """The channels of the output gate."""
+        return {None: 0, "head": self.heads, "channel": self.heads * self.value_dim}[self.gate]
 
     def check_sizes(self) -> None:
         """Raise if the rotated channels are odd."""
@@ -200,4 +207,5 @@ class LatentConfig:
     def describe(self) -> str:
         """Return the sizes in words."""
         dims = f"keys {self.nope_dim} + {self.rope_dim} shared, values {self.value_dim}"
-        return f"{self.heads} heads, latent {self.rank}, {dims}"
+        gate = "" if self.gate is None else f", one output gate a {self.gate}"
+        return f"{self.heads} heads, latent {self.rank}, {dims}{gate}"

@@ -50,6 +50,12 @@ MIXERS = {
     "latent, positions": lambda: LatentAttention(
         HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0
     ),
+    "latent, a gate a head": lambda: LatentAttention(
+        HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0, gate="head"
+    ),
+    "latent, a gate a channel": lambda: LatentAttention(
+        HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, gate="channel"
+    ),
 }
 mixers = pytest.mark.parametrize("name", MIXERS)
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -321,6 +327,27 @@ def test_gated_attention_is_its_equation():
     torch.testing.assert_close(layer(x)[0][0], layer.out_proj(o.flatten(1) * gate.sigmoid()), **CLOSE)
 
 
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_the_gate_of_latent_attention_multiplies_its_output(gate):
+    layer, x = make(f"latent, a gate a {gate}"), tokens(2, 9)
+    options = {"rope_theta": 100.0 if gate == "head" else None}
+    plain = LatentAttention(HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, **options).double()
+    rows = plain.in_proj.weight.shape[0]
+    weights = layer.state_dict() | {"in_proj.weight": layer.in_proj.weight[:rows]}
+    plain.load_state_dict(weights)
+    caught = []
+    for each in (layer, plain):
+        each.out_proj.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
+        _, state = each(x[:, :4])
+        each(x[:, 4:5], state)
+        each(x)
+    opened = F.linear(x, layer.in_proj.weight[rows:]).sigmoid()
+    if gate == "head":
+        opened = opened.repeat_interleave(5, -1)
+    for gated, output, seen in zip(caught[:3], caught[3:], (slice(4), slice(4, 5), slice(9)), strict=True):
+        torch.testing.assert_close(gated, output * opened[:, seen], **CLOSE)
+
+
 @pytest.mark.parametrize("name", ["latent", "latent, positions"])
 def test_latent_attention_expanded_equals_absorbed(name):
     """A cache is read as it is by one token, or by few after many; by more it is expanded into keys and values."""
@@ -334,7 +361,7 @@ def test_latent_attention_expanded_equals_absorbed(name):
         torch.testing.assert_close(torch.cat(outputs, 1), whole[:, 4:], **CLOSE)
     many, after = tokens(2, 12), layer(x)[1]
     torch.testing.assert_close(layer(many[:, :2], after)[0], layer(many, after)[0][:, :2], **CLOSE)  # 4 * 2 < 11
-    q, latent, shared = layer.in_proj(x).split(layer.splits, -1)
+    q, latent, shared, _ = layer.in_proj(x).split(layer.splits, -1)
     q = q.unflatten(-1, (3, -1))
     if name == "latent":  # else q is rotated first
         keys, values = layer.up_proj(layer.latent_norm(latent)).unflatten(-1, (3, -1)).split((6, 5), -1)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import lineate
 from lineate.layers import kind_of, kinds, register, registry
-from lineate.layers.configs import LinearConfig
+from lineate.layers.configs import LatentConfig, LinearConfig
 from lineate.layers.measuring import kept_bytes, operations_of
 from lineate.layers.registry import ORDER, Sizes
 from lineate.models import preset
@@ -127,3 +127,15 @@ def test_a_configuration_pickled_before_there_were_mixers_is_whole():
     old = object.__new__(type(config))
     old.__setstate__(state)
     assert old == config == pickle.loads(pickle.dumps(config)) and repr(old) == repr(config)
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_costs_of_gated_latent_attention(gate):
+    kind, model = kind_of("M"), Sizes(32)
+    for value_dim in (12, 24):  # narrower than the keys, and as wide
+        config = LatentConfig(4, rank=20, nope_dim=16, rope_dim=8, value_dim=value_dim, gate=gate)
+        measured = operations_of(replace(kind, operations=None), model)
+        count = measured.projections(model, config) - 2 * 20 * 4 * (16 + value_dim)  # up_proj belongs to the mixing
+        assert count == kind.operations.projections(model, config)
+        kept = kept_bytes(replace(kind, kept_bytes=None), model, config, half=False)
+        assert kept == pytest.approx(kind.kept_bytes(config, False), rel=0.01)
