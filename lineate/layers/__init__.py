@@ -12,7 +12,7 @@ Every mixer declares its state once: `state_spec`, a tuple of TensorSpec(name, s
 
 from lineate.layers.attention import GatedAttention
 from lineate.layers.convolution import ShortConvolution, short_convolution
-from lineate.layers.feed import MixtureOfExperts, SwiGLU
+from lineate.layers.feed import MixtureOfExperts, SquaredReLU, SwiGLU
 from lineate.layers.lact import LaCT
 from lineate.layers.latent import LatentAttention
 from lineate.layers.least_squares import LeastSquares
@@ -47,6 +47,7 @@ __all__ = [
     "GatedAttention",
     "LatentAttention",
     "SwiGLU",
+    "SquaredReLU",
     "MixtureOfExperts",
     "ShortConvolution",
     "short_convolution",

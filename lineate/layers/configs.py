@@ -141,6 +141,7 @@ class AttentionConfig:
         gated: whether the output is multiplied by sigmoid(gate) before the output projection.
         qk_norm: RMSNorm of q and k: of every "head", of all heads together ("full"), or None.
         bias: whether the projections have a bias.
+        scale: multiplies the scores; None is 1/sqrt(head_dim).
     """
 
     heads: int
@@ -151,6 +152,7 @@ class AttentionConfig:
     gated: bool = True
     qk_norm: str | None = field(default="head", metadata={"choices": ("head", "full", None)})
     bias: bool = False
+    scale: float | None = None
 
     def check_sizes(self) -> None:
         """Raise if heads do not divide each other, or if the rotated channels are odd or too many."""

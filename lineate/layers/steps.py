@@ -163,7 +163,7 @@ def _attention_step(
     weights = (mixer.q_norm.weight, mixer.k_norm.weight, mixer.q_norm.eps, mixer.q_norm.zero_centred) if norms else None
     q = token.place(q, k, v, weights, turning, state.lengths, keys, values)
     output = cached.cached_attention(
-        q, keys, values, state.after, mixer.head_dim**-0.5, gate if mixer.gated else None
+        q, keys, values, state.after, mixer.scale, gate if mixer.gated else None
     )  # fmt: skip
     return output.flatten(1), state.appended()
 

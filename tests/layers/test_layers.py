@@ -23,6 +23,7 @@ from lineate.layers import (
     MixtureOfExperts,
     RMSNorm,
     ShortConvolution,
+    SquaredReLU,
     SwiGLU,
     TokenCache,
     TTTLinear,
@@ -387,11 +388,13 @@ def test_norms():
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
 @pytest.mark.parametrize("n", [1, 40])
-def test_mixture_of_experts_is_its_sum(scores, n):
+def test_mixture_of_experts_is_its_sum(scores, kind, n):
     torch.manual_seed(0)
     groups = {"groups": 4, "active_groups": 2, "scale": 2.5} if scores == "sigmoid" else {}
-    layer = MixtureOfExperts(12, 8, 3, 10, shared_size=6, shared_gate=True, scores=scores, **groups).double()
+    options = {"shared_size": 6, "shared_gate": True, "scores": scores, "kind": kind, **groups}
+    layer = MixtureOfExperts(12, 8, 3, 10, **options).double()
     if layer.router_bias is not None:
         layer.router_bias.normal_()
     x = torch.randn(1, n, 12, dtype=torch.float64)
@@ -406,9 +409,18 @@ def test_mixture_of_experts_is_its_sum(scores, n):
         best = wanted.topk(3)[1]
         total = weights[best].sum()
         for e in best.tolist():
-            gate, up = (layer.experts_gate_up[e] @ x[0, t]).chunk(2)
-            expected[t] += layer.scale * weights[e] / total * (layer.experts_down[e] @ (F.silu(gate) * up))
+            made = layer.experts_gate_up[e] @ x[0, t]
+            if kind == "swiglu":
+                gate, up = made.chunk(2)
+                made = F.silu(gate) * up
+            else:
+                made = made.relu() ** 2
+            expected[t] += layer.scale * weights[e] / total * (layer.experts_down[e] @ made)
     torch.testing.assert_close(layer(x)[0], expected, **CLOSE)
+    ways = (layer.run_gathered, layer.run_all, lambda *given: layer.run_sorted(*given, layer.one_by_one))
+    weights, chosen = layer.route(x[0])
+    first, *others = (run(x[0], chosen) for run in ways)
+    assert all(torch.allclose(first, other, **CLOSE) for other in others)
 
 
 def test_experts_in_one_product_equal_one_by_one():
@@ -431,6 +443,11 @@ def test_swiglu():
     torch.testing.assert_close(layer(x), layer.down_proj(gate * gate.sigmoid() * up))
 
 
+def test_squared_relu():
+    layer, x = SquaredReLU(6, 9).double(), torch.randn(3, 6, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), layer.down_proj(layer.up_proj(x).clamp(min=0) ** 2))
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -439,6 +456,7 @@ def test_swiglu():
         (lambda: GatedAttention(24, 3, qk_norm="layer"), "qk_norm must be one of"),
         (lambda: KimiDeltaAttention(24, 3, gate_activation="relu"), "gate_activation must be one of"),
         (lambda: MixtureOfExperts(24, 4, 2, 8, scores="tanh"), "scores must be one of"),
+        (lambda: MixtureOfExperts(24, 4, 2, 8, kind="gelu"), "kind must be one of"),
     ],
 )
 def test_errors(build, message):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.layers import RMSNorm
 from lineate.layers.registry import letters as all_letters
 from lineate.models import (
     PRESETS,
@@ -42,6 +43,17 @@ CASES = {
     "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
     "SSA": replace(CONFIG, pattern="SSA", n_layers=3),
     "TPNCE": replace(CONFIG, pattern="TPNCE", n_layers=5),
+    "mixers alone, scales": replace(
+        CONFIG,
+        pattern="SAG",
+        mixer_only=(0, 2),
+        residual_scale=0.5,
+        embedding_scale=3.0,
+        logit_scale=0.2,
+        attention=AttentionConfig(4, 2, 10, gated=False, qk_norm=None, scale=0.4),
+        feed=FeedConfig(40, "relu2"),
+    ),
+    "no feed-forward": replace(CONFIG, pattern="SM", mixer_only=(0, 1, 2, 3), feed=None, tie_embeddings=True),
     "norm after": replace(CONFIG, pattern="GA", norm_after="A", zero_centred_norm=True),
 }
 cases = pytest.mark.parametrize("case", CASES)
@@ -240,6 +252,34 @@ def test_weights_of_a_model_made_on_the_meta_device(case):
         assert torch.equal(x, expected[name]), name
 
 
+def test_scales_and_layers_without_a_feed_forward():
+    model, ids = make("mixers alone, scales"), draw(2, 20)
+    assert [block.feed is None for block in model.layers] == [True, False, True, False]
+    with torch.no_grad():
+        x = 3.0 * model.embed.weight[ids]
+        for block in model.layers:
+            x = x + 0.5 * block.mixer(block.mixer_norm(x))[0]
+            if block.feed is not None:
+                y = block.feed_norm(x) @ block.feed.up_proj.weight.T
+                x = x + 0.5 * (y.relu() ** 2 @ block.feed.down_proj.weight.T)
+        plain = RMSNorm(32).double()
+        plain.load_state_dict(model.norm.state_dict())
+        torch.testing.assert_close(model(ids).logits, 0.2 * model.head(plain(x)))
+        total = model.loss_sum(ids[:, :-1], ids[:, 1:]) / (2 * 19)
+        torch.testing.assert_close(total, model(ids, labels=ids).loss, check_dtype=False)
+
+
+def test_the_scale_of_attention():
+    """A scale of 1/sqrt(head_dim) is the default."""
+    config = replace(CONFIG, pattern="A", attention=AttentionConfig(4, 2, 10, scale=10**-0.5))
+    one, other = HybridLM(config), HybridLM(replace(config, attention=AttentionConfig(4, 2, 10)))
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(draw(1, 9)).logits, other(draw(1, 9)).logits)
+    third = HybridLM(replace(config, attention=AttentionConfig(4, 2, 10, scale=2.0)))
+    third.load_state_dict(one.state_dict())
+    assert not torch.allclose(third(draw(1, 9)).logits, other(draw(1, 9)).logits, atol=1e-6)
+
+
 def test_a_pattern_is_tiled():
     assert replace(CONFIG, n_layers=6).letters == "GGGAGG"
     kinds = [type(block.mixer).__name__ for block in make("LRDGKAM").layers]
@@ -327,6 +367,11 @@ def test_state_bytes_of_a_real_server():
         ({"attention": None}, "attention must be given for the letter 'A'"),
         ({"feed": None}, "feed must be given"),
         ({"dense_layers": (4,)}, r"dense_layers must lie in 0 \.\. 3"),
+        ({"mixer_only": (-1,)}, r"mixer_only must lie in 0 \.\. 3"),
+        ({"mixer_only": (0, 1), "dense_layers": (1,), "experts": EXPERTS}, "no layer of dense_layers, got 1 in both"),
+        ({"mixer_only": (0, 1), "feed": None}, "feed must be given"),
+        ({"feed": FeedConfig(8, "gelu")}, "FeedConfig.kind must be one of 'swiglu', 'relu2', got 'gelu'"),
+        ({"residual_scale": 0.0}, "residual_scale must be finite and above 0, got 0.0"),
         ({"norm_after": "Z"}, "norm_after must be made of the letters"),
         ({"linear": LinearConfig(3, 4, 8, 8)}, "value_heads must be a multiple of heads = 3, got 4"),
         ({"linear": LinearConfig(2, 4, 0, 8)}, "LinearConfig.key_dim must be at least 1, got 0"),

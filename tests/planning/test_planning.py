@@ -11,7 +11,17 @@ from families import FAMILIES
 from odd_models import EXPERTS, odd
 from torch import Tensor
 
-from lineate.models import AttentionConfig, HybridConfig, HybridLM, LinearConfig, MambaConfig, MemoryConfig, preset
+from lineate.models import (
+    AttentionConfig,
+    FeedConfig,
+    HybridConfig,
+    HybridLM,
+    LatentConfig,
+    LinearConfig,
+    MambaConfig,
+    MemoryConfig,
+    preset,
+)
 from lineate.models.inspect import describe
 from lineate.planning import (
     DTYPES,
@@ -43,6 +53,10 @@ CONFIGS = {
     "every letter": odd("LRDGKSTPNCEAM"),
     "no convolution": odd("GKT", linear=LinearConfig(3, 3, 8, 5, conv_size=0), memory=MemoryConfig(2, 6, conv_size=0)),
     "mamba": odd("SA", mamba=MambaConfig(4, 9, 6, conv_size=3, conv_bias=False, bias=True)),
+    "gate a head": odd("M", latent=LatentConfig(5, rank=13, nope_dim=6, rope_dim=4, value_dim=7, gate="head")),
+    "gate a channel": odd("M", latent=LatentConfig(5, rank=13, nope_dim=6, rope_dim=4, value_dim=7, gate="channel")),
+    "mixers alone": odd("SAG", mixer_only=(0, 2), feed=FeedConfig(21, "relu2"), residual_scale=0.5),
+    "experts without a gate": odd("GS", experts=replace(EXPERTS, kind="relu2"), feed=None, mixer_only=(1,)),
     "wide convolution": odd("DA", linear=LinearConfig(1, 5, 4, 3, conv_size=7)),
     "titans mlp": odd("NA", memory=MemoryConfig(3, 10, chunk=4, titans="mlp")),
     "window of its own": odd("CA", memory=MemoryConfig(3, 10, chunk=4, window=9)),

@@ -90,7 +90,7 @@ FULL = dict(
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("experts", [None, EXPERTS, replace(EXPERTS, kind="relu2")], ids=["dense", "experts", "relu2"])
 @pytest.mark.parametrize("letter", "LRDGKSAM")
 def test_flops_are_those_that_torch_counts(letter: str, experts: Any) -> None:
     """They run in float64, which plain torch computes in chunks of 64, and the counter sees everything."""
@@ -322,7 +322,26 @@ def test_activations_are_what_autograd_saves(size: str, pattern: str) -> None:
     assert plan.activations == sum(plan.by_layer) + 2 * 192 * (8 + 8 * config.hidden_size)
 
 
-@pytest.mark.parametrize("config", [odd("T"), odd("P"), odd("N"), odd("C"), odd("E"), odd("GA", experts=EXPERTS)])
+SPARSE = (
+    odd("SAG", mixer_only=(0, 2), feed=FeedConfig(90, "relu2"), residual_scale=0.5),
+    odd("GS", experts=replace(EXPERTS, kind="relu2"), feed=None, mixer_only=(1,)),
+)
+"""Models with layers without a feed-forward, or feed-forwards without a gate."""
+
+
+@pytest.mark.parametrize("config", SPARSE)
+def test_flops_without_feed_forwards_and_gates(config: HybridConfig) -> None:
+    model, plan = HybridLM(config).double().eval(), plan_flops(Model("", config, torch.float32, "config"))
+    ids = torch.randint(50, (1, 65))
+    found, out = counted(lambda: model(ids))
+    assert plan.forward(65, 65) == pytest.approx(found, rel=0.005)
+    found, _ = counted(lambda: model(ids[:, :1], state=out.state))
+    assert plan.decode(65) == pytest.approx(found, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "config", [odd("T"), odd("P"), odd("N"), odd("C"), odd("E"), odd("GA", experts=EXPERTS), *SPARSE]
+)
 def test_activations_of_other_layers(config: HybridConfig) -> None:
     plan = plan_training(Model("x", config, torch.float32, "config"), 2 * 192, "float32")
     assert plan.activations == pytest.approx(saved(HybridLM(config), 2, 192)[0], rel=0.15)
