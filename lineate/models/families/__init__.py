@@ -9,7 +9,15 @@ from dataclasses import replace
 from torch import nn
 
 from lineate.models.config import HybridConfig
-from lineate.models.families import kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
+from lineate.models.families import (
+    granitemoehybrid,
+    kimi_linear,
+    mamba2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+)
 from lineate.models.families.family import CheckpointFamily
 from lineate.models.families.values import token_ids
 from lineate.models.fields import show
@@ -32,7 +40,7 @@ Loading then lists the tensors that are missing, which says more than an error a
 
 FAMILIES: dict[str, CheckpointFamily] = {
     model_type: module.FAMILY
-    for module in (qwen3_next, qwen3_5, kimi_linear, olmo_hybrid)
+    for module in (qwen3_next, qwen3_5, kimi_linear, olmo_hybrid, mamba2, granitemoehybrid, nemotron_h)
     for model_type in module.FAMILY.model_types
 }
 """The families by model_type of config.json; our own is "lineate"."""

@@ -149,7 +149,7 @@ class PlanBuilder:
         self.stack(target, [Part(name, shape) for name, shape in zip(three, shapes, strict=True)])
 
     def attention(self, layer: int, source: str) -> None:
-        """Take q_proj (with the gate, head by head), k_proj, v_proj, their norms, o_proj."""
+        """Take q_proj (with the gate, head by head), k_proj, v_proj, their norms if there are any, o_proj."""
         c, attention = self.config, self.config.attention
         assert attention is not None
         heads, kv, dim, target = attention.heads, attention.kv_heads, attention.head_dim, f"layers.{layer}.mixer"
@@ -166,7 +166,7 @@ class PlanBuilder:
         self.copy(f"{target}.out_proj.weight", f"{source}.o_proj.weight", (c.hidden_size, heads * dim))
         if attention.bias:
             self.copy(f"{target}.out_proj.bias", f"{source}.o_proj.bias", (c.hidden_size,))
-        for name, count in (("q", heads), ("k", kv)):
+        for name, count in (("q", heads), ("k", kv)) if attention.qk_norm is not None else ():
             width = dim if attention.qk_norm == "head" else count * dim
             self.copy(f"{target}.{name}_norm.weight", f"{source}.{name}_norm.weight", (width,))
 
