@@ -19,17 +19,17 @@ class Inputs(NamedTuple):
     v: Tensor
     """`b t hv v`."""
     log_decay: Tensor | None = None
-    """`b t hv`, `b t hv k`, or None; the raw gate if A_log is given."""
+    """`b t hv`, `b t hv k`, or None; the raw gate if Options.raw_gates."""
     beta: Tensor | None = None
-    """`b t hv`, `b t hv v`, or None; the raw logit if A_log is given."""
+    """`b t hv`, `b t hv v`, or None; the raw logit if Options.raw_gates."""
     state: Tensor | None = None
     """`b hv k v`; `n_seqs hv k v` for packed sequences."""
     cu_seqlens: Tensor | None = None
     """`n_seqs + 1`: where the sequences packed into one row begin and end."""
     A_log: Tensor | None = None
-    """`hv`: given for raw gates, log_decay = -exp(A_log) softplus(gate + dt_bias), beta = beta_scale sigmoid(logit)."""
+    """`hv`, for raw gates: log_decay = rule.decay_of_gate(gate, A_log, dt_bias), beta = beta_scale sigmoid(logit)."""
     dt_bias: Tensor | None = None
-    """`hv`, or `hv k`; only beside A_log."""
+    """`hv`, or `hv k`; only for raw gates."""
 
 
 class Request(NamedTuple):
@@ -61,4 +61,6 @@ class Options(NamedTuple):
     beta_scale: float = 1.0
     """beta lies in (0, beta_scale) where it is made from a raw logit."""
     raw_gates: bool = False
-    """Whether the gates are raw: `lineate.decode` also takes a raw logit without A_log."""
+    """Whether the gates are raw; there need not be an A_log."""
+    lower_bound: float | None = None
+    """If given, log_decay of a raw gate lies in (lower_bound, 0)."""

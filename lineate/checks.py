@@ -181,13 +181,17 @@ def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: T
         )
 
 
-def check_raw_gates(inputs: Inputs, beta_scale: float) -> None:
-    """Check gate `b t hv` or `b t hv k`, write `b t hv`, A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel)."""
+def check_raw_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None) -> None:
+    """Check gate `b t hv` or `b t hv k`, write `b t hv`, A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel).
+
+    A_log may be None if there is a lower bound.
+    """
+    check_lower_bound(lower_bound)
     q, v, gate = inputs.q, inputs.v, inputs.log_decay
     b, t, hv, key_dim = *v.shape[:3], q.shape[3]
     named = {"gate": gate, "write": inputs.beta, "A_log": inputs.A_log, "dt_bias": inputs.dt_bias}
     for name, x in named.items():
-        if x is None and name == "dt_bias":
+        if x is None and (name == "dt_bias" or (name == "A_log" and lower_bound is not None)):
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -212,6 +216,15 @@ def check_raw_gates(inputs: Inputs, beta_scale: float) -> None:
     _check_number("beta_scale", beta_scale)
     if not 0 < beta_scale <= sys.float_info.max:
         raise ValueError(f"beta_scale must be finite and above 0, got {_shown(beta_scale)}; 1 and 2 are usual")
+
+
+def check_lower_bound(lower_bound: float | None, name: str = "lower_bound") -> None:
+    """Check the lower bound of a gate: a finite number below 0, or None."""
+    if lower_bound is None:
+        return
+    _check_number(name, lower_bound)
+    if not -sys.float_info.max <= lower_bound < 0:
+        raise ValueError(f"{name} must be finite and below 0, got {_shown(lower_bound)}; -5 is usual")
 
 
 def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: Tensor, *, packed: bool) -> None:
@@ -281,15 +294,16 @@ def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *,
         raise ValueError("state must have memory of its own for each row, got an expanded view; call .contiguous()")
 
 
-def check_decode_gates(inputs: Inputs, beta_scale: float, raw_gates: bool) -> None:
-    """Check that A_log, dt_bias and beta_scale fit the gates, raw or not; either gate may be None."""
+def check_decode_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None, raw_gates: bool) -> None:
+    """Check that A_log, dt_bias, lower_bound and beta_scale fit the gates, raw or not; either gate may be None."""
+    check_lower_bound(lower_bound)
     q, v, log_decay, A_log, dt_bias = inputs.q, inputs.v, inputs.log_decay, inputs.A_log, inputs.dt_bias
     _check_number("beta_scale", beta_scale)
     if not abs(beta_scale) <= sys.float_info.max:
         raise ValueError(f"beta_scale must be finite, got {_shown(beta_scale)}; 1 and 2 are usual")
     if not raw_gates:
-        for name, given in (("A_log", A_log is not None), ("dt_bias", dt_bias is not None)):
-            if given:
+        for name, given in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+            if given is not None:
                 raise ValueError(f"{name} is for raw gates, got raw_gates=False; pass raw_gates=True")
         if beta_scale != 1:
             raise ValueError(f"beta_scale is for raw gates, got {beta_scale} and raw_gates=False; multiply beta by it")
@@ -299,9 +313,11 @@ def check_decode_gates(inputs: Inputs, beta_scale: float, raw_gates: bool) -> No
     if log_decay is None:
         if A_log is not None or dt_bias is not None:
             raise ValueError("A_log and dt_bias need log_decay, the raw gate, got log_decay=None")
+        if lower_bound is not None:
+            raise ValueError("lower_bound needs log_decay, the raw gate, got log_decay=None; leave it None")
         return
     hv, key_dim = v.shape[2], q.shape[3]
-    if A_log is None:
+    if A_log is None and lower_bound is None:
         raise ValueError(f"raw_gates=True with log_decay needs A_log of shape (hv,) = ({hv},), got None")
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x is None:

@@ -48,6 +48,7 @@ def decode(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     beta_scale: float = 1.0,
+    lower_bound: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Run t >= 1 tokens a row through the memory, write the new memory into `state`, return the output `b t hv v`.
@@ -78,16 +79,17 @@ def decode(
         normalize_qk: whether q and k are l2-normalised inside.
         raw_gates: whether log_decay is the raw gate x of log_decay = -exp(A_log) * softplus(x + dt_bias), and beta the
             raw logit x of beta = beta_scale * sigmoid(x).
-        A_log: `hv`, for raw gates.
+        A_log: `hv`, for raw gates. With a lower bound, None is exp(A_log) = 1.
         dt_bias: `hv`, `hv k` or None, for raw gates.
         beta_scale: the largest beta of raw gates.
+        lower_bound: below 0: if given, log_decay = lower_bound * sigmoid(exp(A_log) * (x + dt_bias)) for raw gates.
         backend: "auto", "torch" or "triton": one launch that reads and writes the state once.
 
     Returns:
         The output `b t hv v`, in the dtype of v.
     """
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
-    request = (scale, normalize_qk, raw_gates, beta_scale, backend)
+    request = (scale, normalize_qk, raw_gates, beta_scale, lower_bound, backend)
     signature = call_signature((*inputs, slots, start_slots), request)
     if signature is not None:
         signature = None if state is None else (*signature, state.stride())
@@ -107,7 +109,7 @@ def decode(
     # An op costs microseconds; only compilers, dispatch modes and tensor subclasses need one.
     return _decode_op(
         q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, A_log, dt_bias,
-        options.scale, normalize_qk, raw_gates, options.beta_scale, chosen,
+        options.scale, normalize_qk, raw_gates, options.beta_scale, chosen, options.lower_bound,
     )  # fmt: skip
 
 
@@ -118,6 +120,7 @@ class _Request(NamedTuple):
     normalize_qk: bool
     raw_gates: bool
     beta_scale: float
+    lower_bound: float | None
     backend: str
 
 
@@ -173,9 +176,10 @@ def _decode_op(
     raw_gates: bool,
     beta_scale: float,
     backend: str,
+    lower_bound: float | None = None,
 ) -> Tensor:
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
-    options = Options(beta is not None, scale, normalize_qk, beta_scale=beta_scale, raw_gates=raw_gates)
+    options = Options(beta is not None, scale, normalize_qk, 64, beta_scale, raw_gates, lower_bound)
     return _decode(inputs, slots, start_slots, options, backend)
 
 
@@ -193,7 +197,9 @@ def _decode_torch(
     t, group = q.shape[1], v.shape[2] // q.shape[2]
     dtype = compute_dtype(v.dtype)
     if options.raw_gates:
-        log_decay, beta = activate(log_decay, beta, A_log, dt_bias, options.beta_scale, dtype)
+        log_decay, beta = activate(
+            log_decay, beta, A_log, dt_bias, options.beta_scale, dtype, options.lower_bound
+        )  # fmt: skip
     log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
     watch_writes(k, beta, options.normalize_qk)  # before the state is written
     q, k = q.to(dtype), k.to(dtype)
@@ -254,7 +260,7 @@ def _check_and_choose(
 ) -> tuple[str, Options]:
     """Check everything about one call except values; return 'torch' or 'triton', and the options."""
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
-    scale, normalize_qk, raw_gates, beta_scale, backend = request
+    scale, normalize_qk, raw_gates, beta_scale, lower_bound, backend = request
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
@@ -269,7 +275,7 @@ def _check_and_choose(
     checks.check_slots(slots, start_slots, rows, q, packed=cu_seqlens is not None)
     checks.check_decode_state(state, q, v, rows, pooled=slots is not None)
     assert state is not None
-    checks.check_decode_gates(inputs, beta_scale, raw_gates)
+    checks.check_decode_gates(inputs, beta_scale, lower_bound, raw_gates)
     named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
     for name, x in {**named, "A_log": A_log, "dt_bias": dt_bias}.items():
         if needs_grad(x):
@@ -278,7 +284,8 @@ def _check_and_choose(
                 "call it under torch.no_grad(), or train with the ops, such as lineate.gated_delta_rule"
             )
     scale = resolve_scale(scale, q.shape[-1])
-    options = Options(beta is not None, scale, normalize_qk, beta_scale=float(beta_scale), raw_gates=raw_gates)
+    bound = None if lower_bound is None else float(lower_bound)
+    options = Options(beta is not None, scale, normalize_qk, 64, float(beta_scale), raw_gates, bound)
     if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
         return "torch", options
     obstacle = _obstacle(q, state)

@@ -16,10 +16,11 @@ def fused_delta_rule(
     v: Tensor,
     gate: Tensor,
     write: Tensor,
-    A_log: Tensor,
+    A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     *,
     beta_scale: float = 1.0,
+    lower_bound: float | None = None,
     normalize_qk: bool = True,
     scale: float | None = None,
     state: Tensor | None = None,
@@ -29,6 +30,7 @@ def fused_delta_rule(
     """Run Gated DeltaNet (gate `b t hv`) or Kimi Delta Attention (gate `b t hv k`) from raw gates.
 
         log_decay = -exp(A_log) softplus(gate + dt_bias)      beta = beta_scale sigmoid(write)
+                  = lower_bound sigmoid(exp(A_log) (gate + dt_bias))      with a lower bound
 
     On a GPU the activations and the l2-normalisation of q and k happen inside the kernels, forward and backward;
     elsewhere they are plain torch in front of the same op. Everything differentiates.
@@ -41,9 +43,10 @@ def fused_delta_rule(
         v: values, `b t hv v`, with hv a multiple of h.
         gate: the raw gate of log_decay, `b t hv` (per head) or `b t hv k` (per key channel).
         write: the raw logit of beta, `b t hv`.
-        A_log: the logarithm of each head's speed of forgetting, `hv`.
+        A_log: the logarithm of each head's speed of forgetting, `hv`. With a lower bound, None is exp(A_log) = 1.
         dt_bias: added to gate: `hv`, or `hv k` (also flat) for a gate per channel; None adds nothing.
         beta_scale: the largest beta; 2 allows negative eigenvalues.
+        lower_bound: if given, log_decay lies between it and 0, as in GLM-5-Next and Ring; it must be below 0.
         normalize_qk: whether q and k are l2-normalised inside.
         scale: multiplies the output; None is 1/sqrt(k).
         state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
@@ -54,7 +57,7 @@ def fused_delta_rule(
         Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
     checks.check_qkv(q, k, v)
-    checks.check_raw_gates(Inputs(q, k, v, gate, write, A_log=A_log, dt_bias=dt_bias), beta_scale)
+    checks.check_raw_gates(Inputs(q, k, v, gate, write, A_log=A_log, dt_bias=dt_bias), beta_scale, lower_bound)
     if dt_bias is not None:
         dt_bias = dt_bias.view(gate.shape[2:])
     inputs = Inputs(q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias)
@@ -65,9 +68,10 @@ def fused_delta_rule(
 
         if state is None:
             inputs = inputs._replace(state=empty_state(q, v, cu_seqlens, torch.float32, shared=True))
-        options = Options(True, options.scale, normalize_qk, beta_scale=float(beta_scale), raw_gates=True)
+        bound = None if lower_bound is None else float(lower_bound)
+        options = Options(True, options.scale, normalize_qk, 64, float(beta_scale), raw_gates=True, lower_bound=bound)
         return Attended(*kernels.chunkwise(inputs, options))
-    log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
+    log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale, lower_bound=lower_bound)
     assert log_decay is not None and beta is not None
     op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
     return op(

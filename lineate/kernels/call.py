@@ -69,14 +69,17 @@ class Gates(NamedTuple):
     """The gates of a call, and how they are given."""
 
     log_decay: Tensor | None
-    """`b t hv`, `b t hv k` or None; the raw gate if A_log is given."""
+    """`b t hv`, `b t hv k` or None; the raw gate if raw."""
     beta: Tensor | None
-    """`b t hv` or None; the raw logit if A_log is given."""
+    """`b t hv` or None; the raw logit if raw."""
     A_log: Tensor | None = None
-    """`hv`: log_decay = -exp(A_log) softplus(gate + dt_bias), beta = beta_scale sigmoid(logit)."""
+    """`hv`, or None for exp(A_log) = 1."""
     dt_bias: Tensor | None = None
     """`hv`, or `hv k`."""
     beta_scale: float = 1.0
+    raw: bool = False
+    """Whether log_decay = rule.decay_of_gate(gate, A_log, dt_bias, lower_bound), beta = beta_scale sigmoid(logit)."""
+    lower_bound: float | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -103,7 +106,7 @@ class Call(NamedTuple):
     @property
     def gates_outside(self) -> bool:
         """Whether ops.py computes the gradients of raw gates (per head); the stages compute those per channel."""
-        return self.gates.A_log is not None and not self.channel
+        return self.gates.raw and not self.channel
 
     @property
     def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
@@ -136,7 +139,7 @@ def make_call(inputs: Inputs, options: Options) -> Call:
         in_rows(q),
         in_rows(k),
         in_rows(v),
-        Gates(log_decay, beta, A_log, dt_bias, options.beta_scale),
+        Gates(log_decay, beta, A_log, dt_bias, options.beta_scale, options.raw_gates, options.lower_bound),
         find_sequences(q, cu_seqlens),
         options.corrects,
         options.scale,

@@ -91,7 +91,8 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
     segments = count_own_segments(stages)
     kind = (
         *((None if x is None else (x.device, x.dtype, *x.shape[2:])) for x in (call.q, call.v, *call.gates.tensors)),
-        call.corrects, call.normalize_qk, call.sequences.packed, stages.variant(segments), segments > 1, keep,
+        call.gates.raw, call.gates.lower_bound is None, call.corrects, call.normalize_qk,
+        call.sequences.packed, stages.variant(segments), segments > 1, keep,
     )  # fmt: skip
     if kind in COMPILED:
         return

@@ -124,6 +124,7 @@ class RawGradients(NamedTuple):
     gate: Tensor
     write: Tensor
     A_log: Tensor
+    """Left alone if the call has no A_log."""
     dt_bias: Tensor
     """Left alone if the call has no dt_bias."""
 

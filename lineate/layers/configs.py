@@ -1,7 +1,8 @@
 """The sizes of the mixers: one frozen dataclass for each group of mixers that share them.
 
 `check_sizes` raises if fields do not fit each other; `describe` returns one line for people. A field's metadata may
-have `choices`, the values it takes, and `least`, its smallest number (lineate/models/fields.py reads them).
+have `choices`, the values it takes, `least`, its smallest number, and `negative`, if it is below 0
+(lineate/models/fields.py reads them).
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ class LinearConfig:
         decay_rank: width of the low-rank projection to the decay per channel (K, R); None is value_dim.
         gate_rank: the same for the output gate (K); None is value_dim.
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0) (G, K); GLM-5-Next and Ring have -5.
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu" or "sigmoid"; published KDA (K) has "sigmoid".
         feature_map: feature map of linear attention (L), "identity" or "elu+1".
@@ -33,6 +35,7 @@ class LinearConfig:
     decay_rank: int | None = None
     gate_rank: int | None = None
     beta_scale: float = 1.0
+    gate_lower_bound: float | None = field(default=None, metadata={"negative": True})
     norm_eps: float = 1e-6
     gate_activation: str = field(default="silu", metadata={"choices": ("silu", "sigmoid")})
     feature_map: str = field(default="elu+1", metadata={"choices": ("identity", "elu+1")})

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate import checks
 from lineate.call import Inputs
 from lineate.layers import linear_costs as costs
 from lineate.layers.carry import run_rule
@@ -140,7 +141,7 @@ class DeltaNet(LinearMixer):
     """
 
     gates: ClassVar[tuple[str, ...]] = ("values", "heads")
-    options = ("beta_scale",)
+    options: ClassVar[tuple[str, ...]] = ("beta_scale",)
     normalize_qk = True
 
     def __init__(
@@ -170,7 +171,8 @@ class DeltaNet(LinearMixer):
 class GatedDeltaNet(DeltaNet):
     """S' = e^log_decay S, S = S' + beta k (v - S'^T k)^T; log_decay = -exp(A_log) softplus(a + dt_bias) per head.
 
-    in_proj is q | k | v | z | b | a. The output gate is silu(z) unless gate_activation says otherwise.
+    With gate_lower_bound, log_decay = gate_lower_bound sigmoid(exp(A_log) (a + dt_bias)). in_proj is
+    q | k | v | z | b | a. The output gate is silu(z) unless gate_activation says otherwise.
 
     Args:
         hidden_size: channels of the tokens that come in and go out.
@@ -182,17 +184,40 @@ class GatedDeltaNet(DeltaNet):
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu" or "sigmoid".
+        gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
     """
 
     gates = ("values", "heads", "heads")
+    options = ("beta_scale", "gate_lower_bound")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        value_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        beta_scale: float = 1.0,
+        norm_eps: float = 1e-6,
+        gate_activation: str = "silu",
+        gate_lower_bound: float | None = None,
+    ) -> None:
+        checks.check_lower_bound(gate_lower_bound, "gate_lower_bound")
+        super().__init__(
+            hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
+            beta_scale=beta_scale, norm_eps=norm_eps, gate_activation=gate_activation,
+        )  # fmt: skip
+        self.gate_lower_bound = gate_lower_bound
+        self.reset_parameters()
 
     def add_gates(self) -> None:
         self.A_log = nn.Parameter(torch.empty(self.value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads, dtype=torch.float32))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        init_decay(self.A_log, self.dt_bias)
+        init_decay(self.A_log, self.dt_bias, self.gate_lower_bound is not None)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         _, b, a = gates
@@ -217,10 +242,11 @@ class KimiDeltaAttention(LinearMixer):
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu" or "sigmoid".
+        gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
     """
 
     gates = ("decay_rank", "gate_rank", "heads")
-    options = ("beta_scale", "decay_rank", "gate_rank")
+    options = ("beta_scale", "decay_rank", "gate_rank", "gate_lower_bound")
     normalize_qk = True
 
     def __init__(
@@ -237,12 +263,15 @@ class KimiDeltaAttention(LinearMixer):
         beta_scale: float = 1.0,
         norm_eps: float = 1e-5,
         gate_activation: str = "sigmoid",
+        gate_lower_bound: float | None = None,
     ) -> None:
+        checks.check_lower_bound(gate_lower_bound, "gate_lower_bound")
         super().__init__(
             hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
             norm_eps=norm_eps, gate_activation=gate_activation, decay_rank=decay_rank, gate_rank=gate_rank,
         )  # fmt: skip
-        self.beta_scale = beta_scale
+        self.beta_scale, self.gate_lower_bound = beta_scale, gate_lower_bound
+        self.reset_parameters()
 
     def add_gates(self) -> None:
         _, decay_rank, gate_rank, rows = self.splits
@@ -250,10 +279,9 @@ class KimiDeltaAttention(LinearMixer):
         self.gate_proj = nn.Linear(gate_rank, rows * self.value_dim, bias=False)
         self.A_log = nn.Parameter(torch.empty(rows, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(rows, self.key_dim, dtype=torch.float32))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        init_decay(self.A_log, self.dt_bias)
+        init_decay(self.A_log, self.dt_bias, self.gate_lower_bound is not None)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         f, _, b = gates
@@ -264,12 +292,18 @@ class KimiDeltaAttention(LinearMixer):
         return project(self.gate_proj, gates[1])
 
 
-def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
-    """Draw exp(A_log) uniformly in 1 .. 16, and softplus(dt_bias) in .001 .. .1, uniformly in its logarithm."""
+def init_decay(A_log: Tensor, dt_bias: Tensor, bounded: bool = False) -> None:
+    """Draw exp(A_log) uniformly in 1 .. 16, and softplus(dt_bias) in .001 .. .1, uniformly in its logarithm.
+
+    bounded: whether the decay has a lower bound. exp(A_log) is 1 then, as in GLM-5-Next: it multiplies the gate inside
+    the sigmoid, where larger numbers would close most gates.
+    """
     if A_log.is_meta:  # nothing to fill, and log on meta tensors imports 150 MB of torch
         return
     with torch.no_grad():
         A_log.uniform_(1, 16).log_()
+        if bounded:
+            A_log.zero_()
         step = dt_bias.uniform_(-6.9078, -2.3026).exp_()
         dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
 

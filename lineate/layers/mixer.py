@@ -68,6 +68,8 @@ class LinearMixer(nn.Module):
     """Whether the rule normalises q and k."""
     beta_scale: float = 1.0
     """The upper bound of beta if it is made from a raw logit: beta lies in (0, beta_scale)."""
+    gate_lower_bound: float | None = None
+    """The lower bound of log_decay if it is made from a raw gate: log_decay lies in (gate_lower_bound, 0)."""
     context: Context | None = None
     """If set, x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
@@ -215,7 +217,7 @@ class LinearMixer(nn.Module):
     ) -> Attended[Tensor]:  # fmt: skip
         q, k, v, gate, write = tensors
         inputs = Inputs(q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias)
-        return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned)
+        return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned, lower_bound=self.gate_lower_bound)
 
     def trace(self, x: Tensor) -> Inputs:
         """Return the inputs of the rule on a sequence x `1 t hidden`: features or unit keys, and activated gates."""
@@ -226,23 +228,28 @@ class LinearMixer(nn.Module):
         inputs = self.rule_inputs(q, k, v, gates)
         log_decay, beta = inputs.log_decay, inputs.beta
         if inputs.A_log is not None:
-            log_decay, beta = activate(log_decay, beta, inputs.A_log, inputs.dt_bias, self.beta_scale)
+            log_decay, beta = activate(
+                log_decay, beta, inputs.A_log, inputs.dt_bias, self.beta_scale, lower_bound=self.gate_lower_bound
+            )
         return Inputs(self.features(inputs.q), self.features(inputs.k), inputs.v, log_decay, beta)
 
 
-def delta_from_raw_gates(inputs: Inputs, beta_scale: float, in_place: bool = False) -> Attended[Tensor]:
+def delta_from_raw_gates(
+    inputs: Inputs, beta_scale: float, in_place: bool = False, lower_bound: float | None = None
+) -> Attended[Tensor]:
     """Run fused_delta_rule; for one token a row, a GPU kernel on a copy of the memory, or else the recurrent form.
 
     Args:
         inputs: what the rule is called with, its gates raw.
         beta_scale: beta lies in (0, beta_scale).
         in_place: whether that launch may overwrite the memory, and return it.
+        lower_bound: if given, log_decay lies in (lower_bound, 0); see fused_delta_rule.
     """
     q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias = inputs
     assert gate is not None and write is not None and A_log is not None
     if q.shape[1] == 1 and cu_seqlens is None:
         if not q.is_cuda:
-            log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
+            log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale, lower_bound=lower_bound)
             assert log_decay is not None and beta is not None
             op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
             return op(q, k, v, log_decay, beta, state=state, normalize_qk=True)
@@ -251,11 +258,13 @@ def delta_from_raw_gates(inputs: Inputs, beta_scale: float, in_place: bool = Fal
             output = decode(
                 q, k, v, gate, write,
                 state=state, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
+                lower_bound=lower_bound,
             )  # fmt: skip
             return Attended(output, state)
     return fused_delta_rule(
-        q, k, v, gate, write, A_log, dt_bias, beta_scale=beta_scale, state=state, cu_seqlens=cu_seqlens
-    )
+        q, k, v, gate, write, A_log, dt_bias,
+        beta_scale=beta_scale, lower_bound=lower_bound, state=state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
 
 
 def _op_of(inputs: Inputs) -> Callable[..., Attended[Tensor]]:

@@ -131,10 +131,11 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
     if len(x) <= token.FEW_ROWS:
         output = token.mix(
             inputs, z, mixer.norm.weight, eps=mixer.norm.eps, silu=mixer.norm.activation == "silu",
-            beta_scale=mixer.beta_scale, scale=scale,
+            beta_scale=mixer.beta_scale, scale=scale, lower_bound=mixer.gate_lower_bound,
         )  # fmt: skip
     else:
         options = Options(True, scale, True, beta_scale=mixer.beta_scale, raw_gates=True)
+        options = options._replace(lower_bound=mixer.gate_lower_bound)
         output = decode(inputs, Slots(None, None), options, settled=True)
         output = mixer.norm(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     return output[:, 0], Memory(state.tensors)

@@ -42,6 +42,8 @@ MIXERS = {
     "mamba, norm first": lambda: Mamba2(
         HIDDEN, 4, head_dim=6, state_dim=8, conv_bias=False, gate_first=False, step_least=0.05, step_most=0.3
     ),
+    "gated delta, bounded": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, gate_lower_bound=-5.0),
+    "kimi, bounded": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, gate_lower_bound=-0.5),
     "attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=6),
     "attention, full norm": lambda: GatedAttention(
         HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=10, gated=False, qk_norm="full", zero_centred_norm=True
@@ -262,7 +264,9 @@ def test_short_convolution_is_a_convolution():
     assert torch.equal(state, F.pad(x[:, :1], (0, 0, 2, 0)).transpose(1, 2))
 
 
-@pytest.mark.parametrize("name", ["gated delta, no convolution", "kimi"])
+@pytest.mark.parametrize(
+    "name", ["gated delta, no convolution", "gated delta, bounded", "kimi", "kimi, bounded"]
+)  # fmt: skip
 def test_delta_mixers_are_their_equation(name):
     """The equation is written in plain steps: projections, convolution, gates, the rule token by token, gated norm."""
     layer, x = make(name), tokens(1, 12)
@@ -273,13 +277,17 @@ def test_delta_mixers_are_their_equation(name):
     q, k = (y.view(12, 2, 8) for y in (q, k))
     q, k = ((y * torch.rsqrt(y.square().sum(-1, True) + 1e-6)).repeat_interleave(2, 1) for y in (q, k))
     v = v.view(12, 4, 6)
-    if name == "kimi":
+    if name.startswith("kimi"):
         f, z, b = gates
         z, a = layer.gate_proj(z), layer.decay_proj(f).view(12, 4, 8)
-        decay = (-layer.A_log.exp()[:, None] * F.softplus(a + layer.dt_bias)).exp()  # t hv k
+        raw, speed = a + layer.dt_bias, layer.A_log.exp()[:, None]  # t hv k
     else:
         z, b, a = gates
-        decay = (-layer.A_log.exp() * F.softplus(a[0] + layer.dt_bias)).exp()[..., None].expand(-1, -1, 8)
+        raw, speed = (a[0] + layer.dt_bias)[..., None].expand(-1, -1, 8), layer.A_log.exp()[:, None]
+    decay = torch.exp(-speed * F.softplus(raw))
+    if "bounded" in name:
+        assert layer.gate_lower_bound in (-5.0, -0.5)
+        decay = torch.exp(layer.gate_lower_bound * torch.sigmoid(speed * raw))
     beta, S, outputs = b[0].sigmoid(), torch.zeros(4, 8, 6, dtype=torch.float64), []
     for t in range(12):
         S = decay[t][..., None] * S
@@ -289,7 +297,7 @@ def test_delta_mixers_are_their_equation(name):
     o = torch.stack(outputs)
     z = z[0].view(12, 4, 6)
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.norm.eps) * layer.norm.weight
-    o = o * (z.sigmoid() if name == "kimi" else F.silu(z))
+    o = o * (z.sigmoid() if name.startswith("kimi") else F.silu(z))
     torch.testing.assert_close(layer(x)[0][0], layer.out_proj(o.flatten(1)), **CLOSE)
 
 
@@ -455,6 +463,8 @@ def test_squared_relu():
         (lambda: GatedAttention(24, 3, kv_heads=2), "heads must be a multiple of kv_heads = 2, got 3"),
         (lambda: GatedAttention(24, 3, qk_norm="layer"), "qk_norm must be one of"),
         (lambda: KimiDeltaAttention(24, 3, gate_activation="relu"), "gate_activation must be one of"),
+        (lambda: GatedDeltaNet(24, 3, gate_lower_bound=5), "gate_lower_bound must be finite and below 0, got 5; -5 is"),
+        (lambda: KimiDeltaAttention(24, 3, gate_lower_bound=0.0), "gate_lower_bound must be finite and below 0, got 0"),
         (lambda: MixtureOfExperts(24, 4, 2, 8, scores="tanh"), "scores must be one of"),
         (lambda: MixtureOfExperts(24, 4, 2, 8, kind="gelu"), "kind must be one of"),
     ],

@@ -8,7 +8,15 @@ from odd_models import EXPERTS, odd
 from torch import Tensor, nn
 
 from lineate.call import Inputs
-from lineate.layers import GatedAttention, GatedDeltaNet, LinearMixer, Memory, TensorSpec, TokenCache
+from lineate.layers import (
+    GatedAttention,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LinearMixer,
+    Memory,
+    TensorSpec,
+    TokenCache,
+)
 from lineate.layers.registry import letters
 from lineate.layers.trail import trail
 from lineate.models import HybridConfig, HybridLM, ModelState
@@ -349,6 +357,7 @@ OWN = {
     "memory": Mean,
     "cache": Newest,
     "attention": lambda: GatedAttention(30, 5, kv_heads=1, head_dim=8),
+    "bounded gates": lambda: KimiDeltaAttention(30, 3, key_dim=8, gate_lower_bound=-5.0),
 }
 
 
@@ -364,14 +373,15 @@ def test_mixers_of_a_user(own):
         y, state = mixer(x[:, i : i + 1], states[-1])
         outputs.append(y)
         states.append(state)
-    y, trailed = trail(mixer, x[:, 4:], states[0])
-    assert (y - torch.cat(outputs, 1)).abs().max() < 1e-12
-    after = trailed.after(torch.tensor([3, 0, T]))
-    for row, n in enumerate((3, 0, T)):
-        for name in after.names:
-            wanted = states[n][name][row]
-            got = after[name][row, : 4 + n] if isinstance(after, TokenCache) else after[name][row]
-            assert (got - wanted).abs().max() < 1e-12
+    for keep in ("states", "inputs"):
+        y, trailed = trail(mixer, x[:, 4:], states[0], keep=keep)
+        assert (y - torch.cat(outputs, 1)).abs().max() < 1e-12
+        after = trailed.after(torch.tensor([3, 0, T]))
+        for row, n in enumerate((3, 0, T)):
+            for name in after.names:
+                wanted = states[n][name][row]
+                got = after[name][row, : 4 + n] if isinstance(after, TokenCache) else after[name][row]
+                assert (got - wanted).abs().max() < 1e-12
 
 
 @torch.no_grad()

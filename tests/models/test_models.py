@@ -384,6 +384,10 @@ def test_state_bytes_of_a_real_server():
         ({"norm_eps": -1.0}, "norm_eps must be finite and above 0, got -1.0"),
         ({"norm_eps": float("nan")}, "norm_eps must be finite and above 0, got nan"),
         ({"initializer_range": -1}, "initializer_range must be finite and at least 0, got -1"),
+        (
+            {"linear": LinearConfig(2, 4, 8, 6, gate_lower_bound=5.0)},
+            "LinearConfig.gate_lower_bound must be finite and below 0, got 5.0",
+        ),
         ({"linear": LinearConfig(2, 4, 8, 6, norm_eps=0.0)}, "LinearConfig.norm_eps must be finite and above 0"),
         ({"attention": AttentionConfig(4, 2, 8, rope_theta=float("inf"))}, "AttentionConfig.rope_theta must be finite"),
         ({"latent": LatentConfig(3, 9, 6, 4, 5, rope_theta=-2.0)}, "LatentConfig.rope_theta must be finite and above"),

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.call import Inputs, Options
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
-from lineate.kernels.portable.gates import softplus
+from lineate.kernels.portable.gates import decay_of_gate
 from lineate.kernels.stages import Slots
 from lineate.kernels.tape import launch
 
@@ -63,7 +63,7 @@ _PLAIN = [
 @triton.jit(do_not_specialize=_PLAIN)
 def _decode(
     q, k, v, log_decay, beta, A_log, dt_bias, state, slots, start_slots, cu_seqlens, output,
-    t, hv, n_slots, slots_width, scale, beta_scale,
+    t, hv, n_slots, slots_width, scale, beta_scale, lower_bound,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     decay_row, decay_token, decay_head, beta_row, beta_token, beta_head, state_slot, state_head,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
@@ -137,7 +137,9 @@ def _decode(
         if not DECAY_PER_CHANNEL:
             next_log_decay = _scalar(log_decay, n > 0)
         if RAW:
-            rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
+            speed = 1.0
+            if A_log is not None:
+                speed = tl.exp(tl.load(A_log + head).to(tl.float32))
             bias = 0.0
             if dt_bias is not None:
                 if BIAS_PER_CHANNEL:
@@ -172,7 +174,7 @@ def _decode(
                 log_decay += decay_token
                 next_log_decay = _scalar(log_decay, i + 1 < n)
             if RAW:
-                log_decay_t = rate * softplus(log_decay_t + bias)
+                log_decay_t = decay_of_gate(log_decay_t + bias, speed, lower_bound)
             decay = tl.exp(log_decay_t)
             if DECAY_PER_CHANNEL:
                 S *= decay[:, None]
@@ -279,6 +281,7 @@ def decode(
             slots.shape[1] if slots is not None and each_token else 0,
             options.scale,
             options.beta_scale,
+            options.lower_bound,
             *(s // unit for s in strides),
             *((0, 0, 0) if log_decay is None else _strides(log_decay)),
             *((0, 0, 0) if beta is None else _strides(beta)),
