@@ -18,12 +18,13 @@ class LinearConfig:
         key_dim: channels of a key.
         value_dim: channels of a value.
         conv_size: tokens that the short convolution sees; 0 means no convolution.
-        decay_rank: width of the low-rank projection to the decay per channel (K, R); None is value_dim.
-        gate_rank: the same for the output gate (K); None is value_dim.
+        decay_rank: width of the low-rank projection to the decay per channel (K, R); None is value_dim, 0 (K) is none.
+        gate_rank: the same for the output gate (K); None is value_dim, 0 is none.
+        gate_bias: whether the projection behind gate_rank has a bias (K).
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
         gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0) (G, K); GLM-5-Next and Ring have -5.
         norm_eps: epsilon of the output norm.
-        gate_activation: activation of the output gate, "silu" or "sigmoid"; published KDA (K) has "sigmoid".
+        gate_activation: activation of the output gate, "silu" or "sigmoid" (published KDA); "none" (not K) is no gate.
         feature_map: feature map of linear attention (L), "identity" or "elu+1".
     """
 
@@ -32,12 +33,13 @@ class LinearConfig:
     key_dim: int
     value_dim: int
     conv_size: int = field(default=4, metadata={"least": 0})
-    decay_rank: int | None = None
-    gate_rank: int | None = None
+    decay_rank: int | None = field(default=None, metadata={"least": 0})
+    gate_rank: int | None = field(default=None, metadata={"least": 0})
+    gate_bias: bool = False
     beta_scale: float = 1.0
     gate_lower_bound: float | None = field(default=None, metadata={"negative": True})
     norm_eps: float = 1e-6
-    gate_activation: str = field(default="silu", metadata={"choices": ("silu", "sigmoid")})
+    gate_activation: str = field(default="silu", metadata={"choices": ("silu", "sigmoid", "none")})
     feature_map: str = field(default="elu+1", metadata={"choices": ("identity", "elu+1")})
 
     def check_sizes(self) -> None:

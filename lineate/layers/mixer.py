@@ -53,9 +53,10 @@ class LinearMixer(nn.Module):
         value_dim: channels of a value; None is key_dim.
         conv_size: tokens that the short convolution sees; 0 means no convolution.
         norm_eps: epsilon of the output norm.
-        gate_activation: activation of the output gate, "silu" or "sigmoid".
-        decay_rank: width of the low-rank projection to the decay; None is value_dim.
-        gate_rank: width of the low-rank projection to the output gate; None is value_dim.
+        gate_activation: activation of the output gate, "silu" or "sigmoid"; "none": there is no output gate.
+        decay_rank: width of the low-rank projection to the decay; None is value_dim, 0 is no such projection.
+        gate_rank: width of the low-rank projection to the output gate; None is value_dim, 0 is no such projection.
+        gate_bias: whether the projection behind gate_rank has a bias.
         bias: whether in_proj and out_proj have a bias.
         conv_bias: whether the short convolution has a bias.
     """
@@ -86,11 +87,12 @@ class LinearMixer(nn.Module):
         gate_activation: str = "silu",
         decay_rank: int | None = None,
         gate_rank: int | None = None,
+        gate_bias: bool = False,
         bias: bool = False,
         conv_bias: bool = False,
     ) -> None:
         super().__init__()
-        checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
+        checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid", "none"))
         value_heads = heads if value_heads is None else value_heads
         key_dim = hidden_size // heads if key_dim is None else key_dim
         value_dim = key_dim if value_dim is None else value_dim
@@ -98,10 +100,12 @@ class LinearMixer(nn.Module):
             raise ValueError(f"value_heads must be a multiple of heads = {heads}, got {value_heads}")
         self.heads, self.value_heads, self.key_dim, self.value_dim = heads, value_heads, key_dim, value_dim
         self.width = 2 * heads * key_dim + value_heads * value_dim  # of q | k | v
+        self.decay_rank = value_dim if decay_rank is None else decay_rank
+        self.gate_rank, self.gate_bias = value_dim if gate_rank is None else gate_rank, gate_bias
         widths = {
-            "values": value_heads * value_dim, "heads": value_heads,
-            "decay_rank": value_dim if decay_rank is None else decay_rank,
-            "gate_rank": value_dim if gate_rank is None else gate_rank,
+            "values": 0 if gate_activation == "none" else value_heads * value_dim, "heads": value_heads,
+            "decay_rank": self.decay_rank or value_heads * key_dim,
+            "gate_rank": self.gate_rank or value_heads * value_dim,
         }  # fmt: skip
         self.splits = (self.width, *(widths[gate] for gate in self.gates))
         self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=bias)
@@ -186,8 +190,11 @@ class LinearMixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must have rule_inputs, as every LinearMixer")
 
     def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
-        """Return z `b t hv*v`, before its activation."""
-        return gates[self.gates.index("values")]
+        """Return z `b t hv*v`, before its activation; numbers that nobody reads if there is no gate."""
+        z = gates[self.gates.index("values")]
+        if self.norm.activation == "none":
+            return z.new_zeros(()).expand(*z.shape[:-1], self.value_heads * self.value_dim)
+        return z
 
     def features(self, x: Tensor) -> Tensor:
         """Return q or k `b t h k` as the rule uses it."""

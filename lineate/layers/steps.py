@@ -113,6 +113,7 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
     if (
         mixer.context is not None
         or mixer.in_proj.bias is not None
+        or mixer.norm.activation == "none"
         or not _are_bare(*parts)
         or not token.serves_memory(memory)
     ):

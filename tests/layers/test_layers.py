@@ -43,6 +43,11 @@ MIXERS = {
         HIDDEN, 4, head_dim=6, state_dim=8, conv_bias=False, gate_first=False, step_least=0.05, step_most=0.3
     ),
     "gated delta, bounded": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, gate_lower_bound=-5.0),
+    "kimi, full rank": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=0, gate_rank=0),
+    "kimi, a bias in the gate": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, gate_bias=True),
+    "linear, no gate": lambda: LinearAttention(HIDDEN, 2, **SIZES, gate_activation="none"),
+    "delta, no gate": lambda: DeltaNet(HIDDEN, 2, **SIZES, gate_activation="none"),
+    "gated delta, no gate": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, gate_activation="none"),
     "kimi, bounded": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, gate_lower_bound=-0.5),
     "attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=6),
     "attention, full norm": lambda: GatedAttention(

@@ -36,11 +36,20 @@ def test_measured_operations_are_the_counted_ones(letter):
         assert measured.mixing_one(part, context, "executed") == counted.mixing_one(part, context, "executed")
 
 
-@pytest.mark.parametrize("letter", [x for x in LINEAR if kind_of(x).kept_bytes])
-def test_measured_bytes_are_the_counted_ones(letter):
+FULL_RANK = replace(CONFIG, decay_rank=0, gate_rank=0)
+NO_GATE = replace(CONFIG, gate_activation="none")
+
+
+@pytest.mark.parametrize(
+    ("letter", "config"),
+    [(x, CONFIG) for x in LINEAR if kind_of(x).kept_bytes] + [("K", FULL_RANK)] + [(x, NO_GATE) for x in "LRDG"],
+)
+def test_measured_bytes_are_the_counted_ones(letter, config):
     kind = kind_of(letter)
-    measured = kept_bytes(replace(kind, kept_bytes=None), Sizes(32), CONFIG, half=False)
-    assert measured == pytest.approx(kind.kept_bytes(CONFIG, False), rel=0.02)
+    measured = kept_bytes(replace(kind, kept_bytes=None), Sizes(32), config, half=False)
+    assert measured == pytest.approx(kind.kept_bytes(config, False), rel=0.02)
+    measured = operations_of(replace(kind, operations=None), Sizes(32)).projections(Sizes(32), config)
+    assert measured == kind.operations.projections(Sizes(32), config)
 
 
 @pytest.mark.parametrize("letter", [x for x in LINEAR if kind_of(x).trace])
