@@ -204,6 +204,8 @@ CONFIGS = [
     ("granitemoehybrid", {"layer_types": ["mamba", "mamba", "mamba", "attention", "mamba"]}),
     ("granitemoehybrid", {"layer_types": None, "layers_block_type": [*["mamba"] * 3, "attention", "mamba"]}),
     ("granitemoehybrid", {"mamba_d_head": "auto", "time_step_limit": None, "rope_parameters": None}),
+    ("bailing_hybrid", {"layer_types": None, "mlp_layer_types": None}),
+    ("bailing_hybrid", {"linear_head_dim": None, "linear_num_heads": None, "head_dim": 10, "rope_parameters": None}),
     ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-M*EMEM-"}),
     (
         "nemotron_h",
@@ -331,6 +333,14 @@ def test_steps_of_mamba_within_bounds(tmp_path):
     assert_close(model(tokens(1, 40)[:, 39:], state=out.state).logits, other(tokens(1, 40)).logits[:, 39:])
 
 
+def test_bailing_without_a_bound_of_the_decay(tmp_path):
+    other = build("bailing_hybrid", kda_safe_gate=False)
+    other.save_pretrained(tmp_path)
+    model = HybridLM.from_pretrained(tmp_path, progress=False)
+    assert model.config.linear.gate_lower_bound is None
+    assert_close(model(tokens(1, 40)).logits, other(tokens(1, 40)).logits)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("head", ["absent", "equal", "different"])
 def test_tied_embeddings(tmp_path, name, head):
@@ -424,6 +434,11 @@ REFUSED = [
     ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling above 0, got 0"),
     ("granitemoehybrid", {"residual_multiplier": 0}, "residual_scale must be finite and above 0, got 0"),
     ("granitemoehybrid", {"mamba_d_head": 15}, "mamba_n_heads x mamba_d_head = 96, got 6 x 15"),
+    ("bailing_hybrid", {"q_lora_rank": 16}, "q_lora_rank = None, got 16"),
+    ("bailing_hybrid", {"kda_lower_bound": 5.0}, "gate_lower_bound must be .*below 0, got 5.0"),
+    ("bailing_hybrid", {"num_key_value_heads": 1}, "num_key_value_heads = num_attention_heads = 3"),
+    ("bailing_hybrid", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'default', got 'yarn'"),
+    ("bailing_hybrid", {"partial_rotary_factor": 0.5}, "rotate all qk_rope_head_dim = 6 channels, got 3"),
     ("nemotron_h", {"layers_block_type": ["mlp", "mamba"]}, r"a mixer before every feed-forward, got '-'.*enable\(\)"),
     ("nemotron_h", {"layers_block_type": ["mamba", "moe", "mlp"]}, r"got 'ME-', whose layer 2 follows none"),
     ("nemotron_h", {"layers_block_type": ["mamba", "rwkv"]}, "got 'rwkv'"),

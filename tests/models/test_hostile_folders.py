@@ -91,6 +91,7 @@ BASES = {
     "mamba2": {"model_type": "mamba2", **MAMBA},
     "granitemoehybrid": {"model_type": "granitemoehybrid", **GRANITE},
     "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON},
+    "bailing_hybrid": {"model_type": "bailing_hybrid", **KIMI},
     "llama": {"model_type": "llama", **FAMILY},
 }
 
@@ -197,7 +198,15 @@ CASES = {
     # families
     **{
         f"{base}: {name}": (config(base, **{key: value}), message)
-        for base in ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "llama")
+        for base in (
+            "qwen3_next",
+            "qwen3_5",
+            "kimi_linear",
+            "olmo_hybrid",
+            "granitemoehybrid",
+            "bailing_hybrid",
+            "llama",
+        )
         for name, key, value, message in (
             ("layers", "num_hidden_layers", 10**9, "num_hidden_layers must be at most 4,096, got 1,000,000,000"),
             ("more layers", "num_hidden_layers", 10**15, "num_hidden_layers must be at most 4,096"),
@@ -239,6 +248,11 @@ CASES = {
     "experts of Nemotron-H": (config("nemotron_h", n_routed_experts=2**16), TOO_FEW),
     "experts of a family": (config("qwen3_next", num_experts=10**9), "num_experts must be at most 16,777,216"),
     "more experts": (config("qwen3_next", num_experts=2**24), "ExpertsConfig.count must be at most 65,536"),
+    "experts of Bailing-Hybrid": (config("bailing_hybrid", num_experts=2**16), TOO_FEW),
+    "bound of Bailing-Hybrid": (
+        config("bailing_hybrid", kda_lower_bound="-5"),
+        "a number in kda_lower_bound, got '-5'",
+    ),
     "experts of Kimi": (
         config("kimi_linear", num_experts=2**16),
         TOO_FEW,

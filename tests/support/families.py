@@ -16,7 +16,7 @@ from lineate.models.files.checkpoint import Checkpoint, save
 VOCAB = 97
 SPLIT_EXPERTS = ("qwen3_next", "qwen3_5_moe", "kimi_linear")
 """Families with one tensor for each of gate, up and down of an expert."""
-WITH_EXPERTS = (*SPLIT_EXPERTS, "granitemoehybrid", "nemotron_h")
+WITH_EXPERTS = (*SPLIT_EXPERTS, "granitemoehybrid", "nemotron_h", "bailing_hybrid")
 Tensors = dict[str, Tensor]
 
 
@@ -188,6 +188,22 @@ FAMILIES = {
         ),
     ),
 }
+FAMILIES["bailing_hybrid"] = Tiny(
+    "BailingHybridConfig",
+    "BailingHybridForCausalLM",
+    FAMILIES["kimi_linear"].values
+    | dict(
+        linear_attn_config=None,
+        layer_group_size=4,
+        head_dim=10,
+        num_mtp_layers=0,
+        rope_theta=10000.0,
+        kda_lower_bound=-3.0,
+        topk_group=2,
+        num_local_experts=12,
+        n_group=4,
+    ),
+)
 BACKBONE = ("mamba2", "nemotron_h")
 """Families whose tensors begin with backbone."""
 
@@ -321,6 +337,22 @@ def as_in_memory(tensors: Tensors, family: str) -> None:
         renamed(old, new)(tensors, family)
 
 
+def bailing_names_in_memory(tensors: Tensors, family: str) -> None:
+    in_memory = {
+        "word_embeddings": "embed_tokens", ".attention.dense.": ".self_attn.o_proj.",
+        "expert_bias": "e_score_correction_bias",
+        ".attention.f_proj": ".self_attn.forget_gate.f_proj", ".attention.A_log": ".self_attn.forget_gate.A_log",
+        ".attention.dt_bias": ".self_attn.forget_gate.dt_bias", ".attention.": ".self_attn.",
+    }  # fmt: skip
+    for old, new in in_memory.items():
+        renamed(old, new)(tensors, family)
+    one_convolution(tensors, family)
+
+
+def with_prediction_layer(tensors: Tensors, family: str) -> None:
+    tensors["model.layers.5.eh_proj.weight"] = torch.zeros(3, 5)
+
+
 def stacked_experts(tensors: Tensors, family: str) -> None:
     """Join the experts of Nemotron-H, each of which has up and down alone."""
     for stem in {name.rpartition(".experts.")[0] for name in tensors if ".experts." in name}:
@@ -352,6 +384,8 @@ LAYOUTS: list[tuple[str, tuple[str, ...], Callable[[Tensors, str], None]]] = [
     ("embedding for embeddings", BACKBONE, renamed("embeddings.", "embedding.")),
     ("names in memory", ("granitemoehybrid",), as_in_memory),
     ("experts stacked", ("nemotron_h",), stacked_experts),
+    ("names in memory", ("bailing_hybrid",), bailing_names_in_memory),
+    ("a layer that predicts further tokens", ("bailing_hybrid",), with_prediction_layer),
 ]
 
 

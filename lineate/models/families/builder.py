@@ -93,10 +93,16 @@ class PlanBuilder:
                 take = partial(_columns, spans=spans)
                 pieces.append(Piece(source, shape[::-1], (slice(start, row),), take=take))
 
-    def ends(self) -> None:
-        """Take embed_tokens, norm or final_layernorm, and lm_head."""
+    def ends(self, *names: str) -> None:
+        """Take the embedding, norm or final_layernorm, and lm_head.
+
+        names: other names of the embedding than embed_tokens; the prefix is that of the first name that is there.
+        """
+        known = [(p, name) for name in (*names, "embed_tokens") for p in PREFIXES]
+        there = [(p, name) for p, name in known if f"{p}{name}.weight" in self.shapes]
+        self.prefix, name = there[0] if there else ("model.", known[0][1])
         c, prefix = self.config, self.prefix
-        embed = f"{prefix}embed_tokens.weight"
+        embed = f"{prefix}{name}.weight"
         self.copy("embed.weight", embed, (c.vocab_size, c.hidden_size))
         self.copy(
             "norm.weight", self.first(f"{prefix}norm.weight", f"{prefix}final_layernorm.weight"), (c.hidden_size,)
