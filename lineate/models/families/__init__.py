@@ -11,6 +11,7 @@ from torch import nn
 from lineate.models.config import HybridConfig
 from lineate.models.families import (
     bailing_hybrid,
+    fla,
     granitemoehybrid,
     kimi_linear,
     mamba2,
@@ -41,7 +42,17 @@ Loading then lists the tensors that are missing, which says more than an error a
 
 FAMILIES: dict[str, CheckpointFamily] = {
     model_type: module.FAMILY
-    for module in (qwen3_next, qwen3_5, kimi_linear, olmo_hybrid, mamba2, granitemoehybrid, nemotron_h, bailing_hybrid)
+    for module in (
+        qwen3_next,
+        qwen3_5,
+        kimi_linear,
+        olmo_hybrid,
+        mamba2,
+        granitemoehybrid,
+        nemotron_h,
+        bailing_hybrid,
+        fla,
+    )
     for model_type in module.FAMILY.model_types
 }
 """The families by model_type of config.json; our own is "lineate"."""
