@@ -19,7 +19,7 @@ from lineate.models.config import (
     MambaConfig,
     MemoryConfig,
 )
-from lineate.models.families import FAMILIES, OWN, read_config
+from lineate.models.families import FAMILIES, OWN, read_config, what_it_lacks
 from lineate.models.families.values import Values
 from lineate.models.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
 from lineate.models.files.hub import fetch, is_hub_name
@@ -287,6 +287,8 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype | None) -> HybridConfig:
 def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
     """Read a decoder with plain softmax attention and SwiGLU (llama, mistral, qwen3, ...), dense or with experts."""
     v = Values(kind, values)
+    if (why := what_it_lacks(kind)) is not None:
+        raise v.error(f"cannot be planned: {why}")
     if kind not in PLAIN_FAMILIES:
         known = sorted({*FAMILIES, *PLAIN_FAMILIES, OWN})
         raise v.error(f"cannot be planned: model_type must be one of {', '.join(known)}, got {kind!r}")

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from lineate.models import HybridLM, families
-from lineate.models.families import kimi_linear, make_plan, read_config
+from lineate.models.families import LACKING, kimi_linear, make_plan, read_config
 from lineate.models.families.values import Values
-from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.checkpoint import Checkpoint, save
 from lineate.models.files.loading import check_plan, check_tensors
 from lineate.models.files.safetensors import CheckpointError, Entry
 from lineate.models.hybrid import empty_model, save_pretrained
 from lineate.models.inspect import describe, print_description, rows
+from lineate.planning import read_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -439,6 +440,8 @@ REFUSED = [
     ("bailing_hybrid", {"num_key_value_heads": 1}, "num_key_value_heads = num_attention_heads = 3"),
     ("bailing_hybrid", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'default', got 'yarn'"),
     ("bailing_hybrid", {"partial_rotary_factor": 0.5}, "rotate all qk_rope_head_dim = 6 channels, got 3"),
+    ("bamba", {"attn_layer_indices": [5]}, r"attn_layer_indices in 0 \.\. 4, got \[5\]"),
+    ("bamba", {"mlp_bias": True}, "mlp_bias = False, got True"),
     ("nemotron_h", {"layers_block_type": ["mlp", "mamba"]}, r"a mixer before every feed-forward, got '-'.*enable\(\)"),
     ("nemotron_h", {"layers_block_type": ["mamba", "moe", "mlp"]}, r"got 'ME-', whose layer 2 follows none"),
     ("nemotron_h", {"layers_block_type": ["mamba", "rwkv"]}, "got 'rwkv'"),
@@ -457,6 +460,15 @@ def test_configs_that_are_not_understood_are_refused(folders, tmp_path, name, ch
     with pytest.raises(CheckpointError, match=message) as error:
         HybridLM.from_pretrained(tmp_path, progress=False)
     assert "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", [*LACKING, "glm5_next_text"])
+def test_families_whose_other_layers_are_lacking_point_to_enable(model_type, tmp_path):
+    save(tmp_path, {"x": torch.zeros(1)}, {"model_type": model_type})
+    what = LACKING[model_type.removesuffix("_text")]
+    for read in (describe, HybridLM.from_pretrained, read_model):
+        with pytest.raises(CheckpointError, match=rf"'{model_type}' has {what}, which .*transformers\.enable\(\)"):
+            read(tmp_path)
 
 
 def test_null_is_not_taken_for_true():

@@ -6,7 +6,7 @@ from typing import Any
 from lineate.models.config import AttentionConfig, ExpertsConfig, FeedConfig, HybridConfig
 from lineate.models.families.builder import PlanBuilder, Shape
 from lineate.models.families.family import CheckpointFamily
-from lineate.models.families.mamba_parts import mamba_sizes, take_mamba
+from lineate.models.families.mamba_parts import expanded_mamba, take_mamba
 from lineate.models.families.values import Values, shortest
 from lineate.models.fields import show
 from lineate.models.files.loading import LoadingPlan
@@ -36,7 +36,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
         hidden_size=hidden,
         n_layers=n_layers,
         pattern=shortest(letters),
-        mamba=_mamba(v, hidden, eps) if "S" in letters else None,
+        mamba=expanded_mamba(v, hidden, eps) if "S" in letters else None,
         attention=_attention(v, hidden) if "A" in letters else None,
         feed=None if count else FeedConfig(shared),
         experts=experts,
@@ -58,18 +58,6 @@ def _divisor(v: Values) -> float:
     if not found > 0:
         raise v.error(f"must have logits_scaling above 0, got {found}")
     return found
-
-
-def _mamba(v: Values, hidden: int, eps: float) -> Any:
-    heads, inner = v.number("mamba_n_heads"), int(v.number("mamba_expand", default=2, kind=float) * hidden)
-    auto = v.get("mamba_d_head") in (None, "auto")
-    head_dim = inner // heads if auto else v.number("mamba_d_head")
-    if heads * head_dim != inner:
-        raise v.error(f"must have mamba_n_heads x mamba_d_head = {inner}, got {heads} x {head_dim}")
-    return mamba_sizes(
-        v, "mamba_n_heads", head_dim, "mamba_d_state", "mamba_d_conv", groups="mamba_n_groups", norm_groups=1, eps=eps,
-        bias=v.flag("mamba_proj_bias", default=False), conv_bias=v.flag("mamba_conv_bias", default=True),
-    )  # fmt: skip
 
 
 def _attention(v: Values, hidden: int) -> AttentionConfig:

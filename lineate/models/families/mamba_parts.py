@@ -45,6 +45,19 @@ def mamba_sizes(
     )  # fmt: skip
 
 
+def expanded_mamba(v: Values, hidden: int, eps: float) -> MambaConfig:
+    """Return the sizes as Bamba and Granite name them: mamba_expand times hidden channels in mamba_n_heads heads."""
+    heads, inner = v.number("mamba_n_heads"), int(v.number("mamba_expand", default=2, kind=float) * hidden)
+    auto = v.get("mamba_d_head") in (None, "auto")
+    head_dim = inner // heads if auto else v.number("mamba_d_head")
+    if heads * head_dim != inner:
+        raise v.error(f"must have mamba_n_heads x mamba_d_head = {inner}, got {heads} x {head_dim}")
+    return mamba_sizes(
+        v, "mamba_n_heads", head_dim, "mamba_d_state", "mamba_d_conv", groups="mamba_n_groups", norm_groups=1, eps=eps,
+        bias=v.flag("mamba_proj_bias", default=False), conv_bias=v.flag("mamba_conv_bias", default=True),
+    )  # fmt: skip
+
+
 def take_mamba(builder: PlanBuilder, layer: int, source: str) -> None:
     """Take in_proj, conv1d, dt_bias, A_log, D, norm and out_proj of a layer."""
     c, target = builder.config.mamba, f"layers.{layer}.mixer"

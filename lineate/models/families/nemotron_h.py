@@ -41,7 +41,9 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
     v.must_be("attention_bias", False, "biases of attention are not supported")
     v.must_be("sliding_window", None, "attention to a window is not supported")
     v.must_be(
-        "moe_latent_size", None, "experts on a latent vector are not supported; use lineate.integrations' enable()"
+        "moe_latent_size",
+        None,
+        "experts on a latent vector are not supported; use lineate.integrations.transformers.enable()",
     )
     pairs = _pairs(v, _signs(v))
     n_layers = len(pairs)
@@ -99,7 +101,7 @@ def _pairs(v: Values, signs: str) -> list[Pair]:
         if not pairs or pairs[-1].feed is not None:
             raise v.error(
                 f"must have a mixer before every feed-forward, got {signs[: i + 1]!r:.80}, whose layer {i} follows "
-                "none; a block of a feed-forward alone is not supported, use lineate.integrations' enable()"
+                "none; a block of a feed-forward alone is not supported, use lineate.integrations.transformers.enable()"
             )
         pairs[-1] = pairs[-1]._replace(feed=i, experts=sign == "E")
     return pairs
