@@ -560,6 +560,14 @@ def test_describe(family, folders, ours):
     assert lines["family"] == json.loads((folders(family) / "config.json").read_text())["model_type"]
 
 
+def test_describe_names_multipliers_and_feed_forwards(folders):
+    granite, nemotron = (dict(rows(describe(folders(name)))) for name in ("granitemoehybrid", "nemotron_h"))
+    assert granite["multipliers"] == "embeddings 3, residuals 0.7, logits 3.333"
+    assert granite["mamba"].startswith("6 heads of 16, states of 10 in 3 groups")
+    assert nemotron["feed-forward"] == "36, squared ReLU, in 2 of 5 layers" and "multipliers" not in nemotron
+    assert nemotron["experts"].startswith("3 of 6 of size 20, squared ReLU, sigmoid scores, shared expert of 28")
+
+
 def test_describe_says_what_would_not_load(folders, tmp_path, capsys):
     rewrite(folders("olmo_hybrid"), tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
     assert "model.norm.weight" in describe(tmp_path).problem
