@@ -161,6 +161,8 @@ def test_what_differs_from_teaching_is_said() -> None:
     assert "512 + 64" in said and "of 27, 6 attend" in said
     assert "float32 whatever" not in " ".join(differences(from_numbers(64, 4, 4, dtype="fp32")))
     assert "TTT-Linear" in " ".join(differences(from_numbers(64, 4, 4, pattern="TA")))
+    mamba = read_model(odd("S", attention=None, linear=None, latent=None, memory=None))
+    assert "6 value heads of 7 x 5 (210 elements), not 6 of 5 x 5 (150)" in " ".join(differences(mamba))
     said = " ".join(differences(from_numbers(2048, 16, 48), 65536, "bf16", "float32", "fp8"))
     assert "recurrent state" in said and "float32 whatever" not in said and "planned in float8" in said
     for part in (
