@@ -7,7 +7,7 @@ out, state = lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=state
 from lineate.decoding import decode
 from lineate.dispatch import Plan, explain
 from lineate.forms.softmax import KeyValueCache
-from lineate.fused import fused_delta_rule
+from lineate.fused import decay_gate, fused_delta_rule
 from lineate.ops import (
     Attended,
     attention_matrix,
@@ -28,6 +28,7 @@ __all__ = [
     "Plan",
     "UnstableMemoryWarning",
     "attention_matrix",
+    "decay_gate",
     "decode",
     "delta_rule",
     "explain",

@@ -182,40 +182,52 @@ def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: T
 
 
 def check_raw_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None) -> None:
-    """Check gate `b t hv` or `b t hv k`, write `b t hv`, A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel).
-
-    A_log may be None if there is a lower bound.
-    """
-    check_lower_bound(lower_bound)
-    q, v, gate = inputs.q, inputs.v, inputs.log_decay
+    """Check gate `b t hv` or `b t hv k` with its parameters (check_gate_parameters), and write `b t hv`."""
+    q, v, gate, write = inputs.q, inputs.v, inputs.log_decay, inputs.beta
     b, t, hv, key_dim = *v.shape[:3], q.shape[3]
-    named = {"gate": gate, "write": inputs.beta, "A_log": inputs.A_log, "dt_bias": inputs.dt_bias}
-    for name, x in named.items():
-        if x is None and (name == "dt_bias" or (name == "A_log" and lower_bound is not None)):
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in _DTYPES:
-            raise ValueError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
-            )
-        check_device(name, x, q)
-    per_channel = gate is not None and gate.dim() == 4
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {
-        "gate": {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)},
-        "write": {"(b, t, hv)": (b, t, hv)},
-        "A_log": {"(hv,)": (hv,)},
-        "dt_bias": {"(hv, k)": (hv, key_dim), "(hv * k,)": (hv * key_dim,)} if per_channel else {"(hv,)": (hv,)},
-    }
-    for name, allowed in shapes.items():
-        x = named[name]
-        if x is not None and tuple(x.shape) not in allowed.values():
-            wanted = " or ".join(f"{symbols} = {sizes}" for symbols, sizes in allowed.items())
-            hint = _gate_hint(name, x, list(allowed.values())) if name in ("gate", "write") else ""
-            raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}{hint}")
+    _check_raw("gate", gate, q, {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)})
+    _check_raw("write", write, q, {"(b, t, hv)": (b, t, hv)})
+    assert gate is not None
+    check_gate_parameters(gate, inputs.A_log, inputs.dt_bias, lower_bound)
     _check_number("beta_scale", beta_scale)
     if not 0 < beta_scale <= sys.float_info.max:
         raise ValueError(f"beta_scale must be finite and above 0, got {_shown(beta_scale)}; 1 and 2 are usual")
+
+
+def check_gate(gate: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> None:
+    """Check a gate by itself, `b t hv` or `b t hv k`, and its parameters."""
+    _check_raw("gate", gate, gate)
+    if gate.dim() not in (3, 4):
+        raise ValueError(f"gate must have shape (b, t, hv) or (b, t, hv, k), got {tuple(gate.shape)}")
+    check_gate_parameters(gate, A_log, dt_bias, lower_bound)
+
+
+def check_gate_parameters(
+    gate: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> None:  # fmt: skip
+    """Check A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel), and lower_bound; with it A_log may be None."""
+    check_lower_bound(lower_bound)
+    hv, key_dim = gate.shape[2], gate.shape[-1]
+    if A_log is not None or lower_bound is None:
+        _check_raw("A_log", A_log, gate, {"(hv,)": (hv,)})
+    if dt_bias is not None:
+        per_channel: dict[str, tuple[int, ...]] = {"(hv, k)": (hv, key_dim), "(hv * k,)": (hv * key_dim,)}
+        _check_raw("dt_bias", dt_bias, gate, per_channel if gate.dim() == 4 else {"(hv,)": (hv,)})
+
+
+def _check_raw(name: str, x: Any, q: Tensor, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+    """Check the type, dtype, device and shape of a raw gate or of its parameters; shapes: the allowed ones by name."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
+        )
+    check_device(name, x, q)
+    if shapes is not None and tuple(x.shape) not in shapes.values():
+        wanted = " or ".join(f"{symbols} = {sizes}" for symbols, sizes in shapes.items())
+        hint = _gate_hint(name, x, list(shapes.values())) if name in ("gate", "write") else ""
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}{hint}")
 
 
 def check_lower_bound(lower_bound: float | None, name: str = "lower_bound") -> None:

@@ -1,4 +1,4 @@
-"""The delta rules from raw gates, as a layer's projections give them; the kernels compute norms, gates and rates."""
+"""The gate of the decay, and the delta rules from raw gates; the kernels compute norms, gates and rates."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,33 @@ from lineate import checks
 from lineate.call import Inputs, Options, Request
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops import Attended, gated_delta_rule, kimi_delta_attention
-from lineate.rule import activate
+from lineate.rule import activate, compute_dtype, decay_of_gate
+
+
+def decay_gate(
+    gate: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, *, lower_bound: float | None = None
+) -> Tensor:
+    """Return the log_decay that a raw gate gives, as the gated rules take it.
+
+        log_decay = -exp(A_log) softplus(gate + dt_bias)                 (Gated DeltaNet, Kimi Linear)
+                  = lower_bound sigmoid(exp(A_log) (gate + dt_bias))     with a lower bound (GLM-5-Next, Ring)
+
+    >>> log_decay = lineate.decay_gate(gate, A_log, dt_bias, lower_bound=-5.0)
+
+    fused_delta_rule computes the same inside its kernels.
+
+    Args:
+        gate: `b t hv` (per head) or `b t hv k` (per key channel), as a projection gives it.
+        A_log: the logarithm of each head's speed of forgetting, `hv`. With a lower bound, None is exp(A_log) = 1.
+        dt_bias: added to gate: `hv`, or `hv k` (also flat) for a gate per channel; None adds nothing.
+        lower_bound: if given, log_decay lies between it and 0; it must be below 0.
+
+    Returns:
+        log_decay in the shape of gate, float32 (float64 for a float64 gate).
+    """
+    checks.check_gate(gate, A_log, dt_bias, lower_bound)
+    bias = None if dt_bias is None else dt_bias.view(gate.shape[2:])
+    return decay_of_gate(gate.to(compute_dtype(gate.dtype)), A_log, bias, lower_bound)
 
 
 def fused_delta_rule(
