@@ -19,9 +19,9 @@ class Inputs(NamedTuple):
     v: Tensor
     """`b t hv v`."""
     log_decay: Tensor | None = None
-    """`b t hv`, `b t hv k`, or None; the raw gate if Options.raw_gates."""
+    """`b t hv`, `b t hv k`, or None; the raw gate if Options.raw_decay."""
     beta: Tensor | None = None
-    """`b t hv`, `b t hv v`, or None; the raw logit if Options.raw_gates."""
+    """`b t hv`, `b t hv v`, or None; the raw logit if Options.raw_beta."""
     state: Tensor | None = None
     """`b hv k v`; `n_seqs hv k v` for packed sequences."""
     cu_seqlens: Tensor | None = None
@@ -60,7 +60,24 @@ class Options(NamedTuple):
     """Tokens a chunk; the triton kernels take no other size than 64."""
     beta_scale: float = 1.0
     """beta lies in (0, beta_scale) where it is made from a raw logit."""
-    raw_gates: bool = False
-    """Whether the gates are raw; there need not be an A_log."""
+    raw_gates: bool | str = False
+    """Whether the gates are raw; "log_decay" or "beta" if only that one is. There need not be an A_log."""
     lower_bound: float | None = None
     """If given, log_decay of a raw gate lies in (lower_bound, 0)."""
+
+    @property
+    def raw_decay(self) -> bool:
+        """Whether log_decay is a raw gate."""
+        return self.raw_gates in (True, "log_decay")
+
+    @property
+    def raw_beta(self) -> bool:
+        """Whether beta is a raw logit."""
+        return self.raw_gates in (True, "beta")
+
+
+def which_are_raw(decay: bool, beta: bool) -> bool | str:
+    """Return Options.raw_gates from whether each of the gates is raw."""
+    if decay == beta:
+        return decay
+    return "log_decay" if decay else "beta"

@@ -181,17 +181,35 @@ def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: T
         )
 
 
-def check_raw_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None) -> None:
-    """Check gate `b t hv` or `b t hv k` with its parameters (check_gate_parameters), and write `b t hv`."""
+def check_raw_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None, raw_gates: bool | str) -> None:
+    """Check those gates that are raw: gate `b t hv` or `b t hv k` with its parameters, and write `b t hv`.
+
+    There must be no parameters of a gate that is not raw.
+    """
     q, v, gate, write = inputs.q, inputs.v, inputs.log_decay, inputs.beta
     b, t, hv, key_dim = *v.shape[:3], q.shape[3]
-    _check_raw("gate", gate, q, {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)})
-    _check_raw("write", write, q, {"(b, t, hv)": (b, t, hv)})
-    assert gate is not None
-    check_gate_parameters(gate, inputs.A_log, inputs.dt_bias, lower_bound)
+    if raw_gates in (True, "log_decay"):
+        _check_raw("gate", gate, q, {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)})
+        assert gate is not None
+        check_gate_parameters(gate, inputs.A_log, inputs.dt_bias, lower_bound)
+    else:
+        for name, x in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias), ("lower_bound", lower_bound)):
+            if x is not None:
+                raise ValueError(f"{name} is for a raw gate, got log_decay itself; pass gate, or leave {name} None")
     _check_number("beta_scale", beta_scale)
     if not 0 < beta_scale <= sys.float_info.max:
         raise ValueError(f"beta_scale must be finite and above 0, got {_shown(beta_scale)}; 1 and 2 are usual")
+    if raw_gates in (True, "beta"):
+        _check_raw("write", write, q, {"(b, t, hv)": (b, t, hv)})
+    elif beta_scale != 1:
+        raise ValueError(f"beta_scale is for a raw logit, got {beta_scale} and beta itself; multiply beta by it")
+
+
+def check_either(raw: str, given: str, tensors: tuple[Any, Any]) -> bool:
+    """Check that a gate is given once, raw or itself; return whether it is raw."""
+    if tensors[0] is not None and tensors[1] is not None:
+        raise ValueError(f"{raw} must be None if {given} is given, got both; pass one of them")
+    return tensors[1] is None
 
 
 def check_gate(gate: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> None:
@@ -306,22 +324,30 @@ def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *,
         raise ValueError("state must have memory of its own for each row, got an expanded view; call .contiguous()")
 
 
-def check_decode_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None, raw_gates: bool) -> None:
+def check_decode_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None, raw_gates: bool | str) -> None:
     """Check that A_log, dt_bias, lower_bound and beta_scale fit the gates, raw or not; either gate may be None."""
     check_lower_bound(lower_bound)
     q, v, log_decay, A_log, dt_bias = inputs.q, inputs.v, inputs.log_decay, inputs.A_log, inputs.dt_bias
     _check_number("beta_scale", beta_scale)
     if not abs(beta_scale) <= sys.float_info.max:
         raise ValueError(f"beta_scale must be finite, got {_shown(beta_scale)}; 1 and 2 are usual")
-    if not raw_gates:
+    if raw_gates in (False, "beta"):
         for name, given in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if given is not None:
-                raise ValueError(f"{name} is for raw gates, got raw_gates=False; pass raw_gates=True")
-        if beta_scale != 1:
-            raise ValueError(f"beta_scale is for raw gates, got {beta_scale} and raw_gates=False; multiply beta by it")
+                raise ValueError(f"{name} is for raw gates, got raw_gates={raw_gates!r}; pass raw_gates=True")
+    if raw_gates in (False, "log_decay") and beta_scale != 1:
+        raise ValueError(
+            f"beta_scale is for raw gates, got {beta_scale} and raw_gates={raw_gates!r}; multiply beta by it"
+        )
+    if not raw_gates:
         return
+    for name, given in (("log_decay", log_decay), ("beta", inputs.beta)):
+        if raw_gates == name and given is None:
+            raise ValueError(f"raw_gates={name!r} needs {name}, got None; leave it False")
     if log_decay is None and inputs.beta is None:
         raise ValueError("raw_gates=True needs log_decay or beta, got neither; leave it False")
+    if raw_gates == "beta":
+        return
     if log_decay is None:
         if A_log is not None or dt_bias is not None:
             raise ValueError("A_log and dt_bias need log_decay, the raw gate, got log_decay=None")
@@ -399,6 +425,14 @@ def check_flag(name: str, flag: bool) -> None:
     """Check that flag is a bool, to catch tensors and arguments in the wrong place."""
     if not isinstance(flag, bool):
         raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+
+
+def check_which_raw(raw_gates: bool | str) -> None:
+    """Check that raw_gates is a bool, or names one gate."""
+    if not isinstance(raw_gates, bool | str):
+        raise TypeError(f"raw_gates must be a bool, 'log_decay' or 'beta', got {type(raw_gates).__name__}")
+    if raw_gates not in (False, True, "log_decay", "beta"):
+        raise ValueError(f"raw_gates must be a bool, 'log_decay' or 'beta', got {raw_gates!r}")
 
 
 def check_choice(name: str, choice: str, allowed: Sequence[str]) -> None:

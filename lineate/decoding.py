@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options
+from lineate.call import Inputs, Options, which_are_raw
 from lineate.dispatch import (
     KNOWN_AT_MOST,
     TRANSFORMED,
@@ -44,7 +44,7 @@ def decode(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     normalize_qk: bool = False,
-    raw_gates: bool = False,
+    raw_gates: bool | str = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     beta_scale: float = 1.0,
@@ -78,7 +78,7 @@ def decode(
         scale: multiplies the output; None is 1/sqrt(k).
         normalize_qk: whether q and k are l2-normalised inside.
         raw_gates: whether log_decay is the raw gate x of log_decay = -exp(A_log) * softplus(x + dt_bias), and beta the
-            raw logit x of beta = beta_scale * sigmoid(x).
+            raw logit x of beta = beta_scale * sigmoid(x). "log_decay" or "beta" if only that one is raw.
         A_log: `hv`, for raw gates. With a lower bound, None is exp(A_log) = 1.
         dt_bias: `hv`, `hv k` or None, for raw gates.
         beta_scale: the largest beta of raw gates.
@@ -109,7 +109,8 @@ def decode(
     # An op costs microseconds; only compilers, dispatch modes and tensor subclasses need one.
     return _decode_op(
         q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, A_log, dt_bias,
-        options.scale, normalize_qk, raw_gates, options.beta_scale, chosen, options.lower_bound,
+        options.scale, normalize_qk, options.raw_decay, options.beta_scale, chosen, options.lower_bound,
+        options.raw_beta,
     )  # fmt: skip
 
 
@@ -118,7 +119,7 @@ class _Request(NamedTuple):
 
     scale: float | None
     normalize_qk: bool
-    raw_gates: bool
+    raw_gates: bool | str
     beta_scale: float
     lower_bound: float | None
     backend: str
@@ -134,7 +135,7 @@ def _decode(
     checks.check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
     if state._is_zerotensor():
         raise ValueError("state must have memory to write into, got a zero tensor; start from torch.zeros")
-    if not options.raw_gates:
+    if not options.raw_decay:
         checks.check_decay(log_decay)
     if backend == "torch":
         with full_precision(q):
@@ -142,10 +143,9 @@ def _decode(
     from lineate.kernels import pipeline  # triton, at its first use
     from lineate.kernels.stages import Slots
 
-    raw_gates, beta_scale, normalize_qk = options.raw_gates, options.beta_scale, options.normalize_qk
     if q.device.type == "cpu":  # the interpreter
-        rate = activate(None, beta, None, None, beta_scale)[1] if raw_gates else beta
-        watch_writes(k, rate, normalize_qk)
+        rate = activate(None, beta, None, None, options.beta_scale, raw_gates=options.raw_gates)[1]
+        watch_writes(k, rate, options.normalize_qk)
     q, k, v, memory = in_memory((q, k, v, state))
     log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
     slots, start_slots, cu_seqlens = in_memory((slots, start_slots, cu_seqlens))
@@ -173,12 +173,14 @@ def _decode_op(
     dt_bias: Tensor | None,
     scale: float,
     normalize_qk: bool,
-    raw_gates: bool,
+    raw_decay: bool,
     beta_scale: float,
     backend: str,
     lower_bound: float | None = None,
+    raw_beta: bool = False,
 ) -> Tensor:
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
+    raw_gates = which_are_raw(raw_decay, raw_beta)
     options = Options(beta is not None, scale, normalize_qk, 64, beta_scale, raw_gates, lower_bound)
     return _decode(inputs, slots, start_slots, options, backend)
 
@@ -196,10 +198,9 @@ def _decode_torch(
     assert state is not None
     t, group = q.shape[1], v.shape[2] // q.shape[2]
     dtype = compute_dtype(v.dtype)
-    if options.raw_gates:
-        log_decay, beta = activate(
-            log_decay, beta, A_log, dt_bias, options.beta_scale, dtype, options.lower_bound
-        )  # fmt: skip
+    log_decay, beta = activate(
+        log_decay, beta, A_log, dt_bias, options.beta_scale, dtype, options.lower_bound, options.raw_gates
+    )
     log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
     watch_writes(k, beta, options.normalize_qk)  # before the state is written
     q, k = q.to(dtype), k.to(dtype)
@@ -264,7 +265,7 @@ def _check_and_choose(
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
-    checks.check_flag("raw_gates", raw_gates)
+    checks.check_which_raw(raw_gates)
     for name, gate in (("log_decay", log_decay), ("beta", beta)):
         if gate is not None and not isinstance(gate, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(gate).__name__}")
