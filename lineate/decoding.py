@@ -25,6 +25,7 @@ from lineate.dispatch import (
     select_rule,
 )
 from lineate.rule import activate, compute_dtype, full_precision, normalize, step
+from lineate.slot_checks import check_decode_state, check_slot_values, check_slots
 from lineate.stability import watch_writes
 from lineate.tracing import constant_in_graphs, in_memory, needs_grad, transformed
 
@@ -132,7 +133,7 @@ def _decode(
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     assert state is not None
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-    checks.check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
+    check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
     if state._is_zerotensor():
         raise ValueError("state must have memory to write into, got a zero tensor; start from torch.zeros")
     if not options.raw_decay:
@@ -273,8 +274,8 @@ def _check_and_choose(
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
     checks.check_device("cu_seqlens", cu_seqlens, q)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    checks.check_slots(slots, start_slots, rows, q, packed=cu_seqlens is not None)
-    checks.check_decode_state(state, q, v, rows, pooled=slots is not None)
+    check_slots(slots, start_slots, rows, q, packed=cu_seqlens is not None)
+    check_decode_state(state, q, v, rows, pooled=slots is not None)
     assert state is not None
     checks.check_decode_gates(inputs, beta_scale, lower_bound, raw_gates)
     named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
