@@ -6,7 +6,13 @@ tuples because one-token calls make them for every token, and because torch.comp
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from lineate.rule import compute_dtype
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that q, k, v and the gates may have."""
 
 
 class Inputs(NamedTuple):
@@ -74,6 +80,24 @@ class Options(NamedTuple):
     def raw_beta(self) -> bool:
         """Whether beta is a raw logit."""
         return self.raw_gates in (True, "beta")
+
+
+def in_one_dtype(inputs: Inputs) -> Inputs:
+    """Return the inputs with q, k and v in the dtype that theirs promote to, and the state in its compute dtype.
+
+    What is not a tensor of a floating dtype is left as it is, for the checks.
+    """
+    q, k, v, state = inputs.q, inputs.k, inputs.v, inputs.state
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return inputs
+    if not q.dtype == k.dtype == v.dtype:
+        if not all(x.dtype in FLOATING for x in (q, k, v)):
+            return inputs
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        inputs = inputs._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
+    if isinstance(state, Tensor) and state.dtype != compute_dtype(inputs.v.dtype) and state.is_floating_point():
+        inputs = inputs._replace(state=state.to(compute_dtype(inputs.v.dtype)))
+    return inputs
 
 
 def which_are_raw(decay: bool, beta: bool) -> bool | str:

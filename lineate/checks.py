@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs
+from lineate.call import FLOATING, Inputs
 from lineate.forms.softmax import KeyValueCache
 from lineate.rule import Rule, compute_dtype
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LETTERS = "(b, t, h, k)"
 
 
@@ -107,7 +106,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.dim() != 4:
             letters = "(b, t, hv, v)" if name == "v" else _LETTERS
             raise ValueError(f"{name} must have 4 dimensions {letters}, got shape {tuple(x.shape)}")
-        if x.dtype not in _DTYPES:
+        if x.dtype not in FLOATING:
             raise ValueError(
                 f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
             )
@@ -237,7 +236,7 @@ def _check_raw(name: str, x: Any, q: Tensor, shapes: dict[str, tuple[int, ...]] 
     """Check the type, dtype, device and shape of a raw gate or of its parameters; shapes: the allowed ones by name."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.dtype not in _DTYPES:
+    if x.dtype not in FLOATING:
         raise ValueError(
             f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
         )
@@ -408,7 +407,7 @@ def _check_tensor(name: str, x: Any, q: Tensor, missing: str) -> None:
         raise TypeError(
             f"{name} must be a torch.Tensor, got {type(x).__name__}" + (f"; {missing}" if x is None else "")
         )
-    if x.dtype not in _DTYPES:
+    if x.dtype not in FLOATING:
         raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}")
     check_device(name, x, q)
 

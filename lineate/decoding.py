@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, which_are_raw
+from lineate.call import Inputs, Options, in_one_dtype, which_are_raw
 from lineate.dispatch import (
     KNOWN_AT_MOST,
     TRANSFORMED,
@@ -62,6 +62,9 @@ def decode(
     not, because reading the slots would wait for the device; there the kernel touches no slot outside the pool, and the
     output of a row that starts outside of it is NaN.
 
+    q, k and v of different dtypes are converted to the one that torch promotes them to. The state must be float32
+    (float64 for float64 inputs), because it is written.
+
     Args:
         q: queries, `b t h k`.
         k: keys, `b t h k`.
@@ -96,6 +99,14 @@ def decode(
         signature = None if state is None else (*signature, state.stride())
     known = None if signature is None else KNOWN.get(signature)
     if known is None:
+        plain = Inputs(q, k, v)
+        one = in_one_dtype(plain)
+        if one is not plain:
+            return decode(
+                *one[:3], log_decay, beta, state=state, slots=slots, start_slots=start_slots, cu_seqlens=cu_seqlens,
+                scale=scale, normalize_qk=normalize_qk, raw_gates=raw_gates, A_log=A_log, dt_bias=dt_bias,
+                beta_scale=beta_scale, lower_bound=lower_bound, backend=backend,
+            ).to(v.dtype)  # fmt: skip
         known = _check_and_choose(inputs, slots, start_slots, _Request(*request))
         if signature is not None and len(KNOWN) < KNOWN_AT_MOST:
             KNOWN[signature] = known

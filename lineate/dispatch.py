@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks, flops
-from lineate.call import Inputs, Options, Request
+from lineate.call import Inputs, Options, Request, in_one_dtype
 from lineate.native.build import why_not
 from lineate.processor import why_wide
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
@@ -189,7 +189,7 @@ def explain(
     Returns:
         The plan; print it, or read its fields.
     """
-    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    inputs = in_one_dtype(Inputs(q, k, v, log_decay, beta, state, cu_seqlens))
     request = Request(scale, form, backend, chunk_size, normalize_qk)
     plan, _ = check_and_resolve(select_rule(log_decay, beta), inputs, request)
     checks.check_decay(log_decay)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, Request, which_are_raw
+from lineate.call import Inputs, Options, Request, in_one_dtype, which_are_raw
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops import Attended, gated_delta_rule, kimi_delta_attention
 from lineate.rule import activate, compute_dtype, decay_of_gate
@@ -87,6 +87,8 @@ def fused_delta_rule(
     Returns:
         Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
+    given = v
+    q, k, v, _, _, state, _ = in_one_dtype(Inputs(q, k, v, state=state))[:7]
     checks.check_qkv(q, k, v)
     raw_decay = checks.check_either("gate", "log_decay", (gate, log_decay))
     raw_beta = checks.check_either("write", "beta", (write, beta))
@@ -107,13 +109,15 @@ def fused_delta_rule(
         bound = None if lower_bound is None else float(lower_bound)
         options = Options(True, options.scale, normalize_qk, 64, float(beta_scale), raw_gates, bound)
         checks.check_decay(log_decay)
-        return Attended(*kernels.chunkwise(inputs, options))
+        output, final = kernels.chunkwise(inputs, options)
+        return Attended(output.to(given.dtype), final)
     log_decay, beta = activate(
         decay, rate, A_log, dt_bias, beta_scale, lower_bound=lower_bound, raw_gates=raw_gates
     )  # fmt: skip
     assert log_decay is not None and beta is not None
     op = kimi_delta_attention if log_decay.dim() == 4 else gated_delta_rule
-    return op(
+    output, final = op(
         q, k, v, log_decay, beta,
         scale=scale, state=state, cu_seqlens=cu_seqlens, form="chunkwise", backend=backend, normalize_qk=normalize_qk,
     )  # fmt: skip
+    return Attended(output.to(given.dtype), final)

@@ -4,6 +4,9 @@ Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or
 0, per token; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). All ops have the same keywords.
 The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain` says what would run.
 
+Dtypes. q, k and v of different dtypes are converted to the one that torch promotes them to; the output has v's own.
+Gates may have any dtype. A first state of another floating dtype is converted to float32 (float64 for float64 inputs).
+
 Gradients. Every op differentiates backwards. Inside torch.func (vmap, grad, jvp, ...) and forward mode every form runs
 torch's own functions, which differentiate any number of times; elsewhere only form="recurrent" and "parallel"
 differentiate twice.
@@ -27,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, Request
+from lineate.call import Inputs, Options, Request, in_one_dtype
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.forms.chunkwise import chunkwise
 from lineate.forms.packing import Form, run_chunked, run_packed
@@ -91,6 +94,8 @@ def linear_attention(
     Returns:
         Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
+    given = v
+    q, k, v, _, _, state, _ = in_one_dtype(Inputs(q, k, v, state=state))[:7]
     checks.check_qkv(q, k, v)
     checks.check_flag("normalize", normalize)
     if normalize_qk:
@@ -101,12 +106,11 @@ def linear_attention(
             q, k = unit(q), unit(k)
             normalize_qk = False
         q, k = phi(q), phi(k)
-    dtype = v.dtype
     if normalize:
         q, k, v = with_ones(q, k, v)
     inputs = Inputs(q, k, v, None, None, state, cu_seqlens)
-    attended = _attend(LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
-    return Attended(divide_by_last(attended.output, dtype), attended.state) if normalize else attended
+    output, state = _attend(LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+    return Attended(divide_by_last(output, given.dtype) if normalize else output.to(given.dtype), state)
 
 
 def gated_linear_attention(
@@ -327,6 +331,7 @@ def attention_matrix(
     Returns:
         The matrix, float32 (float64 for float64 inputs).
     """
+    q, k = in_one_dtype(Inputs(q, k, q))[:2]
     checks.check_qkv(q, k, q)
     checks.check_one_rate(beta)
     gate, hv = log_decay if log_decay is not None else beta, q.shape[2]
@@ -345,6 +350,11 @@ def attention_matrix(
 
 def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     """Check the call, choose its form and backend, and run it."""
+    given = inputs.v
+    inputs = in_one_dtype(inputs)
+    if inputs.v is not given:  # of another dtype
+        output, state = _attend(rule, inputs, request)
+        return Attended(output.to(given.dtype), state)
     plan, options = check_and_resolve(rule, inputs, request)
     if inputs.state is None:
         q, k, v, log_decay, beta, _, cu_seqlens = inputs[:7]
