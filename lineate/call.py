@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     v: Tensor
     """`b t hv v`."""
     log_decay: Tensor | None = None
-    """`b t hv`, `b t hv k`, or None; the raw gate if Options.raw_decay."""
+    """`b t hv`, `b t hv k`, or None; the raw gate if Options.raw_decay. (Ops also take `hv`: see spread_decay.)"""
     beta: Tensor | None = None
     """`b t hv`, `b t hv v`, or None; the raw logit if Options.raw_beta."""
     state: Tensor | None = None
@@ -98,6 +98,16 @@ def in_one_dtype(inputs: Inputs) -> Inputs:
     if isinstance(state, Tensor) and state.dtype != compute_dtype(inputs.v.dtype) and state.is_floating_point():
         inputs = inputs._replace(state=state.to(compute_dtype(inputs.v.dtype)))
     return inputs
+
+
+def spread_decay(inputs: Inputs) -> Inputs:
+    """Return the inputs with a constant log_decay of each head, `hv`, as a view `b t hv`; others as they are."""
+    v, log_decay = inputs.v, inputs.log_decay
+    if not isinstance(log_decay, Tensor) or log_decay.dim() != 1 or not isinstance(v, Tensor) or v.dim() != 4:
+        return inputs
+    if log_decay.shape[0] != v.shape[2]:
+        return inputs
+    return inputs._replace(log_decay=log_decay.expand(*v.shape[:3]))
 
 
 def which_are_raw(decay: bool, beta: bool) -> bool | str:

@@ -374,6 +374,8 @@ def check_choice(name: str, choice: str, allowed: Sequence[str]) -> None:
 
 
 def _decay_remedy(rule: Rule, log_decay: Tensor, shapes: dict[str, tuple[int, ...]]) -> str:
+    if log_decay.dim() == 1 and "head" in rule.decays:
+        return f"; a constant decay of each head has shape (hv,) = ({shapes['head'][2]},)"
     if rule.decays == ("head",) and tuple(log_decay.shape) == shapes["channel"]:
         return "; for a decay per key channel use kimi_delta_attention"
     if rule.decays == ("channel",) and tuple(log_decay.shape) == shapes["head"]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, in_one_dtype, which_are_raw
+from lineate.call import Inputs, Options, in_one_dtype, spread_decay, which_are_raw
 from lineate.dispatch import (
     KNOWN_AT_MOST,
     TRANSFORMED,
@@ -69,7 +69,8 @@ def decode(
         q: queries, `b t h k`.
         k: keys, `b t h k`.
         v: values, `b t hv v`, with hv a multiple of h.
-        log_decay: `b t hv` (per head), `b t hv k` (per key channel), or None for a rule that does not forget.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
+            that does not forget.
         beta: `b t hv`, `b t hv v` (one rate per value channel), or None for a rule that only accumulates.
         state: `rows hv k v` float32 (float64 for float64 inputs), modified; with slots a pool `n_slots hv k v`, of
             which only the named slots are modified.
@@ -99,11 +100,12 @@ def decode(
         signature = None if state is None else (*signature, state.stride())
     known = None if signature is None else KNOWN.get(signature)
     if known is None:
-        plain = Inputs(q, k, v)
-        one = in_one_dtype(plain)
+        checks.check_which_raw(raw_gates)
+        plain = Inputs(q, k, v, log_decay)
+        one = in_one_dtype(plain if raw_gates in (True, "log_decay") else spread_decay(plain))
         if one is not plain:
             return decode(
-                *one[:3], log_decay, beta, state=state, slots=slots, start_slots=start_slots, cu_seqlens=cu_seqlens,
+                *one[:4], beta, state=state, slots=slots, start_slots=start_slots, cu_seqlens=cu_seqlens,
                 scale=scale, normalize_qk=normalize_qk, raw_gates=raw_gates, A_log=A_log, dt_bias=dt_bias,
                 beta_scale=beta_scale, lower_bound=lower_bound, backend=backend,
             ).to(v.dtype)  # fmt: skip
@@ -277,7 +279,6 @@ def _check_and_choose(
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
-    checks.check_which_raw(raw_gates)
     for name, gate in (("log_decay", log_decay), ("beta", beta)):
         if gate is not None and not isinstance(gate, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(gate).__name__}")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, Request, in_one_dtype, which_are_raw
+from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay, which_are_raw
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops import Attended, gated_delta_rule, kimi_delta_attention
 from lineate.rule import activate, compute_dtype, decay_of_gate
@@ -74,7 +74,7 @@ def fused_delta_rule(
         write: the raw logit of beta, `b t hv`; None with beta.
         A_log: the logarithm of each head's speed of forgetting, `hv`. With a lower bound, None is exp(A_log) = 1.
         dt_bias: added to gate: `hv`, or `hv k` (also flat) for a gate per channel; None adds nothing.
-        log_decay: log_decay itself, `b t hv` or `b t hv k`, instead of gate.
+        log_decay: log_decay itself, `b t hv`, `b t hv k` or `hv` (constant), instead of gate.
         beta: beta itself, `b t hv`, instead of write.
         beta_scale: the largest beta; 2 allows negative eigenvalues.
         lower_bound: if given, log_decay lies between it and 0, as in GLM-5-Next and Ring; it must be below 0.
@@ -95,6 +95,9 @@ def fused_delta_rule(
     raw_gates = which_are_raw(raw_decay, raw_beta)
     decay, rate = gate if raw_decay else log_decay, write if raw_beta else beta
     inputs = Inputs(q, k, v, decay, rate, state, cu_seqlens, A_log, dt_bias)
+    if not raw_decay:
+        inputs = spread_decay(inputs)
+        decay = inputs.log_decay
     checks.check_raw_gates(inputs, beta_scale, lower_bound, raw_gates)
     rule = select_rule(decay, rate)
     if dt_bias is not None and decay is not None:

@@ -1,8 +1,9 @@
 """The five public ops, softmax attention beside them, and the attention matrix of each.
 
 Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural logarithm, at most
-0, per token; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). All ops have the same keywords.
-The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain` says what would run.
+0, per token, or `hv` if it is constant; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). All
+ops have the same keywords. The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain`
+says what would run.
 
 Dtypes. q, k and v of different dtypes are converted to the one that torch promotes them to; the output has v's own.
 Gates may have any dtype. A first state of another floating dtype is converted to float32 (float64 for float64 inputs).
@@ -30,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, Request, in_one_dtype
+from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.forms.chunkwise import chunkwise
 from lineate.forms.packing import Form, run_chunked, run_packed
@@ -133,7 +134,8 @@ def gated_linear_attention(
         q: queries, `b t h k`.
         k: keys, `b t h k`.
         v: values, `b t hv v`, with hv a multiple of h.
-        log_decay: `b t hv` (per head) or `b t hv k` (per key channel): natural logarithm, at most 0, per token.
+        log_decay: `b t hv` (per head) or `b t hv k` (per key channel): natural logarithm, at most 0, per token; or
+            `hv`, one constant for each head (RetNet, lightning attention).
         scale: multiplies the output; None is 1/sqrt(k).
         state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
         cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
@@ -211,7 +213,7 @@ def gated_delta_rule(
         q: queries, `b t h k`.
         k: keys, `b t h k`.
         v: values, `b t hv v`, with hv a multiple of h.
-        log_decay: `b t hv`: natural logarithm of the decay, at most 0, per token.
+        log_decay: `b t hv`: natural logarithm of the decay, at most 0, per token; or `hv`, one constant for each head.
         beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
         scale: multiplies the output; None is 1/sqrt(k).
         state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
@@ -323,7 +325,8 @@ def attention_matrix(
     Args:
         q: queries, `b t h k`.
         k: keys, `b t h k`.
-        log_decay: `b t hv` (per head) or `b t hv k` (per key channel), at most 0; None: nothing is forgotten.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel) or `hv` (constant), at most 0; None: nothing is
+            forgotten.
         beta: the rate of writing, `b t hv`; None for a rule that only accumulates.
         scale: multiplies the matrix; None is 1/sqrt(k).
         normalize_qk: whether q and k are l2-normalised inside.
@@ -335,9 +338,11 @@ def attention_matrix(
     checks.check_qkv(q, k, q)
     checks.check_one_rate(beta)
     gate, hv = log_decay if log_decay is not None else beta, q.shape[2]
-    if isinstance(gate, Tensor) and gate.dim() > 2:
-        hv = gate.shape[2] // hv * hv or hv  # rounded down, so that the message about a wrong number names the gate
-    inputs = Inputs(q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta)
+    if isinstance(gate, Tensor) and gate.dim() in (1, 3, 4):
+        heads = gate.shape[0 if gate.dim() == 1 else 2]
+        hv = heads // hv * hv or hv  # rounded down, so that the message about a wrong number names the gate
+    inputs = spread_decay(Inputs(q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta))
+    log_decay = inputs.log_decay
     checks.check_inputs(select_rule(log_decay, beta), inputs)
     checks.check_decay(log_decay)
     checks.check_scale(scale)
@@ -352,6 +357,8 @@ def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     """Check the call, choose its form and backend, and run it."""
     given = inputs.v
     inputs = in_one_dtype(inputs)
+    if "head" in rule.decays:
+        inputs = spread_decay(inputs)
     if inputs.v is not given:  # of another dtype
         output, state = _attend(rule, inputs, request)
         return Attended(output.to(given.dtype), state)

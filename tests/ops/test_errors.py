@@ -162,6 +162,11 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
      "for a decay per head use gated_delta_rule"),
     ("log_decay per value channel", GATED_LINEAR.op, arguments(GATED_LINEAR, log_decay=zeros(2, 6, 4, 5)), ValueError,
      "log_decay must have shape (b, t, hv) = (2, 6, 4) or (b, t, hv, k) = (2, 6, 4, 3), got (2, 6, 4, 5)"),
+    ("log_decay of other heads", GATED_LINEAR.op, arguments(GATED_LINEAR, log_decay=zeros(2)), ValueError,
+     "log_decay must have shape (b, t, hv) = (2, 6, 4) or (b, t, hv, k) = (2, 6, 4, 3), got (2,); "
+     "a constant decay of each head has shape (hv,) = (4,)"),
+    ("a constant log_decay to kimi_delta_attention", KIMI_DELTA.op, arguments(KIMI_DELTA, log_decay=zeros(4)),
+     ValueError, "log_decay must have shape (b, t, hv, k) = (2, 6, 4, 3), got (4,)"),
     ("log_decay positive", GATED_DELTA.op, arguments(log_decay=zeros(2, 6, 4) + 0.25), ValueError,
      "log_decay must be <= 0 (natural log of a decay in [0, 1]), got a maximum of 0.25; "
      "pass log(decay), or -exp(A_log) * softplus(x)"),
@@ -372,8 +377,9 @@ CALLS: list[tuple[str, Op, Arguments, type[Exception], str]] = [
     ("matrix q", lineate.attention_matrix, {"q": [1], "k": zeros(2, 6, 2, 3)}, TypeError,
      "q must be a torch.Tensor, got list"),
     ("matrix log_decay of 1 dimension", lineate.attention_matrix,
-     {"q": zeros(2, 6, 2, 3), "k": zeros(2, 6, 2, 3), "log_decay": zeros(2), "beta": zeros(2, 6, 2)}, ValueError,
-     "log_decay must have shape (b, t, hv) = (2, 6, 2), got (2,)"),
+     {"q": zeros(2, 6, 2, 3), "k": zeros(2, 6, 2, 3), "log_decay": zeros(3), "beta": zeros(2, 6, 2)}, ValueError,
+     "log_decay must have shape (b, t, hv) = (2, 6, 2), got (3,); "
+     "a constant decay of each head has shape (hv,) = (2,)"),
     ("matrix log_decay of 3 heads", lineate.attention_matrix,
      {"q": zeros(2, 6, 2, 3), "k": zeros(2, 6, 2, 3), "log_decay": zeros(2, 6, 3)}, ValueError,
      "log_decay must have shape (b, t, hv) = (2, 6, 2) or (b, t, hv, k) = (2, 6, 2, 3), got (2, 6, 3)"),
