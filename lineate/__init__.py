@@ -10,6 +10,8 @@ from lineate.forms.softmax import KeyValueCache
 from lineate.fused import decay_gate, fused_delta_rule
 from lineate.ops import (
     Attended,
+    AttendedStates,
+    attend_keeping_states,
     attention_matrix,
     delta_rule,
     gated_delta_rule,
@@ -24,9 +26,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attended",
+    "AttendedStates",
     "KeyValueCache",
     "Plan",
     "UnstableMemoryWarning",
+    "attend_keeping_states",
     "attention_matrix",
     "decay_gate",
     "decode",

@@ -353,6 +353,14 @@ def check_chunk_size(chunk_size: int | None) -> None:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; None takes the backend's own")
 
 
+def check_every(keep_states_every: int) -> None:
+    """Check after how many tokens a state is kept: a positive int."""
+    if isinstance(keep_states_every, bool) or not isinstance(keep_states_every, int):
+        raise TypeError(f"keep_states_every must be an int, got {type(keep_states_every).__name__}")
+    if keep_states_every < 1:
+        raise ValueError(f"keep_states_every must be at least 1, got {keep_states_every}; 64 keeps one a chunk")
+
+
 def check_flag(name: str, flag: bool) -> None:
     """Check that flag is a bool, to catch tensors and arguments in the wrong place."""
     if not isinstance(flag, bool):

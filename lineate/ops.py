@@ -58,6 +58,17 @@ class Attended(NamedTuple, Generic[State]):
     """`b hv k v`, or `n_seqs hv k v` for packed sequences; a KeyValueCache for softmax attention."""
 
 
+class AttendedStates(NamedTuple):
+    """What attend_keeping_states returns: an op's result, and the memories on the way."""
+
+    output: Tensor
+    """`b t hv v`, in the dtype of v."""
+    state: Tensor
+    """`b hv k v`, or `n_seqs hv k v` for packed sequences: the memory after the last token."""
+    states: Tensor
+    """`b n hv k v`: the memory after every so many tokens; `n hv k v` for packed sequences, one after the other."""
+
+
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -269,6 +280,71 @@ def kimi_delta_attention(
     """
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
     return _attend(KIMI_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+
+
+def attend_keeping_states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    keep_states_every: int,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    normalize_qk: bool = False,
+) -> AttendedStates:
+    """Run the rule that the gates select, as in `explain`, and return the memory after every keep_states_every tokens.
+
+    >>> output, state, states = lineate.attend_keeping_states(q, k, v, log_decay, beta, keep_states_every=64)
+    >>> lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=states[:, 0])      # continue after 64 tokens
+
+    The tokens between two kept states are one call, from the first of these states; so multiples of 64, a chunk, take
+    about the time of the op alone. Everything differentiates. Packed sequences run one after the other, and their
+    bounds are read, which waits for a GPU.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
+            that does not forget.
+        beta: `b t hv`, `b t hv v`, or None for a rule that only accumulates.
+        keep_states_every: after how many tokens a memory is kept. Of t tokens, n = t // keep_states_every are: the
+            memory after an incomplete rest is not among them, but in `state`.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        AttendedStates(output, state, states).
+    """
+    checks.check_every(keep_states_every)
+    given, rule, request = v, select_rule(log_decay, beta), Request(scale, "auto", backend, None, normalize_qk)
+    inputs = spread_decay(in_one_dtype(Inputs(q, k, v, log_decay, beta, state, cu_seqlens)))
+    check_and_resolve(rule, inputs, request)
+    if inputs.state is None:
+        inputs = inputs._replace(state=empty_state(inputs.q, inputs.v, cu_seqlens, compute_dtype(inputs.v.dtype)))
+    kept: list[Tensor] = []
+
+    def attend(part: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+        output, state = _attend(rule, part, request)
+        if part.q.shape[1] == options.chunk_size:
+            kept.append(state)
+        return output, state
+
+    run: Form = partial(run_chunked, attend)
+    options = Options(rule.corrects, 1.0, chunk_size=keep_states_every)
+    output, final = run(inputs, options) if cu_seqlens is None else run_packed(run, inputs, options)
+    if cu_seqlens is None:
+        states = torch.stack(kept, 1) if kept else final.new_empty(final.shape[0], 0, *final.shape[1:])
+    else:
+        states = torch.cat(kept) if kept else final.new_empty(0, *final.shape[1:])
+    return AttendedStates(output.to(given.dtype), final, states)
 
 
 def softmax_attention(
