@@ -98,18 +98,21 @@ def activate(
     beta_scale: float = 1.0,
     dtype: torch.dtype | None = None,
     lower_bound: float | None = None,
+    raw_gates: bool | str = True,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return log_decay = decay_of_gate(gate, ...) and beta = beta_scale sigmoid(write) from raw gates.
+
+    With raw_gates "log_decay" or "beta" only that one is raw; the other is returned as it is.
 
     gate `b t hv` or `b t hv k`; write `b t hv` or `b t hv v`; A_log `hv`; dt_bias `hv`, or `hv k` per channel. Both
     are computed in `dtype`; None takes the compute dtype of the gate.
     """
-    log_decay = beta = None
+    log_decay, beta = gate, write
     if dtype is None:
         dtype = torch.float32 if gate is None else compute_dtype(gate.dtype)
-    if gate is not None:
+    if gate is not None and raw_gates in (True, "log_decay"):
         log_decay = decay_of_gate(gate.to(dtype), A_log, dt_bias, lower_bound)
-    if write is not None:
+    if write is not None and raw_gates in (True, "beta"):
         beta = beta_scale * write.to(dtype).sigmoid()
     return log_decay, beta
 

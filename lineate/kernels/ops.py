@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs, Options
+from lineate.call import Inputs, Options, which_are_raw
 from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
 from lineate.kernels.call import CHUNK, aligned, clear, count_slots, dense, in_rows, make_call
@@ -31,7 +31,8 @@ def _forward(
     scale: float,
     normalize_qk: bool,
     beta_scale: float,
-    raw_gates: bool,
+    raw_decay: bool,
+    raw_beta: bool,
     lower_bound: float | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,6 +40,7 @@ def _forward(
     output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
     q, k, v, log_decay, beta, A_log, dt_bias = _laid_out(q, k, v, log_decay, beta, A_log, dt_bias)
     state, cu_seqlens = state.contiguous(), _beside(q, cu_seqlens)
+    raw_gates = which_are_raw(raw_decay, raw_beta)
     options = Options(corrects, scale, normalize_qk, CHUNK, beta_scale, raw_gates, lower_bound)
 
     def run() -> None:
@@ -52,8 +54,8 @@ def _forward(
 
 
 def _fake(  # type: ignore[no-untyped-def]
-    q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, raw_gates,
-    lower_bound, keep
+    q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, raw_decay,
+    raw_beta, lower_bound, keep
 ):  # fmt: skip
     return _empty_outputs(q, v, state, cu_seqlens, keep)
 
@@ -74,7 +76,8 @@ def _backward(
     scale: float,
     normalize_qk: bool,
     beta_scale: float,
-    raw_gates: bool,
+    raw_decay: bool,
+    raw_beta: bool,
     lower_bound: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate; those of absent inputs have no elements."""
@@ -84,14 +87,17 @@ def _backward(
     cu_seqlens = _beside(q, cu_seqlens)
     inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
+    raw_gates = which_are_raw(raw_decay, raw_beta)
     options = Options(corrects, scale, normalize_qk, CHUNK, beta_scale, raw_gates, lower_bound)
 
     def run() -> None:
         dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
         call = make_call(inputs, options)
         outside = call.gates_outside  # their gradients come after those of log_decay and beta
-        if outside:
-            dlog_decay, dbeta = (x.new_empty(x.shape, dtype=torch.float32) for x in (dlog_decay, dbeta))
+        if outside and raw_decay:
+            dlog_decay = dlog_decay.new_empty(dlog_decay.shape, dtype=torch.float32)
+        if outside and raw_beta:
+            dbeta = dbeta.new_empty(dbeta.shape, dtype=torch.float32)
         wanted = Gradients(
             dq,
             dk,
@@ -151,8 +157,8 @@ def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     output, final, _ = _run(
         q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens,
-        options.corrects, options.scale, options.normalize_qk, options.beta_scale, options.raw_gates,
-        options.lower_bound,
+        options.corrects, options.scale, options.normalize_qk, options.beta_scale, options.raw_decay,
+        options.raw_beta, options.lower_bound,
     )  # fmt: skip
     return output, final
 

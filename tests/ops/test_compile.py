@@ -123,6 +123,19 @@ def test_fused_delta_rule_compiles(row, bound):
         assert relative_error(got.detach(), expected.detach()) <= 1e-6
 
 
+@pytest.mark.parametrize("raw", ["gate", "write"])
+def test_one_raw_gate_compiles(raw):
+    torch._dynamo.reset()
+    inputs = convert(draw(GATED_DELTA, SHAPE), torch.float32)
+    if raw == "gate":
+        inputs |= {"gate": inputs.pop("log_decay"), "A_log": torch.zeros(SHAPE.hv)}
+    else:
+        inputs["write"] = inputs.pop("beta")
+    compiled = torch.compile(lineate.fused_delta_rule, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(**inputs), lineate.fused_delta_rule(**inputs), strict=True):
+        assert relative_error(got, expected) <= 1e-6
+
+
 def test_one_graph_serves_every_length():
     """With dynamic shapes, nothing is compiled again after the second length."""
     torch._dynamo.reset()

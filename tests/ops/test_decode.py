@@ -301,6 +301,8 @@ def test_compiled_with_everything():
         inputs, ("cpu", "auto"), "aot_eager", cu_seqlens=bounds((1, 2)), slots=torch.tensor([[3, -1], [0, 2]]),
         start_slots=torch.tensor([1, 0]), raw_gates=True, A_log=zeros(2), dt_bias=zeros(2, 3), beta_scale=2.0,
     )  # fmt: skip
+    for raw in ({"raw_gates": "log_decay", "lower_bound": -5.0}, {"raw_gates": "beta", "beta_scale": 2.0}):
+        call_compiled(inputs_of(KIMI_DELTA, SMALL._replace(t=2)), ("cpu", "auto"), "aot_eager", **raw)
 
 
 def test_what_torch_demands_of_custom_ops():
@@ -364,7 +366,18 @@ WRONG: list[tuple[str, dict[str, object], type[Exception], str]] = [
      "pass log(decay), or -exp(A_log) * softplus(x)"),
     ("scale", {"scale": "1"}, TypeError, "scale must be a number or None (1/sqrt(k)), got str"),
     ("normalize_qk", {"normalize_qk": 1}, TypeError, "normalize_qk must be a bool, got int"),
-    ("raw_gates", {"raw_gates": zeros(4)}, TypeError, "raw_gates must be a bool, got Tensor"),
+    ("raw_gates", {"raw_gates": zeros(4)}, TypeError,
+     "raw_gates must be a bool, 'log_decay' or 'beta', got Tensor"),
+    ("raw_gates word", {"raw_gates": "gate"}, ValueError,
+     "raw_gates must be a bool, 'log_decay' or 'beta', got 'gate'"),
+    ("A_log without a raw gate", {"raw_gates": "beta", "A_log": zeros(4)}, ValueError,
+     "A_log is for raw gates, got raw_gates='beta'; pass raw_gates=True"),
+    ("beta_scale without a raw logit", {"raw_gates": "log_decay", "A_log": zeros(4), "beta_scale": 2.0}, ValueError,
+     "beta_scale is for raw gates, got 2.0 and raw_gates='log_decay'; multiply beta by it"),
+    ("raw_gates of no beta", {"raw_gates": "beta", "beta": None}, ValueError,
+     "raw_gates='beta' needs beta, got None; leave it False"),
+    ("raw_gates of no decay", {"raw_gates": "log_decay", "log_decay": None}, ValueError,
+     "raw_gates='log_decay' needs log_decay, got None; leave it False"),
     ("backend", {"backend": "native"}, ValueError,
      "backend must be one of 'auto', 'torch', 'triton', got 'native'"),
     ("A_log without raw gates", {"A_log": zeros(4)}, ValueError,

@@ -9,6 +9,8 @@ from cases import DELTA, GATED_DELTA, KIMI_DELTA, Shape, assert_same_bits, asser
 from decode_cases import PATHS, SHAPE, inputs_of, run
 from torch import zeros
 
+import lineate
+
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
@@ -57,6 +59,27 @@ def test_small_raw_gates_are_not_lost(path):
     got = run({**inputs, **raw}, path, raw_gates=True, A_log=torch.tensor([8.0]))
     decay = torch.exp(-torch.exp(torch.tensor(8.0).double()) * F.softplus(torch.tensor(-12.0).double()))
     assert_within({"state": ((got.state / inputs["state"] - decay) / decay).abs().max().item()}, 1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+def test_one_raw_gate(row, path):
+    """Only the gate, or only the logit of beta, is raw; in the same dtype the other is taken as it is."""
+    inputs = inputs_of(row, SHAPE._replace(t=3))
+    gates = {"gate": 20 * inputs["log_decay"], "A_log": torch.tensor([0.1, -0.3, 0.5, 0.0])}
+    for bound in (None, -5.0):
+        log_decay = lineate.decay_gate(**{name: x.double() for name, x in gates.items()}, lower_bound=bound)
+        expected = oracle(row, {**inputs, "log_decay": log_decay}, only=())
+        allowed = budget(row, {**inputs, "log_decay": log_decay.float()}, expected, 1)
+        got = run(
+            {**inputs, "log_decay": gates["gate"]}, path, raw_gates="log_decay", A_log=gates["A_log"], lower_bound=bound
+        )  # fmt: skip
+        assert_within(errors(got, expected), {name: x + 3 * 2**-20 for name, x in allowed.items()})
+    beta = 2 * inputs["beta"].double().sigmoid()
+    expected = oracle(row, {**inputs, "beta": beta}, only=())
+    allowed = budget(row, {**inputs, "beta": beta.float()}, expected, 1)
+    got = run(inputs, path, raw_gates="beta", beta_scale=2.0)
+    assert_within(errors(got, expected), {name: x + 3 * 2**-20 for name, x in allowed.items()})
 
 
 @pytest.mark.parametrize("path", PATHS)

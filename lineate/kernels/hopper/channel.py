@@ -175,7 +175,7 @@ def channel_scores(
     bounds, first_slots, slot_texts, t, units, head_q, head_k, scale, beta_scale,
     lower_bound,
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
-    BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
+    RAW_BETA: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Fill the scores of every chunk: K = 128, bfloat16, PRODUCTS = "fp16". A unit is a slot and one of HV heads.
 
@@ -268,9 +268,9 @@ def channel_scores(
         if CORRECTS:
             rate = gl.load(beta + (token + i1) * HV + head, mask=i1 < rows, other=0.0).to(gl.float32)
         speed = 1.0
-        if RAW:
-            if A_log is not None:
-                speed = gl.exp(gl.load(A_log + head).to(gl.float32))
+        if RAW and A_log is not None:
+            speed = gl.exp(gl.load(A_log + head).to(gl.float32))
+        if RAW_BETA:
             rate = gl.where(i1 < rows, beta_scale * _sigmoid(rate), 0.0)
         for x in gl.static_range(len(ready)):
             mbarrier.wait(ready[x], phase)

@@ -135,8 +135,9 @@ def channel_scores(
     q, k, log_decay, beta, A_log, dt_bias, Qr, Kr, Kw, P, M, T, factors, wild, spans,
     bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale, beta_scale, lower_bound,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
-    CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
-    PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, PRODUCTS: tl.constexpr, AGAIN: tl.constexpr,
+    CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr,
+    BIAS: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Compute the scores, BX channels at a time; a program takes a chunk and value head.
 
@@ -211,7 +212,7 @@ def channel_scores(
     rate = tl.where(i < rows, 1.0, 0.0)
     if CORRECTS:
         rate = tl.load(beta + (start + i) * HV + head, mask=i < rows, other=0.0).to(tl.float32)
-        if RAW:
+        if RAW_BETA:
             rate = tl.where(i < rows, beta_scale * tl.sigmoid(rate), 0.0)
         A = tl.where(i[:, None] > i[None, :], A * norm_k[:, None] * norm_k[None, :], 0.0)
         if KEEP:
@@ -230,7 +231,7 @@ def channel_residuals(
     k, v, M, T, factors, states, doutput, dv, dbeta, residuals, dP, dM,
     bounds, first_slots, slot_texts, t, stride_v, head_v, beta_scale,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    CORRECTS: tl.constexpr, RAW: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    CORRECTS: tl.constexpr, RAW_BETA: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute R, dP = tril(dO R^T), dM = -beta tril(X R^T, -1), dbeta and dV = beta X of one chunk and head; k is Kr.
 
@@ -273,7 +274,7 @@ def channel_residuals(
         unscaled = XE - tl.sum(tl.where(strictly_lower, XR * scores, 0.0), 1)
         small = is_small(beta, dtype)
         rate = tl.where(small, unscaled, own / tl.where(small, 1.0, beta))
-        if RAW:
+        if RAW_BETA:
             rate = rate * beta * (1.0 - beta / beta_scale)
         tl.store(dbeta + (start + i) * HV + head, rate.to(dbeta.dtype.element_ty), mask=i < rows)
 

@@ -69,7 +69,8 @@ def _decode(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
     GROUP: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     DECAY_PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, BETA_PER_CHANNEL: tl.constexpr,
-    NORMALIZE: tl.constexpr, RAW: tl.constexpr, EACH_TOKEN: tl.constexpr, OVERLAP: tl.constexpr,
+    NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr, EACH_TOKEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Run the token equation for one row, head and block of value columns.
 
@@ -190,7 +191,7 @@ def _decode(
                 beta_t = next_beta
                 beta += beta_token
                 next_beta = _scalar(beta, i + 1 < n)
-            if RAW:
+            if RAW_BETA:
                 beta_t = beta_scale / (1.0 + tl.exp(-beta_t))
             r = beta_t * (v_t - tl.sum(S * k_t[:, None], 0))
         # read, write
@@ -236,7 +237,6 @@ def decode(
     not write the state, so that it may be read while they run (launching.overlapping).
     """
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
-    raw_gates = options.raw_gates  # with A_log or without
     slots, start_slots = where
     assert state is not None
     b, t, h, key_dim = q.shape
@@ -258,7 +258,7 @@ def decode(
     blocks = ceil_div(value_dim, columns)
     rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     output = torch.empty(b, t, hv, value_dim, dtype=v.dtype, device=v.device)
-    A_log, dt_bias = (None if x is None or not raw_gates else x.contiguous() for x in (A_log, dt_bias))
+    A_log, dt_bias = (None if x is None or not options.raw_decay else x.contiguous() for x in (A_log, dt_bias))
     slots, start_slots, cu_seqlens = (None if x is None else x.contiguous() for x in (slots, start_slots, cu_seqlens))
 
     def run() -> None:
@@ -298,7 +298,8 @@ def decode(
             BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2,
             BETA_PER_CHANNEL=beta_per_channel,
             NORMALIZE=options.normalize_qk,
-            RAW=raw_gates,
+            RAW=options.raw_decay,
+            RAW_BETA=options.raw_beta,
             EACH_TOKEN=each_token,
             num_warps=own_warps if warps is None else warps,
             num_stages=1,

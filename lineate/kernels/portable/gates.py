@@ -85,7 +85,7 @@ def gate_gradients(d, x, speed, lower_bound):
 def head_gates(
     log_decay, beta, A_log, dt_bias, factors, bounds, first_slots, slot_texts, t, scale, beta_scale, lower_bound,
     HV: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, CORRECTS: tl.constexpr,
-    RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
+    RAW: tl.constexpr, RAW_BETA: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute the factors of decay per head; a program takes a chunk and HEADS value heads, in tiles [C, HEADS].
 
@@ -112,7 +112,7 @@ def head_gates(
         decay = allowed(decay)
     if CORRECTS:
         rate = tl.load(beta + at, mask=there, other=0.0).to(tl.float32)
-        if RAW:
+        if RAW_BETA:
             rate = tl.where(there, beta_scale * tl.sigmoid(rate), 0.0)
     steps = tl.floor(decay * 512.0 + 0.5) * (1.0 / 512.0)
     coarse, fine = tl.cumsum(steps, 0), tl.cumsum(decay - steps, 0)
@@ -135,9 +135,10 @@ def head_gates(
 @triton.jit(do_not_specialize=["tokens"])
 def head_gates_backward(
     gate, write, A_log, dt_bias, dlog_decay, dbeta, dgate, dwrite, sums, tokens, beta_scale, lower_bound,
-    HV: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BIAS: tl.constexpr,
+    HV: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Go from the gradients of log_decay and beta to those of the raw gates, in tiles [BT, HEADS].
+    """Go from the gradients of log_decay (RAW) and beta (RAW_BETA) to those of the raw gates, in tiles [BT, HEADS].
 
     sums `program 2 hv`: this program's part of dA_log and ddt_bias.
     """
@@ -145,18 +146,20 @@ def head_gates_backward(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     there = (row < tokens)[:, None] & (head < HV)[None, :]
     at = row[:, None] * HV + head[None, :]
-    x = tl.load(gate + at, mask=there, other=0.0).to(tl.float32)
-    if BIAS:
-        x += tl.load(dt_bias + head, mask=head < HV, other=0.0).to(tl.float32)[None, :]
-    speed = tl.full((1, HEADS), 1.0, tl.float32)
-    if A_log is not None:
-        speed = tl.exp(tl.load(A_log + head, mask=head < HV, other=0.0).to(tl.float32))[None, :]
-    d = tl.load(dlog_decay + at, mask=there, other=0.0)
-    dx, dspeed = gate_gradients(d, x, speed, lower_bound)
-    tl.store(dgate + at, dx.to(dgate.dtype.element_ty), mask=there)
-    part = sums + tl.program_id(0) * 2 * HV + head
-    tl.store(part, tl.sum(tl.where(there, dspeed, 0.0), 0), mask=head < HV)
-    tl.store(part + HV, tl.sum(tl.where(there, dx, 0.0), 0), mask=head < HV)
-    rate = tl.sigmoid(tl.load(write + at, mask=there, other=0.0).to(tl.float32))
-    dy = tl.load(dbeta + at, mask=there, other=0.0) * beta_scale * rate * (1.0 - rate)
-    tl.store(dwrite + at, dy.to(dwrite.dtype.element_ty), mask=there)
+    if RAW:
+        x = tl.load(gate + at, mask=there, other=0.0).to(tl.float32)
+        if BIAS:
+            x += tl.load(dt_bias + head, mask=head < HV, other=0.0).to(tl.float32)[None, :]
+        speed = tl.full((1, HEADS), 1.0, tl.float32)
+        if A_log is not None:
+            speed = tl.exp(tl.load(A_log + head, mask=head < HV, other=0.0).to(tl.float32))[None, :]
+        d = tl.load(dlog_decay + at, mask=there, other=0.0)
+        dx, dspeed = gate_gradients(d, x, speed, lower_bound)
+        tl.store(dgate + at, dx.to(dgate.dtype.element_ty), mask=there)
+        part = sums + tl.program_id(0) * 2 * HV + head
+        tl.store(part, tl.sum(tl.where(there, dspeed, 0.0), 0), mask=head < HV)
+        tl.store(part + HV, tl.sum(tl.where(there, dx, 0.0), 0), mask=head < HV)
+    if RAW_BETA:
+        rate = tl.sigmoid(tl.load(write + at, mask=there, other=0.0).to(tl.float32))
+        dy = tl.load(dbeta + at, mask=there, other=0.0) * beta_scale * rate * (1.0 - rate)
+        tl.store(dwrite + at, dy.to(dwrite.dtype.element_ty), mask=there)
