@@ -114,6 +114,7 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
     if (
         mixer.context is not None
         or mixer.in_proj.bias is not None
+        or mixer.norm.activation == "none"
         or not _are_bare(*parts)
         or not token.serves_memory(memory)
     ):
@@ -132,10 +133,11 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
     if len(x) <= token.FEW_ROWS:
         output = token.mix(
             inputs, z, mixer.norm.weight, eps=mixer.norm.eps, silu=mixer.norm.activation == "silu",
-            beta_scale=mixer.beta_scale, scale=scale,
+            beta_scale=mixer.beta_scale, scale=scale, lower_bound=mixer.gate_lower_bound,
         )  # fmt: skip
     else:
         options = Options(True, scale, True, beta_scale=mixer.beta_scale, raw_gates=True)
+        options = options._replace(lower_bound=mixer.gate_lower_bound)
         output = decode(inputs, Slots(None, None), options, settled=True)
         output = mixer.norm(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     return output[:, 0], Memory(state.tensors)
@@ -164,7 +166,7 @@ def _attention_step(
     weights = (mixer.q_norm.weight, mixer.k_norm.weight, mixer.q_norm.eps, mixer.q_norm.zero_centred) if norms else None
     q = token.place(q, k, v, weights, turning, state.lengths, keys, values)
     output = cached.cached_attention(
-        q, keys, values, state.after, mixer.head_dim**-0.5, gate if mixer.gated else None
+        q, keys, values, state.after, mixer.scale, gate if mixer.gated else None
     )  # fmt: skip
     return output.flatten(1), state.appended()
 

@@ -151,7 +151,7 @@ def _linear(mixer: LinearMixer, x: Tensor, state: Memory, keep: str) -> tuple[Te
     else:
         inputs, z = mixer.rule_inputs(*qkv, gates), mixer.output_gate(gates)
         if keep == "inputs" or (keep == "auto" and x.is_cuda):
-            kept = Replay(inputs, mixer.normalize_qk, mixer.beta_scale, memory)
+            kept = Replay(inputs, mixer.normalize_qk, mixer.beta_scale, mixer.gate_lower_bound, memory)
             output = kept.read()
         elif x.is_cuda:
             output, kept = _slot_each(mixer, inputs, memory)
@@ -194,11 +194,14 @@ def _slot_each(mixer: LinearMixer, inputs: Inputs, memory: Tensor) -> tuple[Tens
     versions[0] = memory
     slots = torch.arange((t + 1) * rows, device=memory.device).view(t + 1, rows)
     pool = versions.view(-1, *memory.shape[1:])
-    output = _decode(inputs, mixer.normalize_qk, mixer.beta_scale, pool, slots[1:].T.contiguous())
+    options = mixer.normalize_qk, mixer.beta_scale, mixer.gate_lower_bound
+    output = _decode(inputs, *options, pool, slots[1:].T.contiguous())
     return output, Stored(versions)
 
 
-def _decode(inputs: Inputs, normalize_qk: bool, beta_scale: float, pool: Tensor, slots: Tensor) -> Tensor:
+def _decode(
+    inputs: Inputs, normalize_qk: bool, beta_scale: float, lower_bound: float | None, pool: Tensor, slots: Tensor
+) -> Tensor:
     """Run the rule from the first rows of a pool, and write the memory after token i of row r to pool[slots[r, i]]."""
     raw = inputs.A_log is not None
     return decode(
@@ -211,6 +214,7 @@ def _decode(inputs: Inputs, normalize_qk: bool, beta_scale: float, pool: Tensor,
         A_log=inputs.A_log,
         dt_bias=inputs.dt_bias,
         beta_scale=beta_scale if raw else 1.0,
+        lower_bound=lower_bound if raw else None,
     )
 
 
@@ -222,12 +226,14 @@ class Replay:
         inputs: the rule's arguments, without a state.
         normalize_qk: whether the rule normalises q and k.
         beta_scale: the largest beta of raw gates.
+        lower_bound: the lower bound of log_decay from raw gates, or None.
         memory: `rows hv k v`, before the first token.
     """
 
     inputs: Inputs
     normalize_qk: bool
     beta_scale: float
+    lower_bound: float | None
     memory: Tensor
 
     @property
@@ -238,7 +244,7 @@ class Replay:
         """Return the rule's output of all tokens; no memory is written."""
         rows, t = self.inputs.q.shape[:2]
         slots = nowhere(rows, t, self.memory.device)
-        return _decode(self.inputs, self.normalize_qk, self.beta_scale, self.memory, slots)
+        return _decode(self.inputs, self.normalize_qk, self.beta_scale, self.lower_bound, self.memory, slots)
 
     def after(self, counts: Counts, into: Tensor | None) -> Tensor:
         """Return the memory whose row r has read counts[r] tokens."""
@@ -247,7 +253,7 @@ class Replay:
         elif into.data_ptr() != self.memory.data_ptr():
             into.copy_(self.memory)
         slots = counts.own_slots(self.inputs.q.shape[1], into.device)
-        _decode(self.inputs, self.normalize_qk, self.beta_scale, into, slots)
+        _decode(self.inputs, self.normalize_qk, self.beta_scale, self.lower_bound, into, slots)
         return into
 
 
