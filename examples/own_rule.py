@@ -9,7 +9,7 @@ from lineate.models import FeedConfig, HybridConfig, HybridLM, LinearConfig
 from lineate.planning import plan_flops, read_model
 
 
-class Mamba2(LinearMixer):
+class OwnMamba(LinearMixer):
     gates = ("values", "heads")  # in_proj is C | B | x | z | a, and dt = softplus(a + dt_bias)
 
     def add_gates(self):
@@ -25,9 +25,9 @@ class Mamba2(LinearMixer):
         return (y + (self.D[:, None] * v).to(y.dtype), memory), z
 
 
-register(MixerKind("Z", "mamba2", "Mamba-2", LinearConfig, Mamba2.from_config, trace=Mamba2.trace))
+register(MixerKind("Z", "own", "own Mamba", LinearConfig, OwnMamba.from_config, trace=OwnMamba.trace))
 if __name__ == "__main__":
-    model = HybridLM(HybridConfig(256, 64, 2, "Z", feed=FeedConfig(128), mixers={"mamba2": LinearConfig(2, 2, 32, 32)}))
+    model = HybridLM(HybridConfig(256, 64, 2, "Z", feed=FeedConfig(128), mixers={"own": LinearConfig(2, 2, 32, 32)}))
     ids, optimizer = torch.tensor([list(__doc__.encode())]), torch.optim.AdamW(model.parameters(), 3e-3)
     for _ in range(20):
         (loss := model(ids, labels=ids).loss).backward()

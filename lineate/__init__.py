@@ -7,9 +7,11 @@ out, state = lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=state
 from lineate.decoding import decode
 from lineate.dispatch import Plan, explain
 from lineate.forms.softmax import KeyValueCache
-from lineate.fused import fused_delta_rule
+from lineate.fused import decay_gate, fused_delta_rule
 from lineate.ops import (
     Attended,
+    AttendedStates,
+    attend_keeping_states,
     attention_matrix,
     delta_rule,
     gated_delta_rule,
@@ -24,10 +26,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attended",
+    "AttendedStates",
     "KeyValueCache",
     "Plan",
     "UnstableMemoryWarning",
+    "attend_keeping_states",
     "attention_matrix",
+    "decay_gate",
     "decode",
     "delta_rule",
     "explain",

@@ -6,7 +6,13 @@ tuples because one-token calls make them for every token, and because torch.comp
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from lineate.rule import compute_dtype
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that q, k, v and the gates may have."""
 
 
 class Inputs(NamedTuple):
@@ -19,17 +25,17 @@ class Inputs(NamedTuple):
     v: Tensor
     """`b t hv v`."""
     log_decay: Tensor | None = None
-    """`b t hv`, `b t hv k`, or None; the raw gate if A_log is given."""
+    """`b t hv`, `b t hv k`, or None; the raw gate if Options.raw_decay. (Ops also take `hv`: see spread_decay.)"""
     beta: Tensor | None = None
-    """`b t hv`, `b t hv v`, or None; the raw logit if A_log is given."""
+    """`b t hv`, `b t hv v`, or None; the raw logit if Options.raw_beta."""
     state: Tensor | None = None
     """`b hv k v`; `n_seqs hv k v` for packed sequences."""
     cu_seqlens: Tensor | None = None
     """`n_seqs + 1`: where the sequences packed into one row begin and end."""
     A_log: Tensor | None = None
-    """`hv`: given for raw gates, log_decay = -exp(A_log) softplus(gate + dt_bias), beta = beta_scale sigmoid(logit)."""
+    """`hv`, for raw gates: log_decay = rule.decay_of_gate(gate, A_log, dt_bias), beta = beta_scale sigmoid(logit)."""
     dt_bias: Tensor | None = None
-    """`hv`, or `hv k`; only beside A_log."""
+    """`hv`, or `hv k`; only for raw gates."""
 
 
 class Request(NamedTuple):
@@ -60,5 +66,52 @@ class Options(NamedTuple):
     """Tokens a chunk; the triton kernels take no other size than 64."""
     beta_scale: float = 1.0
     """beta lies in (0, beta_scale) where it is made from a raw logit."""
-    raw_gates: bool = False
-    """Whether the gates are raw: `lineate.decode` also takes a raw logit without A_log."""
+    raw_gates: bool | str = False
+    """Whether the gates are raw; "log_decay" or "beta" if only that one is. There need not be an A_log."""
+    lower_bound: float | None = None
+    """If given, log_decay of a raw gate lies in (lower_bound, 0)."""
+
+    @property
+    def raw_decay(self) -> bool:
+        """Whether log_decay is a raw gate."""
+        return self.raw_gates in (True, "log_decay")
+
+    @property
+    def raw_beta(self) -> bool:
+        """Whether beta is a raw logit."""
+        return self.raw_gates in (True, "beta")
+
+
+def in_one_dtype(inputs: Inputs) -> Inputs:
+    """Return the inputs with q, k and v in the dtype that theirs promote to, and the state in its compute dtype.
+
+    What is not a tensor of a floating dtype is left as it is, for the checks.
+    """
+    q, k, v, state = inputs.q, inputs.k, inputs.v, inputs.state
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return inputs
+    if not q.dtype == k.dtype == v.dtype:
+        if not all(x.dtype in FLOATING for x in (q, k, v)):
+            return inputs
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        inputs = inputs._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
+    if isinstance(state, Tensor) and state.dtype != compute_dtype(inputs.v.dtype) and state.is_floating_point():
+        inputs = inputs._replace(state=state.to(compute_dtype(inputs.v.dtype)))
+    return inputs
+
+
+def spread_decay(inputs: Inputs) -> Inputs:
+    """Return the inputs with a constant log_decay of each head, `hv`, as a view `b t hv`; others as they are."""
+    v, log_decay = inputs.v, inputs.log_decay
+    if not isinstance(log_decay, Tensor) or log_decay.dim() != 1 or not isinstance(v, Tensor) or v.dim() != 4:
+        return inputs
+    if log_decay.shape[0] != v.shape[2]:
+        return inputs
+    return inputs._replace(log_decay=log_decay.expand(*v.shape[:3]))
+
+
+def which_are_raw(decay: bool, beta: bool) -> bool | str:
+    """Return Options.raw_gates from whether each of the gates is raw."""
+    if decay == beta:
+        return decay
+    return "log_decay" if decay else "beta"

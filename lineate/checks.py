@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs
+from lineate.call import FLOATING, Inputs
 from lineate.forms.softmax import KeyValueCache
 from lineate.rule import Rule, compute_dtype
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LETTERS = "(b, t, h, k)"
 
 
@@ -107,7 +106,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         if x.dim() != 4:
             letters = "(b, t, hv, v)" if name == "v" else _LETTERS
             raise ValueError(f"{name} must have 4 dimensions {letters}, got shape {tuple(x.shape)}")
-        if x.dtype not in _DTYPES:
+        if x.dtype not in FLOATING:
             raise ValueError(
                 f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
             )
@@ -181,127 +180,114 @@ def check_cache(cache: KeyValueCache | None, k: Tensor, v: Tensor, cu_seqlens: T
         )
 
 
-def check_raw_gates(inputs: Inputs, beta_scale: float) -> None:
-    """Check gate `b t hv` or `b t hv k`, write `b t hv`, A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel)."""
-    q, v, gate = inputs.q, inputs.v, inputs.log_decay
+def check_raw_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None, raw_gates: bool | str) -> None:
+    """Check those gates that are raw: gate `b t hv` or `b t hv k` with its parameters, and write `b t hv`.
+
+    There must be no parameters of a gate that is not raw.
+    """
+    q, v, gate, write = inputs.q, inputs.v, inputs.log_decay, inputs.beta
     b, t, hv, key_dim = *v.shape[:3], q.shape[3]
-    named = {"gate": gate, "write": inputs.beta, "A_log": inputs.A_log, "dt_bias": inputs.dt_bias}
-    for name, x in named.items():
-        if x is None and name == "dt_bias":
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in _DTYPES:
-            raise ValueError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
-            )
-        check_device(name, x, q)
-    per_channel = gate is not None and gate.dim() == 4
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {
-        "gate": {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)},
-        "write": {"(b, t, hv)": (b, t, hv)},
-        "A_log": {"(hv,)": (hv,)},
-        "dt_bias": {"(hv, k)": (hv, key_dim), "(hv * k,)": (hv * key_dim,)} if per_channel else {"(hv,)": (hv,)},
-    }
-    for name, allowed in shapes.items():
-        x = named[name]
-        if x is not None and tuple(x.shape) not in allowed.values():
-            wanted = " or ".join(f"{symbols} = {sizes}" for symbols, sizes in allowed.items())
-            hint = _gate_hint(name, x, list(allowed.values())) if name in ("gate", "write") else ""
-            raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}{hint}")
+    if raw_gates in (True, "log_decay"):
+        _check_raw("gate", gate, q, {"(b, t, hv)": (b, t, hv), "(b, t, hv, k)": (b, t, hv, key_dim)})
+        assert gate is not None
+        check_gate_parameters(gate, inputs.A_log, inputs.dt_bias, lower_bound)
+    else:
+        for name, x in (("A_log", inputs.A_log), ("dt_bias", inputs.dt_bias), ("lower_bound", lower_bound)):
+            if x is not None:
+                raise ValueError(f"{name} is for a raw gate, got log_decay itself; pass gate, or leave {name} None")
     _check_number("beta_scale", beta_scale)
     if not 0 < beta_scale <= sys.float_info.max:
         raise ValueError(f"beta_scale must be finite and above 0, got {_shown(beta_scale)}; 1 and 2 are usual")
+    if raw_gates in (True, "beta"):
+        _check_raw("write", write, q, {"(b, t, hv)": (b, t, hv)})
+    elif beta_scale != 1:
+        raise ValueError(f"beta_scale is for a raw logit, got {beta_scale} and beta itself; multiply beta by it")
 
 
-def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: Tensor, *, packed: bool) -> None:
-    """Check slots (`rows`, or one for each token) and start_slots (`rows`); check_slot_values checks their values."""
-    for name, x in (("slots", slots), ("start_slots", start_slots)):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
-        if x.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64, got {_name(x.dtype)}")
-        check_device(name, x, q)
-    first = "n_seqs" if packed else "b"
-    if slots is None:
-        if start_slots is not None:
-            raise ValueError("start_slots needs slots, where the memory goes, got slots=None; pass both")
+def check_either(raw: str, given: str, tensors: tuple[Any, Any]) -> bool:
+    """Check that a gate is given once, raw or itself; return whether it is raw."""
+    if tensors[0] is not None and tensors[1] is not None:
+        raise ValueError(f"{raw} must be None if {given} is given, got both; pass one of them")
+    return tensors[1] is None
+
+
+def check_gate(gate: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> None:
+    """Check a gate by itself, `b t hv` or `b t hv k`, and its parameters."""
+    _check_raw("gate", gate, gate)
+    if gate.dim() not in (3, 4):
+        raise ValueError(f"gate must have shape (b, t, hv) or (b, t, hv, k), got {tuple(gate.shape)}")
+    check_gate_parameters(gate, A_log, dt_bias, lower_bound)
+
+
+def check_gate_parameters(
+    gate: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> None:  # fmt: skip
+    """Check A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel), and lower_bound; with it A_log may be None."""
+    check_lower_bound(lower_bound)
+    hv, key_dim = gate.shape[2], gate.shape[-1]
+    if A_log is not None or lower_bound is None:
+        _check_raw("A_log", A_log, gate, {"(hv,)": (hv,)})
+    if dt_bias is not None:
+        per_channel: dict[str, tuple[int, ...]] = {"(hv, k)": (hv, key_dim), "(hv * k,)": (hv * key_dim,)}
+        _check_raw("dt_bias", dt_bias, gate, per_channel if gate.dim() == 4 else {"(hv,)": (hv,)})
+
+
+def _check_raw(name: str, x: Any, q: Tensor, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+    """Check the type, dtype, device and shape of a raw gate or of its parameters; shapes: the allowed ones by name."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in FLOATING:
+        raise ValueError(
+            f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}; convert it with .float()"
+        )
+    check_device(name, x, q)
+    if shapes is not None and tuple(x.shape) not in shapes.values():
+        wanted = " or ".join(f"{symbols} = {sizes}" for symbols, sizes in shapes.items())
+        hint = _gate_hint(name, x, list(shapes.values())) if name in ("gate", "write") else ""
+        raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}{hint}")
+
+
+def check_lower_bound(lower_bound: float | None, name: str = "lower_bound") -> None:
+    """Check the lower bound of a gate: a finite number below 0, or None."""
+    if lower_bound is None:
         return
-    if slots.dim() == 2:
-        right = slots.shape[0] == rows and slots.shape[1] > 0 if packed else slots.shape == (rows, q.shape[1])
-    else:
-        right = slots.shape == (rows,)
-    if not right:
-        each = f"({first}, longest sequence) = ({rows}, ...)" if packed else f"({first}, t) = {(rows, q.shape[1])}"
-        raise ValueError(f"slots must have shape ({first},) = ({rows},) or {each}, got {tuple(slots.shape)}")
-    if slots.dim() == 2 and start_slots is None:
-        raise ValueError("slots for each token need start_slots, where each row starts, got start_slots=None")
-    if start_slots is not None and start_slots.shape != (rows,):
-        raise ValueError(f"start_slots must have shape ({first},) = ({rows},), got {tuple(start_slots.shape)}")
+    _check_number(name, lower_bound)
+    if not -sys.float_info.max <= lower_bound < 0:
+        raise ValueError(f"{name} must be finite and below 0, got {_shown(lower_bound)}; -5 is usual")
 
 
-def check_slot_values(
-    slots: Tensor | None, start_slots: Tensor | None, cu_seqlens: Tensor | None, n_slots: int
-) -> None:
-    """Check that slots lie in the pool and that no row uses a slot another one writes; on a GPU check nothing."""
-    if slots is None or slots.device.type != "cpu":
-        return
-    for name, x in (("slots", slots), ("start_slots", start_slots)):
-        if x is not None and int(x.max()) >= n_slots:
-            raise ValueError(f"{name} must be below n_slots = {n_slots}, got {int(x.max())}; a negative one is idle")
-    starts = slots.tolist() if start_slots is None else start_slots.tolist()
-    writer: dict[int, int] = {}
-    for row, written in enumerate(slots.reshape(slots.shape[0], -1).tolist()):
-        for slot in written:
-            if starts[row] >= 0 and slot >= 0 and writer.setdefault(slot, row) != row:
-                raise ValueError(f"slots must differ between rows, got {slot} in rows {writer[slot]} and {row}")
-    for row, slot in enumerate(starts):
-        if slot >= 0 and writer.get(slot, row) != row:
-            raise ValueError(f"start_slots[{row}] = {slot} is written by row {writer[slot]}; let it write elsewhere")
-    if slots.dim() == 2 and cu_seqlens is not None:
-        longest = int(cu_seqlens.diff().max())
-        if longest > slots.shape[1]:
-            raise ValueError(f"slots must have one for each token, at least {longest} a row, got {slots.shape[1]}")
-
-
-def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *, pooled: bool) -> None:
-    """Check a state `rows hv k v`, or a pool `n_slots hv k v`, that can be written in place."""
-    if not isinstance(state, Tensor):
-        raise TypeError(f"state must be a torch.Tensor, got {type(state).__name__}; start from torch.zeros")
-    sizes = (v.shape[2], q.shape[3], v.shape[3])
-    if pooled:
-        if state.dim() != 4 or state.shape[1:] != sizes or state.shape[0] == 0:
-            expected = f"(n_slots, hv, k, v) = (n_slots, {', '.join(map(str, sizes))})"
-            raise ValueError(f"state must have shape {expected} with slots, got {tuple(state.shape)}")
-        rows = state.shape[0]
-    check_state(state, v, q.shape[3], rows)
-    if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape, strict=True)):
-        raise ValueError("state must have memory of its own for each row, got an expanded view; call .contiguous()")
-
-
-def check_decode_gates(inputs: Inputs, beta_scale: float, raw_gates: bool) -> None:
-    """Check that A_log, dt_bias and beta_scale fit the gates, raw or not; either gate may be None."""
+def check_decode_gates(inputs: Inputs, beta_scale: float, lower_bound: float | None, raw_gates: bool | str) -> None:
+    """Check that A_log, dt_bias, lower_bound and beta_scale fit the gates, raw or not; either gate may be None."""
+    check_lower_bound(lower_bound)
     q, v, log_decay, A_log, dt_bias = inputs.q, inputs.v, inputs.log_decay, inputs.A_log, inputs.dt_bias
     _check_number("beta_scale", beta_scale)
     if not abs(beta_scale) <= sys.float_info.max:
         raise ValueError(f"beta_scale must be finite, got {_shown(beta_scale)}; 1 and 2 are usual")
+    if raw_gates in (False, "beta"):
+        for name, given in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+            if given is not None:
+                raise ValueError(f"{name} is for raw gates, got raw_gates={raw_gates!r}; pass raw_gates=True")
+    if raw_gates in (False, "log_decay") and beta_scale != 1:
+        raise ValueError(
+            f"beta_scale is for raw gates, got {beta_scale} and raw_gates={raw_gates!r}; multiply beta by it"
+        )
     if not raw_gates:
-        for name, given in (("A_log", A_log is not None), ("dt_bias", dt_bias is not None)):
-            if given:
-                raise ValueError(f"{name} is for raw gates, got raw_gates=False; pass raw_gates=True")
-        if beta_scale != 1:
-            raise ValueError(f"beta_scale is for raw gates, got {beta_scale} and raw_gates=False; multiply beta by it")
         return
+    for name, given in (("log_decay", log_decay), ("beta", inputs.beta)):
+        if raw_gates == name and given is None:
+            raise ValueError(f"raw_gates={name!r} needs {name}, got None; leave it False")
     if log_decay is None and inputs.beta is None:
         raise ValueError("raw_gates=True needs log_decay or beta, got neither; leave it False")
+    if raw_gates == "beta":
+        return
     if log_decay is None:
         if A_log is not None or dt_bias is not None:
             raise ValueError("A_log and dt_bias need log_decay, the raw gate, got log_decay=None")
+        if lower_bound is not None:
+            raise ValueError("lower_bound needs log_decay, the raw gate, got log_decay=None; leave it None")
         return
     hv, key_dim = v.shape[2], q.shape[3]
-    if A_log is None:
+    if A_log is None and lower_bound is None:
         raise ValueError(f"raw_gates=True with log_decay needs A_log of shape (hv,) = ({hv},), got None")
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x is None:
@@ -367,10 +353,26 @@ def check_chunk_size(chunk_size: int | None) -> None:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; None takes the backend's own")
 
 
+def check_every(keep_states_every: int) -> None:
+    """Check after how many tokens a state is kept: a positive int."""
+    if isinstance(keep_states_every, bool) or not isinstance(keep_states_every, int):
+        raise TypeError(f"keep_states_every must be an int, got {type(keep_states_every).__name__}")
+    if keep_states_every < 1:
+        raise ValueError(f"keep_states_every must be at least 1, got {keep_states_every}; 64 keeps one a chunk")
+
+
 def check_flag(name: str, flag: bool) -> None:
     """Check that flag is a bool, to catch tensors and arguments in the wrong place."""
     if not isinstance(flag, bool):
         raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+
+
+def check_which_raw(raw_gates: bool | str) -> None:
+    """Check that raw_gates is a bool, or names one gate."""
+    if not isinstance(raw_gates, bool | str):
+        raise TypeError(f"raw_gates must be a bool, 'log_decay' or 'beta', got {type(raw_gates).__name__}")
+    if raw_gates not in (False, True, "log_decay", "beta"):
+        raise ValueError(f"raw_gates must be a bool, 'log_decay' or 'beta', got {raw_gates!r}")
 
 
 def check_choice(name: str, choice: str, allowed: Sequence[str]) -> None:
@@ -380,6 +382,8 @@ def check_choice(name: str, choice: str, allowed: Sequence[str]) -> None:
 
 
 def _decay_remedy(rule: Rule, log_decay: Tensor, shapes: dict[str, tuple[int, ...]]) -> str:
+    if log_decay.dim() == 1 and "head" in rule.decays:
+        return f"; a constant decay of each head has shape (hv,) = ({shapes['head'][2]},)"
     if rule.decays == ("head",) and tuple(log_decay.shape) == shapes["channel"]:
         return "; for a decay per key channel use kimi_delta_attention"
     if rule.decays == ("channel",) and tuple(log_decay.shape) == shapes["head"]:
@@ -413,7 +417,7 @@ def _check_tensor(name: str, x: Any, q: Tensor, missing: str) -> None:
         raise TypeError(
             f"{name} must be a torch.Tensor, got {type(x).__name__}" + (f"; {missing}" if x is None else "")
         )
-    if x.dtype not in _DTYPES:
+    if x.dtype not in FLOATING:
         raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {_name(x.dtype)}")
     check_device(name, x, q)
 

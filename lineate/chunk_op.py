@@ -1,6 +1,7 @@
 """The chunkwise form as one torch op per backend: this file has the schema, shapes and autograd of each op."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -95,7 +96,7 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
         fake=fake,
         fake_backward=fake_backward,
         tensors=_TENSORS,
-        save=save_states,
+        save=partial(save_states, _TENSORS),
         differentiate=differentiate,
         hidden=2,
         keeps=True,
@@ -110,14 +111,14 @@ def register(name: str, run_forward: Forward, run_backward: Backward) -> Chunkwi
     return chunkwise
 
 
-def save_states(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def save_states(count, ctx, inputs, output):  # type: ignore[no-untyped-def]
     """Keep what `differentiate` needs: all tensors, with the states that enter each chunk in place of the first state.
 
-    The op's arguments are tensors, the last two of them the state and cu_seqlens; then four options, and `keep`.
+    The op's arguments are `count` tensors, the last two of them the state and cu_seqlens; then options, and `keep`.
     """
-    *tensors, _, cu_seqlens = inputs[:-5]
+    *tensors, _, cu_seqlens = inputs[:count]
     ctx.save_for_backward(*tensors, output[2], cu_seqlens)
-    ctx.options = inputs[-5:-1]
+    ctx.options = inputs[count:-1]
     ctx.results = [(x.shape, x.dtype) for x in output[:2]]
 
 
@@ -132,7 +133,7 @@ def differentiate(backward, ctx, *gradients):  # type: ignore[no-untyped-def]
     ]
     *grads, dstate = backward(*arrived, *saved, *ctx.options)
     grads = [None if x is None else dx for x, dx in zip(tensors, grads, strict=True)]
-    return *grads, dstate, *[None] * 6
+    return *grads, dstate, *[None] * (len(ctx.options) + 2)
 
 
 def _check_kept(states: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options
+from lineate.call import Inputs, Options, in_one_dtype, spread_decay, which_are_raw
 from lineate.dispatch import (
     KNOWN_AT_MOST,
     TRANSFORMED,
@@ -25,6 +25,7 @@ from lineate.dispatch import (
     select_rule,
 )
 from lineate.rule import activate, compute_dtype, full_precision, normalize, step
+from lineate.slot_checks import check_decode_state, check_slot_values, check_slots
 from lineate.stability import watch_writes
 from lineate.tracing import constant_in_graphs, in_memory, needs_grad, transformed
 
@@ -44,10 +45,11 @@ def decode(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     normalize_qk: bool = False,
-    raw_gates: bool = False,
+    raw_gates: bool | str = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     beta_scale: float = 1.0,
+    lower_bound: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Run t >= 1 tokens a row through the memory, write the new memory into `state`, return the output `b t hv v`.
@@ -60,11 +62,15 @@ def decode(
     not, because reading the slots would wait for the device; there the kernel touches no slot outside the pool, and the
     output of a row that starts outside of it is NaN.
 
+    q, k and v of different dtypes are converted to the one that torch promotes them to. The state must be float32
+    (float64 for float64 inputs), because it is written.
+
     Args:
         q: queries, `b t h k`.
         k: keys, `b t h k`.
         v: values, `b t hv v`, with hv a multiple of h.
-        log_decay: `b t hv` (per head), `b t hv k` (per key channel), or None for a rule that does not forget.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
+            that does not forget.
         beta: `b t hv`, `b t hv v` (one rate per value channel), or None for a rule that only accumulates.
         state: `rows hv k v` float32 (float64 for float64 inputs), modified; with slots a pool `n_slots hv k v`, of
             which only the named slots are modified.
@@ -77,22 +83,32 @@ def decode(
         scale: multiplies the output; None is 1/sqrt(k).
         normalize_qk: whether q and k are l2-normalised inside.
         raw_gates: whether log_decay is the raw gate x of log_decay = -exp(A_log) * softplus(x + dt_bias), and beta the
-            raw logit x of beta = beta_scale * sigmoid(x).
-        A_log: `hv`, for raw gates.
+            raw logit x of beta = beta_scale * sigmoid(x). "log_decay" or "beta" if only that one is raw.
+        A_log: `hv`, for raw gates. With a lower bound, None is exp(A_log) = 1.
         dt_bias: `hv`, `hv k` or None, for raw gates.
         beta_scale: the largest beta of raw gates.
+        lower_bound: below 0: if given, log_decay = lower_bound * sigmoid(exp(A_log) * (x + dt_bias)) for raw gates.
         backend: "auto", "torch" or "triton": one launch that reads and writes the state once.
 
     Returns:
         The output `b t hv v`, in the dtype of v.
     """
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
-    request = (scale, normalize_qk, raw_gates, beta_scale, backend)
+    request = (scale, normalize_qk, raw_gates, beta_scale, lower_bound, backend)
     signature = call_signature((*inputs, slots, start_slots), request)
     if signature is not None:
         signature = None if state is None else (*signature, state.stride())
     known = None if signature is None else KNOWN.get(signature)
     if known is None:
+        checks.check_which_raw(raw_gates)
+        plain = Inputs(q, k, v, log_decay)
+        one = in_one_dtype(plain if raw_gates in (True, "log_decay") else spread_decay(plain))
+        if one is not plain:
+            return decode(
+                *one[:4], beta, state=state, slots=slots, start_slots=start_slots, cu_seqlens=cu_seqlens,
+                scale=scale, normalize_qk=normalize_qk, raw_gates=raw_gates, A_log=A_log, dt_bias=dt_bias,
+                beta_scale=beta_scale, lower_bound=lower_bound, backend=backend,
+            ).to(v.dtype)  # fmt: skip
         known = _check_and_choose(inputs, slots, start_slots, _Request(*request))
         if signature is not None and len(KNOWN) < KNOWN_AT_MOST:
             KNOWN[signature] = known
@@ -107,7 +123,8 @@ def decode(
     # An op costs microseconds; only compilers, dispatch modes and tensor subclasses need one.
     return _decode_op(
         q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, A_log, dt_bias,
-        options.scale, normalize_qk, raw_gates, options.beta_scale, chosen,
+        options.scale, normalize_qk, options.raw_decay, options.beta_scale, chosen, options.lower_bound,
+        options.raw_beta,
     )  # fmt: skip
 
 
@@ -116,8 +133,9 @@ class _Request(NamedTuple):
 
     scale: float | None
     normalize_qk: bool
-    raw_gates: bool
+    raw_gates: bool | str
     beta_scale: float
+    lower_bound: float | None
     backend: str
 
 
@@ -128,10 +146,10 @@ def _decode(
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     assert state is not None
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-    checks.check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
+    check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
     if state._is_zerotensor():
         raise ValueError("state must have memory to write into, got a zero tensor; start from torch.zeros")
-    if not options.raw_gates:
+    if not options.raw_decay:
         checks.check_decay(log_decay)
     if backend == "torch":
         with full_precision(q):
@@ -139,10 +157,9 @@ def _decode(
     from lineate.kernels import pipeline  # triton, at its first use
     from lineate.kernels.stages import Slots
 
-    raw_gates, beta_scale, normalize_qk = options.raw_gates, options.beta_scale, options.normalize_qk
     if q.device.type == "cpu":  # the interpreter
-        rate = activate(None, beta, None, None, beta_scale)[1] if raw_gates else beta
-        watch_writes(k, rate, normalize_qk)
+        rate = activate(None, beta, None, None, options.beta_scale, raw_gates=options.raw_gates)[1]
+        watch_writes(k, rate, options.normalize_qk)
     q, k, v, memory = in_memory((q, k, v, state))
     log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
     slots, start_slots, cu_seqlens = in_memory((slots, start_slots, cu_seqlens))
@@ -170,12 +187,15 @@ def _decode_op(
     dt_bias: Tensor | None,
     scale: float,
     normalize_qk: bool,
-    raw_gates: bool,
+    raw_decay: bool,
     beta_scale: float,
     backend: str,
+    lower_bound: float | None = None,
+    raw_beta: bool = False,
 ) -> Tensor:
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
-    options = Options(beta is not None, scale, normalize_qk, beta_scale=beta_scale, raw_gates=raw_gates)
+    raw_gates = which_are_raw(raw_decay, raw_beta)
+    options = Options(beta is not None, scale, normalize_qk, 64, beta_scale, raw_gates, lower_bound)
     return _decode(inputs, slots, start_slots, options, backend)
 
 
@@ -192,8 +212,9 @@ def _decode_torch(
     assert state is not None
     t, group = q.shape[1], v.shape[2] // q.shape[2]
     dtype = compute_dtype(v.dtype)
-    if options.raw_gates:
-        log_decay, beta = activate(log_decay, beta, A_log, dt_bias, options.beta_scale, dtype)
+    log_decay, beta = activate(
+        log_decay, beta, A_log, dt_bias, options.beta_scale, dtype, options.lower_bound, options.raw_gates
+    )
     log_decay, beta = (None if x is None else x.to(dtype) for x in (log_decay, beta))
     watch_writes(k, beta, options.normalize_qk)  # before the state is written
     q, k = q.to(dtype), k.to(dtype)
@@ -254,11 +275,10 @@ def _check_and_choose(
 ) -> tuple[str, Options]:
     """Check everything about one call except values; return 'torch' or 'triton', and the options."""
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
-    scale, normalize_qk, raw_gates, beta_scale, backend = request
+    scale, normalize_qk, raw_gates, beta_scale, lower_bound, backend = request
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
-    checks.check_flag("raw_gates", raw_gates)
     for name, gate in (("log_decay", log_decay), ("beta", beta)):
         if gate is not None and not isinstance(gate, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(gate).__name__}")
@@ -266,10 +286,10 @@ def _check_and_choose(
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
     checks.check_device("cu_seqlens", cu_seqlens, q)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    checks.check_slots(slots, start_slots, rows, q, packed=cu_seqlens is not None)
-    checks.check_decode_state(state, q, v, rows, pooled=slots is not None)
+    check_slots(slots, start_slots, rows, q, packed=cu_seqlens is not None)
+    check_decode_state(state, q, v, rows, pooled=slots is not None)
     assert state is not None
-    checks.check_decode_gates(inputs, beta_scale, raw_gates)
+    checks.check_decode_gates(inputs, beta_scale, lower_bound, raw_gates)
     named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
     for name, x in {**named, "A_log": A_log, "dt_bias": dt_bias}.items():
         if needs_grad(x):
@@ -278,7 +298,8 @@ def _check_and_choose(
                 "call it under torch.no_grad(), or train with the ops, such as lineate.gated_delta_rule"
             )
     scale = resolve_scale(scale, q.shape[-1])
-    options = Options(beta is not None, scale, normalize_qk, beta_scale=float(beta_scale), raw_gates=raw_gates)
+    bound = None if lower_bound is None else float(lower_bound)
+    options = Options(beta is not None, scale, normalize_qk, 64, float(beta_scale), raw_gates, bound)
     if backend == "torch" or (backend == "auto" and q.device.type != "cuda"):
         return "torch", options
     obstacle = _obstacle(q, state)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks, flops
-from lineate.call import Inputs, Options, Request
+from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.native.build import why_not
 from lineate.processor import why_wide
 from lineate.rule import DELTA, GATED_DELTA, GATED_LINEAR, KIMI_DELTA, LINEAR, Rule
@@ -176,7 +176,8 @@ def explain(
         q: queries, `b t h k`.
         k: keys, `b t h k`.
         v: values, `b t hv v`, with hv a multiple of h.
-        log_decay: `b t hv` (per head), `b t hv k` (per key channel), or None for a rule that does not forget.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
+            that does not forget.
         beta: `b t hv`, `b t hv v`, or None for a rule that only accumulates.
         scale: multiplies the output; None is 1/sqrt(k).
         state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
@@ -189,7 +190,7 @@ def explain(
     Returns:
         The plan; print it, or read its fields.
     """
-    inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens)
+    inputs = spread_decay(in_one_dtype(Inputs(q, k, v, log_decay, beta, state, cu_seqlens)))
     request = Request(scale, form, backend, chunk_size, normalize_qk)
     plan, _ = check_and_resolve(select_rule(log_decay, beta), inputs, request)
     checks.check_decay(log_decay)

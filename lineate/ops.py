@@ -1,8 +1,12 @@
 """The five public ops, softmax attention beside them, and the attention matrix of each.
 
 Shapes: q, k `b t h k`; v `b t hv v` (hv a multiple of h); log_decay `b t hv` or `b t hv k`, natural logarithm, at most
-0, per token; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). All ops have the same keywords.
-The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain` says what would run.
+0, per token, or `hv` if it is constant; beta `b t hv`; state `b hv k v` in float32 (float64 for float64 inputs). All
+ops have the same keywords. The result is always Attended(output `b t hv v` in the dtype of v, state). `lineate.explain`
+says what would run.
+
+Dtypes. q, k and v of different dtypes are converted to the one that torch promotes them to; the output has v's own.
+Gates may have any dtype. A first state of another floating dtype is converted to float32 (float64 for float64 inputs).
 
 Gradients. Every op differentiates backwards. Inside torch.func (vmap, grad, jvp, ...) and forward mode every form runs
 torch's own functions, which differentiate any number of times; elsewhere only form="recurrent" and "parallel"
@@ -27,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, Request
+from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.forms.chunkwise import chunkwise
 from lineate.forms.packing import Form, run_chunked, run_packed
@@ -52,6 +56,17 @@ class Attended(NamedTuple, Generic[State]):
     """`b t hv v`, in the dtype of v."""
     state: State
     """`b hv k v`, or `n_seqs hv k v` for packed sequences; a KeyValueCache for softmax attention."""
+
+
+class AttendedStates(NamedTuple):
+    """What attend_keeping_states returns: an op's result, and the memories on the way."""
+
+    output: Tensor
+    """`b t hv v`, in the dtype of v."""
+    state: Tensor
+    """`b hv k v`, or `n_seqs hv k v` for packed sequences: the memory after the last token."""
+    states: Tensor
+    """`b n hv k v`: the memory after every so many tokens; `n hv k v` for packed sequences, one after the other."""
 
 
 def linear_attention(
@@ -91,6 +106,8 @@ def linear_attention(
     Returns:
         Attended(output, state): the output `b t hv v` in the dtype of v, and the memory after the last token.
     """
+    given = v
+    q, k, v, _, _, state, _ = in_one_dtype(Inputs(q, k, v, state=state))[:7]
     checks.check_qkv(q, k, v)
     checks.check_flag("normalize", normalize)
     if normalize_qk:
@@ -101,12 +118,11 @@ def linear_attention(
             q, k = unit(q), unit(k)
             normalize_qk = False
         q, k = phi(q), phi(k)
-    dtype = v.dtype
     if normalize:
         q, k, v = with_ones(q, k, v)
     inputs = Inputs(q, k, v, None, None, state, cu_seqlens)
-    attended = _attend(LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
-    return Attended(divide_by_last(attended.output, dtype), attended.state) if normalize else attended
+    output, state = _attend(LINEAR, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
+    return Attended(divide_by_last(output, given.dtype) if normalize else output.to(given.dtype), state)
 
 
 def gated_linear_attention(
@@ -129,7 +145,8 @@ def gated_linear_attention(
         q: queries, `b t h k`.
         k: keys, `b t h k`.
         v: values, `b t hv v`, with hv a multiple of h.
-        log_decay: `b t hv` (per head) or `b t hv k` (per key channel): natural logarithm, at most 0, per token.
+        log_decay: `b t hv` (per head) or `b t hv k` (per key channel): natural logarithm, at most 0, per token; or
+            `hv`, one constant for each head (RetNet, lightning attention).
         scale: multiplies the output; None is 1/sqrt(k).
         state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
         cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
@@ -207,7 +224,7 @@ def gated_delta_rule(
         q: queries, `b t h k`.
         k: keys, `b t h k`.
         v: values, `b t hv v`, with hv a multiple of h.
-        log_decay: `b t hv`: natural logarithm of the decay, at most 0, per token.
+        log_decay: `b t hv`: natural logarithm of the decay, at most 0, per token; or `hv`, one constant for each head.
         beta: the rate of writing, `b t hv`; also `b t hv v`, one rate per value channel, in the recurrent form.
         scale: multiplies the output; None is 1/sqrt(k).
         state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
@@ -265,6 +282,71 @@ def kimi_delta_attention(
     return _attend(KIMI_DELTA, inputs, Request(scale, form, backend, chunk_size, normalize_qk))
 
 
+def attend_keeping_states(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    keep_states_every: int,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    normalize_qk: bool = False,
+) -> AttendedStates:
+    """Run the rule that the gates select, as in `explain`, and return the memory after every keep_states_every tokens.
+
+    >>> output, state, states = lineate.attend_keeping_states(q, k, v, log_decay, beta, keep_states_every=64)
+    >>> lineate.gated_delta_rule(q2, k2, v2, log_decay2, beta2, state=states[:, 0])      # continue after 64 tokens
+
+    The tokens between two kept states are one call, from the first of these states; so multiples of 64, a chunk, take
+    about the time of the op alone. Everything differentiates. Packed sequences run one after the other, and their
+    bounds are read, which waits for a GPU.
+
+    Args:
+        q: queries, `b t h k`.
+        k: keys, `b t h k`.
+        v: values, `b t hv v`, with hv a multiple of h.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
+            that does not forget.
+        beta: `b t hv`, `b t hv v`, or None for a rule that only accumulates.
+        keep_states_every: after how many tokens a memory is kept. Of t tokens, n = t // keep_states_every are: the
+            memory after an incomplete rest is not among them, but in `state`.
+        scale: multiplies the output; None is 1/sqrt(k).
+        state: the memory to continue from, `b hv k v`; `n_seqs hv k v` with cu_seqlens. None is an empty memory.
+        cu_seqlens: `n_seqs + 1`, int: the bounds of sequences packed into one row (b = 1), which never see each other.
+        backend: "auto", "torch", "native" (C, on a CPU) or "triton" (on a GPU).
+        normalize_qk: whether q and k are l2-normalised inside.
+
+    Returns:
+        AttendedStates(output, state, states).
+    """
+    checks.check_every(keep_states_every)
+    given, rule, request = v, select_rule(log_decay, beta), Request(scale, "auto", backend, None, normalize_qk)
+    inputs = spread_decay(in_one_dtype(Inputs(q, k, v, log_decay, beta, state, cu_seqlens)))
+    check_and_resolve(rule, inputs, request)
+    if inputs.state is None:
+        inputs = inputs._replace(state=empty_state(inputs.q, inputs.v, cu_seqlens, compute_dtype(inputs.v.dtype)))
+    kept: list[Tensor] = []
+
+    def attend(part: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+        output, state = _attend(rule, part, request)
+        if part.q.shape[1] == options.chunk_size:
+            kept.append(state)
+        return output, state
+
+    run: Form = partial(run_chunked, attend)
+    options = Options(rule.corrects, 1.0, chunk_size=keep_states_every)
+    output, final = run(inputs, options) if cu_seqlens is None else run_packed(run, inputs, options)
+    if cu_seqlens is None:
+        states = torch.stack(kept, 1) if kept else final.new_empty(final.shape[0], 0, *final.shape[1:])
+    else:
+        states = torch.cat(kept) if kept else final.new_empty(0, *final.shape[1:])
+    return AttendedStates(output.to(given.dtype), final, states)
+
+
 def softmax_attention(
     q: Tensor,
     k: Tensor,
@@ -319,7 +401,8 @@ def attention_matrix(
     Args:
         q: queries, `b t h k`.
         k: keys, `b t h k`.
-        log_decay: `b t hv` (per head) or `b t hv k` (per key channel), at most 0; None: nothing is forgotten.
+        log_decay: `b t hv` (per head), `b t hv k` (per key channel) or `hv` (constant), at most 0; None: nothing is
+            forgotten.
         beta: the rate of writing, `b t hv`; None for a rule that only accumulates.
         scale: multiplies the matrix; None is 1/sqrt(k).
         normalize_qk: whether q and k are l2-normalised inside.
@@ -327,12 +410,15 @@ def attention_matrix(
     Returns:
         The matrix, float32 (float64 for float64 inputs).
     """
+    q, k = in_one_dtype(Inputs(q, k, q))[:2]
     checks.check_qkv(q, k, q)
     checks.check_one_rate(beta)
     gate, hv = log_decay if log_decay is not None else beta, q.shape[2]
-    if isinstance(gate, Tensor) and gate.dim() > 2:
-        hv = gate.shape[2] // hv * hv or hv  # rounded down, so that the message about a wrong number names the gate
-    inputs = Inputs(q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta)
+    if isinstance(gate, Tensor) and gate.dim() in (1, 3, 4):
+        heads = gate.shape[0 if gate.dim() == 1 else 2]
+        hv = heads // hv * hv or hv  # rounded down, so that the message about a wrong number names the gate
+    inputs = spread_decay(Inputs(q, k, q.new_empty(*q.shape[:2], hv, 1), log_decay, beta))
+    log_decay = inputs.log_decay
     checks.check_inputs(select_rule(log_decay, beta), inputs)
     checks.check_decay(log_decay)
     checks.check_scale(scale)
@@ -345,6 +431,13 @@ def attention_matrix(
 
 def _attend(rule: Rule, inputs: Inputs, request: Request) -> Attended[Tensor]:
     """Check the call, choose its form and backend, and run it."""
+    given = inputs.v
+    inputs = in_one_dtype(inputs)
+    if "head" in rule.decays:
+        inputs = spread_decay(inputs)
+    if inputs.v is not given:  # of another dtype
+        output, state = _attend(rule, inputs, request)
+        return Attended(output.to(given.dtype), state)
     plan, options = check_and_resolve(rule, inputs, request)
     if inputs.state is None:
         q, k, v, log_decay, beta, _, cu_seqlens = inputs[:7]

@@ -97,23 +97,42 @@ def activate(
     dt_bias: Tensor | None,
     beta_scale: float = 1.0,
     dtype: torch.dtype | None = None,
+    lower_bound: float | None = None,
+    raw_gates: bool | str = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return log_decay = -exp(A_log) softplus(gate + dt_bias) and beta = beta_scale sigmoid(write) from raw gates.
+    """Return log_decay = decay_of_gate(gate, ...) and beta = beta_scale sigmoid(write) from raw gates.
+
+    With raw_gates "log_decay" or "beta" only that one is raw; the other is returned as it is.
 
     gate `b t hv` or `b t hv k`; write `b t hv` or `b t hv v`; A_log `hv`; dt_bias `hv`, or `hv k` per channel. Both
     are computed in `dtype`; None takes the compute dtype of the gate.
     """
-    log_decay = beta = None
+    log_decay, beta = gate, write
     if dtype is None:
         dtype = torch.float32 if gate is None else compute_dtype(gate.dtype)
-    if gate is not None:
-        assert A_log is not None
-        given, speed = gate.to(dtype), A_log.to(dtype).exp()
-        bias = None if dt_bias is None else dt_bias.to(dtype)
-        if gate.dim() == 4:
-            speed = speed.unsqueeze(-1)  # hv 1
-            bias = bias.unsqueeze(-1) if bias is not None and bias.dim() == 1 else bias  # hv 1|k
-        log_decay = -speed * F.softplus(given if bias is None else given + bias)
-    if write is not None:
+    if gate is not None and raw_gates in (True, "log_decay"):
+        log_decay = decay_of_gate(gate.to(dtype), A_log, dt_bias, lower_bound)
+    if write is not None and raw_gates in (True, "beta"):
         beta = beta_scale * write.to(dtype).sigmoid()
     return log_decay, beta
+
+
+def decay_of_gate(gate: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Tensor:
+    """Return log_decay from the raw gate, in the dtype of the gate.
+
+        log_decay = -exp(A_log) softplus(gate + dt_bias)                      without a lower bound
+                  = lower_bound sigmoid(exp(A_log) (gate + dt_bias))          with one, which is below 0
+
+    gate `... hv` with A_log and dt_bias `hv`; or `b t hv k` per channel, with A_log `hv` and dt_bias `hv` or `hv k`.
+    exp(A_log) is 1 without A_log.
+    """
+    per_channel = gate.dim() == 4
+    if dt_bias is not None:
+        bias = dt_bias.to(gate.dtype)
+        gate = gate + (bias.unsqueeze(-1) if per_channel and bias.dim() == 1 else bias)  # hv 1|k
+    speed = None if A_log is None else A_log.to(gate.dtype).exp()
+    if speed is not None and per_channel:
+        speed = speed.unsqueeze(-1)  # hv 1
+    if lower_bound is not None:
+        return lower_bound * (gate if speed is None else speed * gate).sigmoid()
+    return -F.softplus(gate) if speed is None else -speed * F.softplus(gate)

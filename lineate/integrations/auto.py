@@ -60,15 +60,20 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
     n_layers: int
     pattern: str = "GGGA"
     linear: dict[str, Any] | None = None
+    mamba: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
     attention: dict[str, Any] | None = None
     latent: dict[str, Any] | None = None
     feed: dict[str, Any] | None = None
     experts: dict[str, Any] | None = None
     dense_layers: tuple[int, ...] = ()
+    mixer_only: tuple[int, ...] = ()
     norm_eps: float = 1e-6
     zero_centred_norm: bool = False
     norm_after: str = ""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     initializer_range: float = 0.02
     max_position: int | None = None

@@ -69,14 +69,19 @@ class Gates(NamedTuple):
     """The gates of a call, and how they are given."""
 
     log_decay: Tensor | None
-    """`b t hv`, `b t hv k` or None; the raw gate if A_log is given."""
+    """`b t hv`, `b t hv k` or None; the raw gate if raw_decay."""
     beta: Tensor | None
-    """`b t hv` or None; the raw logit if A_log is given."""
+    """`b t hv` or None; the raw logit if raw_beta."""
     A_log: Tensor | None = None
-    """`hv`: log_decay = -exp(A_log) softplus(gate + dt_bias), beta = beta_scale sigmoid(logit)."""
+    """`hv`, or None for exp(A_log) = 1."""
     dt_bias: Tensor | None = None
     """`hv`, or `hv k`."""
     beta_scale: float = 1.0
+    raw_decay: bool = False
+    """Whether log_decay = rule.decay_of_gate(gate, A_log, dt_bias, lower_bound)."""
+    raw_beta: bool = False
+    """Whether beta = beta_scale sigmoid(logit)."""
+    lower_bound: float | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -103,7 +108,7 @@ class Call(NamedTuple):
     @property
     def gates_outside(self) -> bool:
         """Whether ops.py computes the gradients of raw gates (per head); the stages compute those per channel."""
-        return self.gates.A_log is not None and not self.channel
+        return (self.gates.raw_decay or self.gates.raw_beta) and not self.channel
 
     @property
     def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
@@ -136,14 +141,17 @@ def make_call(inputs: Inputs, options: Options) -> Call:
         in_rows(q),
         in_rows(k),
         in_rows(v),
-        Gates(log_decay, beta, A_log, dt_bias, options.beta_scale),
+        Gates(
+            log_decay, beta, A_log, dt_bias,
+            options.beta_scale, options.raw_decay, options.raw_beta, options.lower_bound,
+        ),
         find_sequences(q, cu_seqlens),
         options.corrects,
         options.scale,
         options.normalize_qk,
         log_decay is not None and log_decay.dim() == 4,
         (*q.shape[1:3], v.shape[2], q.shape[3], v.shape[3]),
-    )
+    )  # fmt: skip
 
 
 def in_rows(x: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """The kernels of the rules as torch ops, for torch.compile and autograd."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs, Options
+from lineate.call import Inputs, Options, which_are_raw
 from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
-from lineate.kernels.call import aligned, clear, count_slots, dense, in_rows, make_call
+from lineate.kernels.call import CHUNK, aligned, clear, count_slots, dense, in_rows, make_call
 from lineate.kernels.stages import Gradients, Slots
 from lineate.kernels.tape import launch
 from lineate.registrar import register_op
@@ -30,26 +31,31 @@ def _forward(
     scale: float,
     normalize_qk: bool,
     beta_scale: float,
+    raw_decay: bool,
+    raw_beta: bool,
+    lower_bound: float | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the final state, and the states that enter each chunk, which a backward needs."""
     output, final, states = _empty_outputs(q, v, state, cu_seqlens, keep)
     q, k, v, log_decay, beta, A_log, dt_bias = _laid_out(q, k, v, log_decay, beta, A_log, dt_bias)
     state, cu_seqlens = state.contiguous(), _beside(q, cu_seqlens)
+    raw_gates = which_are_raw(raw_decay, raw_beta)
+    options = Options(corrects, scale, normalize_qk, CHUNK, beta_scale, raw_gates, lower_bound)
 
     def run() -> None:
-        inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
-        call = make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
+        call = make_call(Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias), options)
         clear(call.sequences, q.shape[1], output)
         kernels.forward(call, state, output, final, states if keep else None)
 
     tensors = (q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, output, final, states if keep else None)
-    launch("forward", tensors, (corrects, scale, normalize_qk, beta_scale), run)
+    launch("forward", tensors, options, run)
     return output, final, states
 
 
 def _fake(  # type: ignore[no-untyped-def]
-    q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, keep
+    q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens, corrects, scale, normalize_qk, beta_scale, raw_decay,
+    raw_beta, lower_bound, keep
 ):  # fmt: skip
     return _empty_outputs(q, v, state, cu_seqlens, keep)
 
@@ -70,6 +76,9 @@ def _backward(
     scale: float,
     normalize_qk: bool,
     beta_scale: float,
+    raw_decay: bool,
+    raw_beta: bool,
+    lower_bound: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate; those of absent inputs have no elements."""
     inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
@@ -78,13 +87,17 @@ def _backward(
     cu_seqlens = _beside(q, cu_seqlens)
     inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
+    raw_gates = which_are_raw(raw_decay, raw_beta)
+    options = Options(corrects, scale, normalize_qk, CHUNK, beta_scale, raw_gates, lower_bound)
 
     def run() -> None:
         dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
-        call = make_call(inputs, _options(A_log, corrects, scale, normalize_qk, beta_scale))
+        call = make_call(inputs, options)
         outside = call.gates_outside  # their gradients come after those of log_decay and beta
-        if outside:
-            dlog_decay, dbeta = (x.new_empty(x.shape, dtype=torch.float32) for x in (dlog_decay, dbeta))
+        if outside and raw_decay:
+            dlog_decay = dlog_decay.new_empty(dlog_decay.shape, dtype=torch.float32)
+        if outside and raw_beta:
+            dbeta = dbeta.new_empty(dbeta.shape, dtype=torch.float32)
         wanted = Gradients(
             dq,
             dk,
@@ -102,7 +115,7 @@ def _backward(
 
     given = (doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens)
     made = (x if x.numel() else None for x in grads)
-    launch("backward", (*given, *made), (corrects, scale, normalize_qk, beta_scale), run)
+    launch("backward", (*given, *made), options, run)
     return grads
 
 
@@ -120,8 +133,7 @@ def _beside(q: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]
-    doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens, corrects, scale, normalize_qk,
-    beta_scale
+    doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens, *_
 ):  # fmt: skip
     return _empty_grads(Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias), dfinal)
 
@@ -133,7 +145,7 @@ _run = register_op(
     fake=_fake,
     fake_backward=_fake_backward,
     tensors=9,
-    save=save_states,
+    save=partial(save_states, 9),
     differentiate=differentiate,
     hidden=2,
     keeps=True,
@@ -141,17 +153,14 @@ _run = register_op(
 
 
 def chunkwise(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the output and the final state. With A_log, log_decay is the raw gate and beta the raw logit."""
+    """Return the output and the final state."""
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     output, final, _ = _run(
         q, k, v, log_decay, beta, A_log, dt_bias, state, cu_seqlens,
-        options.corrects, options.scale, options.normalize_qk, options.beta_scale,
+        options.corrects, options.scale, options.normalize_qk, options.beta_scale, options.raw_decay,
+        options.raw_beta, options.lower_bound,
     )  # fmt: skip
     return output, final
-
-
-def _options(A_log: Tensor | None, corrects: bool, scale: float, normalize_qk: bool, beta_scale: float) -> Options:
-    return Options(corrects, scale, normalize_qk, beta_scale=beta_scale, raw_gates=A_log is not None)
 
 
 def _empty_outputs(

@@ -70,7 +70,7 @@ def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads:
 def raw_gate_gradients(
     gates: Gates, dlog_decay: Tensor, dbeta: Tensor, dgate: Tensor, dwrite: Tensor, dA_log: Tensor, ddt_bias: Tensor
 ) -> None:
-    """Fill the last four from the gradients of log_decay and beta per head, all without gaps."""
+    """Fill the last four from the gradients of log_decay and beta per head, without gaps; only those of raw gates."""
     raw = RawGradients(dgate, dwrite, dA_log, ddt_bias)
     architecture_of(dlog_decay.device).raw_gate_gradients(gates, dlog_decay, dbeta, raw)
 
@@ -91,7 +91,8 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
     segments = count_own_segments(stages)
     kind = (
         *((None if x is None else (x.device, x.dtype, *x.shape[2:])) for x in (call.q, call.v, *call.gates.tensors)),
-        call.corrects, call.normalize_qk, call.sequences.packed, stages.variant(segments), segments > 1, keep,
+        call.gates.raw_decay, call.gates.raw_beta, call.gates.lower_bound is None, call.corrects, call.normalize_qk,
+        call.sequences.packed, stages.variant(segments), segments > 1, keep,
     )  # fmt: skip
     if kind in COMPILED:
         return
@@ -162,10 +163,11 @@ def _room_for_maps(call: Call, segments: int) -> Tensor:
 
 def empty_gradients(call: Call, dstate: Tensor) -> Gradients:
     """Return buffers for all of a call's gradients, like ops.py: in float32 for gates that ops.py differentiates."""
-    outside = call.gates_outside
+    outside, gates = call.gates_outside, call.gates
+    raw = gates.raw_decay, gates.raw_beta, False, False
     log_decay, beta, A_log, dt_bias = (
-        None if x is None else torch.empty_like(x, dtype=torch.float32 if outside else x.dtype)
-        for x in call.gates.tensors
+        None if x is None else torch.empty_like(x, dtype=torch.float32 if outside and own else x.dtype)
+        for x, own in zip(gates.tensors, raw, strict=True)
     )
     q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
     return Gradients(q, k, v, log_decay, beta, dstate, None if outside else A_log, None if outside else dt_bias)

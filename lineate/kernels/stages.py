@@ -124,6 +124,7 @@ class RawGradients(NamedTuple):
     gate: Tensor
     write: Tensor
     A_log: Tensor
+    """Left alone if the call has no A_log."""
     dt_bias: Tensor
     """Left alone if the call has no dt_bias."""
 
@@ -175,7 +176,7 @@ class Stages(Protocol):
 
     @staticmethod
     def raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
-        """Fill the gradients of raw gates from those of log_decay and beta per head, which have no gaps."""
+        """Fill the gradients of those gates that are raw from those of log_decay and beta per head, without gaps."""
 
     @staticmethod
     def decode(inputs: Inputs, slots: Slots, options: Options) -> Tensor:

@@ -12,7 +12,7 @@ Every mixer declares its state once: `state_spec`, a tuple of TensorSpec(name, s
 
 from lineate.layers.attention import GatedAttention
 from lineate.layers.convolution import ShortConvolution, short_convolution
-from lineate.layers.feed import MixtureOfExperts, SwiGLU
+from lineate.layers.feed import MixtureOfExperts, SquaredReLU, SwiGLU
 from lineate.layers.lact import LaCT
 from lineate.layers.latent import LatentAttention
 from lineate.layers.least_squares import LeastSquares
@@ -23,6 +23,7 @@ from lineate.layers.linear import (
     KimiDeltaAttention,
     LinearAttention,
 )
+from lineate.layers.mamba2 import Mamba2
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, kind_of, kinds, register
@@ -37,6 +38,7 @@ __all__ = [
     "GatedDeltaNet",
     "KimiDeltaAttention",
     "LinearMixer",
+    "Mamba2",
     "LeastSquares",
     "TTTLinear",
     "TTTMLP",
@@ -45,6 +47,7 @@ __all__ = [
     "GatedAttention",
     "LatentAttention",
     "SwiGLU",
+    "SquaredReLU",
     "MixtureOfExperts",
     "ShortConvolution",
     "short_convolution",

@@ -219,6 +219,7 @@ class GatedAttention(nn.Module):
         bias: whether the projections have a bias.
         norm_eps: epsilon of these norms.
         zero_centred_norm: whether these norms multiply by 1 + weight.
+        scale: multiplies the scores; None is 1/sqrt(head_dim).
     """
 
     context: Context | None = None
@@ -238,6 +239,7 @@ class GatedAttention(nn.Module):
         bias: bool = False,
         norm_eps: float = 1e-6,
         zero_centred_norm: bool = False,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         checks.check_choice("qk_norm", str(qk_norm), ("head", "full", "None"))
@@ -247,6 +249,7 @@ class GatedAttention(nn.Module):
             raise ValueError(f"heads must be a multiple of kv_heads = {kv_heads}, got {heads}")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.rotary_dim, self.rope_theta, self.gated, self.qk_norm = rotary_dim, rope_theta, gated, qk_norm
+        self.scale = head_dim**-0.5 if scale is None else scale
         wide, narrow = heads * head_dim, kv_heads * head_dim
         self.splits = (wide, wide if gated else 0, narrow, narrow)
         self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=bias)
@@ -283,7 +286,7 @@ class GatedAttention(nn.Module):
         if self.rotary_dim:
             turn = self._turn(x, state, past if segment is None else segment.lengths(past), cu_seqlens)
             q, k = rotate(q, turn), rotate(k, turn)
-        new, scale = {"keys": k, "values": v}, self.head_dim**-0.5
+        new, scale = {"keys": k, "values": v}, self.scale
         if segment is not None:
             new, bounds = enter_attention(segment, new, state)
             output = attend_new(q, new["keys"], new["values"], scale, cu_seqlens, bounds)
@@ -310,6 +313,7 @@ def _make(model: ModelSizes, config: AttentionConfig) -> GatedAttention:
         model.hidden_size, config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
         rotary_dim=config.rotary_dim, rope_theta=config.rope_theta, gated=config.gated, qk_norm=config.qk_norm,
         bias=config.bias, norm_eps=model.norm_eps, zero_centred_norm=model.zero_centred_norm,
+        scale=config.scale,
     )  # fmt: skip
 
 

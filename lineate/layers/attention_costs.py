@@ -41,7 +41,8 @@ def attention_kept(a: AttentionConfig, half: bool) -> float:
 
 
 def _latent_projections(model: ModelSizes, m: LatentConfig) -> int:
-    return 2 * model.hidden_size * (m.heads * (m.nope_dim + m.rope_dim + m.value_dim) + m.rank + m.rope_dim)
+    made = m.heads * (m.nope_dim + m.rope_dim + m.value_dim) + m.rank + m.rope_dim + m.gate_width
+    return 2 * model.hidden_size * made
 
 
 def _latent_mixing(m: LatentConfig, tokens: int, convention: str) -> int:
@@ -68,11 +69,13 @@ LATENT = Operations(_latent_projections, _latent_mixing, _latent_mixing_one)
 def latent_kept(m: LatentConfig, half: bool) -> float:
     """Return the bytes a token that the backward keeps.
 
-    These are in_proj's output, the cached vector, keys and values of all heads, and the output.
+    These are in_proj's output, the cached vector, keys and values of all heads, the output, and its product with the
+    activated gate.
     """
     e = 2 if half else 4
     keys, values = m.heads * (m.nope_dim + m.rope_dim), m.heads * m.value_dim
     padded = keys > values  # values are widened to the keys, and the output cut
     made = 2 * keys + values if padded else m.heads * m.nope_dim + 2 * values
     turned = keys if m.rope_theta is not None else 0
-    return e * (keys + 2 * (m.rank + m.rope_dim) + keys + made + turned) + 4 * m.heads
+    gated = 2 * m.gate_width + (values if m.gate is not None and not padded else 0)
+    return e * (keys + 2 * (m.rank + m.rope_dim) + keys + made + turned + gated) + 4 * m.heads

@@ -1,7 +1,8 @@
 """The sizes of the mixers: one frozen dataclass for each group of mixers that share them.
 
 `check_sizes` raises if fields do not fit each other; `describe` returns one line for people. A field's metadata may
-have `choices`, the values it takes, and `least`, its smallest number (lineate/models/fields.py reads them).
+have `choices`, the values it takes, `least`, its smallest number, and `negative`, if it is below 0
+(lineate/models/fields.py reads them).
 """
 
 from dataclasses import dataclass, field
@@ -17,11 +18,13 @@ class LinearConfig:
         key_dim: channels of a key.
         value_dim: channels of a value.
         conv_size: tokens that the short convolution sees; 0 means no convolution.
-        decay_rank: width of the low-rank projection to the decay per channel (K, R); None is value_dim.
-        gate_rank: the same for the output gate (K); None is value_dim.
+        decay_rank: width of the low-rank projection to the decay per channel (K, R); None is value_dim, 0 (K) is none.
+        gate_rank: the same for the output gate (K); None is value_dim, 0 is none.
+        gate_bias: whether the projection behind gate_rank has a bias (K).
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
+        gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0) (G, K); GLM-5-Next and Ring have -5.
         norm_eps: epsilon of the output norm.
-        gate_activation: activation of the output gate, "silu" or "sigmoid"; published KDA (K) has "sigmoid".
+        gate_activation: activation of the output gate, "silu" or "sigmoid" (published KDA); "none" (not K) is no gate.
         feature_map: feature map of linear attention (L), "identity" or "elu+1".
     """
 
@@ -30,11 +33,13 @@ class LinearConfig:
     key_dim: int
     value_dim: int
     conv_size: int = field(default=4, metadata={"least": 0})
-    decay_rank: int | None = None
-    gate_rank: int | None = None
+    decay_rank: int | None = field(default=None, metadata={"least": 0})
+    gate_rank: int | None = field(default=None, metadata={"least": 0})
+    gate_bias: bool = False
     beta_scale: float = 1.0
+    gate_lower_bound: float | None = field(default=None, metadata={"negative": True})
     norm_eps: float = 1e-6
-    gate_activation: str = field(default="silu", metadata={"choices": ("silu", "sigmoid")})
+    gate_activation: str = field(default="silu", metadata={"choices": ("silu", "sigmoid", "none")})
     feature_map: str = field(default="elu+1", metadata={"choices": ("identity", "elu+1")})
 
     def check_sizes(self) -> None:
@@ -48,6 +53,58 @@ class LinearConfig:
         """Return the sizes in words."""
         heads = f"{self.heads} key heads of {self.key_dim}, {self.value_heads} value heads of {self.value_dim}"
         return f"{heads}, convolution over {self.conv_size} tokens"
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """The sizes of Mamba-2 (S).
+
+    Args:
+        heads: heads of x, each with a decay of its own; their number times head_dim is the inner width.
+        head_dim: channels of a head of x.
+        state_dim: channels of B and C, the keys and queries.
+        groups: heads of B and C, a divisor of heads; each serves heads / groups heads of x.
+        conv_size: tokens that the short convolution over x, B and C sees; 0 means no convolution.
+        conv_bias: whether that convolution has a bias.
+        bias: whether the projections have a bias.
+        norm_groups: groups of the inner channels that the output norm normalises apart from each other.
+        gate_first: whether the norm follows the output gate; otherwise the gate multiplies what was normalised.
+        step_least: smallest step dt.
+        step_most: largest step dt; None means no bound.
+        norm_eps: epsilon of the output norm.
+    """
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int = 1
+    conv_size: int = field(default=4, metadata={"least": 0})
+    conv_bias: bool = True
+    bias: bool = False
+    norm_groups: int = 1
+    gate_first: bool = True
+    step_least: float = 0.0
+    step_most: float | None = None
+    norm_eps: float = 1e-5
+
+    def check_sizes(self) -> None:
+        """Raise if heads or channels cannot be cut into these groups, or if no step lies within the bounds."""
+        if self.heads % self.groups:
+            raise ValueError(f"MambaConfig.heads must be a multiple of groups = {self.groups}, got {self.heads}")
+        if self.heads * self.head_dim % self.norm_groups:
+            raise ValueError(
+                f"MambaConfig.norm_groups must divide heads x head_dim = {self.heads * self.head_dim}, got "
+                f"{self.norm_groups}"
+            )
+        if self.step_most is not None and self.step_most < self.step_least:
+            raise ValueError(
+                f"MambaConfig.step_most must be at least step_least = {self.step_least}, got {self.step_most}"
+            )
+
+    def describe(self) -> str:
+        """Return the sizes in words."""
+        states = f"states of {self.state_dim} in {self.groups} group{'s' * (self.groups > 1)}"
+        return f"{self.heads} heads of {self.head_dim}, {states}, convolution over {self.conv_size} tokens"
 
 
 @dataclass(frozen=True)
@@ -89,6 +146,7 @@ class AttentionConfig:
         gated: whether the output is multiplied by sigmoid(gate) before the output projection.
         qk_norm: RMSNorm of q and k: of every "head", of all heads together ("full"), or None.
         bias: whether the projections have a bias.
+        scale: multiplies the scores; None is 1/sqrt(head_dim).
     """
 
     heads: int
@@ -99,6 +157,7 @@ class AttentionConfig:
     gated: bool = True
     qk_norm: str | None = field(default="head", metadata={"choices": ("head", "full", None)})
     bias: bool = False
+    scale: float | None = None
 
     def check_sizes(self) -> None:
         """Raise if heads do not divide each other, or if the rotated channels are odd or too many."""
@@ -130,6 +189,7 @@ class LatentConfig:
         value_dim: channels of a value.
         rope_theta: base of the rotation of the shared channels; None: they carry no positions.
         norm_eps: epsilon of the latent vector's norm.
+        gate: the output's sigmoid gate: one a "head", one a "channel", or None.
     """
 
     heads: int
@@ -139,6 +199,12 @@ class LatentConfig:
     value_dim: int
     rope_theta: float | None = None
     norm_eps: float = 1e-6
+    gate: str | None = field(default=None, metadata={"choices": ("head", "channel", None)})
+
+    @property
+    def gate_width(self) -> int:
+        """The channels of the output gate."""
+        return {None: 0, "head": self.heads, "channel": self.heads * self.value_dim}[self.gate]
 
     def check_sizes(self) -> None:
         """Raise if the rotated channels are odd."""
@@ -148,4 +214,5 @@ class LatentConfig:
     def describe(self) -> str:
         """Return the sizes in words."""
         dims = f"keys {self.nope_dim} + {self.rope_dim} shared, values {self.value_dim}"
-        return f"{self.heads} heads, latent {self.rank}, {dims}"
+        gate = "" if self.gate is None else f", one output gate a {self.gate}"
+        return f"{self.heads} heads, latent {self.rank}, {dims}{gate}"

@@ -199,9 +199,9 @@ def check_splits(*mixers: Any) -> None:
     if others:
         raise ValueError(
             "layers whose sequences are split over ranks (context parallelism) must be LinearAttention (L), "
-            "GatedLinearAttention (R), DeltaNet (D), GatedDeltaNet (G), KimiDeltaAttention (K), GatedAttention (A) or "
-            f"LatentAttention (M), got {', '.join(others)}, whose memory cannot be handed from rank to rank; "
-            "keep sequences whole and split the batch instead"
+            "GatedLinearAttention (R), DeltaNet (D), GatedDeltaNet (G), KimiDeltaAttention (K), Mamba2 (S), "
+            f"GatedAttention (A) or LatentAttention (M), got {', '.join(others)}, whose memory cannot be handed from "
+            "rank to rank; keep sequences whole and split the batch instead"
         )
 
 

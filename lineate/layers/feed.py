@@ -1,4 +1,4 @@
-"""Feed-forward layers: SwiGLU, and a mixture of SwiGLU experts."""
+"""Feed-forward layers: SwiGLU, squared ReLU, and a mixture of such experts."""
 
 from collections.abc import Callable
 
@@ -36,6 +36,37 @@ class SwiGLU(nn.Module):
         return project(self.down_proj, glu(project(self.gate_up_proj, x)))
 
 
+class SquaredReLU(nn.Module):
+    """down(relu(up(x))^2), without a gate.
+
+    Args:
+        hidden_size: channels of the tokens that come in and go out.
+        size: hidden channels.
+    """
+
+    def __init__(self, hidden_size: int, size: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(hidden_size, size, bias=False)
+        self.down_proj = nn.Linear(size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project(self.down_proj, squared_relu(project(self.up_proj, x)))
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return relu(x)^2."""
+    return F.relu(x).square()
+
+
+KINDS = ("swiglu", "relu2")
+"""The feed-forwards: SwiGLU and SquaredReLU."""
+
+
+def make_feed(kind: str, hidden_size: int, size: int) -> nn.Module:
+    """Make a dense feed-forward of one of the KINDS."""
+    return SwiGLU(hidden_size, size) if kind == "swiglu" else SquaredReLU(hidden_size, size)
+
+
 def glu(x: Tensor) -> Tensor:
     """Return silu(gate) * up for x = gate | up."""
     if native.serves(x):
@@ -65,6 +96,7 @@ class MixtureOfExperts(nn.Module):
         scale: multiplies these weights.
         groups: groups of experts (sigmoid scores).
         active_groups: groups that a token's experts come from.
+        kind: of the experts, "swiglu", or "relu2" without a gate; experts_gate_up then has the rows of up alone.
     """
 
     router_bias: Tensor | None
@@ -83,16 +115,19 @@ class MixtureOfExperts(nn.Module):
         scale: float = 1.0,
         groups: int = 1,
         active_groups: int = 1,
+        kind: str = "swiglu",
     ) -> None:
         super().__init__()
         checks.check_choice("scores", scores, ("softmax", "sigmoid"))
+        checks.check_choice("kind", kind, KINDS)
+        self.kind = kind
         self.count, self.active, self.scores, self.renormalize, self.scale = count, active, scores, renormalize, scale
         self.groups, self.active_groups = groups, active_groups
         self.router = nn.Linear(hidden_size, count, bias=False)
         self.register_buffer("router_bias", torch.empty(count) if scores == "sigmoid" else None)
-        self.experts_gate_up = nn.Parameter(torch.empty(count, 2 * size, hidden_size))
+        self.experts_gate_up = nn.Parameter(torch.empty(count, 2 * size if kind == "swiglu" else size, hidden_size))
         self.experts_down = nn.Parameter(torch.empty(count, hidden_size, size))
-        self.shared = SwiGLU(hidden_size, shared_size) if shared_size else None
+        self.shared = make_feed(kind, hidden_size, shared_size) if shared_size else None
         self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
         self.reset_parameters()
 
@@ -160,13 +195,14 @@ class MixtureOfExperts(nn.Module):
         experts = chosen.flatten()
         x = tokens[:, None, :].expand(-1, self.active, -1).flatten(0, 1)  # pairs hidden
         made = torch.bmm(self.experts_gate_up.index_select(0, experts), x[..., None])[..., 0]
-        made = torch.bmm(self.experts_down.index_select(0, experts), glu(made)[..., None])[..., 0]
+        made = torch.bmm(self.experts_down.index_select(0, experts), self._activated(made)[..., None])[..., 0]
         return made.view(*chosen.shape, -1)
 
     def run_all(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """Run all experts on all tokens, and keep the outputs of the chosen experts."""
         x = tokens.expand(self.count, -1, -1)
-        made = torch.bmm(glu(torch.bmm(x, self.experts_gate_up.transpose(1, 2))), self.experts_down.transpose(1, 2))
+        made = self._activated(torch.bmm(x, self.experts_gate_up.transpose(1, 2)))
+        made = torch.bmm(made, self.experts_down.transpose(1, 2))
         return made[chosen, torch.arange(tokens.shape[0], device=tokens.device)[:, None]]
 
     def run_sorted(self, tokens: Tensor, chosen: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -185,7 +221,10 @@ class MixtureOfExperts(nn.Module):
         """Run all experts in one launch, as one_by_one."""
         ends = torch.searchsorted(experts, torch.arange(self.count, device=experts.device), right=True, out_int32=True)
         made = F.grouped_mm(gathered, self.experts_gate_up.transpose(1, 2), offs=ends)
-        return F.grouped_mm(glu(made), self.experts_down.transpose(1, 2), offs=ends)
+        return F.grouped_mm(self._activated(made), self.experts_down.transpose(1, 2), offs=ends)
 
     def _expert(self, tokens: Tensor, e: int) -> Tensor:
-        return linear(glu(linear(tokens, self.experts_gate_up[e])), self.experts_down[e])
+        return linear(self._activated(linear(tokens, self.experts_gate_up[e])), self.experts_down[e])
+
+    def _activated(self, made: Tensor) -> Tensor:
+        return glu(made) if self.kind == "swiglu" else squared_relu(made)

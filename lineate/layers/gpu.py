@@ -1,5 +1,6 @@
 """Decide which calls run the GPU kernels of the layers around the rules."""
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
@@ -19,6 +20,12 @@ def kernels_for(*tensors: Tensor | None) -> ModuleType | None:
     from lineate.kernels.layers import ops as layer_ops  # triton, at its first use
 
     return layer_ops
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether launches on this device overlap, as in a graph that is being recorded; see kernels.launching.overlaps."""
+    launching = sys.modules.get("lineate.kernels.launching")  # otherwise nobody has said so
+    return launching is not None and bool(launching.overlaps(device))
 
 
 def overlapping() -> AbstractContextManager[None]:

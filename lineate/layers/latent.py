@@ -9,6 +9,7 @@ as the only key and value.
 import torch
 from torch import Tensor, nn
 
+from lineate import checks
 from lineate.half import multiply_heads
 from lineate.layers.attention import LOOK, attend, attend_new
 from lineate.layers.attention_costs import LATENT, latent_kept
@@ -26,7 +27,8 @@ from lineate.layers.state import TensorSpec, TokenCache, token_positions
 class LatentAttention(nn.Module):
     """Causal softmax attention whose keys and values are made from one latent vector a token.
 
-    in_proj is q | latent | shared, one projection; a query head has nope_dim + rope_dim channels.
+    in_proj is q | latent | shared | gate, one projection; a query head has nope_dim + rope_dim channels. With a gate
+    the output is multiplied by sigmoid(gate) before out_proj.
 
     Args:
         hidden_size: channels of the tokens that come in and go out.
@@ -37,6 +39,7 @@ class LatentAttention(nn.Module):
         value_dim: channels of a value.
         rope_theta: base of the rotation of the shared channels and their part of q; None: no positions (Kimi Linear).
         norm_eps: epsilon of the latent vector's norm.
+        gate: the output's sigmoid gate: one a "head" (Ling), one a "channel", or None.
     """
 
     context: Context | None = None
@@ -53,14 +56,17 @@ class LatentAttention(nn.Module):
         value_dim: int,
         rope_theta: float | None = None,
         norm_eps: float = 1e-6,
+        gate: str | None = None,
     ) -> None:
         super().__init__()
+        checks.check_choice("gate", str(gate), ("head", "channel", "None"))
         self.heads, self.rank, self.nope_dim, self.rope_dim, self.value_dim = (
             heads, rank, nope_dim, rope_dim, value_dim,
         )  # fmt: skip
-        self.rope_theta = rope_theta
+        self.rope_theta, self.gate = rope_theta, gate
+        gate_width = LatentConfig(heads, rank, nope_dim, rope_dim, value_dim, gate=gate).gate_width
         self.scale = (nope_dim + rope_dim) ** -0.5
-        self.splits = (heads * (nope_dim + rope_dim), rank, rope_dim)
+        self.splits = (heads * (nope_dim + rope_dim), rank, rope_dim, gate_width)
         self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
         self.latent_norm = RMSNorm(rank, norm_eps)
         self.up_proj = nn.Linear(rank, heads * (nope_dim + value_dim), bias=False)
@@ -83,7 +89,7 @@ class LatentAttention(nn.Module):
         check_call(self, x, state, cu_seqlens)
         t, past = x.shape[1], 0 if state is None else state.lengths
         segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
-        q, latent, shared = project(self.in_proj, x).split(self.splits, -1)
+        q, latent, shared, gate = project(self.in_proj, x).split(self.splits, -1)
         q = q.unflatten(-1, (self.heads, -1))  # b t heads nope+rope
         latent, shared = self.latent_norm(latent), shared[..., None, :]
         if self.rope_theta is not None:
@@ -97,11 +103,17 @@ class LatentAttention(nn.Module):
             if segment is not None:
                 new, bounds = enter_attention(segment, new, state)
             output = attend_new(q, *self._expand(new["latent"]), self.scale, cu_seqlens, bounds)
-            return project(self.out_proj, output.flatten(2)), TokenCache.of(new, bounds)
+            return self._leave(output, gate), TokenCache.of(new, bounds)
         state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
         # Reading the cache itself costs rank + rank a pair instead of nope + value, but expands nothing.
         read = self._absorbed if t == 1 or 4 * t < state.n else self._expanded
-        return project(self.out_proj, read(q, state, cu_seqlens).flatten(2)), state
+        return self._leave(read(q, state, cu_seqlens), gate), state
+
+    def _leave(self, output: Tensor, gate: Tensor) -> Tensor:
+        """Return out_proj of the output `b t heads v`, multiplied by its gate if there is one."""
+        if self.gate is not None:
+            output = output * gate.unflatten(-1, (self.heads, -1)).sigmoid()
+        return project(self.out_proj, output.flatten(2))
 
     def _expand(self, cached: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all heads, from `rows n 1 rank+rope`."""
@@ -126,7 +138,7 @@ class LatentAttention(nn.Module):
 def _make(model: ModelSizes, config: LatentConfig) -> LatentAttention:
     return LatentAttention(
         model.hidden_size, config.heads, rank=config.rank, nope_dim=config.nope_dim, rope_dim=config.rope_dim,
-        value_dim=config.value_dim, rope_theta=config.rope_theta, norm_eps=config.norm_eps,
+        value_dim=config.value_dim, rope_theta=config.rope_theta, norm_eps=config.norm_eps, gate=config.gate,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lineate import checks
 from lineate.call import Inputs
 from lineate.layers import linear_costs as costs
 from lineate.layers.carry import run_rule
@@ -31,7 +32,7 @@ class LinearAttention(LinearMixer):
         value_dim: channels of a value; None is key_dim.
         conv_size: tokens that the short convolution sees; 0: no convolution.
         norm_eps: epsilon of the output norm.
-        gate_activation: activation of the output gate, "silu" or "sigmoid".
+        gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
         feature_map: phi, "identity" or "elu+1".
     """
 
@@ -70,7 +71,7 @@ class LinearAttention(LinearMixer):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor | None, bounds: Bounds, owned: bool
     ) -> tuple[Attended[Tensor], Tensor]:
-        (z,) = gates
+        z = self.output_gate(gates)
         op = partial(linear_attention, feature_map=self.feature_map)
         if isinstance(bounds, Segment):  # after the rule, because the division is not linear in the memory
             output, memory = run_rule(op, with_ones(q, k, v), memory, bounds, corrects=False)
@@ -92,7 +93,7 @@ class GatedLinearAttention(LinearMixer):
         conv_size: tokens that the short convolution sees; 0: no convolution.
         decay_rank: channels of f; None is value_dim.
         norm_eps: epsilon of the output norm.
-        gate_activation: activation of the output gate, "silu" or "sigmoid".
+        gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
     """
 
     gates = ("decay_rank", "values")
@@ -117,6 +118,8 @@ class GatedLinearAttention(LinearMixer):
         )  # fmt: skip
 
     def add_gates(self) -> None:
+        if not self.decay_rank:
+            raise ValueError("decay_rank must be at least 1, got 0; give None for value_dim")
         self.decay_proj = nn.Linear(self.splits[1], self.value_heads * self.key_dim)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
@@ -136,11 +139,11 @@ class DeltaNet(LinearMixer):
         conv_size: tokens that the short convolution sees; 0: no convolution.
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
         norm_eps: epsilon of the output norm.
-        gate_activation: activation of the output gate, "silu" or "sigmoid".
+        gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
     """
 
     gates: ClassVar[tuple[str, ...]] = ("values", "heads")
-    options = ("beta_scale",)
+    options: ClassVar[tuple[str, ...]] = ("beta_scale",)
     normalize_qk = True
 
     def __init__(
@@ -170,7 +173,8 @@ class DeltaNet(LinearMixer):
 class GatedDeltaNet(DeltaNet):
     """S' = e^log_decay S, S = S' + beta k (v - S'^T k)^T; log_decay = -exp(A_log) softplus(a + dt_bias) per head.
 
-    in_proj is q | k | v | z | b | a. The output gate is silu(z) unless gate_activation says otherwise.
+    With gate_lower_bound, log_decay = gate_lower_bound sigmoid(exp(A_log) (a + dt_bias)). in_proj is
+    q | k | v | z | b | a. The output gate is silu(z) unless gate_activation says otherwise.
 
     Args:
         hidden_size: channels of the tokens that come in and go out.
@@ -181,18 +185,41 @@ class GatedDeltaNet(DeltaNet):
         conv_size: tokens that the short convolution sees; 0: no convolution.
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
         norm_eps: epsilon of the output norm.
-        gate_activation: activation of the output gate, "silu" or "sigmoid".
+        gate_activation: activation of the output gate, "silu", "sigmoid" or "none" (no gate).
+        gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
     """
 
     gates = ("values", "heads", "heads")
+    options = ("beta_scale", "gate_lower_bound")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        value_heads: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        beta_scale: float = 1.0,
+        norm_eps: float = 1e-6,
+        gate_activation: str = "silu",
+        gate_lower_bound: float | None = None,
+    ) -> None:
+        checks.check_lower_bound(gate_lower_bound, "gate_lower_bound")
+        super().__init__(
+            hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
+            beta_scale=beta_scale, norm_eps=norm_eps, gate_activation=gate_activation,
+        )  # fmt: skip
+        self.gate_lower_bound = gate_lower_bound
+        self.reset_parameters()
 
     def add_gates(self) -> None:
         self.A_log = nn.Parameter(torch.empty(self.value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads, dtype=torch.float32))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        init_decay(self.A_log, self.dt_bias)
+        init_decay(self.A_log, self.dt_bias, self.gate_lower_bound is not None)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         _, b, a = gates
@@ -203,7 +230,8 @@ class KimiDeltaAttention(LinearMixer):
     """GatedDeltaNet with one decay per key channel; the decay and the output gate come from low-rank projections.
 
     in_proj is q | k | v | f | z | b: decay_proj(f) is the a of GatedDeltaNet, per channel, and the output gate is
-    sigmoid(gate_proj(z)), where GatedDeltaNet has silu(z), unless gate_activation says otherwise.
+    sigmoid(gate_proj(z)), where GatedDeltaNet has silu(z), unless gate_activation says otherwise. With a rank of 0, f
+    or z itself is the decay or the gate, of full rank.
 
     Args:
         hidden_size: channels of the tokens that come in and go out.
@@ -212,15 +240,17 @@ class KimiDeltaAttention(LinearMixer):
         key_dim: channels of a key; None is hidden_size / heads.
         value_dim: channels of a value; None is key_dim.
         conv_size: tokens that the short convolution sees; 0: no convolution.
-        decay_rank: channels of f; None is value_dim.
-        gate_rank: channels of z; None is value_dim.
+        decay_rank: channels of f; None is value_dim, 0 is one for each channel of the keys of all value heads.
+        gate_rank: channels of z; None is value_dim, 0 is one for each channel of the values.
+        gate_bias: whether gate_proj has a bias.
         beta_scale: beta lies in (0, beta_scale); 2 allows negative eigenvalues.
         norm_eps: epsilon of the output norm.
         gate_activation: activation of the output gate, "silu" or "sigmoid".
+        gate_lower_bound: if given, log_decay lies in (gate_lower_bound, 0); it must be below 0.
     """
 
     gates = ("decay_rank", "gate_rank", "heads")
-    options = ("beta_scale", "decay_rank", "gate_rank")
+    options = ("beta_scale", "decay_rank", "gate_rank", "gate_bias", "gate_lower_bound")
     normalize_qk = True
 
     def __init__(
@@ -234,42 +264,54 @@ class KimiDeltaAttention(LinearMixer):
         conv_size: int = 4,
         decay_rank: int | None = None,
         gate_rank: int | None = None,
+        gate_bias: bool = False,
         beta_scale: float = 1.0,
         norm_eps: float = 1e-5,
         gate_activation: str = "sigmoid",
+        gate_lower_bound: float | None = None,
     ) -> None:
+        checks.check_lower_bound(gate_lower_bound, "gate_lower_bound")
+        checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
         super().__init__(
             hidden_size, heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim, conv_size=conv_size,
             norm_eps=norm_eps, gate_activation=gate_activation, decay_rank=decay_rank, gate_rank=gate_rank,
+            gate_bias=gate_bias,
         )  # fmt: skip
-        self.beta_scale = beta_scale
-
-    def add_gates(self) -> None:
-        _, decay_rank, gate_rank, rows = self.splits
-        self.decay_proj = nn.Linear(decay_rank, rows * self.key_dim, bias=False)
-        self.gate_proj = nn.Linear(gate_rank, rows * self.value_dim, bias=False)
-        self.A_log = nn.Parameter(torch.empty(rows, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(rows, self.key_dim, dtype=torch.float32))
+        self.beta_scale, self.gate_lower_bound = beta_scale, gate_lower_bound
         self.reset_parameters()
 
+    def add_gates(self) -> None:
+        rows, decays, values = self.value_heads, self.value_heads * self.key_dim, self.value_heads * self.value_dim
+        self.decay_proj = nn.Linear(self.decay_rank, decays, bias=False) if self.decay_rank else None
+        self.gate_proj = nn.Linear(self.gate_rank, values, bias=self.gate_bias) if self.gate_rank else None
+        self.A_log = nn.Parameter(torch.empty(rows, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(rows, self.key_dim, dtype=torch.float32))
+
     def reset_parameters(self) -> None:
-        init_decay(self.A_log, self.dt_bias)
+        init_decay(self.A_log, self.dt_bias, self.gate_lower_bound is not None)
 
     def rule_inputs(self, q: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor]) -> Inputs:
         f, _, b = gates
-        decay = project(self.decay_proj, f).unflatten(-1, (self.value_heads, self.key_dim))
+        decay = f if self.decay_proj is None else project(self.decay_proj, f)
+        decay = decay.unflatten(-1, (self.value_heads, self.key_dim))
         return Inputs(q, k, v, decay, b, A_log=self.A_log, dt_bias=self.dt_bias)
 
     def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
-        return project(self.gate_proj, gates[1])
+        return gates[1] if self.gate_proj is None else project(self.gate_proj, gates[1])
 
 
-def init_decay(A_log: Tensor, dt_bias: Tensor) -> None:
-    """Draw exp(A_log) uniformly in 1 .. 16, and softplus(dt_bias) in .001 .. .1, uniformly in its logarithm."""
+def init_decay(A_log: Tensor, dt_bias: Tensor, bounded: bool = False) -> None:
+    """Draw exp(A_log) uniformly in 1 .. 16, and softplus(dt_bias) in .001 .. .1, uniformly in its logarithm.
+
+    bounded: whether the decay has a lower bound. exp(A_log) is 1 then, as in GLM-5-Next: it multiplies the gate inside
+    the sigmoid, where larger numbers would close most gates.
+    """
     if A_log.is_meta:  # nothing to fill, and log on meta tensors imports 150 MB of torch
         return
     with torch.no_grad():
         A_log.uniform_(1, 16).log_()
+        if bounded:
+            A_log.zero_()
         step = dt_bias.uniform_(-6.9078, -2.3026).exp_()
         dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
 

@@ -91,6 +91,11 @@ def values_of(x: LinearConfig) -> int:
     return x.value_heads * x.value_dim
 
 
+def gate_columns(x: LinearConfig) -> int:
+    """Return the columns of in_proj that make the output gate of full rank; 0 if there is no gate."""
+    return 0 if x.gate_activation == "none" else values_of(x)
+
+
 def decay_rank(x: LinearConfig) -> int:
     """Return the width of the low-rank projection to the decay."""
     return x.value_dim if x.decay_rank is None else x.decay_rank
@@ -106,29 +111,36 @@ def _features_kept(x: LinearConfig, half: bool) -> float:
     return e * (2 * x.heads * x.key_dim + 2 * x.value_heads * columns) + 9 * x.value_heads
 
 
+def _kimi_columns(x: LinearConfig) -> int:
+    """Return the columns of in_proj behind q | k | v: the decay and the output gate, of low or full rank, and beta."""
+    decay, gate = decay_rank(x) or x.value_heads * x.key_dim, gate_rank(x) or values_of(x)
+    return decay + gate + x.value_heads
+
+
 def _channels_kept(x: LinearConfig, half: bool) -> float:
     """Return the bytes of KDA's gates, which its Triton kernels read in raw form."""
     e, channels = 2 if half else 4, x.value_heads * x.key_dim
-    return e * (values_of(x) + (channels if half else 3 * channels)) + (0 if half else 8 * x.value_heads)
+    gate = values_of(x) if gate_rank(x) else 0  # of full rank: a part of in_proj's output, which is counted there
+    return e * (gate + (channels if half else 3 * channels)) + (0 if half else 8 * x.value_heads)
 
 
 # Gates are float32 whatever the products are; the Triton kernels of the fused rules read them as they were projected.
-LINEAR_COSTS = LinearCosts(values_of, _features_kept, sums_keys=True)
+LINEAR_COSTS = LinearCosts(gate_columns, _features_kept, sums_keys=True)
 GATED_LINEAR_COSTS = LinearCosts(
-    lambda x: decay_rank(x) + values_of(x),
+    lambda x: decay_rank(x) + gate_columns(x),
     lambda x, half: 4 * x.value_heads * x.key_dim * (2 if half else 3),
     inner=lambda x: decay_rank(x) * x.value_heads * x.key_dim,
     per_channel=True,
 )
-DELTA_COSTS = LinearCosts(lambda x: values_of(x) + x.value_heads, lambda x, half: 8 * x.value_heads, corrects=True)
+DELTA_COSTS = LinearCosts(lambda x: gate_columns(x) + x.value_heads, lambda x, half: 8 * x.value_heads, corrects=True)
 GATED_DELTA_COSTS = LinearCosts(
-    lambda x: values_of(x) + 2 * x.value_heads,
+    lambda x: gate_columns(x) + 2 * x.value_heads,
     lambda x, half: 0 if half else 20 * x.value_heads,
     corrects=True,
     fused=True,
 )
 KIMI_DELTA_COSTS = LinearCosts(
-    lambda x: decay_rank(x) + gate_rank(x) + x.value_heads,
+    _kimi_columns,
     _channels_kept,
     inner=lambda x: decay_rank(x) * x.value_heads * x.key_dim + gate_rank(x) * values_of(x),
     corrects=True,

@@ -53,9 +53,12 @@ class LinearMixer(nn.Module):
         value_dim: channels of a value; None is key_dim.
         conv_size: tokens that the short convolution sees; 0 means no convolution.
         norm_eps: epsilon of the output norm.
-        gate_activation: activation of the output gate, "silu" or "sigmoid".
-        decay_rank: width of the low-rank projection to the decay; None is value_dim.
-        gate_rank: width of the low-rank projection to the output gate; None is value_dim.
+        gate_activation: activation of the output gate, "silu" or "sigmoid"; "none": there is no output gate.
+        decay_rank: width of the low-rank projection to the decay; None is value_dim, 0 is no such projection.
+        gate_rank: width of the low-rank projection to the output gate; None is value_dim, 0 is no such projection.
+        gate_bias: whether the projection behind gate_rank has a bias.
+        bias: whether in_proj and out_proj have a bias.
+        conv_bias: whether the short convolution has a bias.
     """
 
     gates: ClassVar[tuple[str, ...]]
@@ -66,6 +69,8 @@ class LinearMixer(nn.Module):
     """Whether the rule normalises q and k."""
     beta_scale: float = 1.0
     """The upper bound of beta if it is made from a raw logit: beta lies in (0, beta_scale)."""
+    gate_lower_bound: float | None = None
+    """The lower bound of log_decay if it is made from a raw gate: log_decay lies in (gate_lower_bound, 0)."""
     context: Context | None = None
     """If set, x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
 
@@ -82,9 +87,12 @@ class LinearMixer(nn.Module):
         gate_activation: str = "silu",
         decay_rank: int | None = None,
         gate_rank: int | None = None,
+        gate_bias: bool = False,
+        bias: bool = False,
+        conv_bias: bool = False,
     ) -> None:
         super().__init__()
-        checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid"))
+        checks.check_choice("gate_activation", gate_activation, ("silu", "sigmoid", "none"))
         value_heads = heads if value_heads is None else value_heads
         key_dim = hidden_size // heads if key_dim is None else key_dim
         value_dim = key_dim if value_dim is None else value_dim
@@ -92,16 +100,18 @@ class LinearMixer(nn.Module):
             raise ValueError(f"value_heads must be a multiple of heads = {heads}, got {value_heads}")
         self.heads, self.value_heads, self.key_dim, self.value_dim = heads, value_heads, key_dim, value_dim
         self.width = 2 * heads * key_dim + value_heads * value_dim  # of q | k | v
+        self.decay_rank = value_dim if decay_rank is None else decay_rank
+        self.gate_rank, self.gate_bias = value_dim if gate_rank is None else gate_rank, gate_bias
         widths = {
-            "values": value_heads * value_dim, "heads": value_heads,
-            "decay_rank": value_dim if decay_rank is None else decay_rank,
-            "gate_rank": value_dim if gate_rank is None else gate_rank,
+            "values": 0 if gate_activation == "none" else value_heads * value_dim, "heads": value_heads,
+            "decay_rank": self.decay_rank or value_heads * key_dim,
+            "gate_rank": self.gate_rank or value_heads * value_dim,
         }  # fmt: skip
         self.splits = (self.width, *(widths[gate] for gate in self.gates))
-        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=False)
-        self.conv = ShortConvolution(self.width, conv_size) if conv_size else None
+        self.in_proj = nn.Linear(hidden_size, sum(self.splits), bias=bias)
+        self.conv = ShortConvolution(self.width, conv_size, bias=conv_bias) if conv_size else None
         self.norm = GatedRMSNorm(value_dim, norm_eps, activation=gate_activation)
-        self.out_proj = nn.Linear(value_heads * value_dim, hidden_size, bias=False)
+        self.out_proj = nn.Linear(value_heads * value_dim, hidden_size, bias=bias)
         self.add_gates()
 
     @classmethod
@@ -156,7 +166,7 @@ class LinearMixer(nn.Module):
         """
         heads = sum(gate == "heads" for gate in self.gates)
         aligned = sum(self.splits) % 8 == 0 or not heads or not x.is_cuda
-        if aligned or x.shape[1] == 1 or type(self.in_proj) is not nn.Linear:
+        if aligned or x.shape[1] == 1 or type(self.in_proj) is not nn.Linear or self.in_proj.bias is not None:
             return project(self.in_proj, x).split(self.splits, -1)
         weight: Tensor = self.in_proj.weight
         wide, narrow = weight.split((sum(self.splits[:-heads]), sum(self.splits[-heads:])))
@@ -180,8 +190,11 @@ class LinearMixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must have rule_inputs, as every LinearMixer")
 
     def output_gate(self, gates: Sequence[Tensor]) -> Tensor:
-        """Return z `b t hv*v`, before its activation."""
-        return gates[self.gates.index("values")]
+        """Return z `b t hv*v`, before its activation; numbers that nobody reads if there is no gate."""
+        z = gates[self.gates.index("values")]
+        if self.norm.activation == "none":
+            return z.new_zeros(()).expand(*z.shape[:-1], self.value_heads * self.value_dim)
+        return z
 
     def features(self, x: Tensor) -> Tensor:
         """Return q or k `b t h k` as the rule uses it."""
@@ -211,7 +224,7 @@ class LinearMixer(nn.Module):
     ) -> Attended[Tensor]:  # fmt: skip
         q, k, v, gate, write = tensors
         inputs = Inputs(q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias)
-        return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned)
+        return delta_from_raw_gates(inputs, self.beta_scale, in_place=owned, lower_bound=self.gate_lower_bound)
 
     def trace(self, x: Tensor) -> Inputs:
         """Return the inputs of the rule on a sequence x `1 t hidden`: features or unit keys, and activated gates."""
@@ -222,23 +235,28 @@ class LinearMixer(nn.Module):
         inputs = self.rule_inputs(q, k, v, gates)
         log_decay, beta = inputs.log_decay, inputs.beta
         if inputs.A_log is not None:
-            log_decay, beta = activate(log_decay, beta, inputs.A_log, inputs.dt_bias, self.beta_scale)
+            log_decay, beta = activate(
+                log_decay, beta, inputs.A_log, inputs.dt_bias, self.beta_scale, lower_bound=self.gate_lower_bound
+            )
         return Inputs(self.features(inputs.q), self.features(inputs.k), inputs.v, log_decay, beta)
 
 
-def delta_from_raw_gates(inputs: Inputs, beta_scale: float, in_place: bool = False) -> Attended[Tensor]:
+def delta_from_raw_gates(
+    inputs: Inputs, beta_scale: float, in_place: bool = False, lower_bound: float | None = None
+) -> Attended[Tensor]:
     """Run fused_delta_rule; for one token a row, a GPU kernel on a copy of the memory, or else the recurrent form.
 
     Args:
         inputs: what the rule is called with, its gates raw.
         beta_scale: beta lies in (0, beta_scale).
         in_place: whether that launch may overwrite the memory, and return it.
+        lower_bound: if given, log_decay lies in (lower_bound, 0); see fused_delta_rule.
     """
     q, k, v, gate, write, state, cu_seqlens, A_log, dt_bias = inputs
     assert gate is not None and write is not None and A_log is not None
     if q.shape[1] == 1 and cu_seqlens is None:
         if not q.is_cuda:
-            log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale)
+            log_decay, beta = activate(gate, write, A_log, dt_bias, beta_scale, lower_bound=lower_bound)
             assert log_decay is not None and beta is not None
             op = kimi_delta_attention if gate.dim() == 4 else gated_delta_rule
             return op(q, k, v, log_decay, beta, state=state, normalize_qk=True)
@@ -247,11 +265,13 @@ def delta_from_raw_gates(inputs: Inputs, beta_scale: float, in_place: bool = Fal
             output = decode(
                 q, k, v, gate, write,
                 state=state, normalize_qk=True, raw_gates=True, A_log=A_log, dt_bias=dt_bias, beta_scale=beta_scale,
+                lower_bound=lower_bound,
             )  # fmt: skip
             return Attended(output, state)
     return fused_delta_rule(
-        q, k, v, gate, write, A_log, dt_bias, beta_scale=beta_scale, state=state, cu_seqlens=cu_seqlens
-    )
+        q, k, v, gate, write, A_log, dt_bias,
+        beta_scale=beta_scale, lower_bound=lower_bound, state=state, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
 
 
 def _op_of(inputs: Inputs) -> Callable[..., Attended[Tensor]]:

@@ -52,7 +52,7 @@ class GatedRMSNorm(nn.Module):
     Args:
         size: channels.
         eps: added to the mean square.
-        activation: of the gate, "silu" (Qwen3-Next) or "sigmoid" (Kimi Linear).
+        activation: of the gate, "silu" (Qwen3-Next) or "sigmoid" (Kimi Linear); "none": the gate is not read.
     """
 
     def __init__(self, size: int, eps: float = 1e-6, *, activation: str = "silu") -> None:
@@ -68,6 +68,11 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalise x `... size` and multiply it by the activated gate `... size`; in the dtype of x."""
         weight: Tensor = self.weight
+        if self.activation == "none":
+            if native.serves(x, weight):
+                return native.rms_norm(x, weight, self.eps, zero_centred=False)
+            wide = compute_dtype(x.dtype)
+            return F.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), self.eps).to(x.dtype)
         if native.serves(x, weight, gate) and gate.shape == x.shape:
             return native.gated_rms_norm(x, weight, gate, self.eps, self.activation)
         kernels = kernels_for(x, weight, gate)

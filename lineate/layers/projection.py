@@ -5,10 +5,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.half import LinearThroughFloat32, half_dtype, has_few_rows, linear
+from lineate.layers.gpu import overlaps
+from lineate.tracing import needs_grad
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
     """Return module(x); the module is an nn.Linear or a stand-in (wrapped, quantised, hooked, fetched on use)."""
+    if x.is_cuda and overlaps(x.device) and type(module) is nn.Linear and _is_bare(module):
+        few = _few_rows(x, module)
+        if few is not None:
+            return few
     wide = half_dtype(x) is None
     if (not wide or has_few_rows(x)) and type(module) is nn.Linear and _is_bare(module):
         return linear(x, module.weight, module.bias)
@@ -21,6 +27,18 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
     with LinearThroughFloat32():
         result = module(x)
         return result
+
+
+def _few_rows(x: Tensor, module: nn.Linear) -> Tensor | None:
+    """Return module(x) of the few rows that a step or a trail in a graph has, if a kernel of ours multiplies them."""
+    from lineate.kernels.layers import products  # triton, at its first use
+
+    rows = x.reshape(-1, x.shape[-1])
+    if module.bias is not None or needs_grad(x, module.weight) or torch.is_autocast_enabled("cuda"):
+        return None
+    if not products.serves_few(rows, module.weight):
+        return None
+    return products.product_few(rows, module.weight).view(*x.shape[:-1], -1)
 
 
 def _is_bare(module: nn.Linear) -> bool:

@@ -21,14 +21,15 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lineate.call import Inputs
-from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MemoryConfig
+from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig
 from lineate.rule import RULES
 
-ORDER = "LRDGKTPNCEAM"
+ORDER = "LRDGKSTPNCEAM"
 """The order of these mixers in lists, whichever file is imported first; others follow in order of registration."""
 
 SECTIONS: dict[str, type[Any]] = {
     "linear": LinearConfig,
+    "mamba": MambaConfig,
     "memory": MemoryConfig,
     "attention": AttentionConfig,
     "latent": LatentConfig,

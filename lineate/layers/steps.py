@@ -20,7 +20,7 @@ from lineate.layers.attention import GatedAttention, reads_own_length
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.entry import check_call
 from lineate.layers.feed import SwiGLU, glu
-from lineate.layers.gpu import kernels_for
+from lineate.layers.gpu import kernels_for, overlaps
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
@@ -36,16 +36,17 @@ _KNOWN = frozenset(
 
 def is_step(x: Tensor, state: LayerState | None) -> bool:
     """Whether x `b t hidden` is one token a row on a GPU, after a state that may be overwritten, without gradients."""
-    if (
-        not x.is_cuda
-        or x.shape[1] != 1
-        or not x.is_contiguous()
-        or torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cuda")
-    ):
+    if not x.is_cuda or x.shape[1] != 1 or not x.is_contiguous():
         return False
     owned = isinstance(state, CacheInPlace) or (isinstance(state, Memory) and state.owned)
-    return owned and is_eager(x) and kernels_for(x) is not None
+    return owned and runs_steps(x)
+
+
+def runs_steps(x: Tensor) -> bool:
+    """Whether the kernels of a step may run: on a GPU, without gradients, and without autocast."""
+    if not x.is_cuda or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+        return False
+    return is_eager(x) and kernels_for(x) is not None
 
 
 class Mixed(NamedTuple):
@@ -113,6 +114,7 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
     if (
         mixer.context is not None
         or mixer.in_proj.bias is not None
+        or mixer.norm.activation == "none"
         or not _are_bare(*parts)
         or not token.serves_memory(memory)
     ):
@@ -131,10 +133,11 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
     if len(x) <= token.FEW_ROWS:
         output = token.mix(
             inputs, z, mixer.norm.weight, eps=mixer.norm.eps, silu=mixer.norm.activation == "silu",
-            beta_scale=mixer.beta_scale, scale=scale,
+            beta_scale=mixer.beta_scale, scale=scale, lower_bound=mixer.gate_lower_bound,
         )  # fmt: skip
     else:
         options = Options(True, scale, True, beta_scale=mixer.beta_scale, raw_gates=True)
+        options = options._replace(lower_bound=mixer.gate_lower_bound)
         output = decode(inputs, Slots(None, None), options, settled=True)
         output = mixer.norm(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     return output[:, 0], Memory(state.tensors)
@@ -163,7 +166,7 @@ def _attention_step(
     weights = (mixer.q_norm.weight, mixer.k_norm.weight, mixer.q_norm.eps, mixer.q_norm.zero_centred) if norms else None
     q = token.place(q, k, v, weights, turning, state.lengths, keys, values)
     output = cached.cached_attention(
-        q, keys, values, state.after, mixer.head_dim**-0.5, gate if mixer.gated else None
+        q, keys, values, state.after, mixer.scale, gate if mixer.gated else None
     )  # fmt: skip
     return output.flatten(1), state.appended()
 
@@ -217,8 +220,7 @@ def _enter(
 
 def _leave(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None = None) -> tuple[Tensor, Tensor | None]:
     """Return x + module(y) of y `rows k`, and its norm `then`, where it is made on the way."""
-    from lineate.kernels.launching import overlaps  # triton, at its first use
-    from lineate.kernels.layers import products
+    from lineate.kernels.layers import products  # triton, at its first use
 
     weight, bias = module.weight, module.bias
     if products.serves_one(y, weight):

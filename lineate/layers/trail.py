@@ -15,6 +15,7 @@ Rejected tokens leave nothing behind, even if they were not finite.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from lineate import checks
 from lineate.call import Inputs
 from lineate.decoding import decode
+from lineate.layers.counts import Counts, count_up, nowhere, places
 from lineate.layers.entry import check_call
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.projection import project
@@ -34,13 +36,13 @@ KEPT = ("auto", "states", "inputs")
 class Trail(Protocol):
     """The states of a layer after each of the tokens of one pass."""
 
-    def after(self, counts: Tensor, into: Mapping[str, Tensor] | None = None) -> LayerState:
+    def after(self, counts: Tensor | Counts, into: Mapping[str, Tensor] | None = None) -> LayerState:
         """Return the state whose row r has read the first counts[r] tokens; 0 is the state that was given.
 
         On a GPU nothing waits for the device. Counts on a CPU avoid copies, and keep the caches as short as can be.
 
         Args:
-            counts: `rows`, int, each in 0 .. t.
+            counts: `rows`, int, each in 0 .. t. Counts share what several layers compute from them.
             into: tensors `rows ...` that a memory is written to, by name; they may be those of the state that was
                 given, and then the trail must not be used again. Caches are always cut in place, at the first call.
         """
@@ -86,18 +88,6 @@ def _hooked(mixer: nn.Module) -> bool:
     return bool(mixer._forward_hooks or mixer._forward_pre_hooks or "forward" in vars(mixer))
 
 
-def check_counts(counts: Tensor, rows: int, t: int) -> None:
-    """Raise unless counts are `rows` integers in 0 .. t; values on a GPU are not read."""
-    if not isinstance(counts, Tensor):
-        raise TypeError(f"counts must be a torch.Tensor, got {type(counts).__name__}")
-    if counts.shape != (rows,) or counts.is_floating_point() or counts.dtype == torch.bool:
-        raise ValueError(f"counts must be integers of shape (rows,) = ({rows},), got {tuple(counts.shape)}")
-    if counts.device.type == "cpu" and not torch.compiler.is_compiling() and rows:
-        low, high = (int(n) for n in counts.aminmax())
-        if low < 0 or high > t:
-            raise ValueError(f"counts must lie in 0 .. {t}, the tokens of the trail, got {low} .. {high}")
-
-
 @dataclass(frozen=True)
 class Stored:
     """One tensor of a memory after 0 .. t tokens.
@@ -112,18 +102,18 @@ class Stored:
     def rows(self) -> int:
         return self.versions[0].shape[0]
 
-    def after(self, counts: Tensor, into: Tensor | None) -> Tensor:
+    def after(self, counts: Counts, into: Tensor | None) -> Tensor:
         """Return the tensor whose row r has read counts[r] tokens."""
         versions = self.versions
-        if counts.device.type == "cpu":
-            wanted = counts.tolist()
+        if counts.tensor.device.type == "cpu":
+            wanted = counts.tensor.tolist()
             if all(n == wanted[0] for n in wanted):
                 chosen = versions[wanted[0]]
             else:
                 chosen = torch.stack([versions[n][row] for row, n in enumerate(wanted)])
         else:
             stacked = versions if isinstance(versions, Tensor) else torch.stack(list(versions))  # t+1 rows ...
-            chosen = stacked[counts.long(), torch.arange(counts.shape[0], device=counts.device)]
+            chosen = stacked[counts.on(stacked.device), count_up(self.rows, stacked.device)]
         return chosen if into is None else into.copy_(chosen)
 
 
@@ -140,9 +130,9 @@ class MemoryTrail:
     t: int
 
     @torch.no_grad()
-    def after(self, counts: Tensor, into: Mapping[str, Tensor] | None = None) -> Memory:
+    def after(self, counts: Tensor | Counts, into: Mapping[str, Tensor] | None = None) -> Memory:
         """Return the memory whose row r has read the first counts[r] tokens; see Trail."""
-        check_counts(counts, next(iter(self.tensors.values())).rows, self.t)
+        counts = Counts.of(counts, next(iter(self.tensors.values())).rows, self.t)
         return Memory({name: x.after(counts, None if into is None else into[name]) for name, x in self.tensors.items()})
 
 
@@ -161,7 +151,7 @@ def _linear(mixer: LinearMixer, x: Tensor, state: Memory, keep: str) -> tuple[Te
     else:
         inputs, z = mixer.rule_inputs(*qkv, gates), mixer.output_gate(gates)
         if keep == "inputs" or (keep == "auto" and x.is_cuda):
-            kept = Replay(inputs, mixer.normalize_qk, mixer.beta_scale, memory)
+            kept = Replay(inputs, mixer.normalize_qk, mixer.beta_scale, mixer.gate_lower_bound, memory)
             output = kept.read()
         elif x.is_cuda:
             output, kept = _slot_each(mixer, inputs, memory)
@@ -204,23 +194,27 @@ def _slot_each(mixer: LinearMixer, inputs: Inputs, memory: Tensor) -> tuple[Tens
     versions[0] = memory
     slots = torch.arange((t + 1) * rows, device=memory.device).view(t + 1, rows)
     pool = versions.view(-1, *memory.shape[1:])
-    output = _decode(inputs, mixer.normalize_qk, mixer.beta_scale, pool, slots[1:].T.contiguous())
+    options = mixer.normalize_qk, mixer.beta_scale, mixer.gate_lower_bound
+    output = _decode(inputs, *options, pool, slots[1:].T.contiguous())
     return output, Stored(versions)
 
 
-def _decode(inputs: Inputs, normalize_qk: bool, beta_scale: float, pool: Tensor, slots: Tensor) -> Tensor:
+def _decode(
+    inputs: Inputs, normalize_qk: bool, beta_scale: float, lower_bound: float | None, pool: Tensor, slots: Tensor
+) -> Tensor:
     """Run the rule from the first rows of a pool, and write the memory after token i of row r to pool[slots[r, i]]."""
     raw = inputs.A_log is not None
     return decode(
         *inputs[:5],
         state=pool,
         slots=slots,
-        start_slots=torch.arange(slots.shape[0], device=slots.device),
+        start_slots=count_up(slots.shape[0], slots.device),
         normalize_qk=raw or normalize_qk,
         raw_gates=raw,
         A_log=inputs.A_log,
         dt_bias=inputs.dt_bias,
         beta_scale=beta_scale if raw else 1.0,
+        lower_bound=lower_bound if raw else None,
     )
 
 
@@ -232,12 +226,14 @@ class Replay:
         inputs: the rule's arguments, without a state.
         normalize_qk: whether the rule normalises q and k.
         beta_scale: the largest beta of raw gates.
+        lower_bound: the lower bound of log_decay from raw gates, or None.
         memory: `rows hv k v`, before the first token.
     """
 
     inputs: Inputs
     normalize_qk: bool
     beta_scale: float
+    lower_bound: float | None
     memory: Tensor
 
     @property
@@ -247,19 +243,17 @@ class Replay:
     def read(self) -> Tensor:
         """Return the rule's output of all tokens; no memory is written."""
         rows, t = self.inputs.q.shape[:2]
-        nowhere = torch.full((rows, t), -1, device=self.memory.device)
-        return _decode(self.inputs, self.normalize_qk, self.beta_scale, self.memory, nowhere)
+        slots = nowhere(rows, t, self.memory.device)
+        return _decode(self.inputs, self.normalize_qk, self.beta_scale, self.lower_bound, self.memory, slots)
 
-    def after(self, counts: Tensor, into: Tensor | None) -> Tensor:
+    def after(self, counts: Counts, into: Tensor | None) -> Tensor:
         """Return the memory whose row r has read counts[r] tokens."""
         if into is None:
             into = self.memory.clone()
         elif into.data_ptr() != self.memory.data_ptr():
             into.copy_(self.memory)
-        rows, t = self.inputs.q.shape[:2]
-        steps, own = torch.arange(1, t + 1, device=into.device), torch.arange(rows, device=into.device)[:, None]
-        slots = torch.where(steps == counts.to(into.device)[:, None], own, -1)  # rows t: only the last kept one writes
-        _decode(self.inputs, self.normalize_qk, self.beta_scale, into, slots)
+        slots = counts.own_slots(self.inputs.q.shape[1], into.device)
+        _decode(self.inputs, self.normalize_qk, self.beta_scale, self.lower_bound, into, slots)
         return into
 
 
@@ -278,15 +272,17 @@ class LinearTrail:
     t: int
 
     @torch.no_grad()
-    def after(self, counts: Tensor, into: Mapping[str, Tensor] | None = None) -> Memory:
+    def after(self, counts: Tensor | Counts, into: Mapping[str, Tensor] | None = None) -> Memory:
         """Return the memory whose row r has read the first counts[r] tokens; see Trail."""
-        check_counts(counts, self.memory.rows, self.t)
+        counts = Counts.of(counts, self.memory.rows, self.t)
         tensors = {}
         if self.taps is not None:
-            size = self.taps.shape[2] - self.t
-            at = counts.to(self.taps.device).long()[:, None, None] + torch.arange(size, device=self.taps.device)
-            last = self.taps.gather(2, at.expand(-1, self.taps.shape[1], -1))  # rows channels size-1
-            tensors["conv"] = last if into is None else into["conv"].copy_(last)
+            at = counts.taps(self.taps.shape[2] - self.t, self.taps.device).expand(-1, self.taps.shape[1], -1)
+            if into is None or into["conv"].dtype != self.taps.dtype:
+                last = self.taps.gather(2, at)  # rows channels size-1
+                tensors["conv"] = last if into is None else into["conv"].copy_(last)
+            else:
+                tensors["conv"] = torch.gather(self.taps, 2, at, out=into["conv"])
         tensors["memory"] = self.memory.after(counts, None if into is None else into["memory"])
         return Memory(tensors)
 
@@ -305,13 +301,14 @@ class _Noted(TokenCache):
 
     def append(self, new: dict[str, Tensor]) -> TokenCache:
         self.new = new
-        self.finite = torch.stack([x.flatten(2).isfinite().all(-1) for x in new.values()]).all(0)  # rows t
+        highest = (torch.linalg.vector_norm(x.flatten(2), torch.inf, -1) for x in new.values())  # rows t
+        self.finite = reduce(torch.maximum, highest) < torch.inf  # nor is NaN less
         return self.cache.append({name: _where(self.finite, x) for name, x in new.items()})
 
 
 def _where(kept: Tensor, entries: Tensor) -> Tensor:
     """Return entries `rows t ...` with zeros where a token is not kept."""
-    return entries.masked_fill(~kept.view(*kept.shape, *[1] * (entries.dim() - 2)), 0)
+    return torch.where(kept.view(*kept.shape, *[1] * (entries.dim() - 2)), entries, 0)
 
 
 def _cached(mixer: nn.Module, x: Tensor, state: TokenCache) -> tuple[Tensor, Trail]:
@@ -321,19 +318,12 @@ def _cached(mixer: nn.Module, x: Tensor, state: TokenCache) -> tuple[Tensor, Tra
     y, appended = mixer(x, given)
     if given.finite is not None:
         spoilt = (~given.finite).cumsum(1) > 0  # a token that is not finite spoils itself and those after it
-        y = y.masked_fill(spoilt[..., None], torch.nan)
+        y = torch.where(spoilt[..., None], torch.nan, y)
         new = given.new
     else:  # a mixer that joins the entries itself
-        at = _positions(state.lengths, first, x.shape[1])
+        at = places(state.lengths, first.shape[0], x.shape[1], first.device)
         new = {name: appended[name][at] for name in appended.names}
     return y, CacheTrail(state, appended, new)
-
-
-def _positions(lengths: int | Tensor, cached: Tensor, t: int) -> tuple[Tensor, Tensor]:
-    """Return where the t entries after the first lengths[r] ones of every row lie: rows and positions, `rows t`."""
-    steps = torch.arange(t, device=cached.device)
-    at = (steps + lengths).expand(cached.shape[0], -1) if isinstance(lengths, int) else lengths[:, None] + steps
-    return torch.arange(cached.shape[0], device=cached.device)[:, None].expand_as(at), at
 
 
 class CacheTrail:
@@ -351,27 +341,28 @@ class CacheTrail:
         self.t = next(iter(new.values())).shape[1]
 
     @torch.no_grad()
-    def after(self, counts: Tensor, into: Mapping[str, Tensor] | None = None) -> TokenCache:
+    def after(self, counts: Tensor | Counts, into: Mapping[str, Tensor] | None = None) -> TokenCache:
         """Return the cache whose row r has the first counts[r] tokens; see Trail. Later calls copy the cache."""
-        check_counts(counts, self.given.rows, self.t)
+        counts = Counts.of(counts, self.given.rows, self.t)
         cache, self._appended = self._appended, None
         if cache is None or not cache.writable:
             cache = self.given.copy(self.t)
-        at = _positions(self.given.lengths, cache[cache.names[0]], self.t)
-        kept = torch.arange(self.t, device=at[0].device) < counts.to(at[0].device)[:, None]  # rows t
+        first = cache[cache.names[0]]
+        at = counts.places(self.given.lengths, first.shape[0], self.t, first.device)
+        kept = counts.kept(self.t, first.device)
         for name, entries in self.new.items():
             cache[name].index_put_(at, _where(kept, entries))
-        lengths, n = self._lengths_after(counts, at[0].device)
+        lengths, n = self._lengths_after(counts, first.device)
         return cache.cut(min(n, cache.n), lengths)
 
-    def _lengths_after(self, counts: Tensor, device: torch.device) -> tuple[int | Tensor, int]:
+    def _lengths_after(self, counts: Counts, device: torch.device) -> tuple[int | Tensor, int]:
         """Return the tokens of each row, and a bound of them, exact if it can be known without waiting."""
-        given = self.given.lengths
-        if counts.device.type != "cpu":
-            return given + counts.to(device), self.given.n + self.t
-        most = int(counts.max())
+        given, numbers = self.given.lengths, counts.tensor
+        if numbers.device.type != "cpu":
+            return given + counts.on(device), self.given.n + self.t
+        most = int(numbers.max())
         if isinstance(given, int):
-            same = most == int(counts.min())
-            return given + most if same else given + counts.to(device), given + most
-        lengths = given + counts.to(device)
+            same = most == int(numbers.min())
+            return given + most if same else given + counts.on(device), given + most
+        lengths = given + counts.on(device)
         return lengths, int(lengths.max()) if lengths.device.type == "cpu" else self.given.n + most

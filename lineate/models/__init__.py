@@ -11,6 +11,7 @@ from lineate.models.config import (
     HybridConfig,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     MemoryConfig,
 )
 from lineate.models.hybrid import HybridLM, LMOutput
@@ -23,6 +24,7 @@ __all__ = [
     "LMOutput",
     "ModelState",
     "LinearConfig",
+    "MambaConfig",
     "MemoryConfig",
     "AttentionConfig",
     "LatentConfig",

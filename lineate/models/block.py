@@ -1,4 +1,4 @@
-"""A block of a model: a mixer and a feed-forward, each with a norm and a residual.
+"""A block of a model: a mixer and, in most models, a feed-forward, each with a norm and a residual.
 
 x = x + mixer(norm(x))      x = x + feed(norm(x))
 """
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lineate.layers import LayerState, MixtureOfExperts, RMSNorm, SwiGLU, TensorSpec, kind_of
+from lineate.layers import LayerState, MixtureOfExperts, RMSNorm, TensorSpec, kind_of
 from lineate.layers.context import Bounds
 from lineate.layers.entry import check_result
+from lineate.layers.feed import make_feed as make_dense
 from lineate.layers.registry import check_made
-from lineate.layers.steps import Mixed, feed_step, is_step, mix_step
+from lineate.layers.steps import Mixed, feed_step, is_step, mix_step, runs_steps
 from lineate.layers.trail import Trail, trail
 from lineate.models.config import HybridConfig
 
@@ -27,25 +28,29 @@ def make_mixer(config: HybridConfig, letter: str) -> nn.Module:
     return check_made(kind, kind.make(config, config.part(kind)))
 
 
-def make_feed(config: HybridConfig, layer: int) -> nn.Module:
-    """Make a layer's feed-forward."""
+def make_feed(config: HybridConfig, layer: int) -> nn.Module | None:
+    """Make a layer's feed-forward; None if it has none."""
+    if layer in config.mixer_only:
+        return None
     if not config.has_experts(layer):
         assert config.feed is not None
-        return SwiGLU(config.hidden_size, config.feed.size)
+        return make_dense(config.feed.kind, config.hidden_size, config.feed.size)
     experts = config.experts
     assert experts is not None
     return MixtureOfExperts(
         config.hidden_size, experts.count, experts.active, experts.size, shared_size=experts.shared_size,
         shared_gate=experts.shared_gate, scores=experts.scores, renormalize=experts.renormalize, scale=experts.scale,
-        groups=experts.groups, active_groups=experts.active_groups,
+        groups=experts.groups, active_groups=experts.active_groups, kind=experts.kind,
     )  # fmt: skip
 
 
 class Block(nn.Module):
-    """A mixer and a feed-forward with residuals; norm_after normalises their outputs instead of their inputs."""
+    """A mixer and a feed-forward, if it has one, with residuals; norm_after normalises outputs instead of inputs."""
 
     recompute: bool = False
     """Keep only the input for the backward pass, which computes the rest again."""
+    _in_steps: bool
+    """Whether the sums of a step are those of layers/steps.py."""
     _checked: tuple[TensorSpec, ...] | None = None
     """The state_spec that the results of a mixer of the user's own are compared with; None: it is one of lineate."""
 
@@ -59,8 +64,13 @@ class Block(nn.Module):
         self.state_names = tuple(spec.name for spec in specs)
         if not kind_of(letter).built_in:
             self._checked = specs
-        self.feed_norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
+        self.residual_scale = config.residual_scale
+        fed = layer not in config.mixer_only
+        self.feed_norm = (
+            RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm) if fed else None
+        )
         self.feed = make_feed(config, layer)
+        self._in_steps = fed and not self.norm_after and self.residual_scale == 1
 
     def forward(
         self, x: Tensor, state: LayerState | None = None, cu_seqlens: Bounds = None
@@ -72,26 +82,35 @@ class Block(nn.Module):
 
     def trail(self, x: Tensor, state: LayerState, keep: str = "auto") -> tuple[Tensor, Trail]:
         """Run the block on guessed tokens x `b t hidden`; return the mixer's states after each (layers/trail.py)."""
-        return self._around(x, lambda y: trail(self.mixer, y, state, keep))
+        if not self._in_steps or not runs_steps(x):
+            return self._around(x, lambda y: trail(self.mixer, y, state, keep))
+        assert self.feed is not None and self.feed_norm is not None
+        y, kept = trail(self.mixer, self.mixer_norm(x), state, keep)
+        x = x + y
+        fed = feed_step(self.feed_norm, self.feed, x.flatten(0, 1)[:, None])
+        return (x + self.feed(self.feed_norm(x)) if fed is None else fed.view_as(x)), kept
 
     def mix_and_feed(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
         """Add the mixer's output to x `b t hidden`, then that of the feed-forward."""
-        if cu_seqlens is None and not self.norm_after and is_step(x, state):
+        if cu_seqlens is None and self._in_steps and is_step(x, state):
             assert state is not None
             return self._step(x, state)
         return self._around(x, lambda y: self._mix(y, state, cu_seqlens))
 
     def _around(self, x: Tensor, mix: Callable[[Tensor], tuple[Tensor, _Kept]]) -> tuple[Tensor, _Kept]:
-        if self.norm_after:
-            y, kept = mix(x)
-            x = x + self.mixer_norm(y)
-            return x + self.feed_norm(self.feed(x)), kept
-        y, kept = mix(self.mixer_norm(x))
-        x = x + y
-        return x + self.feed(self.feed_norm(x)), kept
+        y, kept = mix(x if self.norm_after else self.mixer_norm(x))
+        x = self._added(x, self.mixer_norm(y) if self.norm_after else y)
+        if self.feed is None or self.feed_norm is None:
+            return x, kept
+        y = self.feed_norm(self.feed(x)) if self.norm_after else self.feed(self.feed_norm(x))
+        return self._added(x, y), kept
+
+    def _added(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y if self.residual_scale == 1 else x + self.residual_scale * y
 
     def _step(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState]:
         """Run one token a row on a GPU, where the state may be overwritten: the same sums in fewer launches."""
+        assert self.feed is not None and self.feed_norm is not None
         mixed = mix_step(self.mixer_norm, self.mixer, x, state, self.feed_norm)
         if mixed is None:
             y, kept = self._mix(self.mixer_norm(x), state, None)

@@ -7,6 +7,7 @@ A pattern is tiled over the layers, one letter a layer:
     L linear attention      D DeltaNet          K Kimi Delta Attention      A (gated) softmax attention
     R gated linear          G Gated DeltaNet    E least squares             M latent attention (MLA)
     T TTT-Linear            P TTT-MLP           N Titans                    C LaCT
+    S Mamba-2
 
 Letters that lineate.layers.register has added are allowed too; `mixers` has their sizes, under the name of the kind.
 """
@@ -17,7 +18,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass,
 from typing import Any, get_origin, get_type_hints
 
 from lineate.layers import kinds
-from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MemoryConfig
+from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig
+from lineate.layers.feed import KINDS
 from lineate.layers.registry import MixerKind, letters
 from lineate.models.fields import MOST_CHANNELS, MOST_PIECES, alternatives, check_fields, check_product, show
 
@@ -28,19 +30,22 @@ __all__ = [
     "HybridConfig",
     "LatentConfig",
     "LinearConfig",
+    "MambaConfig",
     "MemoryConfig",
 ]
 
 
 @dataclass(frozen=True)
 class FeedConfig:
-    """A dense feed-forward (SwiGLU).
+    """A dense feed-forward.
 
     Args:
         size: hidden channels.
+        kind: "swiglu", down(silu(gate) * up), or "relu2", down(relu(up)^2).
     """
 
     size: int
+    kind: str = field(default="swiglu", metadata={"choices": KINDS})
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class ExpertsConfig:
         scale: multiplies these weights.
         groups: experts are chosen within the best active_groups of these (sigmoid scores).
         active_groups: groups that a token's experts come from.
+        kind: of the experts, "swiglu" or "relu2", as in FeedConfig.
     """
 
     count: int
@@ -70,6 +76,7 @@ class ExpertsConfig:
     scale: float = 1.0
     groups: int = 1
     active_groups: int = 1
+    kind: str = field(default="swiglu", metadata={"choices": KINDS})
 
     def check_sizes(self) -> None:
         """Raise if there are too few experts, or if they cannot be cut into these groups."""
@@ -102,15 +109,20 @@ class HybridConfig:
         n_layers: blocks of a mixer and a feed-forward.
         pattern: one letter a layer, tiled.
         linear: sizes of the mixers with a fixed-size memory; needed if the pattern has one.
+        mamba: sizes of Mamba-2; needed if the pattern has it.
         memory: sizes of the mixers whose memory learns; needed if the pattern has one.
         attention: sizes of softmax attention; needed if the pattern has it.
         latent: sizes of latent attention; needed if the pattern has it.
-        feed: size of dense feed-forwards; needed unless every layer has experts.
+        feed: size of dense feed-forwards; needed if a layer has one.
         experts: sizes of the mixtures of experts; None: all layers are dense.
         dense_layers: layers that have a dense feed-forward although there are experts.
+        mixer_only: layers that have a mixer and no feed-forward.
         norm_eps: epsilon of the norms around the mixers and feed-forwards.
         zero_centred_norm: whether RMSNorm multiplies by 1 + weight.
         norm_after: letters whose layers normalise what is added to the residual, not what is read from it.
+        embedding_scale: multiplies the embeddings of the tokens.
+        residual_scale: multiplies what a mixer or a feed-forward adds to the residual stream.
+        logit_scale: multiplies the logits.
         tie_embeddings: whether the embedding is the head too.
         initializer_range: standard deviation of the first weights.
         max_position: the longest sequence it was trained on, if known. Nothing stops there.
@@ -127,15 +139,20 @@ class HybridConfig:
     n_layers: int
     pattern: str = "GGGA"
     linear: LinearConfig | None = None
+    mamba: MambaConfig | None = None
     memory: MemoryConfig | None = None
     attention: AttentionConfig | None = None
     latent: LatentConfig | None = None
     feed: FeedConfig | None = None
     experts: ExpertsConfig | None = None
     dense_layers: tuple[int, ...] = ()
+    mixer_only: tuple[int, ...] = ()
     norm_eps: float = 1e-6
     zero_centred_norm: bool = False
     norm_after: str = ""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     tie_embeddings: bool = False
     initializer_range: float = 0.02
     max_position: int | None = None
@@ -154,7 +171,8 @@ class HybridConfig:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Accept pickles of earlier versions, which lack the newest fields."""
-        self.__dict__.update({"mixers": {}, "prediction": False} | state)
+        missing = {f.name: f.default for f in fields(self) if f.init and f.default is not MISSING}
+        self.__dict__.update(missing | {"mixers": {}} | state)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -166,10 +184,13 @@ class HybridConfig:
         for kind in self.mixer_kinds():
             self._check_given(kind)
         _check_letters("norm_after", self.norm_after)
-        inside = all(0 <= i < self.n_layers for i in self.dense_layers)
-        if not inside or len(self.dense_layers) > self.n_layers:
-            raise ValueError(f"dense_layers must lie in 0 .. {self.n_layers - 1}, got {show(self.dense_layers)}")
-        if self.feed is None and (self.experts is None or self.dense_layers):
+        for name in ("dense_layers", "mixer_only"):
+            listed = getattr(self, name)
+            if not all(0 <= i < self.n_layers for i in listed) or len(listed) > self.n_layers:
+                raise ValueError(f"{name} must lie in 0 .. {self.n_layers - 1}, got {show(listed)}")
+        if both := set(self.dense_layers) & set(self.mixer_only):
+            raise ValueError(f"mixer_only must have no layer of dense_layers, got {show(min(both))} in both")
+        if self.feed is None and any(map(self.has_dense, range(self.n_layers))):
             raise ValueError("feed must be given, the size of the dense feed-forward, got None")
         if self.prediction and self.attention is None:
             raise ValueError("attention must be given for the block of prediction, got None")
@@ -212,11 +233,17 @@ class HybridConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
-        return self.experts is not None and layer not in self.dense_layers
+        return self.experts is not None and layer not in self.dense_layers and layer not in self.mixer_only
+
+    def has_dense(self, layer: int) -> bool:
+        """Whether a layer has a dense feed-forward."""
+        return layer not in self.mixer_only and not self.has_experts(layer)
 
     def of_prediction(self) -> "HybridConfig":
         """Return the configuration of the one block that prediction has: attention, with experts if there are any."""
-        return replace(self, n_layers=1, pattern="A", dense_layers=(), norm_after="", mixers={}, prediction=False)
+        return replace(
+            self, n_layers=1, pattern="A", dense_layers=(), mixer_only=(), norm_after="", mixers={}, prediction=False
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values as JSON can hold them; for mixers of your own, also the modules to import first."""
@@ -253,6 +280,7 @@ class HybridConfig:
 
 _PARTS: dict[str, type[Any]] = {
     "linear": LinearConfig,
+    "mamba": MambaConfig,
     "memory": MemoryConfig,
     "attention": AttentionConfig,
     "latent": LatentConfig,

@@ -24,7 +24,8 @@ def check_fields(part: Any, prefix: str = "") -> None:
     """Raise a TypeError or ValueError that names the first field which is not as its annotation says.
 
     A field's metadata may have `choices`, the values it takes, and `least`, its smallest whole number; without `least`
-    that is 1, or the default if the default is less. The contents of mappings are not checked.
+    that is 1, or the default if the default is less. With `negative` a float must be below 0. The contents of mappings
+    are not checked.
     """
     hints = get_type_hints(type(part))
     for field in fields(part):
@@ -112,9 +113,16 @@ def show(value: Any) -> str:
 
 
 def _check_number(name: str, value: Any, field: Field[Any]) -> None:
-    """Raise unless the number is finite and above 0; 0 and less are allowed if the default is 0 or less."""
+    """Raise unless the number is finite and above 0; 0 and less are allowed if the default is 0 or less.
+
+    With `negative` in the field's metadata it must be below 0.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if field.metadata.get("negative"):
+        if not -1e300 <= value < 0:
+            raise ValueError(f"{name} must be finite and below 0, got {show(value)}")
+        return
     usual = field.default if isinstance(field.default, int | float) else 1
     least = -1e300 if usual < 0 else 0
     zero = name == "initializer_range" or usual <= 0

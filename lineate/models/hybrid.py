@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.half import linear
-from lineate.layers import LinearMixer, RMSNorm, ShortConvolution, TensorSpec
+from lineate.layers import LinearMixer, ShortConvolution, TensorSpec
 from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.projection import project
 from lineate.models.block import Block, make_mixer
@@ -22,6 +22,7 @@ from lineate.models.files.saving import check_described
 from lineate.models.loss import head_loss, loss_sum
 from lineate.models.prediction import PredictionHead
 from lineate.models.pretrained import SHARD_BYTES, load_pretrained, without_memory, write_pretrained
+from lineate.models.scaling import make_embedding, make_last_norm
 from lineate.models.state import ModelState
 from lineate.models.trail import ModelTrail, TrailOutput
 
@@ -84,9 +85,9 @@ class HybridLM(nn.Module):
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = make_embedding(config)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, zero_centred=config.zero_centred_norm)
+        self.norm = make_last_norm(config)
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.prediction = PredictionHead(config) if config.prediction else None
         """Predicts tokens after the next (models/prediction.py), if the checkpoint has the weights."""

@@ -119,11 +119,18 @@ def rows(found: Description) -> list[tuple[str, str]]:
     sizes = {kind.section or kind.label: c.part(kind) for kind in c.mixer_kinds()}
     lines += [(name, _sizes(part)) for name, part in sizes.items()]
     if c.feed is not None:
-        lines.append(("feed-forward", f"{c.feed.size}"))
+        count = sum(map(c.has_dense, range(c.n_layers)))
+        some = "" if count == c.n_layers else f", in {count} of {c.n_layers} layers"
+        lines.append(("feed-forward", f"{c.feed.size}{_ungated(c.feed.kind)}{some}"))
     if c.experts is not None:
         e = c.experts
         shared = f", shared expert of {e.shared_size}" if e.shared_size else ""
-        lines.append(("experts", f"{e.active} of {e.count} of size {e.size}, {e.scores} scores{shared}"))
+        lines.append(
+            ("experts", f"{e.active} of {e.count} of size {e.size}{_ungated(e.kind)}, {e.scores} scores{shared}")
+        )
+    scales = {"embeddings": c.embedding_scale, "residuals": c.residual_scale, "logits": c.logit_scale}
+    if shown := [f"{name} {scale:.4g}" for name, scale in scales.items() if scale != 1]:
+        lines.append(("multipliers", ", ".join(shown)))
     active = f", {_count(found.active_parameters)} active per token"
     lines.append(("parameters", _count(found.parameters) + (active if c.experts is not None else "")))
     by_dtype = ", ".join(f"{name} {_bytes(n)}" for name, n in found.bytes_by_dtype.items())
@@ -140,6 +147,11 @@ def rows(found: Description) -> list[tuple[str, str]]:
         )
     )
     return lines
+
+
+def _ungated(kind: str) -> str:
+    """Return a remark on a feed-forward that has squared ReLU and no gate."""
+    return ", squared ReLU" if kind == "relu2" else ""
 
 
 def _sizes(part: Any) -> str:

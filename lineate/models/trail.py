@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lineate.layers import LayerState, Memory
-from lineate.layers.trail import Trail, check_counts
+from lineate.layers.counts import Counts
+from lineate.layers.trail import Trail
 from lineate.models.state import ModelState
 
 
@@ -38,16 +39,16 @@ class ModelTrail:
             into: a state whose memories are overwritten with the new ones; it may be the one that was given, and then
                 the trail must not be used again. Caches are always cut in place, at the first call.
         """
-        check_counts(counts, self.rows, self.t)
+        shared = Counts.of(counts, self.rows, self.t)
         given: tuple[LayerState | None, ...] = (None,) * len(self.layers) if into is None else into.layers
         layers = tuple(
-            layer.after(counts, old.tensors if isinstance(old, Memory) else None)
+            layer.after(shared, old.tensors if isinstance(old, Memory) else None)
             for layer, old in zip(self.layers, given, strict=True)
         )
         if counts.device.type == "cpu" and isinstance(self.lengths, int) and int(counts.min()) == int(counts.max()):
             return ModelState(layers, self.lengths + int(counts[0]))
         device = next(iter(layers[0].tensors.values())).device
-        return ModelState(layers, self.lengths + counts.to(device, torch.int64))
+        return ModelState(layers, self.lengths + shared.on(device))
 
 
 class TrailOutput(NamedTuple):

@@ -34,7 +34,8 @@ def saved_by(config: HybridConfig, layer: int, half: bool) -> Saved:
     part = config.part(kind)
     mixer = kept_bytes(kind, config, part, half) if kind.kept_bytes is None else kind.kept_bytes(part, half)
     # before the mixer: the residual, which the norm reads, and the norm's output; likewise before the feed-forward
-    return Saved(mixer + e * hidden, _feed(config, layer, e) + (4 + e) * hidden, 4 * hidden)
+    feed = 0 if layer in config.mixer_only else _feed(config, layer, e) + (4 + e) * hidden
+    return Saved(mixer + e * hidden, feed, 4 * hidden)
 
 
 def ends(config: HybridConfig, half: bool) -> int:
@@ -43,12 +44,13 @@ def ends(config: HybridConfig, half: bool) -> int:
 
 
 def _feed(config: HybridConfig, layer: int, e: int) -> int:
-    """Return the bytes of what goes in, gate and up, and their product; for each expert that a token goes to."""
+    """Return the bytes of gate and up and their product, or of relu and its square; for each expert of a token."""
     if not config.has_experts(layer):
         assert config.feed is not None
-        return e * 3 * config.feed.size
+        return e * (3 if config.feed.kind == "swiglu" else 2) * config.feed.size
     x = config.experts
     assert x is not None
-    routed = x.active * (2 * config.hidden_size + 3 * x.size)  # gathered, made, and mixed
-    shared = 3 * x.shared_size + (config.hidden_size + 1 if x.shared_gate else 0)
+    inner = 3 if x.kind == "swiglu" else 2
+    routed = x.active * (2 * config.hidden_size + inner * x.size)  # gathered, made, and mixed
+    shared = inner * x.shared_size + (config.hidden_size + 1 if x.shared_gate else 0)
     return e * (routed + shared) + 4 * x.count + 24 * x.active

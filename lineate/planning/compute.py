@@ -170,7 +170,7 @@ def touched_weights(plan: MemoryPlan, tokens: int, routing: str = "least") -> in
         return total
     x = c.experts
     missed = (1 - x.active / x.count) ** tokens if routing == "expected" else 1 - x.active / x.count
-    idle = round(x.count * missed) * 3 * c.hidden_size * x.size * plan.model.dtype.itemsize
+    idle = round(x.count * missed) * _matrices(x.kind) * c.hidden_size * x.size * plan.model.dtype.itemsize
     return total - idle * sum(c.has_experts(i) for i in range(c.n_layers))
 
 
@@ -186,13 +186,20 @@ def _projections(c: HybridConfig, letter: str) -> int:
 
 def _feed(c: HybridConfig, layer: int) -> int:
     """Return the operations per token."""
+    if layer in c.mixer_only:
+        return 0
     if not c.has_experts(layer):
         assert c.feed is not None
-        return 6 * c.hidden_size * c.feed.size
+        return 2 * _matrices(c.feed.kind) * c.hidden_size * c.feed.size
     x = c.experts
     assert isinstance(x, ExpertsConfig)
-    inner = 6 * (x.active * x.size + x.shared_size) + 2 * x.count + 2 * x.shared_gate
+    inner = 2 * _matrices(x.kind) * (x.active * x.size + x.shared_size) + 2 * x.count + 2 * x.shared_gate
     return c.hidden_size * inner
+
+
+def _matrices(kind: str) -> int:
+    """Return how many matrices a feed-forward has: gate, up and down, or up and down."""
+    return 3 if kind == "swiglu" else 2
 
 
 def _check(convention: str, tokens: int = 1) -> None:

@@ -141,7 +141,7 @@ def plan_memory(
                 letter=kind.letter,
                 rule=kind.label,
                 weights=weight_bytes(block, model.dtype),
-                feed=weight_bytes(block.feed, model.dtype),  # type: ignore[arg-type]
+                feed=0 if block.feed is None else weight_bytes(block.feed, model.dtype),  # type: ignore[arg-type]
                 memory=sum(dtypes.nbytes(spec) for spec in specs if spec not in grows and spec.name != "conv"),
                 conv=sum(dtypes.nbytes(spec) for spec in specs if spec.name == "conv"),
                 cache_per_token=sum(dtypes.nbytes(spec, 1) for spec in grows),

@@ -16,9 +16,10 @@ from lineate.models.config import (
     HybridConfig,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     MemoryConfig,
 )
-from lineate.models.families import FAMILIES, OWN, read_config
+from lineate.models.families import FAMILIES, OWN, read_config, what_it_lacks
 from lineate.models.families.values import Values
 from lineate.models.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
 from lineate.models.files.hub import fetch, is_hub_name
@@ -169,6 +170,7 @@ def from_numbers(
         vocab_size=32768 if vocab_size is None else vocab_size, hidden_size=emb_dim, n_layers=n_layers,
         pattern=pattern, tie_embeddings=tie_embeddings,
         linear=LinearConfig(n_heads, n_heads, head_dim, head_dim, conv_size=conv_size),
+        mamba=MambaConfig(2 * n_heads, head_dim, head_dim, conv_size=conv_size),
         memory=MemoryConfig(n_heads, head_dim, conv_size=conv_size),
         attention=AttentionConfig(n_heads, kv_heads, head_dim, rotary_dim=head_dim // 4 * 2),
         latent=LatentConfig(n_heads, max(64, emb_dim // 4), head_dim, head_dim // 2, head_dim),
@@ -226,6 +228,7 @@ def _complete(config: HybridConfig) -> HybridConfig:
     return replace(
         config,
         linear=config.linear or LinearConfig(heads, heads, dim, dim),
+        mamba=config.mamba or MambaConfig(heads, dim, dim),
         memory=config.memory or MemoryConfig(heads, dim),
         attention=config.attention or AttentionConfig(heads, heads, dim),
         latent=config.latent or LatentConfig(heads, max(64, config.hidden_size // 4), dim, dim // 2, dim),
@@ -238,6 +241,8 @@ def _heads(config: HybridConfig) -> tuple[int, int]:
         return config.attention.heads, config.attention.head_dim
     if config.linear is not None:
         return config.linear.value_heads, config.linear.value_dim
+    if config.mamba is not None:
+        return config.mamba.heads, config.mamba.head_dim
     if config.latent is not None:
         return config.latent.heads, config.latent.value_dim
     if config.memory is not None:
@@ -282,6 +287,8 @@ def _read(checkpoint: Checkpoint, dtype: torch.dtype | None) -> HybridConfig:
 def _softmax_config(kind: str, values: dict[str, Any]) -> HybridConfig:
     """Read a decoder with plain softmax attention and SwiGLU (llama, mistral, qwen3, ...), dense or with experts."""
     v = Values(kind, values)
+    if (why := what_it_lacks(kind)) is not None:
+        raise v.error(f"cannot be planned: {why}")
     if kind not in PLAIN_FAMILIES:
         known = sorted({*FAMILIES, *PLAIN_FAMILIES, OWN})
         raise v.error(f"cannot be planned: model_type must be one of {', '.join(known)}, got {kind!r}")

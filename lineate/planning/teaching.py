@@ -78,7 +78,7 @@ def taught_variants(model: Model) -> dict[str, Model]:
 def taught_heads(model: Model) -> int:
     """Return the one number of heads that the formulas know."""
     c = model.config
-    for part in (c.attention, c.latent, c.linear, c.memory, *c.mixers.values()):
+    for part in (c.attention, c.latent, c.linear, c.mamba, c.memory, *c.mixers.values()):
         if isinstance(heads := getattr(part, "heads", None), int):
             return heads
     raise ValueError(f"the teaching formulas need a number of heads, and no mixer of {model.name} has one")
@@ -142,17 +142,20 @@ def _state_differences(
             if dtype == torch.float32
             else f"The recurrent state is planned in {str(dtype).removeprefix('torch.')}: {sizes}."
         )
-    x = c.linear
-    is_matrix = kind_of(linear.letter).section == "linear"
-    if is_matrix and x is not None:
-        columns = linear.memory // (x.value_heads * x.key_dim * dtype.itemsize)
-        if (x.value_heads, x.key_dim, columns) != (heads, d_head, d_head):
+    section, matrix = kind_of(linear.letter).section, None
+    if section == "linear" and c.linear is not None:
+        matrix = c.linear.value_heads, c.linear.key_dim
+    elif section == "mamba" and c.mamba is not None:
+        matrix = c.mamba.heads, c.mamba.state_dim
+    if matrix is not None:
+        own, rows = matrix
+        columns = linear.memory // (own * rows * dtype.itemsize)
+        if (own, rows, columns) != (heads, d_head, d_head):
             said.append(
-                f"A linear layer has {x.value_heads} value heads of {x.key_dim} x {columns} "
-                f"({x.value_heads * x.key_dim * columns:,} elements), not {heads} of {d_head} x {d_head} "
-                f"({heads * d_head * d_head:,})."
+                f"A linear layer has {own} value heads of {rows} x {columns} ({own * rows * columns:,} elements), not "
+                f"{heads} of {d_head} x {d_head} ({heads * d_head * d_head:,})."
             )
-    elif not is_matrix:
+    elif section not in ("linear", "mamba"):
         said.append(
             f"The memory of {linear.rule} is {linear.memory:,} bytes a layer: its weights and what it has summed up."
         )

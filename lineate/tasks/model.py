@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 
 from lineate.layers import MixerKind, kinds
-from lineate.models import AttentionConfig, FeedConfig, HybridConfig, LatentConfig, LinearConfig, MemoryConfig
+from lineate.models import (
+    AttentionConfig,
+    FeedConfig,
+    HybridConfig,
+    LatentConfig,
+    LinearConfig,
+    MambaConfig,
+    MemoryConfig,
+)
 from lineate.names import nearest
 from lineate.rule import RULES
 
@@ -89,6 +97,7 @@ def make_config(rule: str, tokens: int, options: ModelOptions) -> HybridConfig:
         linear=LinearConfig(
             options.heads, options.heads, dim, dim, conv_size=options.conv, beta_scale=beta_scale
         ),
+        mamba=MambaConfig(options.heads, dim, dim, conv_size=options.conv),
         memory=MemoryConfig(options.heads, dim, conv_size=options.conv),
         attention=AttentionConfig(options.heads, options.heads, dim, rotary_dim=dim // 2),
         latent=LatentConfig(

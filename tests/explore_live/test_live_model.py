@@ -42,7 +42,7 @@ def client_of(*models):
     return testing.TestClient(make_app(HOSTS, Models(*models)), base_url="http://127.0.0.1")
 
 
-@pytest.mark.parametrize("pattern", ["KGAT", "LRDM"])
+@pytest.mark.parametrize("pattern", ["KGAT", "LRDM", "SSA"])
 def test_numbers_are_those_of_the_model(pattern):
     given = untrained(pattern)
     own, client = given.subject.model, client_of(given)
@@ -179,13 +179,13 @@ def test_changes_are_answered_beside_the_model(client):
     assert nothing["changed"] is None
 
 
-@pytest.mark.parametrize("pattern", ["KGAT", "LRDM"])
+@pytest.mark.parametrize("pattern", ["KGAT", "LRDM", "SSA"])
 def test_half_lives_of_all_heads(pattern):
     """A half-life is ln 2 / -log_decay, in the median over the tokens, then over the channels of a head."""
     given = untrained(pattern)
     layers = ask(client_of(given))["model"]["layers"]
     decays = {found.layer: found.log_decay for found in trace(given.subject.model, IDS) if found.log_decay is not None}
-    assert decays.keys() == {"KGAT": {0, 1}, "LRDM": {1}}[pattern]
+    assert decays.keys() == {"KGAT": {0, 1}, "LRDM": {1}, "SSA": {0, 1, 3}}[pattern]
     assert decays.keys() == {n for n, layer in enumerate(layers) if layer["half_lives"]}
     for n, decay in decays.items():  # t hv, or t hv k
         assert len(layers[n]["half_lives"]) == layers[n]["heads"] == decay.shape[1]
@@ -193,6 +193,12 @@ def test_half_lives_of_all_heads(pattern):
             channels = decay[:, head].double().view(len(decay), -1).T
             lives = sorted(math.log(2) / -float(each.median()) for each in channels)
             assert found == pytest.approx(lives[(len(lives) - 1) // 2], rel=5e-3)
+
+
+def test_mamba_is_shown_and_cannot_be_changed():
+    """What it adds behind the rule, D x, is not the rule's, so another rule cannot take its place."""
+    layers = ask(client_of(untrained("SG")))["model"]["layers"]
+    assert [(layer["changeable"], bool(layer["gates"])) for layer in layers[:2]] == [(False, False), (True, True)]
 
 
 def test_a_model_is_left_as_it_was():

@@ -71,8 +71,9 @@ def test_compiled_equals_eager(row, path):
 def test_compiled_fused_equals_eager(row, path):
     torch.manual_seed(0)
     shape = sized(path, ONE_HEAD)
-    layer = Layer(lineate.fused_delta_rule, path, shape, beta_scale=2.0)
-    compare_compiled(layer, raw_inputs(row, path, "bias", shape), path)
+    for bound in (None, -5.0):
+        layer = Layer(lineate.fused_delta_rule, path, shape, beta_scale=2.0, lower_bound=bound)
+        compare_compiled(layer, raw_inputs(row, path, "bias", shape), path)
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
@@ -97,20 +98,23 @@ def test_compiled_recurrent_form(path):
 @pytest.mark.cover
 @pytest.mark.parametrize("path", ONE_EACH)
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("which", ["gated_delta", "fused gated_delta", "fused kimi_delta"])
+@pytest.mark.parametrize("which", ["gated_delta", "fused gated_delta", "fused kimi_delta", "bounded kimi_delta"])
 def test_custom_ops_keep_their_promises(which, packed, path):
     """opcheck passes (schema, fake tensors, autograd registration) for every op that a call and its backward use."""
     lengths = (1, 0, 19)
     shape, texts = sized(path, ONE_HEAD)._replace(t=20), len(lengths) if packed else None
-    row = {x.name: x for x in ROWS}[which.removeprefix("fused ")]
-    fused = which.startswith("fused")
+    row = {x.name: x for x in ROWS}[which.split()[-1]]
+    fused, bound = " " in which, {"lower_bound": -5.0} if which.startswith("bounded") else {}
     inputs = (
-        raw_inputs(row, path, "bias", shape, texts) if fused else convert(draw(row, shape, texts=texts), path.dtype)
+        raw_inputs(row, path, "no A_log" if bound else "bias", shape, texts)
+        if fused
+        else convert(draw(row, shape, texts=texts), path.dtype)
     )
     leaves = {name: x.to(path.device).requires_grad_() for name, x in inputs.items()}
     op = lineate.fused_delta_rule if fused else row.op
     with CapturedOps() as captured:
-        output, state = op(**leaves, backend="triton", cu_seqlens=bounds(lengths).to(path.device) if packed else None)
+        ends = bounds(lengths).to(path.device) if packed else None
+        output, state = op(**leaves, **bound, backend="triton", cu_seqlens=ends)
         torch.autograd.grad(output.square().sum() + state.square().sum(), list(leaves.values()))
     assert len(captured.calls) == 2
     check_ops(captured.calls)

@@ -99,7 +99,8 @@ def test_wild_systems(how, row, path):
 def call_of(inputs: Inputs, corrects: bool, normalize: bool = False, beta_scale: float = 1.0) -> object:
     """Return the call that the stages get for these inputs."""
     calls, kernels = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.call")
-    options = calls.Options(corrects, 1.0, normalize, beta_scale=beta_scale)
+    raw = inputs.get("A_log") is not None
+    options = calls.Options(corrects, 1.0, normalize, beta_scale=beta_scale, raw_gates=raw)
     return kernels.make_call(calls.Inputs(**{name: x for name, x in inputs.items() if name != "state"}), options)
 
 

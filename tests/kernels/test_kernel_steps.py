@@ -130,8 +130,8 @@ MIXES = {
 @pytest.mark.cover
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", MIXES)
-@pytest.mark.parametrize("silu", [True, False])
-def test_a_token_of_the_delta_rule(path, case, silu):
+@pytest.mark.parametrize(("silu", "bound"), [(True, None), (False, None), (True, -5.0)])
+def test_a_token_of_the_delta_rule(path, case, silu, bound):
     rows, h, hv, key_dim, value_dim, per_channel = MIXES[case]
     draw = drawer(path, rows)
     state = draw(rows, hv, key_dim, value_dim).float()
@@ -144,10 +144,10 @@ def test_a_token_of_the_delta_rule(path, case, silu):
     wide = [x.double().cpu() for x in (q, k, v, gate, write, A_log, dt_bias, state, weight, z)]
     assert token.serves_memory(state)
     inputs = Inputs(q, k, v, gate, write, state, None, A_log, dt_bias)
-    found = token.mix(inputs, z, weight, eps=1e-5, silu=silu, beta_scale=2.0, scale=0.3)
+    found = token.mix(inputs, z, weight, eps=1e-5, silu=silu, beta_scale=2.0, scale=0.3, lower_bound=bound)
 
     q, k, v, gate, write, A_log, dt_bias, kept, weight, z = wide
-    log_decay, beta = activate(gate, write, A_log, dt_bias, 2.0, torch.float64)
+    log_decay, beta = activate(gate, write, A_log, dt_bias, 2.0, torch.float64, bound)
     q, k = (normalize(x).repeat_interleave(hv // h, 2)[:, 0] for x in (q, k))
     decay = log_decay.exp()[:, 0]
     output, kept = step(

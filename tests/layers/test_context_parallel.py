@@ -34,6 +34,7 @@ from lineate.layers import (
     LatentAttention,
     LayerState,
     LinearAttention,
+    Mamba2,
     Memory,
     TokenCache,
     carry,
@@ -47,6 +48,7 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     ModelState,
 )
 from lineate.training.context import context_parallel
@@ -61,12 +63,14 @@ MIXERS = {
     "gated delta": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES),
     "gated delta, no convolution": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, conv_size=0),
     "kimi": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7),
+    "mamba": lambda: Mamba2(HIDDEN, 6, head_dim=5, state_dim=7, groups=2, norm_groups=3),
     "attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=6),
     "latent": lambda: LatentAttention(HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0),
 }
 MODEL = HybridConfig(
-    vocab_size=VOCAB, hidden_size=HIDDEN, n_layers=7, pattern="LRDGKAM",
+    vocab_size=VOCAB, hidden_size=HIDDEN, n_layers=8, pattern="LRDGKSAM",
     linear=LinearConfig(2, 4, 8, 6),
+    mamba=MambaConfig(6, 5, 7, groups=2),
     attention=AttentionConfig(4, 2, 10, rotary_dim=4),
     latent=LatentConfig(3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0),
     feed=FeedConfig(20), experts=ExpertsConfig(4, 2, 8), dense_layers=(0, 1, 2, 3, 4, 5), tie_embeddings=True,

@@ -15,6 +15,7 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     MemoryConfig,
     preset,
 )
@@ -35,6 +36,7 @@ def make(letter: str, heads: int = 2) -> nn.Module:
     torch.manual_seed(0)
     config = HybridConfig(
         vocab_size=9, hidden_size=HIDDEN, n_layers=1, pattern=letter, linear=LinearConfig(heads, 2 * heads, 8, 6),
+        mamba=MambaConfig(2 * heads, 6, 8),
         memory=MemoryConfig(heads, 8, chunk=4), attention=AttentionConfig(2 * heads, heads, 8, rotary_dim=4),
         latent=LatentConfig(2, rank=5 * heads, nope_dim=6, rope_dim=4, value_dim=5), feed=FeedConfig(8),
     )  # fmt: skip
@@ -133,7 +135,7 @@ def test_the_message_names_every_mixer_that_can_be_split_over_ranks():
     """It gives their letters too; these are the mixers whose class has a `context`."""
     with pytest.raises(ValueError) as error:
         check_splits(make("T"))
-    assert all(hasattr(type(make(letter)), "context") for letter in "LRDGKAM")
+    assert all(hasattr(type(make(letter)), "context") for letter in "LRDGKSAM")
     for letter in LETTERS:
         mixer = make(letter)
         if hasattr(type(mixer), "context"):

@@ -18,10 +18,12 @@ from lineate.layers import (
     LatentAttention,
     LeastSquares,
     LinearAttention,
+    Mamba2,
     Memory,
     MixtureOfExperts,
     RMSNorm,
     ShortConvolution,
+    SquaredReLU,
     SwiGLU,
     TokenCache,
     TTTLinear,
@@ -36,6 +38,17 @@ MIXERS = {
     "gated delta": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES),
     "gated delta, no convolution": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, conv_size=0),
     "kimi": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7),
+    "mamba": lambda: Mamba2(HIDDEN, 6, head_dim=5, state_dim=7, groups=2, norm_groups=3, bias=True),
+    "mamba, norm first": lambda: Mamba2(
+        HIDDEN, 4, head_dim=6, state_dim=8, conv_bias=False, gate_first=False, step_least=0.05, step_most=0.3
+    ),
+    "gated delta, bounded": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, gate_lower_bound=-5.0),
+    "kimi, full rank": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=0, gate_rank=0),
+    "kimi, a bias in the gate": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, gate_bias=True),
+    "linear, no gate": lambda: LinearAttention(HIDDEN, 2, **SIZES, gate_activation="none"),
+    "delta, no gate": lambda: DeltaNet(HIDDEN, 2, **SIZES, gate_activation="none"),
+    "gated delta, no gate": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, gate_activation="none"),
+    "kimi, bounded": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, gate_lower_bound=-0.5),
     "attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=6),
     "attention, full norm": lambda: GatedAttention(
         HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=10, gated=False, qk_norm="full", zero_centred_norm=True
@@ -44,6 +57,12 @@ MIXERS = {
     "latent": lambda: LatentAttention(HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5),
     "latent, positions": lambda: LatentAttention(
         HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0
+    ),
+    "latent, a gate a head": lambda: LatentAttention(
+        HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0, gate="head"
+    ),
+    "latent, a gate a channel": lambda: LatentAttention(
+        HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, gate="channel"
     ),
 }
 mixers = pytest.mark.parametrize("name", MIXERS)
@@ -250,7 +269,9 @@ def test_short_convolution_is_a_convolution():
     assert torch.equal(state, F.pad(x[:, :1], (0, 0, 2, 0)).transpose(1, 2))
 
 
-@pytest.mark.parametrize("name", ["gated delta, no convolution", "kimi"])
+@pytest.mark.parametrize(
+    "name", ["gated delta, no convolution", "gated delta, bounded", "kimi", "kimi, bounded"]
+)  # fmt: skip
 def test_delta_mixers_are_their_equation(name):
     """The equation is written in plain steps: projections, convolution, gates, the rule token by token, gated norm."""
     layer, x = make(name), tokens(1, 12)
@@ -261,13 +282,17 @@ def test_delta_mixers_are_their_equation(name):
     q, k = (y.view(12, 2, 8) for y in (q, k))
     q, k = ((y * torch.rsqrt(y.square().sum(-1, True) + 1e-6)).repeat_interleave(2, 1) for y in (q, k))
     v = v.view(12, 4, 6)
-    if name == "kimi":
+    if name.startswith("kimi"):
         f, z, b = gates
         z, a = layer.gate_proj(z), layer.decay_proj(f).view(12, 4, 8)
-        decay = (-layer.A_log.exp()[:, None] * F.softplus(a + layer.dt_bias)).exp()  # t hv k
+        raw, speed = a + layer.dt_bias, layer.A_log.exp()[:, None]  # t hv k
     else:
         z, b, a = gates
-        decay = (-layer.A_log.exp() * F.softplus(a[0] + layer.dt_bias)).exp()[..., None].expand(-1, -1, 8)
+        raw, speed = (a[0] + layer.dt_bias)[..., None].expand(-1, -1, 8), layer.A_log.exp()[:, None]
+    decay = torch.exp(-speed * F.softplus(raw))
+    if "bounded" in name:
+        assert layer.gate_lower_bound in (-5.0, -0.5)
+        decay = torch.exp(layer.gate_lower_bound * torch.sigmoid(speed * raw))
     beta, S, outputs = b[0].sigmoid(), torch.zeros(4, 8, 6, dtype=torch.float64), []
     for t in range(12):
         S = decay[t][..., None] * S
@@ -277,7 +302,7 @@ def test_delta_mixers_are_their_equation(name):
     o = torch.stack(outputs)
     z = z[0].view(12, 4, 6)
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.norm.eps) * layer.norm.weight
-    o = o * (z.sigmoid() if name == "kimi" else F.silu(z))
+    o = o * (z.sigmoid() if name.startswith("kimi") else F.silu(z))
     torch.testing.assert_close(layer(x)[0][0], layer.out_proj(o.flatten(1)), **CLOSE)
 
 
@@ -316,6 +341,27 @@ def test_gated_attention_is_its_equation():
     torch.testing.assert_close(layer(x)[0][0], layer.out_proj(o.flatten(1) * gate.sigmoid()), **CLOSE)
 
 
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_the_gate_of_latent_attention_multiplies_its_output(gate):
+    layer, x = make(f"latent, a gate a {gate}"), tokens(2, 9)
+    options = {"rope_theta": 100.0 if gate == "head" else None}
+    plain = LatentAttention(HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, **options).double()
+    rows = plain.in_proj.weight.shape[0]
+    weights = layer.state_dict() | {"in_proj.weight": layer.in_proj.weight[:rows]}
+    plain.load_state_dict(weights)
+    caught = []
+    for each in (layer, plain):
+        each.out_proj.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
+        _, state = each(x[:, :4])
+        each(x[:, 4:5], state)
+        each(x)
+    opened = F.linear(x, layer.in_proj.weight[rows:]).sigmoid()
+    if gate == "head":
+        opened = opened.repeat_interleave(5, -1)
+    for gated, output, seen in zip(caught[:3], caught[3:], (slice(4), slice(4, 5), slice(9)), strict=True):
+        torch.testing.assert_close(gated, output * opened[:, seen], **CLOSE)
+
+
 @pytest.mark.parametrize("name", ["latent", "latent, positions"])
 def test_latent_attention_expanded_equals_absorbed(name):
     """A cache is read as it is by one token, or by few after many; by more it is expanded into keys and values."""
@@ -329,7 +375,7 @@ def test_latent_attention_expanded_equals_absorbed(name):
         torch.testing.assert_close(torch.cat(outputs, 1), whole[:, 4:], **CLOSE)
     many, after = tokens(2, 12), layer(x)[1]
     torch.testing.assert_close(layer(many[:, :2], after)[0], layer(many, after)[0][:, :2], **CLOSE)  # 4 * 2 < 11
-    q, latent, shared = layer.in_proj(x).split(layer.splits, -1)
+    q, latent, shared, _ = layer.in_proj(x).split(layer.splits, -1)
     q = q.unflatten(-1, (3, -1))
     if name == "latent":  # else q is rotated first
         keys, values = layer.up_proj(layer.latent_norm(latent)).unflatten(-1, (3, -1)).split((6, 5), -1)
@@ -355,11 +401,13 @@ def test_norms():
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("kind", ["swiglu", "relu2"])
 @pytest.mark.parametrize("n", [1, 40])
-def test_mixture_of_experts_is_its_sum(scores, n):
+def test_mixture_of_experts_is_its_sum(scores, kind, n):
     torch.manual_seed(0)
     groups = {"groups": 4, "active_groups": 2, "scale": 2.5} if scores == "sigmoid" else {}
-    layer = MixtureOfExperts(12, 8, 3, 10, shared_size=6, shared_gate=True, scores=scores, **groups).double()
+    options = {"shared_size": 6, "shared_gate": True, "scores": scores, "kind": kind, **groups}
+    layer = MixtureOfExperts(12, 8, 3, 10, **options).double()
     if layer.router_bias is not None:
         layer.router_bias.normal_()
     x = torch.randn(1, n, 12, dtype=torch.float64)
@@ -374,9 +422,18 @@ def test_mixture_of_experts_is_its_sum(scores, n):
         best = wanted.topk(3)[1]
         total = weights[best].sum()
         for e in best.tolist():
-            gate, up = (layer.experts_gate_up[e] @ x[0, t]).chunk(2)
-            expected[t] += layer.scale * weights[e] / total * (layer.experts_down[e] @ (F.silu(gate) * up))
+            made = layer.experts_gate_up[e] @ x[0, t]
+            if kind == "swiglu":
+                gate, up = made.chunk(2)
+                made = F.silu(gate) * up
+            else:
+                made = made.relu() ** 2
+            expected[t] += layer.scale * weights[e] / total * (layer.experts_down[e] @ made)
     torch.testing.assert_close(layer(x)[0], expected, **CLOSE)
+    ways = (layer.run_gathered, layer.run_all, lambda *given: layer.run_sorted(*given, layer.one_by_one))
+    weights, chosen = layer.route(x[0])
+    first, *others = (run(x[0], chosen) for run in ways)
+    assert all(torch.allclose(first, other, **CLOSE) for other in others)
 
 
 def test_experts_in_one_product_equal_one_by_one():
@@ -399,6 +456,11 @@ def test_swiglu():
     torch.testing.assert_close(layer(x), layer.down_proj(gate * gate.sigmoid() * up))
 
 
+def test_squared_relu():
+    layer, x = SquaredReLU(6, 9).double(), torch.randn(3, 6, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), layer.down_proj(layer.up_proj(x).clamp(min=0) ** 2))
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -406,7 +468,10 @@ def test_swiglu():
         (lambda: GatedAttention(24, 3, kv_heads=2), "heads must be a multiple of kv_heads = 2, got 3"),
         (lambda: GatedAttention(24, 3, qk_norm="layer"), "qk_norm must be one of"),
         (lambda: KimiDeltaAttention(24, 3, gate_activation="relu"), "gate_activation must be one of"),
+        (lambda: GatedDeltaNet(24, 3, gate_lower_bound=5), "gate_lower_bound must be finite and below 0, got 5; -5 is"),
+        (lambda: KimiDeltaAttention(24, 3, gate_lower_bound=0.0), "gate_lower_bound must be finite and below 0, got 0"),
         (lambda: MixtureOfExperts(24, 4, 2, 8, scores="tanh"), "scores must be one of"),
+        (lambda: MixtureOfExperts(24, 4, 2, 8, kind="gelu"), "kind must be one of"),
     ],
 )
 def test_errors(build, message):

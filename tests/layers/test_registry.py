@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import lineate
 from lineate.layers import kind_of, kinds, register, registry
-from lineate.layers.configs import LinearConfig
+from lineate.layers.configs import LatentConfig, LinearConfig
 from lineate.layers.measuring import kept_bytes, operations_of
 from lineate.layers.registry import ORDER, Sizes
 from lineate.models import preset
@@ -36,11 +36,20 @@ def test_measured_operations_are_the_counted_ones(letter):
         assert measured.mixing_one(part, context, "executed") == counted.mixing_one(part, context, "executed")
 
 
-@pytest.mark.parametrize("letter", [x for x in LINEAR if kind_of(x).kept_bytes])
-def test_measured_bytes_are_the_counted_ones(letter):
+FULL_RANK = replace(CONFIG, decay_rank=0, gate_rank=0)
+NO_GATE = replace(CONFIG, gate_activation="none")
+
+
+@pytest.mark.parametrize(
+    ("letter", "config"),
+    [(x, CONFIG) for x in LINEAR if kind_of(x).kept_bytes] + [("K", FULL_RANK)] + [(x, NO_GATE) for x in "LRDG"],
+)
+def test_measured_bytes_are_the_counted_ones(letter, config):
     kind = kind_of(letter)
-    measured = kept_bytes(replace(kind, kept_bytes=None), Sizes(32), CONFIG, half=False)
-    assert measured == pytest.approx(kind.kept_bytes(CONFIG, False), rel=0.02)
+    measured = kept_bytes(replace(kind, kept_bytes=None), Sizes(32), config, half=False)
+    assert measured == pytest.approx(kind.kept_bytes(config, False), rel=0.02)
+    measured = operations_of(replace(kind, operations=None), Sizes(32)).projections(Sizes(32), config)
+    assert measured == kind.operations.projections(Sizes(32), config)
 
 
 @pytest.mark.parametrize("letter", [x for x in LINEAR if kind_of(x).trace])
@@ -108,7 +117,7 @@ def test_threads_may_register_and_read(empty_place):
         for _ in range(300):
             assert len(kinds()) >= len(ORDER)
 
-    jobs = [*(lambda free=free: add(free) for free in ("BFH", "IJO", "QSU")), *[read] * 3]
+    jobs = [*(lambda free=free: add(free) for free in ("BFH", "IJO", "QUV")), *[read] * 3]
     sys.setswitchinterval(1e-6)
     try:
         threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
@@ -127,3 +136,15 @@ def test_a_configuration_pickled_before_there_were_mixers_is_whole():
     old = object.__new__(type(config))
     old.__setstate__(state)
     assert old == config == pickle.loads(pickle.dumps(config)) and repr(old) == repr(config)
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_costs_of_gated_latent_attention(gate):
+    kind, model = kind_of("M"), Sizes(32)
+    for value_dim in (12, 24):  # narrower than the keys, and as wide
+        config = LatentConfig(4, rank=20, nope_dim=16, rope_dim=8, value_dim=value_dim, gate=gate)
+        measured = operations_of(replace(kind, operations=None), model)
+        count = measured.projections(model, config) - 2 * 20 * 4 * (16 + value_dim)  # up_proj belongs to the mixing
+        assert count == kind.operations.projections(model, config)
+        kept = kept_bytes(replace(kind, kept_bytes=None), model, config, half=False)
+        assert kept == pytest.approx(kind.kept_bytes(config, False), rel=0.01)

@@ -128,3 +128,21 @@ def test_what_follows_may_have_another_norm(then):
     mixer, state = make(GatedDeltaNet)
     found = mix_step(RMSNorm(HIDDEN), mixer, torch.randn(1, 1, HIDDEN), state, then)
     assert found is not None and found.normed is None
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("kind", [GatedDeltaNet, KimiDeltaAttention])
+@torch.no_grad()
+def test_gates_with_a_lower_bound(kind, rows):
+    """Steps of few rows run another kernel than steps of many; both give what the mixer gives."""
+    torch.manual_seed(0)
+    norm, x = RMSNorm(HIDDEN), torch.randn(rows, 1, HIDDEN)
+    mixer = kind(HIDDEN, 2, gate_lower_bound=-5.0)
+    mixer.A_log.fill_(0.3)
+    mixer.dt_bias.normal_()
+    _, state = mixer(torch.randn(rows, 3, HIDDEN))
+    tensors = {name: x.clone(memory_format=torch.contiguous_format) for name, x in state.tensors.items()}
+    expected, after = mixer(norm(x), state)
+    found = mix_step(norm, mixer, x, Memory(tensors, owned=True), RMSNorm(HIDDEN))
+    torch.testing.assert_close(found.x, x + expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.state["memory"], after["memory"], rtol=1e-4, atol=1e-5)

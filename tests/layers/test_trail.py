@@ -8,7 +8,15 @@ from odd_models import EXPERTS, odd
 from torch import Tensor, nn
 
 from lineate.call import Inputs
-from lineate.layers import GatedAttention, GatedDeltaNet, LinearMixer, Memory, TensorSpec, TokenCache
+from lineate.layers import (
+    GatedAttention,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LinearMixer,
+    Memory,
+    TensorSpec,
+    TokenCache,
+)
 from lineate.layers.registry import letters
 from lineate.layers.trail import trail
 from lineate.models import HybridConfig, HybridLM, ModelState
@@ -17,7 +25,7 @@ T = 5
 PATTERNS = {letter: odd(letter) for letter in letters()} | {
     "GGGA": odd("GGGA", experts=EXPERTS, dense_layers=(0,)),
     "KM, norm after": odd("KM", norm_after="M", zero_centred_norm=True),
-    "LRDGKTPNCEAM": odd("LRDGKTPNCEAM", tie_embeddings=True),
+    "LRDGKSTPNCEAM": odd("LRDGKSTPNCEAM", tie_embeddings=True),
     "A, without positions": odd("A", attention=replace(odd("A").attention, rotary_dim=0, gated=False)),  # type: ignore[type-var]
     "G, no convolution": odd("G", linear=replace(odd("G").linear, conv_size=0)),  # type: ignore[type-var]
 }
@@ -131,7 +139,7 @@ def test_rounding_is_that_of_single_steps(pattern):
         assert error(row_tensors(after, row), wanted) < 2 * error(row_tensors(states[n], row), wanted) + 1e-5
 
 
-@pytest.mark.parametrize("letter", "LRDGKTPNCE")
+@pytest.mark.parametrize("letter", "LRDGKSTPNCE")
 def test_memories_have_the_bits_of_single_steps(letter):
     """A single layer is given the same inputs, and on a CPU the same kernels run token by token."""
     mixer = make(odd(letter), torch.float32).layers[0].mixer
@@ -145,7 +153,7 @@ def test_memories_have_the_bits_of_single_steps(letter):
     for n in range(T + 1):
         after = trailed.after(torch.full((3,), n))
         for name in after.names:
-            tolerance = 1e-6 if letter in "LRDGK" else 0.0  # products over all tokens round otherwise
+            tolerance = 1e-6 if letter in "LRDGKS" else 0.0  # products over all tokens round otherwise
             assert (after[name] - states[n][name]).abs().max() <= tolerance * (1 + states[n][name].abs().max())
 
 
@@ -178,7 +186,7 @@ def test_kept_inputs_give_the_memories_of_kept_states(letter, into):
 @pytest.mark.cover
 @pytest.mark.parametrize("poison", (torch.nan, torch.inf, 1e30), ids=("nan", "inf", "huge"))
 @pytest.mark.parametrize("keep", ("states", "inputs"))
-@pytest.mark.parametrize("pattern", [*letters(), "GGGA", "LRDGKTPNCEAM"])
+@pytest.mark.parametrize("pattern", [*letters(), "GGGA", "LRDGKSTPNCEAM"])
 def test_nothing_of_rejected_tokens_remains(pattern, keep, poison):
     """Token 0 spoils everything that reads it; rows reject it at different places."""
     model = make(PATTERNS[pattern], torch.float32)
@@ -256,7 +264,7 @@ class Pooled(TokenCache):
 
 @pytest.mark.cover
 @pytest.mark.parametrize("keep", ("states", "inputs"))
-@pytest.mark.parametrize("pattern", ("GGGA", "KM, norm after", "LRDGKTPNCEAM"))
+@pytest.mark.parametrize("pattern", ("GGGA", "KM, norm after", "LRDGKSTPNCEAM"))
 @torch.no_grad()
 def test_trails_inside_a_pool(pattern, keep):
     """Rows 0 .. 3 of larger tensors are trailed and cut in place, round after round; the rows after them stay."""
@@ -349,6 +357,7 @@ OWN = {
     "memory": Mean,
     "cache": Newest,
     "attention": lambda: GatedAttention(30, 5, kv_heads=1, head_dim=8),
+    "bounded gates": lambda: KimiDeltaAttention(30, 3, key_dim=8, gate_lower_bound=-5.0),
 }
 
 
@@ -364,14 +373,15 @@ def test_mixers_of_a_user(own):
         y, state = mixer(x[:, i : i + 1], states[-1])
         outputs.append(y)
         states.append(state)
-    y, trailed = trail(mixer, x[:, 4:], states[0])
-    assert (y - torch.cat(outputs, 1)).abs().max() < 1e-12
-    after = trailed.after(torch.tensor([3, 0, T]))
-    for row, n in enumerate((3, 0, T)):
-        for name in after.names:
-            wanted = states[n][name][row]
-            got = after[name][row, : 4 + n] if isinstance(after, TokenCache) else after[name][row]
-            assert (got - wanted).abs().max() < 1e-12
+    for keep in ("states", "inputs"):
+        y, trailed = trail(mixer, x[:, 4:], states[0], keep=keep)
+        assert (y - torch.cat(outputs, 1)).abs().max() < 1e-12
+        after = trailed.after(torch.tensor([3, 0, T]))
+        for row, n in enumerate((3, 0, T)):
+            for name in after.names:
+                wanted = states[n][name][row]
+                got = after[name][row, : 4 + n] if isinstance(after, TokenCache) else after[name][row]
+                assert (got - wanted).abs().max() < 1e-12
 
 
 @torch.no_grad()
@@ -443,7 +453,7 @@ def test_errors_name_the_argument():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keep", ("auto", "states"))
-@pytest.mark.parametrize("pattern", [*letters(), "GGGA", "LRDGKTPNCEAM"])
+@pytest.mark.parametrize("pattern", [*letters(), "GGGA", "LRDGKSTPNCEAM"])
 @prompts
 def test_trails_on_a_gpu(pattern, lengths, keep):
     exact, model = make(PATTERNS[pattern]), make(PATTERNS[pattern]).float().cuda()

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from lineate.models import HybridLM, families
-from lineate.models.families import kimi_linear, make_plan, read_config
+from lineate.models.families import LACKING, kimi_linear, make_plan, read_config
 from lineate.models.families.values import Values
-from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.checkpoint import Checkpoint, save
 from lineate.models.files.loading import check_plan, check_tensors
 from lineate.models.files.safetensors import CheckpointError, Entry
 from lineate.models.hybrid import empty_model, save_pretrained
 from lineate.models.inspect import describe, print_description, rows
+from lineate.planning import read_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -119,8 +120,9 @@ def test_greedy_tokens_are_identical(family, ours):
         return out.logits, out.state
 
     def their_step(ids, cache):
-        out = theirs(family)(ids, past_key_values=cache, use_cache=True)
-        return out.logits, out.past_key_values
+        name = "cache_params" if family == "mamba2" else "past_key_values"
+        out = theirs(family)(ids, **{name: cache}, use_cache=True)
+        return out.logits, out[name]
 
     text = continued(our_step)
     assert text == continued(their_step)
@@ -198,6 +200,19 @@ CONFIGS = [
     ("kimi_linear", {"linear_attn_config": None, "first_k_dense_replace": None}),
     ("kimi_linear", {"num_experts": None, "num_local_experts": 6, "moe_renormalize": None, "norm_topk_prob": True}),
     ("olmo_hybrid", {"rope_parameters": None, "rope_theta": 10000.0, "layer_types": None}),
+    ("mamba2", {"time_step_limit": None}),
+    ("mamba2", {"time_step_limit": [0.0, float("inf")]}),
+    ("granitemoehybrid", {"layer_types": ["mamba", "mamba", "mamba", "attention", "mamba"]}),
+    ("granitemoehybrid", {"layer_types": None, "layers_block_type": [*["mamba"] * 3, "attention", "mamba"]}),
+    ("granitemoehybrid", {"mamba_d_head": "auto", "time_step_limit": None, "rope_parameters": None}),
+    ("bailing_hybrid", {"layer_types": None, "mlp_layer_types": None}),
+    ("bailing_hybrid", {"linear_head_dim": None, "linear_num_heads": None, "head_dim": 10, "rope_parameters": None}),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-M*EMEM-"}),
+    (
+        "nemotron_h",
+        {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "moe", "mamba", "moe", "mamba", "mlp"]},
+    ),
+    ("nemotron_h", {"n_groups": None, "mamba_n_groups": 3, "head_dim": None, "attention_head_dim": 14}),
 ]
 
 
@@ -283,6 +298,50 @@ def test_qwen_with_biases_and_without_renormalising(tmp_path):
     assert_close(model(tokens(1, 40)).logits, other(tokens(1, 40)).logits)
 
 
+def test_granite_without_experts_and_positions(tmp_path):
+    other = build("granitemoehybrid", num_local_experts=0, position_embedding_type=None, attention_bias=True)
+    other.save_pretrained(tmp_path)
+    model = HybridLM.from_pretrained(tmp_path, progress=False)
+    assert model.config.experts is None and model.config.attention.rotary_dim == 0
+    assert_close(model(tokens(1, 40)).logits, other(tokens(1, 40)).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mamba2", {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True}),
+        ("granitemoehybrid", {"mamba_proj_bias": True, "mamba_conv_bias": False, "tie_word_embeddings": True}),
+        ("nemotron_h", {"use_bias": True, "use_conv_bias": False}),
+    ],
+)
+def test_mamba_with_and_without_biases(tmp_path, name, changes):
+    other = build(name, **changes)
+    other.save_pretrained(tmp_path)
+    model = HybridLM.from_pretrained(tmp_path, progress=False)
+    assert model.config.mamba.bias and not model.config.mamba.conv_bias
+    assert (model.head is None) == ("tie_word_embeddings" in changes)
+    assert_close(model(tokens(1, 40)).logits, other(tokens(1, 40)).logits)
+
+
+def test_steps_of_mamba_within_bounds(tmp_path):
+    """transformers bounds them in a prefill; it leaves them as they are when it reads one token after others."""
+    other = build("mamba2", time_step_limit=(0.2, 0.9))
+    other.save_pretrained(tmp_path)
+    model = HybridLM.from_pretrained(tmp_path, progress=False)
+    assert (model.config.mamba.step_least, model.config.mamba.step_most) == (0.2, 0.9)
+    assert_close(model(tokens(1, 40)).logits, other(tokens(1, 40)).logits)
+    out = model(tokens(1, 40)[:, :39])
+    assert_close(model(tokens(1, 40)[:, 39:], state=out.state).logits, other(tokens(1, 40)).logits[:, 39:])
+
+
+def test_bailing_without_a_bound_of_the_decay(tmp_path):
+    other = build("bailing_hybrid", kda_safe_gate=False)
+    other.save_pretrained(tmp_path)
+    model = HybridLM.from_pretrained(tmp_path, progress=False)
+    assert model.config.linear.gate_lower_bound is None
+    assert_close(model(tokens(1, 40)).logits, other(tokens(1, 40)).logits)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("head", ["absent", "equal", "different"])
 def test_tied_embeddings(tmp_path, name, head):
@@ -365,6 +424,31 @@ REFUSED = [
     ("kimi_linear", {"q_lora_rank": 16}, "q_lora_rank = None, got 16"),
     ("kimi_linear", {"layer_types": None, "linear_attn_config": {"full_attn_layers": [0], "head_dim": 10}}, "1 .. 5"),
     ("kimi_linear", {"moe_router_activation_func": "softmax"}, "got 'softmax'"),
+    ("mamba2", {"hidden_act": "gelu"}, "hidden_act = 'silu', got 'gelu'"),
+    ("mamba2", {"expand": 3}, r"expand x hidden_size = num_heads x head_dim = 96, got 3 x 48"),
+    ("mamba2", {"n_groups": 4}, "heads must be a multiple of groups = 4, got 6"),
+    ("mamba2", {"time_step_limit": [0.5]}, "two numbers in time_step_limit"),
+    ("mamba2", {"time_step_limit": [0.5, {"__float__": "NaN"}]}, "two numbers in time_step_limit"),
+    ("mamba2", {"time_step_limit": [0.5, 0.1]}, "step_most must be at least step_least = 0.5, got 0.1"),
+    ("granitemoehybrid", {"layer_types": ["mamba"] * 4 + ["sliding"]}, "layer_types of mamba, .*, got 'sliding'"),
+    ("granitemoehybrid", {"position_embedding_type": "alibi"}, "'rope', 'nope' or null, got 'alibi'"),
+    ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling above 0, got 0"),
+    ("granitemoehybrid", {"residual_multiplier": 0}, "residual_scale must be finite and above 0, got 0"),
+    ("granitemoehybrid", {"mamba_d_head": 15}, "mamba_n_heads x mamba_d_head = 96, got 6 x 15"),
+    ("bailing_hybrid", {"q_lora_rank": 16}, "q_lora_rank = None, got 16"),
+    ("bailing_hybrid", {"kda_lower_bound": 5.0}, "gate_lower_bound must be .*below 0, got 5.0"),
+    ("bailing_hybrid", {"num_key_value_heads": 1}, "num_key_value_heads = num_attention_heads = 3"),
+    ("bailing_hybrid", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'default', got 'yarn'"),
+    ("bailing_hybrid", {"partial_rotary_factor": 0.5}, "rotate all qk_rope_head_dim = 6 channels, got 3"),
+    ("bamba", {"attn_layer_indices": [5]}, r"attn_layer_indices in 0 \.\. 4, got \[5\]"),
+    ("bamba", {"mlp_bias": True}, "mlp_bias = False, got True"),
+    ("nemotron_h", {"layers_block_type": ["mlp", "mamba"]}, r"a mixer before every feed-forward, got '-'.*enable\(\)"),
+    ("nemotron_h", {"layers_block_type": ["mamba", "moe", "mlp"]}, r"got 'ME-', whose layer 2 follows none"),
+    ("nemotron_h", {"layers_block_type": ["mamba", "rwkv"]}, "got 'rwkv'"),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "M-X"}, r"signs M, \*, -, E, got 'M-X'"),
+    ("nemotron_h", {"layers_block_type": None}, "must have layers_block_type, or hybrid_override_pattern"),
+    ("nemotron_h", {"moe_latent_size": 8}, r"moe_latent_size = None, got 8; .*enable\(\)"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'relu2', got 'silu'"),
     ("qwen3_next", {"model_type": "llama"}, r"one of qwen3_next, .*lineate, got 'llama'"),
     ("qwen3_next", {"model_type": None}, "model_type must be one of"),
 ]
@@ -376,6 +460,15 @@ def test_configs_that_are_not_understood_are_refused(folders, tmp_path, name, ch
     with pytest.raises(CheckpointError, match=message) as error:
         HybridLM.from_pretrained(tmp_path, progress=False)
     assert "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", [*LACKING, "glm5_next_text"])
+def test_families_whose_other_layers_are_lacking_point_to_enable(model_type, tmp_path):
+    save(tmp_path, {"x": torch.zeros(1)}, {"model_type": model_type})
+    what = LACKING[model_type.removesuffix("_text")]
+    for read in (describe, HybridLM.from_pretrained, read_model):
+        with pytest.raises(CheckpointError, match=rf"'{model_type}' has {what}, which .*transformers\.enable\(\)"):
+            read(tmp_path)
 
 
 def test_null_is_not_taken_for_true():
@@ -465,6 +558,14 @@ def test_describe(family, folders, ours):
     lines = dict(rows(found))
     assert lines["layers"] == f"5: {model.config.letters}"
     assert lines["family"] == json.loads((folders(family) / "config.json").read_text())["model_type"]
+
+
+def test_describe_names_multipliers_and_feed_forwards(folders):
+    granite, nemotron = (dict(rows(describe(folders(name)))) for name in ("granitemoehybrid", "nemotron_h"))
+    assert granite["multipliers"] == "embeddings 3, residuals 0.7, logits 3.333"
+    assert granite["mamba"].startswith("6 heads of 16, states of 10 in 3 groups")
+    assert nemotron["feed-forward"] == "36, squared ReLU, in 2 of 5 layers" and "multipliers" not in nemotron
+    assert nemotron["experts"].startswith("3 of 6 of size 20, squared ReLU, sigmoid scores, shared expert of 28")
 
 
 def test_describe_says_what_would_not_load(folders, tmp_path, capsys):

@@ -19,6 +19,7 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
 )
 
 pytestmark = pytest.mark.gpu
@@ -36,6 +37,15 @@ CASES = {
     "GGGA": CONFIG,
     "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
     "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
+    "SSA, mixers alone": replace(
+        CONFIG,
+        pattern="SSA",
+        n_layers=3,
+        mamba=MambaConfig(4, 32, 32, groups=2),
+        mixer_only=(1,),
+        residual_scale=0.5,
+        feed=FeedConfig(64, "relu2"),
+    ),
 }
 cases = pytest.mark.parametrize("case", CASES)
 
@@ -150,10 +160,11 @@ def test_transformers_on_lineate(family):
         found = theirs(ids.cuda()).logits
         grads = torch.autograd.grad(loss(found, ids.cuda()), list(theirs.parameters()), allow_unused=True)
         with torch.no_grad():
+            cache = "cache_params" if family == "mamba2" else "past_key_values"
             out = theirs(ids[:, :70].cuda(), use_cache=True)
             steps = [out.logits[:, -1:]]
             for t in range(70, 75):
-                out = theirs(ids[:, t : t + 1].cuda(), past_key_values=out.past_key_values, use_cache=True)
+                out = theirs(ids[:, t : t + 1].cuda(), **{cache: out[cache]}, use_cache=True)
                 steps.append(out.logits)
     assert relative(found.detach(), expected.detach()) < 1e-4
     assert relative(torch.cat(steps, 1), expected[:, 69:].detach()) < 1e-4

@@ -18,6 +18,7 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     ModelState,
 )
 
@@ -36,6 +37,15 @@ CASES = {
     "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
     "GA, more experts": replace(CONFIG, pattern="GA", n_layers=2, experts=SIGMOID),
     "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
+    "SSA, mixers alone": replace(
+        CONFIG,
+        pattern="SSA",
+        n_layers=3,
+        mamba=MambaConfig(4, 32, 32, groups=2),
+        mixer_only=(1,),
+        residual_scale=0.5,
+        feed=FeedConfig(64, "relu2"),
+    ),
     "no attention": replace(CONFIG, pattern="G", n_layers=2),
     "attention alone": replace(CONFIG, pattern="A", n_layers=1),
 }

@@ -16,7 +16,15 @@ from typer.testing import CliRunner
 
 from lineate.cli import build_app
 from lineate.models import HybridConfig, preset
-from lineate.models.config import AttentionConfig, ExpertsConfig, FeedConfig, LatentConfig, LinearConfig, MemoryConfig
+from lineate.models.config import (
+    AttentionConfig,
+    ExpertsConfig,
+    FeedConfig,
+    LatentConfig,
+    LinearConfig,
+    MambaConfig,
+    MemoryConfig,
+)
 from lineate.planning.memory import plan_memory
 from lineate.planning.models import from_numbers, read_model
 
@@ -62,12 +70,29 @@ KIMI = FAMILY | {
     "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_experts_per_token": 2,
     "linear_attn_config": {"num_heads": 2, "head_dim": 8, "full_attn_layers": [4], "kda_layers": [1, 2, 3]},
 }  # fmt: skip
+GRANITE = FAMILY | {
+    "layer_types": ["mamba", "mamba", "attention", "mamba"], "shared_intermediate_size": 8, "mamba_n_heads": 4,
+    "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 2, "num_local_experts": 4,
+}  # fmt: skip
+MAMBA = {
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 4, "num_heads": 4, "head_dim": 8, "state_size": 4,
+    "n_groups": 2,
+}  # fmt: skip
+NEMOTRON = FAMILY | {
+    "hybrid_override_pattern": "M-M*EM", "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4, "n_groups": 2,
+    "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 8,
+}  # fmt: skip
 BASES = {
     "lineate": {"model_type": "lineate", **preset("tiny", vocab_size=32).to_dict()},
     "qwen3_next": {"model_type": "qwen3_next", **FAMILY},
     "qwen3_5": {"model_type": "qwen3_5", **FAMILY},
     "kimi_linear": {"model_type": "kimi_linear", **KIMI},
     "olmo_hybrid": {"model_type": "olmo_hybrid", **FAMILY},
+    "mamba2": {"model_type": "mamba2", **MAMBA},
+    "granitemoehybrid": {"model_type": "granitemoehybrid", **GRANITE},
+    "bamba": {"model_type": "bamba", **GRANITE},
+    "nemotron_h": {"model_type": "nemotron_h", **NEMOTRON},
+    "bailing_hybrid": {"model_type": "bailing_hybrid", **KIMI},
     "llama": {"model_type": "llama", **FAMILY},
 }
 
@@ -174,7 +199,15 @@ CASES = {
     # families
     **{
         f"{base}: {name}": (config(base, **{key: value}), message)
-        for base in ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "llama")
+        for base in (
+            "qwen3_next",
+            "qwen3_5",
+            "kimi_linear",
+            "olmo_hybrid",
+            "granitemoehybrid",
+            "bailing_hybrid",
+            "llama",
+        )
         for name, key, value, message in (
             ("layers", "num_hidden_layers", 10**9, "num_hidden_layers must be at most 4,096, got 1,000,000,000"),
             ("more layers", "num_hidden_layers", 10**15, "num_hidden_layers must be at most 4,096"),
@@ -194,8 +227,35 @@ CASES = {
             ),
         )
     },
+    "layers of Mamba-2": (config("mamba2", num_hidden_layers=10**9), "num_hidden_layers must be at most 4,096"),
+    "heads of Mamba-2": (config("mamba2", num_heads=0), "num_heads must be a whole number of at least 1, got 0"),
+    "states of Mamba-2": (config("mamba2", state_size=2**24), "heads x state_dim must be at most 16,777,216"),
+    "words of Mamba-2": (config("mamba2", head_dim="8"), "must have a number in head_dim, got '8'"),
+    "steps, an object": (config("mamba2", time_step_limit={"a": 1}), "must have two numbers in time_step_limit"),
+    "steps, many": (config("mamba2", time_step_limit=[0.1] * 10**5), "must have two numbers in time_step_limit"),
+    "steps, digits": (config("mamba2", time_step_limit=[0, 10**30]), UNFIT),
+    "Mamba-2 without tensors": (config("mamba2"), UNFIT),
+    "Granite without tensors": (config("granitemoehybrid"), UNFIT),
+    "layers of Bamba": (config("bamba", attn_layer_indices=[10**30]), "number of attn_layer_indices must be at most"),
+    "layers of Bamba, a word": (config("bamba", attn_layer_indices="3"), "attn_layer_indices must be a list of whole"),
+    "multiplier": (config("granitemoehybrid", embedding_multiplier="12"), "number in embedding_multiplier, got '12'"),
+    "logits": (config("granitemoehybrid", logits_scaling=-1), "must have logits_scaling above 0, got -1"),
+    "Nemotron-H without tensors": (config("nemotron_h"), UNFIT),
+    "layers of Nemotron-H": (
+        config("nemotron_h", hybrid_override_pattern="M-" * 10**5),
+        "must have at most 4096 layers, got 200000",
+    ),
+    "pattern of Nemotron-H": (config("nemotron_h", hybrid_override_pattern=["M"]), "hybrid_override_pattern of the"),
+    "kinds of Nemotron-H": (config("nemotron_h", layers_block_type=[["mamba"]]), "a list of words in layers_block_ty"),
+    "kinds of Nemotron-H, a word": (config("nemotron_h", layers_block_type="M-"), "a list of words in layers_block_ty"),
+    "experts of Nemotron-H": (config("nemotron_h", n_routed_experts=2**16), TOO_FEW),
     "experts of a family": (config("qwen3_next", num_experts=10**9), "num_experts must be at most 16,777,216"),
     "more experts": (config("qwen3_next", num_experts=2**24), "ExpertsConfig.count must be at most 65,536"),
+    "experts of Bailing-Hybrid": (config("bailing_hybrid", num_experts=2**16), TOO_FEW),
+    "bound of Bailing-Hybrid": (
+        config("bailing_hybrid", kda_lower_bound="-5"),
+        "a number in kda_lower_bound, got '-5'",
+    ),
     "experts of Kimi": (
         config("kimi_linear", num_experts=2**16),
         TOO_FEW,
@@ -379,7 +439,8 @@ def test_the_largest_sizes_do_not_overflow():
     """The largest allowed sizes can be planned: no tensor has more elements than torch can count."""
     width, sizes = 2**24, (2**12, 2**12, 2**12, 2**12)
     config = HybridConfig(
-        vocab_size=width, hidden_size=width, n_layers=64, pattern="LRDGKTPNCEAM", linear=LinearConfig(*sizes),
+        vocab_size=width, hidden_size=width, n_layers=64, pattern="LRDGKSTPNCEAM", linear=LinearConfig(*sizes),
+        mamba=MambaConfig(2**12, 2**12, 2**12),
         memory=MemoryConfig(2**12, 2**12), attention=AttentionConfig(2**12, 2**12, 2**12),
         latent=LatentConfig(2**12, width, 2**12, 2**12, 2**12), feed=FeedConfig(width), dense_layers=(0,),
         experts=ExpertsConfig(2**12, 2, 2**19, shared_size=width),

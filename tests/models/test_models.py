@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lineate.layers import RMSNorm
 from lineate.layers.registry import letters as all_letters
 from lineate.models import (
     PRESETS,
@@ -17,6 +18,7 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     MemoryConfig,
     ModelState,
     preset,
@@ -28,6 +30,7 @@ VOCAB = 61
 CONFIG = HybridConfig(
     vocab_size=VOCAB, hidden_size=32, n_layers=4, pattern="GGGA",
     linear=LinearConfig(2, 4, 8, 6),
+    mamba=MambaConfig(6, 5, 7, groups=2, norm_groups=3),
     memory=MemoryConfig(2, 8, chunk=7),
     attention=AttentionConfig(4, 2, 10, rotary_dim=4),
     latent=LatentConfig(3, rank=9, nope_dim=6, rope_dim=4, value_dim=5),
@@ -38,7 +41,19 @@ CASES = {
     "GGGA": CONFIG,
     "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
     "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
+    "SSA": replace(CONFIG, pattern="SSA", n_layers=3),
     "TPNCE": replace(CONFIG, pattern="TPNCE", n_layers=5),
+    "mixers alone, scales": replace(
+        CONFIG,
+        pattern="SAG",
+        mixer_only=(0, 2),
+        residual_scale=0.5,
+        embedding_scale=3.0,
+        logit_scale=0.2,
+        attention=AttentionConfig(4, 2, 10, gated=False, qk_norm=None, scale=0.4),
+        feed=FeedConfig(40, "relu2"),
+    ),
+    "no feed-forward": replace(CONFIG, pattern="SM", mixer_only=(0, 1, 2, 3), feed=None, tie_embeddings=True),
     "norm after": replace(CONFIG, pattern="GA", norm_after="A", zero_centred_norm=True),
 }
 cases = pytest.mark.parametrize("case", CASES)
@@ -237,6 +252,34 @@ def test_weights_of_a_model_made_on_the_meta_device(case):
         assert torch.equal(x, expected[name]), name
 
 
+def test_scales_and_layers_without_a_feed_forward():
+    model, ids = make("mixers alone, scales"), draw(2, 20)
+    assert [block.feed is None for block in model.layers] == [True, False, True, False]
+    with torch.no_grad():
+        x = 3.0 * model.embed.weight[ids]
+        for block in model.layers:
+            x = x + 0.5 * block.mixer(block.mixer_norm(x))[0]
+            if block.feed is not None:
+                y = block.feed_norm(x) @ block.feed.up_proj.weight.T
+                x = x + 0.5 * (y.relu() ** 2 @ block.feed.down_proj.weight.T)
+        plain = RMSNorm(32).double()
+        plain.load_state_dict(model.norm.state_dict())
+        torch.testing.assert_close(model(ids).logits, 0.2 * model.head(plain(x)))
+        total = model.loss_sum(ids[:, :-1], ids[:, 1:]) / (2 * 19)
+        torch.testing.assert_close(total, model(ids, labels=ids).loss, check_dtype=False)
+
+
+def test_the_scale_of_attention():
+    """A scale of 1/sqrt(head_dim) is the default."""
+    config = replace(CONFIG, pattern="A", attention=AttentionConfig(4, 2, 10, scale=10**-0.5))
+    one, other = HybridLM(config), HybridLM(replace(config, attention=AttentionConfig(4, 2, 10)))
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(draw(1, 9)).logits, other(draw(1, 9)).logits)
+    third = HybridLM(replace(config, attention=AttentionConfig(4, 2, 10, scale=2.0)))
+    third.load_state_dict(one.state_dict())
+    assert not torch.allclose(third(draw(1, 9)).logits, other(draw(1, 9)).logits, atol=1e-6)
+
+
 def test_a_pattern_is_tiled():
     assert replace(CONFIG, n_layers=6).letters == "GGGAGG"
     kinds = [type(block.mixer).__name__ for block in make("LRDGKAM").layers]
@@ -317,13 +360,18 @@ def test_state_bytes_of_a_real_server():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": "GGX"}, "pattern must be made of the letters L, R, D, G, K, T, P, N, C, E, A, M, got 'GGX'"),
+        ({"pattern": "GGX"}, "pattern must be made of the letters L, R, D, G, K, S, T, P, N, C, E, A, M, got 'GGX'"),
         ({"pattern": ""}, "pattern must be made of the letters"),
         ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
         ({"linear": None}, "linear must be given for the letter 'G'"),
         ({"attention": None}, "attention must be given for the letter 'A'"),
         ({"feed": None}, "feed must be given"),
         ({"dense_layers": (4,)}, r"dense_layers must lie in 0 \.\. 3"),
+        ({"mixer_only": (-1,)}, r"mixer_only must lie in 0 \.\. 3"),
+        ({"mixer_only": (0, 1), "dense_layers": (1,), "experts": EXPERTS}, "no layer of dense_layers, got 1 in both"),
+        ({"mixer_only": (0, 1), "feed": None}, "feed must be given"),
+        ({"feed": FeedConfig(8, "gelu")}, "FeedConfig.kind must be one of 'swiglu', 'relu2', got 'gelu'"),
+        ({"residual_scale": 0.0}, "residual_scale must be finite and above 0, got 0.0"),
         ({"norm_after": "Z"}, "norm_after must be made of the letters"),
         ({"linear": LinearConfig(3, 4, 8, 8)}, "value_heads must be a multiple of heads = 3, got 4"),
         ({"linear": LinearConfig(2, 4, 0, 8)}, "LinearConfig.key_dim must be at least 1, got 0"),
@@ -336,6 +384,10 @@ def test_state_bytes_of_a_real_server():
         ({"norm_eps": -1.0}, "norm_eps must be finite and above 0, got -1.0"),
         ({"norm_eps": float("nan")}, "norm_eps must be finite and above 0, got nan"),
         ({"initializer_range": -1}, "initializer_range must be finite and at least 0, got -1"),
+        (
+            {"linear": LinearConfig(2, 4, 8, 6, gate_lower_bound=5.0)},
+            "LinearConfig.gate_lower_bound must be finite and below 0, got 5.0",
+        ),
         ({"linear": LinearConfig(2, 4, 8, 6, norm_eps=0.0)}, "LinearConfig.norm_eps must be finite and above 0"),
         ({"attention": AttentionConfig(4, 2, 8, rope_theta=float("inf"))}, "AttentionConfig.rope_theta must be finite"),
         ({"latent": LatentConfig(3, 9, 6, 4, 5, rope_theta=-2.0)}, "LatentConfig.rope_theta must be finite and above"),

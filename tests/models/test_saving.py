@@ -188,12 +188,25 @@ def test_how_a_model_runs_does_not_matter(case, tmp_path):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("pattern", "LRDGKTPNCEAM")
+@pytest.mark.parametrize("pattern", "LRDGKSTPNCEAM")
 def test_every_letter_is_saved(pattern, tmp_path):
     model = build(pattern, tie_embeddings=False)
     model.save_pretrained(tmp_path)
     loaded = HybridLM.from_pretrained(tmp_path, progress=False)
     assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("pattern", "GK")
+def test_the_lower_bound_of_gates_is_saved(pattern, tmp_path):
+    linear = replace(preset("tiny", pattern).linear, gate_lower_bound=-5.0)
+    model = build(pattern, linear=linear)
+    assert model.layers[0].mixer.gate_lower_bound == -5.0 and not model.layers[0].mixer.A_log.any()
+    model.save_pretrained(tmp_path)
+    loaded = HybridLM.from_pretrained(tmp_path, progress=False)
+    assert loaded.config == model.config and loaded.layers[0].mixer.gate_lower_bound == -5.0
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(model(tokens)[0], loaded(tokens)[0])
 
 
 # training, accelerate and transformers

@@ -105,8 +105,9 @@ def test_compiled_without_gradients(t, path):
             assert relative_error(got, expected) <= 1e-6
 
 
+@pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
-def test_fused_delta_rule_compiles(row):
+def test_fused_delta_rule_compiles(row, bound):
     """On a CPU, the activations in torch and the op are one graph, forward and backward."""
     torch._dynamo.reset()
     inputs = convert(draw(row, SHAPE), torch.float32)
@@ -116,10 +117,23 @@ def test_fused_delta_rule_compiles(row):
     results = []
     for op in (lineate.fused_delta_rule, compiled):
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-        output, state = op(**leaves, beta_scale=2.0)
+        output, state = op(**leaves, beta_scale=2.0, lower_bound=bound)
         results.append([output, state, *torch.autograd.grad(output.sum() + state.sum(), list(leaves.values()))])
     for expected, got in zip(*results, strict=True):
         assert relative_error(got.detach(), expected.detach()) <= 1e-6
+
+
+@pytest.mark.parametrize("raw", ["gate", "write"])
+def test_one_raw_gate_compiles(raw):
+    torch._dynamo.reset()
+    inputs = convert(draw(GATED_DELTA, SHAPE), torch.float32)
+    if raw == "gate":
+        inputs |= {"gate": inputs.pop("log_decay"), "A_log": torch.zeros(SHAPE.hv)}
+    else:
+        inputs["write"] = inputs.pop("beta")
+    compiled = torch.compile(lineate.fused_delta_rule, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(**inputs), lineate.fused_delta_rule(**inputs), strict=True):
+        assert relative_error(got, expected) <= 1e-6
 
 
 def test_one_graph_serves_every_length():

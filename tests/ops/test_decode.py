@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import (
     DELTA,
     GATED_DELTA,
@@ -17,12 +16,10 @@ from cases import (
     SPECIAL_ROWS,
     Inputs,
     Result,
-    Row,
     Shape,
     assert_same_bits,
     assert_within,
     bounds,
-    budget,
     convert,
     draw,
     errors,
@@ -30,56 +27,11 @@ from cases import (
     oracle,
     same_bits,
 )
+from decode_cases import KERNEL, PATHS, SHAPE, SMALL, Path, check, inputs_of, run
 from torch import Tensor, zeros
 from torch_calls import compilations
 
 from lineate.decoding import decode
-
-# (device, backend)
-TORCH = pytest.param(("cpu", "torch"), id="torch")
-INTERPRETER = pytest.param(("cpu", "triton"), id="interpreter", marks=interpreted)
-NATIVE = pytest.param(("cuda", "triton"), id="gpu", marks=pytest.mark.gpu)
-KERNEL = [INTERPRETER, NATIVE]
-PATHS = [TORCH, *KERNEL]
-Path = tuple[str, str]
-
-SHAPE = Shape(2, 5, 2, 4, 6, 5)
-SMALL = Shape(1, 10, 1, 2, 6, 5)
-
-
-def run(inputs: Inputs, path: Path, **options: object) -> Result:
-    """Run decode on copies of the inputs, and return the result on the CPU."""
-    device, backend = path
-    call = {name: x.to(device).clone() for name, x in inputs.items()}
-    options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
-    place = call["state"].data_ptr()
-    output = decode(**call, **options, backend=backend)
-    assert call["state"].data_ptr() == place
-    return Result(output.cpu(), call["state"].cpu(), {})
-
-
-def inputs_of(row: Row, shape: Shape, special: str = "ordinary", *, texts: int | None = None) -> Inputs:
-    """Draw float32 inputs as cases.draw does, with a state of zeros if the special case has none."""
-    inputs = convert(draw(row, shape, special, texts=texts), torch.float32)
-    inputs.setdefault("state", zeros(shape.b, shape.hv, shape.k, shape.v))
-    return inputs
-
-
-def check(
-    row: Row, inputs: Inputs, path: Path, what: object = "", *, worst_case: bool = False, **options: object
-) -> Result:
-    """Compare with the oracle, within cases.budget for chunks of one token.
-
-    The GPU's exp and rsqrt are approximations to about 2^-22, and each token's errors stay in the memory.
-    """
-    expected = oracle(row, inputs, only=(), **options)
-    got = run(inputs, path, **options)
-    allowed = budget(row, inputs, expected, 1, worst_case=worst_case, **options)
-    if path[0] == "cuda":
-        allowed = {name: x + inputs["q"].shape[1] * 2**-22 for name, x in allowed.items()}
-    assert got.output.dtype == inputs["v"].dtype
-    assert_within(errors(got, expected), allowed, what or row)
-    return got
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -241,46 +193,6 @@ def test_packed_texts_with_slots(path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("decay", ["head", "head, no bias", "channel", "channel, bias per head", "none"])
-def test_raw_gates(decay, path):
-    """Gates are -exp(A_log) softplus(x + dt_bias) and beta_scale sigmoid(x), for x of -100 to 100 and infinite x."""
-    row = {"h": GATED_DELTA, "c": KIMI_DELTA, "n": DELTA}[decay[0]]
-    shape = SHAPE._replace(t=3)
-    inputs = inputs_of(row, shape)
-    generator = torch.Generator().manual_seed(0)
-    raw = {"beta": 3 * torch.randn(2, 3, 4, generator=generator)}
-    options: dict[str, object] = {"raw_gates": True, "beta_scale": 2.0}
-    gates = {"beta": 2.0 * raw["beta"].double().sigmoid()}
-    if decay != "none":
-        size = (2, 3, 4, 6) if row is KIMI_DELTA else (2, 3, 4)
-        raw["log_decay"] = 4 * torch.randn(size, generator=generator)
-        raw["log_decay"].flatten()[:4] = torch.tensor([-100.0, 100.0, torch.inf, -torch.inf])
-        options["A_log"] = torch.randn(4, generator=generator)
-        bias, rate = torch.zeros(4), -options["A_log"].double().exp()
-        if decay != "head, no bias":
-            bias = options["dt_bias"] = torch.randn((4, 6) if decay == "channel" else 4, generator=generator)
-        if row is KIMI_DELTA:
-            rate, bias = rate[:, None], bias if bias.dim() == 2 else bias[:, None]
-        gates["log_decay"] = rate * F.softplus(raw["log_decay"].double() + bias, threshold=1000)
-    expected = oracle(row, {**inputs, **gates}, only=())
-    # The gates' own rounding is the error of the same gates in float32, carried through three tokens.
-    single = {name: x.float() for name, x in gates.items()}
-    allowed = budget(row, {**inputs, **single}, expected, 1)
-    got = run({**inputs, **raw}, path, **options)
-    assert_within(errors(got, expected), {name: x + 3 * 2**-20 for name, x in allowed.items()})
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_small_raw_gates_are_not_lost(path):
-    """softplus(-12) is 6e-6; 1 + e^-12 in float32 would lose a hundredth of it, and so a long memory."""
-    inputs = inputs_of(GATED_DELTA, Shape(1, 1, 1, 1, 2, 2))
-    raw = {"log_decay": torch.full((1, 1, 1), -12.0), "beta": torch.full((1, 1, 1), -torch.inf)}
-    got = run({**inputs, **raw}, path, raw_gates=True, A_log=torch.tensor([8.0]))
-    decay = torch.exp(-torch.exp(torch.tensor(8.0).double()) * F.softplus(torch.tensor(-12.0).double()))
-    assert_within({"state": ((got.state / inputs["state"] - decay) / decay).abs().max().item()}, 1e-6)
-
-
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_views_are_read_and_written_where_they_lie(row, path):
     """q, k, v are views of one projection, gates of another, the state is one layer's among others, v is transposed."""
@@ -389,6 +301,8 @@ def test_compiled_with_everything():
         inputs, ("cpu", "auto"), "aot_eager", cu_seqlens=bounds((1, 2)), slots=torch.tensor([[3, -1], [0, 2]]),
         start_slots=torch.tensor([1, 0]), raw_gates=True, A_log=zeros(2), dt_bias=zeros(2, 3), beta_scale=2.0,
     )  # fmt: skip
+    for raw in ({"raw_gates": "log_decay", "lower_bound": -5.0}, {"raw_gates": "beta", "beta_scale": 2.0}):
+        call_compiled(inputs_of(KIMI_DELTA, SMALL._replace(t=2)), ("cpu", "auto"), "aot_eager", **raw)
 
 
 def test_what_torch_demands_of_custom_ops():
@@ -452,7 +366,18 @@ WRONG: list[tuple[str, dict[str, object], type[Exception], str]] = [
      "pass log(decay), or -exp(A_log) * softplus(x)"),
     ("scale", {"scale": "1"}, TypeError, "scale must be a number or None (1/sqrt(k)), got str"),
     ("normalize_qk", {"normalize_qk": 1}, TypeError, "normalize_qk must be a bool, got int"),
-    ("raw_gates", {"raw_gates": zeros(4)}, TypeError, "raw_gates must be a bool, got Tensor"),
+    ("raw_gates", {"raw_gates": zeros(4)}, TypeError,
+     "raw_gates must be a bool, 'log_decay' or 'beta', got Tensor"),
+    ("raw_gates word", {"raw_gates": "gate"}, ValueError,
+     "raw_gates must be a bool, 'log_decay' or 'beta', got 'gate'"),
+    ("A_log without a raw gate", {"raw_gates": "beta", "A_log": zeros(4)}, ValueError,
+     "A_log is for raw gates, got raw_gates='beta'; pass raw_gates=True"),
+    ("beta_scale without a raw logit", {"raw_gates": "log_decay", "A_log": zeros(4), "beta_scale": 2.0}, ValueError,
+     "beta_scale is for raw gates, got 2.0 and raw_gates='log_decay'; multiply beta by it"),
+    ("raw_gates of no beta", {"raw_gates": "beta", "beta": None}, ValueError,
+     "raw_gates='beta' needs beta, got None; leave it False"),
+    ("raw_gates of no decay", {"raw_gates": "log_decay", "log_decay": None}, ValueError,
+     "raw_gates='log_decay' needs log_decay, got None; leave it False"),
     ("backend", {"backend": "native"}, ValueError,
      "backend must be one of 'auto', 'torch', 'triton', got 'native'"),
     ("A_log without raw gates", {"A_log": zeros(4)}, ValueError,
@@ -465,6 +390,13 @@ WRONG: list[tuple[str, dict[str, object], type[Exception], str]] = [
      "beta_scale must be a number, got str"),
     ("raw gates without A_log", {"raw_gates": True}, ValueError,
      "raw_gates=True with log_decay needs A_log of shape (hv,) = (4,), got None"),
+    ("lower_bound without raw gates", {"lower_bound": -5.0}, ValueError,
+     "lower_bound is for raw gates, got raw_gates=False; pass raw_gates=True"),
+    ("lower_bound without a gate", {"raw_gates": True, "log_decay": None, "lower_bound": -5.0}, ValueError,
+     "lower_bound needs log_decay, the raw gate, got log_decay=None; leave it None"),
+    ("lower_bound str", {"raw_gates": True, "lower_bound": "-5"}, TypeError, "lower_bound must be a number, got str"),
+    ("lower_bound 0", {"raw_gates": True, "lower_bound": 0}, ValueError,
+     "lower_bound must be finite and below 0, got 0; -5 is usual"),
     ("raw gates without gates", {"raw_gates": True, "log_decay": None, "beta": None}, ValueError,
      "raw_gates=True needs log_decay or beta, got neither; leave it False"),
     ("A_log without a gate", {"raw_gates": True, "log_decay": None, "A_log": zeros(4)}, ValueError,

@@ -11,7 +11,17 @@ from families import FAMILIES
 from odd_models import EXPERTS, odd
 from torch import Tensor
 
-from lineate.models import AttentionConfig, HybridConfig, HybridLM, LinearConfig, MemoryConfig, preset
+from lineate.models import (
+    AttentionConfig,
+    FeedConfig,
+    HybridConfig,
+    HybridLM,
+    LatentConfig,
+    LinearConfig,
+    MambaConfig,
+    MemoryConfig,
+    preset,
+)
 from lineate.models.inspect import describe
 from lineate.planning import (
     DTYPES,
@@ -39,9 +49,14 @@ def family_config(name: str, folder: Path) -> HybridConfig:
 
 
 CONFIGS = {
-    **{letter: odd(letter + "A") for letter in "LRDGKTPNCEM"},
-    "every letter": odd("LRDGKTPNCEAM"),
+    **{letter: odd(letter + "A") for letter in "LRDGKSTPNCEM"},
+    "every letter": odd("LRDGKSTPNCEAM"),
     "no convolution": odd("GKT", linear=LinearConfig(3, 3, 8, 5, conv_size=0), memory=MemoryConfig(2, 6, conv_size=0)),
+    "mamba": odd("SA", mamba=MambaConfig(4, 9, 6, conv_size=3, conv_bias=False, bias=True)),
+    "gate a head": odd("M", latent=LatentConfig(5, rank=13, nope_dim=6, rope_dim=4, value_dim=7, gate="head")),
+    "gate a channel": odd("M", latent=LatentConfig(5, rank=13, nope_dim=6, rope_dim=4, value_dim=7, gate="channel")),
+    "mixers alone": odd("SAG", mixer_only=(0, 2), feed=FeedConfig(21, "relu2"), residual_scale=0.5),
+    "experts without a gate": odd("GS", experts=replace(EXPERTS, kind="relu2"), feed=None, mixer_only=(1,)),
     "wide convolution": odd("DA", linear=LinearConfig(1, 5, 4, 3, conv_size=7)),
     "titans mlp": odd("NA", memory=MemoryConfig(3, 10, chunk=4, titans="mlp")),
     "window of its own": odd("CA", memory=MemoryConfig(3, 10, chunk=4, window=9)),
@@ -146,6 +161,8 @@ def test_what_differs_from_teaching_is_said() -> None:
     assert "512 + 64" in said and "of 27, 6 attend" in said
     assert "float32 whatever" not in " ".join(differences(from_numbers(64, 4, 4, dtype="fp32")))
     assert "TTT-Linear" in " ".join(differences(from_numbers(64, 4, 4, pattern="TA")))
+    mamba = read_model(odd("S", attention=None, linear=None, latent=None, memory=None))
+    assert "6 value heads of 7 x 5 (210 elements), not 6 of 5 x 5 (150)" in " ".join(differences(mamba))
     said = " ".join(differences(from_numbers(2048, 16, 48), 65536, "bf16", "float32", "fp8"))
     assert "recurrent state" in said and "float32 whatever" not in said and "planned in float8" in said
     for part in (
@@ -210,9 +227,9 @@ def test_a_plain_softmax_model(tmp_path: Path) -> None:
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "must have decoder_sparse_step = 1, got 2"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"must not have mlp_only_layers, got \[0\]"),
         # they would look like softmax attention in every layer, without their experts or with no state
-        ({"model_type": "jamba"}, r"model_type must be one of ernie4_5, .* qwen3_next, .* got 'jamba'"),
+        ({"model_type": "jamba"}, r"model_type must be one of bailing_hybrid, .* qwen3_next, .* got 'jamba'"),
         ({"model_type": "glm4_moe"}, "got 'glm4_moe'"),
-        ({"model_type": "falcon_h1"}, "got 'falcon_h1'"),
+        ({"model_type": "falcon_h1"}, "'falcon_h1' has blocks in which Mamba-2 and attention read"),
         ({"num_key_value_heads": 5}, "heads must be a multiple of kv_heads = 5"),
     ],
 )

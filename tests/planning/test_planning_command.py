@@ -93,9 +93,11 @@ def test_config_of_every_family(family, tmp_path):
     transformers = pytest.importorskip("transformers")
     getattr(transformers, FAMILIES[family].config)(**FAMILIES[family].values).save_pretrained(tmp_path)
     got = numbers(tmp_path / "config.json", "--context", 64, "--no-train")
-    assert len(got["layers"]) == 5 and got["own"] == "3:1 hybrid (this model)"
+    own = {"mamba2": "linear only (this model)", "nemotron_h": "this model"}.get(family, "3:1 hybrid (this model)")
+    assert len(got["layers"]) == 5 and got["own"] == own
     assert got["model"]["rules"] in (
-        {"Gated DeltaNet": 4, "softmax attention": 1}, {"Kimi Delta Attention": 4, "latent attention": 1}
+        {"Gated DeltaNet": 4, "softmax attention": 1}, {"Kimi Delta Attention": 4, "latent attention": 1},
+        {"Mamba-2": 4, "softmax attention": 1}, {"Mamba-2": 5},
     )  # fmt: skip
 
 

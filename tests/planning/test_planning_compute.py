@@ -25,6 +25,7 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     MemoryConfig,
     preset,
 )
@@ -82,14 +83,15 @@ def counted(call: Any) -> tuple[int, Any]:
 
 FULL = dict(
     vocab_size=50, hidden_size=96, linear=LinearConfig(2, 4, 48, 64), memory=MemoryConfig(3, 32, chunk=16),
+    mamba=MambaConfig(6, 40, 24, groups=2),
     attention=AttentionConfig(6, 2, 40, rotary_dim=16), feed=FeedConfig(200),
     latent=LatentConfig(4, rank=64, nope_dim=32, rope_dim=16, value_dim=24),
 )  # fmt: skip
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("letter", "LRDGKAM")
+@pytest.mark.parametrize("experts", [None, EXPERTS, replace(EXPERTS, kind="relu2")], ids=["dense", "experts", "relu2"])
+@pytest.mark.parametrize("letter", "LRDGKSAM")
 def test_flops_are_those_that_torch_counts(letter: str, experts: Any) -> None:
     """They run in float64, which plain torch computes in chunks of 64, and the counter sees everything."""
     config = HybridConfig(**FULL, n_layers=1, pattern=letter, experts=experts)  # type: ignore[arg-type]
@@ -320,7 +322,26 @@ def test_activations_are_what_autograd_saves(size: str, pattern: str) -> None:
     assert plan.activations == sum(plan.by_layer) + 2 * 192 * (8 + 8 * config.hidden_size)
 
 
-@pytest.mark.parametrize("config", [odd("T"), odd("P"), odd("N"), odd("C"), odd("E"), odd("GA", experts=EXPERTS)])
+SPARSE = (
+    odd("SAG", mixer_only=(0, 2), feed=FeedConfig(90, "relu2"), residual_scale=0.5),
+    odd("GS", experts=replace(EXPERTS, kind="relu2"), feed=None, mixer_only=(1,)),
+)
+"""Models with layers without a feed-forward, or feed-forwards without a gate."""
+
+
+@pytest.mark.parametrize("config", SPARSE)
+def test_flops_without_feed_forwards_and_gates(config: HybridConfig) -> None:
+    model, plan = HybridLM(config).double().eval(), plan_flops(Model("", config, torch.float32, "config"))
+    ids = torch.randint(50, (1, 65))
+    found, out = counted(lambda: model(ids))
+    assert plan.forward(65, 65) == pytest.approx(found, rel=0.005)
+    found, _ = counted(lambda: model(ids[:, :1], state=out.state))
+    assert plan.decode(65) == pytest.approx(found, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "config", [odd("T"), odd("P"), odd("N"), odd("C"), odd("E"), odd("GA", experts=EXPERTS), *SPARSE]
+)
 def test_activations_of_other_layers(config: HybridConfig) -> None:
     plan = plan_training(Model("x", config, torch.float32, "config"), 2 * 192, "float32")
     assert plan.activations == pytest.approx(saved(HybridLM(config), 2, 192)[0], rel=0.15)

@@ -135,7 +135,8 @@ print(os.path.exists(os.environ["LINEATE_CACHE"]))
 def test_public_names():
     code = "import lineate; print(*sorted(lineate.__all__)); print(all(hasattr(lineate, x) for x in lineate.__all__))"
     assert python(code).splitlines() == [
-        "Attended KeyValueCache Plan UnstableMemoryWarning attention_matrix decode delta_rule explain fused_delta_rule "
-        "gated_delta_rule gated_linear_attention kimi_delta_attention linear_attention softmax_attention",
+        "Attended AttendedStates KeyValueCache Plan UnstableMemoryWarning attend_keeping_states attention_matrix "
+        "decay_gate decode delta_rule explain fused_delta_rule gated_delta_rule gated_linear_attention "
+        "kimi_delta_attention linear_attention softmax_attention",
         "True",
     ]

@@ -50,15 +50,15 @@ def folder(tmp_path, monkeypatch) -> Iterator[Path]:
         patch.syspath_prepend(tmp_path)
         __import__("own_rule")
         sizes = LinearConfig(heads=2, value_heads=2, key_dim=16, value_dim=16)
-        HybridLM(HybridConfig(257, 32, 2, "Z", mixers={"mamba2": sizes}, feed=FeedConfig(48))).save_pretrained("own")
+        HybridLM(HybridConfig(257, 32, 2, "Z", mixers={"own": sizes}, feed=FeedConfig(48))).save_pretrained("own")
     yield tmp_path
 
 
 TRAIN = ("train", "--model", "own", "--data", "texts", "--out", "run", "--cache", "cache", "--length", 32, "--rows", 4,
          "--steps", 2, "--warmup", 1, "--sample-every", 0, "--device", "cpu")  # fmt: skip
 COMMANDS = {
-    "inspect": (("inspect", "own"), "2 x Mamba-2 (Z)"),
-    "plan": (("plan", "own", "--context", "1k"), "Mamba-2"),
+    "inspect": (("inspect", "own"), "2 x own Mamba (Z)"),
+    "plan": (("plan", "own", "--context", "1k"), "own Mamba"),
     "picture": (("picture", "state", "--model", "own", "--tokens", 24, "--out", "pictures"), "pictures/state.png"),
 }
 
@@ -88,7 +88,7 @@ def test_the_program_looks_in_the_current_folder(folder):
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])}
     words = [sys.executable, "-P", "-m", "lineate.cli", "--import", "own_rule", "inspect", "own"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0 and "2 x Mamba-2 (Z)" in done.stdout, done.stderr
+    assert done.returncode == 0 and "2 x own Mamba (Z)" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(("name", "code", "message"), [

@@ -56,7 +56,7 @@ def own_rule(unregistered, monkeypatch) -> ModuleType:
 
 @pytest.fixture
 def config(own_rule) -> HybridConfig:
-    return HybridConfig(257, 32, 2, "Z", mixers={"mamba2": SIZES}, feed=FeedConfig(48))
+    return HybridConfig(257, 32, 2, "Z", mixers={"own": SIZES}, feed=FeedConfig(48))
 
 
 def test_the_example_runs_and_is_short(unregistered, tmp_path, monkeypatch, capsys):
@@ -67,7 +67,7 @@ def test_the_example_runs_and_is_short(unregistered, tmp_path, monkeypatch, caps
     assert "operations a token" in capsys.readouterr().out
     assert (tmp_path / "out/pictures/state.png").is_file()
     assert len(EXAMPLE.read_text().splitlines()) < 40
-    written = json.loads((tmp_path / "out/own_rule/config.json").read_text())["mixers"]["mamba2"]
+    written = json.loads((tmp_path / "out/own_rule/config.json").read_text())["mixers"]["own"]
     assert (written["letter"], written["import"]) == ("Z", "own_rule")
 
 
@@ -129,7 +129,7 @@ def test_it_is_planned(config):
     assert {layer.mixing_one(context) for context in (0, 1, 63, 5000, 10**6)} == {heads.recurrent(1)}
     memory = plan_memory(model)
     assert memory.memory == 2 * 2 * 16 * 16 * 4 and memory.cache_per_token == 0
-    assert memory.layers[0].rule == "Mamba-2" and decode_bytes(memory, 1, 10).state == 2 * memory.memory + memory.conv
+    assert memory.layers[0].rule == "own Mamba" and decode_bytes(memory, 1, 10).state == 2 * memory.memory + memory.conv
     training = plan_training(model, 1024, "float32")
     assert 0 < training.activations_recomputed < training.activations
 
@@ -155,7 +155,7 @@ def test_it_is_saved_and_loaded(config, tmp_path):
     assert again.config == config and type(again.layers[0].mixer) is type(model.layers[0].mixer)
     assert_same_bits(again.state_dict(), model.state_dict())
     model.layers[1].mixer = GatedLinearAttention.from_config(config, SIZES)
-    with pytest.raises(ValueError, match=r"layers\.1\.mixer must be Mamba2, got GatedLinearAttention"):
+    with pytest.raises(ValueError, match=r"layers\.1\.mixer must be OwnMamba, got GatedLinearAttention"):
         model.save_pretrained(tmp_path)
 
 
@@ -165,7 +165,7 @@ def test_loading_without_registration_names_the_import(config, tmp_path):
     run = fresh.run(code)
     assert run.returncode == 1
     assert (
-        "config has the mixer 'mamba2', letter 'Z', which is not registered; register it first: import own_rule, or, "
+        "config has the mixer 'own', letter 'Z', which is not registered; register it first: import own_rule, or, "
         "on the command line, lineate --import own_rule ..." in run.stderr
     )
 
@@ -273,7 +273,7 @@ def test_what_register_says_of_a_wrong_row(kind):
         ({"config": int}, TypeError, "config must be a dataclass .*, got <class 'int'>"),
         ({"config": Sizes(1)}, TypeError, r"config must be a dataclass \(the class, not a value of it\), got Sizes"),
         ({"config": Thawed}, TypeError, "config must be a frozen dataclass, got .*Thawed'>; declare it with"),
-        ({"section": "lineer"}, ValueError, "section must be one of linear, memory, .*, got 'lineer'; leave it out"),
+        ({"section": "lineer"}, ValueError, "section must be one of linear, mamba, .*, got 'lineer'; leave it out"),
         ({"section": "linear"}, TypeError, "config must be LinearConfig with section='linear', got Sizes; leave"),
         ({"make": 3}, TypeError, r"make must be a function of \(model, config\), got 3"),
         ({"make": None}, TypeError, r"make must be a function of \(model, config\), got None"),
@@ -469,5 +469,5 @@ def test_a_users_kind_may_share_a_section(unregistered):
 
 def test_no_kind_of_the_users_leaves_no_mark():
     config = HybridConfig(9, 8, 1, "R", linear=SIZES, feed=FeedConfig(4))
-    assert "mixers" not in config.to_dict() and registry.letters().startswith("LRDGKTPNCEAM")
+    assert "mixers" not in config.to_dict() and registry.letters().startswith("LRDGKSTPNCEAM")
     assert all(kind.built_in for kind in kinds())

@@ -14,7 +14,9 @@ from torch import Tensor
 from lineate.models.files.checkpoint import Checkpoint, save
 
 VOCAB = 97
-WITH_EXPERTS = ("qwen3_next", "qwen3_5_moe", "kimi_linear")
+SPLIT_EXPERTS = ("qwen3_next", "qwen3_5_moe", "kimi_linear")
+"""Families with one tensor for each of gate, up and down of an expert."""
+WITH_EXPERTS = (*SPLIT_EXPERTS, "granitemoehybrid", "nemotron_h", "bailing_hybrid")
 Tensors = dict[str, Tensor]
 
 
@@ -103,7 +105,129 @@ FAMILIES = {
             rope_parameters=dict(rope_type="default", rope_theta=10000.0),
         ),
     ),
+    "mamba2": Tiny(
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        dict(
+            vocab_size=VOCAB,
+            hidden_size=48,
+            num_hidden_layers=5,
+            num_heads=6,
+            head_dim=16,
+            expand=2,
+            state_size=10,
+            n_groups=3,
+            conv_kernel=4,
+            chunk_size=32,
+            pad_token_id=0,
+            eos_token_id=2,
+        ),
+    ),
+    "granitemoehybrid": Tiny(
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        dict(
+            vocab_size=VOCAB,
+            hidden_size=48,
+            intermediate_size=20,
+            shared_intermediate_size=28,
+            num_hidden_layers=5,
+            layer_types=["linear_attention"] * 3 + ["full_attention", "linear_attention"],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            mamba_n_heads=6,
+            mamba_d_head=16,
+            mamba_d_state=10,
+            mamba_n_groups=3,
+            mamba_expand=2,
+            mamba_chunk_size=32,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.7,
+            attention_multiplier=0.4,
+            logits_scaling=0.3,
+            position_embedding_type="rope",
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            max_position_embeddings=512,
+            rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        ),
+    ),
+    "bamba": Tiny(
+        "BambaConfig",
+        "BambaForCausalLM",
+        dict(
+            vocab_size=VOCAB,
+            hidden_size=48,
+            intermediate_size=36,
+            num_hidden_layers=5,
+            attn_layer_indices=[3],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            mamba_n_heads=6,
+            mamba_d_head=16,
+            mamba_d_state=10,
+            mamba_n_groups=3,
+            mamba_chunk_size=32,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            max_position_embeddings=512,
+        ),
+    ),
+    "nemotron_h": Tiny(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        dict(
+            vocab_size=VOCAB,
+            hidden_size=48,
+            layers_block_type=[
+                *("linear_attention", "mlp", "linear_attention", "full_attention", "moe"),
+                *("linear_attention", "moe", "linear_attention", "mlp"),
+            ],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=14,
+            intermediate_size=36,
+            ssm_state_size=10,
+            mamba_num_heads=6,
+            mamba_head_dim=12,
+            n_groups=3,
+            chunk_size=32,
+            n_routed_experts=6,
+            moe_intermediate_size=20,
+            moe_shared_expert_intermediate_size=28,
+            num_experts_per_tok=3,
+            n_group=2,
+            topk_group=1,
+            routed_scaling_factor=1.5,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            max_position_embeddings=512,
+        ),
+    ),
 }
+FAMILIES["bailing_hybrid"] = Tiny(
+    "BailingHybridConfig",
+    "BailingHybridForCausalLM",
+    FAMILIES["kimi_linear"].values
+    | dict(
+        linear_attn_config=None,
+        layer_group_size=4,
+        head_dim=10,
+        num_mtp_layers=0,
+        rope_theta=10000.0,
+        kda_lower_bound=-3.0,
+        topk_group=2,
+        num_local_experts=12,
+        n_group=4,
+    ),
+)
+BACKBONE = ("mamba2", "nemotron_h")
+"""Families whose tensors begin with backbone."""
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -225,13 +349,51 @@ def olmo_names_in_memory(tensors: Tensors, family: str) -> None:
     renamed("feedforward_layer_norm", "post_attention_layernorm")(tensors, family)
 
 
-EVERY = tuple(FAMILIES)
+def as_in_memory(tensors: Tensors, family: str) -> None:
+    """Rename Granite's experts as transformers' model has them."""
+    for old, new in (
+        ("router.layer.weight", "router.weight"),
+        ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+        ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+    ):
+        renamed(old, new)(tensors, family)
+
+
+def bailing_names_in_memory(tensors: Tensors, family: str) -> None:
+    in_memory = {
+        "word_embeddings": "embed_tokens", ".attention.dense.": ".self_attn.o_proj.",
+        "expert_bias": "e_score_correction_bias",
+        ".attention.f_proj": ".self_attn.forget_gate.f_proj", ".attention.A_log": ".self_attn.forget_gate.A_log",
+        ".attention.dt_bias": ".self_attn.forget_gate.dt_bias", ".attention.": ".self_attn.",
+    }  # fmt: skip
+    for old, new in in_memory.items():
+        renamed(old, new)(tensors, family)
+    one_convolution(tensors, family)
+
+
+def with_prediction_layer(tensors: Tensors, family: str) -> None:
+    tensors["model.layers.5.eh_proj.weight"] = torch.zeros(3, 5)
+
+
+def stacked_experts(tensors: Tensors, family: str) -> None:
+    """Join the experts of Nemotron-H, each of which has up and down alone."""
+    for stem in {name.rpartition(".experts.")[0] for name in tensors if ".experts." in name}:
+        for key in ("up_proj", "down_proj"):
+            ones = [tensors.pop(f"{stem}.experts.{e}.{key}.weight") for e in range(6)]
+            tensors[f"{stem}.experts.{key}"] = torch.stack(ones)
+
+
+def without_backbone(tensors: Tensors, family: str) -> None:
+    renamed("backbone.", "model.")(tensors, family)
+
+
+EVERY = tuple(family for family in FAMILIES if family not in BACKBONE)
 LAYOUTS: list[tuple[str, tuple[str, ...], Callable[[Tensors, str], None]]] = [
     ("vision-language prefix", EVERY, renamed("model.", "model.language_model.")),
     ("no prefix", EVERY, without_prefix),
     ("vision, mtp, rotary tables", EVERY, with_other_parts),
-    ("experts fused", WITH_EXPERTS, fused_experts(transpose=False)),
-    ("experts fused, transposed", WITH_EXPERTS, fused_experts(transpose=True)),
+    ("experts fused", SPLIT_EXPERTS, fused_experts(transpose=False)),
+    ("experts fused, transposed", SPLIT_EXPERTS, fused_experts(transpose=True)),
     ("mlp for block_sparse_moe", ("kimi_linear",), renamed("block_sparse_moe", "mlp")),
     ("layer 0 mlp", ("kimi_linear",), renamed("layers.0.block_sparse_moe", "layers.0.mlp")),
     ("gate_proj for w1", ("kimi_linear",), kimi_experts_named_as_qwen),
@@ -240,6 +402,12 @@ LAYOUTS: list[tuple[str, tuple[str, ...], Callable[[Tensors, str], None]]] = [
     ("one convolution", ("kimi_linear", "olmo_hybrid"), one_convolution),
     ("three convolutions", ("qwen3_next", "qwen3_5", "olmo_hybrid"), three_convolutions),
     ("input_layernorm", ("olmo_hybrid",), olmo_names_in_memory),
+    ("model for backbone", BACKBONE, without_backbone),
+    ("embedding for embeddings", BACKBONE, renamed("embeddings.", "embedding.")),
+    ("names in memory", ("granitemoehybrid",), as_in_memory),
+    ("experts stacked", ("nemotron_h",), stacked_experts),
+    ("names in memory", ("bailing_hybrid",), bailing_names_in_memory),
+    ("a layer that predicts further tokens", ("bailing_hybrid",), with_prediction_layer),
 ]
 
 

@@ -7,6 +7,7 @@ from lineate.models import (
     HybridConfig,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     MemoryConfig,
 )
 
@@ -15,6 +16,7 @@ def odd(pattern: str, **changes: object) -> HybridConfig:
     """Return a configuration of odd, unequal sizes: 3 key heads for 6 value heads, 5 attention heads."""
     parts: dict[str, object] = {
         "linear": LinearConfig(3, 6, 7, 11, decay_rank=5, gate_rank=6),
+        "mamba": MambaConfig(6, 5, 7, groups=3, norm_groups=2),
         "memory": MemoryConfig(3, 10, chunk=4),
         "attention": AttentionConfig(5, 1, 9, rotary_dim=4, bias=True),
         "latent": LatentConfig(5, rank=13, nope_dim=6, rope_dim=4, value_dim=7),

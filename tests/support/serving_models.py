@@ -15,6 +15,7 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
+    MambaConfig,
     MemoryConfig,
 )
 from lineate.serving.engine import Engine
@@ -26,6 +27,7 @@ CONFIG = HybridConfig(
     linear=LinearConfig(2, 4, 16, 16),
     attention=AttentionConfig(4, 2, 16, rotary_dim=8),
     latent=LatentConfig(4, rank=24, nope_dim=16, rope_dim=8, value_dim=16, rope_theta=10000.0),
+    mamba=MambaConfig(4, 16, 16, groups=2),
     memory=MemoryConfig(heads=2, head_dim=16),
     feed=FeedConfig(48), zero_centred_norm=True,
 )  # fmt: skip
@@ -35,6 +37,7 @@ PATTERNS = {
     "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
     "LRDG": replace(CONFIG, pattern="LRDG"),
     "TPNC": replace(CONFIG, pattern="TPNC"),
+    "SSA": replace(CONFIG, pattern="SSA", n_layers=3),
     "EA": replace(CONFIG, pattern="EA", n_layers=2),
     "attention alone": replace(CONFIG, pattern="A", n_layers=2),
 }

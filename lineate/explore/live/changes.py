@@ -26,8 +26,8 @@ DECAY, WRITE, OUTPUT = "decay", "write", "output"
 GATES = (DECAY, WRITE, OUTPUT)
 """The gates of a layer: what it keeps, how much it writes (beta), and what of its output goes on."""
 SOFTMAX = "softmax_attention"
-OPEN = {"sigmoid": 40.0, "silu": 1.2784645427610738}
-"""What a gate of this activation is given to multiply by 1."""
+OPEN = {"sigmoid": 40.0, "silu": 1.2784645427610738, "none": 0.0}
+"""What a gate of this activation is given to multiply by 1; without a gate nobody reads it."""
 
 
 @dataclass(frozen=True)

@@ -169,10 +169,11 @@ def describe(model: OpenModel, own: Reading | None = None) -> dict[str, Any]:
     config, layers = model.subject.config, []
     for n, letter in enumerate(config.letters):
         kind = kind_of(letter)
-        gates = [] if own is None else gates_of(own.model.layers[n].mixer, own.trace(n))  # type: ignore[arg-type]
+        changeable = _changeable(model, n)
+        gates = gates_of(own.model.layers[n].mixer, own.trace(n)) if own and changeable else []  # type: ignore[arg-type]
         layers.append(
             {"letter": letter, "label": kind.label, "rule": kind.rule or kind.name, "heads": heads_of(model, n),
-             "gates": gates, "changeable": _changeable(model, n), "half_lives": _half_lives(own, n)}
+             "gates": gates, "changeable": changeable, "half_lives": _half_lives(own, n)}
         )  # fmt: skip
     return {
         "name": model.name, "label": model.subject.name, "trained": model.subject.trained,

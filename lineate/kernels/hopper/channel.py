@@ -35,11 +35,11 @@ from lineate.kernels.hopper.channel_parts import (
     _ask,
     _bounds,
     _cube,
+    _decay_of_gate,
     _diagonal,
     _flat,
     _opaque,
     _reciprocal,
-    _softplus,
     _zero_below,
 )
 from lineate.kernels.hopper.parts import _exp2, barrier
@@ -91,7 +91,7 @@ def _small_merge(X, Xt, Bt, Ba, apart, LEVEL: gl.constexpr, mma: gl.constexpr):
 
 @gluon.jit
 def _half_chunk(
-    tile_q, tile_k, tile_g, tile_Y, tile_Yk, tile_Z, tile_Y4, tile_Z4, bias, speed, Qr, Kr, Kw, ends, rows,
+    tile_q, tile_k, tile_g, tile_Y, tile_Yk, tile_Z, tile_Y4, tile_Z4, bias, speed, lower_bound, Qr, Kr, Kw, ends, rows,
     norm_q, norm_k, scale, row_stride: gl.constexpr, flat: gl.constexpr, cube: gl.constexpr,
     CORRECTS: gl.constexpr, RAW: gl.constexpr, BIAS: gl.constexpr, NORMALIZE: gl.constexpr,
 ):  # fmt: skip
@@ -110,7 +110,7 @@ def _half_chunk(
     if RAW:
         if BIAS:
             d += gl.load(bias + xs).to(gl.float32)[:, None, :]
-        d = gl.where(there, -speed * _softplus(d), 0.0)
+        d = gl.where(there, _decay_of_gate(d, speed, lower_bound), 0.0)
     else:
         d = d * LOG2E
     d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # as `allowed` of gates.py does
@@ -173,8 +173,9 @@ def _half_chunk(
 def channel_scores(
     q, k, g, P, M, T, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild, norms,
     bounds, first_slots, slot_texts, t, units, head_q, head_k, scale, beta_scale,
+    lower_bound,
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
-    BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
+    RAW_BETA: gl.constexpr, BIAS: gl.constexpr, KEEP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Fill the scores of every chunk: K = 128, bfloat16, PRODUCTS = "fp16". A unit is a slot and one of HV heads.
 
@@ -266,9 +267,10 @@ def channel_scores(
         rate = gl.where(i1 < rows, 1.0, 0.0)
         if CORRECTS:
             rate = gl.load(beta + (token + i1) * HV + head, mask=i1 < rows, other=0.0).to(gl.float32)
-        speed = scale
-        if RAW:
-            speed = gl.exp(gl.load(A_log + head).to(gl.float32)) * LOG2E
+        speed = 1.0
+        if RAW and A_log is not None:
+            speed = gl.exp(gl.load(A_log + head).to(gl.float32))
+        if RAW_BETA:
             rate = gl.where(i1 < rows, beta_scale * _sigmoid(rate), 0.0)
         for x in gl.static_range(len(ready)):
             mbarrier.wait(ready[x], phase)
@@ -295,12 +297,12 @@ def channel_scores(
         to = (token * HV + head) * K
         ends = factors + u.to(gl.int64) * (K + 64)
         good0 = _half_chunk(
-            q0, k0, g0, Y0, Yk0, Z0, U0, V0, dt_bias + head * K, speed, Qr + to, Kr + to, Kw + to, ends, rows,
-            norm_q, norm_k, scale, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE,
+            q0, k0, g0, Y0, Yk0, Z0, U0, V0, dt_bias + head * K, speed, lower_bound, Qr + to, Kr + to, Kw + to, ends,
+            rows, norm_q, norm_k, scale, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE,
         )  # fmt: skip
         good1 = _half_chunk(
-            q1, k1, g1, Y1, Yk1, Z1, U1, V1, dt_bias + head * K + 64, speed, Qr + to + 64, Kr + to + 64, Kw + to + 64,
-            ends + 64, rows, norm_q, norm_k, scale, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE,
+            q1, k1, g1, Y1, Yk1, Z1, U1, V1, dt_bias + head * K + 64, speed, lower_bound, Qr + to + 64, Kr + to + 64,
+            Kw + to + 64, ends + 64, rows, norm_q, norm_k, scale, HV * K, flat, cube, CORRECTS, RAW, BIAS, NORMALIZE,
         )  # fmt: skip
         gl.store(ends + K + i1, rate)
         fence_async_shared()

@@ -37,15 +37,16 @@ from lineate.kernels.hopper.channel_parts import (
     _by_rows,
     _columns,
     _cube,
+    _decay_of_gate,
     _diagonal,
     _flat,
     _log2,
     _numbers,
     _opaque,
+    _opened,
     _reciprocal,
     _rows,
     _scale,
-    _softplus,
     _stack2,
     _stack8,
     _turned,
@@ -60,7 +61,7 @@ from lineate.kernels.portable.gates import FLOOR, LOG2E
 def channel_gradients(
     q, k, g, states, dstates, doutput, dvalues, residuals, P, M,
     gates, dP, norms, A_log, dt_bias, dq, dk, dlog_decay, dA_log, ddt_bias, wild,
-    bounds, first_slots, slot_texts, t, units, head_q, head_k, head_v, scale,
+    bounds, first_slots, slot_texts, t, units, head_q, head_k, head_v, scale, lower_bound,
     HV: gl.constexpr, R: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, RAW: gl.constexpr,
     BIAS: gl.constexpr, PACKED: gl.constexpr, TMA_GATES: gl.constexpr,
 ):  # fmt: skip
@@ -239,8 +240,10 @@ def channel_gradients(
         if RAW:
             if BIAS:
                 d += gl.load(dt_bias + head * K + channel + xs).to(gl.float32)[:, None, :]
-            speed = gl.exp(gl.load(A_log + head).to(gl.float32)) * LOG2E
-            d = gl.where(there, -speed * _softplus(d), 0.0)
+            speed = 1.0
+            if A_log is not None:
+                speed = gl.exp(gl.load(A_log + head).to(gl.float32))
+            d = gl.where(there, _decay_of_gate(d, speed, lower_bound), 0.0)
         else:
             d = d * LOG2E
         d = gl.where(d <= 0.0, gl.maximum(d, FLOOR * LOG2E), float("nan"))  # as `allowed` of gates.py does
@@ -448,15 +451,23 @@ def channel_gradients(
                 x0 = gl.load(gates + to + at + r * (HV * K), mask=there, other=0.0).to(gl.float32)
             if BIAS:
                 x0 += gl.load(dt_bias + head * K + channel + xs).to(gl.float32)[:, None, :]
-            rate = gl.exp(gl.load(A_log + head).to(gl.float32)) * -1.0
-            # The sum of dgiven_r d_r, by parts: d is the difference of W = log2 F, and step is that of dgiven. (Keeping
-            # W would take registers; log2 F is exact to 1e-7, which matters only for log_decay below 1e-5.)
-            of_speed = gl.sum(gl.where(r == 15, -0.0, _log2(F) * step), 1)
-            of_speed = inside * gl.sum(gl.where(r == 15, dgiven, -0.0), 1) - of_speed
-            of_speed = (of_speed + first * gl.sum(gl.where(r == 0, dgiven, -0.0), 1)) * (1.0 / LOG2E)
-            of_speed = gl.where(rows > 0, of_speed, 0.0)
-            dgiven = gl.where(there, dgiven, 0.0)
-            dgiven = dgiven * rate * _reciprocal(1.0 + _exp2(x0 * -LOG2E))
+            rate = 1.0
+            if A_log is not None:
+                rate = gl.exp(gl.load(A_log + head).to(gl.float32))
+            if lower_bound is None:
+                # The sum of dgiven_r d_r, by parts: d is the difference of W = log2 F, and step is that of dgiven.
+                # (Keeping W would take registers; log2 F is exact to 1e-7, which matters only for log_decay below
+                # 1e-5.)
+                of_speed = gl.sum(gl.where(r == 15, -0.0, _log2(F) * step), 1)
+                of_speed = inside * gl.sum(gl.where(r == 15, dgiven, -0.0), 1) - of_speed
+                of_speed = (of_speed + first * gl.sum(gl.where(r == 0, dgiven, -0.0), 1)) * (1.0 / LOG2E)
+                of_speed = gl.where(rows > 0, of_speed, 0.0)
+                dgiven = gl.where(there, dgiven, 0.0)
+                dgiven = dgiven * (rate * -1.0) * _opened(x0, 1.0)
+            else:
+                open_ = _opened(x0, rate)
+                dgiven = gl.where(there, dgiven, 0.0) * (lower_bound * rate) * (open_ * (1.0 - open_))
+                of_speed = gl.sum(gl.where(there, dgiven * x0, 0.0), 1)
             of_bias = gl.sum(dgiven, 1)
             board.slice(8, 8, 0).store(_stack2(of_speed, of_bias, two))
             of_speed = board.slice(8, 1, 0).load(line)
@@ -464,7 +475,8 @@ def channel_gradients(
             for x in gl.static_range(1, 4):
                 of_speed = of_speed + board.slice(8 + x, 1, 0).load(line)
                 of_bias = of_bias + board.slice(12 + x, 1, 0).load(line)
-            gl.store(dA_log + u, gl.sum(gl.sum(of_speed, 1), 0))
+            if A_log is not None:
+                gl.store(dA_log + u, gl.sum(gl.sum(of_speed, 1), 0))
             if BIAS:
                 gl.store(ddt_bias + item.to(gl.int64) * K + channel + xs, of_bias)
         gl.store(dlog_decay + to + at + r * (HV * K), dgiven.to(dlog_decay.dtype.element_ty), mask=there)

@@ -39,6 +39,23 @@ def _softplus(x):
 
 
 @gluon.jit
+def _opened(x, speed):
+    """Return sigmoid(speed x)."""
+    return _reciprocal(1.0 + _exp2(speed * x * -LOG2E))
+
+
+@gluon.jit
+def _decay_of_gate(x, speed, lower_bound):
+    """Return the logarithm to base 2 of the decay, where decay_of_gate of gates.py has the natural one."""
+    if lower_bound is None:
+        speed = speed * LOG2E
+        d = -speed * _softplus(x)
+    else:
+        d = (lower_bound * LOG2E) * _opened(x, speed)
+    return d
+
+
+@gluon.jit
 def _add(a, b):
     return a + b
 

@@ -93,7 +93,7 @@ def fill_channel_gradients(call: Call, ready: Prepared, around: Around, work: Ch
         log_decay if gates.dt_bias is None else gates.dt_bias,
         dq, dk, grads.log_decay, wild if dA_log is None else dA_log, wild if ddt_bias is None else ddt_bias, wild,
         *call.where, units, q.stride(2), k.stride(2),
-        None if dM is not None else residuals.stride(2), call.scale,
-        HV=hv, R=hv // h, CORRECTS=dM is not None, NORMALIZE=norms is not None, RAW=gates.A_log is not None,
+        None if dM is not None else residuals.stride(2), call.scale, gates.lower_bound,
+        HV=hv, R=hv // h, CORRECTS=dM is not None, NORMALIZE=norms is not None, RAW=gates.raw_decay,
         BIAS=gates.dt_bias is not None, PACKED=call.sequences.packed, TMA_GATES=tma_gates, num_warps=4,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A linear mixer with raw gates takes one launch, a program a row and value head with its whole memory in registers:
 
-    S' = Diag(exp(-exp(A_log) softplus(a + dt_bias))) S      r = beta_scale sigmoid(b) (v - S'^T k)
+    S' = Diag(exp(decay_of_gate(a + dt_bias))) S             r = beta_scale sigmoid(b) (v - S'^T k)
     S  = S' + k r^T                                          y = norm(scale S^T q) act(z)
 
 Attention takes one launch that norms and turns queries and keys, and writes keys and values into the caches; then
@@ -19,7 +19,7 @@ from lineate.call import Inputs
 from lineate.kernels.launching import next_power, overlap_options, start
 from lineate.kernels.layers.rows import _sigmoid
 from lineate.kernels.portable.decode import _unit
-from lineate.kernels.portable.gates import softplus
+from lineate.kernels.portable.gates import decay_of_gate
 
 MOST_STATE = 128 * 128
 """The most numbers of a head's memory that a program has in registers."""
@@ -29,7 +29,7 @@ FEW_ROWS = 4
 
 @triton.jit(do_not_specialize=["q_row", "k_row", "v_row", "z_row", "gate_row", "write_row"])
 def mix_token(
-    q, k, v, z, gate, write, A_log, dt_bias, weight, state, y, scale, beta_scale, eps,
+    q, k, v, z, gate, write, A_log, dt_bias, weight, state, y, scale, beta_scale, lower_bound, eps,
     q_row, k_row, v_row, z_row, gate_row, write_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, SILU: tl.constexpr, OVERLAP: tl.constexpr,
@@ -45,7 +45,7 @@ def mix_token(
     state += (row * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
     S = tl.load(state, mask=both, other=0.0)  # of the step before: no launch under way writes it
     w = tl.load(weight + j, mask=has_j, other=0.0).to(tl.float32)
-    rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
+    speed = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = 0.0
     if dt_bias is not None:
         if BIAS_PER_CHANNEL:
@@ -66,7 +66,7 @@ def mix_token(
         a_t = tl.load(gate + row * gate_row + head).to(tl.float32)
     q_t = _unit(q_t) * scale
     k_t = _unit(k_t)
-    decay = tl.exp(rate * softplus(a_t + bias))
+    decay = tl.exp(decay_of_gate(a_t + bias, speed, lower_bound))
     if PER_CHANNEL:
         S *= decay[:, None]
     else:
@@ -83,7 +83,15 @@ def mix_token(
 
 
 def mix(
-    inputs: Inputs, z: Tensor, weight: Tensor, *, eps: float, silu: bool, beta_scale: float, scale: float
+    inputs: Inputs,
+    z: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    silu: bool,
+    beta_scale: float,
+    scale: float,
+    lower_bound: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Run one token a row of the delta rule with raw gates, its norm and output gate; return `rows 1 hv*v`.
 
@@ -97,6 +105,7 @@ def mix(
         silu: Whether the activation is silu; otherwise it is the sigmoid.
         beta_scale: beta lies in (0, beta_scale).
         scale: Multiplies what is read.
+        lower_bound: Of log_decay, or None.
     """
     q, k, v, gate, write, state, _, A_log, dt_bias = inputs
     assert gate is not None and write is not None and state is not None and A_log is not None
@@ -106,7 +115,7 @@ def mix(
     wide, tall = next_power(value_dim), next_power(key_dim)
     with torch.cuda.device_of(q):
         start(mix_token, (rows * hv,))(
-            q, k, v, z, gate, write, A_log, dt_bias, weight, state, y, scale, beta_scale, eps,
+            q, k, v, z, gate, write, A_log, dt_bias, weight, state, y, scale, beta_scale, lower_bound, eps,
             *(x.stride(0) for x in (q, k, v, z, gate, write)),
             HEADS=hv, GROUP=hv // h, K=key_dim, V=value_dim, BK=tall, BV=wide, PER_CHANNEL=gate.dim() == 4,
             BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2, SILU=silu,

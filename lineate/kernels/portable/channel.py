@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lineate.kernels.portable.gates import FLOOR, LOG2E, allowed, is_small, softplus
+from lineate.kernels.portable.gates import FLOOR, LOG2E, allowed, decay_of_gate, gate_gradients, is_small
 from lineate.kernels.portable.layout import chunk_bounds, load_tile, store_tile
 from lineate.kernels.portable.scores import load_norms
 from lineate.kernels.portable.solve import first_wild_row, invert
@@ -41,24 +41,27 @@ def make_spans(C: int, like: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def load_decay(
-    log_decay, A_log, dt_bias, start, rows, head, HV: tl.constexpr, first, K: tl.constexpr, BK: tl.constexpr,
-    C: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
+    log_decay, A_log, dt_bias, lower_bound, start, rows, head, HV: tl.constexpr, first, K: tl.constexpr,
+    BK: tl.constexpr, C: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Load log_decay of channels first.. of a chunk and head, [C, BK], 0 past the end.
 
-    With raw gates, also return d log_decay / d gate.
+    With raw gates, also return d log_decay / d gate and d log_decay / d A_log.
     """
     x = tl.arange(0, BK)
     at = log_decay + (start * HV + head) * K + first
     given = load_tile(at, HV * K, rows, K - first, C, BK, K % BK == 0).to(tl.float32)
     slope = given
+    by_speed = given
     if RAW:
         if BIAS:
             given += tl.load(dt_bias + head * K + first + x, mask=x < K - first, other=0.0).to(tl.float32)[None, :]
-        speed = tl.exp(tl.load(A_log + head).to(tl.float32))
-        slope = -speed * tl.sigmoid(given)
-        given = tl.where((tl.arange(0, C) < rows)[:, None], -speed * softplus(given), 0.0)
-    return given, slope
+        speed = 1.0
+        if A_log is not None:
+            speed = tl.exp(tl.load(A_log + head).to(tl.float32))
+        slope, by_speed = gate_gradients(1.0, given, speed, lower_bound)
+        given = tl.where((tl.arange(0, C) < rows)[:, None], decay_of_gate(given, speed, lower_bound), 0.0)
+    return given, slope, by_speed
 
 
 @triton.jit
@@ -130,10 +133,11 @@ def through_chunk(decay, SPLIT: tl.constexpr):
 @triton.jit(do_not_specialize=["t"])
 def channel_scores(
     q, k, log_decay, beta, A_log, dt_bias, Qr, Kr, Kw, P, M, T, factors, wild, spans,
-    bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale, beta_scale,
+    bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale, beta_scale, lower_bound,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
-    CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
-    PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, PRODUCTS: tl.constexpr, AGAIN: tl.constexpr,
+    CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr,
+    BIAS: tl.constexpr, KEEP: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCTS: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Compute the scores, BX channels at a time; a program takes a chunk and value head.
 
@@ -163,7 +167,9 @@ def channel_scores(
         left = K - first
         queries = load_tile(q + first, stride_q, rows, left, C, BX, EVEN_X)
         keys = load_tile(k + first, stride_k, rows, left, C, BX, EVEN_X)
-        given, _ = load_decay(log_decay, A_log, dt_bias, start, rows, head, HV, first, K, BX, C, RAW, BIAS)
+        given, _, _ = load_decay(
+            log_decay, A_log, dt_bias, lower_bound, start, rows, head, HV, first, K, BX, C, RAW, BIAS
+        )
         decay = allowed(given)
         x = first + tl.arange(0, BX)
         decay = decay * LOG2E
@@ -206,7 +212,7 @@ def channel_scores(
     rate = tl.where(i < rows, 1.0, 0.0)
     if CORRECTS:
         rate = tl.load(beta + (start + i) * HV + head, mask=i < rows, other=0.0).to(tl.float32)
-        if RAW:
+        if RAW_BETA:
             rate = tl.where(i < rows, beta_scale * tl.sigmoid(rate), 0.0)
         A = tl.where(i[:, None] > i[None, :], A * norm_k[:, None] * norm_k[None, :], 0.0)
         if KEEP:
@@ -225,7 +231,7 @@ def channel_residuals(
     k, v, M, T, factors, states, doutput, dv, dbeta, residuals, dP, dM,
     bounds, first_slots, slot_texts, t, stride_v, head_v, beta_scale,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    CORRECTS: tl.constexpr, RAW: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    CORRECTS: tl.constexpr, RAW_BETA: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute R, dP = tril(dO R^T), dM = -beta tril(X R^T, -1), dbeta and dV = beta X of one chunk and head; k is Kr.
 
@@ -268,7 +274,7 @@ def channel_residuals(
         unscaled = XE - tl.sum(tl.where(strictly_lower, XR * scores, 0.0), 1)
         small = is_small(beta, dtype)
         rate = tl.where(small, unscaled, own / tl.where(small, 1.0, beta))
-        if RAW:
+        if RAW_BETA:
             rate = rate * beta * (1.0 - beta / beta_scale)
         tl.store(dbeta + (start + i) * HV + head, rate.to(dbeta.dtype.element_ty), mask=i < rows)
 
@@ -277,6 +283,7 @@ def channel_residuals(
 def channel_state_gradients(
     q, k, log_decay, A_log, dt_bias, states, dstates, doutput, dv, residuals, dq, dk, dG, wild, spans,
     bounds, first_slots, slot_texts, t, stride_q, stride_k, stride_r, head_q, head_k, head_r, scale,
+    lower_bound,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr, CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr,
     BIAS: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -319,7 +326,9 @@ def channel_state_gradients(
         if CORRECTS:
             dE = load_tile(dv + token, HV * V, rows, columns, C, BV, EVEN)
             from_k = tl.dot(dE, S, from_k, input_precision=PRECISION)
-    given, _ = load_decay(log_decay, A_log, dt_bias, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS)
+    given, _, _ = load_decay(
+        log_decay, A_log, dt_bias, lower_bound, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS
+    )
     decay = allowed(given) * LOG2E
     coarse, fine = split(decay, SPLIT)
     dlast = dlast * through_chunk(decay, SPLIT)
@@ -345,7 +354,7 @@ def channel_state_gradients(
 @triton.jit(do_not_specialize=["t"])
 def channel_gradients(
     q, k, log_decay, A_log, dt_bias, dP, dM, dq, dk, dG, dlog_decay, dA_log, ddt_bias, wild, spans,
-    bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale,
+    bounds, first_slots, slot_texts, t, stride_q, stride_k, head_q, head_k, scale, lower_bound,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BX: tl.constexpr, C: tl.constexpr,
     CORRECTS: tl.constexpr, NORMALIZE: tl.constexpr, RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, AGAIN: tl.constexpr,
@@ -375,7 +384,9 @@ def channel_gradients(
     dqueries = load_tile(dq + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
     dkeys = load_tile(dk + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
     at = slot.to(tl.int64) * HV + head
-    given, _ = load_decay(log_decay, A_log, dt_bias, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS)
+    given, _, _ = load_decay(
+        log_decay, A_log, dt_bias, lower_bound, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS
+    )
     coarse, fine = split(allowed(given) * LOG2E, SPLIT)
     total = load_tile(dG + row, HV * K, rows, left, C, BX, EVEN_X)
     dscores = load_tile(dP + at * C * C, C, C, C, C, C, True).to(tl.float32)
@@ -428,12 +439,15 @@ def channel_gradients(
         reads = (((i >> level) & 1) == 1)[:, None]
         total += tl.where(reads, 1.0, -1.0) * keys.to(tl.float32) * dZ
     coarse, fine = split(total, SPLIT)
-    given, slope = load_decay(log_decay, A_log, dt_bias, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS)
+    given, slope, by_speed = load_decay(
+        log_decay, A_log, dt_bias, lower_bound, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS
+    )
     dgiven = tl.where(given <= FLOOR, 0.0, sums(spans, FROM, coarse, fine, C, SPLIT, PRECISION))
     if RAW:
         there = (i < rows)[:, None]
-        part = tl.sum(tl.sum(tl.where(there, dgiven * given, 0.0), 1), 0)
-        tl.store(dA_log + at * tl.num_programs(2) + tl.program_id(2), part)
+        if A_log is not None:
+            part = tl.sum(tl.sum(tl.where(there, dgiven * by_speed, 0.0), 1), 0)
+            tl.store(dA_log + at * tl.num_programs(2) + tl.program_id(2), part)
         dgiven = dgiven * slope
         if BIAS:
             x = first_x + tl.arange(0, BX)

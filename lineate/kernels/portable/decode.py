@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lineate.call import Inputs, Options
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
-from lineate.kernels.portable.gates import softplus
+from lineate.kernels.portable.gates import decay_of_gate
 from lineate.kernels.stages import Slots
 from lineate.kernels.tape import launch
 
@@ -63,13 +63,14 @@ _PLAIN = [
 @triton.jit(do_not_specialize=_PLAIN)
 def _decode(
     q, k, v, log_decay, beta, A_log, dt_bias, state, slots, start_slots, cu_seqlens, output,
-    t, hv, n_slots, slots_width, scale, beta_scale,
+    t, hv, n_slots, slots_width, scale, beta_scale, lower_bound,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     decay_row, decay_token, decay_head, beta_row, beta_token, beta_head, state_slot, state_head,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr,
     GROUP: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     DECAY_PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, BETA_PER_CHANNEL: tl.constexpr,
-    NORMALIZE: tl.constexpr, RAW: tl.constexpr, EACH_TOKEN: tl.constexpr, OVERLAP: tl.constexpr,
+    NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr, EACH_TOKEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Run the token equation for one row, head and block of value columns.
 
@@ -137,7 +138,9 @@ def _decode(
         if not DECAY_PER_CHANNEL:
             next_log_decay = _scalar(log_decay, n > 0)
         if RAW:
-            rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
+            speed = 1.0
+            if A_log is not None:
+                speed = tl.exp(tl.load(A_log + head).to(tl.float32))
             bias = 0.0
             if dt_bias is not None:
                 if BIAS_PER_CHANNEL:
@@ -172,7 +175,7 @@ def _decode(
                 log_decay += decay_token
                 next_log_decay = _scalar(log_decay, i + 1 < n)
             if RAW:
-                log_decay_t = rate * softplus(log_decay_t + bias)
+                log_decay_t = decay_of_gate(log_decay_t + bias, speed, lower_bound)
             decay = tl.exp(log_decay_t)
             if DECAY_PER_CHANNEL:
                 S *= decay[:, None]
@@ -188,7 +191,7 @@ def _decode(
                 beta_t = next_beta
                 beta += beta_token
                 next_beta = _scalar(beta, i + 1 < n)
-            if RAW:
+            if RAW_BETA:
                 beta_t = beta_scale / (1.0 + tl.exp(-beta_t))
             r = beta_t * (v_t - tl.sum(S * k_t[:, None], 0))
         # read, write
@@ -234,7 +237,6 @@ def decode(
     not write the state, so that it may be read while they run (launching.overlapping).
     """
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
-    raw_gates = options.raw_gates  # with A_log or without
     slots, start_slots = where
     assert state is not None
     b, t, h, key_dim = q.shape
@@ -256,7 +258,7 @@ def decode(
     blocks = ceil_div(value_dim, columns)
     rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     output = torch.empty(b, t, hv, value_dim, dtype=v.dtype, device=v.device)
-    A_log, dt_bias = (None if x is None or not raw_gates else x.contiguous() for x in (A_log, dt_bias))
+    A_log, dt_bias = (None if x is None or not options.raw_decay else x.contiguous() for x in (A_log, dt_bias))
     slots, start_slots, cu_seqlens = (None if x is None else x.contiguous() for x in (slots, start_slots, cu_seqlens))
 
     def run() -> None:
@@ -279,6 +281,7 @@ def decode(
             slots.shape[1] if slots is not None and each_token else 0,
             options.scale,
             options.beta_scale,
+            options.lower_bound,
             *(s // unit for s in strides),
             *((0, 0, 0) if log_decay is None else _strides(log_decay)),
             *((0, 0, 0) if beta is None else _strides(beta)),
@@ -295,7 +298,8 @@ def decode(
             BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2,
             BETA_PER_CHANNEL=beta_per_channel,
             NORMALIZE=options.normalize_qk,
-            RAW=raw_gates,
+            RAW=options.raw_decay,
+            RAW_BETA=options.raw_beta,
             EACH_TOKEN=each_token,
             num_warps=own_warps if warps is None else warps,
             num_stages=1,

@@ -1,6 +1,7 @@
 """Kernels that compute log_decay and beta from the caller's gates, and the factors of decay per head.
 
     log_decay = -exp(A_log) softplus(gate + dt_bias)      beta = beta_scale sigmoid(write)       if the gates are raw
+              = lower_bound sigmoid(exp(A_log) (gate + dt_bias))          if lower_bound is not None
 
 They are separate small kernels because the sums run along the tokens, which would need barriers in the scores' tiles.
 """
@@ -56,11 +57,35 @@ def softplus(x):
     return tl.maximum(x, 0.0) + p * y
 
 
+@triton.jit
+def decay_of_gate(x, speed, lower_bound):
+    """Return log_decay from x = gate + dt_bias and speed = exp(A_log)."""
+    if lower_bound is None:
+        log_decay = -speed * softplus(x)
+    else:
+        log_decay = lower_bound * tl.sigmoid(speed * x)
+    return log_decay
+
+
+@triton.jit
+def gate_gradients(d, x, speed, lower_bound):
+    """Return the gradients of x = gate + dt_bias and of A_log from d, that of log_decay."""
+    if lower_bound is None:
+        d = d * -speed
+        dx = d * tl.sigmoid(x)
+        dA_log = d * softplus(x)
+    else:
+        open_ = tl.sigmoid(speed * x)
+        dx = d * (lower_bound * speed * open_ * (1.0 - open_))
+        dA_log = dx * x
+    return dx, dA_log
+
+
 @triton.jit(do_not_specialize=["t"])
 def head_gates(
-    log_decay, beta, A_log, dt_bias, factors, bounds, first_slots, slot_texts, t, scale, beta_scale,
+    log_decay, beta, A_log, dt_bias, factors, bounds, first_slots, slot_texts, t, scale, beta_scale, lower_bound,
     HV: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, CORRECTS: tl.constexpr,
-    RAW: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
+    RAW: tl.constexpr, RAW_BETA: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Compute the factors of decay per head; a program takes a chunk and HEADS value heads, in tiles [C, HEADS].
 
@@ -80,12 +105,14 @@ def head_gates(
         if RAW:
             if BIAS:
                 decay += tl.load(dt_bias + head, mask=head < HV, other=0.0).to(tl.float32)[None, :]
-            speed = tl.exp(tl.load(A_log + head, mask=head < HV, other=0.0).to(tl.float32))
-            decay = tl.where(there, -speed[None, :] * softplus(decay), 0.0)
+            speed = tl.full((1, HEADS), 1.0, tl.float32)
+            if A_log is not None:
+                speed = tl.exp(tl.load(A_log + head, mask=head < HV, other=0.0).to(tl.float32))[None, :]
+            decay = tl.where(there, decay_of_gate(decay, speed, lower_bound), 0.0)
         decay = allowed(decay)
     if CORRECTS:
         rate = tl.load(beta + at, mask=there, other=0.0).to(tl.float32)
-        if RAW:
+        if RAW_BETA:
             rate = tl.where(there, beta_scale * tl.sigmoid(rate), 0.0)
     steps = tl.floor(decay * 512.0 + 0.5) * (1.0 / 512.0)
     coarse, fine = tl.cumsum(steps, 0), tl.cumsum(decay - steps, 0)
@@ -107,10 +134,11 @@ def head_gates(
 
 @triton.jit(do_not_specialize=["tokens"])
 def head_gates_backward(
-    gate, write, A_log, dt_bias, dlog_decay, dbeta, dgate, dwrite, sums, tokens, beta_scale,
-    HV: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, BIAS: tl.constexpr,
+    gate, write, A_log, dt_bias, dlog_decay, dbeta, dgate, dwrite, sums, tokens, beta_scale, lower_bound,
+    HV: tl.constexpr, HEADS: tl.constexpr, BT: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Go from the gradients of log_decay and beta to those of the raw gates, in tiles [BT, HEADS].
+    """Go from the gradients of log_decay (RAW) and beta (RAW_BETA) to those of the raw gates, in tiles [BT, HEADS].
 
     sums `program 2 hv`: this program's part of dA_log and ddt_bias.
     """
@@ -118,16 +146,20 @@ def head_gates_backward(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     there = (row < tokens)[:, None] & (head < HV)[None, :]
     at = row[:, None] * HV + head[None, :]
-    x = tl.load(gate + at, mask=there, other=0.0).to(tl.float32)
-    if BIAS:
-        x += tl.load(dt_bias + head, mask=head < HV, other=0.0).to(tl.float32)[None, :]
-    speed = -tl.exp(tl.load(A_log + head, mask=head < HV, other=0.0).to(tl.float32))[None, :]
-    d = tl.load(dlog_decay + at, mask=there, other=0.0) * speed
-    dx = d * tl.sigmoid(x)
-    tl.store(dgate + at, dx.to(dgate.dtype.element_ty), mask=there)
-    part = sums + tl.program_id(0) * 2 * HV + head
-    tl.store(part, tl.sum(tl.where(there, d * softplus(x), 0.0), 0), mask=head < HV)
-    tl.store(part + HV, tl.sum(tl.where(there, dx, 0.0), 0), mask=head < HV)
-    rate = tl.sigmoid(tl.load(write + at, mask=there, other=0.0).to(tl.float32))
-    dy = tl.load(dbeta + at, mask=there, other=0.0) * beta_scale * rate * (1.0 - rate)
-    tl.store(dwrite + at, dy.to(dwrite.dtype.element_ty), mask=there)
+    if RAW:
+        x = tl.load(gate + at, mask=there, other=0.0).to(tl.float32)
+        if BIAS:
+            x += tl.load(dt_bias + head, mask=head < HV, other=0.0).to(tl.float32)[None, :]
+        speed = tl.full((1, HEADS), 1.0, tl.float32)
+        if A_log is not None:
+            speed = tl.exp(tl.load(A_log + head, mask=head < HV, other=0.0).to(tl.float32))[None, :]
+        d = tl.load(dlog_decay + at, mask=there, other=0.0)
+        dx, dspeed = gate_gradients(d, x, speed, lower_bound)
+        tl.store(dgate + at, dx.to(dgate.dtype.element_ty), mask=there)
+        part = sums + tl.program_id(0) * 2 * HV + head
+        tl.store(part, tl.sum(tl.where(there, dspeed, 0.0), 0), mask=head < HV)
+        tl.store(part + HV, tl.sum(tl.where(there, dx, 0.0), 0), mask=head < HV)
+    if RAW_BETA:
+        rate = tl.sigmoid(tl.load(write + at, mask=there, other=0.0).to(tl.float32))
+        dy = tl.load(dbeta + at, mask=there, other=0.0) * beta_scale * rate * (1.0 - rate)
+        tl.store(dwrite + at, dy.to(dwrite.dtype.element_ty), mask=there)

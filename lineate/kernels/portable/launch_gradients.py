@@ -113,7 +113,7 @@ def fill_residuals(call: Call, ready: Prepared, around: Around, grads: Gradients
     start(channel_residuals, (sequences.slots, hv))(
         ready.k, v, ready.M, ready.T, ready.factors, around.states, around.doutput, grads.v, grads.beta, residuals,
         dP, dM, *call.where, v.stride(1), v.stride(2), gates.beta_scale,
-        HV=hv, K=K, V=V, BK=power(K), C=CHUNK, CORRECTS=call.corrects, RAW=gates.A_log is not None,
+        HV=hv, K=K, V=V, BK=power(K), C=CHUNK, CORRECTS=call.corrects, RAW_BETA=gates.raw_beta,
         PACKED=sequences.packed, EVEN=V % config["BV"] == 0, PRECISION=precision(call), **config,
     )  # fmt: skip
     dq, dk = _make_parts(call, grads)
@@ -136,7 +136,7 @@ def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads:
     strides = q.stride(1), k.stride(1), q.stride(2), k.stride(2)
     options = {
         "HV": hv, "R": hv // h, "K": K, "BK": BK, "C": CHUNK, "CORRECTS": call.corrects,
-        "NORMALIZE": call.normalize_qk, "RAW": gates.A_log is not None, "BIAS": gates.dt_bias is not None,
+        "NORMALIZE": call.normalize_qk, "RAW": gates.raw_decay, "BIAS": gates.dt_bias is not None,
         "PACKED": sequences.packed, "SPLIT": q.dtype != torch.float32, "PRECISION": precision(call),
         "AGAIN": wild is not None,
     }  # fmt: skip
@@ -144,12 +144,13 @@ def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads:
     start(channel_state_gradients, (sequences.slots, hv, ceil_div(K, config["BX"])))(
         q, k, gates.log_decay, gates.A_log, gates.dt_bias, states, dstates, doutput, grads.v, residuals,
         dq, dk, dG, wild, spans, *call.where, q.stride(1), k.stride(1), residuals.stride(1),
-        q.stride(2), k.stride(2), residuals.stride(2), call.scale, V=V, EVEN=V % config["BV"] == 0, **options, **config,
+        q.stride(2), k.stride(2), residuals.stride(2), call.scale, gates.lower_bound,
+        V=V, EVEN=V % config["BV"] == 0, **options, **config,
     )  # fmt: skip
     config = launch("channel_gradients")
     start(channel_gradients, (sequences.slots, hv, ceil_div(K, config["BX"])))(
         q, k, gates.log_decay, gates.A_log, gates.dt_bias, dP, dM, dq, dk, dG, grads.log_decay,
-        dA_log, ddt_bias, wild, spans, *call.where, *strides, call.scale, **options, **config,
+        dA_log, ddt_bias, wild, spans, *call.where, *strides, call.scale, gates.lower_bound, **options, **config,
     )  # fmt: skip
     _gather(call, dq, dk, grads)
     if dA_log is not None and grads.A_log is not None:
@@ -159,16 +160,18 @@ def fill_channel_gradients(call: Call, around: Around, work: ChannelWork, grads:
 
 
 def fill_raw_gate_gradients(gates: Gates, dlog_decay: Tensor, dbeta: Tensor, raw: RawGradients) -> None:
-    """Fill the gradients of raw gates from those of log_decay and beta per head, which are contiguous."""
+    """Fill the gradients of those gates that are raw from those of log_decay and beta per head, all contiguous."""
     hv = dlog_decay.shape[-1]
     tokens, heads, block = dlog_decay.numel() // hv, min(16, next_power(hv)), 128
     programs = ceil_div(tokens, block)
     sums = dlog_decay.new_empty(programs, 2, hv)
     start(head_gates_backward, (programs, ceil_div(hv, heads)))(
         gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, dlog_decay, dbeta, raw.gate, raw.write, sums, tokens,
-        gates.beta_scale, HV=hv, HEADS=heads, BT=block, BIAS=gates.dt_bias is not None, **launch("head_gates"),
+        gates.beta_scale, gates.lower_bound, HV=hv, HEADS=heads, BT=block, RAW=gates.raw_decay, RAW_BETA=gates.raw_beta,
+        BIAS=gates.dt_bias is not None, **launch("head_gates"),
     )  # fmt: skip
-    _add_parts(sums[:, 0, :, None], raw.A_log)
+    if gates.A_log is not None:
+        _add_parts(sums[:, 0, :, None], raw.A_log)
     if gates.dt_bias is not None:
         _add_parts(sums[:, 1, :, None], raw.dt_bias)
 

@@ -52,8 +52,9 @@ def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool)
         q, k, gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, ready.q, ready.k, ready.w, ready.P, ready.M,
         ready.T, ready.factors, ready.wild, spans_like(q), *call.where,
         q.stride(1), k.stride(1), q.stride(2), k.stride(2), call.scale, gates.beta_scale,
+        gates.lower_bound,
         HV=hv, R=hv // h, K=K, BK=BK, C=CHUNK, CORRECTS=call.corrects, NORMALIZE=call.normalize_qk,
-        RAW=gates.A_log is not None, BIAS=gates.dt_bias is not None, KEEP=ready.M is not None,
+        RAW=gates.raw_decay, RAW_BETA=gates.raw_beta, BIAS=gates.dt_bias is not None, KEEP=ready.M is not None,
         PACKED=call.sequences.packed, SPLIT=q.dtype != torch.float32,
         PRECISION=precision(call), PRODUCTS=products, AGAIN=again, **launch("channel_scores", BX=BK),
     )  # fmt: skip
@@ -75,8 +76,9 @@ def fill_factors(call: Call, ready: Prepared) -> None:
     heads = min(16, next_power(hv))
     start(head_gates, (call.sequences.slots, ceil_div(hv, heads)))(
         gates.log_decay, gates.beta, gates.A_log, gates.dt_bias, ready.factors, *call.where, call.scale,
-        gates.beta_scale, HV=hv, HEADS=heads, C=CHUNK, GATED=gates.log_decay is not None, CORRECTS=call.corrects,
-        RAW=gates.A_log is not None, BIAS=gates.dt_bias is not None, PACKED=call.sequences.packed,
+        gates.beta_scale, gates.lower_bound,
+        HV=hv, HEADS=heads, C=CHUNK, GATED=gates.log_decay is not None, CORRECTS=call.corrects,
+        RAW=gates.raw_decay, RAW_BETA=gates.raw_beta, BIAS=gates.dt_bias is not None, PACKED=call.sequences.packed,
         **launch("head_gates"),
     )  # fmt: skip
 

@@ -46,7 +46,7 @@ class PortableStages:
     def _always_tame(self) -> bool:
         """Whether no row can be wild: keys have unit length, beta comes from a logit, and decay is not per channel."""
         call = self.call
-        return call.normalize_qk and call.gates.A_log is not None and not call.channel and call.gates.beta_scale <= 2.0
+        return call.normalize_qk and call.gates.raw_beta and not call.channel and call.gates.beta_scale <= 2.0
 
     def variant(self, segments: int) -> tuple[object, ...]:
         """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""

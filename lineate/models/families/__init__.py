@@ -9,7 +9,18 @@ from dataclasses import replace
 from torch import nn
 
 from lineate.models.config import HybridConfig
-from lineate.models.families import kimi_linear, olmo_hybrid, qwen3_5, qwen3_next
+from lineate.models.families import (
+    bailing_hybrid,
+    bamba,
+    fla,
+    granitemoehybrid,
+    kimi_linear,
+    mamba2,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
+)
 from lineate.models.families.family import CheckpointFamily
 from lineate.models.families.values import token_ids
 from lineate.models.fields import show
@@ -32,10 +43,40 @@ Loading then lists the tensors that are missing, which says more than an error a
 
 FAMILIES: dict[str, CheckpointFamily] = {
     model_type: module.FAMILY
-    for module in (qwen3_next, qwen3_5, kimi_linear, olmo_hybrid)
+    for module in (
+        qwen3_next,
+        qwen3_5,
+        kimi_linear,
+        olmo_hybrid,
+        mamba2,
+        granitemoehybrid,
+        bamba,
+        nemotron_h,
+        bailing_hybrid,
+        fla,
+    )
     for model_type in module.FAMILY.model_types
 }
 """The families by model_type of config.json; our own is "lineate"."""
+
+LACKING = {
+    "glm5_next": "hyper-connections and attention to tokens that an indexer chooses",
+    "qwen4_exp": "attention to tokens that an indexer chooses, gated residuals and n-gram embeddings",
+    "falcon_h1": "blocks in which Mamba-2 and attention read the same input side by side",
+    "zamba2": "attention whose weights several layers share",
+}
+"""Families whose linear layers we have and whose other layers we lack: what these are."""
+
+
+def what_it_lacks(model_type: str) -> str | None:
+    """Return one sentence about a family that only transformers can build, or None if it is not such a family."""
+    layers = LACKING.get(model_type.removesuffix("_text"))
+    if layers is None:
+        return None
+    return (
+        f"model_type {model_type!r} has {layers}, which lineate's models lack; load it with transformers, after "
+        "lineate.integrations.transformers.enable(), which speeds up its linear layers"
+    )
 
 
 def read_config(checkpoint: Checkpoint) -> HybridConfig:
@@ -86,6 +127,8 @@ def other_family(checkpoint: Checkpoint) -> str:
 
 def _model_type(checkpoint: Checkpoint) -> str:
     kind = checkpoint.config.get("model_type")
+    if isinstance(kind, str) and (why := what_it_lacks(kind)) is not None:
+        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {why}")
     if not isinstance(kind, str) or (kind != OWN and kind not in FAMILIES):
         known = ", ".join([*FAMILIES, OWN])
         raise CheckpointError(

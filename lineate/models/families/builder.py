@@ -93,10 +93,16 @@ class PlanBuilder:
                 take = partial(_columns, spans=spans)
                 pieces.append(Piece(source, shape[::-1], (slice(start, row),), take=take))
 
-    def ends(self) -> None:
-        """Take embed_tokens, norm or final_layernorm, and lm_head."""
+    def ends(self, *names: str) -> None:
+        """Take the embedding, norm or final_layernorm, and lm_head.
+
+        names: other names of the embedding than embed_tokens; the prefix is that of the first name that is there.
+        """
+        known = [(p, name) for name in (*names, "embed_tokens") for p in PREFIXES]
+        there = [(p, name) for p, name in known if f"{p}{name}.weight" in self.shapes]
+        self.prefix, name = there[0] if there else ("model.", known[0][1])
         c, prefix = self.config, self.prefix
-        embed = f"{prefix}embed_tokens.weight"
+        embed = f"{prefix}{name}.weight"
         self.copy("embed.weight", embed, (c.vocab_size, c.hidden_size))
         self.copy(
             "norm.weight", self.first(f"{prefix}norm.weight", f"{prefix}final_layernorm.weight"), (c.hidden_size,)
@@ -149,7 +155,7 @@ class PlanBuilder:
         self.stack(target, [Part(name, shape) for name, shape in zip(three, shapes, strict=True)])
 
     def attention(self, layer: int, source: str) -> None:
-        """Take q_proj (with the gate, head by head), k_proj, v_proj, their norms, o_proj."""
+        """Take q_proj (with the gate, head by head), k_proj, v_proj, their norms if there are any, o_proj."""
         c, attention = self.config, self.config.attention
         assert attention is not None
         heads, kv, dim, target = attention.heads, attention.kv_heads, attention.head_dim, f"layers.{layer}.mixer"
@@ -166,7 +172,7 @@ class PlanBuilder:
         self.copy(f"{target}.out_proj.weight", f"{source}.o_proj.weight", (c.hidden_size, heads * dim))
         if attention.bias:
             self.copy(f"{target}.out_proj.bias", f"{source}.o_proj.bias", (c.hidden_size,))
-        for name, count in (("q", heads), ("k", kv)):
+        for name, count in (("q", heads), ("k", kv)) if attention.qk_norm is not None else ():
             width = dim if attention.qk_norm == "head" else count * dim
             self.copy(f"{target}.{name}_norm.weight", f"{source}.{name}_norm.weight", (width,))
 

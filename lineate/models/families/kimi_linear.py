@@ -26,21 +26,8 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
     if v.number("num_key_value_heads", default=heads) != heads:
         raise v.error(f"must have num_key_value_heads = num_attention_heads = {heads}, got fewer")
     eps = v.number("rms_norm_eps", default=1e-5, kind=float)
-    letters, dense = _letters(v, n_layers), _dense_layers(v, n_layers)
-    experts = None
-    if len(dense) < n_layers:
-        size = v.number("moe_intermediate_size")
-        experts = ExpertsConfig(
-            count=v.number("num_experts", "num_local_experts"),
-            active=v.number("num_experts_per_token", "num_experts_per_tok"),
-            size=size,
-            shared_size=size * v.number("num_shared_experts", "n_shared_experts", default=1, least=0),
-            scores="sigmoid",
-            renormalize=v.flag("moe_renormalize", "norm_topk_prob", default=True),
-            scale=v.number("routed_scaling_factor", default=1.0, kind=float),
-            groups=v.number("num_expert_group", "n_group", default=1),
-            active_groups=v.number("topk_group", default=1),
-        )
+    letters, dense = _letters(v, n_layers), dense_layers(v, n_layers)
+    experts = sigmoid_experts(v) if len(dense) < n_layers else None
     latent = None
     if "M" in letters:
         latent = LatentConfig(
@@ -110,7 +97,24 @@ def _letters(v: Values, n_layers: int) -> str:
     return "".join("M" if i + 1 in full else "K" for i in range(n_layers))
 
 
-def _dense_layers(v: Values, n_layers: int) -> tuple[int, ...]:
+def sigmoid_experts(v: Values) -> ExpertsConfig:
+    """Return the sizes of experts with sigmoid scores, a bias for the choice, and shared experts."""
+    size = v.number("moe_intermediate_size")
+    return ExpertsConfig(
+        count=v.number("num_experts", "num_local_experts"),
+        active=v.number("num_experts_per_token", "num_experts_per_tok"),
+        size=size,
+        shared_size=size * v.number("num_shared_experts", "n_shared_experts", default=1, least=0),
+        scores="sigmoid",
+        renormalize=v.flag("moe_renormalize", "norm_topk_prob", default=True),
+        scale=v.number("routed_scaling_factor", default=1.0, kind=float),
+        groups=v.number("num_expert_group", "n_group", default=1),
+        active_groups=v.number("topk_group", default=1),
+    )
+
+
+def dense_layers(v: Values, n_layers: int) -> tuple[int, ...]:
+    """Return the layers with a dense feed-forward, from mlp_layer_types or from first_k_dense_replace."""
     kinds = v.words("mlp_layer_types")
     if not v.number("num_experts", "num_local_experts", default=0, least=0):
         return tuple(range(n_layers))
@@ -130,7 +134,7 @@ def plan(config: HybridConfig, shapes: Mapping[str, Shape]) -> LoadingPlan:
             _delta(builder, i, f"{source}.self_attn")
         else:
             _latent(builder, i, f"{source}.self_attn")
-        _feed(builder, i, source)
+        take_feed(builder, i, source)
     return builder.plan()
 
 
@@ -170,7 +174,7 @@ def _latent(builder: PlanBuilder, i: int, source: str) -> None:
     builder.copy(f"{target}.out_proj.weight", f"{source}.o_proj.weight", (hidden, heads * latent.value_dim))
 
 
-def _feed(builder: PlanBuilder, i: int, source: str) -> None:
+def take_feed(builder: PlanBuilder, i: int, source: str) -> None:
     """Take the feed-forward, under mlp or block_sparse_moe; dense layers too."""
     config, target = builder.config, f"layers.{i}.feed"
     if not config.has_experts(i):
@@ -184,7 +188,8 @@ def _feed(builder: PlanBuilder, i: int, source: str) -> None:
     names = [f"{source}.{part}" for part in ("block_sparse_moe", "mlp")]
     there = next((name for name in names if f"{name}.gate.weight" in builder.shapes), names[0])
     builder.copy(f"{target}.router.weight", f"{there}.gate.weight", (experts.count, config.hidden_size))
-    builder.copy(f"{target}.router_bias", f"{there}.gate.e_score_correction_bias", (experts.count,))
+    bias = builder.first(f"{there}.gate.e_score_correction_bias", f"{there}.gate.expert_bias")
+    builder.copy(f"{target}.router_bias", bias, (experts.count,))
     builder.experts(i, there, EXPERT_NAMES)
     if experts.shared_size:
         builder.dense(f"{target}.shared", f"{there}.shared_experts", experts.shared_size)

@@ -154,7 +154,7 @@ class Values:
             norm_eps=norm_eps,
         )
 
-    def attention(self, factor: float, gated: bool, qk_norm: str) -> AttentionConfig:
+    def attention(self, factor: float, gated: bool, qk_norm: str | None) -> AttentionConfig:
         """Return softmax attention's sizes; factor: the rotated part of a head if the config gives none."""
         heads = self.number("num_attention_heads")
         head_dim = self.number("head_dim", default=self.number("hidden_size") // heads)

@@ -1,0 +1,73 @@
+"""Checks of the states of decoding, and of the slots of a pool where they lie."""
+
+import torch
+from torch import Tensor
+
+from lineate.checks import check_device, check_state
+
+
+def check_slots(slots: Tensor | None, start_slots: Tensor | None, rows: int, q: Tensor, *, packed: bool) -> None:
+    """Check slots (`rows`, or one for each token) and start_slots (`rows`); check_slot_values checks their values."""
+    for name, x in (("slots", slots), ("start_slots", start_slots)):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+        if x.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be int32 or int64, got {str(x.dtype).removeprefix('torch.')}")
+        check_device(name, x, q)
+    first = "n_seqs" if packed else "b"
+    if slots is None:
+        if start_slots is not None:
+            raise ValueError("start_slots needs slots, where the memory goes, got slots=None; pass both")
+        return
+    if slots.dim() == 2:
+        right = slots.shape[0] == rows and slots.shape[1] > 0 if packed else slots.shape == (rows, q.shape[1])
+    else:
+        right = slots.shape == (rows,)
+    if not right:
+        each = f"({first}, longest sequence) = ({rows}, ...)" if packed else f"({first}, t) = {(rows, q.shape[1])}"
+        raise ValueError(f"slots must have shape ({first},) = ({rows},) or {each}, got {tuple(slots.shape)}")
+    if slots.dim() == 2 and start_slots is None:
+        raise ValueError("slots for each token need start_slots, where each row starts, got start_slots=None")
+    if start_slots is not None and start_slots.shape != (rows,):
+        raise ValueError(f"start_slots must have shape ({first},) = ({rows},), got {tuple(start_slots.shape)}")
+
+
+def check_slot_values(
+    slots: Tensor | None, start_slots: Tensor | None, cu_seqlens: Tensor | None, n_slots: int
+) -> None:
+    """Check that slots lie in the pool and that no row uses a slot another one writes; on a GPU check nothing."""
+    if slots is None or slots.device.type != "cpu":
+        return
+    for name, x in (("slots", slots), ("start_slots", start_slots)):
+        if x is not None and int(x.max()) >= n_slots:
+            raise ValueError(f"{name} must be below n_slots = {n_slots}, got {int(x.max())}; a negative one is idle")
+    starts = slots.tolist() if start_slots is None else start_slots.tolist()
+    writer: dict[int, int] = {}
+    for row, written in enumerate(slots.reshape(slots.shape[0], -1).tolist()):
+        for slot in written:
+            if starts[row] >= 0 and slot >= 0 and writer.setdefault(slot, row) != row:
+                raise ValueError(f"slots must differ between rows, got {slot} in rows {writer[slot]} and {row}")
+    for row, slot in enumerate(starts):
+        if slot >= 0 and writer.get(slot, row) != row:
+            raise ValueError(f"start_slots[{row}] = {slot} is written by row {writer[slot]}; let it write elsewhere")
+    if slots.dim() == 2 and cu_seqlens is not None:
+        longest = int(cu_seqlens.diff().max())
+        if longest > slots.shape[1]:
+            raise ValueError(f"slots must have one for each token, at least {longest} a row, got {slots.shape[1]}")
+
+
+def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *, pooled: bool) -> None:
+    """Check a state `rows hv k v`, or a pool `n_slots hv k v`, that can be written in place."""
+    if not isinstance(state, Tensor):
+        raise TypeError(f"state must be a torch.Tensor, got {type(state).__name__}; start from torch.zeros")
+    sizes = (v.shape[2], q.shape[3], v.shape[3])
+    if pooled:
+        if state.dim() != 4 or state.shape[1:] != sizes or state.shape[0] == 0:
+            expected = f"(n_slots, hv, k, v) = (n_slots, {', '.join(map(str, sizes))})"
+            raise ValueError(f"state must have shape {expected} with slots, got {tuple(state.shape)}")
+        rows = state.shape[0]
+    check_state(state, v, q.shape[3], rows)
+    if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape, strict=True)):
+        raise ValueError("state must have memory of its own for each row, got an expanded view; call .contiguous()")
