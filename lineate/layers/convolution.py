@@ -11,9 +11,13 @@ from lineate.sequences import locate
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return silu(y_t), y_tc = sum_i weight_ci x_{t - size + 1 + i, c}, and the last size - 1 inputs of each row.
+    """Return silu(y_t), y_tc = bias_c + sum_i weight_ci x_{t - size + 1 + i, c}, and each row's last size - 1 inputs.
 
     The result has the wider dtype of x and weight; on a GPU under autocast that of x, as in torch's own convolutions.
 
@@ -22,36 +26,43 @@ def short_convolution(
         weight: `channels size`.
         state: `rows channels size-1`, the inputs before x; None: zeros.
         cu_seqlens: the bounds of packed sequences, which never see each other; they are the rows.
+        bias: `channels`; None: zeros. With a bias torch's own functions run, on every device.
     """
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
-        weight = weight.to(x.dtype)
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     past = weight.shape[1] - 1
-    if past < native.MOST_TAPS and native.serves(x, weight, state):
-        return native.short_convolution(x, weight, state, cu_seqlens)
-    kernels = kernels_for(x, weight, state)
-    if kernels is not None and weight.shape[1] in kernels.SIZES:
-        return kernels.short_convolution(x, weight, state, cu_seqlens)
+    if bias is None:
+        if past < native.MOST_TAPS and native.serves(x, weight, state):
+            return native.short_convolution(x, weight, state, cu_seqlens)
+        kernels = kernels_for(x, weight, state)
+        if kernels is not None and weight.shape[1] in kernels.SIZES:
+            return kernels.short_convolution(x, weight, state, cu_seqlens)
     if cu_seqlens is not None:
-        return _packed(x, weight, state, cu_seqlens)
+        return _packed(x, weight, state, cu_seqlens, bias)
     if state is None:
         before = x.new_zeros(x.shape[0], past, x.shape[2])
     else:
         before = state.transpose(1, 2).to(x.dtype)
     padded = torch.cat((before, x), 1)  # b past+t channels
     last = padded[:, padded.shape[1] - past :].transpose(1, 2)
-    return _convolve(padded, weight), last.clone(memory_format=torch.contiguous_format)  # a view would keep all of x
+    return _convolve(padded, weight, bias), last.clone(
+        memory_format=torch.contiguous_format
+    )  # a view would keep all of x
 
 
-def _convolve(padded: Tensor, weight: Tensor) -> Tensor:
+def _convolve(padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve the contiguous tensor padded `b size-1+t channels`."""
     t = padded.shape[1] - weight.shape[1] + 1
-    y = padded[:, :t] * weight[:, 0]
+    first = padded[:, :t]
+    y = first * weight[:, 0] if bias is None else torch.addcmul(bias, first, weight[:, 0])
     for i in range(1, weight.shape[1]):
         y = torch.addcmul(y, padded[:, i : i + t], weight[:, i])
     return F.silu(y)
 
 
-def _packed(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _packed(
+    x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Convolve packed sequences as one longer row, each after its own size - 1 inputs, and cut the outputs from it."""
     past, sequences = weight.shape[1] - 1, cu_seqlens.shape[0] - 1
     rows, _ = locate(cu_seqlens, x.shape[1])
@@ -61,7 +72,7 @@ def _packed(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor)
     padded = x.new_zeros(x.shape[1] + sequences * past, x.shape[2]).index_copy(0, at, x[0])
     if state is not None:
         padded = padded.index_copy(0, fronts.flatten(), state.transpose(1, 2).to(x.dtype).flatten(0, 1))
-    y = _convolve(F.pad(padded, (0, 0, past, 0))[None], weight)[:, at]
+    y = _convolve(F.pad(padded, (0, 0, past, 0))[None], weight, bias)[:, at]
     ends = (cu_seqlens[1:] + (torch.arange(sequences, device=x.device) + 1) * past)[:, None]
     ends = ends - past + torch.arange(past, device=x.device)
     return y, padded[ends].transpose(1, 2)
