@@ -20,8 +20,8 @@ from lineate.integrations.transformers_families import MODEL_PATCHES, ModelPatch
 from lineate.integrations.transformers_layers import linear_forward
 from lineate.integrations.transformers_packing import text_model_forward
 
-OLDEST = (5, 15)
-"""The oldest version of transformers whose linear layers and caches are those that the forwards here expect."""
+OLDEST = (5, 17)
+"""The oldest version of transformers that works: older models do not pass boundaries to all of their Mamba layers."""
 
 
 @dataclass(frozen=True)

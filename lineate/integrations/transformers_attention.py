@@ -1,6 +1,5 @@
 """Forwards for parts of transformers' models other than the linear layers."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.integrations.transformers_packing import BOUNDARIES
+from lineate.integrations.transformers_packing import BOUNDARIES, names_of
 
 
 def latent_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +57,7 @@ def unpacked_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         original: The forward of transformers, which mixes all tokens of a row; its mask may only name padding.
     """
-    names = list(inspect.signature(original).parameters)[1:]
+    names = names_of(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs

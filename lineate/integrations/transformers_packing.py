@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +34,7 @@ def text_model_forward(
             for packed rows.
         one_mask: Whether the softmax layers take the mask of the linear layers.
     """
-    parameters = list(inspect.signature(original).parameters)[1:]
+    parameters = names_of(original)
     cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,12 +44,12 @@ def text_model_forward(
         if tokens is None or torch.compiler.is_compiling():
             return original(self, **given)
         b, t = tokens.shape[:2]
-        mask, cache = given.get("attention_mask"), given.get(cache_name)
-        borders = _borders(b, t, mask, cache, given)
+        mask, past = given.get("attention_mask"), given.get(cache_name)
+        borders = _borders(b, t, mask, past, given)
         if borders is None:
             return original(self, **given)
         if unpacked:
-            if cache is not None:
+            if past is not None:
                 raise ValueError(NO_CACHE)
             given["use_cache"] = False
         longest = max(end - start for start, end in pairwise(borders))
@@ -61,12 +62,18 @@ def text_model_forward(
             given["position_ids"] = (at - cu_seqlens[texts]).view(b, t)
         if softmax_layers and (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
             like = torch.empty(b, t, 1, dtype=self.dtype, device=tokens.device)
-            full, linear = _masks(self.config, like, texts.view(b, t), mask, cache, unpacked)
+            full, linear = _masks(self.config, like, texts.view(b, t), mask, past, unpacked)
             softmax = dict.fromkeys(SOFTMAX_LAYERS, linear if one_mask else full)
             given["attention_mask"] = {**softmax, "linear_attention": linear}  # a model reads the names that it has
         return original(self, **given)
 
     return forward
+
+
+@cache
+def names_of(method: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a method's parameters, without self."""
+    return tuple(inspect.signature(method).parameters)[1:]
 
 
 def packed_mask(texts: Tensor, mask: Tensor | None) -> Tensor:
@@ -75,14 +82,14 @@ def packed_mask(texts: Tensor, mask: Tensor | None) -> Tensor:
     return numbers if mask is None else numbers * mask[:, -texts.shape[1] :].to(numbers.device, torch.bool)
 
 
-def _borders(b: int, t: int, attention_mask: Any, cache: Any, given: dict[str, Any]) -> list[int] | None:
+def _borders(b: int, t: int, attention_mask: Any, past: Any, given: dict[str, Any]) -> list[int] | None:
     """Return where the sequences begin if all rows are laid end to end, and the end; None if no row is packed.
 
     The model gets cu_seq_lens_q, or else seq_idx, the number of each token's sequence, or else position_ids: a
     position that is not its predecessor plus 1 begins a sequence, as in transformers' softmax attention.
     """
     rows = range(0, b * t + 1, t)
-    seen = t > 1 and cache is not None and _has_seen(cache)
+    seen = t > 1 and past is not None and _has_seen(past)
     mask = attention_mask if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 else None
     cu_seqlens = given.get("cu_seq_lens_q")
     if cu_seqlens is not None:
@@ -120,13 +127,13 @@ def _begins(numbers: Tensor | None, positions: Tensor | None) -> Tensor | None:
     return None if positions is None else positions.diff(dim=-1) != 1
 
 
-def _has_seen(cache: Any) -> bool:
+def _has_seen(past: Any) -> bool:
     """Whether a linear layer of the cache has a state."""
-    return any(getattr(layer, "has_previous_state", {0: False})[0] for layer in cache.layers)
+    return any(getattr(layer, "has_previous_state", {0: False})[0] for layer in past.layers)
 
 
 def _masks(
-    config: Any, like: Tensor, texts: Tensor, mask: Tensor | None, cache: Any, unpacked: bool
+    config: Any, like: Tensor, texts: Tensor, mask: Tensor | None, past: Any, unpacked: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Make the masks of softmax and of linear layers; `texts`, `b t`, has the number of each token's sequence."""
     from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
@@ -137,6 +144,6 @@ def _masks(
         return texts[row, query] == texts[row, key.clamp(max=last)]  # a static cache has room for future tokens
 
     full = create_causal_mask(
-        config, like, None, past_key_values=cache, position_ids=None, and_mask_function=same_text
+        config, like, None, past_key_values=past, position_ids=None, and_mask_function=same_text
     )  # fmt: skip
     return full, packed_mask(texts, mask) if unpacked else create_recurrent_attention_mask(config, like, mask)
