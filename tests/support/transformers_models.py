@@ -239,7 +239,8 @@ def split(model, ids, cuts):
     """Return the logits of calls one after the other, which pass on the cache."""
     cache, parts, at = None, [], 0
     for part in ids.split(cuts, dim=1):
-        positions = torch.arange(at, at + part.shape[1])[None].expand(len(ids), -1)  # Bamba begins each call at 0
+        positions = torch.arange(at, at + part.shape[1], device=ids.device)[None]
+        positions = positions.expand(len(ids), -1)  # without them, Bamba begins each call at 0
         logits, cache = call(model, part, cache, use_cache=True, position_ids=positions)
         parts.append(logits)
         at += part.shape[1]
