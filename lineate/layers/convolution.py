@@ -45,9 +45,8 @@ def short_convolution(
         before = state.transpose(1, 2).to(x.dtype)
     padded = torch.cat((before, x), 1)  # b past+t channels
     last = padded[:, padded.shape[1] - past :].transpose(1, 2)
-    return _convolve(padded, weight, bias), last.clone(
-        memory_format=torch.contiguous_format
-    )  # a view would keep all of x
+    last = last.clone(memory_format=torch.contiguous_format)  # a view would keep all of x
+    return _convolve(padded, weight, bias), last
 
 
 def _convolve(padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
