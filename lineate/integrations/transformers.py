@@ -1,10 +1,11 @@
-"""transformers' own Qwen3-Next, Qwen3.5, Kimi Linear and OLMo-Hybrid models on lineate.
+"""transformers' own hybrid models on lineate: layers with delta rules and with Mamba-2 (transformers_families.py).
 
     from lineate.integrations.transformers import enable
     print(enable())                                  # holds for existing and new models, until disable()
 
-enable() replaces the `forward` of three kinds of classes: the linear layers; the text models, to find the boundaries of
-packed sequences; and Kimi's latent attention, on a CPU. Parameters, caches and everything else remain transformers'.
+enable() replaces the `forward` of a few classes: the linear layers; the text models, to find the boundaries of packed
+sequences; parts that mix tokens and know no boundaries; and Kimi's latent attention, on a CPU. Parameters, caches and
+everything else remain transformers'.
 """
 
 import functools
@@ -14,14 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from lineate.integrations.transformers_attention import latent_forward, unpacked_forward
 from lineate.integrations.transformers_families import MODEL_PATCHES, ModelPatch
-from lineate.integrations.transformers_layers import latent_forward, linear_forward
+from lineate.integrations.transformers_layers import linear_forward
 from lineate.integrations.transformers_packing import text_model_forward
 
-# Methods of a cache that our layers call; a transformers without them is too old.
-_CACHE_METHODS = (
-    "get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state", "is_recording_past",
-)  # fmt: skip
+OLDEST = (5, 17)
+"""The oldest version of transformers that works: older models do not pass boundaries to all of their Mamba layers."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,10 @@ def enable() -> EnableReport:
     """Run the linear layers of all families on lineate, in existing and in new models.
 
     Calling it again changes nothing. Afterwards packed sequences do not see each other in any layer: their boundaries
-    come from `cu_seq_lens_q`, or else from `position_ids` that do not increase by 1. Under torch.compile only
-    `cu_seq_lens_q` is used, since the values of the positions are not known then. Padding on either side does not
-    change the states. A model with accelerate's hooks (device_map) must be loaded after this call.
+    come from `cu_seq_lens_q`, or else from `seq_idx`, or else from `position_ids` that do not increase by 1. Under
+    torch.compile only `cu_seq_lens_q` is used, since the values of the positions are not known then. Packed rows of
+    Qwen4 and GLM-5 make no cache. Padding on either side does not change the states. A model with accelerate's hooks
+    (device_map) must be loaded after this call.
 
     Returns:
         Which families were changed, and which were not and why; print it.
@@ -124,32 +125,35 @@ def _check_transformers() -> str:
     """Return the version of transformers, or raise an error that says what to install."""
     try:
         import transformers
-        from transformers.cache_utils import Cache
     except ImportError as missing:
         raise ImportError(f"transformers must be installed, got {missing}; run pip install 'lineate[hf]'") from missing
-    lacking = [name for name in _CACHE_METHODS if not hasattr(Cache, name)]
-    if lacking:
-        raise ImportError(
-            f"transformers must have caches for linear layers, got {transformers.__version__} "
-            f"without Cache.{lacking[0]}; run pip install -U transformers"
-        )
-    return str(transformers.__version__)
+    version = str(transformers.__version__)
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ImportError(f"transformers must be {oldest} or newer, got {version}; run pip install -U transformers")
+    return version
 
 
 def _replacements(family: ModelPatch) -> list[_Replaced]:
     """Make the forwards for the classes of one family; raise if transformers lacks a class or a helper."""
+    from transformers.integrations.accelerate import force_accelerate_hooks
+
     module = importlib.import_module(f"transformers.models.{family.name}.modeling_{family.name}")
-    layer, model = getattr(module, family.layer), getattr(module, family.model)
-    original = _own_forward(layer)
-    forward = linear_forward(original, family.project, family.norm, family.out)
-    forward = module.force_accelerate_hooks(list(family.borrowed))(forward)
-    replaced = [_Replaced(layer, original, functools.wraps(original)(forward))]
-    original = _own_forward(model)
-    replaced.append(_Replaced(model, original, functools.wraps(original)(text_model_forward(original))))
-    if family.attention is not None:
-        attention = getattr(module, family.attention)
-        original = _own_forward(attention)
-        replaced.append(_Replaced(attention, original, functools.wraps(original)(latent_forward(original))))
+    makers: list[tuple[str | None, Callable[..., Any]]] = [
+        (family.layer, lambda original: linear_forward(original, family.parts)),
+        (family.model, lambda original: text_model_forward(original, family.unpacked is not None, family.one_mask)),
+        (family.latent, latent_forward),
+        (family.unpacked, unpacked_forward),
+    ]
+    replaced = []
+    for name, make in makers:
+        if name is not None:
+            owner = getattr(module, name)
+            original = _own_forward(owner)
+            forward = make(original)
+            if name == family.layer:
+                forward = force_accelerate_hooks(list(family.parts.borrowed))(forward)
+            replaced.append(_Replaced(owner, original, functools.wraps(original)(forward)))
     return replaced
 
 
