@@ -29,7 +29,7 @@ def address():
         yield own
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # two of them cannot run at the same time
 def browser():
     with started() as own:
         yield own

@@ -9,7 +9,7 @@ from browser import Window, started
 from scripted_server import ScriptedServer
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # two of them cannot run at the same time
 def browser():
     with started() as own:
         yield own
