@@ -99,7 +99,8 @@ def options(family: str, hidden: int) -> Options:
         "qwen3_5": lambda: qwen(hidden),
         "qwen3_5_moe": lambda: {**qwen(hidden), **experts(hidden)},
         "qwen4_exp": lambda: {
-            **qwen(hidden), **experts(hidden), "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": max(64, hidden // 8),
+            **qwen(hidden), **experts(hidden), "indexer_n_heads": 8, "indexer_kv_heads": 1,
+            "indexer_head_dim": max(64, hidden // 8),
             "indexer_budget": 256, "indexer_compress_ratio": 16, "hc_count": 2, "hc_lowrank": 64,
         },
         "kimi_linear": lambda: {**kda(hidden), "num_experts": 8, "num_experts_per_token": 2},
