@@ -16,7 +16,8 @@ from pathlib import Path
 
 from lineate import folders
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("choice.c", "chunkwise.c", "layers.c")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("choice.c", "chunkwise.c", "layers.c", "small.c", "threads.c")]
+_HEADERS = [Path(__file__).with_name("threads.h")]
 _FLAGS = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fPIC", "-shared", "-pthread")
 
@@ -165,7 +166,7 @@ def _prefix(command: list[str]) -> str:
 
 def _fingerprint(command: list[str]) -> str:
     """Return a digest of the sources, the compiler and the processor: several machines may share a home folder."""
-    digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in _SOURCES))
+    digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in (*_SOURCES, *_HEADERS)))
     digest.update("\0".join(command).encode())
     try:
         digest.update(subprocess.run([*command, "--version"], capture_output=True, timeout=30).stdout)

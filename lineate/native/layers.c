@@ -9,11 +9,10 @@
 // and sums over tokens go block by block in one order: the bits are the same in any batch and number of threads.
 // The end of a row that is not a whole vector is computed as one filled up with zeros.
 #include <math.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include "threads.h"
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
@@ -139,91 +138,7 @@ INLINE void silus_and_slopes(vec *x, vec *slope, int count) {
         }                                                   \
     } while (0)
 
-// ---- threads -------------------------------------------------------------------------------------------------------
-
 enum { NO_MEMORY = 1 };
-enum { WORTH_A_THREAD = 1 << 16 };  // elements: what a thread should get to be worth starting
-
-typedef struct {
-    void (*work)(const void *call, i64 unit);
-    const void *call;
-    i64 units;
-    atomic_llong next;
-} Job;
-
-static void run(Job *job) {
-    for (i64 i; (i = atomic_fetch_add(&job->next, 1)) < job->units;) job->work(job->call, i);
-}
-
-// Threads that wait for a job: to wake one takes a third of the time that starting one does. They belong to one caller
-// at a time; a caller that comes meanwhile works alone. A helper that wakes late finds no job, and nobody waits for it.
-enum { MOST_HELPERS = 255 };
-static struct {
-    pthread_mutex_t owned, lock;
-    pthread_cond_t wake, done;
-    Job *job;
-    i64 helpers, wanted, running;
-} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER,
-          NULL, 0, 0, 0};
-
-static void *help(void *unused) {
-    pthread_mutex_lock(&pool.lock);
-    for (;;) {
-        while (!pool.wanted) pthread_cond_wait(&pool.wake, &pool.lock);
-        pool.wanted--;
-        pool.running++;
-        Job *job = pool.job;
-        pthread_mutex_unlock(&pool.lock);
-        run(job);
-        pthread_mutex_lock(&pool.lock);
-        if (!--pool.running) pthread_cond_signal(&pool.done);
-    }
-    return unused;
-}
-
-// A forked process has no helpers, and locks in whatever state they were.
-static void forget_helpers(void) {
-    pthread_mutex_init(&pool.owned, NULL);
-    pthread_mutex_init(&pool.lock, NULL);
-    pthread_cond_init(&pool.wake, NULL);
-    pthread_cond_init(&pool.done, NULL);
-    pool.job = NULL;
-    pool.helpers = pool.wanted = pool.running = 0;
-}
-
-static void at_fork(void) { pthread_atfork(NULL, NULL, forget_helpers); }
-
-static void start_helpers(i64 count) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, at_fork);
-    pthread_attr_t attributes;
-    if (pool.helpers >= count || pthread_attr_init(&attributes)) return;
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    for (pthread_t thread; pool.helpers < count; pool.helpers++)
-        if (pthread_create(&thread, &attributes, help, NULL)) break;
-    pthread_attr_destroy(&attributes);
-}
-
-static void spread(void (*work)(const void *, i64), const void *call, i64 units, i64 elements, i64 most_threads) {
-    Job job = {.work = work, .call = call, .units = units};
-    i64 helpers = least(least(least(most_threads, 1 + elements / WORTH_A_THREAD), units) - 1, MOST_HELPERS);
-    if (helpers < 1 || pthread_mutex_trylock(&pool.owned)) {
-        run(&job);
-        return;
-    }
-    start_helpers(helpers);
-    pthread_mutex_lock(&pool.lock);
-    pool.job = &job;
-    pool.wanted = helpers;
-    pthread_cond_broadcast(&pool.wake);
-    pthread_mutex_unlock(&pool.lock);
-    run(&job);
-    pthread_mutex_lock(&pool.lock);
-    pool.wanted = 0;
-    while (pool.running) pthread_cond_wait(&pool.done, &pool.lock);
-    pthread_mutex_unlock(&pool.lock);
-    pthread_mutex_unlock(&pool.owned);
-}
 
 // ---- short convolution ---------------------------------------------------------------------------------------------
 
@@ -433,12 +348,12 @@ static void convolve_forward(const void *call, i64 unit) { FOR_SIZE(forward_slab
 static void convolve_backward(const void *call, i64 unit) { FOR_SIZE(backward_slab) }
 
 int lineate_convolution(const Conv *a) {
-    spread(convolve_forward, a, blocks(a->channels, slab_width(a)), a->b * a->t * a->channels, a->threads);
+    lineate_spread(convolve_forward, a, blocks(a->channels, slab_width(a)), a->b * a->t * a->channels, a->threads);
     return 0;
 }
 
 int lineate_convolution_backward(const Conv *a) {
-    spread(convolve_backward, a, blocks(a->channels, slab_width(a)), a->b * a->t * a->channels, a->threads);
+    lineate_spread(convolve_backward, a, blocks(a->channels, slab_width(a)), a->b * a->t * a->channels, a->threads);
     return 0;
 }
 
@@ -565,7 +480,7 @@ static void norm_backward(const void *call, i64 unit) {
 }
 
 int lineate_norm(const Norm *a) {
-    spread(norm_forward, a, blocks(a->rows, NORM_ROWS), a->rows * a->size, a->threads);
+    lineate_spread(norm_forward, a, blocks(a->rows, NORM_ROWS), a->rows * a->size, a->threads);
     return 0;
 }
 
@@ -575,7 +490,7 @@ int lineate_norm_backward(const Norm *given) {
     double *sums = calloc(most(a.size, 1), sizeof(double));
     a.parts = malloc(most(units * a.size, 1) * sizeof(float));
     if (a.parts && sums) {
-        spread(norm_backward, &a, units, a.rows * a.size, a.threads);
+        lineate_spread(norm_backward, &a, units, a.rows * a.size, a.threads);
         for (i64 unit = 0; unit < units; unit++)
             for (i64 c = 0; c < a.size; c++) sums[c] += a.parts[unit * a.size + c];
         for (i64 c = 0; c < a.size; c++) a.dweight[c] = (float)sums[c];
@@ -637,12 +552,12 @@ static void glu_backward(const void *call, i64 unit) {
 }
 
 int lineate_glu(const Glu *a) {
-    spread(glu_forward, a, blocks(a->rows, glu_rows(a)), a->rows * a->size, a->threads);
+    lineate_spread(glu_forward, a, blocks(a->rows, glu_rows(a)), a->rows * a->size, a->threads);
     return 0;
 }
 
 int lineate_glu_backward(const Glu *a) {
-    spread(glu_backward, a, blocks(a->rows, glu_rows(a)), a->rows * a->size, a->threads);
+    lineate_spread(glu_backward, a, blocks(a->rows, glu_rows(a)), a->rows * a->size, a->threads);
     return 0;
 }
 
@@ -758,7 +673,7 @@ static void product_float32(const void *call, i64 unit) { product_unit(call, uni
 int lineate_product(const Product *a) {
     if (a->kind == FLOAT16 && !WIDENS_FLOAT16) return 1;
     void (*const work[])(const void *, i64) = {product_bfloat16, product_float16, product_float32};
-    spread(work[a->kind], a, blocks(a->out, product_weights(a)), a->out * a->size, a->threads);
+    lineate_spread(work[a->kind], a, blocks(a->out, product_weights(a)), a->out * a->size, a->threads);
     return 0;
 }
 
@@ -801,6 +716,6 @@ static void combine_float32(const void *call, i64 unit) { combine_unit(call, uni
 int lineate_combine(const Product *a) {
     if (a->kind == FLOAT16 && !WIDENS_FLOAT16) return 1;
     void (*const work[])(const void *, i64) = {combine_bfloat16, combine_float16, combine_float32};
-    spread(work[a->kind], a, blocks(a->size, TILE_COLUMNS), a->out * a->size, a->threads);
+    lineate_spread(work[a->kind], a, blocks(a->size, TILE_COLUMNS), a->out * a->size, a->threads);
     return 0;
 }

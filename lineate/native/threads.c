@@ -1,0 +1,92 @@
+// Threads that wait for units of work.
+#include "threads.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+
+typedef int64_t i64;
+static i64 least(i64 a, i64 b) { return a < b ? a : b; }
+
+enum { WORTH_A_THREAD = 1 << 16 };  // elements: what a thread should get to be worth starting
+
+typedef struct {
+    void (*work)(const void *call, i64 unit);
+    const void *call;
+    i64 units;
+    atomic_llong next;
+} Job;
+
+static void run(Job *job) {
+    for (i64 i; (i = atomic_fetch_add(&job->next, 1)) < job->units;) job->work(job->call, i);
+}
+
+// Threads that wait for a job: to wake one takes a third of the time that starting one does. They belong to one caller
+// at a time; a caller that comes meanwhile works alone. A helper that wakes late finds no job, and nobody waits for it.
+enum { MOST_HELPERS = 255 };
+static struct {
+    pthread_mutex_t owned, lock;
+    pthread_cond_t wake, done;
+    Job *job;
+    i64 helpers, wanted, running;
+} pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER,
+          NULL, 0, 0, 0};
+
+static void *help(void *unused) {
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (!pool.wanted) pthread_cond_wait(&pool.wake, &pool.lock);
+        pool.wanted--;
+        pool.running++;
+        Job *job = pool.job;
+        pthread_mutex_unlock(&pool.lock);
+        run(job);
+        pthread_mutex_lock(&pool.lock);
+        if (!--pool.running) pthread_cond_signal(&pool.done);
+    }
+    return unused;
+}
+
+// A forked process has no helpers, and locks in whatever state they were.
+static void forget_helpers(void) {
+    pthread_mutex_init(&pool.owned, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.done, NULL);
+    pool.job = NULL;
+    pool.helpers = pool.wanted = pool.running = 0;
+}
+
+static void at_fork(void) { pthread_atfork(NULL, NULL, forget_helpers); }
+
+static void start_helpers(i64 count) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, at_fork);
+    pthread_attr_t attributes;
+    if (pool.helpers >= count || pthread_attr_init(&attributes)) return;
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    for (pthread_t thread; pool.helpers < count; pool.helpers++)
+        if (pthread_create(&thread, &attributes, help, NULL)) break;
+    pthread_attr_destroy(&attributes);
+}
+
+void lineate_spread(void (*work)(const void *, i64), const void *call, i64 units, i64 elements, i64 most_threads) {
+    Job job = {.work = work, .call = call, .units = units};
+    i64 helpers = least(least(least(most_threads, 1 + elements / WORTH_A_THREAD), units) - 1, MOST_HELPERS);
+    if (helpers < 1 || pthread_mutex_trylock(&pool.owned)) {
+        run(&job);
+        return;
+    }
+    start_helpers(helpers);
+    pthread_mutex_lock(&pool.lock);
+    pool.job = &job;
+    pool.wanted = helpers;
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    run(&job);
+    pthread_mutex_lock(&pool.lock);
+    pool.wanted = 0;
+    while (pool.running) pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    pthread_mutex_unlock(&pool.owned);
+}
