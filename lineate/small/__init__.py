@@ -1,0 +1,6 @@
+"""Weights of 16, 8 and 4 bits, which stay small in memory and are multiplied with activations of float32."""
+
+from lineate.small.format import BY_BITS, FORMATS, GROUP, TILE, Format
+from lineate.small.weight import SmallWeight, quantize
+
+__all__ = ["BY_BITS", "FORMATS", "GROUP", "TILE", "Format", "SmallWeight", "quantize"]

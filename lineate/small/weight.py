@@ -1,0 +1,206 @@
+"""A frozen weight that is kept in 16, 8 or 4 bits and looks like a tensor of its own dtype.
+
+    linear.weight = nn.Parameter(quantize(linear.weight, "int8"), requires_grad=False)
+
+Products with it (F.linear), lookups (F.embedding) and an expert of many (weight[e]) read the small numbers as they are.
+Any other function of torch gets the decoded values.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate import checks
+from lineate.half import wide_linear
+from lineate.small.format import FORMATS, GROUP, Format, decode, decode_rows, encode
+from lineate.small.product import small_linear
+from lineate.tracing import needs_grad
+
+
+class SmallWeight(Tensor):
+    """A weight `... rows columns` in a format of `lineate.small.FORMATS`.
+
+    Args:
+        codes: numbers of 16 bits in the weight's shape, or codes of 8 or 4 in tiles (lineate/small/format.py).
+        scales: in tiles; None for 16 bits.
+        shape: of the weight.
+        dtype: that the weight has for others, which is that of products with it.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, codes: Tensor, scales: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> "SmallWeight":
+        made: SmallWeight = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=codes.device, requires_grad=False
+        )
+        return made
+
+    def __init__(
+        self, codes: Tensor, scales: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.codes, self.scales = codes, scales
+
+    @property
+    def format(self) -> Format:
+        if self.scales is None:
+            return FORMATS[str(self.codes.dtype).removeprefix("torch.")]
+        return FORMATS["int8" if self.codes.shape[-3] == 8 else "int4"]
+
+    @property
+    def nbytes_kept(self) -> int:
+        """The bytes that the weight takes."""
+        return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def decoded(self) -> Tensor:
+        """Return the values, a plain tensor in the weight's dtype."""
+        if self.scales is None:
+            return self.codes.to(self.dtype)
+        return decode(self.codes, self.scales, self.shape[-2]).to(self.dtype)
+
+    def with_parts(self, run: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "SmallWeight":
+        """Return the same weight with run(codes) and run(scales), such as copies on a device."""
+        scales = None if self.scales is None else run(self.scales)
+        return SmallWeight(run(self.codes), scales, tuple(self.shape), dtype or self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SmallWeight({self.format.name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes"] if self.scales is None else ["codes", "scales"], (tuple(self.shape), self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "SmallWeight":
+        return SmallWeight(inner["codes"], inner.get("scales"), *meta)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        own = _FUNCTIONS.get(func)
+        if own is not None:
+            found = own(*args, **(kwargs or {}))
+            if found is not NotImplemented:
+                return found
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own = _OPS.get(func)
+        if own is not None:
+            return own(*args, **kwargs)
+        if func._schema.is_mutable:
+            raise RuntimeError(f"a SmallWeight is frozen, and {func} would change it; decode it with .decoded() first")
+        return func(*_decoded(args), **_decoded(kwargs))
+
+
+def quantize(x: Tensor, form: str | Format, dtype: torch.dtype | None = None) -> SmallWeight:
+    """Return a weight `... rows columns` in a format of fewer bits.
+
+    Args:
+        x: the weight; its columns must be a multiple of 32 for 8 and 4 bits.
+        form: the format or its name, "bfloat16", "float16", "int8" or "int4".
+        dtype: that the result has for others; None: that of x.
+    """
+    if isinstance(form, str):
+        checks.check_choice("form", form, tuple(FORMATS))
+    form = FORMATS[form] if isinstance(form, str) else form
+    shape = tuple(x.shape)
+    if not form.fits(shape):
+        raise ValueError(
+            f"x must have at least 2 dims and columns in multiples of {GROUP} for {form.name}, got shape {shape}; "
+            "keep it in 16 or 32 bits"
+        )
+    if form.dtype is not None:
+        return SmallWeight(x.detach().to(form.dtype), None, shape, dtype or x.dtype)
+    return SmallWeight(*encode(x, form.bits), shape, dtype or x.dtype)
+
+
+def _decoded(value: Any) -> Any:
+    """Replace every small weight in these arguments by its values."""
+    if isinstance(value, SmallWeight):
+        return value.decoded()
+    if isinstance(value, tuple | list):
+        return type(value)(_decoded(x) for x in value)
+    if isinstance(value, dict):
+        return {key: _decoded(x) for key, x in value.items()}
+    return value
+
+
+# ---- functions of torch that read the small numbers
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not isinstance(weight, SmallWeight) or weight.dim() != 2 or isinstance(input, SmallWeight):
+        return NotImplemented
+    if weight.scales is None:
+        if needs_grad(input) or input.is_cuda:
+            y = F.linear(input, weight.codes.to(input.dtype))
+        else:
+            y = wide_linear(input, weight.codes, None, input.dtype)
+    else:
+        y = small_linear(input, weight.codes, weight.scales, weight.shape[0])
+    return y if bias is None else y + bias
+
+
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *more: Any, **named: Any) -> Any:
+    if not isinstance(weight, SmallWeight) or weight.dim() != 2:
+        return NotImplemented
+    if weight.scales is None:
+        return F.embedding(input, weight.codes).to(weight.dtype)
+    return decode_rows(weight.codes, weight.scales, input).to(weight.dtype)
+
+
+def _item(weight: Tensor, index: Any) -> Any:
+    if not isinstance(weight, SmallWeight) or not isinstance(index, int) or weight.dim() != 3:
+        return NotImplemented
+    scales = None if weight.scales is None else weight.scales[index]
+    return SmallWeight(weight.codes[index], scales, tuple(weight.shape[1:]), weight.dtype)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    F.embedding: _embedding,
+    Tensor.__getitem__: _item,
+}
+
+
+# ---- ops of torch that copy or move a weight
+
+
+def _to_copy(x: SmallWeight, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **named: Any) -> Any:
+    if dtype is not None and not dtype.is_floating_point:
+        return torch.ops.aten._to_copy(x.decoded(), dtype=dtype, device=device)
+    return x.with_parts(lambda part: part.to(device, non_blocking=non_blocking, copy=True), dtype)
+
+
+def _copy(x: SmallWeight, source: Tensor, non_blocking: bool = False) -> SmallWeight:
+    """Overwrite x by a weight of the same format, as load_state_dict does."""
+    if not isinstance(x, SmallWeight) or not isinstance(source, SmallWeight) or source.format != x.format:
+        raise RuntimeError(
+            f"a SmallWeight is only overwritten by one of its own format, got {source!r:.60}; use quantize"
+        )
+    x.codes.copy_(source.codes, non_blocking)
+    if x.scales is not None and source.scales is not None:
+        x.scales.copy_(source.scales, non_blocking)
+    return x
+
+
+_OPS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.detach.default: lambda x: x.with_parts(lambda part: part.detach()),
+    torch.ops.aten.alias.default: lambda x: x.with_parts(lambda part: part),
+    torch.ops.aten.clone.default: lambda x, **named: x.with_parts(lambda part: part.clone()),
+    torch.ops.aten.empty_like.default: lambda x, **named: x.with_parts(torch.empty_like),
+    torch.ops.aten._to_copy.default: _to_copy,
+    torch.ops.aten.copy_.default: _copy,
+}
