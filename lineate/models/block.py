@@ -105,6 +105,21 @@ class Block(nn.Module):
         y = self.feed_norm(self.feed(x)) if self.norm_after else self.feed(self.feed_norm(x))
         return self._added(x, y), kept
 
+    @property
+    def in_steps(self) -> bool:
+        """Whether the block is x + mixer(norm(x)), then x + feed(norm(x)), for a mixer of lineate's own."""
+        return self._in_steps and self._checked is None and not self.norm_after
+
+    def run_mixer(self, x: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
+        """Return x + mixer(norm(x)) and the new state, where in_steps."""
+        y, kept = self._mix(self.mixer_norm(x), state, None)
+        return x + y, kept
+
+    def run_feed(self, x: Tensor) -> Tensor:
+        """Return x + feed(norm(x)), where in_steps."""
+        assert self.feed is not None and self.feed_norm is not None
+        return x + self.feed(self.feed_norm(x))
+
     def _added(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.residual_scale == 1 else x + self.residual_scale * y
 

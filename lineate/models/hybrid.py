@@ -24,6 +24,7 @@ from lineate.models.prediction import PredictionHead
 from lineate.models.pretrained import SHARD_BYTES, load_pretrained, without_memory, write_pretrained
 from lineate.models.scaling import make_embedding, make_last_norm
 from lineate.models.state import ModelState
+from lineate.models.stepping import step
 from lineate.models.trail import ModelTrail, TrailOutput
 
 __all__ = ["HybridLM", "LMOutput", "check_saveable", "empty_model", "make_mixer", "next_token_loss", "save_pretrained"]
@@ -201,6 +202,10 @@ class HybridLM(nn.Module):
         self, x: Tensor, state: ModelState | None = None, cu_seqlens: Bounds = None
     ) -> tuple[Tensor, ModelState]:
         """Return the input of the head, from embeddings x `b t hidden`."""
+        if state is not None and cu_seqlens is None and x.shape[1] == 1 and x.is_cpu:
+            stepped = step(self.layers, x, state.layers)
+            if stepped is not None:
+                return self.norm(stepped[0]), ModelState(tuple(stepped[1]), state.lengths + 1)
         new = []
         for n, block in enumerate(self.layers):
             x, layer = block(x, None if state is None else state.layers[n], cu_seqlens)

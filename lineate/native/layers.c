@@ -7,136 +7,11 @@
 //
 // A unit of work is a slab of channels or a block of rows. What a unit computes depends on nothing but its own inputs,
 // and sums over tokens go block by block in one order: the bits are the same in any batch and number of threads.
-// The end of a row that is not a whole vector is computed as one filled up with zeros.
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+#include "products.h"
 #include "threads.h"
-#if defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
-// ---- vectors -------------------------------------------------------------------------------------------------------
-
-#if defined(__AVX512F__)
-enum { LANES = 16 };
-#elif defined(__AVX2__)
-enum { LANES = 8 };
-#else
-enum { LANES = 4 };
-#endif
-typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef int64_t i64;
-
-#define INLINE static inline __attribute__((always_inline))
-INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
-INLINE i64 most(i64 a, i64 b) { return a > b ? a : b; }
-INLINE i64 blocks(i64 n, i64 size) { return (n + size - 1) / size; }
-
-// n is LANES, known to the compiler, or less. No loop: where a product and a sum are in two blocks of code, a compiler
-// does not fuse them, and the bits would not be those of a whole vector.
-// A whole vector is no memcpy either, which gcc copies by halves over the stack, and the processor then waits for both.
-INLINE vec load(const float *x, i64 n) {
-    if (__builtin_constant_p(n) && n == LANES) return *(const vec *)x;
-    vec y = {0};
-    memcpy(&y, x, n * sizeof(float));
-    return y;
-}
-
-INLINE void store(float *x, vec y, i64 n) {
-    if (__builtin_constant_p(n) && n == LANES)
-        *(vec *)x = y;
-    else
-        memcpy(x, &y, n * sizeof(float));
-}
-
-INLINE float total(vec x) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
-}
-
-// The functions below work on a few vectors at a time, step by step. Each result depends on the one before it, with a
-// long latency; a processor that interleaves four such chains is twice as fast as with one after another.
-enum { FEW = 4 };
-#define EACH _Pragma("GCC unroll 4") for (int k = 0; k < count; k++)
-
-// Clamps x to the bounds; NaN stays NaN.
-INLINE vec within(vec x, vec bound) {
-#if defined(__ARM_NEON)
-    return (vec)vmaxq_f32(vminq_f32((float32x4_t)x, (float32x4_t)bound), (float32x4_t)-bound);
-#else
-    ivec above = x > bound, below = x < -bound;
-    x = (vec)((above & (ivec)bound) | (~above & (ivec)x));
-    return (vec)((below & (ivec)-bound) | (~below & (ivec)x));
-#endif
-}
-
-// x = e^-x, as if x were within -87 .. 87, where neither it nor its inverse is denormal; NaN stays NaN.
-INLINE void exponentials(vec *x, int count) {
-    const vec magic = (vec){0} + 12582912.f;  // brings n to the last bits
-    vec n[FEW], p[FEW], square[FEW], more[FEW];
-    EACH x[k] = within(x[k], (vec){0} + 87.f);
-    EACH p[k] = magic - x[k] * 1.44269504088896341f;
-    EACH n[k] = p[k] - magic;
-    EACH x[k] = x[k] + n[k] * 0.693359375f;
-    EACH x[k] = x[k] - n[k] * 2.12194440e-4f;              // now what was e^-x is 2^n e^-x, and |x| < log(2) / 2
-    EACH n[k] = (vec)(((uvec)p[k] << 23) + (127u << 23));  // 2^n
-    EACH square[k] = x[k] * x[k];
-    EACH more[k] = 4.1668388993e-2f - x[k] * 8.3687454462e-3f;  // (e^-x - 1 + x) / x^2, to 4e-9 of e^-x
-    EACH p[k] = 4.9999994040e-1f - x[k] * 1.6666521132e-1f;
-    EACH more[k] = more[k] + square[k] * 1.3814540580e-3f;
-    EACH p[k] = p[k] + more[k] * square[k];
-    EACH p[k] = 1.f - p[k] * x[k];
-    EACH p[k] = 1.f - p[k] * x[k];
-    EACH x[k] = p[k] * n[k];
-}
-
-// on = sigmoid(x), off = sigmoid(-x): each to its last digits.
-INLINE void sigmoids(const vec *x, vec *on, vec *off, int count) {
-    EACH off[k] = x[k];
-    exponentials(off, count);
-    EACH on[k] = 1.f / (off[k] + 1.f);
-    EACH off[k] *= on[k];
-}
-
-// x = silu(x)
-INLINE void silus(vec *x, int count) {
-    vec e[FEW];
-    EACH e[k] = x[k];
-    exponentials(e, count);
-    EACH x[k] = x[k] / (e[k] + 1.f);
-}
-
-// x = silu(x), slope = silu'(x)
-INLINE void silus_and_slopes(vec *x, vec *slope, int count) {
-    vec on[FEW], off[FEW];
-    sigmoids(x, on, off, count);
-    EACH slope[k] = on[k] * (x[k] * off[k] + 1.f);
-    EACH x[k] = x[k] * on[k];
-}
-
-// Runs a statement for all of a row: c is where it starts, count how many vectors, n how many numbers each has.
-#define SWEEP(size, statement)                              \
-    do {                                                    \
-        i64 c = 0;                                          \
-        for (; c + FEW * LANES <= (size); c += FEW * LANES) { \
-            enum { count = FEW, n = LANES };                \
-            statement;                                      \
-        }                                                   \
-        for (; c + LANES <= (size); c += LANES) {           \
-            enum { count = 1, n = LANES };                  \
-            statement;                                      \
-        }                                                   \
-        if (c < (size)) {                                   \
-            enum { count = 1 };                             \
-            const i64 n = (size) - c;                       \
-            statement;                                      \
-        }                                                   \
-    } while (0)
+#include "vectors.h"
 
 enum { NO_MEMORY = 1 };
 
@@ -563,16 +438,6 @@ int lineate_glu_backward(const Glu *a) {
 
 // ---- products of few rows --------------------------------------------------------------------------------------------
 
-typedef struct {
-    i64 rows, out, size, threads, kind;  // kind: of the weight
-    const float *x;                      // rows size, dense
-    const void *weight;                  // out rows of size, dense, weight_row apart
-    i64 weight_row;
-    float *y;  // rows out, dense: x weight^T
-} Product;  // of lineate_combine, x is rows out, and y rows size: x weight
-
-enum { BFLOAT16, FLOAT16, FLOAT32 };
-
 // A tile is so many rows of the weight by so many of x: its sums stay in registers.
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 enum { TILE_WEIGHTS = 4, TILE_ROWS = 4 };
@@ -582,11 +447,9 @@ enum { TILE_WEIGHTS = 4, TILE_ROWS = 2 };
 typedef uint16_t half_vec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 #if defined(__AVX512F__)
-#include <immintrin.h>
 enum { WIDENS_FLOAT16 = 1 };
 INLINE vec widen_float16(half_vec x) { return (vec)_mm512_cvtph_ps((__m256i)x); }
 #elif defined(__AVX2__) && defined(__F16C__)
-#include <immintrin.h>
 enum { WIDENS_FLOAT16 = 1 };
 INLINE vec widen_float16(half_vec x) { return (vec)_mm256_cvtph_ps((__m128i)x); }
 #elif defined(__ARM_NEON) && defined(__aarch64__)
@@ -666,14 +529,23 @@ INLINE void product_unit(const Product *a, i64 unit, int kind) {
     }
 }
 
-static void product_bfloat16(const void *call, i64 unit) { product_unit(call, unit, BFLOAT16); }
-static void product_float16(const void *call, i64 unit) { product_unit(call, unit, FLOAT16); }
-static void product_float32(const void *call, i64 unit) { product_unit(call, unit, FLOAT32); }
+i64 lineate_product_units(const Product *a) { return blocks(a->out, product_weights(a)); }
+
+void lineate_product_columns(const Product *a, i64 unit, i64 *first, i64 *last) {
+    const i64 size = product_weights(a);
+    *first = unit * size, *last = least(*first + size, a->out);
+}
+
+void lineate_product_unit(const void *call, i64 unit) {
+    const Product *a = call;
+    if (a->kind == BFLOAT16) product_unit(a, unit, BFLOAT16);
+    else if (a->kind == FLOAT16) product_unit(a, unit, FLOAT16);
+    else product_unit(a, unit, FLOAT32);
+}
 
 int lineate_product(const Product *a) {
     if (a->kind == FLOAT16 && !WIDENS_FLOAT16) return 1;
-    void (*const work[])(const void *, i64) = {product_bfloat16, product_float16, product_float32};
-    lineate_spread(work[a->kind], a, blocks(a->out, product_weights(a)), a->out * a->size, a->threads);
+    lineate_spread(lineate_product_unit, a, lineate_product_units(a), a->out * a->size, a->threads);
     return 0;
 }
 

@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include "products.h"
 #include "threads.h"
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
@@ -101,66 +102,65 @@ INLINE vec to_float(ints x) { return __builtin_convertvector(x, vec); }
 
 // ---- x as integers -------------------------------------------------------------------------------------------------
 
-typedef struct {  // words of 64 bits, filled in by small.py
-    i64 rows, out, size, bits, planes, threads;
-    const float *x;          // rows size, dense
-    const uint8_t *codes;    // tiles groups steps 16 4
-    const uint16_t *scales;  // tiles groups 16, float16
-    float *y;                // rows out, dense
-} Small;
+enum { WIDE = 16 };  // numbers of x that are rounded at a time
+typedef float floats __attribute__((vector_size(WIDE * 4), aligned(4), may_alias));
+typedef int32_t words __attribute__((vector_size(WIDE * 4), aligned(4), may_alias));
+typedef int8_t chars __attribute__((vector_size(WIDE), aligned(1), may_alias));
 
-typedef struct {
-    Small call;
-    i64 groups;
-    int8_t *q;      // rows planes size
-    float *scale;   // rows groups
-    int32_t *zero;  // rows groups: what the sums of a group begin with
-} Work;
+// The largest of the words.
+INLINE int32_t largest_of(words x) {
+    typedef int32_t half __attribute__((vector_size(WIDE * 2), aligned(4), may_alias));
+    typedef int32_t four __attribute__((vector_size(16), aligned(4), may_alias));
+    const half *y = (const half *)&x;
+    const half above = y[0] > y[1], z = (above & y[0]) | (~above & y[1]);
+    const four *v = (const four *)&z;
+    const four higher = v[0] > v[1], w = (higher & v[0]) | (~higher & v[1]);
+    int32_t most = w[0];
+    for (int i = 1; i < 4; i++) most = w[i] > most ? w[i] : most;
+    return most;
+}
 
-enum { QUADS = 4 };
-typedef float quad __attribute__((vector_size(32), aligned(4), may_alias));  // a group is QUADS of them
-typedef int32_t iquad __attribute__((vector_size(32), aligned(4), may_alias));
+INLINE int32_t sum_of(words x) {
+    typedef int32_t half __attribute__((vector_size(WIDE * 2), aligned(4), may_alias));
+    typedef int32_t four __attribute__((vector_size(16), aligned(4), may_alias));
+    const half *y = (const half *)&x, z = y[0] + y[1];
+    const four *v = (const four *)&z, w = v[0] + v[1];
+    return (w[0] + w[1]) + (w[2] + w[3]);
+}
 
-// Rounds a group of x to q = x / scale, at most `most` in size.
-INLINE void round_group(const Work *w, i64 row, i64 group, int planes) {
+// Rounds a group of x to q = x / scale, of at most 127 in size, or 127 * 128 + 63 with two planes.
+INLINE void round_group(const Rounded *w, i64 row, i64 group, int planes) {
     const float *x = w->call.x + row * w->call.size + group * GROUP;
     const float top = planes == 2 ? 127 * 128 + 63 : 127;
-    iquad largest = {0}, sums = {0};
-    quad part[QUADS];
-    for (int k = 0; k < QUADS; k++) {
-        part[k] = *(const quad *)(x + k * 8);
-        const iquad size = (iquad)part[k] & 0x7fffffff, above = size > largest;  // as floats without a sign are ordered
-        largest = (above & size) | (~above & largest);
-    }
-    float most = 0;
-    for (int i = 0; i < 8; i++) {
-        float one;
-        const int32_t bits = largest[i];
-        memcpy(&one, &bits, 4);
-        most = one > most || one != one ? one : most;
-    }
-    const float scale = most / top, inverse = most > 0 ? top / most : 0;  // NaN stays NaN in scale
+    const floats part[2] = {*(const floats *)x, *(const floats *)(x + WIDE)};
+    const words size[2] = {(words)part[0] & 0x7fffffff, (words)part[1] & 0x7fffffff};  // ordered as the floats are
+    const words above = size[0] > size[1];
+    const int32_t bits = largest_of((above & size[0]) | (~above & size[1]));
+    float most;
+    memcpy(&most, &bits, 4);
+    const float scale = most / top, inverse = most > 0 ? top / most : 0;  // NaN and infinity stay in scale
     int8_t *q = w->q + row * planes * w->call.size + group * GROUP;
-    for (int k = 0; k < QUADS; k++) {
-        iquad n = (iquad)(part[k] * inverse + 12582912.f) - 0x4B400000;  // the nearest integer, in the last bits
-        n = (n & (n > -32768 & n < 32768));                              // of NaN and infinity nothing is left here
-        sums += n;
-        const iquad high = (n + 64) >> 7, low = n - (high << 7);
-        for (int i = 0; i < 8; i++) {
-            q[k * 8 + i] = (int8_t)(planes == 2 ? high[i] : n[i]);
-            if (planes == 2) q[w->call.size + k * 8 + i] = (int8_t)low[i];
+    words sum = {0};
+    for (int k = 0; k < 2; k++) {
+        const words near = (words)(part[k] * inverse + 12582912.f) - 0x4B400000;  // the nearest integer: the last bits
+        const words n = near & ((near > -32768) & (near < 32768));                // 0 where x is no number
+        sum += n;
+        if (planes == 2) {
+            const words high = (n + 64) >> 7;
+            *(chars *)(q + k * WIDE) = __builtin_convertvector(high, chars);
+            *(chars *)(q + w->call.size + k * WIDE) = __builtin_convertvector(n - (high << 7), chars);
+        } else {
+            *(chars *)(q + k * WIDE) = __builtin_convertvector(n, chars);
         }
     }
-    int32_t sum = 0;
-    for (int i = 0; i < 8; i++) sum += sums[i];
     const i64 at = row * w->groups + group;
     w->scale[at] = scale;
     // With two planes the sum of the first is shifted by 7 later, which multiplies by 128, the zero of 8 bits.
-    w->zero[at] = w->call.bits == 4 ? -8 * sum : !UNSIGNED ? 0 : planes == 2 ? -sum : -128 * sum;
+    w->zero[at] = (w->call.bits == 4 ? -8 : !UNSIGNED ? 0 : planes == 2 ? -1 : -128) * sum_of(sum);
 }
 
-static void round_row(const void *call, i64 row) {
-    const Work *w = call;
+void lineate_small_round(const void *rounded, i64 row) {
+    const Rounded *w = rounded;
     if (w->call.planes == 2)
         for (i64 g = 0; g < w->groups; g++) round_group(w, row, g, 2);
     else
@@ -172,7 +172,7 @@ static void round_row(const void *call, i64 row) {
 enum { SPAN = 16 };  // groups that many rows of x are multiplied with before the next: they stay in the cache
 
 // Adds the groups first .. last of `tiles` tiles times `rows` rows of x to y.
-INLINE void multiply(const Work *w, i64 tile, i64 row, i64 first, i64 last, int tiles, int rows, int bits, int planes) {
+INLINE void multiply(const Rounded *w, i64 tile, i64 row, i64 first, i64 last, int tiles, int rows, int bits, int planes) {
     const i64 groups = w->groups, size = w->call.size, out = w->call.out;
     const i64 tile_bytes = groups * GROUP * TILE * bits / 8;
     vec sum[TILES][ROWS][PARTS];
@@ -238,7 +238,7 @@ INLINE void multiply(const Work *w, i64 tile, i64 row, i64 first, i64 last, int 
         }
 }
 
-INLINE void multiply_rows(const Work *w, i64 tile, i64 first, i64 last, int tiles, int bits, int planes) {
+INLINE void multiply_rows(const Rounded *w, i64 tile, i64 first, i64 last, int tiles, int bits, int planes) {
     i64 row = 0;
     for (; row + ROWS <= w->call.rows; row += ROWS) multiply(w, tile, row, first, last, tiles, ROWS, bits, planes);
     const i64 rest = w->call.rows - row;
@@ -249,7 +249,7 @@ INLINE void multiply_rows(const Work *w, i64 tile, i64 first, i64 last, int tile
     if (ROWS > 5 && rest == 5) multiply(w, tile, row, first, last, tiles, least(5, ROWS), bits, planes);
 }
 
-INLINE void multiply_unit(const Work *w, i64 unit, int bits, int planes) {
+INLINE void multiply_unit(const Rounded *w, i64 unit, int bits, int planes) {
     const i64 tile = unit * TILES, tiles = blocks(w->call.out, TILE) - tile;
     const i64 span = w->call.rows > ROWS ? SPAN : w->groups;
     for (i64 first = 0; first < w->groups; first += span) {
@@ -261,20 +261,36 @@ INLINE void multiply_unit(const Work *w, i64 unit, int bits, int planes) {
     }
 }
 
-static void multiply_8(const void *call, i64 unit) { multiply_unit(call, unit, 8, 1); }
-static void multiply_8_wide(const void *call, i64 unit) { multiply_unit(call, unit, 8, 2); }
-static void multiply_4(const void *call, i64 unit) { multiply_unit(call, unit, 4, 1); }
+i64 lineate_small_units(const Small *a) { return blocks(blocks(a->out, TILE), TILES); }
+
+void lineate_small_columns(const Small *a, i64 unit, i64 *first, i64 *last) {
+    *first = unit * TILES * TILE, *last = least(*first + TILES * TILE, a->out);
+}
+
+void lineate_small_unit(const void *rounded, i64 unit) {
+    const Rounded *w = rounded;
+    if (w->call.bits == 4) multiply_unit(w, unit, 4, 1);
+    else if (w->call.planes == 2) multiply_unit(w, unit, 8, 2);
+    else multiply_unit(w, unit, 8, 1);
+}
+
+i64 lineate_small_scratch(i64 rows, i64 size) {
+    return rows * (2 * size + size / GROUP * (i64)(sizeof(float) + sizeof(int32_t))) + 64;
+}
+
+Rounded lineate_small_place(const Small *a, void *scratch) {
+    const i64 groups = a->size / GROUP, numbers = a->rows * groups;
+    int8_t *q = scratch;
+    float *scale = (float *)(q + numbers * a->planes * GROUP);
+    return (Rounded){*a, groups, q, scale, (int32_t *)(scale + numbers)};
+}
 
 int lineate_small(const Small *a) {
-    const i64 groups = a->size / GROUP;
-    const i64 numbers = a->rows * groups;
-    char *scratch = malloc(numbers * (a->planes * GROUP + sizeof(float) + sizeof(int32_t)) + 64);
+    char *scratch = malloc(lineate_small_scratch(a->rows, a->size));
     if (!scratch) return NO_MEMORY;
-    Work w = {*a, groups, (int8_t *)scratch, (float *)(scratch + numbers * a->planes * GROUP), NULL};
-    w.zero = (int32_t *)(w.scale + numbers);
-    lineate_spread(round_row, &w, a->rows, a->rows * a->size, a->threads);
-    void (*const work)(const void *, i64) = a->bits == 4 ? multiply_4 : a->planes == 2 ? multiply_8_wide : multiply_8;
-    lineate_spread(work, &w, blocks(blocks(a->out, TILE), TILES), a->out * a->size, a->threads);
+    const Rounded w = lineate_small_place(a, scratch);
+    lineate_spread(lineate_small_round, &w, a->rows, a->rows * a->size, a->threads);
+    lineate_spread(lineate_small_unit, &w, lineate_small_units(a), a->out * a->size, a->threads);
     free(scratch);
     return 0;
 }

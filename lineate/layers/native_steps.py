@@ -1,0 +1,305 @@
+"""A decoding step of mixers and feed-forwards on a CPU, in C: one token a row, without torch between the products.
+
+    x = x + out_proj(mix(in_proj(norm(x))))      x = x + down(glu(gate_up(norm(x))))
+
+torch needs 20 to 40 calls for this, which for one row take longer than reading 4-bit weights does. A part has the words
+of native/step.c that stay; `bind` adds the addresses of a call's states.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from lineate.layers.attention import GatedAttention
+from lineate.layers.convolution import ShortConvolution
+from lineate.layers.feed import SwiGLU
+from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
+from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.layers.rope import turns
+from lineate.layers.state import CacheInPlace, LayerState, Memory, TokenCache, token_positions
+from lineate.native import step as native
+from lineate.native.step import Linear, Norm, Part
+from lineate.small import SmallWeight
+from lineate.tracing import PLAIN_TENSORS, is_eager
+
+MOST_ROWS = 16
+"""The most rows of a step; torch multiplies more rows faster."""
+_KNOWN = frozenset(
+    (nn.Linear, RMSNorm, GatedRMSNorm, ShortConvolution, SwiGLU, GatedAttention, GatedDeltaNet, KimiDeltaAttention)
+)
+"""The modules whose forward a step computes; others, such as adapters around one of these, are called."""
+
+
+class _Unfit(Exception):
+    """Raised inside for a part that has no step in C."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A part of a step, and what it was read from.
+
+    Args:
+        part: The words that stay.
+        mixer: The mixer whose states are bound to it; None for a feed-forward.
+        modules: All modules, each with its class and its own parts, which must still be there.
+        tensors: Each parameter's module, name, tensor and address.
+    """
+
+    part: Part
+    mixer: nn.Module | None
+    modules: tuple[tuple[nn.Module, type, dict[str, Any]], ...]
+    tensors: tuple[tuple[nn.Module, str, Tensor, int], ...]
+
+    def is_current(self) -> bool:
+        """Whether the modules are still those that were read: none was replaced, hooked, or moved."""
+        for module, kind, parts in self.modules:
+            if type(module) is not kind or module._forward_hooks or module._forward_pre_hooks:
+                return False
+            if "forward" in module.__dict__ or module._modules != parts:
+                return False
+        for module, name, tensor, address in self.tensors:
+            if module._parameters[name] is not tensor or _address(tensor) != address:
+                return False
+        return self.mixer is None or self.mixer.__dict__.get("context") is None
+
+
+def serves(x: Tensor) -> bool:
+    """Whether a step in C may run on x `rows 1 hidden`: a CPU, float32, few rows, no gradients, no compiler."""
+    if x.dtype is not torch.float32 or not x.is_cpu or x.shape[1] != 1 or not 0 < x.shape[0] <= MOST_ROWS:
+        return False
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _has_any_global_hook():
+        return False
+    return is_eager(x) and native.available()
+
+
+def record_mixer(norm: nn.Module, mixer: nn.Module) -> Recorded | None:
+    """Return the part x + mixer(norm(x)), if C computes it."""
+    try:
+        if type(mixer) is GatedDeltaNet or type(mixer) is KimiDeltaAttention:
+            part, modules = _rule_part(mixer)
+        elif type(mixer) is GatedAttention:
+            part, modules = _attention_part(mixer)
+        else:
+            return None
+        part.norm = _norm(norm)
+        return _recorded(part, mixer, [norm, mixer, *modules])
+    except _Unfit:
+        return None
+
+
+def record_feed(norm: nn.Module | None, feed: nn.Module | None) -> Recorded | None:
+    """Return the part x + feed(norm(x)), if C computes it."""
+    if type(feed) is not SwiGLU or norm is None:
+        return None
+    try:
+        part = Part(
+            kind=native.FEED, norm=_norm(norm), entry=_linear(feed.gate_up_proj), exit=_linear(feed.down_proj),
+            decay=native.no_linear(), gate=native.no_linear(),
+        )  # fmt: skip
+        return _recorded(part, None, [norm, feed, feed.gate_up_proj, feed.down_proj])
+    except _Unfit:
+        return None
+
+
+def bind(part: Part, mixer: nn.Module, state: LayerState, shared: dict[Hashable, Any]) -> LayerState | None:
+    """Add the addresses of a state to a part; return the new state, which the step fills, or None if it is unfit.
+
+    Args:
+        part: The part, which is changed.
+        mixer: The mixer of the part.
+        state: Its state; it is overwritten if the call owns it.
+        shared: What all parts of a step share; it keeps tensors alive until the step has run.
+    """
+    if isinstance(state, Memory):
+        return _bind_memory(part, state, shared)
+    assert isinstance(mixer, GatedAttention)
+    return _bind_cache(part, mixer, state, shared)
+
+
+def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
+    rows, heads = shared["rows"], part.heads * part.shared
+    memory = state.tensors.get("memory")
+    if memory is None or memory.shape != (rows, heads, part.key_dim, part.value_dim) or not _is_dense(memory, 3):
+        return None
+    new = memory if state.owned else torch.empty_like(memory, memory_format=torch.contiguous_format)
+    part.memory_from, part.memory_from_row = memory.data_ptr(), memory.stride(0)
+    part.memory_to, part.memory_to_row = new.data_ptr(), new.stride(0)
+    tensors = {"memory": new}
+    if part.taps:
+        past, channels = state.tensors.get("conv"), 2 * part.heads * part.key_dim + heads * part.value_dim
+        if past is None or past.shape != (rows, channels, part.taps - 1) or not _is_dense(past, 0):
+            return None
+        kept = past if state.owned else past.new_empty(rows, part.taps - 1, channels).transpose(1, 2)
+        part.conv_from, (part.from_row, part.from_channel, part.from_tap) = past.data_ptr(), past.stride()
+        part.conv_to, (part.to_row, part.to_channel, part.to_tap) = kept.data_ptr(), kept.stride()
+        tensors = {"conv": kept, **tensors}
+    return Memory(tensors)
+
+
+def _bind_cache(part: Part, mixer: GatedAttention, state: TokenCache, shared: dict[Hashable, Any]) -> TokenCache | None:
+    rows, size = shared["rows"], (part.kv_heads, part.head_dim)
+    if state.rows != rows or any(state[name].dtype is not torch.float32 for name in state.names):
+        return None
+    lengths, new, kept = state.lengths, state, state
+    if isinstance(state, CacheInPlace):
+        if state.t != 1:
+            return None
+        new = state.appended()
+    else:
+        if any(state[name].shape[2:] != size for name in ("keys", "values")):
+            return None
+        place = shared.get("place")  # append copies these numbers to where the step writes
+        if place is None or place.shape[2:] != size:
+            place = shared["place"] = torch.zeros(rows, 1, *size, dtype=torch.float32, device="cpu")
+        new = kept = state.append({"keys": place, "values": place})
+    keys, values = kept["keys"], kept["values"]
+    if keys.shape[2:] != size or values.shape[2:] != size or not (_is_dense(keys, 2) and _is_dense(values, 2)):
+        return None
+    part.keys, part.keys_row, part.keys_token = keys.data_ptr(), keys.stride(0), keys.stride(1)
+    part.values, part.values_row, part.values_token = values.data_ptr(), values.stride(0), values.stride(1)
+    part.lengths = _shared_lengths(lengths, rows, shared).data_ptr()
+    if part.rotary:
+        cos, sin = _shared_turns(lengths, mixer, rows, shared)
+        part.cos, part.sin = cos.data_ptr(), sin.data_ptr()
+    return new
+
+
+def _shared_lengths(lengths: int | Tensor, rows: int, shared: dict[Hashable, Any]) -> Tensor:
+    key = "lengths", lengths if isinstance(lengths, int) else id(lengths)
+    if key not in shared:
+        made = torch.full((rows,), lengths, dtype=torch.int64, device="cpu") if isinstance(lengths, int) else lengths
+        shared[key] = made.to(torch.int64).contiguous(), lengths
+    found: Tensor = shared[key][0]
+    return found
+
+
+def _shared_turns(
+    lengths: int | Tensor, mixer: GatedAttention, rows: int, shared: dict[Hashable, Any]
+) -> tuple[Tensor, Tensor]:
+    key = "turns", mixer.rotary_dim, mixer.rope_theta, lengths if isinstance(lengths, int) else id(lengths)
+    if key not in shared:
+        positions = token_positions(lengths, torch.empty(rows, 1, device="cpu"), None)
+        turned = turns(positions, mixer.rotary_dim, mixer.rope_theta, torch.float32)
+        shared[key] = tuple(x.expand(rows, 1, -1).contiguous() for x in turned), lengths
+    found: tuple[Tensor, Tensor] = shared[key][0]
+    return found
+
+
+# ---- words that stay
+
+
+def _rule_part(mixer: GatedDeltaNet | KimiDeltaAttention) -> tuple[Part, list[nn.Module]]:
+    if max(mixer.key_dim, mixer.value_dim) > native.WIDEST_HEAD:
+        raise _Unfit
+    conv, modules = mixer.conv, [mixer.in_proj, mixer.out_proj, mixer.norm]
+    part = Part(
+        kind=native.RULE, entry=_linear(mixer.in_proj), exit=_linear(mixer.out_proj), heads=mixer.heads,
+        shared=mixer.value_heads // mixer.heads, key_dim=mixer.key_dim, value_dim=mixer.value_dim,
+        A_log=_dense(mixer.A_log), dt_bias=_dense(mixer.dt_bias), out_norm=_norm(mixer.norm),
+        activation=native.ACTIVATIONS.index(mixer.norm.activation), beta_scale=mixer.beta_scale,
+        lower_bound=mixer.gate_lower_bound or 0.0, decay=native.no_linear(), gate=native.no_linear(),
+    )  # fmt: skip
+    if conv is not None:
+        if conv.bias is not None or conv.weight.shape[1] > native.MOST_TAPS:
+            raise _Unfit
+        part.conv, part.taps = _dense(conv.weight), conv.weight.shape[1]
+        modules.append(conv)
+    starts = [sum(mixer.splits[: n + 1]) for n in range(len(mixer.splits))]  # of what follows q | k | v
+    if isinstance(mixer, GatedDeltaNet):
+        part.at_gate, part.at_beta, part.at_decay = starts[:3]
+        if mixer.norm.activation == "none":  # no columns for the gate
+            part.at_gate = 0
+        return part, modules
+    part.at_decay, part.at_gate, part.at_beta = starts[:3]
+    part.per_channel = 1
+    if mixer.decay_proj is not None:
+        part.decay = _linear(mixer.decay_proj)
+        modules.append(mixer.decay_proj)
+    if mixer.gate_proj is not None:
+        part.gate = _linear(mixer.gate_proj)
+        modules.append(mixer.gate_proj)
+    return part, modules
+
+
+def _attention_part(mixer: GatedAttention) -> tuple[Part, list[nn.Module]]:
+    if mixer.head_dim > native.WIDEST_HEAD or mixer.qk_norm == "full":
+        raise _Unfit
+    part = Part(
+        kind=native.ATTENTION, entry=_linear(mixer.in_proj), exit=_linear(mixer.out_proj), query_heads=mixer.heads,
+        kv_heads=mixer.kv_heads, head_dim=mixer.head_dim, rotary=mixer.rotary_dim, gated=mixer.gated,
+        scale=mixer.scale, decay=native.no_linear(), gate=native.no_linear(),
+    )  # fmt: skip
+    modules: list[nn.Module] = [mixer.in_proj, mixer.out_proj]
+    if mixer.qk_norm is not None:
+        part.q_norm, part.k_norm = _norm(mixer.q_norm), _norm(mixer.k_norm)
+        modules += [mixer.q_norm, mixer.k_norm]
+    return part, modules
+
+
+def _recorded(part: Part, mixer: nn.Module | None, modules: list[nn.Module]) -> Recorded:
+    if any(type(module) not in _KNOWN for module in modules):
+        raise _Unfit
+    found = Recorded(
+        part,
+        mixer,
+        tuple((module, type(module), dict(module._modules)) for module in modules),
+        tuple(
+            (module, name, tensor, _address(tensor))
+            for module in modules
+            for name, tensor in module._parameters.items()
+            if tensor is not None
+        ),
+    )
+    if not found.is_current():
+        raise _Unfit
+    return found
+
+
+def _norm(module: nn.Module) -> Norm:
+    if not isinstance(module, RMSNorm | GatedRMSNorm):
+        raise _Unfit
+    return Norm(_dense(module.weight), module.eps, float(getattr(module, "zero_centred", False)))
+
+
+def _linear(module: nn.Module) -> Linear:
+    if type(module) is not nn.Linear:
+        raise _Unfit
+    weight, bias = module.weight, module.bias
+    if bias is not None:
+        _dense(bias)
+    if isinstance(weight, SmallWeight):
+        if weight.scales is not None and weight.codes.is_contiguous() and weight.scales.is_contiguous():
+            return native.coded_linear(weight.codes, weight.scales, (weight.shape[0], weight.shape[1]), bias)
+        weight = weight.codes
+    elif type(weight) not in PLAIN_TENSORS or weight.dtype is not torch.float32:
+        raise _Unfit
+    if not weight.is_cpu or not weight.is_contiguous():
+        raise _Unfit
+    return native.plain_linear(weight, bias)
+
+
+def _dense(x: Tensor) -> int:
+    """Return the address of a parameter that C reads."""
+    if type(x) not in PLAIN_TENSORS or x.dtype is not torch.float32 or not x.is_cpu or not x.is_contiguous():
+        raise _Unfit
+    return x.data_ptr()
+
+
+def _is_dense(x: Tensor, dims: int) -> bool:
+    """Whether x is a plain float32 tensor on a CPU, dense in its last dims."""
+    if type(x) not in PLAIN_TENSORS or x.dtype is not torch.float32 or not x.is_cpu or x.is_neg():
+        return False
+    size = 1
+    for dim in range(x.dim() - 1, x.dim() - 1 - dims, -1):
+        if x.shape[dim] != 1 and x.stride(dim) != size:
+            return False
+        size *= x.shape[dim]
+    return True
+
+
+def _address(x: Tensor) -> int:
+    return x.codes.data_ptr() if isinstance(x, SmallWeight) else x.data_ptr()

@@ -1,0 +1,142 @@
+"""Decoding steps of a model's blocks on a CPU: runs of parts that C computes, and calls of the others in between."""
+
+import ctypes
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from lineate.layers import LayerState
+from lineate.layers.native_steps import Recorded, bind, record_feed, record_mixer, serves
+from lineate.models.block import Block
+from lineate.native import step as native
+
+
+class _Half(NamedTuple):
+    """A mixer or a feed-forward of a block: the part that C computes, or None where the module is called."""
+
+    layer: int
+    is_mixer: bool
+    recorded: Recorded | None
+
+
+class _Run(NamedTuple):
+    """Halves of blocks that one call computes; words: their parts, if it is a call of C."""
+
+    halves: tuple[_Half, ...]
+    words: bytes | None
+
+
+_plans: WeakKeyDictionary[nn.Module, tuple[_Run, ...]] = WeakKeyDictionary()
+
+
+def step(blocks: nn.ModuleList, x: Tensor, states: tuple[LayerState, ...]) -> tuple[Tensor, list[LayerState]] | None:
+    """Run one token of every row, x `rows 1 hidden`, through all blocks; None if no part of them has a step in C.
+
+    Args:
+        blocks: The blocks of a model.
+        x: What the first block reads; it is not changed.
+        states: The states of all blocks; those that the call owns are overwritten.
+    """
+    if not serves(x):
+        return None
+    runs = _plan_of(blocks)
+    if runs is None:
+        return None
+    bound = _bind_all(runs, states, x.shape[0])
+    if bound is None:
+        return None
+    parts, new, shared = bound
+    x = x[:, 0].clone()
+    for run, words in zip(runs, parts, strict=True):
+        if words is not None:
+            native.run(x, words)
+            continue
+        (half,) = run.halves
+        block: Any = blocks[half.layer]
+        if half.is_mixer:
+            y, new[half.layer] = block.run_mixer(x[:, None], states[half.layer])
+        else:
+            y = block.run_feed(x[:, None])
+        x = y[:, 0].contiguous()
+    del shared  # what the parts point to
+    return x[:, None], [new[n] for n in range(len(blocks))]
+
+
+def _plan_of(blocks: nn.ModuleList) -> tuple[_Run, ...] | None:
+    """Return how the blocks run, as it was recorded or, if they were changed since, recorded anew; None: not in C."""
+    runs = _plans.get(blocks)
+    if runs is None or not _is_current(blocks, runs):
+        runs = _plans[blocks] = _record(blocks)
+    return runs if any(run.words is not None for run in runs) else None
+
+
+def _is_current(blocks: nn.ModuleList, runs: tuple[_Run, ...]) -> bool:
+    halves = [half for run in runs for half in run.halves]
+    if halves and halves[-1].layer != len(blocks) - 1:
+        return False
+    for half in halves:
+        block: Any = blocks[half.layer]
+        if half.recorded is None:
+            continue
+        norm, own = half.recorded.modules[0][0], half.recorded.modules[1][0]
+        parts = (block.mixer_norm, block.mixer) if half.is_mixer else (block.feed_norm, block.feed)
+        if parts[0] is not norm or parts[1] is not own or not _is_bare(block) or not half.recorded.is_current():
+            return False
+    return True
+
+
+def _is_bare(block: nn.Module) -> bool:
+    """Whether a block is one whose forward is the sum that a step computes."""
+    if type(block) is not Block or block._forward_hooks or block._forward_pre_hooks or "forward" in block.__dict__:
+        return False
+    return block.in_steps
+
+
+def _record(blocks: nn.ModuleList) -> tuple[_Run, ...]:
+    halves: list[_Half] = []
+    for n, block in enumerate(blocks):
+        if not _is_bare(block):
+            return ()
+        assert isinstance(block, Block)
+        halves.append(_Half(n, True, record_mixer(block.mixer_norm, block.mixer)))
+        halves.append(_Half(n, False, record_feed(block.feed_norm, block.feed)))
+    runs: list[list[_Half]] = []
+    for half in halves:
+        if runs and half.recorded is not None and runs[-1][-1].recorded is not None:
+            runs[-1].append(half)
+        else:
+            runs.append([half])
+    return tuple(_Run(tuple(run), _words(run)) for run in runs)
+
+
+def _words(halves: list[_Half]) -> bytes | None:
+    parts = [half.recorded.part for half in halves if half.recorded is not None]
+    return bytes((native.Part * len(parts))(*parts)) if parts else None
+
+
+_Parts = list["ctypes.Array[native.Part] | None"]
+
+
+def _bind_all(
+    runs: tuple[_Run, ...], states: tuple[LayerState, ...], rows: int
+) -> tuple[_Parts, dict[int, LayerState], dict[Hashable, Any]] | None:
+    """Return the words of every run with the addresses of these states, and the new states; None if one is unfit."""
+    shared: dict[Hashable, Any] = {"rows": rows}
+    found: _Parts = []
+    new: dict[int, LayerState] = {}
+    for run in runs:
+        if run.words is None:
+            found.append(None)
+            continue
+        parts = (native.Part * len(run.halves)).from_buffer_copy(run.words)
+        for part, half in zip(parts, run.halves, strict=True):
+            if half.is_mixer:
+                assert half.recorded is not None and half.recorded.mixer is not None
+                made = bind(part, half.recorded.mixer, states[half.layer], shared)
+                if made is None:
+                    return None
+                new[half.layer] = made
+        found.append(parts)
+    return found, new, shared

@@ -1,0 +1,41 @@
+// Products of rows with a weight, whole (lineate_product, lineate_small) or unit by unit, for callers that have threads.
+#pragma once
+#include <stdint.h>
+
+enum { BFLOAT16, FLOAT16, FLOAT32 };  // kinds of weights that are not coded
+
+typedef struct {
+    int64_t rows, out, size, threads, kind;  // kind: of the weight
+    const float *x;                          // rows size, dense
+    const void *weight;                      // out rows of size, dense, weight_row apart
+    int64_t weight_row;
+    float *y;  // rows out, dense: x weight^T
+} Product;  // of lineate_combine, x is rows out, and y rows size: x weight
+
+typedef struct {  // a weight of 8 or 4 bits (small.c)
+    int64_t rows, out, size, bits, planes, threads;
+    const float *x;          // rows size, dense
+    const uint8_t *codes;    // tiles groups steps 16 4
+    const uint16_t *scales;  // tiles groups 16, float16
+    float *y;                // rows out, dense
+} Small;
+
+typedef struct {
+    Small call;
+    int64_t groups;
+    int8_t *q;      // rows planes size
+    float *scale;   // rows groups
+    int32_t *zero;  // rows groups: what the sums of a group begin with
+} Rounded;
+
+// Units, the columns of y that a unit makes, and one unit.
+int64_t lineate_product_units(const Product *);
+void lineate_product_columns(const Product *, int64_t unit, int64_t *first, int64_t *last);
+void lineate_product_unit(const void *product, int64_t unit);
+
+int64_t lineate_small_scratch(int64_t rows, int64_t size);  // bytes of the scratch of one x
+Rounded lineate_small_place(const Small *, void *scratch);
+void lineate_small_round(const void *rounded, int64_t row);
+int64_t lineate_small_units(const Small *);
+void lineate_small_columns(const Small *, int64_t unit, int64_t *first, int64_t *last);
+void lineate_small_unit(const void *rounded, int64_t unit);

@@ -1,0 +1,453 @@
+// A decoding step on a CPU: one token a row through a run of parts of a model, in float32.
+//
+//   rule        x += out(norm(mix(convolution, gates, memory)) * act(z)),  the input of mix being in(norm(x))
+//   attention   x += out(softmax(q keys^T) values * sigmoid(gate)),        q | gate | k | v = in(norm(x))
+//   feed        x += out(silu(gate) * up),                                 gate | up = in(norm(x))
+//
+// The equations are those of lineate/layers. A part is a few stages of units: heads, or tiles of a product. Threads take
+// units until a stage has none left, and wait for each other between stages; one that comes late joins where the others
+// are. What a unit computes depends on its own row alone: the bits are the same in any batch and number of threads.
+#include <math.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include "products.h"
+#include "threads.h"
+#include "vectors.h"
+
+enum { NO_MEMORY = 1 };
+enum { RULE, ATTENTION, FEED };              // parts
+enum { NONE, SILU, SIGMOID };                // activations
+enum { ENTER, LOW_RANK, MIX, LEAVE, STAGES };  // stages
+enum { BITS_4 = 4, BITS_8 = 8, ABSENT = -1 };  // kinds of weights beyond those of products.h
+enum { WIDEST = 512 };                       // channels of a head
+
+typedef struct {
+    i64 kind, out, size;
+    const void *weight;  // out size, dense, or codes in tiles
+    const uint16_t *scales;
+    const float *bias;
+} Linear;
+
+typedef struct {
+    const float *weight;  // NULL: there is no norm
+    double eps, offset;   // multiplies by offset + weight
+} Norm;
+
+typedef struct {  // words of 64 bits, filled in by step.py
+    i64 kind;
+    Norm norm;
+    Linear in, out;
+    // rule: key heads, the value heads of each, their channels, taps of the convolution
+    i64 heads, shared, key_dim, value_dim, taps;
+    const float *conv, *A_log, *dt_bias;
+    Norm out_norm;
+    i64 activation, per_channel;
+    double beta_scale, lower_bound;  // lower_bound 0: there is none
+    i64 at_decay, at_gate, at_beta;  // columns of what `in` makes
+    Linear decay, gate;              // of low rank, from these columns; ABSENT: the columns themselves
+    // attention: query heads, heads of keys and values
+    i64 query_heads, kv_heads, head_dim, rotary, gated;
+    Norm q_norm, k_norm;
+    double scale;
+    const float *cos, *sin;  // rows rotary/2
+    // states
+    const float *conv_from;
+    float *conv_to;
+    i64 from_row, from_channel, from_tap, to_row, to_channel, to_tap;
+    const float *memory_from;  // rows value heads k v, dense after the row
+    float *memory_to;
+    i64 memory_from_row, memory_to_row;
+    float *keys, *values;  // rows tokens heads d, dense after the token
+    i64 keys_row, keys_token, values_row, values_token;
+    const i64 *lengths;  // tokens of each row before this one
+} Part;
+
+typedef struct {
+    i64 rows, hidden, parts, threads;
+    float *x;  // rows hidden
+    const Part *part;
+} Step;
+
+typedef struct {
+    i64 part, stage, units;
+    atomic_llong next, done;
+} Stage;
+
+typedef struct {
+    Step call;
+    i64 stages;
+    Stage *stage;
+    float *entered, *decay, *gate, *mixed, *left;  // rows of what the stages make
+    i64 widest, longest;                           // inputs of a product; tokens times query heads of a key head
+    char *scratch;                                 // of each thread
+    i64 scratch_bytes;
+} Team;
+
+typedef struct {  // the input of a product, as a thread has it
+    Product plain;
+    Rounded rounded;
+} Input;
+
+INLINE int is_coded(const Linear *w) { return w->kind == BITS_8 || w->kind == BITS_4; }
+
+INLINE Product plain_of(const Linear *w, i64 rows, const float *x, float *y) {
+    return (Product){rows, w->out, w->size, 1, w->kind, x, w->weight, w->size, y};
+}
+
+INLINE Small small_of(const Linear *w, i64 rows, const float *x, float *y) {
+    return (Small){rows, w->out, w->size, w->kind, w->kind == BITS_8 ? 2 : 1, 1, x, w->weight, w->scales, y};
+}
+
+static i64 units_of(const Linear *w, i64 rows) {
+    if (w->kind == ABSENT) return 0;
+    const Product plain = plain_of(w, rows, NULL, NULL);
+    const Small small = small_of(w, rows, NULL, NULL);
+    return is_coded(w) ? lineate_small_units(&small) : lineate_product_units(&plain);
+}
+
+// ---- inputs of products --------------------------------------------------------------------------------------------
+
+INLINE float square_sum(const float *x, i64 size) {
+    vec sum[FEW] = {0};
+    SWEEP(size, EACH {
+        const vec z = load(x + c + k * LANES, n);
+        sum[k] += z * z;
+    });
+    return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+// y = norm(x) * more, where more may be NULL; x and y may be the same.
+static void normalize(const Norm *norm, const float *x, const float *more, float *y, i64 size) {
+    if (!norm->weight) {
+        if (y != x) memcpy(y, x, size * sizeof(float));
+        return;
+    }
+    const float factor = 1.f / sqrtf(square_sum(x, size) / (float)size + (float)norm->eps);
+    const float offset = (float)norm->offset;
+    SWEEP(size, EACH {
+        const i64 at = c + k * LANES;
+        vec z = load(x + at, n) * factor * (load(norm->weight + at, n) + offset);
+        if (more) z *= load(more + at, n);
+        store(y + at, z, n);
+    });
+}
+
+static void unite(const float *x, float *y, i64 size) {  // silu(gate) * up
+    SWEEP(size, {
+        vec gate[FEW];
+        EACH gate[k] = load(x + c + k * LANES, n);
+        silus(gate, count);
+        EACH store(y + c + k * LANES, gate[k] * load(x + size + c + k * LANES, n), n);
+    });
+}
+
+// Gets the rows that a product reads into the thread's scratch, rounded if the weight is coded.
+static Input enter(const Team *team, const Part *part, const Linear *w, const float *x, i64 row_size, int stage,
+                   float *y, char *scratch) {
+    const i64 rows = team->call.rows;
+    float *own = (float *)scratch;
+    for (i64 row = 0; row < rows; row++) {
+        const float *from = x + row * row_size;
+        float *to = own + row * w->size;
+        if (stage == ENTER) normalize(&part->norm, from, NULL, to, w->size);
+        else if (stage == LEAVE && part->kind == FEED) unite(from, to, w->size);
+        else memcpy(to, from, w->size * sizeof(float));
+    }
+    Input input = {.plain = plain_of(w, rows, own, y)};
+    if (is_coded(w)) {
+        const Small small = small_of(w, rows, own, y);
+        input.rounded = lineate_small_place(&small, scratch + rows * team->widest * sizeof(float));
+        for (i64 row = 0; row < rows; row++) lineate_small_round(&input.rounded, row);
+    }
+    return input;
+}
+
+static void multiply(const Linear *w, const Input *input, i64 unit, i64 rows, float *add_to) {
+    i64 first, last;
+    if (is_coded(w)) {
+        lineate_small_unit(&input->rounded, unit);
+        lineate_small_columns(&input->rounded.call, unit, &first, &last);
+    } else {
+        lineate_product_unit(&input->plain, unit);
+        lineate_product_columns(&input->plain, unit, &first, &last);
+    }
+    float *y = is_coded(w) ? input->rounded.call.y : input->plain.y;
+    for (i64 row = 0; row < rows; row++) {
+        float *made = y + row * w->out, *sum = add_to + row * w->out;
+        if (w->bias)
+            for (i64 c = first; c < last; c++) made[c] += w->bias[c];
+        if (add_to)
+            for (i64 c = first; c < last; c++) sum[c] += made[c];
+    }
+}
+
+// ---- the rule ------------------------------------------------------------------------------------------------------
+
+// Convolves channels first .. first + width of a row, and keeps the inputs of the next token.
+static void convolve(const Part *p, const float *new, i64 row, i64 first, i64 width, float *y) {
+    const i64 taps = p->taps;
+    if (!taps) {
+        memcpy(y, new + first, width * sizeof(float));
+        return;
+    }
+    const float *from = p->conv_from + row * p->from_row + first * p->from_channel;
+    float *to = p->conv_to + row * p->to_row + first * p->to_channel;
+    const float *w = p->conv + first * taps;
+    float kept[8][WIDEST];
+    for (i64 i = 0; i + 1 < taps; i++)
+        for (i64 c = 0; c < width; c++) kept[i][c] = from[c * p->from_channel + i * p->from_tap];
+    memcpy(kept[taps - 1], new + first, width * sizeof(float));
+    for (i64 c = 0; c < width; c++) y[c] = 0;
+    for (i64 i = 0; i < taps; i++)
+        for (i64 c = 0; c < width; c++) y[c] += w[c * taps + i] * kept[i][c];
+    for (i64 i = 0; i + 1 < taps; i++)
+        for (i64 c = 0; c < width; c++) to[c * p->to_channel + i * p->to_tap] = kept[i + 1][c];
+    SWEEP(width, {
+        vec z[FEW];
+        EACH z[k] = load(y + c + k * LANES, n);
+        silus(z, count);
+        EACH store(y + c + k * LANES, z[k], n);
+    });
+}
+
+static void make_unit(float *x, i64 size, float scale) {
+    const float factor = scale / sqrtf(square_sum(x, size) + 1e-6f);
+    for (i64 i = 0; i < size; i++) x[i] *= factor;
+}
+
+static float decay_of(const Part *p, float gate, float A_log) {
+    const float speed = expf(A_log);
+    if (p->lower_bound != 0) return expf((float)p->lower_bound / (1.f + expf(-speed * gate)));
+    return expf(-speed * (gate > 20 ? gate : log1pf(expf(gate))));
+}
+
+enum { COLUMNS = 4 };  // vectors of columns of the memory that are read at a time
+
+// What the decayed memory answers to k and q in n * LANES columns (less in the last vector).
+INLINE void read_columns(const float *S, const float *k, const float *q, i64 keys, i64 width, int vectors, i64 last,
+                         float *of_k, float *of_q) {
+    vec a[COLUMNS] = {0}, b[COLUMNS] = {0};
+    for (i64 i = 0; i < keys; i++, S += width)
+        _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++) {
+            const vec s = load(S + j * LANES, j + 1 == vectors ? last : LANES);
+            a[j] += k[i] * s;
+            b[j] += q[i] * s;
+        }
+    _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++) {
+        store(of_k + j * LANES, a[j], j + 1 == vectors ? last : LANES);
+        store(of_q + j * LANES, b[j], j + 1 == vectors ? last : LANES);
+    }
+}
+
+static void mix_head(const Team *team, const Part *p, i64 unit) {
+    const i64 row = unit / p->heads, head = unit % p->heads, keys = p->key_dim, width = p->value_dim;
+    const i64 values = p->heads * p->shared;
+    const float *new = team->entered + row * p->in.out;
+    float q[WIDEST], k[WIDEST], v[WIDEST], decay[WIDEST], dk[WIDEST], dq[WIDEST], of_k[WIDEST], of_q[WIDEST];
+    convolve(p, new, row, head * keys, keys, q);
+    convolve(p, new, row, (p->heads + head) * keys, keys, k);
+    make_unit(q, keys, 1.f / sqrtf((float)keys));
+    make_unit(k, keys, 1.f);
+    float common = 0;
+    for (i64 i = 0; i < keys; i++) common += q[i] * k[i];
+    const float *gates = p->decay.kind == ABSENT ? new + p->at_decay : team->decay + row * p->decay.out;
+    const float *opened = p->gate.kind == ABSENT ? new + p->at_gate : team->gate + row * p->gate.out;
+    for (i64 each = head * p->shared; each < (head + 1) * p->shared; each++) {
+        convolve(p, new, row, 2 * p->heads * keys + each * width, width, v);
+        if (p->per_channel)
+            for (i64 i = 0; i < keys; i++)
+                decay[i] = decay_of(p, gates[each * keys + i] + p->dt_bias[each * keys + i], p->A_log[each]);
+        else {
+            const float one = decay_of(p, gates[each] + p->dt_bias[each], p->A_log[each]);
+            for (i64 i = 0; i < keys; i++) decay[i] = one;
+        }
+        for (i64 i = 0; i < keys; i++) dk[i] = decay[i] * k[i], dq[i] = decay[i] * q[i];
+        const float beta = (float)p->beta_scale / (1.f + expf(-new[p->at_beta + each]));
+        const float *S = p->memory_from + row * p->memory_from_row + each * keys * width;
+        float *T = p->memory_to + row * p->memory_to_row + each * keys * width;
+        i64 c = 0;
+        for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
+            read_columns(S + c, dk, dq, keys, width, COLUMNS, LANES, of_k + c, of_q + c);
+        for (; c < width; c += LANES) read_columns(S + c, dk, dq, keys, width, 1, least(LANES, width - c), of_k + c, of_q + c);
+        for (c = 0; c < width; c++) {
+            v[c] = beta * (v[c] - of_k[c]);
+            of_q[c] += common * v[c];
+        }
+        for (i64 i = 0; i < keys; i++, S += width, T += width) {
+            const float d = decay[i], key = k[i];
+            SWEEP(width, EACH {
+                const i64 at = c + k * LANES;
+                store(T + at, d * load(S + at, n) + key * load(v + at, n), n);
+            });
+        }
+        float *out = team->mixed + (row * values + each) * width;
+        if (p->activation != NONE) {
+            const float *z = opened + each * width;
+            SWEEP(width, {
+                vec gate[FEW], on[FEW], off[FEW];
+                EACH gate[k] = load(z + c + k * LANES, n);
+                sigmoids(gate, on, off, count);
+                if (p->activation == SILU) EACH on[k] *= gate[k];
+                EACH store(of_k + c + k * LANES, on[k], n);
+            });
+        }
+        normalize(&p->out_norm, of_q, p->activation == NONE ? NULL : of_k, out, width);
+    }
+}
+
+// ---- attention -----------------------------------------------------------------------------------------------------
+
+static void turn(const Part *p, i64 row, float *x) {
+    const i64 half = p->rotary / 2;
+    const float *cos = p->cos + row * half, *sin = p->sin + row * half;
+    for (i64 i = 0; i < half; i++) {
+        const float first = x[i], second = x[half + i];
+        x[i] = first * cos[i] - second * sin[i];
+        x[half + i] = second * cos[i] + first * sin[i];
+    }
+}
+
+INLINE float dot(const float *x, const float *y, i64 size) {
+    vec sum[FEW] = {0};
+    SWEEP(size, EACH sum[k] += load(x + c + k * LANES, n) * load(y + c + k * LANES, n));
+    return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+static void attend_head(const Team *team, const Part *p, i64 unit, float *scores) {
+    const i64 row = unit / p->kv_heads, head = unit % p->kv_heads, d = p->head_dim, last = p->lengths[row];
+    const i64 group = p->query_heads / p->kv_heads, wide = p->query_heads * d;
+    const float *new = team->entered + row * p->in.out;
+    const float *gates = new + wide, *of_keys = new + (p->gated ? 2 : 1) * wide, *of_values = of_keys + p->kv_heads * d;
+    const float *keys = p->keys + row * p->keys_row + head * d, *values = p->values + row * p->values_row + head * d;
+    float *key = p->keys + row * p->keys_row + last * p->keys_token + head * d;
+    normalize(&p->k_norm, of_keys + head * d, NULL, key, d);
+    turn(p, row, key);
+    memcpy(p->values + row * p->values_row + last * p->values_token + head * d, of_values + head * d,
+           d * sizeof(float));
+    for (i64 each = head * group; each < (head + 1) * group; each++) {
+        float q[WIDEST], sum[WIDEST] = {0}, *out = team->mixed + row * wide + each * d;
+        normalize(&p->q_norm, new + each * d, NULL, q, d);
+        turn(p, row, q);
+        float most = -INFINITY;
+        for (i64 j = 0; j <= last; j++) {
+            scores[j] = dot(q, keys + j * p->keys_token, d) * (float)p->scale;
+            most = scores[j] > most ? scores[j] : most;
+        }
+        float all = 0;
+        SWEEP(last + 1, {
+            vec e[FEW];
+            EACH e[k] = most - load(scores + c + k * LANES, n);
+            exponentials(e, count);
+            EACH store(scores + c + k * LANES, e[k], n);
+        });
+        for (i64 j = 0; j <= last; j++) all += scores[j];
+        for (i64 j = 0; j <= last; j++) {
+            const float weight = scores[j];
+            const float *value = values + j * p->values_token;
+            SWEEP(d, EACH {
+                const i64 at = c + k * LANES;
+                store(sum + at, load(sum + at, n) + weight * load(value + at, n), n);
+            });
+        }
+        for (i64 c = 0; c < d; c++) {
+            const float opened = p->gated ? 1.f / (1.f + expf(-gates[each * d + c])) : 1.f;
+            out[c] = sum[c] / all * opened;
+        }
+    }
+}
+
+// ---- stages --------------------------------------------------------------------------------------------------------
+
+INLINE void pause_a_moment(i64 *spins) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+    if (++*spins % 1024 == 0) sched_yield();
+}
+
+static void work(const void *call, i64 thread) {
+    const Team *team = call;
+    const i64 rows = team->call.rows;
+    char *scratch = team->scratch + thread * team->scratch_bytes;
+    for (i64 i = 0; i < team->stages; i++) {
+        Stage *s = team->stage + i;
+        const Part *p = team->call.part + s->part;
+        if (atomic_load(&s->next) < s->units) {
+            Input input, more;
+            float *scores = (float *)scratch;
+            if (s->stage == ENTER)
+                input = enter(team, p, &p->in, team->call.x, team->call.hidden, ENTER, team->entered, scratch);
+            const i64 decays = s->stage == LOW_RANK ? units_of(&p->decay, rows) : 0;
+            if (s->stage == LOW_RANK) {
+                if (decays)
+                    input = enter(team, p, &p->decay, team->entered + p->at_decay, p->in.out, LOW_RANK, team->decay,
+                                  scratch);
+                if (p->gate.kind != ABSENT)
+                    more = enter(team, p, &p->gate, team->entered + p->at_gate, p->in.out, LOW_RANK, team->gate,
+                                 scratch + team->scratch_bytes / 2);
+            }
+            if (s->stage == LEAVE)
+                input = enter(team, p, &p->out, p->kind == FEED ? team->entered : team->mixed,
+                              p->kind == FEED ? p->in.out : p->out.size, LEAVE, team->left, scratch);
+            for (i64 unit; (unit = atomic_fetch_add(&s->next, 1)) < s->units;) {
+                if (s->stage == ENTER) multiply(&p->in, &input, unit, rows, NULL);
+                else if (s->stage == LEAVE) multiply(&p->out, &input, unit, rows, team->call.x);
+                else if (s->stage == LOW_RANK && unit < decays) multiply(&p->decay, &input, unit, rows, NULL);
+                else if (s->stage == LOW_RANK) multiply(&p->gate, &more, unit - decays, rows, NULL);
+                else if (p->kind == RULE) mix_head(team, p, unit);
+                else attend_head(team, p, unit, scores);
+                atomic_fetch_add(&s->done, 1);
+            }
+        }
+        for (i64 spins = 0; atomic_load(&s->done) < s->units;) pause_a_moment(&spins);
+    }
+}
+
+INLINE void widen_to(i64 *widest, i64 size) { *widest = most(*widest, size); }
+
+int lineate_step(const Step *a) {
+    i64 entered = 1, low = 1, gate = 1, mixed = 1, left = 1, widest = 1, longest = 1;
+    Stage *stage = calloc(a->parts * STAGES, sizeof(Stage));
+    if (!stage) return NO_MEMORY;
+    i64 stages = 0;
+    for (i64 i = 0; i < a->parts; i++) {
+        const Part *p = a->part + i;
+        const i64 low_rank = p->kind == RULE ? units_of(&p->decay, a->rows) + units_of(&p->gate, a->rows) : 0;
+        const i64 heads = p->kind == RULE ? p->heads : p->kind == ATTENTION ? p->kv_heads : 0;
+        const i64 units[STAGES] = {units_of(&p->in, a->rows), low_rank, heads * a->rows, units_of(&p->out, a->rows)};
+        for (i64 j = 0; j < STAGES; j++)
+            if (units[j]) {
+                stage[stages].part = i, stage[stages].stage = j, stage[stages].units = units[j];
+                stages++;
+            }
+        widen_to(&entered, p->in.out), widen_to(&widest, p->in.size);
+        widen_to(&mixed, p->out.size), widen_to(&widest, p->out.size);
+        widen_to(&left, p->out.out);
+        if (low_rank) {
+            widen_to(&low, p->decay.out), widen_to(&gate, p->gate.out);
+            widen_to(&widest, p->decay.size), widen_to(&widest, p->gate.size);
+        }
+        for (i64 row = 0; p->kind == ATTENTION && row < a->rows; row++) widen_to(&longest, p->lengths[row] + 1);
+    }
+    const i64 own = a->rows * widest * (i64)sizeof(float) + lineate_small_scratch(a->rows, widest) + 128;
+    const i64 scratch = 2 * (most(own, (longest + LANES) * (i64)sizeof(float)) / 64 + 1) * 64;
+    const i64 threads = most(1, a->threads), buffers = a->rows * (entered + low + gate + mixed + left) + 80;
+    float *memory = malloc(buffers * sizeof(float) + threads * scratch + 64);
+    if (!memory) {
+        free(stage);
+        return NO_MEMORY;
+    }
+    Team team = {.call = *a, .stages = stages, .stage = stage, .entered = memory, .widest = widest, .longest = longest,
+                 .scratch = (char *)(((uintptr_t)(memory + buffers) + 63) / 64 * 64), .scratch_bytes = scratch};
+    team.decay = team.entered + a->rows * entered;
+    team.gate = team.decay + a->rows * low;
+    team.mixed = team.gate + a->rows * gate;
+    team.left = team.mixed + a->rows * mixed;
+    lineate_spread(work, &team, threads, INT64_MAX / 4, threads);
+    free(memory);
+    free(stage);
+    return 0;
+}

@@ -1,0 +1,90 @@
+"""A decoding step in C (step.c): its parts as ctypes structures, and the call."""
+
+import ctypes
+from ctypes import POINTER, c_double, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from lineate.native.build import library, why_not
+
+RULE, ATTENTION, FEED = range(3)
+ACTIVATIONS = ("none", "silu", "sigmoid")
+ABSENT = -1
+_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+WIDEST_HEAD = 512
+MOST_TAPS = 8
+
+
+class Linear(ctypes.Structure):
+    """A projection; the words of Linear in step.c."""
+
+    _fields_ = (
+        ("kind", c_int64), ("out", c_int64), ("size", c_int64),
+        ("weight", c_void_p), ("scales", c_void_p), ("bias", c_void_p),
+    )  # fmt: skip
+
+
+class Norm(ctypes.Structure):
+    """An RMSNorm; without a weight there is none."""
+
+    _fields_ = (("weight", c_void_p), ("eps", c_double), ("offset", c_double))
+
+
+class Part(ctypes.Structure):
+    """A mixer or a feed-forward with its norm and residual; the words of Part in step.c."""
+
+    _fields_ = (
+        ("kind", c_int64), ("norm", Norm), ("entry", Linear), ("exit", Linear),
+        ("heads", c_int64), ("shared", c_int64), ("key_dim", c_int64), ("value_dim", c_int64), ("taps", c_int64),
+        ("conv", c_void_p), ("A_log", c_void_p), ("dt_bias", c_void_p), ("out_norm", Norm),
+        ("activation", c_int64), ("per_channel", c_int64), ("beta_scale", c_double), ("lower_bound", c_double),
+        ("at_decay", c_int64), ("at_gate", c_int64), ("at_beta", c_int64), ("decay", Linear), ("gate", Linear),
+        ("query_heads", c_int64), ("kv_heads", c_int64), ("head_dim", c_int64), ("rotary", c_int64),
+        ("gated", c_int64), ("q_norm", Norm), ("k_norm", Norm), ("scale", c_double), ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("conv_from", c_void_p), ("conv_to", c_void_p),
+        ("from_row", c_int64), ("from_channel", c_int64), ("from_tap", c_int64),
+        ("to_row", c_int64), ("to_channel", c_int64), ("to_tap", c_int64),
+        ("memory_from", c_void_p), ("memory_to", c_void_p), ("memory_from_row", c_int64), ("memory_to_row", c_int64),
+        ("keys", c_void_p), ("values", c_void_p), ("keys_row", c_int64), ("keys_token", c_int64),
+        ("values_row", c_int64), ("values_token", c_int64), ("lengths", c_void_p),
+    )  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("rows", c_int64), ("hidden", c_int64), ("parts", c_int64), ("threads", c_int64), ("x", c_void_p),
+        ("part", POINTER(Part)),
+    )  # fmt: skip
+
+
+def available() -> bool:
+    """Whether steps in C can run here."""
+    return why_not() is None
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """Return a projection whose weight `out size`, dense, has 16 or 32 bits."""
+    return Linear(
+        _KINDS[weight.dtype], *weight.shape, weight.data_ptr(), None, None if bias is None else bias.data_ptr()
+    )
+
+
+def coded_linear(codes: Tensor, scales: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Linear:
+    """Return a projection whose weight of this shape has 8 or 4 bits (lineate/small)."""
+    address = None if bias is None else bias.data_ptr()
+    return Linear(codes.shape[-3], *shape, codes.data_ptr(), scales.data_ptr(), address)
+
+
+def no_linear() -> Linear:
+    """Return the place of a projection that is not there."""
+    return Linear(ABSENT, 0, 0, None, None, None)
+
+
+def run(x: Tensor, parts: "ctypes.Array[Part]") -> None:
+    """Run the parts one after the other on x `rows hidden`, dense, which is overwritten, as are their states."""
+    rows, hidden = x.shape
+    step = _Step(rows, hidden, len(parts), torch.get_num_threads(), x.data_ptr(), parts)
+    if library().lineate_step(ctypes.byref(step)):
+        raise MemoryError(f"no memory for the scratch space of a step of {rows} rows and {hidden} channels")

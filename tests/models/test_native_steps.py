@@ -1,0 +1,253 @@
+"""Decoding steps in C on a CPU: logits and states of the layers' own forward, in any batch, after any change."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lineate.generation.graphed import GraphedDecoder
+from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig
+from lineate.models import HybridConfig, HybridLM
+from lineate.models.config import ExpertsConfig, FeedConfig
+from lineate.models.state import ModelState
+from lineate.models.stepping import step
+from lineate.native.build import why_not
+from lineate.small import FORMATS, quantize
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason="no C compiler")
+VOCAB = 97
+LINEAR = {"heads": 2, "value_heads": 4, "key_dim": 32, "value_dim": 48}
+ATTENTION = {"heads": 4, "kv_heads": 2, "head_dim": 32, "rotary_dim": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gated delta rule": ("GGGA", {}),
+    "norms around one": ("GGGA", {"zero_centred_norm": True}),
+    "no convolution": ("GA", {"linear": {"conv_size": 0}}),
+    "two taps": ("GA", {"linear": {"conv_size": 2}}),
+    "no gates": ("GA", {"linear": {"gate_activation": "none"}, "attention": {"gated": False, "qk_norm": None}}),
+    "sigmoid, odd sizes": ("GA", {"linear": {"gate_activation": "sigmoid", "key_dim": 20, "value_dim": 7}}),
+    "beta to 2, bounded decay": ("GA", {"linear": {"beta_scale": 2.0, "gate_lower_bound": -5.0}}),
+    "biases": ("GA", {"attention": {"bias": True, "scale": 0.3}}),
+    "Kimi": ("KKKA", {}),
+    "Kimi, full rank": ("KA", {"linear": {"decay_rank": 0, "gate_rank": 0}}),
+    "Kimi, bounded decay": ("KA", {"linear": {"gate_lower_bound": -5.0, "gate_bias": True}}),
+    "between other mixers": ("GDKA", {}),
+    "experts": ("GA", {"experts": ExpertsConfig(count=4, active=2, size=32)}),
+    "latent attention": ("KM", {}),
+}
+
+
+def make(name: str) -> HybridLM:
+    pattern, changes = MODELS[name]
+    torch.manual_seed(0)
+    linear = LinearConfig(**{**LINEAR, **changes.get("linear", {})})
+    attention = AttentionConfig(**{**ATTENTION, **changes.get("attention", {})})
+    latent = LatentConfig(heads=2, rank=32, nope_dim=16, value_dim=16, rope_dim=8) if "M" in pattern else None
+    model = HybridLM(
+        HybridConfig(
+            vocab_size=VOCAB, hidden_size=64, n_layers=len(pattern), pattern=pattern, linear=linear,
+            attention=attention if "A" in pattern else None, latent=latent, feed=FeedConfig(size=96),
+            experts=changes.get("experts"), zero_centred_norm=changes.get("zero_centred_norm", False),
+        )
+    ).eval()  # fmt: skip
+    with torch.no_grad():
+        for x in model.parameters():
+            x.mul_(3) if x.dim() > 1 else x.add_(0.1 * torch.randn_like(x))
+    return model
+
+
+@contextmanager
+def in_torch() -> Iterator[None]:
+    """Run steps as the layers' own forward: a global hook must be called, so no module may be gone around."""
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def decode(model: HybridLM, state: ModelState, ids: Tensor) -> tuple[Tensor, ModelState]:
+    logits = []
+    for token in ids.unbind(1):
+        out = model(token[:, None], state=state)
+        state = out.state
+        logits.append(out.logits)
+    return torch.cat(logits, 1), state
+
+
+@torch.no_grad()
+def read(model: HybridLM, rows: int, ragged: bool = False) -> ModelState:
+    torch.manual_seed(1)
+    mask = torch.ones(rows, 9, dtype=torch.long)
+    mask[0, :4] = int(not ragged)
+    return model(torch.randint(0, VOCAB, (rows, 9)), attention_mask=mask).state
+
+
+def tokens(rows: int, n: int = 20) -> Tensor:
+    return torch.randint(0, VOCAB, (rows, n), generator=torch.Generator().manual_seed(2))
+
+
+def close(x: Tensor, y: Tensor, within: float = 1e-5) -> bool:
+    return bool((x - y).abs().max() <= within * y.abs().max())
+
+
+def same_states(one: ModelState, other: ModelState) -> bool:
+    pairs = [(x[name], y[name]) for x, y in zip(one.layers, other.layers, strict=True) for name in x.names]
+    return all(close(x, y, 2e-5) for x, y in pairs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("rows", "ragged"), [(1, False), (3, False), (3, True)])
+def test_steps_are_those_of_the_layers(name: str, rows: int, ragged: bool) -> None:
+    model = make(name)
+    state, ids = read(model, rows, ragged), tokens(rows, 70 if name == "gated delta rule" else 8)
+    made, after = decode(model, state, ids)
+    with in_torch():
+        wanted, then = decode(model, state, ids)
+    assert close(made, wanted) and same_states(after, then)
+    assert not torch.equal(made, wanted)  # the two ways round differently: C has run
+
+
+@pytest.mark.parametrize("name", ["gated delta rule", "Kimi"])
+@pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", "int4"])
+def test_small_weights(name: str, form: str) -> None:
+    model = make(name)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and FORMATS[form].fits(module.weight.shape):
+            module.weight = nn.Parameter(quantize(module.weight, form), requires_grad=False)
+    state, ids = read(model, 2), tokens(2, 20)
+    made, after = decode(model, state, ids)
+    with in_torch():
+        wanted, then = decode(model, state, ids)
+    loose = 0.03 if form in ("int8", "int4") else 1e-5  # a rounded activation may go the other way
+    assert close(made, wanted, loose)
+    assert form in ("int8", "int4") or same_states(after, then)
+
+
+def test_a_row_has_the_same_bits_in_any_company_and_threads() -> None:
+    model = make("gated delta rule")
+    state, ids = read(model, 5), tokens(5, 12)
+    whole, _ = decode(model, state, ids)
+    for row in range(5):
+        alone, _ = decode(model, state.select(torch.tensor([row])), ids[row : row + 1])
+        assert torch.equal(alone[0], whole[row])
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            assert torch.equal(decode(model, state, ids)[0], whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_state_is_not_changed_and_forks() -> None:
+    model = make("gated delta rule")
+    state, ids = read(model, 2), tokens(2, 10)
+    before = copy.deepcopy(state)
+    first, _ = decode(model, state, ids)
+    other, _ = decode(model, state, (ids + 1) % VOCAB)
+    again, _ = decode(model, state, ids)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    for one, kept in zip(state.layers, before.layers, strict=True):
+        assert all(torch.equal(one[name], kept[name]) for name in one.names)
+
+
+def test_a_decoder_in_place_has_the_same_bits() -> None:
+    model = make("gated delta rule")
+    state, ids = read(model, 3, ragged=True), tokens(3, 80)
+    wanted, after = decode(model, state, ids)
+    decoder = GraphedDecoder(model, state, room=8)
+    made = torch.cat([decoder(token[:, None]) for token in ids.unbind(1)], 1)
+    assert torch.equal(made, wanted)
+    last = decoder.state
+    memories = [(x, y) for x, y in zip(last.layers, after.layers, strict=True) if "memory" in x.names]
+    assert memories and all(torch.equal(x["memory"], y["memory"]) for x, y in memories)
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+def doubled_projection(model: HybridLM) -> None:
+    model.layers[1].mixer.out_proj = Doubled(model.layers[1].mixer.out_proj)  # type: ignore[union-attr]
+
+
+def hooked(model: HybridLM) -> None:
+    model.layers[2].feed.register_forward_hook(lambda module, args, y: 2 * y)  # type: ignore[union-attr]
+
+
+def other_weights(model: HybridLM) -> None:
+    model.layers[0].feed.down_proj.weight = nn.Parameter(torch.randn(64, 96))  # type: ignore[union-attr]
+
+
+def changed_in_place(model: HybridLM) -> None:
+    with torch.no_grad():
+        model.layers[3].mixer.in_proj.weight.mul_(1.5)  # type: ignore[union-attr]
+
+
+def other_forward(model: HybridLM) -> None:
+    norm = model.layers[1].feed_norm
+    norm.forward = lambda x: 2 * x  # type: ignore[union-attr]
+
+
+def fewer_layers(model: HybridLM) -> None:
+    del model.layers[3]
+
+
+@pytest.mark.parametrize(
+    "change", [doubled_projection, hooked, other_weights, changed_in_place, other_forward, fewer_layers]
+)
+def test_what_is_changed_after_a_step_counts(change: Any) -> None:
+    model = make("gated delta rule")
+    ids = tokens(1, 5)
+    before, _ = decode(model, read(model, 1), ids)
+    change(model)
+    state = read(model, 1)
+    made, _ = decode(model, state, ids)
+    with in_torch():
+        wanted, _ = decode(model, state, ids)
+    assert close(made, wanted) and not close(made, before, 1e-3)
+
+
+def test_copies_of_a_model_have_their_own_steps() -> None:
+    model = make("gated delta rule")
+    state, ids = read(model, 1), tokens(1, 5)
+    wanted, _ = decode(model, state, ids)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for x in model.parameters():
+            x.zero_()
+    del model
+    assert torch.equal(decode(twin, state, ids)[0], wanted)
+
+
+def test_where_c_does_not_run() -> None:
+    model = make("gated delta rule")
+    state = read(model, 1)
+    x = torch.randn(1, 1, 64)
+    assert step(model.layers, x, state.layers) is None  # gradients may be wanted
+    with torch.no_grad():
+        assert step(model.layers, x, state.layers) is not None
+        assert step(model.layers, x.double(), state.layers) is None
+        assert step(model.layers, torch.randn(1, 2, 64), state.layers) is None
+        assert step(model.layers, torch.randn(17, 1, 64), read(model, 17).layers) is None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert step(model.layers, x, state.layers) is None
+        narrow = copy.deepcopy(model).to(torch.bfloat16)
+        assert step(narrow.layers, x, state.layers) is None
+
+
+@torch.no_grad()
+def test_a_state_of_another_model_is_refused_as_ever() -> None:
+    model, other = make("gated delta rule"), make("sigmoid, odd sizes")
+    with pytest.raises(ValueError, match="state"):
+        model(torch.tensor([[1]]), state=read(other, 1))
