@@ -22,6 +22,9 @@ BLOCK_ELEMENTS = 2**20
 MOST_KEPT = 2**25
 """The most bytes of stored tensors that stay in memory because they are read by columns, and so again and again."""
 
+WINDOWS = 3
+"""How many large tensors are read by columns in turn: codes, scales and zeros of one weight."""
+
 
 class Stored(NamedTuple):
     """A tensor as the file has it."""
@@ -36,6 +39,7 @@ class Source:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._kept: dict[str, Tensor] = {}
+        self._windows: dict[str, tuple[int, Tensor]] = {}
 
     def rows(self, stored: Stored, first: int, last: int) -> Tensor:
         entry = stored.entry
@@ -55,12 +59,18 @@ class Source:
         return found
 
     def columns(self, stored: Stored, first: int, last: int) -> Tensor:
-        """Return columns of a matrix; a matrix that is small is read once, and a large one row by row of the file."""
-        if stored.entry.nbytes <= MOST_KEPT // 2:
+        """Return columns of a matrix; a small matrix is read once, and a large one a window of columns at a time."""
+        entry = stored.entry
+        if entry.nbytes <= MOST_KEPT // 2:
             return self.whole(stored)[:, first:last].contiguous()
-        target = torch.empty(stored.entry.shape[0], last - first, dtype=stored.entry.dtype, device="cpu")
-        self._reader.read_columns(stored.name, stored.entry, target, first)
-        return target
+        start, window = self._windows.pop(stored.name, (0, torch.empty(0, 0)))
+        if first < start or last > start + window.shape[1]:
+            width = max(last - first, MOST_KEPT // 4 // (entry.shape[0] * entry.dtype.itemsize))
+            window = torch.empty(entry.shape[0], min(width, entry.shape[1] - first), dtype=entry.dtype, device="cpu")
+            self._reader.read_columns(stored.name, entry, window, first)
+            start = first
+        self._windows = dict([*self._windows.items()][-WINDOWS + 1 :]) | {stored.name: (start, window)}
+        return window[:, first - start : last - start].contiguous()
 
 
 @dataclass(frozen=True)
