@@ -1,8 +1,15 @@
 """Quantised checkpoints: every encoding against hand-written words, plain loops, rows, and the logits of families.
 
-The writers of tests/support/quantised.py and the readers were compared with the packages once, to the bit: words and
-all formats with compressed-tensors 0.20.0; words and decoding with AutoAWQ 0.2.9 and AutoGPTQ 0.7.1; blocks of float8,
-also of fused experts, with transformers 5.22.2.
+The writers of tests/support/quantised.py and the readers were compared once with the packages, to the bit:
+
+    compressed-tensors 0.20.0   words; all formats and strategies, with and without zeros, rounded to its dtype
+    AutoAWQ 0.2.9               words, and decoding rounded to its float16
+    AutoGPTQ 0.7.1              words and decoding of 4 and 8 bits, symmetric or not, with and without desc_act
+    GPTQModel 7.7.0             codes and zeros of version 2 (its functions that unpack them)
+    transformers 5.22.2         whole blocks of float8, of fused experts too
+
+These follow descriptions alone: an order of columns and zeros as int8 in compressed-tensors, which only older versions
+wrote, and one scale a weight in fp8.
 """
 
 import re
