@@ -42,6 +42,8 @@ class Description:
     """Bytes that one more token adds."""
     problem: str | None
     """Why the checkpoint cannot be loaded, if it cannot."""
+    encoding: str | None = None
+    """How the weights are quantised, if they are."""
 
     @property
     def bytes_on_disk(self) -> int:
@@ -65,10 +67,11 @@ def describe(folder: str | Path) -> Description:
     except MismatchError as error:
         problem = str(error)
     sizes: dict[str, int] = {}
-    for entry in checkpoint.entries.values():
-        key = str(entry.dtype).removeprefix("torch.")
-        sizes[key] = sizes.get(key, 0) + entry.nbytes
+    for part in (part for entry in checkpoint.entries.values() for part in entry.parts):
+        key = str(part.dtype).removeprefix("torch.")
+        sizes[key] = sizes.get(key, 0) + part.nbytes
     used = {piece.source for pieces in plan.pieces.values() for piece in pieces}
+    unused = (part for name, entry in checkpoint.entries.items() if name not in used for part in entry.parts)
     dtype = stored_dtype(checkpoint)
     parameters = sum(x.numel() for x in model.parameters())
     predicting = 0 if model.prediction is None else sum(x.numel() for x in model.prediction.parameters())
@@ -80,12 +83,13 @@ def describe(folder: str | Path) -> Description:
         parameters=parameters,
         active_parameters=parameters - idle_parameters(model.layers) - predicting,
         bytes_by_dtype=dict(sorted(sizes.items(), key=lambda item: -item[1])),
-        ignored_bytes=sum(entry.nbytes for name, entry in checkpoint.entries.items() if name not in used),
+        ignored_bytes=sum(part.nbytes for part in unused),
         state_dtype=str(dtype).removeprefix("torch."),
         memory_bytes=memory,
         conv_bytes=conv,
         cache_bytes_per_token=cache,
         problem=problem,
+        encoding=None if checkpoint.encoding is None else str(checkpoint.encoding),
     )
 
 
@@ -136,6 +140,8 @@ def rows(found: Description) -> list[tuple[str, str]]:
     by_dtype = ", ".join(f"{name} {_bytes(n)}" for name, n in found.bytes_by_dtype.items())
     unused = f"; {_bytes(found.ignored_bytes)} not needed" if found.ignored_bytes else ""
     lines.append(("on disk", f"{_bytes(found.bytes_on_disk)} ({by_dtype}){unused}"))
+    if found.encoding is not None:
+        lines.append(("quantised", f"{found.encoding}; decoded when they are read"))
     if (wide := why_wide(getattr(torch, found.state_dtype))) is not None:
         lines.append(("on this CPU", wide))
     fixed = found.memory_bytes + found.conv_bytes

@@ -49,6 +49,8 @@ def load_pretrained(
     chosen = None if dtype is None or dtype == "auto" else parse_dtype(dtype, also=("auto",))
     check_target(device)
     checkpoint = Checkpoint.open(find_folder(name))
+    for note in () if checkpoint.encoding is None else checkpoint.encoding.notes:
+        warnings.warn(note, stacklevel=3)
     config = read_config(checkpoint)
     if not prediction:
         config = replace(config, prediction=False)

@@ -114,7 +114,7 @@ def _read_file(source: str | Path, chosen: torch.dtype | None) -> Model:
         )
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and any((path / name).is_file() for name in (SINGLE, INDEX)):
-        checkpoint = Checkpoint.open(path)
+        checkpoint = Checkpoint.open(path, decode=False)
         return Model(path.resolve().name, _read(checkpoint, chosen), chosen or stored_dtype(checkpoint), "folder")
     file = path / CONFIG if path.is_dir() else path
     values = read_json(file)

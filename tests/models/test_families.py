@@ -417,7 +417,7 @@ REFUSED = [
     ("qwen3_next", {"linear_num_key_heads": None}, "must have linear_num_key_heads"),
     ("qwen3_next", {"vocab_size": "many"}, "number in vocab_size, got 'many'"),
     ("qwen3_next", {"linear_num_key_heads": 4}, "value_heads must be a multiple of heads = 4"),
-    ("qwen3_next", {"quantization_config": {"quant_method": "fp8"}}, "must not be quantised, got fp8"),
+    ("qwen3_next", {"quantization_config": {"quant_method": "hqq"}}, "quant_method of fp8, .*, awq, got 'hqq'"),
     ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate = True, got False"),
     ("qwen3_5", {"layer_types": ["linear_attention"] * 4 + ["sliding_attention"]}, "got 'sliding_attention'"),
     ("qwen3_5", {"layer_types": ["linear_attention"] * 3}, "must have 5 layer_types"),

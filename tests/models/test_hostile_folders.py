@@ -413,7 +413,7 @@ def test_a_hostile_folder_is_refused_on_one_line(answers, name):
         said = answers.get((name, door), {"refused": "not asked: the process was ended by the door before"})
         if message in (UNFIT, TOO_FEW) and door == "plan":  # plan reads only the sizes
             assert "kind" not in said, said
-        elif name.startswith("llama") and door != "plan":
+        elif name.startswith("llama") and door != "plan" and name != "llama: quantised":
             assert "model_type must be one of" in said["refused"]
         else:
             assert re.search(message, said["refused"] or ""), (door, said)

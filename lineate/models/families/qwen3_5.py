@@ -16,7 +16,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
     family = str(values.get("model_type", "qwen3_5")).removesuffix("_text")
     text = values.get("text_config")
     if isinstance(text, dict):
-        outer = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
+        outer = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id")
         values = text | {key: values[key] for key in outer if values.get(key) is not None}
     v = Values(family, values)
     dense = () if family.endswith("_moe") else tuple(range(v.layers()))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lineate.models.files.encodings import Encoded, Encoding, Source, decoded
 from lineate.models.files.safetensors import (
     LONGEST_HEADER,
     NAMES,
@@ -34,21 +35,39 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass
 class Checkpoint:
-    """The tensors and the config of a folder; data is read only when asked for."""
+    """The tensors and the config of a folder; data is read only when asked for.
+
+    The entries of a quantised checkpoint are its weights, which are decoded when they are read.
+    """
 
     folder: Path
     config: dict[str, Any]
     entries: dict[str, Entry]
+    encoding: Encoding | None = None
+    """How the weights are quantised, if they are."""
     _reader: Reader = field(default_factory=Reader, repr=False)
+    _source: Source | None = field(default=None, repr=False)
+    _kept: dict[str, str | None] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> "Checkpoint":
-        """Read config.json and the headers of model.safetensors, or of the shards its index names."""
+    def open(cls, folder: str | os.PathLike[str], decode: bool = True) -> "Checkpoint":
+        """Read config.json and the headers of model.safetensors, or of the shards its index names.
+
+        Args:
+            folder: The folder.
+            decode: Whether the entries of a quantised checkpoint are its weights, and not its codes and scales.
+        """
         path = Path(folder)
         if not path.is_dir():
             raise CheckpointError(f"expected a folder with {CONFIG} and {SINGLE}, got {path}, which is not a folder")
-        config = read_json(path / CONFIG)
-        return cls(path, config, _find_entries(path))
+        config, entries = read_json(path / CONFIG), _find_entries(path)
+        return cls.of(path, config, entries) if decode else cls(path, config, entries)
+
+    @classmethod
+    def of(cls, folder: Path, config: dict[str, Any], stored: dict[str, Entry]) -> "Checkpoint":
+        """Return the checkpoint of these tensors; quantised ones become the weights that they stand for."""
+        entries, encoding = decoded(folder, config, stored)
+        return cls(folder, config, entries, encoding)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -56,14 +75,15 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries.values())
+        """The bytes of all tensors in the files."""
+        return sum(part.nbytes for entry in self.entries.values() for part in entry.parts)
 
     def extra(self, name: str) -> dict[str, Any]:
         """Return what another JSON file of the folder holds; empty if there is none."""
         return read_json(self.folder / name) if (self.folder / name).is_file() else {}
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU, in its own dtype."""
+        """Return one tensor, on the CPU, in its own dtype; a quantised one is decoded to float32."""
         entry = self._find(name)
         target = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self.read_into(name, target)
@@ -71,7 +91,41 @@ class Checkpoint:
 
     def read_into(self, name: str, target: Tensor, rows: tuple[int, int] | None = None) -> None:
         """Fill `target`, row-major, in its dtype and on its device, with the tensor or with `rows` of its first dim."""
-        self._reader.read_into(name, self._find(name), target, rows)
+        entry = self._find(name)
+        if isinstance(entry, Encoded):
+            entry.read_into(name, self._parts(), target, rows)
+        else:
+            self._reader.read_into(name, entry, target, rows)
+
+    def kept_as(self, name: str) -> str | None:
+        """Return "int8" or "int4" if a tensor is stored as such codes, in groups of 32 columns with float16 scales.
+
+        `read_codes` then reads it as it is; for every other tensor this is None. The scales are read to see whether
+        float16 has them exactly.
+        """
+        entry = self._find(name)
+        if name not in self._kept:
+            self._kept[name] = entry.kept_as(self._parts()) if isinstance(entry, Encoded) else None
+        return self._kept[name]
+
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the codes and the scales of a tensor that is `kept_as` int8 or int4, or those of some rows.
+
+        codes: uint8 `rows columns`, one a byte, that of 0 at 128 (int8) or 8 (int4)
+        scales: float16 `rows groups`
+        """
+        entry = self._find(name)
+        if self.kept_as(name) is None or not isinstance(entry, Encoded):
+            raise CheckpointError(
+                f"{entry.file}: {name} must be stored as codes of 8 or 4 bits in groups of 32 columns, whose scales "
+                "float16 has exactly, got another encoding; use read_into"
+            )
+        return entry.read_codes(self._parts(), rows or (0, entry.shape[0]))
+
+    def _parts(self) -> Source:
+        if self._source is None:
+            self._source = Source(self._reader)
+        return self._source
 
     def _find(self, name: str) -> Entry:
         if name not in self.entries:

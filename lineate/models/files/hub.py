@@ -49,7 +49,7 @@ def open_headers(name: str | Path) -> Checkpoint:
     folder = fetch(str(name), TEXTS)
     if has_weights(folder):
         return Checkpoint.open(folder)
-    return Checkpoint(folder, read_json(folder / "config.json"), _fetch_entries(str(name), folder))
+    return Checkpoint.of(folder, read_json(folder / "config.json"), _fetch_entries(str(name), folder))
 
 
 def has_weights(folder: Path) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.encodings import Encoded
 from lineate.models.files.safetensors import CheckpointError
 from lineate.terminal import console, printable
 
@@ -190,10 +191,10 @@ def check_tensors(plan: LoadingPlan, checkpoint: Checkpoint, floating: set[str],
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the floating dtype of at least 16 bits that most bytes are in."""
+    """Return the floating dtype of at least 16 bits that most bytes are in; quantised tensors do not count."""
     sizes: dict[torch.dtype, int] = {}
     for entry in checkpoint.entries.values():
-        if entry.dtype.is_floating_point and entry.dtype.itemsize > 1:
+        if entry.dtype.is_floating_point and entry.dtype.itemsize > 1 and not isinstance(entry, Encoded):
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
     return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else torch.float32
 
@@ -253,11 +254,10 @@ def _disjoint(boxes: list[list[tuple[int, int]]], dim: int) -> bool:
     return apart and all(_disjoint(group, dim + 1) for _, group in groups)
 
 
-def _place(checkpoint: Checkpoint, piece: Piece) -> tuple[str, int]:
+def _place(checkpoint: Checkpoint, piece: Piece) -> tuple[str, int, int]:
     """Return the place of a piece in its file; pieces are read in this order, so that files are read front to end."""
     entry = checkpoint.entries[piece.source]
-    first = 0 if piece.rows is None else piece.rows[0] * math.prod(entry.shape[1:]) * entry.dtype.itemsize
-    return str(entry.file), entry.start + first
+    return str(entry.file), entry.start, 0 if piece.rows is None else piece.rows[0]
 
 
 def _fill(checkpoint: Checkpoint, piece: Piece, made: Tensor) -> int:

@@ -34,6 +34,7 @@ STORED_DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -73,6 +74,11 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def parts(self) -> tuple["Entry", ...]:
+        """The tensors of the files that it is made of: itself, or the codes and scales of a quantised one."""
+        return (self,)
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -213,6 +219,13 @@ class Reader:
         with entry.file.open("rb", buffering=0) as handle, torch.no_grad():
             handle.seek(start)
             self._fill(handle, name, entry, target)
+
+    def read_columns(self, name: str, entry: Entry, target: Tensor, first: int) -> None:
+        """Fill `target`, contiguous CPU memory of the entry's dtype, with the columns of a matrix from `first` on."""
+        with entry.file.open("rb", buffering=0) as handle:
+            for row, part in enumerate(target):
+                handle.seek(entry.start + (row * entry.shape[1] + first) * entry.dtype.itemsize)
+                _read_exactly(handle, name, entry, part)
 
     def _fill(self, handle: FileIO, name: str, entry: Entry, target: Tensor) -> None:
         """Fill the target from the current position of the file."""
