@@ -4,17 +4,18 @@
     python -m bench.models.small_weights --layers 4 --hidden 256 --rounds 1 --train-steps 20       a trial of all parts
 
 The model is Qwen3.5-like: hidden 1024, 24 layers ("GGGA"), random weights (bench/models/small_model.py). Its files for
-all contestants are written once to --folder and kept: 9 GB. Contestants take turns, in an order that changes each time.
+all contestants are written once to --folder and kept: 8 GB. lineate and llama.cpp take turns, in an order that changes
+each time. transformers and torchao follow, once, so that nothing that they leave behind can disturb that pair.
 
 - decode: single steps after prompts of 16 and 2,048 tokens; prefill: prompts of 512 and 2,048 tokens.
-- batch: 8 prompts of 16 tokens that are continued together; llama.cpp has a slot for each, and clients at once.
+- batch: 8 prompts of 16 tokens that lineate and llama.cpp continue together; llama.cpp has 8 slots and 8 clients.
 - memory: what is resident in a fresh process that has loaded the model and made two tokens.
 - read: how fast the threads read as many bytes as a step does, and how much of that speed lineate's steps reach.
 - error: how far small weights take random models and a trained one from float32 (bench/models/small_error.py).
 
 lineate's times are those of generate(), llama.cpp's those that its server gives, with its default options; only its
-copies of earlier states are switched off. A contestant that is not there is left out, and so is a case that would take
-one longer than --budget.
+copies of earlier states are switched off. A contestant that is not there is left out, and so is a prompt that it would
+read for longer than --budget.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from bench.serving.llama import version_of
 from bench.timing import OtherProcesses, cpu_model, in_fresh_process
 
 PARTS = ("decode", "prefill", "batch", "memory", "read", "error")
-STEPS = 24  # decoding steps of one run
+STEPS = 20  # decoding steps of one run
 WARM = 64  # tokens of the prompt that warms up
 SHORT, MIDDLE, LONG = 16, 512, 2048
 ROWS = 8
@@ -87,21 +88,27 @@ class Measurer:
         opener: loads contestants.
         sides: their names.
         results: where everything goes.
-        rounds: how often each is measured.
-        budget: seconds that one case may take one contestant.
+        rounds: how often lineate and llama.cpp are measured.
+        budget: seconds that a prompt may take llama.cpp; others have half.
     """
 
     def __init__(self, opener: Opener, sides: Sequence[str], results: Results, rounds: int, budget: float) -> None:
         self.opener, self.sides, self.results, self.rounds, self.budget = opener, sides, results, rounds, budget
         self.failed = set[tuple[str, str]]()
 
+    def groups(self, form: str) -> list[tuple[list[str], int, float]]:
+        """Return the contestants that are measured in turn, with their rounds and the seconds that a case may take."""
+        able = [name for name in self.sides if takes_part(name, form) and (name, form) not in self.failed]
+        pair, others = [[x for x in able if (x in (OURS, LLAMA)) == wanted] for wanted in (True, False)]
+        return [(pair, self.rounds, self.budget), *([(others, 1, self.budget / 2)] if others else [])]
+
     @contextmanager
-    def opened(self, form: str, rows: int = 1) -> Iterator[dict[str, Side]]:
-        """Load all contestants that have this form; those that fail are left out."""
+    def opened(self, names: list[str], form: str, rows: int = 1) -> Iterator[dict[str, Side]]:
+        """Load contestants; those that fail are left out."""
         with ExitStack() as stack:
             found: dict[str, Side] = {}
-            for name in self.sides:
-                if takes_part(name, form) and (name, form) not in self.failed:
+            for name in names:
+                if (name, form) not in self.failed:
                     try:
                         found[name] = self.opener.open(name, form, rows)
                     except (ImportError, RuntimeError, ValueError) as error:
@@ -113,67 +120,59 @@ class Measurer:
                         stack.callback(found[name].close)
             yield found
 
-    def take_turns(self, sides: dict[str, Side], run: Callable[[Side, int], Any], rounds: int) -> dict[str, list[Any]]:
-        """Call run(side, round) for all in turn; one that has used the budget waits for the others."""
-        found, spent = {name: list[Any]() for name in sides}, dict.fromkeys(sides, 0.0)
-        for n in range(rounds):
-            for name in list(sides)[:: -1 if n % 2 else 1]:
-                if spent[name] < self.budget:
-                    begun = time.perf_counter()
-                    found[name].append(run(sides[name], n))
-                    spent[name] += time.perf_counter() - begun
-        return found
-
     def one_row(self, form: str, decode: bool, prefill: bool) -> None:
         """Measure prompts of all lengths, and single steps after them."""
         cases = {SHORT: (decode, False), MIDDLE: (False, prefill), LONG: (decode, prefill)}
-        with self.opened(form) as sides:
-            warm = {name: side.run(drawn(WARM, 0), 4) for name, side in sides.items()}
-            for tokens, (steps, prompts) in cases.items():
-                if not steps and not prompts:
-                    continue
-                able = self._able(form, sides, warm, tokens)
+        ran = {tokens: dict[str, list[Ran]]() for tokens, wanted in cases.items() if any(wanted)}
+        for names, rounds, budget in self.groups(form):
+            with self.opened(names, form) as sides:
+                warm = {name: side.run(drawn(WARM, 0), 4) for name, side in sides.items()}
+                for tokens, found in ran.items():
+                    able = self._able(form, sides, warm, tokens, budget)
 
-                def run(side: Side, n: int, tokens: int = tokens, steps: bool = steps) -> Ran:
-                    return side.run(drawn(tokens, n), 1 + STEPS * steps)
+                    def run(side: Side, n: int, tokens: int = tokens) -> Ran:
+                        return side.run(drawn(tokens, n), 1 + STEPS * cases[tokens][0])
 
-                ran = self.take_turns(able, run, max(1, self.rounds // 2) if tokens == LONG else self.rounds)
-                row: dict[str, Any] = {"form": form, "tokens": tokens}
-                if steps:
-                    seconds = {name: [s for one in own for s in one.step_seconds] for name, own in ran.items()}
-                    self.results.parts["decode"].append({**row, "seconds": seconds, "same": same_tokens(ran)})
-                if prompts:
-                    seconds = {name: [one.prompt_seconds for one in own] for name, own in ran.items()}
-                    self.results.parts["prefill"].append({**row, "seconds": seconds})
-                self.results.say(f"{form}: prompts of {tokens} tokens")
+                    found |= take_turns(able, run, max(1, rounds // 2) if tokens == LONG else rounds)
+                    self.results.say(f"{form}: prompts of {tokens} tokens, {' and '.join(able) or 'nobody'}")
+        for tokens, found in ran.items():
+            steps, prompts = cases[tokens]
+            row: dict[str, Any] = {"form": form, "tokens": tokens}
+            if steps:
+                seconds = {name: [s for one in own for s in one.step_seconds] for name, own in found.items()}
+                self.results.parts["decode"].append({**row, "seconds": seconds, "same": same_tokens(found)})
+            if prompts:
+                seconds = {name: [one.prompt_seconds for one in own] for name, own in found.items()}
+                self.results.parts["prefill"].append({**row, "seconds": seconds})
 
-    def _able(self, form: str, sides: dict[str, Side], warm: dict[str, Ran], tokens: int) -> dict[str, Side]:
+    def _able(
+        self, form: str, sides: dict[str, Side], warm: dict[str, Ran], tokens: int, budget: float
+    ) -> dict[str, Side]:
         """Return the contestants that read so many tokens within the budget, judged by the warm-up."""
         found = {}
         for name, side in sides.items():
             expected = warm[name].prompt_seconds * tokens / WARM
-            if name == OURS or expected < self.budget:
+            if name == OURS or expected < budget:
                 found[name] = side
             else:
                 self.results.leave_out(f"{name}, {form}, {tokens} tokens: would take {expected:.0f} s")
         return found
 
     def many_rows(self, form: str) -> None:
-        """Measure eight prompts that are continued together."""
-        with self.opened(form, ROWS) as sides:
-            prompts = [[drawn(SHORT, 10 * n + row) for row in range(ROWS)] for n in range(self.rounds)]
+        """Measure eight prompts that lineate and llama.cpp continue together."""
+        prompts = [[drawn(SHORT, 10 * n + row) for row in range(ROWS)] for n in range(self.rounds)]
+        names, rounds, _ = self.groups(form)[0]
+        with self.opened(names, form, ROWS) as sides:
             for side in sides.values():
-                side.together(prompts[0], 4)
-            rates = self.take_turns(sides, lambda side, n: side.together(prompts[n], 1 + STEPS), self.rounds)
+                side.together(prompts[0], 3)
+            rates = take_turns(sides, lambda side, n: side.together(prompts[n], 1 + STEPS), rounds)
         self.results.parts["batch"].append({"form": form, "rows": ROWS, "tokens_per_second": rates})
         self.results.say(f"{form}: {ROWS} rows")
 
     def memory(self, form: str) -> None:
         """Find the resident bytes of fresh processes."""
         files, row = self.opener.files, dict[str, Any]()
-        for name in self.sides:
-            if not takes_part(name, form) or (name, form) in self.failed:
-                continue
+        for name in (name for names, *_ in self.groups(form) for name in names):
             if name == LLAMA:
                 with self.opener.llama(form) as llama:
                     llama.run(list(range(SHORT)), 2)
@@ -208,6 +207,15 @@ class Measurer:
         row = {"form": form, "bytes": side.step_bytes, "read_seconds": reads, "step_seconds": steps}
         self.results.parts["read"].append({**row, "part": min(reads) / min(steps)})
         self.results.say(f"{form}: plain reads")
+
+
+def take_turns(sides: dict[str, Side], run: Callable[[Side, int], Any], rounds: int) -> dict[str, list[Any]]:
+    """Call run(side, round) for all in turn, in the other order every second round."""
+    found = {name: list[Any]() for name in sides}
+    for n in range(rounds):
+        for name in list(sides)[:: -1 if n % 2 else 1]:
+            found[name].append(run(sides[name], n))
+    return found
 
 
 def same_tokens(ran: dict[str, list[Ran]]) -> dict[str, float]:
@@ -279,8 +287,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=float, default=30, help="seconds that one case may take one contestant")
+    parser.add_argument("--rounds", type=int, default=2, help="of lineate and llama.cpp; half as many of long prompts")
+    parser.add_argument(
+        "--budget", type=float, default=40, help="seconds that a prompt may take llama.cpp; others half"
+    )
     parser.add_argument("--train-steps", type=int, default=400, help="steps of the trained model of the errors")
     args = parser.parse_args()
     parts, forms = listed(args.parts, PARTS, "--parts"), listed(args.forms, tuple(BITS), "--forms")
