@@ -128,9 +128,15 @@ def meter(allocate: Callable[[int], Any], size: int = 2**26) -> float:
     return float(peak_extra_bytes(lambda: allocate(size))["bytes"]) / size
 
 
-def _status_bytes(name: str) -> int:
+def resident_bytes(process: int | str = "self") -> dict[str, int]:
+    """Return the resident bytes of a process: all, those of its own, and those that files back; 0 without /proc."""
+    names = {"all": "VmRSS", "own": "RssAnon", "files": "RssFile"}
+    return {key: _status_bytes(name, process) for key, name in names.items()}
+
+
+def _status_bytes(name: str, process: int | str = "self") -> int:
     try:
-        found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
     except OSError:
         return 0
     return 1024 * int(found[1]) if found else 0

@@ -2,10 +2,11 @@
 
 llama.cpp's own `qwen3next` wants experts. Qwen3.5 (`qwen35`) has the same layers with dense feed-forwards, and other
 orders of weights. Its rotary frequencies take turns between the three axes of an image, whose positions are all the
-same in a text. The file is written with the package `gguf`; `tensors` needs torch alone.
+same in a text. The file is written with the package `gguf`, which also rounds weights to fewer bits; `tensors` needs
+torch alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 ARCHITECTURE = "qwen35"
+TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0"}
+"""The types that matrices can be written in, and what llama.cpp calls such a file."""
 LAYER = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "post_attention_norm.weight",
@@ -84,10 +87,20 @@ def _linear(config: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def write_gguf(model: Any, path: Path) -> None:
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor is a matrix that may be written with fewer bits; convolutions and vectors stay in float32."""
+    return len(shape) == 2 and "conv1d" not in name
+
+
+def write_gguf(model: Any, path: Path, type: str = "F32") -> None:
     """Write a Qwen3NextForCausalLM with dense feed-forwards; its tokens are called t0, t1, ..., and the last one ends.
 
     The vocabulary is there because llama.cpp wants one. Requests send token ids.
+
+    Args:
+        model: transformers' model.
+        path: the file.
+        type: of matrices, a key of TYPES; the columns of all matrices must be multiples of 32 for Q8_0 and Q4_0.
     """
     import gguf
 
@@ -112,7 +125,7 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
     writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType[TYPES[type]])
 
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -121,8 +134,13 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.add_token_merges(["t 0"])
     writer.add_bos_token_id(config.vocab_size - 1)
     writer.add_eos_token_id(config.vocab_size - 1)
+    kind = gguf.GGMLQuantizationType[type]
     for name, tensor in tensors(config, model.state_dict()):
-        writer.add_tensor(name, tensor.detach().contiguous().numpy())
+        values = tensor.detach().contiguous().numpy()
+        if type == "F32" or not is_matrix(name, values.shape):
+            writer.add_tensor(name, values)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

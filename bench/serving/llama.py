@@ -6,11 +6,15 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 SLOT = "slot.bin"
+FLOAT32 = {"--cache-type-k": "f32", "--cache-type-v": "f32", "--flash-attn": "off"}
+"""Options with which it computes in float32; its defaults round keys, values and products of attention to 16 bits."""
 # What its log says about states that it keeps, finds, drops or lacks.
 EVENTS = re.compile(
     r"(forcing full prompt re-processing|(?:restored|created|erasing old|erased invalidated) context checkpoint.*)"
@@ -27,6 +31,14 @@ class Asked(NamedTuple):
     log: tuple[str, ...] = ()  # what the server's log says of states
 
 
+class Completed(NamedTuple):
+    """What the server itself says of one prompt and its answer."""
+
+    prompt_seconds: float
+    step_seconds: list[float]  # of each token after the first
+    tokens: list[int]
+
+
 def version_of(binary: Path) -> str:
     """Return what the server says of its version and its compiler, in one line."""
     done = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
@@ -38,17 +50,27 @@ def version_of(binary: Path) -> str:
 class LlamaServer:
     """A server with one slot. What that holds at the first stop goes to a file, from which every later start has it.
 
-    It computes in float32, as the other contestants do; its defaults round keys, values and products of attention to
-    16 bits. All other options are the defaults.
+    Args:
+        binary: the program.
+        model: the GGUF file.
+        folder: where its log and its slot's file go.
+        context: tokens that its slots have room for together.
+        threads: of the program.
+        options: more options; by default those with which it computes in float32, as other contestants do.
     """
 
-    def __init__(self, binary: Path, model: Path, folder: Path, context: int, threads: int) -> None:
+    def __init__(
+        self,
+        binary: Path,
+        model: Path,
+        folder: Path,
+        context: int,
+        threads: int,
+        options: Mapping[str, Any] = FLOAT32,
+    ) -> None:
         self.binary, self.model, self.folder = binary, model, folder
         self.log, self.told = folder / "server.log", 0
-        self.options = {
-            "--ctx-size": context, "--parallel": 1, "--threads": threads,
-            "--cache-type-k": "f32", "--cache-type-v": "f32", "--flash-attn": "off", "--log-verbosity": 4,
-        }  # fmt: skip
+        self.options = {"--ctx-size": context, "--parallel": 1, "--threads": threads, "--log-verbosity": 4, **options}
         self.start()
 
     def __enter__(self) -> Self:
@@ -120,6 +142,33 @@ class LlamaServer:
                 timings = event.get("timings", timings)
         assert len(tokens) == new
         return Asked(first - begun, timings["prompt_n"], tokens, timings["prompt_ms"] / 1e3, self._events())
+
+    def complete(self, ids: Sequence[int], new: int) -> Completed:
+        """Read a prompt anew; return the likeliest tokens, and the times that the server gives after every token."""
+        body = {"prompt": list(ids), "n_predict": new, "temperature": 0, "stream": True, "ignore_eos": True}
+        body |= {"return_tokens": True, "timings_per_token": True, "cache_prompt": False}
+        tokens, prompt, made = list[int](), 0.0, list[float]()
+        for line in self._post("/completion", body):
+            if line.startswith(b"data: "):
+                event = json.loads(line.removeprefix(b"data: "))
+                if event["tokens"]:
+                    tokens += event["tokens"]
+                    prompt = event["timings"]["prompt_ms"] / 1e3
+                    made.append(event["timings"]["predicted_ms"] / 1e3)
+        assert len(tokens) == len(made) == new
+        return Completed(prompt, [after - before for before, after in pairwise(made)], tokens)
+
+    def complete_together(self, prompts: Sequence[Sequence[int]], new: int) -> list[float]:
+        """Ask for answers to all prompts at once; return the tokens per second of each after its first token."""
+
+        def ask(ids: Sequence[int]) -> float:
+            body = {"prompt": list(ids), "n_predict": new, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+            timings = json.loads(self._post("/completion", body).read())["timings"]
+            assert timings["predicted_n"] == new
+            return 1e3 * (new - 1) / timings["predicted_ms"]  # the time begins with the first token
+
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            return list(clients.map(ask, prompts))
 
     def log_probabilities(self, ids: Sequence[int], vocab: int) -> dict[int, float]:
         """Return the log-probability of each next token."""
