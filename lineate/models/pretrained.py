@@ -45,6 +45,11 @@ def without_memory(make: Callable[[HybridConfig], AnyModel], config: HybridConfi
         return make(config)
 
 
+def open_checkpoint(name: str | Path) -> Checkpoint:
+    """Open a folder, or a name on the hub, which is downloaded if necessary."""
+    return Checkpoint.open(find_folder(name))
+
+
 def load_pretrained(
     make: Callable[[HybridConfig], AnyModel],
     name: str | Path,
@@ -62,7 +67,7 @@ def load_pretrained(
     chosen = None if dtype is None or dtype == "auto" else parse_dtype(dtype, also=("auto",))
     form = None if weights is None else find_format(weights)
     check_target(device)
-    checkpoint = Checkpoint.open(find_folder(name))
+    checkpoint = open_checkpoint(name)
     config = read_config(checkpoint)
     if not prediction:
         config = replace(config, prediction=False)
