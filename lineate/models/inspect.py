@@ -150,7 +150,7 @@ def rows(found: Description) -> list[tuple[str, str]]:
     if found.weights is not None:
         lines.append(("large weights", f"{found.weights}, {FORMATS[found.weights].bits} bits"))
     bits = ", ".join(f"{_bytes(n)} at {bits} bits" for bits, n in found.weight_bytes.items())
-    lines.append(("in memory, small", f"{bits} (lineate quantize, or --bits)"))
+    lines.append(("weights in memory", f"{bits}; see --bits"))
     if (wide := why_wide(getattr(torch, found.state_dtype))) is not None:
         lines.append(("on this CPU", wide))
     fixed = found.memory_bytes + found.conv_bytes
