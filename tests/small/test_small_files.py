@@ -190,7 +190,7 @@ def test_damaged_files_are_refused_before_anything_is_allocated(case, tmp_path, 
     def refuse(*_: object, **__: object) -> Tensor:
         raise AssertionError("something was allocated")
 
-    monkeypatch.setattr("lineate.models.files.filling._empty", refuse)
+    monkeypatch.setattr("lineate.models.files.loading.allocate", refuse)
     with pytest.raises(CheckpointError, match=message) as error:
         HybridLM.from_pretrained(tmp_path / "bad", progress=False)
     assert str(tmp_path / "bad") in str(error.value)
