@@ -74,7 +74,9 @@ def test_product_of_a_model(path, form, n, k, rows):
     assert torch.equal(found, small_products.multiply(x, codes)), "the bits changed"
     other = draw(rows, k)
     other[rows // 2] = x[rows // 2]
-    assert torch.equal(small_products.multiply(other, codes)[rows // 2], found[rows // 2]), "another row changed the bits"
+    assert torch.equal(small_products.multiply(other, codes)[rows // 2], found[rows // 2]), (
+        "another row changed the bits"
+    )
     parts = small_products.parts_of(x, codes)
     if parts > 1:
         assert_near(small_products.multiply(x, codes, parts=parts).sum(0), expected, path)

@@ -74,7 +74,12 @@ def _power(n):
 @gluon.constexpr_function
 def _code_layout(groups, tiles, steps, columns, WK, WM):
     """Lay out codes `groups tiles steps 16 columns` as the left operand has them, 4 rows of a tile in a thread."""
-    registers = [*_steps(columns, 4, 5), *_steps(4, 3, 5), *_steps(steps // 4, 2, 5, 4), *_steps(groups // WK, 0, 5, WK)]
+    registers = [
+        *_steps(columns, 4, 5),
+        *_steps(4, 3, 5),
+        *_steps(steps // 4, 2, 5, 4),
+        *_steps(groups // WK, 0, 5, WK),
+    ]
     lanes = [*_steps(4, 2, 5), *_steps(4, 3, 5, 4), *_steps(2, 1, 5)]
     warps = [*_steps(WM, 1, 5, 2), *_steps(WK, 0, 5)]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [groups, tiles, steps, 16, columns])
@@ -122,21 +127,13 @@ def _numbers(words, dtype: gl.constexpr, BITS: gl.constexpr, layout: gl.constexp
     """Return code - zero of words `groups tiles steps 16`, `groups tiles steps 16 columns`, in the order above."""
     words, _ = gl.broadcast(gl.expand_dims(words, 4), gl.zeros(layout.shape, gl.int32, layout))
     if BITS == 4 and dtype == gl.bfloat16:
-        made = gl.inline_asm_elementwise(
-            _BFLOAT16_4, _FOUR, [words], dtype=gl.bfloat16, is_pure=True, pack=8
-        )
+        made = gl.inline_asm_elementwise(_BFLOAT16_4, _FOUR, [words], dtype=gl.bfloat16, is_pure=True, pack=8)
     elif BITS == 4:
-        made = gl.inline_asm_elementwise(
-            _FLOAT16_4, _FOUR, [words], dtype=gl.float16, is_pure=True, pack=8
-        )
+        made = gl.inline_asm_elementwise(_FLOAT16_4, _FOUR, [words], dtype=gl.float16, is_pure=True, pack=8)
     elif dtype == gl.bfloat16:
-        made = gl.inline_asm_elementwise(
-            _BFLOAT16_8, _EIGHT, [words], dtype=gl.bfloat16, is_pure=True, pack=4
-        )
+        made = gl.inline_asm_elementwise(_BFLOAT16_8, _EIGHT, [words], dtype=gl.bfloat16, is_pure=True, pack=4)
     else:
-        made = gl.inline_asm_elementwise(
-            _FLOAT16_8, _EIGHT, [words], dtype=gl.float16, is_pure=True, pack=4
-        )
+        made = gl.inline_asm_elementwise(_FLOAT16_8, _EIGHT, [words], dtype=gl.float16, is_pure=True, pack=4)
     return made
 
 

@@ -3,8 +3,8 @@
     y_r = sum_g scale_rg sum_c (code_rc - zero) x_c      with what a block does around the product (products.py)
 
 Codes are read as words of 4 bytes: word p of a row of a tile has columns 4p to 4p+3 (8 bits), or columns c to c+3 in
-the low halves of its bytes and c+16 to c+19 in the high ones, c = 32 (p / 4) + 4 (p % 4) (4 bits). All sums are float32.
-On Hopper hopper/small_rows.py multiplies rows of 16 bits instead.
+the low halves of its bytes and c+16 to c+19 in the high ones, c = 32 (p / 4) + 4 (p % 4) (4 bits). All sums are
+float32. On Hopper hopper/small_rows.py multiplies rows of 16 bits instead.
 """
 
 import triton
@@ -17,7 +17,7 @@ from lineate.kernels.layers.rows import _sigmoid
 
 @triton.jit
 def _number(words, AT: tl.constexpr, BITS: tl.constexpr):
-    """Return the code at this bit of each word, minus the code of 0, in float32: 2^23 + code has the code at its end."""
+    """Return the code at this bit of each word, minus the code of 0, in float32: 2^23 + code ends in the code."""
     code = (words >> AT) & ((1 << BITS) - 1)
     return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
 
@@ -54,8 +54,8 @@ def multiply_small(
 ):  # fmt: skip
     """16 channels of a row of y `rows N` from x `rows K`; codes are words; what is None is left out.
 
-    GATED: y is silu(first half) times second half, of N channels each. experts: row i of y is that of row i / EVERY of x
-    and of weight experts[i] of many. The first CHANNELS channels are convolved with taps `CHANNELS SIZE` after past
+    GATED: y is silu(first half) times second half, of N channels each. experts: row i of y is that of row i / EVERY of
+    x and of weight experts[i] of many. The first CHANNELS channels are convolved with taps `CHANNELS SIZE` after past
     `rows CHANNELS SIZE-1`.
     """
     TILES: tl.constexpr = (N + 15) // 16

@@ -185,10 +185,7 @@ def _shape(rows: int, bits: int, k: int) -> dict[str, int]:
 
 
 def decoded(weight: Codes, dtype: torch.dtype, first: int = 0, tiles: int | None = None) -> Tensor:
-    """Return the rows of so many tiles from tile `first` on, `rows k`; None: all tiles, of all experts if there are any.
-
-    The dtype is one that kernels store.
-    """
+    """Return the rows of so many tiles from tile `first` on, `rows k`; None: all, of all experts if there are any."""
     flat_codes, flat_scales = weight.codes.flatten(0, -5), weight.scales.flatten(0, -3)
     k, bits = weight.columns, weight.bits
     if weight.codes.dim() == 6:
@@ -223,6 +220,11 @@ def decoded_rows(weight: Codes, ids: Tensor, dtype: torch.dtype) -> Tensor:
                 num_warps=4, **overlap_options(ids.device),
             )  # fmt: skip
     return y
+
+
+def linear(x: Tensor, weight: Codes) -> Tensor:
+    """Return x weight^T `rows n` of any number of rows."""
+    return multiply(x, weight) if serves(x, weight) else multiply_many(x, weight)
 
 
 def multiply_many(x: Tensor, weight: Codes) -> Tensor:
