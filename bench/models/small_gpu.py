@@ -40,7 +40,8 @@ def config_of(hidden: int, layers: int) -> HybridConfig:
     heads = max(1, hidden // 128)
     return HybridConfig(
         32768, hidden, layers, "GGGA", linear=LinearConfig(max(1, heads // 2), heads, 128, 128),
-        attention=AttentionConfig(heads, max(1, heads // 4), 128, rotary_dim=64), feed=FeedConfig(hidden * 43 // 512 * 32),
+        attention=AttentionConfig(heads, max(1, heads // 4), 128, rotary_dim=64),
+        feed=FeedConfig(hidden * 43 // 512 * 32),
     )  # fmt: skip
 
 
