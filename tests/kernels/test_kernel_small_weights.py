@@ -46,7 +46,7 @@ def rms(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (weight.double() + shift)
 
 
-SIZES = [(16, 32), (1, 64), (40, 96), (33, 544), (100, 2080)]
+SIZES = [(16, 32), (3, 64), (40, 96), (33, 544), (100, 2080)]
 ON_GPU = [(4096, 4096), (1000, 11008), (12352, 4096), (64, 128)]
 
 
