@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.half import linear, matmul
-from lineate.layers.gpu import kernels_for
+from lineate.layers.gpu import coded, kernels_for, uncoded
 from lineate.layers.projection import project
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
-from lineate.small.weight import SmallWeight
+from lineate.small import SmallWeight
+from lineate.tracing import is_eager, needs_grad
 
 GATHERED = 16
 """Up to this many pairs of token and expert, a GPU copies the weights of each: fewer launches than sorting."""
@@ -182,10 +183,11 @@ class MixtureOfExperts(nn.Module):
 
         For few tokens, and in bfloat16, nothing waits for a count, so that a CUDA graph can capture it.
         """
-        if isinstance(self.experts_down, SmallWeight):  # whose experts are read one by one, never all at once
-            return self.run_sorted(tokens, chosen, self.one_by_one)
-        if chosen.numel() <= GATHERED:
+        small = coded(self.experts_gate_up) is not None and kernels_for(tokens) is not None
+        if chosen.numel() <= (max(GATHERED, 2 * self.count) if small else GATHERED):  # a small weight is not copied
             return self.run_gathered(tokens, chosen)
+        if isinstance(self.experts_down, SmallWeight):  # many experts are read one by one, never all at once
+            return self.run_sorted(tokens, chosen, self.one_by_one)
         even = all(n % 8 == 0 for n in self.experts_down.shape[1:])  # rows of 16 bytes
         if tokens.dtype == self.experts_down.dtype == torch.bfloat16 and even:  # autocast leaves weights in float32
             return self.run_sorted(tokens, chosen, self.grouped)
@@ -194,12 +196,31 @@ class MixtureOfExperts(nn.Module):
         return self.run_sorted(tokens, chosen, self.one_by_one)
 
     def run_gathered(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """Run the experts on copies of their weights, one for each token and expert."""
+        """Run the experts on copies of their weights, one for each token and expert; small ones are not copied."""
         experts = chosen.flatten()
+        if not needs_grad(tokens) and kernels_for(tokens) is not None and is_eager(tokens, chosen):
+            small = self._gathered_small(tokens, experts)
+            if small is not None:
+                return small.view(*chosen.shape, -1)
         x = tokens[:, None, :].expand(-1, self.active, -1).flatten(0, 1)  # pairs hidden
-        made = torch.bmm(self.experts_gate_up.index_select(0, experts), x[..., None])[..., 0]
-        made = torch.bmm(self.experts_down.index_select(0, experts), self._activated(made)[..., None])[..., 0]
+        made = torch.bmm(_chosen(self.experts_gate_up, experts), x[..., None])[..., 0]
+        made = torch.bmm(_chosen(self.experts_down, experts), self._activated(made)[..., None])[..., 0]
         return made.view(*chosen.shape, -1)
+
+    def _gathered_small(self, tokens: Tensor, experts: Tensor) -> Tensor | None:
+        """Return the outputs of a token's experts, `pairs hidden`, if all weights have 8 or 4 bits."""
+        gate_up, down = coded(self.experts_gate_up), coded(self.experts_down)
+        if gate_up is None or down is None:
+            return None
+        from lineate.kernels.layers import small_products  # triton, at its first use
+
+        gated = self.kind == "swiglu" and small_products.takes_gate(gate_up)
+        made = small_products.multiply_experts(
+            tokens.contiguous(), gate_up, experts, every=self.active, gated=gated
+        )  # fmt: skip
+        return small_products.multiply_experts(
+            made if gated else self._activated(made), down, experts, every=1, gated=False
+        )  # fmt: skip
 
     def run_all(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """Run all experts on all tokens, and keep the outputs of the chosen experts."""
@@ -231,3 +252,11 @@ class MixtureOfExperts(nn.Module):
 
     def _activated(self, made: Tensor) -> Tensor:
         return glu(made) if self.kind == "swiglu" else squared_relu(made)
+
+
+def _chosen(weight: Tensor, experts: Tensor) -> Tensor:
+    """Return the weights of these experts; of a weight of 8 or 4 bits, no others are decoded."""
+    if not isinstance(weight, SmallWeight) or weight.scales is None:
+        return uncoded(weight).index_select(0, experts)
+    few = weight.with_parts(lambda part: part.index_select(0, experts))
+    return SmallWeight(few.codes, few.scales, (len(experts), *weight.shape[1:]), weight.dtype).decoded()

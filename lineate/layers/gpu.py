@@ -3,11 +3,16 @@
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lineate.dispatch import kernels_run
+from lineate.small import SmallWeight
+
+if TYPE_CHECKING:
+    from lineate.kernels.layers.small_products import Codes
 
 
 def kernels_for(*tensors: Tensor | None) -> ModuleType | None:
@@ -35,3 +40,19 @@ def overlapping() -> AbstractContextManager[None]:
     from lineate.kernels import launching  # triton, at its first use
 
     return launching.overlapping()
+
+
+def coded(weight: Tensor) -> "Codes | None":
+    """Return a weight of 8 or 4 bits on a GPU as kernels take it; None: it is another one."""
+    if not isinstance(weight, SmallWeight) or weight.scales is None or not weight.is_cuda:
+        return None
+    from lineate.kernels.layers.small_products import Codes  # triton, at its first use
+
+    return Codes(weight.codes, weight.scales, weight.shape[-2])
+
+
+def uncoded(weight: Tensor) -> Tensor:
+    """Return the numbers of a weight that is kept small but in its own dtype; others as they are."""
+    if isinstance(weight, SmallWeight) and weight.scales is None and weight.codes.dtype == weight.dtype:
+        return weight.codes
+    return weight

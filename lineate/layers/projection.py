@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.half import LinearThroughFloat32, half_dtype, has_few_rows, linear
-from lineate.layers.gpu import overlaps
-from lineate.tracing import PLAIN_TENSORS, needs_grad
+from lineate.layers.gpu import overlaps, uncoded
+from lineate.tracing import needs_grad
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
@@ -33,12 +33,12 @@ def _few_rows(x: Tensor, module: nn.Linear) -> Tensor | None:
     """Return module(x) of the few rows that a step or a trail in a graph has, if a kernel of ours multiplies them."""
     from lineate.kernels.layers import products  # triton, at its first use
 
-    rows = x.reshape(-1, x.shape[-1])
-    if module.bias is not None or needs_grad(x, module.weight) or torch.is_autocast_enabled("cuda"):
+    rows, weight = x.reshape(-1, x.shape[-1]), uncoded(module.weight)
+    if module.bias is not None or needs_grad(x, weight) or torch.is_autocast_enabled("cuda"):
         return None
-    if type(module.weight) not in PLAIN_TENSORS or not products.serves_few(rows, module.weight):
+    if not products.serves_few(rows, weight):
         return None
-    return products.product_few(rows, module.weight).view(*x.shape[:-1], -1)
+    return products.product_few(rows, weight).view(*x.shape[:-1], -1)
 
 
 def _is_bare(module: nn.Linear) -> bool:

@@ -20,12 +20,13 @@ from lineate.layers.attention import GatedAttention, reads_own_length
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.entry import check_call
 from lineate.layers.feed import SwiGLU, glu
-from lineate.layers.gpu import kernels_for, overlaps
+from lineate.layers.gpu import coded, kernels_for, overlaps, uncoded
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory
+from lineate.small import SmallWeight
 from lineate.tracing import PLAIN_TENSORS, is_eager
 
 _KNOWN = frozenset(
@@ -180,10 +181,15 @@ def _convolved(
     x: Tensor, module: nn.Linear, norm: RMSNorm, convolution: tuple[Tensor, Tensor] | None, width: int
 ) -> tuple[Tensor, Tensor]:
     """Return the first `width` channels of module(norm(x)), convolved, and all channels, the others as they are."""
-    from lineate.kernels.layers import products  # triton, at its first use
+    from lineate.kernels.layers import products, small_products  # triton, at its first use
     from lineate.kernels.layers.ops import convolve_in_place
 
-    if convolution is None or products.serves_one(x, module.weight) or products.serves_few(x, module.weight):
+    weight, small = uncoded(module.weight), coded(module.weight)
+    if small is None:
+        inside = products.serves_one(x, weight) or products.serves_few(x, weight)
+    else:
+        inside = small_products.serves(x, small)
+    if convolution is None or inside:
         y = _enter(x, norm, module, convolution=convolution)
         return y[:, :width], y
     y = _enter(x, norm, module)
@@ -204,9 +210,18 @@ def _enter(
     gated: silu of its first half times its second. convolution: the taps and last inputs of its first channels, for
     rows that a kernel of ours multiplies.
     """
-    from lineate.kernels.layers import products  # triton, at its first use
+    from lineate.kernels.layers import products, small_products  # triton, at its first use
 
-    weight, bias = module.weight, module.bias
+    weight, small, bias = uncoded(module.weight), coded(module.weight), module.bias
+    if small is not None and small_products.serves(x, small):
+        gates = gated and bias is None and small_products.takes_gate(small)
+        around = None
+        if normed is None and small_products.takes_norm(x):
+            normed, around = x, (norm.weight, norm.eps, norm.zero_centred)
+        elif normed is None:
+            normed = norm(x)
+        y = small_products.multiply(normed, small, bias, norm=around, gated=gates, convolution=convolution)
+        return glu(y) if gated and not gates else y
     if products.serves_one(x, weight) and not (gated and bias is not None):
         around = (norm.weight, norm.eps, norm.zero_centred)
         return products.product_one(x, weight, bias, norm=around, gated=gated, convolution=convolution)
@@ -222,7 +237,9 @@ def _leave(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None = None)
     """Return x + module(y) of y `rows k`, and its norm `then`, where it is made on the way."""
     from lineate.kernels.layers import products  # triton, at its first use
 
-    weight, bias = module.weight, module.bias
+    weight, bias = uncoded(module.weight), module.bias
+    if coded(weight) is not None:
+        return _leave_small(y, module, x, then)
     if products.serves_one(y, weight):
         return products.product_one(y, weight, bias, residual=x), None
     if bias is not None:
@@ -234,6 +251,23 @@ def _leave(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None = None)
     if overlaps(x.device):  # in a graph that is being recorded nobody else has x, so it need not be kept
         return x.addmm_(y, weight.t()), None
     return torch.addmm(x, y, weight.t()), None
+
+
+def _leave_small(y: Tensor, module: nn.Linear, x: Tensor, then: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
+    """Run _leave for a weight of 8 or 4 bits."""
+    from lineate.kernels.layers import products, small_products  # triton, at its first use
+
+    small = coded(module.weight)
+    if small is None or not small_products.serves(y, small):
+        return x + F.linear(y, module.weight, module.bias), None
+    parts = 1 if module.bias is not None or x.shape[1] > products.WIDEST else small_products.parts_of(y, small)
+    if (len(y) == 1 and parts == 1) or module.bias is not None:
+        return small_products.multiply(y, small, module.bias, residual=x), None
+    sums = small_products.multiply(y, small, parts=parts)
+    if x.shape[1] > products.WIDEST:
+        return x + sums, None
+    around = None if then is None else (then.weight, then.eps, then.zero_centred)
+    return products.add_and_norm(x, sums.view(-1, *x.shape), around)
 
 
 def _are_bare(*modules: nn.Module) -> bool:
@@ -248,6 +282,7 @@ def _are_bare(*modules: nn.Module) -> bool:
             or "forward" in vars(module)
         ):
             return False
-        if not all(x is None or (type(x) in PLAIN_TENSORS and x.is_contiguous()) for x in module._parameters.values()):
+        known = (*PLAIN_TENSORS, SmallWeight) if type(module) is nn.Linear else PLAIN_TENSORS
+        if not all(x is None or (type(x) in known and x.is_contiguous()) for x in module._parameters.values()):
             return False
     return True

@@ -1,5 +1,8 @@
 """x weight^T for a weight of 8 or 4 bits, with the gradient of x; the weight itself is frozen."""
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,11 +10,12 @@ from torch import Tensor
 from lineate.native import small as native
 from lineate.native.build import why_not
 from lineate.registrar import register_op
-from lineate.small.format import TILE, decode
-from lineate.tracing import constant_in_graphs
+from lineate.small.format import TILE, decode, decode_rows
+from lineate.tracing import constant_in_graphs, is_eager
 
 BLOCK = 2**20
 """Elements that are decoded at a time."""
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def small_linear(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
@@ -25,8 +29,41 @@ def _ready() -> bool:
     return why_not() is None
 
 
+def decoded(codes: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight `rows columns`, or `experts rows columns`, in this dtype."""
+    if _on_gpu(codes, dtype) and codes.dim() in (5, 6):
+        from lineate.kernels.layers import small_products  # triton, at its first use
+
+        return small_products.decoded(small_products.Codes(codes, scales, rows), dtype)
+    return decode(codes, scales, rows).to(dtype)
+
+
+def looked_up(codes: Tensor, scales: Tensor, ids: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Return these rows of a weight `rows columns` in this dtype, `... columns`."""
+    if _on_gpu(codes, dtype):
+        from lineate.kernels.layers import small_products  # triton, at its first use
+
+        return small_products.decoded_rows(small_products.Codes(codes, scales, rows), ids, dtype)
+    return decode_rows(codes, scales, ids).to(dtype)
+
+
+def _on_gpu(codes: Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels take these codes, for numbers of this dtype."""
+    return codes.is_cuda and dtype in _KERNEL_DTYPES and _has_triton() and is_eager(codes) and codes.is_contiguous()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 def _forward(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
+    if flat.shape[0] and x.is_cuda and _on_gpu(codes, x.dtype):
+        from lineate.kernels.layers import small_products  # triton, at its first use
+
+        y = small_products.linear(flat.contiguous(), small_products.Codes(codes, scales.contiguous(), rows))
+        return y.view(*x.shape[:-1], rows)
     if x.is_cpu and x.dtype is not torch.float64 and flat.shape[0] and _ready():
         y = native.product(flat.float(), codes.contiguous(), scales.contiguous(), rows, codes.shape[-3])
     else:

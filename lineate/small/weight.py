@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lineate import checks
 from lineate.half import wide_linear
-from lineate.small.format import FORMATS, GROUP, Format, decode, decode_rows, encode
-from lineate.small.product import small_linear
+from lineate.small.format import FORMATS, GROUP, Format, encode
+from lineate.small.product import decoded, looked_up, small_linear
 from lineate.tracing import needs_grad
 
 
@@ -62,7 +62,7 @@ class SmallWeight(Tensor):
         """Return the values, a plain tensor in the weight's dtype."""
         if self.scales is None:
             return self.codes.to(self.dtype)
-        return decode(self.codes, self.scales, self.shape[-2]).to(self.dtype)
+        return decoded(self.codes, self.scales, self.shape[-2], self.dtype)
 
     def with_parts(self, run: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "SmallWeight":
         """Return the same weight with run(codes) and run(scales), such as copies on a device."""
@@ -158,7 +158,7 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *m
         return NotImplemented
     if weight.scales is None:
         return F.embedding(input, weight.codes).to(weight.dtype)
-    return decode_rows(weight.codes, weight.scales, input).to(weight.dtype)
+    return looked_up(weight.codes, weight.scales, input, weight.shape[0], weight.dtype)
 
 
 def _item(weight: Tensor, index: Any) -> Any:

@@ -22,6 +22,7 @@ from lineate.kernels.layers import rows as kernels
 from lineate.kernels.layers.convolution import _sum, _weights, _window
 from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
 from lineate.kernels.layers.rows import _sigmoid
+from lineate.tracing import PLAIN_TENSORS
 
 WIDEST = 8192
 """The most channels of a single row."""
@@ -96,6 +97,7 @@ def serves_one(x: Tensor, weight: Tensor) -> bool:
     """Whether product_one takes x `1 k` and weight `n k`."""
     return (
         x.shape[0] == 1 and x.shape[1] <= WIDEST and x.dtype in KERNEL_DTYPES and weight.dtype == x.dtype
+        and type(weight) in PLAIN_TENSORS
         and x.is_contiguous() and weight.is_contiguous()
     )  # fmt: skip
 
@@ -145,7 +147,8 @@ def serves_few(x: Tensor, weight: Tensor) -> bool:
     rows, k = x.shape
     return (
         1 < rows <= MOST_ROWS and x.is_cuda and is_hopper(x.device) and x.dtype in (torch.bfloat16, torch.float16)
-        and weight.dtype == x.dtype and k % STEP == 0 and x.is_contiguous() and weight.is_contiguous()
+        and type(weight) in PLAIN_TENSORS and weight.dtype == x.dtype and k % STEP == 0
+        and x.is_contiguous() and weight.is_contiguous()
         and weight.data_ptr() % 16 == 0
     )  # fmt: skip
 

@@ -1,0 +1,158 @@
+"""Kernels for weights of 8 and 4 bits in tiles (lineate/small/format.py): products of a row, and decoding.
+
+    y_r = sum_g scale_rg sum_c (code_rc - zero) x_c      with what a block does around the product (products.py)
+
+Codes are read as words of 4 bytes: word p of a row of a tile has columns 4p to 4p+3 (8 bits), or columns c to c+3 in
+the low halves of its bytes and c+16 to c+19 in the high ones, c = 32 (p / 4) + 4 (p % 4) (4 bits). All sums are
+float32. On Hopper hopper/small_rows.py multiplies rows of 16 bits instead.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lineate.kernels.layers.convolution import _sum, _weights, _window
+from lineate.kernels.layers.rows import _sigmoid
+
+
+@triton.jit
+def _number(words, AT: tl.constexpr, BITS: tl.constexpr):
+    """Return the code at this bit of each word, minus the code of 0, in float32: 2^23 + code ends in the code."""
+    code = (words >> AT) & ((1 << BITS) - 1)
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
+
+
+@triton.jit
+def _column(x, norm, c, has, SHIFT: tl.constexpr):
+    """Return these columns of x, times the norm's factor if there is a norm."""
+    found = tl.load(x + c, mask=has, other=0.0).to(tl.float32)
+    if norm is not None:
+        found *= tl.load(norm + c, mask=has, other=0.0).to(tl.float32) + SHIFT
+    return found
+
+
+@triton.jit
+def _products(codes, scales, x, norm, p, has, BITS: tl.constexpr, SHIFT: tl.constexpr):
+    """Return what words p of the 16 rows of a tile add to y, `p 16`."""
+    r = tl.arange(0, 16)
+    words = tl.load(codes + p[:, None] * 16 + r[None, :], mask=has[:, None], other=0)
+    c = p * 4 if BITS == 8 else p // 4 * 32 + p % 4 * 4
+    sums = tl.zeros(words.shape, tl.float32)
+    for j in tl.static_range(4):
+        sums += _number(words, 8 * j, BITS) * _column(x, norm, c + j, has, SHIFT)[:, None]
+        if BITS == 4:
+            sums += _number(words, 8 * j + 4, BITS) * _column(x, norm, c + 16 + j, has, SHIFT)[:, None]
+    factor = tl.load(scales + (p // BITS)[:, None] * 16 + r[None, :], mask=has[:, None], other=0.0)
+    return sums * factor.to(tl.float32)
+
+
+@triton.jit
+def multiply_small(
+    codes, scales, x, norm, experts, bias, residual, taps, past, y, eps,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr,
+    GATED: tl.constexpr, EVERY: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """16 channels of a row of y `rows N` from x `rows K`; codes are words; what is None is left out.
+
+    GATED: y is silu(first half) times second half, of N channels each. experts: row i of y is that of row i / EVERY of
+    x and of weight experts[i] of many. The first CHANNELS channels are convolved with taps `CHANNELS SIZE` after past
+    `rows CHANNELS SIZE-1`.
+    """
+    TILES: tl.constexpr = (N + 15) // 16
+    WORDS: tl.constexpr = K // 32 * BITS  # of a row
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    if experts is not None:
+        expert = tl.load(experts + row).to(tl.int64) * ((2 if GATED else 1) * TILES)
+        codes += expert * (WORDS * 16)
+        scales += expert * (K // 2)
+    x += (row // EVERY).to(tl.int64) * K
+    codes += tile.to(tl.int64) * (WORDS * 16)
+    scales += tile.to(tl.int64) * (K // 2)
+    sums = tl.zeros((BP, 16), tl.float32)
+    if GATED:
+        ups = tl.zeros((BP, 16), tl.float32)
+    for first in range(0, WORDS, BP):
+        p = first + tl.arange(0, BP)
+        sums += _products(codes, scales, x, norm, p, p < WORDS, BITS, SHIFT)
+        if GATED:
+            at = TILES * WORDS * 16
+            ups += _products(codes + at, scales + TILES * (K // 2), x, norm, p, p < WORDS, BITS, SHIFT)
+    found = tl.sum(sums, 0)
+    if norm is not None:
+        k = tl.arange(0, BK)
+        whole = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(whole * whole, 0) * (1.0 / K) + eps)
+        found *= scale
+    n = tile * 16 + tl.arange(0, 16)
+    has = n < N
+    if bias is not None:
+        found += tl.load(bias + n, mask=has, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(ups, 0)
+        if norm is not None:
+            up *= scale
+        found *= _sigmoid(found) * up
+    if taps is not None:
+        moves = n < CHANNELS
+        past += row.to(tl.int64) * (CHANNELS * (SIZE - 1))
+        x1, x2, x3 = _window(past, 0, past, 0, 0, n, moves, SIZE, CHANNELS)
+        w0, w1, w2, w3 = _weights(taps, n, moves, SIZE)
+        x0 = found.to(past.dtype.element_ty).to(tl.float32)  # as it is kept
+        convolved = _sum(x0, x1, x2, x3, w0, w1, w2, w3, SIZE)
+        found = tl.where(moves, convolved * _sigmoid(convolved), x0)
+        tl.debug_barrier()  # every thread has read what is overwritten now
+        past += n * (SIZE - 1)
+        tl.store(past + (SIZE - 2), x0, mask=moves)
+        if SIZE > 2:
+            tl.store(past + (SIZE - 3), x1, mask=moves)
+        if SIZE > 3:
+            tl.store(past, x2, mask=moves)
+    if residual is not None:
+        found += tl.load(residual + row.to(tl.int64) * N + n, mask=has, other=0.0).to(tl.float32)
+    tl.store(y + row.to(tl.int64) * N + n, found, mask=has)
+
+
+@triton.jit
+def _decoded(codes, scales, tile, r, c, mask, K: tl.constexpr, BITS: tl.constexpr):
+    """Return rows r of tiles at columns c, in float32; codes are bytes."""
+    G: tl.constexpr = K // 32
+    g, s = c // 32, c % 32 // 4
+    group = tile.to(tl.int64) * G + g
+    code = tl.load(codes + (group * BITS + s % BITS) * 64 + r * 4 + c % 4, mask=mask, other=0).to(tl.int32)
+    if BITS == 4:
+        code = (code >> (s // 4 * 4)) & 15
+    factor = tl.load(scales + group * 16 + r, mask=mask, other=0.0).to(tl.float32)
+    return (code - (1 << (BITS - 1))).to(tl.float32) * factor
+
+
+@triton.jit(do_not_specialize=["tile", "rows"])
+def decode_small(
+    codes, scales, y, tile, rows, K: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """A tile's rows at BK columns of y `rows K`, which begins with this tile; codes are bytes."""
+    r = tl.arange(0, 16)[:, None]
+    c = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
+    own = tl.program_id(0)
+    has = (own * 16 + r < rows) & (c < K)
+    found = _decoded(codes, scales, tile + own, r, c, has, K, BITS)
+    tl.store(y + (own.to(tl.int64) * 16 + r) * K + c, found, mask=has)
+
+
+@triton.jit
+def decode_small_rows(
+    codes, scales, ids, y, N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """Row ids[i] of a weight at BK columns of y[i]; codes are bytes. An id outside the weight gives NaN."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.program_id(0)
+    wanted = tl.load(ids + i)
+    there = (wanted >= 0) & (wanted < N)
+    c = tl.program_id(1) * BK + tl.arange(0, BK)
+    found = _decoded(codes, scales, wanted // 16, (wanted % 16).to(tl.int32), c, (c < K) & there, K, BITS)
+    tl.store(y + i.to(tl.int64) * K + c, tl.where(there, found, float("nan")), mask=c < K)

@@ -1,0 +1,240 @@
+"""Products of a few rows with a weight of 8 or 4 bits, with what a block does around them; decoded weights.
+
+Rows of 16 bits on Hopper go to the tensor cores (hopper/small_rows.py), up to MOST_ROWS of them. Others are multiplied
+one by one on the ordinary cores (small.py), up to MOST_PORTABLE_ROWS. More rows are multiplied by a decoded weight.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lineate.kernels.launching import ceil_div, is_hopper, multiprocessors, next_power, overlap_options, start
+from lineate.kernels.layers import small as kernels
+from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
+from lineate.kernels.layers.products import WIDEST, Convolution, Norm
+
+MOST_ROWS = 64
+MOST_PORTABLE_ROWS = 16
+BLOCK = 2**25
+"""Elements of a weight that are decoded at a time for many rows."""
+SHARED = 113 * 1024
+"""Shared memory of a program, of which two fit on a multiprocessor."""
+
+
+class Codes(NamedTuple):
+    """A weight in tiles (lineate/small/format.py).
+
+    Args:
+        codes: `tiles groups bits 16 4`, or `experts tiles ...`.
+        scales: `tiles groups 16`, or `experts tiles ...`.
+        rows: Of the weight.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    rows: int
+
+    @property
+    def bits(self) -> int:
+        return self.codes.shape[-3]
+
+    @property
+    def columns(self) -> int:
+        return 32 * self.scales.shape[-2]
+
+
+def uses_tensor_cores(x: Tensor) -> bool:
+    """Whether rows such as x go to the tensor cores."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and is_hopper(x.device)
+
+
+def serves(x: Tensor, weight: Codes) -> bool:
+    """Whether multiply takes x `rows k`."""
+    most = MOST_ROWS if uses_tensor_cores(x) else MOST_PORTABLE_ROWS
+    return (
+        0 < x.shape[0] <= most and x.dtype in KERNEL_DTYPES and x.is_contiguous() and x.data_ptr() % 16 == 0
+        and weight.codes.is_contiguous() and weight.scales.is_contiguous()
+        and weight.codes.data_ptr() % 16 == 0 and weight.scales.data_ptr() % 16 == 0
+    )  # fmt: skip
+
+
+def takes_norm(x: Tensor) -> bool:
+    """Whether multiply normalises these rows itself: a program has to have read all of them."""
+    return x.shape[1] <= WIDEST and (x.shape[0] == 1 or not uses_tensor_cores(x))
+
+
+def takes_gate(weight: Codes) -> bool:
+    """Whether multiply can gate: both halves are whole tiles."""
+    return weight.rows % 32 == 0
+
+
+def parts_of(x: Tensor, weight: Codes) -> int:
+    """Return into how many sums multiply had better cut k, so that every multiprocessor has a program."""
+    if not uses_tensor_cores(x):
+        return 1
+    shape = _shape(x.shape[0], weight.bits, weight.columns)
+    programs, chunks = ceil_div(weight.rows, 32 * shape["WM"]), weight.columns // 32 // (shape["C"] * shape["WK"])
+    most = max(1, min(8, chunks, multiprocessors(x.device) // programs))
+    return 1 << (most.bit_length() - 1)
+
+
+def multiply(
+    x: Tensor,
+    weight: Codes,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    convolution: Convolution | None = None,
+    residual: Tensor | None = None,
+    parts: int = 1,
+) -> Tensor:
+    """Return x weight^T `rows n` with what is given around it, without gradients.
+
+    Args:
+        x: `rows k`, which `serves` takes.
+        weight: `n k`; gated: `2n k`.
+        bias: `n`.
+        norm: Of x, where takes_norm(x).
+        gated: Whether the result is silu(first half) * second half, where takes_gate(weight).
+        convolution: Of the first channels. Launches shortly before this must not write its inputs.
+        residual: `rows n`, added at the end.
+        parts: How many sums to cut k into (parts_of): the result is then `parts rows n` in float32.
+    """
+    assert not (gated and (bias is not None or convolution is not None))
+    assert parts == 1 or not (gated or norm or bias is not None or convolution or residual is not None)
+    return _launch(x, weight, (bias, norm, convolution, residual), gated=gated, parts=parts)
+
+
+def multiply_experts(x: Tensor, weight: Codes, experts: Tensor, *, every: int, gated: bool) -> Tensor:
+    """Return row i / every of x times weight experts[i], `pairs n`.
+
+    Args:
+        x: `tokens k`.
+        weight: Of all experts, `experts n k`; gated: `experts 2n k`.
+        experts: `pairs`.
+        every: Pairs of a row of x.
+        gated: Whether the result is silu(first half) * second half, where takes_gate(weight).
+    """
+    return _launch(x, weight, (None, None, None, None), gated=gated, experts=experts.contiguous(), every=every)
+
+
+def _launch(
+    x: Tensor,
+    weight: Codes,
+    around: tuple[Tensor | None, Norm | None, Convolution | None, Tensor | None],
+    *,
+    gated: bool,
+    parts: int = 1,
+    experts: Tensor | None = None,
+    every: int = 1,
+) -> Tensor:
+    bias, norm, convolution, residual = around
+    n, k, bits = weight.rows // 2 if gated else weight.rows, weight.columns, weight.bits
+    rows = x.shape[0] if experts is None else experts.shape[0]
+    taps, past = (None, None) if convolution is None else convolution
+    assert taps is None or (taps.shape[1] in SIZES and taps.is_contiguous())
+    scale, eps, zero_centred = (None, 0.0, False) if norm is None else norm
+    sizes = (rows, n) if parts == 1 else (parts, rows, n)
+    y = torch.empty(sizes, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
+    words = weight.codes.view(torch.int32)
+    constants = {
+        "N": n, "K": k, "BITS": bits, "SHIFT": float(zero_centred), "GATED": gated, "EVERY": every,
+        "CHANNELS": 0 if taps is None else taps.shape[0], "SIZE": 1 if taps is None else taps.shape[1],
+        **overlap_options(x.device),
+    }  # fmt: skip
+    tensors = words, weight.scales, x, scale, experts, bias, residual, taps, past, y
+    with torch.cuda.device_of(x):
+        if uses_tensor_cores(x):
+            from lineate.kernels.hopper.small_rows import multiply_small_rows
+
+            assert norm is None or rows == 1
+            shape = _shape(1 if experts is not None else rows, bits, k)
+            warps = shape["WK"] * shape["WM"]
+            grid = ceil_div(n, (16 if gated else 32) * shape["WM"]) * parts, 1 if experts is None else rows
+            start(multiply_small_rows, grid)(
+                *tensors, 1 if experts is not None else rows, eps, **shape, SPLIT=parts, **constants, num_warps=warps
+            )
+        else:
+            block = min(512, next_power(k // 32 * bits))
+            start(kernels.multiply_small, (ceil_div(n, 16), rows))(
+                *tensors, eps, **constants, BP=block, BK=next_power(k), num_warps=max(1, min(8, block // 64))
+            )
+    return y
+
+
+def _shape(rows: int, bits: int, k: int) -> dict[str, int]:
+    """Return how multiply_small_rows shares the work of so many rows: see there."""
+    width = max(8, next_power(rows))
+    pairs = {8: 1, 16: 1, 32: 2, 64: 4}[width]  # of tiles; more rows of x are worth reading for more of the weight
+    warps, chunk = 8 // pairs, (4 if rows == 1 else 2) * 4 // bits
+    while warps > 1 and warps > k // 32:
+        warps //= 2
+    while chunk > 1 and chunk * warps > k // 32:
+        chunk //= 2
+    groups = chunk * warps
+    stage = groups * (2 * pairs * (64 * bits + 32) + (0 if rows == 1 else 64 * width))
+    kept = 2 * 32 * groups * next_power(ceil_div(k // 32, groups)) if rows == 1 else 0
+    stages = max(2, min(5, (SHARED - kept) // stage, 1 + ceil_div(k // 32, groups)))
+    return {"R": width, "ONE": rows == 1, "C": chunk, "WK": warps, "WM": pairs, "STAGES": stages}
+
+
+# ---- decoded weights
+
+
+def decoded(weight: Codes, dtype: torch.dtype, first: int = 0, tiles: int | None = None) -> Tensor:
+    """Return the rows of so many tiles from tile `first` on, `rows k`; None: all, of all experts if there are any."""
+    flat_codes, flat_scales = weight.codes.flatten(0, -5), weight.scales.flatten(0, -3)
+    k, bits = weight.columns, weight.bits
+    if weight.codes.dim() == 6:
+        each = weight.codes.shape[1]
+        y = torch.empty(weight.codes.shape[0], 16 * each, k, dtype=dtype, device=weight.codes.device)
+        _decode(flat_codes, flat_scales, y.flatten(0, 1), 0, bits)
+        return y[:, : weight.rows]
+    tiles = flat_codes.shape[0] - first if tiles is None else tiles
+    y = torch.empty(min(16 * tiles, weight.rows - 16 * first), k, dtype=dtype, device=weight.codes.device)
+    _decode(flat_codes, flat_scales, y, first, bits)
+    return y
+
+
+def _decode(codes: Tensor, scales: Tensor, y: Tensor, first: int, bits: int) -> None:
+    rows, k = y.shape
+    block = min(512, next_power(k))
+    with torch.cuda.device_of(y):
+        start(kernels.decode_small, (ceil_div(rows, 16), ceil_div(k, block)))(
+            codes, scales, y, first, rows, K=k, BITS=bits, BK=block, num_warps=max(1, min(8, block // 64))
+        )
+
+
+def decoded_rows(weight: Codes, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return these rows of a weight, `... k`, as an embedding looks them up; an id outside the weight gives NaN."""
+    k = weight.columns
+    y = torch.empty(*ids.shape, k, dtype=dtype, device=ids.device)
+    block = min(1024, next_power(k))
+    if y.numel():
+        with torch.cuda.device_of(y):
+            start(kernels.decode_small_rows, (ids.numel(), ceil_div(k, block)))(
+                weight.codes, weight.scales, ids.contiguous(), y, N=weight.rows, K=k, BITS=weight.bits, BK=block,
+                num_warps=4, **overlap_options(ids.device),
+            )  # fmt: skip
+    return y
+
+
+def linear(x: Tensor, weight: Codes) -> Tensor:
+    """Return x weight^T `rows n` of any number of rows."""
+    return multiply(x, weight) if serves(x, weight) else multiply_many(x, weight)
+
+
+def multiply_many(x: Tensor, weight: Codes) -> Tensor:
+    """Return x weight^T `rows n` of any number of rows, by decoding the weight in blocks."""
+    tiles = weight.codes.shape[0]
+    each = max(1, BLOCK // (16 * weight.columns))
+    if tiles <= each:
+        return F.linear(x, decoded(weight, x.dtype))
+    y = torch.empty(x.shape[0], weight.rows, dtype=x.dtype, device=x.device)
+    for first in range(0, tiles, each):
+        block = decoded(weight, x.dtype, first, min(each, tiles - first))
+        y[:, 16 * first : 16 * first + len(block)] = F.linear(x, block)
+    return y
