@@ -10,9 +10,9 @@ from torch import nn
 from lineate.layers import MixtureOfExperts, kind_of
 from lineate.models.config import HybridConfig
 from lineate.models.families import make_plan, other_family, read_config
-from lineate.models.files.hub import open_headers
 from lineate.models.files.loading import MismatchError, check_tensors, stored_dtype
 from lineate.models.hybrid import HybridLM, empty_model
+from lineate.models.opening import open_headers
 from lineate.processor import why_wide
 from lineate.terminal import console
 
@@ -66,8 +66,7 @@ def describe(folder: str | Path) -> Description:
         problem = str(error)
     sizes: dict[str, int] = {}
     for entry in checkpoint.entries.values():
-        key = str(entry.dtype).removeprefix("torch.")
-        sizes[key] = sizes.get(key, 0) + entry.nbytes
+        sizes[entry.encoding] = sizes.get(entry.encoding, 0) + entry.nbytes
     used = {piece.source for pieces in plan.pieces.values() for piece in pieces}
     dtype = stored_dtype(checkpoint)
     parameters = sum(x.numel() for x in model.parameters())

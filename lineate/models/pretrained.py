@@ -15,12 +15,12 @@ from lineate.dtypes import parse_dtype
 from lineate.models.config import HybridConfig
 from lineate.models.families import OWN, make_plan, other_family, read_config
 from lineate.models.families.values import token_ids
-from lineate.models.files.checkpoint import Checkpoint, read_json, save
+from lineate.models.files.checkpoint import read_json, save
 from lineate.models.files.companions import GENERATION, read_companions, write_companions
-from lineate.models.files.hub import find_folder
 from lineate.models.files.loading import load, stored_dtype
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.saving import check_whole
+from lineate.models.opening import open_checkpoint
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 SOURCE = "_source"
@@ -48,7 +48,7 @@ def load_pretrained(
     """
     chosen = None if dtype is None or dtype == "auto" else parse_dtype(dtype, also=("auto",))
     check_target(device)
-    checkpoint = Checkpoint.open(find_folder(name))
+    checkpoint = open_checkpoint(name)
     config = read_config(checkpoint)
     if not prediction:
         config = replace(config, prediction=False)

@@ -51,6 +51,11 @@ class Checkpoint:
         return cls(path, config, _find_entries(path))
 
     @property
+    def config_file(self) -> Path:
+        """The file that `config` comes from."""
+        return self.folder / CONFIG
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self.entries.items()}
 

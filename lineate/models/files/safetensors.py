@@ -74,6 +74,11 @@ class Entry:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def encoding(self) -> str:
+        """What its numbers are in the file."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 def read_header(file: Path) -> dict[str, Entry]:
     """Return all tensors of one file; every length, offset and shape is checked against the file's size."""
