@@ -17,6 +17,8 @@ from lineate.models.families import OWN, make_plan, other_family, read_config
 from lineate.models.families.values import token_ids
 from lineate.models.files.checkpoint import read_json, save
 from lineate.models.files.companions import GENERATION, read_companions, write_companions
+from lineate.models.files.gguf_header import read_header
+from lineate.models.files.gguf_tokenizer import gguf_companions
 from lineate.models.files.loading import load, stored_dtype
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.saving import check_whole
@@ -89,6 +91,8 @@ def _kept_files(model: nn.Module, folder: Path) -> dict[str, bytes]:
     try:
         if source is None or source.is_dir():
             return {} if source is None else read_companions(source)
+        if source.is_file():
+            return gguf_companions(read_header(source))
         why = "which is gone"
     except (CheckpointError, OSError) as error:
         why = f"whose files cannot be read ({error})"

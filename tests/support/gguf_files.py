@@ -260,6 +260,7 @@ def write(
     change: Callable[[dict[str, Any], Tensors], None] | None = None,
     decoded: bool = False,
     tokens: dict[str, Any] | None = None,
+    template: str | None = None,
     split: int = 0,
 ) -> Path:
     """Write a checkpoint's folder as a GGUF file.
@@ -271,6 +272,7 @@ def write(
         change: of the metadata (keys without the architecture) and the tensors, in place.
         decoded: whether quantised tensors are written in F32, with the values that they would have.
         tokens: keys of the tokenizer, behind tokenizer.ggml.
+        template: the chat template.
         split: tensors of a file, if there are to be several; 0: one file.
     """
     import gguf
@@ -285,6 +287,8 @@ def write(
         add(writer, f"{writer.arch}.{key}", value)
     for key, value in (tokens or {}).items():
         add(writer, f"tokenizer.ggml.{key}", value)
+    if template is not None:
+        writer.add_chat_template(template)
     for seed, (name, x) in enumerate(made.items()):
         kind, array = kind_of(name, tuple(x.shape)), x.numpy()
         number = gguf.GGMLQuantizationType[kind]
