@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import VOCAB, build
+from families import VOCAB, build, rewrite
 
+from bench.serving import gguf_writer
 from lineate.models import HybridLM
 from lineate.models.families import make_plan, read_config
 from lineate.models.files.checkpoint import Checkpoint
@@ -208,6 +209,40 @@ def test_what_each_tensor_of_the_model_is_kept_as(wide, tmp_path):
     assert kept["layers.0.feed.gate_up_proj.weight"] == "int8"  # Q8_0 and F16
     assert "norm.weight" not in kept and "layers.0.mixer.conv.weight" not in kept
     assert kept_formats(Checkpoint.open(wide), {"x": ["lm_head.weight"]}) == {}
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_the_head_of_multi_token_prediction(name, folders, tmp_path):
+    """It is the head that the folder has, which test_prediction.py compares with its equations."""
+    tensors = prediction_tensors(name)
+    folder = rewrite(folders(name), tmp_path / "folder", lambda own: own.update(tensors))
+    file = gguf_files.write(tmp_path / "model.gguf", folder)
+    ours, wanted = (HybridLM.from_pretrained(x, progress=False) for x in (file, folder))
+    assert ours.config.prediction and ours.prediction is not None and ours.config == wanted.config
+    for key, x in wanted.prediction.state_dict().items():
+        torch.testing.assert_close(ours.prediction.state_dict()[key], x, atol=3e-7, rtol=3e-7)
+    without = HybridLM.from_pretrained(file, progress=False, prediction=False)
+    assert without.prediction is None
+    torch.testing.assert_close(without(tokens(1, 9)).logits, theirs(name)(tokens(1, 9)).logits, atol=CLOSE, rtol=0)
+
+
+def prediction_tensors(name: str) -> dict[str, torch.Tensor]:
+    """Return a head made of the layer with attention."""
+    layer = {key: x for key, x in theirs(name).state_dict().items() if key.startswith("model.layers.3.")}
+    found = {key.replace("model.layers.3.", "mtp.layers.0."): x.clone() for key, x in layer.items()}
+    hidden = theirs(name).config.hidden_size
+    found["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden)
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    return found | {f"mtp.{part}.weight": torch.randn(hidden) for part in norms}
+
+
+def test_a_file_of_the_benchmarks_writer(tmp_path):
+    """bench/serving/gguf_writer.py writes Qwen3-Next with dense feed-forwards as Qwen3.5; llama.cpp reads its files."""
+    model = build("qwen3_next", mlp_only_layers=[0, 1, 2, 3, 4], linear_value_head_dim=8)
+    gguf_writer.write_gguf(model, tmp_path / "model.gguf")
+    ids = tokens(1, 40)
+    logits = HybridLM.from_pretrained(tmp_path / "model.gguf", progress=False)(ids).logits
+    torch.testing.assert_close(logits, model(ids).logits, atol=CLOSE, rtol=0)
 
 
 def test_parts_of_a_split_file(folders, tmp_path):

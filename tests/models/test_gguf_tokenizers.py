@@ -15,8 +15,8 @@ from lineate.text import has_tokenizer, load_tokenizer
 
 pytest.importorskip("gguf")
 pytest.importorskip("transformers")
-import gguf_files  # noqa: E402
-import published  # noqa: E402
+import gguf_files
+import published
 
 TEXTS = [
     "Hello, world! It's 2026.",
