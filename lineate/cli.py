@@ -1,4 +1,4 @@
-"""The commands lineate demo, inspect, train, generate, chat, serve, tasks, plan, picture, explore, learn and check."""
+"""The commands lineate demo, inspect, train, generate, chat, quantize, serve, tasks, plan, explore and others."""
 
 import importlib
 import os
@@ -98,6 +98,7 @@ def build_app() -> "typer.Typer":
     from lineate.explore.command import add_commands as add_pictures
     from lineate.explore.live.command import add_commands as add_explore
     from lineate.generation.command import add_commands as add_generation
+    from lineate.generation.quantizing import add_commands as add_quantizing
     from lineate.learn.command import add_commands as add_lessons
     from lineate.planning.command import add_commands as add_planning
     from lineate.recognise.command import add_commands as add_recognition
@@ -107,6 +108,7 @@ def build_app() -> "typer.Typer":
 
     add_training(app)
     add_generation(app)
+    add_quantizing(app)
     add_serving(app)
     add_tasks(app)
     add_lessons(app)

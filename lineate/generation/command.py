@@ -23,6 +23,7 @@ def add_commands(app: "typer.Typer") -> None:
 
     Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ...; auto: as stored.")]
     Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+    Bits = Annotated[int | None, typer.Option(help="Keep large weights in 16, 8 or 4 bits; none: as stored.")]
     Seed = Annotated[int, typer.Option(help="Seed of the draws.", min=0, max=2**63 - 1)]
     Temperature = Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)]
     TopK = Annotated[int, typer.Option(help="Only among the k likeliest; 0: all.", min=0)]
@@ -50,6 +51,7 @@ def add_commands(app: "typer.Typer") -> None:
         stop: Stop = None,
         dtype: Dtype = "auto",
         device: Device = "cpu",
+        bits: Bits = None,
         raw: Raw = False,
     ) -> None:
         """Continue a prompt with a trained model; the text appears as it is made."""
@@ -57,7 +59,7 @@ def add_commands(app: "typer.Typer") -> None:
 
         try:
             sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
-            run_generate(folder, read_prompt(prompt), sampling, tokens, stop or (), dtype, device, raw)
+            run_generate(folder, read_prompt(prompt), sampling, tokens, stop or (), dtype, device, raw, bits)
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             fail(error, 1 if isinstance(error, RuntimeError) else 2)
 
@@ -81,6 +83,7 @@ def add_commands(app: "typer.Typer") -> None:
         stop: Stop = None,
         dtype: Dtype = "auto",
         device: Device = "cpu",
+        bits: Bits = None,
         raw: Raw = False,
     ) -> None:
         """Talk with a model in the terminal; a turn reads only what is new. /help lists what can be typed."""
@@ -88,7 +91,7 @@ def add_commands(app: "typer.Typer") -> None:
 
         try:
             sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
-            run_chat(folder, sampling, system, tokens, stop or (), dtype, device, raw)
+            run_chat(folder, sampling, system, tokens, stop or (), dtype, device, raw, bits)
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             fail(error, 1 if isinstance(error, RuntimeError) else 2)
 
@@ -115,6 +118,7 @@ def run_generate(
     dtype: str = "auto",
     device: str = "cpu",
     raw: bool = False,
+    bits: int | None = None,
 ) -> None:
     """Print a prompt and its continuation, and how fast it was made to standard error.
 
@@ -127,14 +131,16 @@ def run_generate(
         dtype: Name of the dtype of the weights; "auto": as stored.
         device: "cpu" or "cuda".
         raw: Print control characters as they are, rather than as dots.
+        bits: Bits of large weights, 16, 8 or 4; None: as stored.
     """
     from lineate.generation import generate
     from lineate.generation.loading import check_device, load_model
+    from lineate.small.which import name_of_bits
     from lineate.text import Detokenizer, StopStrings
 
     print_anything()
     check_device(device)
-    model, tokenizer = load_model(folder, dtype, device)
+    model, tokenizer = load_model(folder, dtype, device, name_of_bits(bits))
     ids = [*tokenizer.start, *tokenizer.encode(prompt)] or [tokenizer.end]
     words, stops = Detokenizer(tokenizer, after=ids), StopStrings(stop)
     ends = tokenizer.ends | model.end_tokens
@@ -173,6 +179,7 @@ def run_chat(
     dtype: str = "auto",
     device: str = "cpu",
     raw: bool = False,
+    bits: int | None = None,
 ) -> None:
     """Hold a conversation over standard input and output.
 
@@ -185,15 +192,17 @@ def run_chat(
         dtype: Name of the dtype of the weights; "auto": as stored.
         device: "cpu" or "cuda".
         raw: Print control characters as they are, rather than as dots.
+        bits: Bits of large weights, 16, 8 or 4; None: as stored.
     """
     from lineate.generation.chat import Conversation
     from lineate.generation.loading import check_device, load_or_builtin
     from lineate.generation.session import Session
+    from lineate.small.which import name_of_bits
 
     print_anything()
     check_device(device)
     model, tokenizer = load_or_builtin(
-        folder, dtype, device, lambda text: print(printable(text), file=sys.stderr, flush=True)
+        folder, dtype, device, lambda text: print(printable(text), file=sys.stderr, flush=True), name_of_bits(bits)
     )
     if tokenizer.chat is not None:
         tokenizer.chat.check()

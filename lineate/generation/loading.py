@@ -13,6 +13,7 @@ from lineate.models.files import runs
 from lineate.models.files.hub import ALL, TEXTS, fetch, is_hub_name
 from lineate.models.pretrained import check_target
 from lineate.names import named_path, user_path
+from lineate.small import shrink
 from lineate.terminal import printable
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def load_model(
-    name: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
+    name: str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    weights: str | None = None,
 ) -> "tuple[HybridLM, Tokenizer]":
     """Return a model in eval mode and its tokenizer, which is read first because it is quick.
 
@@ -29,13 +33,14 @@ def load_model(
         name: Folder of a run, or of a model with its tokenizer, or a name on the hub.
         dtype: A torch.dtype or its name; None or "auto": as stored.
         device: Where the weights are loaded to.
+        weights: The format of large weights, "bfloat16", "float16", "int8" or "int4"; None: as stored.
     """
     from lineate.models import HybridLM
     from lineate.text import load_tokenizer
 
     place = fetch_model(str(name)) if is_hub_name(name) else find_model(user_path(named_path(name)))
     tokenizer = load_tokenizer(place)
-    model = HybridLM.from_pretrained(place, dtype=dtype, device=device, progress=False)
+    model = HybridLM.from_pretrained(place, dtype=dtype, device=device, progress=False, weights=weights)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {place} has {tokenizer.vocab_size} tokens and its model a vocabulary of "
@@ -45,7 +50,7 @@ def load_model(
 
 
 def load_or_builtin(
-    name: str | Path | None, dtype: str, device: str, report: Callable[[str], None]
+    name: str | Path | None, dtype: str, device: str, report: Callable[[str], None], weights: str | None = None
 ) -> "tuple[HybridLM, Tokenizer]":
     """Return a model and its tokenizer as load_model does, or the built-in model.
 
@@ -54,14 +59,17 @@ def load_or_builtin(
         dtype: Name of the dtype of the weights; "auto": as stored.
         device: "cpu" or "cuda".
         report: Called with a sentence when the built-in model is trained.
+        weights: The format of large weights, "bfloat16", "float16", "int8" or "int4"; None: as stored.
     """
     if name is not None:
-        return load_model(name, dtype, device)
+        return load_model(name, dtype, device, weights)
     from lineate.generation.builtin import builtin_model
 
     chosen = None if dtype == "auto" else parse_dtype(dtype, also=("auto",))
     check_target(device)
     model, tokenizer = builtin_model(report)
+    if weights is not None:
+        shrink(model, weights)
     return model.to(device=device, dtype=chosen), tokenizer
 
 

@@ -25,6 +25,7 @@ from lineate.models.files.saving import check_described
 from lineate.models.hybrid import HybridLM, drawn_mixer, empty_model, next_token_loss
 from lineate.models.state import ModelState
 from lineate.sequences import locate
+from lineate.small.which import small_parameters
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -85,6 +86,11 @@ class LineateConfig(PreTrainedConfig):  # type: ignore[misc]
     prediction: bool = False
 
     def __post_init__(self, **others: Any) -> None:  # transformers passes keys that are not fields
+        if "weights" in others:
+            raise ValueError(
+                f"transformers cannot read weights of {others['weights']}; use "
+                "LineateForCausalLM.from_hybrid(HybridLM.from_pretrained(folder))"
+            )
         if unknown := sorted(set(others) - FROM_TRANSFORMERS):
             raise ValueError(
                 f"LineateConfig has unknown keys {', '.join(map(repr, unknown))}; known are {', '.join(HYBRID_FIELDS)}"
@@ -264,6 +270,8 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             **named: Further arguments of transformers' save_pretrained.
         """
         check_described(self.to_hybrid(), empty_model(self.config.hybrid), around=self)
+        if small_parameters(self):
+            raise ValueError("transformers cannot write small weights; use model.to_hybrid().save_pretrained(folder)")
         super().save_pretrained(save_directory, *given, **named)
 
     def get_output_embeddings(self) -> nn.Linear | None:

@@ -12,6 +12,7 @@ from lineate.layers.gpu import kernels_for
 from lineate.layers.projection import project
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
+from lineate.small.weight import SmallWeight
 
 GATHERED = 16
 """Up to this many pairs of token and expert, a GPU copies the weights of each: fewer launches than sorting."""
@@ -181,6 +182,8 @@ class MixtureOfExperts(nn.Module):
 
         For few tokens, and in bfloat16, nothing waits for a count, so that a CUDA graph can capture it.
         """
+        if isinstance(self.experts_down, SmallWeight):  # whose experts are read one by one, never all at once
+            return self.run_sorted(tokens, chosen, self.one_by_one)
         if chosen.numel() <= GATHERED:
             return self.run_gathered(tokens, chosen)
         even = all(n % 8 == 0 for n in self.experts_down.shape[1:])  # rows of 16 bytes

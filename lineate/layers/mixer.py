@@ -36,6 +36,7 @@ from lineate.ops import (
     linear_attention,
 )
 from lineate.rule import activate, compute_dtype, normalize
+from lineate.small.weight import SmallWeight
 
 
 class LinearMixer(nn.Module):
@@ -166,6 +167,7 @@ class LinearMixer(nn.Module):
         """
         heads = sum(gate == "heads" for gate in self.gates)
         aligned = sum(self.splits) % 8 == 0 or not heads or not x.is_cuda
+        aligned = aligned or isinstance(self.in_proj.weight, SmallWeight)
         if aligned or x.shape[1] == 1 or type(self.in_proj) is not nn.Linear or self.in_proj.bias is not None:
             return project(self.in_proj, x).split(self.splits, -1)
         weight: Tensor = self.in_proj.weight

@@ -6,7 +6,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.half import LinearThroughFloat32, half_dtype, has_few_rows, linear
 from lineate.layers.gpu import overlaps
-from lineate.tracing import needs_grad
+from lineate.tracing import PLAIN_TENSORS, needs_grad
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def _few_rows(x: Tensor, module: nn.Linear) -> Tensor | None:
     rows = x.reshape(-1, x.shape[-1])
     if module.bias is not None or needs_grad(x, module.weight) or torch.is_autocast_enabled("cuda"):
         return None
-    if not products.serves_few(rows, module.weight):
+    if type(module.weight) not in PLAIN_TENSORS or not products.serves_few(rows, module.weight):
         return None
     return products.product_few(rows, module.weight).view(*x.shape[:-1], -1)
 

@@ -277,6 +277,7 @@ class HybridLM(nn.Module):
         device: torch.device | str = "cpu",
         progress: bool = True,
         prediction: bool = True,
+        weights: str | None = None,
     ) -> "HybridLM":
         """Make a model in eval mode from a checkpoint.
 
@@ -289,8 +290,11 @@ class HybridLM(nn.Module):
             device: where the weights are loaded to.
             progress: whether a bar is shown while they are read, if there is a terminal.
             prediction: whether the weights that predict further tokens are read too, if there are any.
+            weights: a format that large weights are kept in, "bfloat16", "float16", "int8" or "int4"
+                (docs/small-weights.md); dtype is then that of all others, by default float32 on a CPU and bfloat16 on
+                a GPU. None: as stored.
         """
-        return load_pretrained(HybridLM, name, dtype, device, progress, prediction)
+        return load_pretrained(HybridLM, name, dtype, device, progress, prediction, weights)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors, which from_pretrained reads back to the same bits.

@@ -1,6 +1,6 @@
 """Describe a checkpoint from its headers alone: layers, rules, heads, parameters, bytes on disk, bytes of state."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,14 @@ from torch import nn
 
 from lineate.layers import MixtureOfExperts, kind_of
 from lineate.models.config import HybridConfig
-from lineate.models.families import make_plan, other_family, read_config
-from lineate.models.files.loading import MismatchError, check_tensors, stored_dtype
+from lineate.models.families import make_plan, other_family, present, read_config, small_format
+from lineate.models.files.loading import MismatchError, check_tensors
 from lineate.models.hybrid import HybridLM, empty_model
+from lineate.models.nbytes import weight_bytes
 from lineate.models.opening import open_headers
+from lineate.models.pretrained import usual_dtype
 from lineate.processor import why_wide
+from lineate.small.format import BY_BITS, FORMATS
 from lineate.terminal import console
 
 
@@ -42,6 +45,10 @@ class Description:
     """Bytes that one more token adds."""
     problem: str | None
     """Why the checkpoint cannot be loaded, if it cannot."""
+    weights: str | None = None
+    """The format of a checkpoint of ours that was saved with small weights."""
+    weight_bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes of the model in memory with large weights of so many bits, and all others in float32, as on a CPU."""
 
     @property
     def bytes_on_disk(self) -> int:
@@ -54,9 +61,10 @@ class Description:
 
 def describe(folder: str | Path) -> Description:
     """Read config.json and the headers of a folder or of a hub name; no weights."""
-    checkpoint = open_headers(folder)
-    config = read_config(checkpoint)
+    stored = open_headers(folder)
+    config = read_config(stored)
     model = empty_model(config)
+    checkpoint = present(stored, model)
     plan = make_plan(checkpoint, config, model)
     floating = {name for name, x in model.state_dict().items() if x.is_floating_point()}
     problem = None
@@ -65,10 +73,11 @@ def describe(folder: str | Path) -> Description:
     except MismatchError as error:
         problem = str(error)
     sizes: dict[str, int] = {}
-    for entry in checkpoint.entries.values():
+    for entry in stored.entries.values():
         sizes[entry.encoding] = sizes.get(entry.encoding, 0) + entry.nbytes
     used = {piece.source for pieces in plan.pieces.values() for piece in pieces}
-    dtype = stored_dtype(checkpoint)
+    dtype, form = usual_dtype(checkpoint, None, "cpu"), small_format(checkpoint)
+    small = {bits: weight_bytes(model, torch.float32, FORMATS[name]) for bits, name in BY_BITS.items()}
     parameters = sum(x.numel() for x in model.parameters())
     predicting = 0 if model.prediction is None else sum(x.numel() for x in model.prediction.parameters())
     memory, conv, cache = _state_bytes(model.to(dtype))
@@ -85,6 +94,8 @@ def describe(folder: str | Path) -> Description:
         conv_bytes=conv,
         cache_bytes_per_token=cache,
         problem=problem,
+        weights=None if form is None else form.name,
+        weight_bytes=small,
     )
 
 
@@ -135,6 +146,10 @@ def rows(found: Description) -> list[tuple[str, str]]:
     by_dtype = ", ".join(f"{name} {_bytes(n)}" for name, n in found.bytes_by_dtype.items())
     unused = f"; {_bytes(found.ignored_bytes)} not needed" if found.ignored_bytes else ""
     lines.append(("on disk", f"{_bytes(found.bytes_on_disk)} ({by_dtype}){unused}"))
+    if found.weights is not None:
+        lines.append(("large weights", f"{found.weights}, {FORMATS[found.weights].bits} bits"))
+    bits = ", ".join(f"{_bytes(n)} at {bits} bits" for bits, n in found.weight_bytes.items())
+    lines.append(("weights in memory", f"{bits}; see --bits"))
     if (wide := why_wide(getattr(torch, found.state_dtype))) is not None:
         lines.append(("on this CPU", wide))
     fixed = found.memory_bytes + found.conv_bytes

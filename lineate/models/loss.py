@@ -9,9 +9,11 @@ are made a few thousand tokens at a time, and the gradients of x and W are compu
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lineate.half import half_dtype, linear, times, wide_linear
 from lineate.rule import compute_dtype, full_precision
+from lineate.small.weight import SmallWeight
 
 AT_ONCE = 2**26
 """How many logits are made at a time; if there are no more, autograd handles them in one piece."""
@@ -36,10 +38,23 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     if targets.numel() * weight.shape[0] <= AT_ONCE:
         return loss_sum(linear(x, weight), targets)[0]
     check_targets(targets, x, weight.shape[0])
+    if isinstance(weight, SmallWeight):
+        return _small_head_loss(x.flatten(0, 1), weight, targets.flatten())
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     result: Tensor = _HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), dtype)
     return result
+
+
+def _small_head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of x `n hidden` for a frozen weight that is small, whose logits the backward computes again."""
+
+    def part(own: Tensor, wanted: Tensor) -> Tensor:
+        return loss_sum(linear(own, weight)[None], wanted[None])[0]
+
+    size = max(1, AT_ONCE // weight.shape[0])
+    pairs = zip(x.split(size), targets.split(size), strict=True)
+    return torch.stack([checkpoint(part, own, wanted, use_reentrant=False) for own, wanted in pairs]).sum()
 
 
 def most_bytes(tokens: int, vocab: int, hidden: int) -> int:

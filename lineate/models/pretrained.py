@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,16 +13,28 @@ from torch.overrides import TorchFunctionMode
 
 from lineate.dtypes import parse_dtype
 from lineate.models.config import HybridConfig
-from lineate.models.families import OWN, make_plan, other_family, read_config
+from lineate.models.families import (
+    OWN,
+    make_plan,
+    other_family,
+    present,
+    read_config,
+    small_format,
+    written_dtype,
+)
 from lineate.models.families.values import token_ids
-from lineate.models.files.checkpoint import read_json, save
+from lineate.models.files.checkpoint import Checkpoint, read_json, save
 from lineate.models.files.companions import GENERATION, read_companions, write_companions
+from lineate.models.files.gguf import kept_formats
 from lineate.models.files.gguf_header import read_header
 from lineate.models.files.gguf_tokenizer import gguf_companions
-from lineate.models.files.loading import load, stored_dtype
+from lineate.models.files.loading import LoadingPlan, load, stored_dtype
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.saving import check_whole
+from lineate.models.files.tiled import KEY, stored_tensors
 from lineate.models.opening import open_checkpoint
+from lineate.small.format import FORMATS, Format
+from lineate.small.which import becomes_small, find_format, format_of, small_formats
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 SOURCE = "_source"
@@ -43,29 +55,68 @@ def load_pretrained(
     device: torch.device | str,
     progress: bool,
     prediction: bool = True,
+    weights: str | None = None,
 ) -> AnyModel:
     """Make a model in eval mode from a folder or a hub name; dtype None or "auto": that of most of the stored bytes.
 
-    prediction: whether the head of multi-token prediction is read too, if the checkpoint has one.
+    prediction: whether the head of multi-token prediction is read too, if the checkpoint has one. weights: the format
+    that large weights are kept in; then a dtype of None is float32 on a CPU, and bfloat16 elsewhere.
     """
     chosen = None if dtype is None or dtype == "auto" else parse_dtype(dtype, also=("auto",))
+    form = None if weights is None else find_format(weights)
     check_target(device)
     checkpoint = open_checkpoint(name)
     config = read_config(checkpoint)
     if not prediction:
         config = replace(config, prediction=False)
     model = without_memory(make, config)
+    checkpoint = present(checkpoint, model)
+    wanted = chosen or usual_dtype(checkpoint, form, device)
+    plan = make_plan(checkpoint, config, model)
+    small = formats_for(model, form or small_format(checkpoint), wanted)
+    if form is None:
+        small |= kept_formats_for(model, checkpoint, plan)
     load(
         model,
-        make_plan(checkpoint, config, model),
+        plan,
         checkpoint,
-        dtype=chosen or stored_dtype(checkpoint),
+        dtype=wanted,
         device=device,
         progress=progress,
         hint=other_family(checkpoint),
+        small=small,
     )
     object.__setattr__(model, SOURCE, checkpoint.folder.absolute())
     return model.eval()
+
+
+def usual_dtype(checkpoint: Checkpoint, form: Format | None, device: torch.device | str) -> torch.dtype:
+    """Return the dtype of a model's tensors, other than small weights, if none was asked for.
+
+    Args:
+        checkpoint: that it is loaded from.
+        form: the format that was asked for.
+        device: where it is loaded to.
+    """
+    stored = small_format(checkpoint)
+    if form is None and stored is None:
+        return stored_dtype(checkpoint)
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16
+    return torch.float32 if stored is None else written_dtype(checkpoint)
+
+
+def formats_for(model: nn.Module, form: Format | None, dtype: torch.dtype) -> dict[str, Format]:
+    """Return the formats of the weights that become small; none if the format is the dtype of all tensors."""
+    return {} if form is None or form.dtype == dtype else small_formats(model, form)
+
+
+def kept_formats_for(model: nn.Module, checkpoint: Checkpoint, plan: LoadingPlan) -> dict[str, Format]:
+    """Return the formats of the weights that a GGUF file has in blocks; none for other checkpoints."""
+    sources = {target: [piece.source for piece in pieces] for target, pieces in plan.pieces.items()}
+    found = {name: FORMATS[kept] for name, kept in kept_formats(checkpoint, sources).items()}
+    shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
+    return {name: form for name, form in found.items() if becomes_small(name, shapes[name], form)}
 
 
 def write_pretrained(
@@ -77,12 +128,24 @@ def write_pretrained(
     """
     tensors = model.state_dict()
     check_whole(tensors)
-    values = {"model_type": OWN, "dtype": str(dtype).removeprefix("torch."), **config.to_dict()}
+    values = own_config(config, dtype, format_of(model))
     kept = _kept_files(model, Path(folder))
-    save(folder, tensors, values, max_shard_bytes)
-    write_companions(Path(folder), kept)
-    if GENERATION not in kept:
-        _write_ends(Path(folder) / GENERATION, config)
+    plain = {key: part for name, x in tensors.items() for key, part in stored_tensors(name, x).items()}
+    save(folder, plain, values, max_shard_bytes)
+    write_beside(Path(folder), kept, config)
+
+
+def own_config(config: HybridConfig, dtype: torch.dtype, form: Format | None) -> dict[str, Any]:
+    """Return the config.json of a model of ours."""
+    values = {"model_type": OWN, "dtype": str(dtype).removeprefix("torch.")}
+    return {**values, **({} if form is None else {KEY: form.name}), **config.to_dict()}
+
+
+def write_beside(folder: Path, companions: Mapping[str, bytes], config: HybridConfig) -> None:
+    """Write the files of a tokenizer and of generating beside a model."""
+    write_companions(folder, companions)
+    if GENERATION not in companions:
+        _write_ends(folder / GENERATION, config)
 
 
 def _kept_files(model: nn.Module, folder: Path) -> dict[str, bytes]:

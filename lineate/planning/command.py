@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,7 @@ def _read(
     panels = choose_panels(asked.panels, asked.plot, bool(machines))
     numbers = asked.numbers | {name: value for name, value in assumed.items() if isinstance(value, int)}
     request = PlanRequest(
-        _model(asked.source, numbers, asked.pattern, asked.dtype),
+        _with_bits(asked, lambda dtype: _model(asked.source, numbers, asked.pattern, dtype)),
         contexts,
         batches[0],
         batches if len(batches) > 1 else (),
@@ -121,6 +121,14 @@ def _read(
         asked.recompute,
     )
     return request, panels, linear
+
+
+def _with_bits(asked: PlanArguments, make: Callable[[str | None], "Model"]) -> "Model":
+    """Return the model that a dtype makes, with weights of --bits if there are any."""
+    from lineate.small.which import name_of_bits
+
+    weights = name_of_bits(asked.bits)
+    return make(asked.dtype) if weights is None else replace(make(asked.dtype or "float32"), weights=weights)
 
 
 def _model(source: str | None, numbers: dict[str, int | None], pattern: str | None, dtype: str | None) -> "Model":

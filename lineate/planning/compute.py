@@ -11,9 +11,12 @@ A multiply-add counts as 2. Two conventions:
 
 from dataclasses import dataclass
 
+import torch
+
 from lineate.layers import MixerKind, Operations, kind_of
 from lineate.layers.measuring import operations_of
 from lineate.models.config import ExpertsConfig, HybridConfig, LinearConfig
+from lineate.models.nbytes import tensor_bytes
 from lineate.planning.memory import MemoryPlan
 from lineate.planning.models import Model, check_size
 
@@ -170,8 +173,18 @@ def touched_weights(plan: MemoryPlan, tokens: int, routing: str = "least") -> in
         return total
     x = c.experts
     missed = (1 - x.active / x.count) ** tokens if routing == "expected" else 1 - x.active / x.count
-    idle = round(x.count * missed) * _matrices(x.kind) * c.hidden_size * x.size * plan.model.dtype.itemsize
+    idle = round(x.count * missed) * _expert_bytes(plan.model)
     return total - idle * sum(c.has_experts(i) for i in range(c.n_layers))
+
+
+def _expert_bytes(model: Model) -> int:
+    """Return the bytes of one expert."""
+    c, x = model.config, model.config.experts
+    assert x is not None
+    shapes = {"gate_up": ((_matrices(x.kind) - 1) * x.size, c.hidden_size), "down": (c.hidden_size, x.size)}
+    with torch.device("meta"):
+        likes = {f"feed.experts_{name}": torch.empty(1, *shape) for name, shape in shapes.items()}
+    return sum(tensor_bytes(name, like, model.dtype, model.form) for name, like in likes.items())
 
 
 def _embedding_row(plan: MemoryPlan) -> int:

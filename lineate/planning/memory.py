@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from lineate.dtypes import full_name
 from lineate.layers import MixtureOfExperts, TensorSpec, kind_of
-from lineate.models.files.loading import KEPT_FLOAT32
 from lineate.models.hybrid import HybridLM, empty_model
 from lineate.models.inspect import idle_parameters
 from lineate.models.loss import most_bytes
+from lineate.models.nbytes import weight_bytes
 from lineate.planning.activations import ends, saved_by
 from lineate.planning.models import Model, check_size, dtype_of
 
@@ -130,6 +130,7 @@ def plan_memory(
         dtype_of(cache_dtype or model.dtype, "cache_dtype"),
     )
     empty = empty_model(model.config).to(torch.bfloat16)  # bfloat16 stands for the model's dtype in its state
+    dtype, form = model.dtype, model.form
     layers = []
     idle = 0
     for index, (block, specs) in enumerate(zip(empty.layers, empty.state_spec, strict=True)):
@@ -140,8 +141,8 @@ def plan_memory(
                 index=index,
                 letter=kind.letter,
                 rule=kind.label,
-                weights=weight_bytes(block, model.dtype),
-                feed=0 if block.feed is None else weight_bytes(block.feed, model.dtype),  # type: ignore[arg-type]
+                weights=weight_bytes(block, dtype, form),
+                feed=0 if block.feed is None else weight_bytes(block.feed, dtype, form, "feed."),  # type: ignore[arg-type]
                 memory=sum(dtypes.nbytes(spec) for spec in specs if spec not in grows and spec.name != "conv"),
                 conv=sum(dtypes.nbytes(spec) for spec in specs if spec.name == "conv"),
                 cache_per_token=sum(dtypes.nbytes(spec, 1) for spec in grows),
@@ -155,27 +156,16 @@ def plan_memory(
     return MemoryPlan(
         model=model,
         layers=tuple(layers),
-        embedding=weight_bytes(empty.embed, model.dtype),
-        head=0 if empty.head is None else weight_bytes(empty.head, model.dtype),
-        norm=weight_bytes(empty.norm, model.dtype),
+        embedding=weight_bytes(empty.embed, dtype, form, "embed."),
+        head=0 if empty.head is None else weight_bytes(empty.head, dtype, form, "head."),
+        norm=weight_bytes(empty.norm, dtype),
         parameters=parameters,
         active_parameters=parameters - idle,
         state_dtype=dtypes.state,
         conv_dtype=dtypes.conv,
         cache_dtype=dtypes.cache,
-        prediction=0 if empty.prediction is None else weight_bytes(empty.prediction, model.dtype),
+        prediction=0 if empty.prediction is None else weight_bytes(empty.prediction, dtype, form, "prediction."),
     )
-
-
-def weight_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes of parameters and buffers in this dtype, but for those that loading keeps in float32."""
-    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
-    total = 0
-    for name, x in tensors.items():
-        kept = name.rpartition(".")[2] in KEPT_FLOAT32
-        itemsize = torch.float32.itemsize if kept else dtype.itemsize if x.is_floating_point() else x.itemsize
-        total += x.numel() * itemsize
-    return total
 
 
 @dataclass(frozen=True)

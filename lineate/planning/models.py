@@ -25,8 +25,11 @@ from lineate.models.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, r
 from lineate.models.files.hub import fetch, is_hub_name
 from lineate.models.files.loading import stored_dtype
 from lineate.models.files.safetensors import CheckpointError
+from lineate.models.files.tiled import written_format
 from lineate.models.presets import PRESETS, preset
 from lineate.names import nearest, user_path
+from lineate.small.format import FORMATS, Format
+from lineate.small.which import find_format
 
 DTYPES: dict[str, torch.dtype] = HALF_AND_SINGLE | {
     "fp8": torch.float8_e4m3fn,
@@ -55,6 +58,13 @@ class Model:
     """The dtype of weights, cache and convolution state."""
     origin: str
     """"preset", "folder", "config.json", "hub", "numbers" or "config"."""
+    weights: str | None = None
+    """The format of large weights, of lineate.small.FORMATS; None: they have the dtype too."""
+
+    @property
+    def form(self) -> Format | None:
+        """The format of large weights."""
+        return None if self.weights is None else FORMATS[self.weights]
 
     @property
     def dtype_name(self) -> str:
@@ -73,7 +83,9 @@ def check_size(name: str, value: int, smallest: int = 1) -> None:
         raise ValueError(f"{name} must be a whole number of at least {smallest}, got {value!r}")
 
 
-def read_model(source: str | Path | HybridConfig, dtype: str | None = None, pattern: str | None = None) -> Model:
+def read_model(
+    source: str | Path | HybridConfig, dtype: str | None = None, pattern: str | None = None, weights: str | None = None
+) -> Model:
     """Read the sizes and the dtype of a model that is to be planned; no weights are read.
 
     Args:
@@ -84,10 +96,15 @@ def read_model(source: str | Path | HybridConfig, dtype: str | None = None, patt
             for sizes to train. A quantised model needs one; it is planned as if all its weights were in it.
         pattern: Other mixers for its layers, at its sizes; a part that they need and it has not is derived (variants).
             None keeps its own.
+        weights: The format of large weights, "bfloat16", "float16", "int8" or "int4". None: as stored. If there is one,
+            a dtype of None is float32, as on a CPU.
 
     >>> read_model("qwen3-next-80b"), read_model("small", pattern="KKKM"), read_model("config.json", dtype="fp8")
     """
     chosen = None if dtype is None else dtype_of(dtype)
+    if weights is not None:
+        weights = find_format(weights).name
+        return replace(read_model(source, dtype or "float32", pattern), weights=weights)
     if isinstance(source, HybridConfig):
         return _with_pattern(Model(source.family, source, chosen or _usual(source), "config"), pattern)
     if str(source) in PRESETS:
@@ -104,7 +121,7 @@ def _read_file(source: str | Path, chosen: torch.dtype | None) -> Model:
         folder = fetch(str(source), [CONFIG, "generation_config.json"])
         values = read_json(folder / CONFIG)
         config = _read(Checkpoint(folder, values, {}), chosen)
-        return Model(str(source), config, chosen or _written(values, config), "hub")
+        return Model(str(source), config, chosen or _written(values, config), "hub", _weights(values))
     path = user_path(source)
     if not path.exists():
         name = str(source)
@@ -115,12 +132,20 @@ def _read_file(source: str | Path, chosen: torch.dtype | None) -> Model:
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and any((path / name).is_file() for name in (SINGLE, INDEX)):
         checkpoint = Checkpoint.open(path)
-        return Model(path.resolve().name, _read(checkpoint, chosen), chosen or stored_dtype(checkpoint), "folder")
+        config, weights = _read(checkpoint, chosen), _weights(checkpoint.config)
+        stored = stored_dtype(checkpoint) if weights is None else _written(checkpoint.config, config)
+        return Model(path.resolve().name, config, chosen or stored, "folder", weights)
     file = path / CONFIG if path.is_dir() else path
     values = read_json(file)
     config = _read(Checkpoint(folder, values, {}), chosen)
     name = file.parent.resolve().name if file.name == CONFIG else file.stem
-    return Model(name, config, chosen or _written(values, config), "config.json")
+    return Model(name, config, chosen or _written(values, config), "config.json", _weights(values))
+
+
+def _weights(values: dict[str, Any]) -> str | None:
+    """Return the format of large weights that a config.json of ours, which was checked, names."""
+    form = written_format(values) if values.get("model_type") == OWN else None
+    return None if form is None else form.name
 
 
 def from_numbers(

@@ -114,9 +114,10 @@ def headline(m: PlanNumbers) -> str:
     rules = ", ".join(f"{n} x {rule}" for rule, n in m["rules"].items())
     active = f", {show_count(m['active_parameters'])} active per token" if m["experts"] else ""
     name = "Numbers" if m["origin"] == "numbers" else m["name"]
+    kept = f", large weights in {m['weights']}" if "weights" in m else ""
     return (
         f"{name}: {m['n_layers']} layers ({rules}) of {m['hidden_size']} channels, "
-        f"{show_count(m['parameters'])} parameters{active}, {m['dtype']}"
+        f"{show_count(m['parameters'])} parameters{active}, {m['dtype']}{kept}"
     )
 
 

@@ -28,6 +28,7 @@ from lineate.serving.api.tokens import detokenize, tokenize
 from lineate.serving.gate import Gate, Keys, Traffic
 from lineate.serving.limits import Limits
 from lineate.serving.metrics import CONTENT_TYPE, Metrics
+from lineate.small.which import format_of
 from lineate.text.base import Tokenizer
 
 PAGE = Path(__file__).with_name("page")
@@ -66,11 +67,14 @@ def describe(model: HybridLM, tokenizer: Tokenizer, name: str, context: int, slo
         layers.append(
             {"letter": letter, "kind": kind.name, "label": kind.label, "fixed": fixed, "per_token": per_token}
         )
-    text = f"{lineate.__version__} {model.config} {tokenizer.identity} {context}"
+    form = format_of(model)
+    kept = {} if form is None else {"weights": form.name}
+    text = " ".join([f"{lineate.__version__} {model.config} {tokenizer.identity} {context}", *kept.values()])
     details = {
         "pattern": model.config.pattern,
         "parameters": sum(x.numel() for x in model.parameters()),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        **kept,
         "device": model.device.type,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,

@@ -41,6 +41,7 @@ class ServeArguments:
     api_key: str | None = option(None, f"Keys of which requests need one, with commas between; or set {KEYS}.")
     device: str = option("cpu", "cpu or cuda.")
     dtype: str = option("auto", "float32, bfloat16, ...; auto: as stored.")
+    bits: int | None = option(None, "Keep large weights in 16, 8 or 4 bits; none: as stored.")
     slots: int = option(8, "Sequences that are generated at once.", least=1, most=4096)
     context: int = option(8192, "Most tokens of a prompt and its continuation.", least=2, most=2**24)
     memory: str | None = option(None, "Most memory for running sequences, such as 4GB.", metavar="SIZE")
@@ -136,6 +137,7 @@ def _prepare(asked: ServeArguments, port: int) -> tuple["DrainingServer", "Engin
     from lineate.serving.draining import DrainingServer
     from lineate.serving.limits import Limits
     from lineate.serving.warming import warm_up
+    from lineate.small.which import name_of_bits
 
     check_device(asked.device)
     limits = Limits(
@@ -148,7 +150,7 @@ def _prepare(asked: ServeArguments, port: int) -> tuple["DrainingServer", "Engin
     settings = Settings(
         read_keys(asked.api_key), _words(asked.cors), allowed_hosts(asked.host, _words(asked.allow_host)), limits
     )
-    model, tokenizer = load_or_builtin(asked.folder, asked.dtype, asked.device, _say)
+    model, tokenizer = load_or_builtin(asked.folder, asked.dtype, asked.device, _say, name_of_bits(asked.bits))
     engine = _engine(asked, model)
     warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
     description = describe(model, tokenizer, _name(asked), asked.context, asked.slots)
@@ -218,6 +220,7 @@ def _drafter(asked: ServeArguments, model: "HybridLM") -> Any:
     from lineate.generation.loading import load_model
     from lineate.serving.drafting import DraftModel, PromptLookup
     from lineate.serving.predicting import PredictionDrafter
+    from lineate.small.which import name_of_bits
 
     if asked.draft == NONE:
         return None
@@ -225,7 +228,7 @@ def _drafter(asked: ServeArguments, model: "HybridLM") -> Any:
         return PromptLookup()
     if asked.draft == HEAD:
         return PredictionDrafter(model)
-    smaller, _ = load_model(asked.draft, asked.dtype, asked.device)
+    smaller, _ = load_model(asked.draft, asked.dtype, asked.device, name_of_bits(asked.bits))
     return DraftModel(smaller, model.config.vocab_size)
 
 
@@ -285,10 +288,13 @@ def _name(asked: ServeArguments) -> str:
 def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "Tokenizer") -> None:
     """Say what is served, and where."""
     from lineate.planning.units import show_bytes, show_count
+    from lineate.small.which import format_of
 
     count = show_count(sum(x.numel() for x in model.parameters()))
     state = show_bytes(model.state_nbytes(1, asked.context))
-    _say(f"{_name(asked)}: {count} parameters, {model.config.pattern}, {tokenizer.name} on {asked.device}")
+    form = format_of(model)
+    kept = "" if form is None else f" in {form.name}"
+    _say(f"{_name(asked)}: {count} parameters{kept}, {model.config.pattern}, {tokenizer.name} on {asked.device}")
     _say(f"{asked.slots} sequences of {asked.context} tokens, {state} of state each; cache {asked.cache}")
     host = f"[{asked.host}]" if ":" in asked.host else asked.host
     _say(f"http://{host}:{port}/ has the chat page; http://{host}:{port}/v1 is OpenAI's API")

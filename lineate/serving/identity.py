@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import lineate
+from lineate.models.files.tiled import stored_tensors
 from lineate.models.hybrid import HybridLM
 
 SAMPLES = 1024
@@ -17,9 +18,10 @@ def identity_of(model: HybridLM) -> str:
     """Return a hash of the versions of lineate and torch, the configuration, the device, and the weights, 64 digits.
 
     Of each tensor its name, shape, dtype and 1024 elements are hashed, evenly spread from the first to the last, or all
-    if it has fewer. This takes milliseconds, or seconds for a model of many gigabytes on a GPU. Training, merging or
-    rounding changes nearly all weights, so that it is noticed; a change of single elements of a large tensor may not
-    be. Another device or another version may compute other bits, and states lie on a device, so these count.
+    if it has fewer; of a small weight, its codes and its scales. This takes milliseconds, or seconds for a model of
+    many gigabytes on a GPU. Training, merging or rounding changes nearly all weights, so that it is noticed; a change
+    of single elements of a large tensor may not be. Another device or another version may compute other bits, and
+    states lie on a device, so these count.
 
     Args:
         model: the model that reads and continues the states.
@@ -28,8 +30,10 @@ def identity_of(model: HybridLM) -> str:
     about = [lineate.__version__, str(model.device), torch.__version__, model.config.to_dict()]
     digest.update(json.dumps(about, sort_keys=True).encode())
     for name, x in sorted(model.state_dict().items()):
-        digest.update(json.dumps([name, str(x.dtype), list(x.shape)]).encode())
-        digest.update(_sampled(x))
+        for key, part in stored_tensors(name, x).items():
+            seen = [] if part is x else [str(x.dtype)]
+            digest.update(json.dumps([key, str(part.dtype), list(part.shape), *seen]).encode())
+            digest.update(_sampled(part))
     return digest.hexdigest()
 
 

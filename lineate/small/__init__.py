@@ -2,5 +2,6 @@
 
 from lineate.small.format import BY_BITS, FORMATS, GROUP, TILE, Format
 from lineate.small.weight import SmallWeight, quantize
+from lineate.small.which import shrink, small_formats
 
-__all__ = ["BY_BITS", "FORMATS", "GROUP", "TILE", "Format", "SmallWeight", "quantize"]
+__all__ = ["BY_BITS", "FORMATS", "GROUP", "TILE", "Format", "SmallWeight", "quantize", "shrink", "small_formats"]

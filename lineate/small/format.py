@@ -75,9 +75,14 @@ BY_BITS = {16: "bfloat16", 8: "int8", 4: "int4"}
 
 def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Round a weight `... rows columns` to codes of 8 or 4 bits and scales, both in tiles."""
+    return to_tiles(*round_to_codes(x, bits), bits)
+
+
+def round_to_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Round a weight `... rows columns` to codes of its shape, one a byte, and scales `... rows groups`."""
     groups = x.detach().float().unflatten(-1, (-1, GROUP))
     scales = _scales_8(groups) if bits == 8 else _scales_4(groups)
-    return to_tiles(*_codes(groups, scales, bits), bits)
+    return _codes(groups, scales, bits)
 
 
 def decode(codes: Tensor, scales: Tensor, rows: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from lineate import folders
 from lineate.layers.context import check_splits
 from lineate.models import HybridLM
-from lineate.models.families import read_config
+from lineate.models.families import read_config, small_format
 from lineate.models.files.checkpoint import Checkpoint, read_json
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import make_mixer
@@ -278,7 +278,13 @@ def _check_model(config: TrainConfig) -> None:
         raise ValueError(
             f"pattern is for presets, got {config.pattern!r} with the model of {config.model}; leave it out"
         )
-    found = read_config(Checkpoint.open(start))
+    stored = Checkpoint.open(start)
+    found = read_config(stored)
+    if (form := small_format(stored)) is not None:
+        raise ValueError(
+            f"model must have weights that can be trained, got {config.model}, whose weights are frozen in "
+            f"{form.name}; train the checkpoint that it was made from"
+        )
     vocabulary = found.vocab_size
     if has_tokenizer(start):
         tokenizer = load_tokenizer(start)

@@ -15,6 +15,7 @@ from lineate.models.files.gguf import kept_formats
 from lineate.models.files.gguf_blocks import TYPES
 from lineate.models.hybrid import empty_model
 from lineate.models.opening import open_checkpoint
+from lineate.small import SmallWeight
 from lineate.small.format import decode, to_tiles
 
 gguf = pytest.importorskip("gguf")
@@ -209,6 +210,38 @@ def test_what_each_tensor_of_the_model_is_kept_as(wide, tmp_path):
     assert kept["layers.0.feed.gate_up_proj.weight"] == "int8"  # Q8_0 and F16
     assert "norm.weight" not in kept and "layers.0.mixer.conv.weight" not in kept
     assert kept_formats(Checkpoint.open(wide), {"x": ["lm_head.weight"]}) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "close"), [("Q8_0", "int8", CLOSE), ("Q4_0", "int4", CLOSE), ("Q6_K", "int8", 0.02)]
+)
+def test_blocks_stay_small_in_the_model(kind, form, close, wide, tmp_path):
+    """Q8_0 and Q4_0 stay as they are; Q6_K is rounded once more, to 8 bits."""
+
+    def kinds(name: str, shape: tuple[int, ...]) -> str:
+        gates = ("ssm_alpha", "ssm_beta")  # they share a weight with q, k, v and z
+        return kind if any(x in name for x in gates) else matrices(kind)(name, shape)
+
+    model = HybridLM.from_pretrained(gguf_files.write(tmp_path / "model.gguf", wide, kinds), progress=False)
+    plain = HybridLM.from_pretrained(
+        gguf_files.write(tmp_path / "decoded.gguf", wide, kinds, decoded=True), progress=False
+    )
+    small = {name: x for name, x in model.named_parameters() if isinstance(x, SmallWeight)}
+    assert {x.format.name for x in small.values()} == {form}
+    assert {"embed.weight", "head.weight", "layers.0.mixer.out_proj.weight", "layers.3.mixer.in_proj.weight"} <= set(
+        small
+    )
+    for name, x in small.items():
+        wanted = plain.get_parameter(name)
+        if form == "int8" and kind != "Q8_0":
+            assert (x.decoded() - wanted).abs().max() <= wanted.abs().max() / 200
+        else:
+            assert torch.equal(x.decoded(), wanted), name
+    ids = tokens(1, 40)
+    for name, x in small.items():
+        owner, _, key = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(key, torch.nn.Parameter(x.decoded()))
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, atol=close, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])

@@ -6,8 +6,10 @@ Each family is one file with a row, `FAMILY`; to add a family, add its file and 
 import re
 from dataclasses import replace
 
+import torch
 from torch import nn
 
+from lineate.dtypes import FLOATING
 from lineate.models.config import HybridConfig
 from lineate.models.families import (
     bailing_hybrid,
@@ -27,10 +29,13 @@ from lineate.models.fields import show
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.loading import LoadingPlan, Piece
 from lineate.models.files.safetensors import CheckpointError
+from lineate.models.files.tiled import KEY as WEIGHTS
+from lineate.models.files.tiled import present_tiles, written_format
+from lineate.small.format import Format
 
 OWN = "lineate"
 OWN_SIGNATURE = r"^layers\.\d+\.mixer\.in_proj\.weight$"
-OF_TRANSFORMERS = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+OF_TRANSFORMERS = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", WEIGHTS)
 """Keys that may stand in our config.json beside those of HybridConfig."""
 
 
@@ -84,6 +89,7 @@ def read_config(checkpoint: Checkpoint) -> HybridConfig:
     kind = _model_type(checkpoint)
     try:
         if kind == OWN:
+            written_format(checkpoint.config)
             own = {key: value for key, value in checkpoint.config.items() if key not in OF_TRANSFORMERS}
             config = HybridConfig.from_dict(own)
             config = replace(config, eos_token_ids=_all_eos(checkpoint, config))
@@ -102,6 +108,24 @@ def read_config(checkpoint: Checkpoint) -> HybridConfig:
             f"{len(checkpoint.entries)} tensors and every layer needs some, got {config.n_layers}"
         )
     return config
+
+
+def small_format(checkpoint: Checkpoint) -> Format | None:
+    """Return the format of a checkpoint of ours that was saved with small weights; None for all others."""
+    return written_format(checkpoint.config) if _model_type(checkpoint) == OWN else None
+
+
+def written_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype that config.json names for a model with small weights: that of all its other tensors."""
+    return FLOATING.get(str(checkpoint.config.get("dtype")), torch.float32)
+
+
+def present(checkpoint: Checkpoint, model: nn.Module) -> Checkpoint:
+    """Return a checkpoint that has a weight wherever ours has codes and scales; raise if these do not fit the model."""
+    if small_format(checkpoint) is None:
+        return checkpoint
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    return present_tiles(checkpoint, shapes, written_dtype(checkpoint))
 
 
 def make_plan(checkpoint: Checkpoint, config: HybridConfig, model: nn.Module) -> LoadingPlan:

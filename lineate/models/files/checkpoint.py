@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from lineate.models.files.safetensors import (
     CheckpointError,
     Entry,
     Reader,
+    TensorSize,
     check_name,
+    of_tensor,
     parse_json,
     read_header,
     write_bytes,
@@ -77,6 +79,19 @@ class Checkpoint:
     def read_into(self, name: str, target: Tensor, rows: tuple[int, int] | None = None) -> None:
         """Fill `target`, row-major, in its dtype and on its device, with the tensor or with `rows` of its first dim."""
         self._reader.read_into(name, self._find(name), target, rows)
+
+    def kept_as(self, name: str) -> str | None:
+        """Return "int8" or "int4" if a tensor is stored exactly as lineate.small keeps it, else None."""
+        return None
+
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+        """Return codes `rows columns`, one a byte, and scales `rows groups` in float16 of a tensor that kept_as names.
+
+        Args:
+            name: of the tensor.
+            rows: first and last + 1 row; None: all.
+        """
+        raise CheckpointError(f"{self.folder}: {name} is not stored as codes of 8 or 4 bits")
 
     def _find(self, name: str) -> Entry:
         if name not in self.entries:
@@ -166,6 +181,28 @@ def save(
     Files are written under temporary names and then renamed, so a save that fails leaves the old files unchanged.
     A save that is stopped while renaming leaves no config.json, so that no mixture of old and new files is ever loaded.
     """
+    save_streamed(
+        folder, {name: of_tensor(x) for name, x in tensors.items()}, tensors.__getitem__, config, max_shard_bytes
+    )
+
+
+def save_streamed(
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, TensorSize],
+    make: Callable[[str], Tensor],
+    config: Mapping[str, Any],
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write what `save` does, where tensors are made one after the other as they are written.
+
+    Args:
+        folder: where the files are written.
+        tensors: the dtype and shape of each tensor.
+        make: returns a tensor by its name; it is released once it is written. Tensors whose bytes are a multiple of 8
+            are asked for in their order in `tensors`, within a shard before all others.
+        config: of config.json.
+        max_shard_bytes: the most bytes of a file, unless one tensor alone has more.
+    """
     path = Path(folder)
     new = not path.exists()
     try:
@@ -177,10 +214,10 @@ def save(
         shards = _shards(tensors, max_shard_bytes)
         for file, part in shards.items():
             waiting[file] = path / f".{file}.{os.getpid()}.part"
-            write_tensors(waiting[file], part)
+            write_tensors(waiting[file], part, make)
         texts = {CONFIG: dict(config)}
         if len(shards) > 1:
-            total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            total = sum(tensor.nbytes for tensor in tensors.values())
             places = {name: file for file, part in shards.items() for name in part}
             texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         for file, value in texts.items():
@@ -200,19 +237,18 @@ def save(
         raise
 
 
-def _shards(tensors: Mapping[str, Tensor], most: int) -> dict[str, dict[str, Tensor]]:
+def _shards(tensors: Mapping[str, TensorSize], most: int) -> dict[str, dict[str, TensorSize]]:
     """Return the tensors by file, none above `most` bytes unless one tensor alone is."""
-    parts: list[dict[str, Tensor]] = [{}]
+    parts: list[dict[str, TensorSize]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise ValueError(f"{name} must have a dtype of {', '.join(NAMES.values())}, got {tensor.dtype}")
-        nbytes = tensor.numel() * tensor.element_size()
-        if size + nbytes > most and parts[-1]:
+        if size + tensor.nbytes > most and parts[-1]:
             parts.append({})
             size = 0
         parts[-1][name] = tensor
-        size += nbytes
+        size += tensor.nbytes
     if len(parts) == 1:
         return {SINGLE: parts[0]}
     return {f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts)}

@@ -6,11 +6,10 @@ every tensor is made once, on its device and in its dtype, and filled piece by p
 """
 
 import math
-import mmap
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -19,30 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.filling import Piece, allocate, box_of, fill
 from lineate.models.files.safetensors import CheckpointError
+from lineate.small.format import Format
+from lineate.small.weight import SmallWeight
 from lineate.terminal import console, printable
 
-KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
-"""Gate and router parameters whose rounding would be exponentiated or would change a choice."""
-OWN_PAGES = 2**18
-"""A tensor of at least this many bytes gets memory pages of its own."""
+__all__ = [
+    "LoadingPlan",
+    "MismatchError",
+    "Piece",
+    "check_all",
+    "check_plan",
+    "check_tensors",
+    "load",
+    "show_progress",
+    "stored_dtype",
+]
 LISTED = 40
 """How many tensors a message names for each kind of problem; the error's attributes have all."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor of the checkpoint, or some rows of it, and where they go."""
-
-    source: str
-    shape: tuple[int, ...]
-    """The shape that the source must have."""
-    into: tuple[int | slice, ...] = ()
-    """The index of the part of the target that this piece fills, in row-major order."""
-    rows: tuple[int, int] | None = None
-    """First and last + 1 row of the source; None: all."""
-    take: Callable[[Tensor], Tensor] | None = None
-    """Changes these rows to the shape of that part, such as a transpose; the result is held in memory while copied."""
 
 
 @dataclass(frozen=True)
@@ -97,32 +91,41 @@ def load(
     device: torch.device | str = "cpu",
     progress: bool = True,
     hint: str = "",
+    small: Mapping[str, Format] | None = None,
 ) -> None:
     """Give a model on the meta device its tensors; if anything fails it stays as it was.
 
-    Floating tensors become `dtype`, except A_log, dt_bias and router_bias, which are float32.
+    Floating tensors become `dtype`, except A_log, dt_bias and router_bias, which are float32, and those named in
+    `small`, which become small weights of these formats; for others they have `dtype`.
     """
-    targets = _find_targets(model)
-    check_plan({name: tuple(target.like.shape) for name, target in targets.items()}, plan)
-    check_tensors(plan, checkpoint, {name for name, t in targets.items() if t.like.is_floating_point()}, hint)
-    for first, second in plan.equal:
-        _check_equal(checkpoint, first, second)
+    targets, small = _find_targets(model), small or {}
+    check_all({name: target.like for name, target in targets.items()}, plan, checkpoint, hint)
     for name, target in targets.items():
-        target.made = _empty(target.like.shape, _dtype_of(name, target.like, dtype), torch.device(device))
-    jobs = [(piece, name) for name, pieces in plan.pieces.items() for piece in pieces]
-    jobs.sort(key=lambda job: _place(checkpoint, job[0]))
-    with _bar(checkpoint, jobs, progress) as advance:
-        for piece, name in jobs:
+        target.made = allocate(name, target.like, dtype, device, small.get(name))
+    jobs = [([piece], name) for name, pieces in plan.pieces.items() for piece in pieces if name not in small]
+    jobs += [(list(pieces), name) for name, pieces in plan.pieces.items() if name in small]
+    jobs.sort(key=lambda job: min(_place(checkpoint, piece) for piece in job[0]))
+    with show_progress(checkpoint, plan, progress) as advance:
+        for own, name in jobs:
             made = targets[name].made
             assert made is not None
-            advance(_fill(checkpoint, piece, made))
+            fill(checkpoint, own, made, advance)
     for target in targets.values():
         assert target.made is not None
         if target.key in target.module._parameters:
-            kept = nn.Parameter(target.made, requires_grad=target.like.requires_grad)
+            learns = target.like.requires_grad and not isinstance(target.made, SmallWeight)
+            kept = nn.Parameter(target.made, requires_grad=learns)
             target.module.register_parameter(target.key, kept)
         else:
             target.module.register_buffer(target.key, target.made)
+
+
+def check_all(tensors: Mapping[str, Tensor], plan: LoadingPlan, checkpoint: Checkpoint, hint: str = "") -> None:
+    """Raise unless the checkpoint has all that the plan takes for these tensors, before anything is allocated."""
+    check_plan({name: tuple(x.shape) for name, x in tensors.items()}, plan)
+    check_tensors(plan, checkpoint, {name for name, x in tensors.items() if x.is_floating_point()}, hint)
+    for first, second in plan.equal:
+        _check_equal(checkpoint, first, second)
 
 
 def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: LoadingPlan) -> None:
@@ -132,7 +135,7 @@ def check_plan(shapes: Mapping[str, tuple[int, ...]], plan: LoadingPlan) -> None
         only = f"{planned[:8]} only in the plan and {made[:8]} only in the model"
         raise RuntimeError(f"the plan and the model must name the same tensors, got {only}")
     for name, shape in shapes.items():
-        boxes = [_box(piece.into, shape) for piece in plan.pieces[name]]
+        boxes = [box_of(piece.into, shape) for piece in plan.pieces[name]]
         filled = sum(math.prod(last - first for first, last in box) for box in boxes)
         if filled != math.prod(shape) or not _disjoint(boxes, 0):
             raise RuntimeError(
@@ -213,35 +216,6 @@ def _find_targets(model: nn.Module) -> dict[str, _Target]:
     return found
 
 
-def _dtype_of(name: str, like: Tensor, dtype: torch.dtype) -> torch.dtype:
-    if not like.is_floating_point():
-        return like.dtype
-    return torch.float32 if name.rpartition(".")[2] in KEPT_FLOAT32 else dtype
-
-
-def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate one tensor; large ones on a CPU get their own pages, as torch's allocator may take 25% more."""
-    nbytes = shape.numel() * dtype.itemsize
-    if device.type != "cpu" or nbytes < OWN_PAGES or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.empty(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel may have none
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes).view(dtype).view(shape)
-
-
-def _box(into: tuple[int | slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return first and last + 1 index of every dim."""
-    box = [(0, size) for size in shape]
-    for dim, index in enumerate(into):
-        if isinstance(index, int):
-            box[dim] = (index, index + 1)
-        else:
-            box[dim] = index.indices(shape[dim])[:2]
-    return box
-
-
 def _disjoint(boxes: list[list[tuple[int, int]]], dim: int) -> bool:
     """Whether boxes that agree in all dims before this one do not overlap."""
     if len(boxes) <= 1:
@@ -258,20 +232,6 @@ def _place(checkpoint: Checkpoint, piece: Piece) -> tuple[str, int]:
     entry = checkpoint.entries[piece.source]
     first = 0 if piece.rows is None else piece.rows[0] * math.prod(entry.shape[1:]) * entry.dtype.itemsize
     return str(entry.file), entry.start + first
-
-
-def _fill(checkpoint: Checkpoint, piece: Piece, made: Tensor) -> int:
-    """Fill one part, and return how many bytes were read."""
-    part = made[piece.into] if piece.into else made
-    itemsize = checkpoint.entries[piece.source].dtype.itemsize
-    if piece.take is None:
-        checkpoint.read_into(piece.source, part, piece.rows)
-        return part.numel() * itemsize
-    first, last = piece.rows or (0, piece.shape[0])
-    block = torch.empty(last - first, *piece.shape[1:], dtype=checkpoint.entries[piece.source].dtype, device="cpu")
-    checkpoint.read_into(piece.source, block, (first, last))
-    part.copy_(piece.take(block))
-    return part.numel() * itemsize
 
 
 def _check_equal(checkpoint: Checkpoint, first: str, second: str) -> None:
@@ -294,7 +254,9 @@ def _check_equal(checkpoint: Checkpoint, first: str, second: str) -> None:
 
 
 @contextmanager
-def _bar(checkpoint: Checkpoint, jobs: Sequence[tuple[Piece, str]], progress: bool) -> Iterator[Callable[[int], None]]:
+def show_progress(
+    checkpoint: Checkpoint, plan: LoadingPlan, progress: bool, verb: str = "loading"
+) -> Iterator[Callable[[int], None]]:
     """Show a progress bar in bytes, if it is wanted, stderr is a terminal and rich is installed."""
     bar = None
     if progress and sys.stderr.isatty():
@@ -309,7 +271,8 @@ def _bar(checkpoint: Checkpoint, jobs: Sequence[tuple[Piece, str]], progress: bo
     if bar is None:
         yield lambda nbytes: None
         return
-    total = sum(checkpoint.entries[name].nbytes for name in {piece.source for piece, _ in jobs})
+    sources = {piece.source for pieces in plan.pieces.values() for piece in pieces}
+    total = sum(checkpoint.entries[name].nbytes for name in sources)
     with bar:
-        task = bar.add_task(printable(f"loading {checkpoint.folder.name}"), total=total)
+        task = bar.add_task(printable(f"{verb} {checkpoint.folder.name}"), total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

@@ -15,7 +15,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -272,18 +272,49 @@ def _read_exactly(handle: FileIO, name: str, entry: Entry, target: Tensor) -> No
         done += count
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file and sync it to the disk."""
+@dataclass(frozen=True)
+class TensorSize:
+    """The dtype and the shape of a tensor that is written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def of_tensor(x: Tensor) -> TensorSize:
+    """Return the dtype and the shape of a tensor."""
+    return TensorSize(x.dtype, tuple(x.shape))
+
+
+def write_tensors(
+    file: Path, tensors: Mapping[str, Tensor] | Mapping[str, TensorSize], make: Callable[[str], Tensor] | None = None
+) -> None:
+    """Write one file and sync it to the disk.
+
+    make: returns the tensors of which only the sizes are given, one after the other; each is released once written.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # wide dtypes first: all aligned
+    sizes = {name: of_tensor(x) if isinstance(x, Tensor) else x for name, x in tensors.items()}
+    # Tensors whose size has more factors of two come first, which aligns all; otherwise they stay in their order.
+    ordered = sorted(sizes.items(), key=lambda item: -math.gcd(item[1].nbytes, 8))
     end = 0
-    for name, tensor in ordered:
-        first, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [first, end]}
+    for name, size in ordered:
+        first, end = end, end + size.nbytes
+        header[name] = {"dtype": NAMES[size.dtype], "shape": list(size.shape), "data_offsets": [first, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    pieces = (piece for _, tensor in ordered for piece in _bytes_of(tensor.detach()))
+    find: Callable[[str], Any] = make or tensors.__getitem__
+    pieces = (piece for name, size in ordered for piece in _bytes_of(_sized(name, size, find(name))))
     write_bytes(file, _after(struct.pack("<Q", len(text)) + text, pieces))
+
+
+def _sized(name: str, size: TensorSize, tensor: Tensor) -> Tensor:
+    if of_tensor(tensor) != size:
+        raise RuntimeError(f"{name} must be made as {size}, got {of_tensor(tensor)}")
+    return tensor.detach()
 
 
 def _after(first: bytes, rest: Iterable[memoryview]) -> Iterable[bytes | memoryview]:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lineate.small.weight import SmallWeight
+
 HOW_IT_RUNS = {"training", "recompute", "recompute_chunks", "context", "_compiled_call_impl"}
 """Attributes that change how a module runs, or where, but not what it computes."""
 PLAIN_SETTINGS = (bool, int, float, str, tuple, type(None))
@@ -50,7 +52,7 @@ def check_whole(tensors: Mapping[str, Tensor]) -> None:
     for name, x in tensors.items():
         if x.is_meta:
             raise ValueError(f"cannot save {name}, which is on the meta device (offloaded, or never filled); load it")
-        if type(x) not in (Tensor, nn.Parameter):
+        if type(x) not in (Tensor, nn.Parameter, SmallWeight):
             kind = type(x).__name__
             remedy = "use lineate.training.sharded.save_distributed" if kind == "DTensor" else "convert it first"
             raise ValueError(f"cannot save {name}: it must be a plain tensor, got a {kind}; {remedy}")

@@ -1,0 +1,223 @@
+"""Fills one tensor, plain or small, from pieces of a checkpoint.
+
+A weight that becomes small is read, rounded and released a few rows at a time, or a matrix at a time if its pieces need
+that; no more than one matrix is in memory beside what stays.
+"""
+
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.tiled import TiledCheckpoint
+from lineate.small.format import GROUP, TILE, Format, round_to_codes
+from lineate.small.weight import SmallWeight
+from lineate.small.which import BLOCK, empty_small, expert_views, fill_small, write_codes
+
+KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
+"""Gate and router parameters whose rounding would be exponentiated or would change a choice."""
+OWN_PAGES = 2**18
+"""A tensor of at least this many bytes gets memory pages of its own."""
+AT_ONCE = 2**24
+"""Elements of a weight that are read at a time, if it becomes small and its rows can be read apart."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the checkpoint, or some rows of it, and where they go."""
+
+    source: str
+    shape: tuple[int, ...]
+    """The shape that the source must have."""
+    into: tuple[int | slice, ...] = ()
+    """The index of the part of the target that this piece fills, in row-major order."""
+    rows: tuple[int, int] | None = None
+    """First and last + 1 row of the source; None: all."""
+    take: Callable[[Tensor], Tensor] | None = None
+    """Changes these rows to the shape of that part, such as a transpose; the result is held in memory while copied."""
+
+
+def allocate(
+    name: str, like: Tensor, dtype: torch.dtype, device: torch.device | str, form: Format | None = None
+) -> Tensor:
+    """Return an empty tensor for a model's parameter or buffer: plain, or small in this format.
+
+    Args:
+        name: of the parameter or buffer.
+        like: a tensor of its shape, on the meta device.
+        dtype: of floating tensors, except those that stay float32.
+        device: where it is made.
+        form: the format of a weight that becomes small.
+    """
+    if form is None:
+        return _empty(like.shape, dtype=dtype_of(name, like, dtype), device=torch.device(device))
+    return empty_small(tuple(like.shape), form, dtype, torch.device(device), _empty)
+
+
+def dtype_of(name: str, like: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a model's parameter or buffer if floating tensors become `dtype`."""
+    if not like.is_floating_point():
+        return like.dtype
+    return torch.float32 if name.rpartition(".")[2] in KEPT_FLOAT32 else dtype
+
+
+def _empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate one tensor; large ones on a CPU get their own pages, as torch's allocator may take 25% more."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or nbytes < OWN_PAGES or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel may have none
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes).view(dtype).view(*shape)
+
+
+def box_of(into: tuple[int | slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return first and last + 1 index of every dim."""
+    box = [(0, size) for size in shape]
+    for dim, index in enumerate(into):
+        if isinstance(index, int):
+            box[dim] = (index, index + 1)
+        else:
+            box[dim] = index.indices(shape[dim])[:2]
+    return box
+
+
+def fill(
+    checkpoint: Checkpoint, pieces: Sequence[Piece], made: Tensor, advance: Callable[[int], None] = lambda nbytes: None
+) -> None:
+    """Fill a tensor with pieces of a checkpoint; a small weight needs all its pieces at once.
+
+    Args:
+        checkpoint: where they are read.
+        pieces: of this tensor; a plan that check_plan has passed.
+        made: what `allocate` returned.
+        advance: called with the number of bytes that were read.
+    """
+    if isinstance(made, SmallWeight) and made.scales is not None:
+        _fill_small(checkpoint, pieces, made, advance)
+        return
+    for piece in pieces:
+        part = made.codes if isinstance(made, SmallWeight) else made
+        part = part[piece.into] if piece.into else part
+        _read(checkpoint, piece, part)
+        advance(part.numel() * checkpoint.entries[piece.source].dtype.itemsize)
+
+
+def _read(checkpoint: Checkpoint, piece: Piece, part: Tensor) -> None:
+    """Fill the part of a tensor that a piece is for."""
+    if piece.take is None:
+        checkpoint.read_into(piece.source, part, piece.rows)
+        return
+    first, last = piece.rows or (0, piece.shape[0])
+    block = torch.empty(last - first, *piece.shape[1:], dtype=checkpoint.entries[piece.source].dtype, device="cpu")
+    checkpoint.read_into(piece.source, block, (first, last))
+    part.copy_(piece.take(block).reshape(part.shape))
+
+
+def _fill_small(
+    checkpoint: Checkpoint, pieces: Sequence[Piece], small: SmallWeight, advance: Callable[[int], None]
+) -> None:
+    """Fill a weight of 8 or 4 bits; codes that are stored in its format are taken as they are."""
+    shape, source = tuple(small.shape), checkpoint.entries[pieces[0].source]
+    if isinstance(checkpoint, TiledCheckpoint) and checkpoint.kept_as(pieces[0].source) == small.format.name:
+        checkpoint.read_tiles(pieces[0].source, small)
+        advance(source.nbytes)
+        return
+    if small.dim() == 2:
+        matrices = [_as_rows(pieces, shape)]
+    else:
+        matrices = [_as_rows(own, shape[1:]) for own in _by_expert(pieces, shape)]
+    views = [small] if small.dim() == 2 else expert_views(small)
+    if None not in matrices and len(matrices) == len(views):
+        for view, parts in zip(views, matrices, strict=True):
+            assert parts is not None
+            _fill_rows(checkpoint, parts, view, advance)
+        return
+    values = _empty(shape, dtype=torch.float32, device=torch.device("cpu"))
+    fill(checkpoint, pieces, values, advance)
+    fill_small(small, values)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A piece that fills whole rows of a matrix."""
+
+    piece: Piece
+    first: int
+    """The first row of the matrix that it fills."""
+    last: int
+    apart: bool
+    """Whether its rows are rows of the source, which can be read apart."""
+
+
+def _by_expert(pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[list[Piece]]:
+    """Return the pieces of each expert, as pieces of a matrix; none if a piece cannot be split by experts."""
+    found: list[list[Piece]] = [[] for _ in range(shape[0])]
+    for piece in pieces:
+        (first, last), *_ = box_of(piece.into, shape)
+        start = 0 if piece.rows is None else piece.rows[0]
+        if last - first == 1:
+            found[first].append(replace(piece, into=piece.into[1:]))
+        elif piece.take is None and len(piece.into) <= 1 and piece.shape[1:] == shape[1:]:
+            for e in range(first, last):
+                found[e].append(replace(piece, into=(), rows=(start + e - first, start + e - first + 1)))
+        else:
+            return []
+    return found
+
+
+def _as_rows(pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[_Rows] | None:
+    """Return which rows of a matrix each piece fills; None if one fills only some columns."""
+    found = []
+    for piece in pieces:
+        (first, last), columns = box_of(piece.into, shape)
+        if columns != (0, shape[1]):
+            return None
+        apart = piece.take is None and len(piece.shape) == 2 and piece.shape[1] == shape[1]
+        found.append(_Rows(piece, first, last, apart))
+    return found
+
+
+def _fill_rows(
+    checkpoint: Checkpoint, parts: Sequence[_Rows], small: SmallWeight, advance: Callable[[int], None]
+) -> None:
+    """Fill a small matrix from pieces of whole rows, about AT_ONCE elements at a time."""
+    rows, columns = small.shape
+    step = max(TILE, AT_ONCE // columns // TILE * TILE) if all(part.apart for part in parts) else rows
+    for at in range(0, rows, step):
+        end = min(at + step, rows)
+        codes = torch.empty(end - at, columns, dtype=torch.uint8, device=small.device)
+        scales = torch.empty(end - at, columns // GROUP, dtype=torch.float16, device=small.device)
+        for part in parts:
+            first, last = max(at, part.first), min(end, part.last)
+            if first < last:
+                piece = part.piece
+                if part.apart:
+                    start = first - part.first + (0 if piece.rows is None else piece.rows[0])
+                    piece = replace(piece, rows=(start, start + last - first))
+                _round(checkpoint, piece, small.format, codes[first - at : last - at], scales[first - at : last - at])
+                advance((last - first) * columns * checkpoint.entries[piece.source].dtype.itemsize)
+        write_codes(small, codes, scales, at)
+
+
+def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, scales: Tensor) -> None:
+    """Write the codes `rows columns` and scales of a piece, BLOCK elements at a time."""
+    if piece.take is None and checkpoint.kept_as(piece.source) == form.name:
+        stored, factors = checkpoint.read_codes(piece.source, piece.rows)
+        codes.copy_(stored.reshape(codes.shape))
+        scales.copy_(factors.reshape(scales.shape))
+        return
+    entry = checkpoint.entries[piece.source]
+    values = _empty(codes.shape, dtype=entry.dtype, device=torch.device("cpu"))
+    _read(checkpoint, piece, values)
+    step = max(1, BLOCK // codes.shape[1])
+    for at in range(0, len(codes), step):
+        made = round_to_codes(values[at : at + step].to(codes.device), form.bits)
+        codes[at : at + step], scales[at : at + step] = made

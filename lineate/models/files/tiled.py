@@ -1,0 +1,150 @@
+"""Checkpoints of our own whose weights are small: two entries a weight, in tiles as in memory.
+
+    NAME.codes     uint8, in tiles (lineate/small/format.py)
+    NAME.scales    float16
+    config.json    "weights": "int8" or "int4"
+
+Weights of 16 bits are plain tensors under their own name; config.json says "weights": "bfloat16" or "float16".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.safetensors import CheckpointError, Entry, TensorSize, of_tensor
+from lineate.small.format import FORMATS, TILE, Format, decode, from_tiles
+from lineate.small.weight import SmallWeight
+from lineate.small.which import small_formats
+
+KEY = "weights"
+"""The key of config.json that names the format."""
+CODES, SCALES = ".codes", ".scales"
+
+
+@dataclass
+class TiledCheckpoint(Checkpoint):
+    """A checkpoint whose entries are the weights that codes and scales stand for."""
+
+    form: Format = FORMATS["int8"]  # a frozen value
+    tiles: dict[str, tuple[Entry, Entry]] = field(default_factory=dict)
+    """The codes and the scales of each weight that is small."""
+
+    def read_into(self, name: str, target: Tensor, rows: tuple[int, int] | None = None) -> None:
+        if name not in self.tiles:
+            super().read_into(name, target, rows)
+            return
+        shape = self.entries[name].shape
+        first, last = rows or (0, shape[0])
+        if len(shape) == 3:  # whole experts
+            codes, scales = self._read(name, first, last)
+            values = decode(codes, scales, shape[1])
+        else:
+            tile = first // TILE
+            values = decode(*self._read(name, tile, -(-last // TILE)), last - tile * TILE)[first - tile * TILE :]
+        if values.numel() != target.numel():
+            raise CheckpointError(
+                f"{self.entries[name].file}: rows {first} to {last} of {name} {shape} fill {values.numel()} elements, "
+                f"got a target of shape {tuple(target.shape)}"
+            )
+        target.copy_(values.view(target.shape))
+
+    def kept_as(self, name: str) -> str | None:
+        return self.form.name if name in self.tiles else None
+
+    def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+        if name not in self.tiles:
+            return super().read_codes(name, rows)
+        shape = self.entries[name].shape
+        first, last = rows or (0, shape[0])
+        if len(shape) == 3:  # whole experts
+            return from_tiles(*self._read(name, first, last), shape[1])
+        tile = first // TILE
+        codes, scales = from_tiles(*self._read(name, tile, -(-last // TILE)), last - tile * TILE)
+        return codes[first - tile * TILE :], scales[first - tile * TILE :]
+
+    def read_tiles(self, name: str, small: SmallWeight) -> None:
+        """Fill a small weight of this checkpoint's format with the bytes as they are."""
+        assert small.scales is not None and small.format == self.form
+        for key, entry, part in zip((CODES, SCALES), self.tiles[name], (small.codes, small.scales), strict=True):
+            self._reader.read_into(name + key, entry, part)
+
+    def _read(self, name: str, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Return some tiles, or the tiles of some experts."""
+        found = []
+        for key, entry in zip((CODES, SCALES), self.tiles[name], strict=True):
+            part = torch.empty(last - first, *entry.shape[1:], dtype=entry.dtype, device="cpu")
+            self._reader.read_into(name + key, entry, part, (first, last))
+            found.append(part)
+        return found[0], found[1]
+
+
+def written_format(config: Mapping[str, Any]) -> Format | None:
+    """Return the format that a config.json of ours names; None if it names none."""
+    name = config.get(KEY)
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f'"{KEY}" must be one of {", ".join(FORMATS)}, got {name!r:.80}')
+    return FORMATS[name]
+
+
+def present_tiles(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Checkpoint:
+    """Return a checkpoint of ours whose entries are weights; every code and scale is checked against its header.
+
+    Args:
+        checkpoint: as it was opened.
+        shapes: of the model's tensors, by name.
+        dtype: that its weights are read in.
+    """
+    form = written_format(checkpoint.config)
+    if form is None or form.dtype is not None:
+        return checkpoint
+    entries = dict(checkpoint.entries)
+    tiles: dict[str, tuple[Entry, Entry]] = {}
+    for name in small_formats(shapes, form):
+        if name not in entries and not {name + CODES, name + SCALES} & entries.keys():
+            continue  # loading lists it with all others that are missing
+        parts = [_part(checkpoint, key, size) for key, size in sizes(name, shapes[name], form).items()]
+        if name in entries:
+            raise CheckpointError(f"{entries[name].file}: expected {name} in codes and scales, got it as a tensor too")
+        tiles[name] = parts[0], parts[1]
+        del entries[name + CODES], entries[name + SCALES]
+        entries[name] = replace(parts[0], shape=shapes[name], dtype=dtype)
+    return TiledCheckpoint(checkpoint.folder, checkpoint.config, entries, form=form, tiles=tiles)
+
+
+def _part(checkpoint: Checkpoint, name: str, size: TensorSize) -> Entry:
+    entry = checkpoint.entries.get(name)
+    text = f'expected {_shown(size.dtype)} of shape {size.shape} for "{KEY}": "{checkpoint.config[KEY]}"'
+    if entry is None:
+        raise CheckpointError(f"{checkpoint.folder}: {name}: {text}, got none of this name; write the folder again")
+    if (entry.dtype, entry.shape) != (size.dtype, size.shape):
+        raise CheckpointError(f"{entry.file}: {name}: {text}, got {_shown(entry.dtype)} of shape {entry.shape}")
+    return entry
+
+
+def sizes(name: str, shape: tuple[int, ...], form: Format) -> dict[str, TensorSize]:
+    """Return the entries that a small weight is written as, with their dtypes and shapes."""
+    codes, scales = form.shapes(shape)
+    if scales is None:
+        assert form.dtype is not None
+        return {name: TensorSize(form.dtype, codes)}
+    return {name + CODES: TensorSize(torch.uint8, codes), name + SCALES: TensorSize(torch.float16, scales)}
+
+
+def stored_tensors(name: str, x: Tensor) -> dict[str, Tensor]:
+    """Return the plain tensors that a tensor, which may be a small weight, is written as."""
+    if not isinstance(x, SmallWeight):
+        return {name: x}
+    parts = [x.codes] if x.scales is None else [x.codes, x.scales]
+    found = dict(zip(sizes(name, tuple(x.shape), x.format), parts, strict=True))
+    assert all(of_tensor(found[key]) == size for key, size in sizes(name, tuple(x.shape), x.format).items())
+    return found
+
+
+def _shown(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
