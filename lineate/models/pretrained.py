@@ -24,10 +24,9 @@ from lineate.models.families import (
 )
 from lineate.models.families.values import token_ids
 from lineate.models.files.checkpoint import Checkpoint, read_json, save
-from lineate.models.files.companions import GENERATION, read_companions, write_companions
+from lineate.models.files.companions import GENERATION, write_companions
 from lineate.models.files.gguf import kept_formats
-from lineate.models.files.gguf_header import read_header
-from lineate.models.files.gguf_tokenizer import gguf_companions
+from lineate.models.files.gguf_tokenizer import companions_of
 from lineate.models.files.loading import LoadingPlan, load, stored_dtype
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.saving import check_whole
@@ -152,10 +151,8 @@ def _kept_files(model: nn.Module, folder: Path) -> dict[str, bytes]:
     """Return the tokenizer's files that lie where the model was loaded from; warn if they cannot be read any more."""
     source: Path | None = getattr(model, SOURCE, None)
     try:
-        if source is None or source.is_dir():
-            return {} if source is None else read_companions(source)
-        if source.is_file():
-            return gguf_companions(read_header(source))
+        if source is None or source.exists():
+            return {} if source is None else companions_of(source)
         why = "which is gone"
     except (CheckpointError, OSError) as error:
         why = f"whose files cannot be read ({error})"

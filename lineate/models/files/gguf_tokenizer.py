@@ -8,11 +8,12 @@ tokenizer.chat_template  and names of tokens with a role: bos_token_id, eos_toke
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lineate.models.fields import show
-from lineate.models.files.companions import GENERATION
-from lineate.models.files.gguf_header import Header, LongArray
+from lineate.models.files.companions import GENERATION, read_companions
+from lineate.models.files.gguf_header import Header, LongArray, read_header
 from lineate.models.files.pieces import KIMI, QWEN2, QWEN35
 from lineate.models.files.safetensors import CheckpointError
 
@@ -30,6 +31,11 @@ ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddin
 
 class UnknownTokenizer(CheckpointError):
     """A file whose tokenizer is of another kind than those that can be read."""
+
+
+def companions_of(source: Path) -> dict[str, bytes]:
+    """Return the files of the tokenizer of a checkpoint, which is a folder or a GGUF file."""
+    return read_companions(source) if source.is_dir() else gguf_companions(read_header(source))
 
 
 def has_tokens(header: Header) -> bool:
