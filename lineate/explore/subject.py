@@ -189,8 +189,8 @@ def _untrained(config: HybridConfig, seed: int) -> HybridLM:
 def _from_folder(given: str) -> Subject:
     from lineate.generation.loading import find_model
     from lineate.models.families import read_config
-    from lineate.models.files.checkpoint import Checkpoint
     from lineate.models.files.hub import find_folder, is_hub_name
+    from lineate.models.opening import open_checkpoint
 
     folder = find_folder(given) if is_hub_name(given) else user_path(given)
     if not given or not folder.is_dir():  # '' would be the current folder
@@ -199,7 +199,7 @@ def _from_folder(given: str) -> Subject:
             f"{given!r}, which is {'not a folder' if folder.exists() else 'neither'}{nearest(given, SMALL_PRESETS)}"
         )
     place = find_model(folder)
-    config = read_config(Checkpoint.open(place))
+    config = read_config(open_checkpoint(place))
     make = partial(HybridLM.from_pretrained, place, dtype=torch.float32, progress=False)
     name = given if is_hub_name(given) else folder.resolve().name
     return Subject(config, make, shown(name, 32), True, *_tokenizer(place))

@@ -289,7 +289,8 @@ class HybridLM(nn.Module):
         Decays (A_log, dt_bias) and router_bias are float32 whatever the dtype is; model.to(dtype) would round them too.
 
         Args:
-            name: a folder with config.json and safetensors, or a name on the Hugging Face hub.
+            name: a folder with config.json and safetensors, a GGUF file or a folder with one, or a name on the Hugging
+                Face hub.
             dtype: a torch.dtype or its name, such as "bfloat16" or "bf16"; None or "auto": as stored.
             device: where the weights are loaded to.
             progress: whether a bar is shown while they are read, if there is a terminal.

@@ -10,10 +10,10 @@ from torch import nn
 from lineate.layers import MixtureOfExperts, kind_of
 from lineate.models.config import HybridConfig
 from lineate.models.families import make_plan, other_family, present, read_config, small_format
-from lineate.models.files.hub import open_headers
 from lineate.models.files.loading import MismatchError, check_tensors
 from lineate.models.hybrid import HybridLM, empty_model
 from lineate.models.nbytes import weight_bytes
+from lineate.models.opening import open_headers
 from lineate.models.pretrained import usual_dtype
 from lineate.processor import why_wide
 from lineate.small.format import BY_BITS, FORMATS
@@ -76,8 +76,7 @@ def describe(folder: str | Path) -> Description:
         problem = str(error)
     sizes: dict[str, int] = {}
     for part in (part for entry in stored.entries.values() for part in entry.parts):
-        key = str(part.dtype).removeprefix("torch.")
-        sizes[key] = sizes.get(key, 0) + part.nbytes
+        sizes[part.encoding] = sizes.get(part.encoding, 0) + part.nbytes
     used = {piece.source for pieces in plan.pieces.values() for piece in pieces}
     unused = (part for name, entry in checkpoint.entries.items() if name not in used for part in entry.parts)
     dtype, form = usual_dtype(checkpoint, None, "cpu"), small_format(checkpoint)

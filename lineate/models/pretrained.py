@@ -24,14 +24,16 @@ from lineate.models.families import (
 )
 from lineate.models.families.values import token_ids
 from lineate.models.files.checkpoint import Checkpoint, read_json, save
-from lineate.models.files.companions import GENERATION, read_companions, write_companions
-from lineate.models.files.hub import find_folder
-from lineate.models.files.loading import load, stored_dtype
+from lineate.models.files.companions import GENERATION, write_companions
+from lineate.models.files.gguf import kept_formats
+from lineate.models.files.gguf_tokenizer import companions_of
+from lineate.models.files.loading import LoadingPlan, load, stored_dtype
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.saving import check_whole
 from lineate.models.files.tiled import KEY, stored_tensors
-from lineate.small.format import Format
-from lineate.small.which import find_format, format_of, small_formats
+from lineate.models.opening import open_checkpoint
+from lineate.small.format import FORMATS, Format
+from lineate.small.which import becomes_small, find_format, format_of, small_formats
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 SOURCE = "_source"
@@ -43,11 +45,6 @@ def without_memory(make: Callable[[HybridConfig], AnyModel], config: HybridConfi
     """Make a model without memory for its tensors."""
     with torch.device("meta"), _WithoutNormal():
         return make(config)
-
-
-def open_checkpoint(name: str | Path) -> Checkpoint:
-    """Open a folder, or a name on the hub, which is downloaded if necessary."""
-    return Checkpoint.open(find_folder(name))
 
 
 def load_pretrained(
@@ -76,15 +73,19 @@ def load_pretrained(
     model = without_memory(make, config)
     checkpoint = present(checkpoint, model)
     wanted = chosen or usual_dtype(checkpoint, form, device)
+    plan = make_plan(checkpoint, config, model)
+    small = formats_for(model, form or small_format(checkpoint), wanted)
+    if form is None:
+        small |= kept_formats_for(model, checkpoint, plan)
     load(
         model,
-        make_plan(checkpoint, config, model),
+        plan,
         checkpoint,
         dtype=wanted,
         device=device,
         progress=progress,
         hint=other_family(checkpoint),
-        small=formats_for(model, form or small_format(checkpoint), wanted),
+        small=small,
     )
     object.__setattr__(model, SOURCE, checkpoint.folder.absolute())
     return model.eval()
@@ -109,6 +110,14 @@ def usual_dtype(checkpoint: Checkpoint, form: Format | None, device: torch.devic
 def formats_for(model: nn.Module, form: Format | None, dtype: torch.dtype) -> dict[str, Format]:
     """Return the formats of the weights that become small; none if the format is the dtype of all tensors."""
     return {} if form is None or form.dtype == dtype else small_formats(model, form)
+
+
+def kept_formats_for(model: nn.Module, checkpoint: Checkpoint, plan: LoadingPlan) -> dict[str, Format]:
+    """Return the formats of the weights that a GGUF file has in blocks; none for other checkpoints."""
+    sources = {target: [piece.source for piece in pieces] for target, pieces in plan.pieces.items()}
+    found = {name: FORMATS[kept] for name, kept in kept_formats(checkpoint, sources).items()}
+    shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
+    return {name: form for name, form in found.items() if becomes_small(name, shapes[name], form)}
 
 
 def write_pretrained(
@@ -144,8 +153,8 @@ def _kept_files(model: nn.Module, folder: Path) -> dict[str, bytes]:
     """Return the tokenizer's files that lie where the model was loaded from; warn if they cannot be read any more."""
     source: Path | None = getattr(model, SOURCE, None)
     try:
-        if source is None or source.is_dir():
-            return {} if source is None else read_companions(source)
+        if source is None or source.exists():
+            return {} if source is None else companions_of(source)
         why = "which is gone"
     except (CheckpointError, OSError) as error:
         why = f"whose files cannot be read ({error})"

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from lineate.models.families import make_plan, other_family, present, read_config
 from lineate.models.files.checkpoint import Checkpoint, save_streamed
-from lineate.models.files.companions import read_companions
 from lineate.models.files.filling import allocate, dtype_of, fill
+from lineate.models.files.gguf_tokenizer import companions_of
 from lineate.models.files.loading import LoadingPlan, check_all, show_progress
 from lineate.models.files.safetensors import TensorSize
 from lineate.models.files.tiled import sizes, stored_tensors
 from lineate.models.hybrid import empty_model
-from lineate.models.pretrained import SHARD_BYTES, open_checkpoint, own_config, write_beside
+from lineate.models.opening import open_checkpoint
+from lineate.models.pretrained import SHARD_BYTES, own_config, write_beside
 from lineate.small.format import Format
 from lineate.small.which import find_format, small_formats
 
@@ -73,7 +74,7 @@ def quantize_checkpoint(
     checkpoint = present(checkpoint, model)
     plan, tensors, small = make_plan(checkpoint, config, model), model.state_dict(), small_formats(model, form)
     check_all(tensors, plan, checkpoint, other_family(checkpoint))
-    kept = read_companions(checkpoint.folder)
+    kept = companions_of(checkpoint.folder)
     written: dict[str, dict[str, TensorSize]] = {}
     for key, x in tensors.items():
         plain = TensorSize(dtype_of(key, x, _stored(checkpoint, plan, key)), tuple(x.shape))

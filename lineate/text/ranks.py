@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lineate.models.files.pieces import KIMI
 from lineate.models.files.safetensors import CheckpointError
 from lineate.text.base import ALPHABET
 
@@ -19,23 +20,6 @@ RESERVED = 256
 KIMI_CODE = "tokenization_kimi"
 """The module that Kimi's tokenizer_config.json names."""
 LONGEST_TOKEN = 512
-
-_LETTERS = r"\p{{{}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]"
-_LOWER, _UPPER = f"[{_LETTERS.format('Ll')}]", f"[{_LETTERS.format('Lu}' + chr(92) + 'p{Lt')}]"
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-PIECES = "|".join(
-    (
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-"""How Kimi's tokenizer cuts a text before it joins bytes: Chinese, other words, up to three digits, signs, spaces."""
 
 
 def engine_from_ranks(tokenizers: Any, file: Path, data: bytes, config: Mapping[str, Any]) -> Any:
@@ -57,7 +41,7 @@ def engine_from_ranks(tokenizers: Any, file: Path, data: bytes, config: Mapping[
     vocabulary = {_spelled(token): rank for token, rank in ranks.items()}
     merges = [(_spelled(a), _spelled(b)) for a, b in _merges(ranks)]
     engine = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated")
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(KIMI), "isolated")
     whole = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     engine.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, whole])
     engine.decoder = tokenizers.decoders.ByteLevel()

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lineate.models.files.companions import find_file, read_companions, write_file
+from lineate.models.files.gguf_header import find_gguf, read_header
+from lineate.models.files.gguf_tokenizer import UnknownTokenizer, gguf_companions, has_tokens
 from lineate.models.files.hub import TEXTS, fetch, is_hub_name
 from lineate.names import user_path
 from lineate.text.base import END_TEXT, JSON_FILE, KIND_FILE, Tokenizer, library, utf8, vocabulary_bytes
@@ -140,12 +142,20 @@ def check_name(name: str) -> int | None:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read the tokenizer of a folder: one that `save` wrote, or that of a published checkpoint.
+    """Read the tokenizer of a folder: one that `save` wrote, or that of a published checkpoint; or of a GGUF file.
 
     Args:
-        folder: The folder, or the name of a model on the Hugging Face hub, of which only the small files are fetched.
+        folder: The folder, a GGUF file, or the name of a model on the Hugging Face hub, of which only the small files
+            are fetched.
     """
     place = fetch(str(folder), TEXTS) if is_hub_name(folder) else user_path(folder)
+    if not _has_files(place) and (file := find_gguf(place)) is not None:
+        try:
+            return PublishedTokenizer(gguf_companions(read_header(file)), str(file))
+        except UnknownTokenizer:
+            if not _has_files(file.parent):
+                raise
+            place = file.parent
     if not (place / KIND_FILE).is_file():
         return PublishedTokenizer.open(place)
     own = _load_own(place)
@@ -154,11 +164,18 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer that load_tokenizer reads.
+    """Whether a folder, or a GGUF file, has a tokenizer that load_tokenizer reads.
 
     Args:
-        folder: The folder.
+        folder: The folder or the file.
     """
+    if _has_files(folder):
+        return True
+    file = find_gguf(folder)
+    return file is not None and (has_tokens(read_header(file)) or _has_files(file.parent))
+
+
+def _has_files(folder: Path) -> bool:
     return (folder / KIND_FILE).is_file() or PublishedTokenizer.is_in(folder)
 
 

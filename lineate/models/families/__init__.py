@@ -100,11 +100,11 @@ def read_config(checkpoint: Checkpoint) -> HybridConfig:
             config = replace(config, family=family, eos_token_ids=_all_eos(checkpoint, config), prediction=predicts)
     except (TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, RecursionError) as error:
         why = str(error) or type(error).__name__
-        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {why}") from None
+        raise CheckpointError(f"{checkpoint.config_file}: {why}") from None
     most = max(FEW_LAYERS, len(checkpoint.entries))
     if checkpoint.entries and config.n_layers > most:
         raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'}: the number of layers must be at most {most}, as the files have "
+            f"{checkpoint.config_file}: the number of layers must be at most {most}, as the files have "
             f"{len(checkpoint.entries)} tensors and every layer needs some, got {config.n_layers}"
         )
     return config
@@ -152,12 +152,10 @@ def other_family(checkpoint: Checkpoint) -> str:
 def _model_type(checkpoint: Checkpoint) -> str:
     kind = checkpoint.config.get("model_type")
     if isinstance(kind, str) and (why := what_it_lacks(kind)) is not None:
-        raise CheckpointError(f"{checkpoint.folder / 'config.json'}: {why}")
+        raise CheckpointError(f"{checkpoint.config_file}: {why}")
     if not isinstance(kind, str) or (kind != OWN and kind not in FAMILIES):
         known = ", ".join([*FAMILIES, OWN])
-        raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'}: model_type must be one of {known}, got {show(kind)}"
-        )
+        raise CheckpointError(f"{checkpoint.config_file}: model_type must be one of {known}, got {show(kind)}")
     return str(kind)
 
 

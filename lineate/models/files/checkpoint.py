@@ -72,6 +72,11 @@ class Checkpoint:
         return cls(folder, config, entries, encoding)
 
     @property
+    def config_file(self) -> Path:
+        """The file that `config` comes from."""
+        return self.folder / CONFIG
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self.entries.items()}
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from lineate.models.files.gguf_header import find_gguf
+
 MANIFEST_FILE = "manifest.json"
 
 
@@ -84,8 +86,9 @@ def find_model(folder: Path, warn: Callable[[str], None]) -> Path:
 
 
 def has_own_weights(folder: Path) -> bool:
-    """Whether the folder is that of a model, and not of a run."""
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    """Whether the folder is that of a model, and not of a run, or is a GGUF file."""
+    weights = any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    return weights or find_gguf(folder) is not None
 
 
 def digest_of(file: Path) -> str:

@@ -80,6 +80,11 @@ class Entry:
         """The tensors of the files that it is made of: itself, or the codes and scales of a quantised one."""
         return (self,)
 
+    @property
+    def encoding(self) -> str:
+        """What its numbers are in the file."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 def read_header(file: Path) -> dict[str, Entry]:
     """Return all tensors of one file; every length, offset and shape is checked against the file's size."""
