@@ -4,15 +4,12 @@ The shape is that of Qwen3.5-0.8B with a vocabulary of 16,384 tokens and a head 
 Qwen3-Next, whose dense layers are the same: 24 layers, "GGGA", 530 million parameters at hidden 1024.
 """
 
-import inspect
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from bench.serving.gguf_writer import write_gguf
 from lineate import small
@@ -108,7 +105,7 @@ class Files:
         for form in forms:
             if with_gguf:
                 self.gguf(form)
-            if BITS[form] < 16 and not any(file.exists() for file in self._small(form)):
+            if BITS[form] < 16 and not self._small(form).exists():
                 self.ours(form)
 
     def theirs(self, dtype: torch.dtype) -> Any:
@@ -126,9 +123,9 @@ class Files:
             part.rename(path)
         return path
 
-    def _small(self, form: str) -> tuple[Path, Path]:
-        """Return the folder of small weights that lineate writes, and the file that we write if it does not."""
-        return self.folder / f"lineate-{form}", self.folder / f"lineate-{form}.pt"
+    def _small(self, form: str) -> Path:
+        """Return the folder of lineate's small weights."""
+        return self.folder / f"lineate-{form}"
 
     def ours(self, form: str) -> HybridLM:
         """Return lineate's model in a form, loaded as a user loads it.
@@ -137,28 +134,12 @@ class Files:
         """
         if form == "float32":
             return HybridLM.from_pretrained(self.checkpoint, progress=False)
-        if "weights" not in inspect.signature(HybridLM.from_pretrained).parameters:
-            return self._from_parts(form)
         if BITS[form] == 16:
             return HybridLM.from_pretrained(self.checkpoint, progress=False, weights=form)
-        folder, _ = self._small(form)
+        folder = self._small(form)
         if not folder.exists():
             shrink(HybridLM.from_pretrained(self.checkpoint, progress=False), form).save_pretrained(folder)
         return HybridLM.from_pretrained(folder, progress=False)
-
-    def _from_parts(self, form: str) -> HybridLM:
-        """Return a model whose small weights are kept in a file of our own, for a lineate that writes none."""
-        model = HybridLM.from_pretrained(self.checkpoint, progress=False)
-        _, file = self._small(form)
-        if BITS[form] < 16 and file.exists():
-            for name, parts in torch.load(file).items():
-                replace_parameter(model, name, small.SmallWeight(*parts))
-            return model
-        shrink(model, form)
-        if BITS[form] < 16:
-            weights = {name: x for name, x in model.named_parameters() if isinstance(x, small.SmallWeight)}
-            torch.save({name: (own.codes, own.scales, tuple(own.shape)) for name, own in weights.items()}, file)
-        return model
 
 
 # ---- small weights
@@ -166,25 +147,8 @@ class Files:
 
 def shrink(model: HybridLM, form: str) -> HybridLM:
     """Make a model's weights small in place, and return it."""
-    if (own := getattr(small, "shrink", None)) is not None:
-        own(model, form)
-        return model
-    for name, weight in list(model.named_parameters()):
-        if MADE_SMALL.search(name) and small.FORMATS[form].fits(tuple(weight.shape)):
-            replace_parameter(model, name, small.quantize(weight, form))
+    small.shrink(model, form)
     return model
-
-
-MADE_SMALL = re.compile(
-    r"(^|\.)((embed|head|mixer\.(in|out)_proj|feed\.(shared\.)?(gate_up|up|down)_proj)\.weight|experts_(gate_up|down))$"
-)
-"""Names of the parameters that become small, for a lineate that does not say it itself."""
-
-
-def replace_parameter(model: nn.Module, name: str, weight: Tensor) -> None:
-    """Put a frozen weight in the place of a parameter."""
-    owner, _, key = name.rpartition(".")
-    model.get_submodule(owner).register_parameter(key, nn.Parameter(weight, requires_grad=False))
 
 
 def step_bytes(model: HybridLM) -> int:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.generation.choice import Sampling, check_sampling, choose_tokens
+from lineate.layers import Memory
 from lineate.models import HybridLM, ModelState
 from lineate.models.checks import check_ids, check_mask, check_state
 
@@ -156,6 +157,10 @@ class Generation(Iterator[Tensor]):
         self._next, self._bounds, self._left = ids, bounds, max_new_tokens
         self._going = list(range(rows))
         self._state = state
+        self._spare: ModelState | None = None
+        """An earlier state that nobody else has: its memory is used for the next one."""
+        self._shown = state is not None
+        """Whether somebody else may have the state."""
         self._ended: dict[int, ModelState] = {}
         self._seen: list[dict[int, int] | None] = [None] * rows
         for n, own in enumerate(sampling):
@@ -180,6 +185,7 @@ class Generation(Iterator[Tensor]):
     @property
     def state(self) -> ModelState | None:
         """What the model has read of every row: all but its last token. None before the first token."""
+        self._shown = True
         if not self._ended:
             return self._state
         going = {n: i for i, n in enumerate(self._going)}
@@ -195,12 +201,14 @@ class Generation(Iterator[Tensor]):
             raise StopIteration
         going, device = self._going, self.last.device
         with torch.no_grad():
-            out = self._model(self._next, self._state, self._bounds, last_only=True)
+            state = self._state if self._spare is None else _over(self._state, self._spare)
+            out = self._model(self._next, state, self._bounds, last_only=True)
             logits = out.logits[:, -1] if self._bounds is None else out.logits[0]
             lengths = out.state.lengths
             at = torch.full((len(going),), lengths, device=device) if isinstance(lengths, int) else lengths
             tokens = choose_tokens(logits, [self._sampling[n] for n in going], at, [self._seen[n] for n in going])
         chosen = tokens.tolist()  # waits for a GPU: an interrupt here leaves everything as it was
+        self._spare, self._shown = (None if self._shown else self._state), False
         self._state, self._bounds, self._left = out.state, None, self._left - 1
         for n, token in zip(going, chosen, strict=True):
             self.tokens[n].append(token)
@@ -215,6 +223,7 @@ class Generation(Iterator[Tensor]):
 
     def _drop(self, stopped: list[bool], tokens: Tensor) -> Tensor:
         """Keep the states of rows that have stopped, and return the tokens of those that go on."""
+        self._spare = None  # it has other rows
         for i, n in enumerate(self._going):
             if stopped[i]:
                 self._ended[n] = _row(self._state, i)
@@ -227,6 +236,16 @@ class Generation(Iterator[Tensor]):
         assert self._state is not None
         self._state = self._state.select(at)
         return tokens[at]
+
+
+def _over(state: ModelState | None, spare: ModelState) -> ModelState:
+    """Return the state with the memory of another one for what follows it."""
+    assert state is not None
+    layers = tuple(
+        Memory(one.tensors, into=other.tensors) if isinstance(one, Memory) and isinstance(other, Memory) else one
+        for one, other in zip(state.layers, spare.layers, strict=True)
+    )
+    return ModelState(layers, state.lengths)
 
 
 def _row(state: ModelState | None, row: int) -> ModelState:

@@ -125,7 +125,9 @@ def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memo
     memory = state.tensors.get("memory")
     if memory is None or memory.shape != (rows, heads, part.key_dim, part.value_dim) or not _is_dense(memory, 3):
         return None
-    new = memory if state.owned else torch.empty_like(memory, memory_format=torch.contiguous_format)
+    new = memory if state.owned else _spare(state, "memory", 3)
+    if new is None:
+        new = torch.empty_like(memory, memory_format=torch.contiguous_format)
     part.memory_from, part.memory_from_row = memory.data_ptr(), memory.stride(0)
     part.memory_to, part.memory_to_row = new.data_ptr(), new.stride(0)
     tensors = {"memory": new}
@@ -133,11 +135,21 @@ def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memo
         past, channels = state.tensors.get("conv"), 2 * part.heads * part.key_dim + heads * part.value_dim
         if past is None or past.shape != (rows, channels, part.taps - 1) or not _is_dense(past, 0):
             return None
-        kept = past if state.owned else past.new_empty(rows, part.taps - 1, channels).transpose(1, 2)
+        kept = past if state.owned else _spare(state, "conv", 0)
+        if kept is None:
+            kept = past.new_empty(rows, part.taps - 1, channels).transpose(1, 2)
         part.conv_from, (part.from_row, part.from_channel, part.from_tap) = past.data_ptr(), past.stride()
         part.conv_to, (part.to_row, part.to_channel, part.to_tap) = kept.data_ptr(), kept.stride()
         tensors = {"conv": kept, **tensors}
     return Memory(tensors)
+
+
+def _spare(state: Memory, name: str, dims: int) -> Tensor | None:
+    """Return the tensor that the caller offers for a new one, if it is dense in its last dims."""
+    found = None if state.into is None else state.into.get(name)
+    if found is None or found.shape != state.tensors[name].shape or not _is_dense(found, dims):
+        return None
+    return found
 
 
 def _bind_cache(part: Part, mixer: GatedAttention, state: TokenCache, shared: dict[Hashable, Any]) -> TokenCache | None:

@@ -45,10 +45,12 @@ class Memory:
     Args:
         tensors: by name.
         owned: whether the caller alone has them, so that a call may overwrite and return them where that saves a copy.
+        into: tensors of the same shapes that the caller alone has; a call may fill and return them instead of new ones.
     """
 
     tensors: Mapping[str, Tensor]
     owned: bool = False
+    into: Mapping[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

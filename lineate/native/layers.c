@@ -491,7 +491,10 @@ INLINE void product_tile(const Product *a, i64 row, i64 first, int rows, int wei
     const i64 at = first * a->weight_row;  // of the first weight
     const i64 whole = a->size / LANES * LANES, rest = a->size - whole;
     vec sum[TILE_ROWS][TILE_WEIGHTS] = {0}, w[TILE_WEIGHTS];
+    const i64 bytes = kind == FLOAT32 ? 4 : 2;
     for (i64 c = 0; c < whole; c += LANES) {
+        if (c * bytes % 64 == 0)  // the same columns of the rows that come next
+            EACH_WEIGHT __builtin_prefetch((const char *)a->weight + (at + (weights + j) * a->weight_row + c) * bytes);
         EACH_WEIGHT w[j] = widen(a->weight, at + j * a->weight_row + c, LANES, kind);
         EACH_ROW {
             vec z = load(x + i * a->size + c, LANES);

@@ -169,6 +169,7 @@ void lineate_small_round(const void *rounded, i64 row) {
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
+enum { FEW = 2, AHEAD = 4096 };  // rows of x that memory is too slow for; bytes of codes that are fetched ahead
 enum { SPAN = 16 };  // groups that many rows of x are multiplied with before the next: they stay in the cache
 
 // Adds the groups first .. last of `tiles` tiles times `rows` rows of x to y.
@@ -192,6 +193,9 @@ INLINE void multiply(const Rounded *w, i64 tile, i64 row, i64 first, i64 last, i
         }
         const uint8_t *codes = w->call.codes + tile * tile_bytes + g * (GROUP * TILE * bits / 8);
         const int8_t *q = w->q + row * planes * size + g * GROUP;
+        if (rows <= FEW)  // the next groups come from memory
+            UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int s = 0; s < bits; s++)
+                __builtin_prefetch(codes + t * tile_bytes + AHEAD + s * STEP);
         UNROLL for (int plane = 0; plane < planes; plane++, q += size) {
             if (plane)
                 UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int r = 0; r < rows; r++)

@@ -7,6 +7,7 @@ import torch
 from few import few
 
 from lineate.generation import Sampling, generate
+from lineate.layers import Memory
 from lineate.models import HybridLM, ModelState, preset
 
 VOCAB = 97
@@ -162,3 +163,17 @@ def test_wrong_arguments(model: HybridLM) -> None:
         generate(model, ids, state=model(ids[:1]).state)
     with pytest.raises(ValueError, match="top_p must be above 0"):
         generate(model, ids, top_p=0)
+
+
+def test_a_state_that_was_looked_at_is_never_written_to(model: HybridLM) -> None:
+    """generate() uses the memory of earlier states again, but not of those that somebody has seen."""
+    prompt = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
+    plain = [tokens.clone() for tokens in generate(model, prompt, max_new_tokens=12, stop=())]
+    seen = []
+    made = generate(model, prompt, max_new_tokens=12, stop=())
+    for n, tokens in enumerate(made):
+        assert torch.equal(tokens, plain[n])
+        if n % 3 == 0 and made.state is not None:
+            layers = [layer for layer in made.state.layers if isinstance(layer, Memory)]
+            seen += [(x, x.clone()) for layer in layers for x in layer.tensors.values()]
+    assert len(seen) == 4 * 4 and all(torch.equal(x, before) for x, before in seen)
