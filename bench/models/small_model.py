@@ -4,12 +4,14 @@ The shape is that of Qwen3.5-0.8B with a vocabulary of 16,384 tokens and a head 
 Qwen3-Next, whose dense layers are the same: 24 layers, "GGGA", 530 million parameters at hidden 1024.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from bench.serving.gguf_writer import write_gguf
 from lineate import small
