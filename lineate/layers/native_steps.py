@@ -47,15 +47,17 @@ class Recorded:
         mixer: The mixer whose states are bound to it; None for a feed-forward.
         modules: All modules, each with its class and its own parts, which must still be there.
         tensors: Each parameter's module, name, tensor and address.
+        settings: Each plain attribute of the modules, such as an epsilon, with its value.
     """
 
     part: Part
     mixer: nn.Module | None
     modules: tuple[tuple[nn.Module, type, dict[str, Any]], ...]
     tensors: tuple[tuple[nn.Module, str, Tensor, int], ...]
+    settings: tuple[tuple[dict[str, Any], str, Any], ...]
 
     def is_current(self) -> bool:
-        """Whether the modules are still those that were read: none was replaced, hooked, or moved."""
+        """Whether the modules are still those that were read: none was replaced, hooked, moved, or set otherwise."""
         for module, kind, parts in self.modules:
             if type(module) is not kind or module._forward_hooks or module._forward_pre_hooks:
                 return False
@@ -63,6 +65,9 @@ class Recorded:
                 return False
         for module, name, tensor, address in self.tensors:
             if module._parameters[name] is not tensor or _address(tensor) != address:
+                return False
+        for attributes, name, value in self.settings:
+            if attributes[name] != value:
                 return False
         return self.mixer is None or self.mixer.__dict__.get("context") is None
 
@@ -264,6 +269,12 @@ def _recorded(part: Part, mixer: nn.Module | None, modules: list[nn.Module]) -> 
             for module in modules
             for name, tensor in module._parameters.items()
             if tensor is not None
+        ),
+        tuple(
+            (module.__dict__, name, value)
+            for module in modules
+            for name, value in module.__dict__.items()
+            if name != "training" and isinstance(value, bool | int | float | str | None)
         ),
     )
     if not found.is_current():

@@ -199,12 +199,16 @@ def other_forward(model: HybridLM) -> None:
     norm.forward = lambda x: 2 * x  # type: ignore[union-attr]
 
 
+def other_setting(model: HybridLM) -> None:
+    model.layers[0].mixer_norm.eps = 1.0  # type: ignore[union-attr]
+
+
 def fewer_layers(model: HybridLM) -> None:
     del model.layers[3]
 
 
 @pytest.mark.parametrize(
-    "change", [doubled_projection, hooked, other_weights, changed_in_place, other_forward, fewer_layers]
+    "change", [doubled_projection, hooked, other_weights, changed_in_place, other_forward, other_setting, fewer_layers]
 )
 def test_what_is_changed_after_a_step_counts(change: Any) -> None:
     model = make("gated delta rule")
