@@ -1,7 +1,7 @@
 """Decoding steps of a model's blocks on a CPU: runs of parts that C computes, and calls of the others in between."""
 
 import ctypes
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,10 +28,12 @@ class _Run(NamedTuple):
     words: bytes | None
 
 
+Blocks = nn.ModuleList | Sequence[nn.Module]
 _plans: WeakKeyDictionary[nn.Module, tuple[_Run, ...]] = WeakKeyDictionary()
+"""How blocks run, by the first of them."""
 
 
-def step(blocks: nn.ModuleList, x: Tensor, states: tuple[LayerState, ...]) -> tuple[Tensor, list[LayerState]] | None:
+def step(blocks: Blocks, x: Tensor, states: tuple[LayerState, ...]) -> tuple[Tensor, list[LayerState]] | None:
     """Run one token of every row, x `rows 1 hidden`, through all blocks; None if no part of them has a step in C.
 
     Args:
@@ -39,7 +41,7 @@ def step(blocks: nn.ModuleList, x: Tensor, states: tuple[LayerState, ...]) -> tu
         x: What the first block reads; it is not changed.
         states: The states of all blocks; those that the call owns are overwritten.
     """
-    if not serves(x):
+    if not len(blocks) or not serves(x):
         return None
     runs = _plan_of(blocks)
     if runs is None:
@@ -64,25 +66,27 @@ def step(blocks: nn.ModuleList, x: Tensor, states: tuple[LayerState, ...]) -> tu
     return x[:, None], [new[n] for n in range(len(blocks))]
 
 
-def _plan_of(blocks: nn.ModuleList) -> tuple[_Run, ...] | None:
+def _plan_of(blocks: Blocks) -> tuple[_Run, ...] | None:
     """Return how the blocks run, as it was recorded or, if they were changed since, recorded anew; None: not in C."""
-    runs = _plans.get(blocks)
+    runs = _plans.get(blocks[0])
     if runs is None or not _is_current(blocks, runs):
-        runs = _plans[blocks] = _record(blocks)
+        runs = _plans[blocks[0]] = _record(blocks)
     return runs if any(run.words is not None for run in runs) else None
 
 
-def _is_current(blocks: nn.ModuleList, runs: tuple[_Run, ...]) -> bool:
+def _is_current(blocks: Blocks, runs: tuple[_Run, ...]) -> bool:
     halves = [half for run in runs for half in run.halves]
     if halves and halves[-1].layer != len(blocks) - 1:
         return False
     for half in halves:
         block: Any = blocks[half.layer]
+        if not _is_bare(block):
+            return False
         if half.recorded is None:
             continue
         norm, own = half.recorded.modules[0][0], half.recorded.modules[1][0]
         parts = (block.mixer_norm, block.mixer) if half.is_mixer else (block.feed_norm, block.feed)
-        if parts[0] is not norm or parts[1] is not own or not _is_bare(block) or not half.recorded.is_current():
+        if parts[0] is not norm or parts[1] is not own or not half.recorded.is_current():
             return False
     return True
 
@@ -94,7 +98,7 @@ def _is_bare(block: nn.Module) -> bool:
     return block.in_steps
 
 
-def _record(blocks: nn.ModuleList) -> tuple[_Run, ...]:
+def _record(blocks: Blocks) -> tuple[_Run, ...]:
     halves: list[_Half] = []
     for n, block in enumerate(blocks):
         if not _is_bare(block):

@@ -222,6 +222,18 @@ def test_what_is_changed_after_a_step_counts(change: Any) -> None:
     assert close(made, wanted) and not close(made, before, 1e-3)
 
 
+def test_a_hook_of_a_block_that_c_does_not_compute_is_called() -> None:
+    model = make("latent attention")
+    model.layers[1].feed = nn.Sequential(model.layers[1].feed)  # type: ignore[union-attr]
+    state, ids = read(model, 1), tokens(1, 3)
+    wanted, _ = decode(model, state, ids)
+    model.layers[1].register_forward_hook(lambda module, args, result: (result[0] + 1, result[1]))
+    made, _ = decode(model, state, ids)
+    with in_torch():
+        then, _ = decode(model, state, ids)
+    assert close(made, then) and not close(made, wanted, 1e-3)
+
+
 def test_copies_of_a_model_have_their_own_steps() -> None:
     model = make("gated delta rule")
     state, ids = read(model, 1), tokens(1, 5)
