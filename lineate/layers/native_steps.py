@@ -15,23 +15,20 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.layers.attention import GatedAttention
-from lineate.layers.convolution import ShortConvolution
+from lineate.layers.bare import KNOWN, runs_own_forward
 from lineate.layers.feed import SwiGLU
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.layers.rope import turns
 from lineate.layers.state import CacheInPlace, LayerState, Memory, TokenCache, token_positions
 from lineate.native import step as native
+from lineate.native.build import available
 from lineate.native.step import Linear, Norm, Part
 from lineate.small import SmallWeight
 from lineate.tracing import PLAIN_TENSORS, is_eager
 
 MOST_ROWS = 16
 """The most rows of a step; torch multiplies more rows faster."""
-_KNOWN = frozenset(
-    (nn.Linear, RMSNorm, GatedRMSNorm, ShortConvolution, SwiGLU, GatedAttention, GatedDeltaNet, KimiDeltaAttention)
-)
-"""The modules whose forward a step computes; others, such as adapters around one of these, are called."""
 
 
 class _Unfit(Exception):
@@ -59,9 +56,7 @@ class Recorded:
     def is_current(self) -> bool:
         """Whether the modules are still those that were read: none was replaced, hooked, moved, or set otherwise."""
         for module, kind, parts in self.modules:
-            if type(module) is not kind or module._forward_hooks or module._forward_pre_hooks:
-                return False
-            if "forward" in module.__dict__ or module._modules != parts:
+            if type(module) is not kind or module._modules != parts or not runs_own_forward(module):
                 return False
         for module, name, tensor, address in self.tensors:
             if module._parameters[name] is not tensor or _address(tensor) != address:
@@ -78,7 +73,7 @@ def serves(x: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _has_any_global_hook():
         return False
-    return is_eager(x) and native.available()
+    return is_eager(x) and available()
 
 
 def record_mixer(norm: nn.Module, mixer: nn.Module) -> Recorded | None:
@@ -103,7 +98,6 @@ def record_feed(norm: nn.Module | None, feed: nn.Module | None) -> Recorded | No
     try:
         part = Part(
             kind=native.FEED, norm=_norm(norm), entry=_linear(feed.gate_up_proj), exit=_linear(feed.down_proj),
-            decay=native.no_linear(), gate=native.no_linear(),
         )  # fmt: skip
         return _recorded(part, None, [norm, feed, feed.gate_up_proj, feed.down_proj])
     except _Unfit:
@@ -248,7 +242,7 @@ def _attention_part(mixer: GatedAttention) -> tuple[Part, list[nn.Module]]:
     part = Part(
         kind=native.ATTENTION, entry=_linear(mixer.in_proj), exit=_linear(mixer.out_proj), query_heads=mixer.heads,
         kv_heads=mixer.kv_heads, head_dim=mixer.head_dim, rotary=mixer.rotary_dim, gated=mixer.gated,
-        scale=mixer.scale, decay=native.no_linear(), gate=native.no_linear(),
+        scale=mixer.scale,
     )  # fmt: skip
     modules: list[nn.Module] = [mixer.in_proj, mixer.out_proj]
     if mixer.qk_norm is not None:
@@ -258,7 +252,7 @@ def _attention_part(mixer: GatedAttention) -> tuple[Part, list[nn.Module]]:
 
 
 def _recorded(part: Part, mixer: nn.Module | None, modules: list[nn.Module]) -> Recorded:
-    if any(type(module) not in _KNOWN for module in modules):
+    if any(type(module) not in KNOWN for module in modules):
         raise _Unfit
     found = Recorded(
         part,

@@ -17,22 +17,17 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.call import Options
 from lineate.layers.attention import GatedAttention, reads_own_length
-from lineate.layers.convolution import ShortConvolution
+from lineate.layers.bare import KNOWN, runs_own_forward
 from lineate.layers.entry import check_call
 from lineate.layers.feed import SwiGLU, glu
 from lineate.layers.gpu import coded, kernels_for, overlaps, uncoded
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
 from lineate.layers.mixer import LinearMixer
-from lineate.layers.norm import GatedRMSNorm, RMSNorm
+from lineate.layers.norm import RMSNorm
 from lineate.layers.rope import frequencies
 from lineate.layers.state import CacheInPlace, LayerState, Memory
 from lineate.small import SmallWeight
 from lineate.tracing import PLAIN_TENSORS, is_eager
-
-_KNOWN = frozenset(
-    (nn.Linear, RMSNorm, GatedRMSNorm, ShortConvolution, SwiGLU, GatedAttention, GatedDeltaNet, KimiDeltaAttention)
-)
-"""The modules whose forward the steps compute; others, such as adapters around one of these, are called."""
 
 
 def is_step(x: Tensor, state: LayerState | None) -> bool:
@@ -275,12 +270,7 @@ def _are_bare(*modules: nn.Module) -> bool:
     if _has_any_global_hook():
         return False
     for module in modules:
-        if (
-            type(module) not in _KNOWN
-            or module._forward_pre_hooks
-            or module._forward_hooks
-            or "forward" in vars(module)
-        ):
+        if type(module) not in KNOWN or not runs_own_forward(module):
             return False
         known = (*PLAIN_TENSORS, SmallWeight) if type(module) is nn.Linear else PLAIN_TENSORS
         if not all(x is None or (type(x) in known and x.is_contiguous()) for x in module._parameters.values()):

@@ -88,7 +88,7 @@ class Block(nn.Module):
         y, kept = trail(self.mixer, self.mixer_norm(x), state, keep)
         x = x + y
         fed = feed_step(self.feed_norm, self.feed, x.flatten(0, 1)[:, None])
-        return (x + self.feed(self.feed_norm(x)) if fed is None else fed.view_as(x)), kept
+        return (self.run_feed(x) if fed is None else fed.view_as(x)), kept
 
     def mix_and_feed(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
         """Add the mixer's output to x `b t hidden`, then that of the feed-forward."""
@@ -108,15 +108,15 @@ class Block(nn.Module):
     @property
     def in_steps(self) -> bool:
         """Whether the block is x + mixer(norm(x)), then x + feed(norm(x)), for a mixer of lineate's own."""
-        return self._in_steps and self._checked is None and not self.norm_after
+        return self._in_steps and self._checked is None
 
     def run_mixer(self, x: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
-        """Return x + mixer(norm(x)) and the new state, where in_steps."""
+        """Return x + mixer(norm(x)) and the new state, for a block with steps."""
         y, kept = self._mix(self.mixer_norm(x), state, None)
         return x + y, kept
 
     def run_feed(self, x: Tensor) -> Tensor:
-        """Return x + feed(norm(x)), where in_steps."""
+        """Return x + feed(norm(x)), for a block with steps."""
         assert self.feed is not None and self.feed_norm is not None
         return x + self.feed(self.feed_norm(x))
 
@@ -128,10 +128,10 @@ class Block(nn.Module):
         assert self.feed is not None and self.feed_norm is not None
         mixed = mix_step(self.mixer_norm, self.mixer, x, state, self.feed_norm)
         if mixed is None:
-            y, kept = self._mix(self.mixer_norm(x), state, None)
-            mixed = Mixed(x + y, None, kept)
+            x, kept = self.run_mixer(x, state)
+            mixed = Mixed(x, None, kept)
         fed = feed_step(self.feed_norm, self.feed, mixed.x, mixed.normed)
-        return (mixed.x + self.feed(self.feed_norm(mixed.x)) if fed is None else fed), mixed.state
+        return (self.run_feed(mixed.x) if fed is None else fed), mixed.state
 
     def _mix(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
         result = self.mixer(x, state, cu_seqlens)

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from lineate.layers import LayerState
+from lineate.layers.bare import runs_own_forward
 from lineate.layers.native_steps import Recorded, bind, record_feed, record_mixer, serves
 from lineate.models.block import Block
 from lineate.native import step as native
@@ -80,7 +81,7 @@ def _is_current(blocks: Blocks, runs: tuple[_Run, ...]) -> bool:
         return False
     for half in halves:
         block: Any = blocks[half.layer]
-        if not _is_bare(block):
+        if half.is_mixer and not _is_bare(block):
             return False
         if half.recorded is None:
             continue
@@ -93,9 +94,7 @@ def _is_current(blocks: Blocks, runs: tuple[_Run, ...]) -> bool:
 
 def _is_bare(block: nn.Module) -> bool:
     """Whether a block is one whose forward is the sum that a step computes."""
-    if type(block) is not Block or block._forward_hooks or block._forward_pre_hooks or "forward" in block.__dict__:
-        return False
-    return block.in_steps
+    return type(block) is Block and block.in_steps and runs_own_forward(block)
 
 
 def _record(blocks: Blocks) -> tuple[_Run, ...]:

@@ -79,7 +79,7 @@ typedef struct {
     i64 stages;
     Stage *stage;
     float *entered, *decay, *gate, *mixed, *left;  // rows of what the stages make
-    i64 widest, longest;                           // inputs of a product; tokens times query heads of a key head
+    i64 widest;                                    // inputs of a product
     char *scratch;                                 // of each thread
     i64 scratch_bytes;
 } Team;
@@ -440,7 +440,7 @@ int lineate_step(const Step *a) {
         free(stage);
         return NO_MEMORY;
     }
-    Team team = {.call = *a, .stages = stages, .stage = stage, .entered = memory, .widest = widest, .longest = longest,
+    Team team = {.call = *a, .stages = stages, .stage = stage, .entered = memory, .widest = widest,
                  .scratch = (char *)(((uintptr_t)(memory + buffers) + 63) / 64 * 64), .scratch_bytes = scratch};
     team.decay = team.entered + a->rows * entered;
     team.gate = team.decay + a->rows * low;

@@ -6,7 +6,7 @@ from ctypes import POINTER, c_double, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from lineate.native.build import library, why_not
+from lineate.native.build import library
 
 RULE, ATTENTION, FEED = range(3)
 ACTIVATIONS = ("none", "silu", "sigmoid")
@@ -57,11 +57,6 @@ class _Step(ctypes.Structure):
         ("rows", c_int64), ("hidden", c_int64), ("parts", c_int64), ("threads", c_int64), ("x", c_void_p),
         ("part", POINTER(Part)),
     )  # fmt: skip
-
-
-def available() -> bool:
-    """Whether steps in C can run here."""
-    return why_not() is None
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:

@@ -1,5 +1,6 @@
 """x weight^T for a weight of 8 or 4 bits, with the gradient of x; the weight itself is frozen."""
 
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 
@@ -8,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.native import small as native
-from lineate.native.build import why_not
+from lineate.native.build import available
 from lineate.registrar import register_op
-from lineate.small.format import TILE, decode, decode_rows
-from lineate.tracing import constant_in_graphs, is_eager
+from lineate.small.format import GROUP, TILE, decode, decode_rows
+from lineate.tracing import is_eager
 
 BLOCK = 2**20
 """Elements that are decoded at a time."""
@@ -22,11 +23,6 @@ def small_linear(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
     """Return x weight^T in x's dtype; x `... columns`, codes and scales of a weight `rows columns` in tiles."""
     result: Tensor = _run(x, codes, scales, rows)
     return result
-
-
-@constant_in_graphs
-def _ready() -> bool:
-    return why_not() is None
 
 
 def decoded(codes: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -64,7 +60,7 @@ def _forward(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
 
         y = small_products.linear(flat.contiguous(), small_products.Codes(codes, scales.contiguous(), rows))
         return y.view(*x.shape[:-1], rows)
-    if x.is_cpu and x.dtype is not torch.float64 and flat.shape[0] and _ready():
+    if x.is_cpu and x.dtype is not torch.float64 and flat.shape[0] and available():
         y = native.product(flat.float(), codes.contiguous(), scales.contiguous(), rows, codes.shape[-3])
     else:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -84,9 +80,9 @@ def _backward(dy: Tensor, x: Tensor, codes: Tensor, scales: Tensor, rows: int) -
     return dx.to(x.dtype).view_as(x)
 
 
-def _blocks(codes: Tensor, scales: Tensor, rows: int):  # type: ignore[no-untyped-def]
+def _blocks(codes: Tensor, scales: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
     """Yield a first row and the rows from there on in float32, a few tiles at a time."""
-    columns = scales.shape[1] * 32
+    columns = scales.shape[1] * GROUP
     tiles = max(1, BLOCK // (TILE * columns))
     for at in range(0, codes.shape[0], tiles):
         first = at * TILE
