@@ -224,20 +224,21 @@ def test_control_c_stops_an_answer_and_not_the_program(folder: Path, tmp_path: P
     )
     words = [sys.executable, "-c", program, "chat", str(folder), "--tokens", "100000000", "--temperature", "0"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(words, text=True, bufsize=0, **pipes) as process:  # type: ignore[call-overload]
+    # Bytes without a buffer: communicate() would not return what a text stream has read ahead.
+    with subprocess.Popen(words, bufsize=0, **pipes) as process:  # type: ignore[call-overload]
         try:
-            process.stdin.write("hello\n")
-            process.stdin.flush()
-            assert process.stdout.read(3)  # the answer has begun
+            process.stdin.write(b"hello\n")
+            begun = process.stdout.read(3)
+            assert begun  # the answer has begun
             process.send_signal(signal.SIGINT)
-            process.stdin.write(f"/save {tmp_path / 'talk.json'}\n/exit\n")
-            process.stdin.flush()
+            process.stdin.write(f"/save {tmp_path / 'talk.json'}\n/exit\n".encode())
             out, notes = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 0, notes
-    assert "stopped" in notes and "2 messages are in" in notes
-    assert json.loads((tmp_path / "talk.json").read_text())["messages"][1]["content"][3:].strip() == out.strip()
+    assert b"stopped" in notes and b"2 messages are in" in notes
+    saved = json.loads((tmp_path / "talk.json").read_text())["messages"][1]["content"]
+    assert saved.strip() == (begun + out).decode().strip()
 
 
 # the built-in model
