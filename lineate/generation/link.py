@@ -60,6 +60,8 @@ class Link:
         self.rank, self.size = rank, size
         self.ended: str | None = None
         """Why the job has ended; None while it goes on."""
+        self.speaker = 0
+        """Which rank says so: rank 0, or the next one if rank 0 was lost."""
         self._over = threading.Event()  # set when the job has ended, for whatever reason
         self._closed = False
         self._changing = threading.Lock()
@@ -189,6 +191,7 @@ class Link:
         if self._closed or (last is not None and last["end"] is None):
             peer.messages.put(None)
         elif last is None:
+            self.speaker = int(peer.rank == 0)
             self._end(f"rank {peer.rank} has ended without a word: it was killed, or its machine is gone")
         else:
             self._end(last["end"] if peer.rank == 0 else f"rank {peer.rank} failed: {last['end']}")

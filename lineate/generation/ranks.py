@@ -14,9 +14,9 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,7 +36,6 @@ SAMPLES, SAMPLE_BYTES = 64, 64
 """How many places of a weight file are compared, and how many bytes of each."""
 
 
-@dataclass(frozen=True)
 class RankedJob:
     """This process among those that share a model.
 
@@ -45,8 +44,9 @@ class RankedJob:
         device: Where this rank computes.
     """
 
-    link: Link
-    device: str
+    def __init__(self, link: Link, device: str) -> None:
+        self.link, self.device = link, device
+        self._told = threading.Event()
 
     @property
     def is_main(self) -> bool:
@@ -60,24 +60,24 @@ class RankedJob:
             return None
         return importlib.import_module("lineate.layers.ranks").Ranks(dist.group.WORLD)
 
-    def close(self) -> None:
-        """Leave the other ranks, after all have done their work."""
-        self.link.gather(None)  # none leaves before all have come this far
-        dist.destroy_process_group()
-        self.link.close()
-
     @contextmanager
-    def working(self, on_end: Callable[[str], None] | None = None) -> Iterator[None]:
-        """Do the work of a command; if the job ends early, rank 0 says why, and all processes end.
+    def working(self) -> Iterator[None]:
+        """Do the work of a command on this rank, and leave the others at its end.
 
-        Args:
-            on_end: Called on rank 0 when the job has ended early, to let go of clients; it ends the process itself.
+        If the job ends early, one rank says why, and all processes end, whatever they are waiting for. Work that has
+        clients tells them first: it watches the link itself.
         """
-        self.link.watch(self._leave if on_end is None or not self.is_main else on_end)
+        self.link.watch(self._leave)
         try:
             yield
+            self.link.gather(None)  # none leaves before all have come this far
+            dist.destroy_process_group()
+            self.link.close()
         except JobEnded as ended:
             self._leave(str(ended))
+        except SystemExit:
+            self.link.refuse(f"rank {self.link.rank} has ended; its message says why")
+            raise
         except Exception as error:
             if self.is_main and isinstance(error, ValueError | OSError | ImportError):
                 self.link.refuse(str(error))  # the others meet the same error, or wait for this rank
@@ -87,21 +87,20 @@ class RankedJob:
             except JobEnded as ended:
                 self._leave(str(ended))
 
+    def tell(self, why: str) -> None:
+        """Print once why the job has ended, on the rank whose part it is.
+
+        Args:
+            why: One sentence.
+        """
+        if self.link.rank == self.link.speaker and not self._told.is_set():
+            self._told.set()
+            print(f"lineate: {printable(why)}; the job ends", file=sys.stderr, flush=True)
+
     def _leave(self, why: str) -> NoReturn:
-        """End this process at once, whatever its threads wait for."""
-        if self.is_main:
-            say_end(why)
+        self.tell(why)
         sys.stdout.flush()
-        os._exit(1)
-
-
-def say_end(why: str) -> None:
-    """Print why a job has ended.
-
-    Args:
-        why: One sentence.
-    """
-    print(f"lineate: {printable(why)}; the job ends", file=sys.stderr, flush=True)
+        os._exit(1)  # threads may wait for a collective that never ends
 
 
 def start_ranks(tensor: int, device: str, folder: str | None, flags: Mapping[str, Any]) -> RankedJob | None:

@@ -61,13 +61,24 @@ class Lockstep:
         self._ending: set[int] = set()  # handles of which something is to end
         self._told: set[tuple[int, int]] = set()  # continuations whose end was sent
         self._closed = self._stopping = self._stopped = False
+        self._given_up: str | None = None
         self._thread: threading.Thread | None = None
-        self.on_end: Callable[[str], None] = lambda why: None
-        """Called on rank 0 with the reason, after all requests have failed, if the job ends early."""
+        self._callback: Callable[[str], None] | None = None
         if link.rank == 0:
             link.watch(self._give_up)
 
     # What rank 0 is used for, by any thread.
+
+    def watch(self, callback: Callable[[str], None]) -> None:
+        """Have a function called with the reason, in another thread, if the job ends early; all requests have failed.
+
+        Args:
+            callback: The function.
+        """
+        with self._changed:
+            self._callback, given_up = callback, self._given_up
+        if given_up is not None:
+            callback(given_up)
 
     @property
     def slots(self) -> int:
@@ -291,7 +302,10 @@ class Lockstep:
             for index in range(handle.request.n):
                 if index not in handle.ended:
                     self._put(handle, Event(index, finished="error", error=why))
-        self.on_end(why)
+        with self._changed:
+            self._given_up, callback = why, self._callback
+        if callback is not None:
+            callback(why)
 
 
 def plain_request(request: Request) -> dict[str, Any]:

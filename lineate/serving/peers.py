@@ -7,9 +7,10 @@ different tokens. Everything else that a cache decides follows from its calls, w
 
 import uuid
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from lineate.generation.link import Link
+if TYPE_CHECKING:  # it needs torch.distributed, which some builds of torch lack
+    from lineate.generation.link import Link
 
 
 class Peers(Protocol):
@@ -68,7 +69,7 @@ class LinkedPeers:
         link: Their connections.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: "Link") -> None:
         self._link = link
         self.session = link.share(uuid.uuid4().hex)
 

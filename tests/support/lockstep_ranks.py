@@ -187,7 +187,7 @@ class Patched:
 
 
 def run_tests(names: list[str], more: list[str]) -> list[Any]:
-    """Run tests of tests/serving on rank 0, and drive the same on the others; return a code, how many passed, a text."""
+    """Run tests of tests/serving on rank 0, and drive the others; return a code, how many passed, and what was said."""
     global joined
     sys.path.insert(0, str(TESTS))
     joined = Joined()
