@@ -9,6 +9,7 @@ group of B and C serves several heads of x. So `gated_linear_attention` computes
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +22,9 @@ from lineate.layers.context import Bounds
 from lineate.layers.linear import init_decay
 from lineate.layers.linear_costs import LinearCosts, values_of
 from lineate.layers.mixer import LinearMixer
+from lineate.layers.ranks import Ranks, rms_norm_over
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, register
+from lineate.layers.shards import Cut, Part, Shard, share_out
 from lineate.ops import Attended, gated_linear_attention
 from lineate.rule import compute_dtype
 
@@ -37,6 +40,8 @@ class GroupedGatedNorm(nn.Module):
     """
 
     activation = "silu"
+    ranks: Ranks | None = None
+    """If set, and there is one group, its other channels are on other ranks."""
 
     def __init__(self, size: int, groups: int = 1, eps: float = 1e-5, *, gate_first: bool = True) -> None:
         super().__init__()
@@ -53,8 +58,12 @@ class GroupedGatedNorm(nn.Module):
         y, z = x.to(dtype).flatten(2), F.silu(gate.to(dtype)).flatten(2)
         if self.gate_first:
             y = y * z
-        groups = y.unflatten(-1, (self.groups, -1))
-        y = F.rms_norm(groups, groups.shape[-1:], None, self.eps).flatten(2) * self.weight.to(dtype)
+        if self.ranks is not None and self.groups == 1:
+            y = rms_norm_over(self.ranks, y, None, self.eps, self.ranks.size * y.shape[-1])
+        else:
+            groups = y.unflatten(-1, (self.groups, -1))
+            y = F.rms_norm(groups, groups.shape[-1:], None, self.eps).flatten(2)
+        y = y * self.weight.to(dtype)
         return (y if self.gate_first else y * z).to(x.dtype).view_as(x)
 
     def extra_repr(self) -> str:
@@ -120,6 +129,11 @@ class Mamba2(LinearMixer):
     def reset_parameters(self) -> None:
         init_decay(self.A_log, self.dt_bias)
         nn.init.ones_(self.D)
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks; several may have the same group of B and C."""
+        values = Part(self.value_heads * self.value_dim, self.value_heads)
+        return super().cuts() | {"norm.weight": Cut(0, (values,))}
 
     def steps(self, dt: Tensor) -> Tensor:
         """Return the steps of raw ones `b t heads`: softplus(dt + dt_bias) within the bounds, in float32."""
@@ -192,6 +206,24 @@ def _make(model: ModelSizes, x: MambaConfig) -> Mamba2:
     )  # fmt: skip
 
 
+def _divide(x: MambaConfig, ranks: int) -> MambaConfig:
+    """Return the sizes of one rank's share of the heads."""
+    if x.norm_groups > 1:
+        norm_groups = share_out("the groups of the norm", x.norm_groups, ranks)
+        if norm_groups == 1 and ranks > 1:
+            raise ValueError(
+                f"tensor must be less than the groups of the norm = {x.norm_groups}, got {ranks}; use fewer ranks"
+            )
+    else:
+        norm_groups = 1
+    return replace(
+        x,
+        heads=share_out("the heads", x.heads, ranks),
+        groups=share_out("the groups", x.groups, ranks, several=True),
+        norm_groups=norm_groups,
+    )
+
+
 MAMBA2 = register(
     MixerKind(
         letter="S",
@@ -206,5 +238,6 @@ MAMBA2 = register(
         trace=Mamba2.trace,
         look=Look("#117733", "p", (0, (4, 1, 1, 1))),
         rule="gated_linear_attention",
+        shard=Shard(_divide, Mamba2.cuts),
     )
 )

@@ -17,6 +17,7 @@ import torch
 from lineate.models import HybridLM
 from lineate.models.files.safetensors import write_tensors
 from lineate.models.hybrid import check_saveable
+from lineate.models.sharding import whole_state
 from lineate.processor import why_wide
 from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
@@ -143,7 +144,8 @@ class Trainer(Learner):
 
     def save(self) -> bool:
         """Save a checkpoint of this step; return False if it could not be written."""
-        check_saveable(self.model)
+        if self.model.ranks is None:
+            check_saveable(self.model)
         folder = Path(self.config.out) / "checkpoints"
         busy, self.signals.busy = self.signals.busy, True
         done = checkpoint.save(folder, self.step, self._write, self.world, self.config.keep, self.report.warn)
@@ -184,7 +186,8 @@ class Trainer(Learner):
     def _look(self, evaluate: bool, sample: bool) -> None:
         """Evaluate and sample, then record both at once: an interruption in between would record one of them twice."""
         # Rows that are split over ranks cannot be sampled. Otherwise rank 0 samples alone, unless weights are sharded.
-        sample = sample and self.world.context_size == 1 and (self.world.is_main or self.world.shard == "full")
+        alone = self.world.shard != "full" and self.world.tensor_size == 1
+        sample = sample and self.world.context_size == 1 and (self.world.is_main or not alone)
         loss, text = None, None
         if evaluate or sample:
             with self.signals.stoppable():
@@ -246,8 +249,9 @@ class Trainer(Learner):
             from lineate.models.files.checkpoint import save
             from lineate.training.sharded import full_state
 
-            check_saveable(self.model)
-            tensors = full_state(self.model)
+            if self.model.ranks is None:
+                check_saveable(self.model)
+            tensors = full_state(self.model) if self.model.ranks is None else whole_state(self.model)
             if self.world.is_main:
                 save(folder, tensors, _model_config(self.model))
 

@@ -126,7 +126,10 @@ def _fill_small(
 ) -> None:
     """Fill a weight of 8 or 4 bits; codes that are stored in its format are taken as they are."""
     shape, source = tuple(small.shape), checkpoint.entries[pieces[0].source]
-    if isinstance(checkpoint, TiledCheckpoint) and checkpoint.kept_as(pieces[0].source) == small.format.name:
+    as_stored = len(pieces) == 1 and pieces[0].rows is None and pieces[0].take is None and source.shape == shape
+    tiled = isinstance(checkpoint, TiledCheckpoint) and checkpoint.kept_as(pieces[0].source) == small.format.name
+    if as_stored and tiled:
+        assert isinstance(checkpoint, TiledCheckpoint)
         checkpoint.read_tiles(pieces[0].source, small)
         advance(source.nbytes)
         return
