@@ -98,7 +98,7 @@ def make_model(config: HybridConfig, dtype: torch.dtype = torch.float32) -> Hybr
             elif name.endswith("bias") and "dt_bias" not in name:
                 nn.init.normal_(x, std=0.1)
             elif x.dim() >= 2 and "conv" not in name:
-                x.mul_(5)
+                x.mul_(3)
     return model.to(dtype)
 
 
