@@ -34,14 +34,14 @@ class GroupedGatedNorm(nn.Module):
 
     Args:
         size: channels of all heads.
-        groups: groups of channels that are normalised apart from each other.
+        groups: groups of channels that are normalised apart from each other; 0: they are a part of one group.
         eps: added to the mean square.
         gate_first: whether the norm follows the gate.
     """
 
     activation = "silu"
     ranks: Ranks | None = None
-    """If set, and there is one group, its other channels are on other ranks."""
+    """The ranks that have the other channels, if groups is 0."""
 
     def __init__(self, size: int, groups: int = 1, eps: float = 1e-5, *, gate_first: bool = True) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class GroupedGatedNorm(nn.Module):
         y, z = x.to(dtype).flatten(2), F.silu(gate.to(dtype)).flatten(2)
         if self.gate_first:
             y = y * z
-        if self.ranks is not None and self.groups == 1:
+        if self.groups == 0:
+            assert self.ranks is not None
             y = rms_norm_over(self.ranks, y, None, self.eps, self.ranks.size * y.shape[-1])
         else:
             groups = y.unflatten(-1, (self.groups, -1))
@@ -82,7 +83,8 @@ class Mamba2(LinearMixer):
         conv_size: tokens that the short convolution over C, B and x sees; 0: no convolution.
         conv_bias: whether that convolution has a bias.
         bias: whether the projections have a bias.
-        norm_groups: groups of channels that the output norm normalises apart from each other.
+        norm_groups: groups of channels that the output norm normalises apart from each other; 0, on one of several
+            ranks: they are a part of one group.
         gate_first: whether the norm follows the output gate; otherwise the gate multiplies what was normalised.
         step_least: smallest step dt.
         step_most: largest step dt; None means no bound.
@@ -208,19 +210,11 @@ def _make(model: ModelSizes, x: MambaConfig) -> Mamba2:
 
 def _divide(x: MambaConfig, ranks: int) -> MambaConfig:
     """Return the sizes of one rank's share of the heads."""
-    if x.norm_groups > 1:
-        norm_groups = share_out("the groups of the norm", x.norm_groups, ranks)
-        if norm_groups == 1 and ranks > 1:
-            raise ValueError(
-                f"tensor must be less than the groups of the norm = {x.norm_groups}, got {ranks}; use fewer ranks"
-            )
-    else:
-        norm_groups = 1
     return replace(
         x,
         heads=share_out("the heads", x.heads, ranks),
         groups=share_out("the groups", x.groups, ranks, several=True),
-        norm_groups=norm_groups,
+        norm_groups=0 if x.norm_groups == 1 else share_out("the groups of the norm", x.norm_groups, ranks),
     )
 
 

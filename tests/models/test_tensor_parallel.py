@@ -63,7 +63,7 @@ MODELS = {
         BASE, norm_after="A", attention=replace(BASE.attention, kv_heads=4, qk_norm="full")  # type: ignore[type-var]
     ),
     "biases, mixer only": replace(
-        BASE, pattern="SA", mixer_only=(0,), mamba=replace(BASE.mamba, bias=True, norm_groups=8),  # type: ignore[type-var]
+        BASE, pattern="SA", mixer_only=(0,), mamba=replace(BASE.mamba, bias=True, norm_groups=4),  # type: ignore[type-var]
         attention=replace(BASE.attention, bias=True, gated=False, qk_norm=None),  # type: ignore[type-var]
     ),
     "scales": replace(BASE, embedding_scale=3.0, residual_scale=0.7, logit_scale=0.5),

@@ -4,13 +4,11 @@ Rows of a stored tensor are read apart; other cuts read a block of rows and keep
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Protocol
 
-from torch import Tensor
-
-from lineate.models.files.filling import Piece, box_of
+from lineate.models.files.filling import Narrow, Piece, box_of
 from lineate.models.files.loading import LoadingPlan
 
 AT_ONCE = 2**22
@@ -38,7 +36,7 @@ def slice_plan(plan: LoadingPlan, shapes: Mapping[str, tuple[int, ...]], shares:
         name: [own for piece in found for own in _cut(piece, shapes[name], shares[name])] if name in shares else found
         for name, found in plan.pieces.items()
     }
-    return LoadingPlan(pieces, ignored=("",))  # what other ranks read is superfluous here
+    return LoadingPlan(pieces, ignored=(".",))  # what other ranks read is superfluous here
 
 
 def _cut(piece: Piece, shape: tuple[int, ...], share: Share) -> Iterator[Piece]:
@@ -84,26 +82,3 @@ def _narrowed(piece: Piece, box: list[tuple[int, int]], dim: int, first: int, co
             rows=(begin + row, begin + row + rows) if by_rows else piece.rows,
             take=Narrow(piece.take, (rows, *part[1:]), axis, first, count),
         )
-
-
-@dataclass(frozen=True)
-class Narrow:
-    """Takes some indices of one dimension.
-
-    Args:
-        before: what changes the stored rows first; None: nothing.
-        shape: what the rows are seen as.
-        axis: the dimension.
-        first: the first index.
-        count: how many.
-    """
-
-    before: Callable[[Tensor], Tensor] | None
-    shape: tuple[int, ...]
-    axis: int
-    first: int
-    count: int
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        x = rows if self.before is None else self.before(rows)
-        return x.reshape(self.shape).narrow(self.axis, self.first, self.count)
