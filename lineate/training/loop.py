@@ -86,7 +86,7 @@ class Trainer(Learner):
         SIGINT and SIGTERM stop a single process between two steps, with a checkpoint; with several ranks they end the
         process at once.
         """
-        check_saveable(self.model)  # fail now rather than at the first checkpoint
+        self._check_saveable()  # fail now rather than at the first checkpoint
         with self.signals.listen(self._give_up) if self.world.size == 1 else nullcontext():
             try:
                 self._train()
@@ -144,8 +144,7 @@ class Trainer(Learner):
 
     def save(self) -> bool:
         """Save a checkpoint of this step; return False if it could not be written."""
-        if self.model.ranks is None:
-            check_saveable(self.model)
+        self._check_saveable()
         folder = Path(self.config.out) / "checkpoints"
         busy, self.signals.busy = self.signals.busy, True
         done = checkpoint.save(folder, self.step, self._write, self.world, self.config.keep, self.report.warn)
@@ -153,6 +152,11 @@ class Trainer(Learner):
         if done:
             self.saved = self.step
         return done
+
+    def _check_saveable(self) -> None:
+        """Raise unless the configuration describes the model; one rank's share of it was made from that."""
+        if self.model.ranks is None:
+            check_saveable(self.model)
 
     def _write(self, folder: Path) -> None:
         """Write all files of a checkpoint. If one process writes it, it can also be loaded as a model."""
@@ -249,8 +253,7 @@ class Trainer(Learner):
             from lineate.models.files.checkpoint import save
             from lineate.training.sharded import full_state
 
-            if self.model.ranks is None:
-                check_saveable(self.model)
+            self._check_saveable()
             tensors = full_state(self.model) if self.model.ranks is None else whole_state(self.model)
             if self.world.is_main:
                 save(folder, tensors, _model_config(self.model))
