@@ -20,6 +20,7 @@ from lineate.terminal import printable
 
 if TYPE_CHECKING:
     from lineate.generation.ranks import RankedJob
+    from lineate.layers.ranks import Ranks
     from lineate.models import HybridLM
     from lineate.text import Tokenizer
 
@@ -29,7 +30,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     weights: str | None = None,
-    ranks: Any = None,
+    ranks: "Ranks | None" = None,
 ) -> "tuple[HybridLM, Tokenizer]":
     """Return a model in eval mode and its tokenizer, which is read first because it is quick.
 
@@ -45,8 +46,7 @@ def load_model(
 
     place = locate(name)
     tokenizer = load_tokenizer(place)
-    shared = {} if ranks is None else {"ranks": ranks}
-    model = HybridLM.from_pretrained(place, dtype=dtype, device=device, progress=False, weights=weights, **shared)
+    model = HybridLM.from_pretrained(place, dtype=dtype, device=device, progress=False, weights=weights, ranks=ranks)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {place} has {tokenizer.vocab_size} tokens and its model a vocabulary of "

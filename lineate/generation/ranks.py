@@ -9,7 +9,6 @@ compared before anything is loaded.
 """
 
 import hashlib
-import importlib
 import json
 import os
 import platform
@@ -17,7 +16,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +25,7 @@ import torch.distributed as dist
 import lineate
 from lineate.generation.link import JobEnded, Link, connect
 from lineate.generation.loading import locate
+from lineate.layers.ranks import Ranks
 from lineate.models.files.gguf_tokenizer import companions_of
 from lineate.models.opening import open_checkpoint
 from lineate.processes import Place, device_of, find_place, fresh_store, join
@@ -54,11 +53,10 @@ class RankedJob:
         return self.link.rank == 0
 
     @property
-    def model_ranks(self) -> Any:
+    def model_ranks(self) -> Ranks:
         """What HybridLM.from_pretrained takes as `ranks`, so that this rank reads its share of the weights alone."""
-        if find_spec("lineate.layers.ranks") is None:
-            return None
-        return importlib.import_module("lineate.layers.ranks").Ranks(dist.group.WORLD)
+        assert dist.group.WORLD is not None
+        return Ranks(dist.group.WORLD)
 
     @contextmanager
     def working(self) -> Iterator[None]:

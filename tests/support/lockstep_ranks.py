@@ -11,10 +11,8 @@ import pickle
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from copy import deepcopy
 from datetime import timedelta
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 from lineate.generation.link import Link, connect
+from lineate.layers.ranks import Ranks
 from lineate.models import HybridLM
+from lineate.models.sharding import share_out_model
 from lineate.processes import find_place, fresh_store
 from lineate.serving.cache import StateCache
 from lineate.serving.engine import Engine
@@ -89,6 +89,10 @@ class RankedEngine(Lockstep):
         return self.engine.pool
 
     @property
+    def plan(self) -> Any:
+        return self.engine.plan
+
+    @property
     def model(self) -> HybridLM:
         return self.engine.model
 
@@ -119,21 +123,14 @@ def own_options(*given: Any, **options: Any) -> dict[str, Any]:
 
 @cache
 def ranked_model(pattern: str) -> HybridLM:
-    """Return this rank's share of a model, or a whole one that notices calls which differ between the ranks."""
-    whole = serving_models.model(pattern)
-    if find_spec("lineate.models.sharding") is not None:
-        from lineate.layers.ranks import Ranks
-        from lineate.models.sharding import share_out_model
-
-        made = share_out_model(whole, Ranks(dist.group.WORLD)).eval()
-    else:
-        made = deepcopy(whole)
-        made.embed.register_forward_hook(compare)
+    """Return this rank's share of a model, which notices calls that differ between the ranks."""
+    made = share_out_model(serving_models.model(pattern), Ranks(dist.group.WORLD)).eval()
+    made.embed.register_forward_pre_hook(compare)
     made.pattern = pattern
     return made
 
 
-def compare(_: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+def compare(_: Any, inputs: tuple[torch.Tensor]) -> None:
     """Raise unless all ranks read the same tokens."""
     ids = inputs[0]
     size = torch.tensor([ids.numel(), *ids.shape[-2:]])

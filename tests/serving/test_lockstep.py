@@ -1,0 +1,240 @@
+"""One engine on several ranks: the tests of the engine on two ranks that share the model; and ranks that go astray."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from linked import Linked
+from lockstep_ranks import run_tests
+from ranks import run_ranks
+from serving_models import SPACING, Counting, alone, model, prompt
+
+from lineate.generation.choice import Sampling
+from lineate.generation.link import JobEnded
+from lineate.serving.cache import StateCache
+from lineate.serving.drafting import PromptLookup
+from lineate.serving.engine import Engine
+from lineate.serving.lockstep import Lockstep, plain_request, read_request
+from lineate.serving.requests import EngineStopped, Event, Handle, QueueFull, Request
+
+GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
+
+SCENARIOS = {
+    "speculation": ["test_engine_guesses.py::test_the_next_turn_continues_a_guessed_answer[GGGA]"],
+    "cache": ["test_engine.py::test_a_branch_is_kept_where_prompts_part"],
+    "fork": ["test_engine.py::test_one_of_several_continuations_is_cancelled"],
+    "cancellation": ["test_engine.py::test_cancelling_frees_the_row_at_the_next_step"],
+}
+"""Tests of the fast suite, each of which takes a second."""
+# Left out: tests that break something on one rank, that call the model beside the engine, or that set the clock.
+FILES = {
+    "test_engine.py": "not kept_states and not log_prob and not deadlines and not errors",
+    "test_engine_guesses.py": "not that_fails and not observe",
+    "test_engine_overlap.py": "not fault and not cannot_begin and not interrupted and not deadline",
+    "test_branches.py": "not a_fault and not its_state_has",
+    "test_engine_failures.py": "many_threads or stopping_drains or listener",
+    "test_engine_machine.py": "any_schedule",
+    "test_reuse.py": "not chat and not what_the_next",
+}
+
+
+def run(names: list[str], *more: str) -> int:
+    """Run tests of other files on two ranks; return how many passed."""
+    code, passed, said = run_ranks(2, run_tests, names, list(more))[0]
+    assert code == 0, said
+    return passed
+
+
+def test_speculation_cache_fork_and_cancellation_on_two_ranks():
+    names = [name for own in SCENARIOS.values() for name in own]
+    assert run(names) == len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+def test_the_engine_on_two_ranks(file):
+    assert run([file], "-k", FILES[file]) > 0
+
+
+class Pair:
+    """Two ranks in one process, each with the whole model; rank 1 follows in a thread.
+
+    Args:
+        patterns: The model of each rank.
+        options: As Engine takes them; a function is called for each rank.
+    """
+
+    def __init__(self, *patterns: str, **options) -> None:
+        self.linked = Linked(2)
+        options = {"slots": 3, "context": 512, "spacing": SPACING, "poison": True, **options}
+        self.engines = [
+            Engine(model(pattern), **{key: x() if callable(x) else x for key, x in options.items()})
+            for pattern in patterns or ("GA", "GA")
+        ]
+        fronts = zip(self.engines, self.linked.links, strict=True)
+        self.front, self.follower = (Lockstep(engine, link, Counting.read) for engine, link in fronts)
+        self.ended: list[str] = []
+        self._thread = threading.Thread(target=self._follow)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        try:
+            self.follower.follow()
+        except JobEnded as ended:
+            self.ended.append(str(ended))
+
+    def finish(self) -> None:
+        while self.front.step():
+            pass
+
+    def stop(self) -> None:
+        self.front.stop(drain=False)
+        self.join()
+        self.linked.close()
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def check(handle: Handle, pattern: str = "GA") -> None:
+    request = handle.request
+    for n, found in enumerate(handle.result(30)):
+        sampling = replace(request.sampling, seed=request.sampling.seed + n)
+        assert (found.finished, found.error) == ("length", None)
+        assert tuple(found.tokens) == alone(pattern, request.ids, sampling, request.max_new_tokens)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_all_ranks_do_the_same(started):
+    pair = Pair(cache=lambda: StateCache(2**26, SPACING, poison=True), drafter=lambda: PromptLookup(n=1))
+    if started:
+        pair.front.start()
+    handles = [
+        pair.front.submit(Request(prompt(100, n), (GREEDY, DRAWN)[n % 2], max_new_tokens=8 + n, n=1 + n % 2))
+        for n in range(4)
+    ]
+    cancelled = pair.front.submit(Request(prompt(70), GREEDY))
+    cancelled.cancel()
+    guided = pair.front.submit(Request(prompt(9), DRAWN, guide=Counting(3, 6)))
+    if not started:
+        pair.finish()
+    for handle in handles:
+        check(handle)
+    assert cancelled.result(30)[0].finished == "cancelled"
+    assert (guided.result(30)[0].tokens, guided.result()[0].finished) == ([3, 4, 5, 6], "stop")
+    pair.stop()
+    first, second = (engine.stats for engine in pair.engines)
+    assert first == second and first.new_tokens == sum((8 + n) * (1 + n % 2) for n in range(4)) + 4
+    counts = [engine.cache.stats for engine in pair.engines]
+    assert counts[0] == counts[1] and counts[0].kept > 4
+    with pytest.raises(EngineStopped):
+        pair.front.submit(Request(prompt(4)))
+    assert pair.ended == [] and not pair.front.step()
+
+
+def test_a_deadline_is_that_of_rank_0():
+    pair = Pair()
+    handle = pair.front.submit(Request(prompt(5), GREEDY, timeout=1e-9))
+    pair.finish()
+    assert handle.result(30)[0].finished == "timeout"
+    pair.stop()
+    assert [engine.stats.finished for engine in pair.engines] == [{"timeout": 1}] * 2
+
+
+def test_the_queue_counts_what_was_not_sent():
+    pair = Pair(queue=2)
+    for _ in range(2):
+        pair.front.submit(Request(prompt(4), GREEDY, max_new_tokens=2))
+    assert pair.front.stats.waiting == 2 and pair.engines[0].stats.waiting == 0
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        pair.front.submit(Request(prompt(4), GREEDY, max_new_tokens=2))
+    with pytest.raises(ValueError, match="ids must lie in"):
+        pair.front.submit(Request((3, 99)))
+    pair.stop()
+
+
+def test_a_listener_that_fails_is_cancelled_on_all_ranks(caplog):
+    pair = Pair()
+
+    def listener(event: Event) -> None:
+        raise ConnectionError("nobody is there")
+
+    pair.front.submit(Request(prompt(4), GREEDY, max_new_tokens=50), listener)
+    other = pair.front.submit(Request(prompt(9), GREEDY, max_new_tokens=5))
+    pair.finish()
+    check(other)
+    pair.stop()
+    assert [engine.stats.finished for engine in pair.engines] == [{"cancelled": 1, "length": 1}] * 2
+    assert "nobody is there" in caplog.text
+
+
+@pytest.fixture
+def no_grace(monkeypatch):
+    """Do not wait for news of another rank before a failure is reported."""
+    monkeypatch.setattr("lineate.generation.link.GRACE_SECONDS", 0.05)
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("the device is gone")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("started", [False, True])
+def test_a_rank_that_fails_ends_all_requests(rank, started, no_grace, caplog):
+    """What an engine of one process would survive ends the job: the other ranks have gone on without this one."""
+    pair = Pair()
+    pair.engines[rank].pool.step = broken
+    told, said = threading.Event(), []
+    pair.front.watch(lambda why: (said.append(why), told.set()))
+    handles = [pair.front.submit(Request(prompt(4, n), GREEDY, max_new_tokens=50, n=2 - n)) for n in range(2)]
+    if started:
+        pair.front.start()
+    else:
+        with pytest.raises(JobEnded, match="the device is gone"):
+            while True:
+                pair.front.step()
+    why = f"rank {rank} failed: RuntimeError: the device is gone"
+    for handle in handles:
+        assert {(found.finished, found.error) for found in handle.result(30)} == {("error", why)}
+    assert told.wait(30) and said == [why]
+    with pytest.raises(EngineStopped):
+        pair.front.submit(Request(prompt(4)))
+    pair.front.stop()
+    pair.join()
+    assert pair.ended == [why] and f"rank {rank} failed" in caplog.text
+
+
+def test_a_rank_that_is_lost_ends_all_requests():
+    pair = Pair()
+    pair.front.start()
+    handle = pair.front.submit(Request(prompt(4), GREEDY, max_new_tokens=400))
+    next(handle.events(30))
+    pair.linked.lose(1)
+    assert handle.result(30)[0].error.startswith("rank 1 has ended without a word")
+    pair.front.stop()
+    pair.join()
+
+
+def test_a_rank_that_chooses_other_tokens_ends_the_job(no_grace):
+    pair = Pair("GA", "KM")
+    pair.front.submit(Request(prompt(20), GREEDY, max_new_tokens=50))
+    why = "rank 1 failed: RuntimeError: it has chosen other tokens than rank 0"
+    with pytest.raises(JobEnded, match=why):
+        while True:
+            pair.front.step()
+    pair.join()
+    assert pair.ended == [why]
+
+
+def test_requests_travel_as_plain_data():
+    sampling = Sampling(0.7, 3, 0.9, 0.1, 1.2, 0.3, 0.4, ((3, 1.5), (7, -100.0)), 2**64 - 1)
+    request = Request((1, 2, 3), sampling, 7, frozenset({5, 4}), 2, 3, None, 1.5)
+    assert read_request(plain_request(request)) == request
+    assert read_request(plain_request(Request((1,)))) == Request((1,))
+    guided = read_request(plain_request(Request((1,), guide=Counting(3, 6))), Counting.read)
+    assert (guided.guide.next_token, guided.guide.last) == (3, 6)
+    with pytest.raises(ValueError, match="guide must have a grammar, which other ranks are sent, got object"):
+        plain_request(Request((1,), guide=object()))
+    with pytest.raises(ValueError, match="guides must be given"):
+        read_request(plain_request(Request((1,), guide=Counting(3, 6))))
