@@ -60,7 +60,7 @@ def add_commands(app: "typer.Typer") -> None:
     ) -> None:
         """Continue a prompt with a trained model; the text appears as it is made."""
         from lineate.generation.choice import Sampling
-        from lineate.generation.loading import join_job, working
+        from lineate.generation.job import join_job, working
 
         try:
             sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)

@@ -1,12 +1,10 @@
 """A model and its tokenizer, from a run's folder, a model's folder or a name on the hub."""
 
-import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +17,6 @@ from lineate.small import shrink
 from lineate.terminal import printable
 
 if TYPE_CHECKING:
-    from lineate.generation.ranks import RankedJob
     from lineate.layers.ranks import Ranks
     from lineate.models import HybridLM
     from lineate.text import Tokenizer
@@ -77,31 +74,6 @@ def load_or_builtin(
     if weights is not None:
         shrink(model, weights)
     return model.to(device=device, dtype=chosen), tokenizer
-
-
-def join_job(tensor: int, device: str, folder: str | None, flags: Mapping[str, Any]) -> "RankedJob | None":
-    """Join the processes that share a model; None if this process has it to itself.
-
-    Args:
-        tensor: How many processes share it.
-        device: "cpu" or "cuda".
-        folder: Folder of a run or a model, or a name on the hub.
-        flags: Other options that must be the same in all processes, by name.
-    """
-    if tensor == 1 and "WORLD_SIZE" not in os.environ:
-        return None
-    from lineate.generation.ranks import start_ranks  # torch.distributed, which some builds of torch lack
-
-    return start_ranks(tensor, device, folder, flags)
-
-
-def working(job: "RankedJob | None") -> AbstractContextManager[None]:
-    """Return the context of a command's work on this rank, or an empty one without other ranks.
-
-    Args:
-        job: From join_job.
-    """
-    return nullcontext() if job is None else job.working()
 
 
 def locate(name: str | Path) -> Path:

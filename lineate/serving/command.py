@@ -92,7 +92,7 @@ def run_serve(asked: ServeArguments) -> None:
     Args:
         asked: The options.
     """
-    from lineate.generation.loading import join_job, working
+    from lineate.generation.job import join_job, working
 
     try:
         flags = {name: value for name, value in asdict(asked).items() if name not in OF_RANK_0}
@@ -306,7 +306,7 @@ def _drafter(asked: ServeArguments, model: "HybridLM") -> Any:
         return PromptLookup()
     if asked.draft == HEAD:
         return PredictionDrafter(model)
-    smaller, _ = load_model(asked.draft, asked.dtype, asked.device, name_of_bits(asked.bits))
+    smaller, _ = load_model(asked.draft, asked.dtype, model.device, name_of_bits(asked.bits))
     return DraftModel(smaller, model.config.vocab_size)
 
 

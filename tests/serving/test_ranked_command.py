@@ -219,12 +219,12 @@ def test_generate_prints_once_what_one_process_prints(folder):
     assert out == alone.stdout and said.count("tokens read in") == 1
 
 
-def test_generate_fails_once(folder):
-    """A mistake that every rank meets is said by rank 0 alone."""
-    done = launch("generate", folder, "--prompt", "x", "--device", "abacus", "--tensor", "2")
+def test_a_mistake_that_every_rank_meets_is_said_once(folder):
+    done = launch("serve", folder, "--port", "0", "--spacing", "100", "--tensor", "2")
     said = done.communicate(timeout=WAIT)[1]
     assert done.returncode != 0
-    assert "device must be 'cpu' or 'cuda', got 'abacus'" in said
+    assert said.count("spacing must be a multiple of 64") == 1 and "lineate: spacing" in said
+    assert "the job ends" not in said
 
 
 def test_the_number_of_processes_must_be_the_ranks(folder):
