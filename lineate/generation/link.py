@@ -142,12 +142,14 @@ class Link:
         raise JobEnded(self.ended)
 
     def refuse(self, why: str) -> None:
-        """End the job with a reason of rank 0's.
+        """End the job on all other ranks, because this one does not go on; it says itself why.
 
         Args:
             why: One sentence.
         """
-        self._end(why)
+        if self.rank and not self._over.is_set():
+            self._send_all({"end": why})
+        self._end(why, tell=False)
 
     def close(self) -> None:
         """Leave the others, which do not take this rank for lost."""
@@ -196,8 +198,8 @@ class Link:
         else:
             self._end(last["end"] if peer.rank == 0 else f"rank {peer.rank} failed: {last['end']}")
 
-    def _end(self, why: str) -> None:
-        """End the job once: tell the others if this is rank 0, wake who waits, and call who watches."""
+    def _end(self, why: str, tell: bool = True) -> None:
+        """End the job once: tell the others if this is rank 0, wake who waits, and call who watches if `tell`."""
         with self._changing:
             if self._over.is_set() or self._closed:
                 return
@@ -208,7 +210,7 @@ class Link:
             self._send_all({"end": why})
         for peer in self._peers.values():
             peer.messages.put(None)
-        if callback is not None:
+        if callback is not None and tell:
             callback(why)
 
 

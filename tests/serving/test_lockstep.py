@@ -4,17 +4,23 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 from linked import Linked
-from lockstep_ranks import run_tests
+from lockstep_ranks import Joined, leave, run_tests
 from ranks import run_ranks
-from serving_models import SPACING, Counting, alone, model, prompt
+from serving_models import CONFIG, SPACING, Counting, alone, model, prompt
+from small_models import random_model
 
 from lineate.generation.choice import Sampling
 from lineate.generation.link import JobEnded
+from lineate.layers.ranks import Ranks
+from lineate.models.sharding import share_out_model
 from lineate.serving.cache import StateCache
 from lineate.serving.drafting import PromptLookup
 from lineate.serving.engine import Engine
 from lineate.serving.lockstep import Lockstep, plain_request, read_request
+from lineate.serving.peers import LinkedPeers
+from lineate.serving.predicting import PredictionDrafter
 from lineate.serving.requests import EngineStopped, Event, Handle, QueueFull, Request
 
 GREEDY, DRAWN = Sampling(temperature=0), Sampling(temperature=1.5, seed=3)
@@ -54,6 +60,34 @@ def test_speculation_cache_fork_and_cancellation_on_two_ranks():
 @pytest.mark.parametrize("file", FILES)
 def test_the_engine_on_two_ranks(file):
     assert run([file], "-k", FILES[file]) > 0
+
+
+def own_head(join: bool) -> list[list[int]]:
+    """Return the tokens of an engine that guesses with the model's own head, on all ranks or in one process."""
+    lm, link = random_model(replace(CONFIG, prediction=True)), None
+    if join:
+        joined = Joined()
+        link, lm = joined.link, share_out_model(lm, Ranks(dist.group.WORLD)).eval()
+    cache = StateCache(2**26, SPACING, peers=None if link is None else LinkedPeers(link))
+    engine = Engine(lm, slots=3, context=512, spacing=SPACING, cache=cache, drafter=PredictionDrafter(lm))
+    front = engine if link is None else Lockstep(engine, link)
+    if link is not None and link.rank:
+        front.follow()
+        leave(link)
+        return []
+    handles = [front.submit(Request(prompt(100, n), (GREEDY, DRAWN)[n], max_new_tokens=12, n=1 + n)) for n in range(2)]
+    while front.step():
+        pass
+    assert engine.stats.guesses > 0
+    front.stop()
+    if link is not None:
+        leave(link)
+    return [found.tokens for handle in handles for found in handle.result(0)]
+
+
+@pytest.mark.slow
+def test_the_models_own_head_guesses_on_two_ranks():
+    assert run_ranks(2, own_head, True)[0] == own_head(False)
 
 
 class Pair:
