@@ -216,11 +216,17 @@ def broken(*_: object) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("started", [False, True])
 def test_a_rank_that_fails_ends_all_requests(rank, started, no_grace, caplog):
-    """What an engine of one process would survive ends the job: the other ranks have gone on without this one."""
+    """What an engine of one process would survive ends the job: the other rank waits for this one in a collective."""
     pair = Pair()
-    pair.engines[rank].pool.step = broken
-    told, said = threading.Event(), []
+    told, ended, said = threading.Event(), threading.Event(), []
     pair.front.watch(lambda why: (said.append(why), told.set()))
+    pair.linked.links[1].watch(lambda _: ended.set())
+
+    def collective(*_: object) -> None:
+        assert (told if rank else ended).wait(30)
+        raise RuntimeError("connection closed by peer")
+
+    pair.engines[rank].pool.step, pair.engines[1 - rank].pool.step = broken, collective
     handles = [pair.front.submit(Request(prompt(4, n), GREEDY, max_new_tokens=50, n=2 - n)) for n in range(2)]
     if started:
         pair.front.start()
@@ -241,9 +247,13 @@ def test_a_rank_that_fails_ends_all_requests(rank, started, no_grace, caplog):
 
 def test_a_rank_that_is_lost_ends_all_requests():
     pair = Pair()
+    gone = threading.Event()
+    step = pair.engines[0].pool.step
+    pair.engines[0].pool.step = lambda ids: step(ids) if gone.wait(30) else None
     pair.front.start()
     handle = pair.front.submit(Request(prompt(4), GREEDY, max_new_tokens=400))
     next(handle.events(30))
+    pair.front.watch(lambda _: gone.set())
     pair.linked.lose(1)
     assert handle.result(30)[0].error.startswith("rank 1 has ended without a word")
     pair.front.stop()

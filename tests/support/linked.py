@@ -20,9 +20,9 @@ class Linked:
         self.links = [Link(rank, size, ends) for rank, ends in enumerate(self._ends)]
 
     def lose(self, rank: int) -> None:
-        """Break the connections of a rank."""
+        """Break the connections of a rank: the others find them closed, and the rank itself does nothing any more."""
         for end in self._ends[rank].values():
-            end.shutdown(socket.SHUT_RDWR)
+            end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         for link in self.links:
