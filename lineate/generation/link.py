@@ -16,6 +16,7 @@ every call raises JobEnded.
 
 import hmac
 import json
+import logging
 import os
 import secrets
 import socket
@@ -38,6 +39,7 @@ KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 """A machine that is gone without a word is noticed after half a minute."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 
+logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
@@ -136,8 +138,10 @@ class Link:
         if self.rank or isinstance(error, RuntimeError):
             self._over.wait(GRACE_SECONDS)
         what = f"{type(error).__name__}: {error}"
-        if self.rank and not self._over.is_set():
-            self._send_all({"end": what})
+        if not self._over.is_set():
+            logger.error("rank %d failed", self.rank, exc_info=error)
+            if self.rank:
+                self._send_all({"end": what})
         self._end(f"rank {self.rank} failed: {what}")
         raise JobEnded(self.ended)
 

@@ -368,12 +368,12 @@ def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "T
     from lineate.planning.units import show_bytes, show_count
     from lineate.small.which import format_of
 
+    count = show_count(sum(x.numel() for x in model.parameters()))
     ranks = "" if asked.tensor == 1 else f" on each of {asked.tensor} ranks"
-    count = show_count(sum(x.numel() for x in model.parameters())) + ranks
     state = show_bytes(model.state_nbytes(1, asked.context))
     form = format_of(model)
     kept = "" if form is None else f" in {form.name}"
-    _say(f"{_name(asked)}: {count} parameters{kept}, {model.config.pattern}, {tokenizer.name} on {asked.device}")
+    _say(f"{_name(asked)}: {count} parameters{kept}{ranks}, {model.config.pattern}, {tokenizer.name} on {asked.device}")
     _say(f"{asked.slots} sequences of {asked.context} tokens, {state} of state each; cache {asked.cache}")
     host = f"[{asked.host}]" if ":" in asked.host else asked.host
     _say(f"http://{host}:{port}/ has the chat page; http://{host}:{port}/v1 is OpenAI's API")

@@ -19,6 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ class Lockstep:
         self._engine, self._link, self._guides = engine, link, guides
         self._now = 0.0
         engine.clock, engine.timer = lambda: self._now, lambda: link.share(time.perf_counter())
-        engine.on_failure = self._fail
+        engine.on_failure = link.fail
         self._own: dict[int, Handle] = {}
         """The handles of this rank's engine, by number."""
         self._handles: dict[int, Handle] = {}
@@ -189,10 +190,8 @@ class Lockstep:
         except JobEnded:  # whoever waits has been told
             return
         except Exception as error:
-            try:
-                self._fail(error)
-            except JobEnded:
-                return
+            with suppress(JobEnded):
+                self._link.fail(error)
 
     def step(self) -> bool:
         """Make one step on all ranks; return whether anything is left to do. Only rank 0 calls this."""
@@ -230,7 +229,7 @@ class Lockstep:
         """Make one step of rank 0's; return False if it was the last."""
         now, checksum, last, happened = self._link.receive("step")
         if checksum != self._checksum:
-            self._fail(RuntimeError("it has chosen other tokens than rank 0"))
+            self._link.fail(RuntimeError("it has chosen other tokens than rank 0"))
         self._make(now, last, happened)
         return not last
 
@@ -287,11 +286,6 @@ class Lockstep:
         except BaseException:  # nobody listens any more; the other ranks learn of it before the next step
             logger.exception("the listener of request %d failed; the request is cancelled", handle.number)
             handle.cancel()
-
-    def _fail(self, error: Exception) -> None:
-        """End the job, because this rank cannot do what the others do."""
-        logger.error("rank %d failed", self._link.rank, exc_info=error)
-        self._link.fail(error)
 
     def _give_up(self, why: str) -> None:
         """End all requests on rank 0 with an error."""
