@@ -3,7 +3,7 @@
     python -m bench.models.tensor [--gigabytes 2] [--ranks 4] [--json FILE]
 
 A bfloat16 checkpoint is written twice: as lineate saves it, and as transformers saves a Qwen3.5 model, whose tensors
-are in another order. Then every rank reads its share in a fresh process: resident bytes before, at most, and afterwards.
+are in another order. Then every rank reads its share in a fresh process: how much it grew, and its most on the way.
 """
 
 import argparse
