@@ -54,7 +54,7 @@ class Move(NamedTuple):
     """The rank that attends with them."""
 
     @property
-    def count(self) -> int:
+    def queries(self) -> int:
         return self.end - self.start
 
 
@@ -84,7 +84,8 @@ def plan_moves(parts: Parts, rows: int = 1) -> tuple[Move, ...]:
         parts: The sequences of every rank.
         rows: Rows of the batch, which are all split alike.
     """
-    ranks, pairs, moves = len(parts), attention_pairs(parts), []
+    ranks, pairs = len(parts), attention_pairs(parts)
+    moves: list[Move] = []
     total = sum(pairs)  # ranks times the mean, so that all arithmetic is in whole numbers
     if rows * (ranks * max(pairs) - total) < ranks * LEAST_PAIRS:
         return ()

@@ -12,7 +12,7 @@ class Place(NamedTuple):
 
     rank: int
     """The rank that holds it."""
-    index: int
+    sequence: int
     """Which of that rank's sequences it is."""
 
 
@@ -23,7 +23,7 @@ class Source(NamedTuple):
     """The rank's own "new" tokens, an initial "state", or another "rank"."""
     start: int
     """The first of the new tokens, the row of the state, or the first of the entries that the other rank sends."""
-    count: int
+    size: int
     """How many entries they are."""
     rank: int = -1
     """The other rank."""
@@ -69,9 +69,9 @@ class Share:
         """This rank's queries that others attend with, in the order in which they are sent and their outputs return."""
         self.taken = sorted((move for move in moves if move.worker == rank), key=lambda move: move.owner)
         """Queries of others in the order in which they are received and their outputs are sent back."""
-        self.gives = [sum(move.count for move in self.given if move.worker == other) for other in ranks]
+        self.gives = [sum(move.queries for move in self.given if move.worker == other) for other in ranks]
         """How many queries this rank sends to each rank."""
-        self.takes = [sum(move.count for move in self.taken if move.owner == other) for other in ranks]
+        self.takes = [sum(move.queries for move in self.taken if move.owner == other) for other in ranks]
         """How many queries it receives from each rank."""
         chains = [self._chain(Place(rank, i)) for i in range(len(parts[rank]))]
         self.lengths = [sum(map(self._size, chain)) for chain in chains]
@@ -101,8 +101,8 @@ class Share:
         for move in self.taken:
             start = self.starts[found[self._chain(Place(move.owner, move.sequence))[0]]]
             seen = parts[move.owner][move.sequence].before + move.end
-            self.taken_calls.append(Call(slice(first, first + move.count), slice(start, start + seen)))
-            first += move.count
+            self.taken_calls.append(Call(slice(first, first + move.queries), slice(start, start + seen)))
+            first += move.queries
 
     def tokens_of(self, move: Move) -> slice:
         """Return which of this rank's tokens it gives in a move."""
@@ -111,7 +111,7 @@ class Share:
 
     def _begins(self, place: Place) -> bool:
         """Whether the sequence begins in this part."""
-        return place.index > 0 or not self._continues[place.rank]
+        return place.sequence > 0 or not self._continues[place.rank]
 
     def _chain(self, place: Place) -> list[Place]:
         """Return the parts of a sequence from its beginning to this one."""
@@ -123,7 +123,7 @@ class Share:
 
     def _size(self, place: Place) -> int:
         """Return how many entries a part has, with those of the initial state if the sequence begins there."""
-        part = self._parts[place.rank][place.index]
+        part = self._parts[place.rank][place.sequence]
         return part.tokens + (part.before if self._begins(place) else 0)
 
     def _sent_by(self, rank: int, moves: Iterable[Move]) -> list[int]:
@@ -140,8 +140,8 @@ class Share:
 
     def _sources(self, place: Place) -> list[Source]:
         if place.rank == self._rank:
-            return self._own(place.index)
-        earlier = (Place(place.rank, i) for i in self._sent[place.rank] if i < place.index)
+            return self._own(place.sequence)
+        earlier = (Place(place.rank, i) for i in self._sent[place.rank] if i < place.sequence)
         return [Source("rank", sum(map(self._size, earlier)), self._size(place), place.rank)]
 
     def _own_calls(self, sizes: Sequence[int]) -> list[Call]:
@@ -169,8 +169,8 @@ def _joined(sources: Iterable[Source]) -> list[Source]:
     found: list[Source] = []
     for source in sources:
         last = found[-1] if found else None
-        if last is not None and last.kind == source.kind == "new" and last.start + last.count == source.start:
-            found[-1] = last._replace(count=last.count + source.count)
-        elif source.count:
+        if last is not None and last.kind == source.kind == "new" and last.start + last.size == source.start:
+            found[-1] = last._replace(size=last.size + source.size)
+        elif source.size:
             found.append(source)
     return found

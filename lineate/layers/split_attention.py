@@ -115,7 +115,7 @@ class _Enter(torch.autograd.Function):
         ctx.segment, share, context = segment, segment.share, segment.context
         queries = context.exchange_later(_tokens_first(given), share.gives, share.takes) if share.moves else None
         pieces = context.gather(F.pad(sent, (0, 0, 0, max(share.counts) - sent.shape[1])))  # size b n c
-        found = [pieces[source.rank][:, source.start : source.start + source.count] for source in share.received]
+        found = [pieces[source.rank][:, source.start : source.start + source.size] for source in share.received]
         received = torch.cat(found, 1) if found else x.new_empty(x.shape[0], 0, x.shape[2])
         return x.view_as(x), received, given[:, :0] if queries is None else _rows_first(queries.wait())
 
@@ -127,9 +127,9 @@ class _Enter(torch.autograd.Function):
             dgiven = context.exchange_later(_tokens_first(dtaken), share.takes, share.gives)
         rows, _, channels = dreceived.shape
         dpieces = dreceived.new_zeros(context.size, rows, max(share.counts), channels)
-        parts = dreceived.split([source.count for source in share.received], 1)
+        parts = dreceived.split([source.size for source in share.received], 1)
         for source, part in zip(share.received, parts, strict=True):
-            dpieces[source.rank, :, source.start : source.start + source.count] = part
+            dpieces[source.rank, :, source.start : source.start + source.size] = part
         dsent = context.scatter_sum(dpieces)[:, : share.counts[context.rank]]
         return dx, dsent, dtaken if dgiven is None else _rows_first(dgiven.wait()), None
 
@@ -178,7 +178,7 @@ class _Join(torch.autograd.Function):
         share, result = exchange.share, outputs[0].new_empty(returned.shape[0], tokens, *returned.shape[2:])
         for call, output in zip(share.own_calls, outputs, strict=True):
             result[:, call.queries] = output
-        arrived = exchange.end().split([move.count for move in share.given], 1)
+        arrived = exchange.end().split([move.queries for move in share.given], 1)
         for move, output in zip(share.given, arrived, strict=True):
             result[:, share.tokens_of(move)] = output
         return result

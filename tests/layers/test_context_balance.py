@@ -63,7 +63,7 @@ def test_one_long_sequence_is_balanced(ranks):
     assert excess(attention_pairs(parts)) == pytest.approx((2 * ranks - 1) / ranks, abs=1e-3)
     moves = plan_moves(parts)
     assert excess(attention_pairs(parts, moves)) <= 1 + 1 / balance.ENOUGH
-    assert max(move.count for move in moves) <= 1024  # no rank gives or takes more than half a segment
+    assert max(move.queries for move in moves) <= 1024  # no rank gives or takes more than half a segment
 
 
 def test_each_rank_compares_every_query_with_the_tokens_up_to_its_own():
@@ -224,8 +224,8 @@ def _(group):
             segment = mixer.context.segment(x)
             received.clear()
             mixer(x, None, segment)[0].sum().backward()
-            given = sum(move.count for move in segment.moves if move.owner == rank)
-            taken = sum(move.count for move in segment.moves if move.worker == rank)
+            given = sum(move.queries for move in segment.moves if move.owner == rank)
+            taken = sum(move.queries for move in segment.moves if move.worker == rank)
             forward = (RANKS - 1) * tokens * entry + taken * query + given * output
             backward = (RANKS - 1) * tokens * entry + taken * output + given * query
             expected = 4 * 2 * (forward + backward)
