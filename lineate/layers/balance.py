@@ -8,6 +8,7 @@ its sequences.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 LEAST_PAIRS = 2**20
@@ -38,6 +39,17 @@ class Part(NamedTuple):
 
 Parts = Sequence[Sequence[Part]]
 """The sequences of every rank, in order."""
+
+
+def even_parts(tokens: int, ranks: int) -> Parts:
+    """Return the parts of one sequence that is cut into segments of equal length.
+
+    Args:
+        tokens: Tokens of the sequence.
+        ranks: How many ranks share it.
+    """
+    cuts = [tokens * rank // ranks for rank in range(ranks + 1)]
+    return [[Part(end - start, start)] for start, end in pairwise(cuts)]
 
 
 class Move(NamedTuple):

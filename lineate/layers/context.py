@@ -7,7 +7,7 @@ same tensors. None of this is compiled, because the graph of a rank would lack t
 does not need.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -34,14 +34,17 @@ class Told(NamedTuple):
     """The batch size b; 0 for packed sequences."""
     continues: int
     """Whether its first sequence began on an earlier rank."""
-    through: int
-    """Whether its leaving sequence began on an earlier rank; it is then the only sequence of the segment."""
+    others: int
+    """How many sequences its segment has beside the leaving one; the ranks then tell each other about those too."""
     tokens: int
     """Tokens of the leaving sequence in this segment."""
     seen: int
     """Tokens in the initial state of the leaving sequence; 0 if that sequence began on an earlier rank."""
-    others: int = 0
-    """How many other sequences its segment has; the ranks then tell each other about those too."""
+
+    @property
+    def through(self) -> bool:
+        """Whether its leaving sequence began on an earlier rank; it is then the only sequence of the segment."""
+        return bool(self.continues) and not self.others
 
 
 class Context:
@@ -69,7 +72,6 @@ class Context:
                 "sequence began on an earlier rank; to a mixer pass mixer.context.segment(x, cu_seqlens, continues)"
             )
         bounds = (0, x.shape[1]) if cu_seqlens is None else tuple(cu_seqlens.tolist())
-        through = continues and len(bounds) == 2
         lengths = [end - start for start, end in pairwise(bounds)]
         if isinstance(seen, Tensor):
             if cu_seqlens is None and not continues and bool((seen != seen[0]).any()):
@@ -82,7 +84,7 @@ class Context:
             known = [seen] * len(lengths)
         known[0] = 0 if continues else known[0]
         rows = x.shape[0] if cu_seqlens is None else 0
-        told = Told(rows, int(continues), int(through), lengths[-1], known[-1], len(lengths) - 1)
+        told = Told(rows, int(continues), len(lengths) - 1, lengths[-1], known[-1])
         everyone = self.gather(torch.tensor([told], device=x.device)).view(self.size, -1).tolist()
         ranks = tuple(Told(*each) for each in everyone)
         if ranks[0].continues:
@@ -92,17 +94,21 @@ class Context:
                 "x must have the same b on all ranks, and cu_seqlens on all or none, got b = "
                 + ", ".join(str(each.rows or "packed") for each in ranks)
             )
+        sequences = self._sequences(ranks, torch.tensor([lengths[:-1], known[:-1]], dtype=torch.int64, device=x.device))
+        return Segment(self, cu_seqlens, bounds, ranks, sequences)
+
+    def _sequences(self, ranks: Sequence[Told], own: Tensor) -> tuple[tuple[Part, ...], ...]:
+        """Return the sequences of every rank; own `2 n`: tokens of this rank's other sequences, and in their states."""
         others: list[list[list[int]]] = [[]] * self.size
         if most := max(each.others for each in ranks):
-            mine = torch.tensor([lengths[:-1], known[:-1]], dtype=torch.int64, device=x.device)
-            others = self.gather(F.pad(mine, (0, most - mine.shape[1]))).mT.tolist()  # size others 2
-        sequences: list[tuple[Part, ...]] = []
-        for each, found in zip(ranks, others, strict=True):
-            parts = [*(Part(*other) for other in found[: each.others]), Part(each.tokens, each.seen)]
+            others = self.gather(F.pad(own, (0, most - own.shape[1]))).mT.tolist()  # size most 2
+        found: list[tuple[Part, ...]] = []
+        for each, known in zip(ranks, others, strict=True):
+            parts = [*(Part(*other) for other in known[: each.others]), Part(each.tokens, each.seen)]
             if each.continues:
-                parts[0] = parts[0].after(sequences[-1][-1])
-            sequences.append(tuple(parts))
-        return Segment(self, cu_seqlens, bounds, ranks, tuple(sequences))
+                parts[0] = parts[0].after(found[-1][-1])
+            found.append(tuple(parts))
+        return tuple(found)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return x of every rank, `size ...`."""

@@ -4,6 +4,7 @@ The plan is tested without processes. Four processes (gloo) then run attention w
 the segments are, and compare outputs and all gradients with those of one process.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -20,6 +21,7 @@ from segments import (
     Cases,
     Layout,
     check,
+    close,
     draw,
     make_mixer,
     received_bytes,
@@ -29,7 +31,7 @@ from segments import (
 )
 
 from lineate.layers import attention, balance, carry, context, latent
-from lineate.layers.balance import Move, Part, attention_pairs, plan_moves
+from lineate.layers.balance import Move, Part, attention_pairs, even_parts, plan_moves
 from lineate.ops import gated_delta_rule
 from lineate.training.context import context_parallel
 
@@ -59,11 +61,15 @@ def excess(pairs: list[int]) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 64])
 def test_one_long_sequence_is_balanced(ranks):
-    parts = evenly([2048 * ranks], ranks)
+    parts = even_parts(2048 * ranks, ranks)
+    assert parts == evenly([2048 * ranks], ranks)
     assert excess(attention_pairs(parts)) == pytest.approx((2 * ranks - 1) / ranks, abs=1e-3)
     moves = plan_moves(parts)
     assert excess(attention_pairs(parts, moves)) <= 1 + 1 / balance.ENOUGH
-    assert max(move.queries for move in moves) <= 1024  # no rank gives or takes more than half a segment
+    for rank, _, start, end, worker in moves:  # the formula of docs/scaling.md
+        assert worker == ranks - 1 - rank
+        assert end - start == pytest.approx(2048 * (rank + 1 - math.sqrt(rank**2 + ranks)), abs=2)
+        assert end - start <= 1024  # no rank gives or takes more than half a segment
 
 
 def test_each_rank_compares_every_query_with_the_tokens_up_to_its_own():
@@ -103,7 +109,7 @@ def test_packed_sequences_are_balanced_too():
 
 def test_queries_stay_where_moving_them_saves_little():
     """Whether they move depends on the shape alone: pairs above the mean, in all rows."""
-    parts = evenly([4 * 800], 4)
+    parts = even_parts(4 * 800, 4)
     largest, mean = max(attention_pairs(parts)), sum(attention_pairs(parts)) / 4
     assert largest > 1.3 * mean and largest - mean < balance.LEAST_PAIRS
     assert not plan_moves(parts) and plan_moves(parts, rows=2)
@@ -166,8 +172,10 @@ def _(group):
 
 LONG = {
     "one sequence": Layout((0, 256, 512, 768, 1024)),
-    "packed": Layout((0, 256, 512, 768, 1024), (0, 40, 100, 600, 610, 1024)),
-    "packed, within ranks": Layout((0, 256, 512, 768, 1024), (0, 250, 256, 300, 400, 512, 520, 600, 768, 1000, 1024)),
+    "packed, sequences of 40, 60, 500, 10 and 414": Layout((0, 256, 512, 768, 1024), (0, 40, 100, 600, 610, 1024)),
+    "packed, most of them on one rank": Layout(
+        (0, 256, 512, 768, 1024), (0, 250, 256, 300, 400, 512, 520, 600, 768, 1000, 1024)
+    ),
 }
 
 
@@ -209,6 +217,15 @@ for name in LONG:
                 ran, counted = count_pairs(LONG[name], mixer, group)
             if ran != counted or excess(ran) < 1.3:
                 DIFFERENCES.append(f"{mixer}: {ran} pairs without moves, counted {counted}, most {excess(ran):.3f}")
+
+
+@case("1 rank: collectives", size=1)
+def _(group):
+    """A rank's own entries come back; on a GPU this is NCCL."""
+    alone, x = context.Context(group), draw(3, 2, seed=1)
+    both = alone.gather_later(x), alone.exchange_later(x, [3], [3])
+    for what, got in (("gather", both[0].wait()[0]), ("exchange", both[1].wait()), ("sum", alone.scatter_sum(x[None]))):
+        close(what, got, x, 0)
 
 
 @case("bytes that docs/scaling.md says")
@@ -284,7 +301,7 @@ def _(group):
         DIFFERENCES.append(f"rank {rank}: {events}")
 
 
-GPU_CASES = [name for name in case.runs if name.startswith((*SOFTMAX, "model")) and "shard" not in name]
+GPU_CASES = [name for name in case.runs if name.startswith((*SOFTMAX, "model", "1 rank")) and "shard" not in name]
 
 
 def run_cases(folder: Path, device: str, names: list[str]) -> None:
@@ -305,6 +322,15 @@ def slow_on_cpu(tmp_path_factory) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def on_gpu(tmp_path_factory) -> list[dict[str, str]]:
     return start_ranks(run_cases, tmp_path_factory.mktemp("ranks"), "cuda", GPU_CASES)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_the_document_has_these_numbers(monkeypatch, name):
+    monkeypatch.setattr(balance, "LEAST_PAIRS", 0)
+    parts = split(LONG[name].texts or (0, 1024), LONG[name].cuts)
+    ratios = (excess(attention_pairs(parts, moves)) for moves in ((), plan_moves(parts)))
+    row = " | ".join((name, *(f"{ratio:.2f}" for ratio in ratios)))
+    assert f"| {row} |" in Path(__file__).parents[2].joinpath("docs/scaling.md").read_text()
 
 
 @pytest.mark.parametrize("name", LAYOUTS | MORE)
