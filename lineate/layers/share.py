@@ -63,7 +63,7 @@ class Share:
         """How many entries each rank sends to all others."""
         self.sent = [source for i in self._sent[rank] for source in self._own(i)]
         """The entries that this rank sends."""
-        self.moves = bool(moves)
+        self.anything_moves = bool(moves)
         """Whether any rank attends with queries of another one."""
         self.given = sorted((move for move in moves if move.owner == rank), key=lambda move: move.worker)
         """This rank's queries that others attend with, in the order in which they are sent and their outputs return."""
@@ -91,7 +91,7 @@ class Share:
         sizes = [sum(map(self._size, chain)) for chain in chains]
         self.starts = [0, *accumulate(sizes)]
         """Where the entries of each sequence begin, and where the last ones end."""
-        self.more = sizes != self.lengths
+        self.extended = sizes != self.lengths
         """Whether there are more entries than those of this rank's own sequences."""
         self.own_calls = self._own_calls(sizes)
         """The calls for the queries that stay here."""

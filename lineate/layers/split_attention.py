@@ -41,12 +41,12 @@ def attend_segment(
     received = taken = None
     if any(share.counts):
         x, received, taken = _Enter.apply(x, sent, torch.cat(given, 1) if given else q[:, :0], segment)
-    entries = _collect(share.entries, x, cached, received)
-    named = _named(entries, new)
+    named = _named(_collect(share.entries, x, cached, received), new)
+    del x, cached, sent, received  # as large as all entries
     keys, values = expand(named)
 
     returned, exchange = None, _Exchange(segment, q.dtype)
-    if share.moves:  # others wait for their outputs, so these come first
+    if share.anything_moves:  # others wait for their outputs, so these come first
         assert taken is not None
         theirs = [
             attend(taken[:, call.queries], keys[:, call.keys], values[:, call.keys], scale, None)
@@ -59,7 +59,7 @@ def attend_segment(
         for call, bounds in zip(share.own_calls, segment.call_bounds, strict=True)
     ]
     output = outputs[0] if returned is None else _Join.apply(exchange, q.shape[1], returned, *outputs)
-    if share.more:
+    if share.extended:
         own = [slice(start, start + count) for start, count in zip(share.starts, share.lengths, strict=False)]
         named = {name: torch.cat([y[:, part] for part in own], 1) for name, y in named.items()}
     return output, TokenCache.of(named, segment.entry_bounds)
@@ -113,7 +113,9 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Tensor, given: Tensor, segment: Segment) -> tuple[Tensor, ...]:
         ctx.segment, share, context = segment, segment.share, segment.context
-        queries = context.exchange_later(_tokens_first(given), share.gives, share.takes) if share.moves else None
+        queries = (
+            context.exchange_later(_tokens_first(given), share.gives, share.takes) if share.anything_moves else None
+        )
         pieces = context.gather(F.pad(sent, (0, 0, 0, max(share.counts) - sent.shape[1])))  # size b n c
         found = [pieces[source.rank][:, source.start : source.start + source.size] for source in share.received]
         received = torch.cat(found, 1) if found else x.new_empty(x.shape[0], 0, x.shape[2])
@@ -123,7 +125,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, dreceived: Tensor, dtaken: Tensor) -> tuple[Tensor | None, ...]:
         share, context = ctx.segment.share, ctx.segment.context
         dgiven = None
-        if share.moves:
+        if share.anything_moves:
             dgiven = context.exchange_later(_tokens_first(dtaken), share.takes, share.gives)
         rows, _, channels = dreceived.shape
         dpieces = dreceived.new_zeros(context.size, rows, max(share.counts), channels)

@@ -32,6 +32,7 @@ from segments import (
 
 from lineate.layers import attention, balance, carry, context, latent
 from lineate.layers.balance import Move, Part, attention_pairs, even_parts, plan_moves
+from lineate.layers.share import Share, Source
 from lineate.ops import gated_delta_rule
 from lineate.training.context import context_parallel
 
@@ -116,6 +117,67 @@ def test_queries_stay_where_moving_them_saves_little():
     assert not plan_moves(evenly([4 * 4000] * 4, 4))  # they are balanced as they are
 
 
+def collect(sources: list[Source], tokens: list[str], states: list[list[str]], sent: list[list[str]]) -> list[str]:
+    """Return the names of entries, from those of a rank's tokens, of its initial states, and of what all ranks send."""
+    found = []
+    for kind, start, size, rank in sources:
+        entries = states[start] if kind == "state" else (tokens if kind == "new" else sent[rank])[start : start + size]
+        assert len(entries) == size
+        found += entries
+    return found
+
+
+def test_every_query_sees_its_sequence_up_to_itself(monkeypatch):
+    """The shares of all ranks, with names in place of tensors, for random sequences: empty ones and states too."""
+    monkeypatch.setattr(balance, "LEAST_PAIRS", 0)
+    draws, moved = random.Random(1), 0
+    for _ in range(300):
+        ranks, total = draws.choice([1, 2, 3, 4, 6]), draws.randint(6, 80)
+        cuts = [0, *sorted(draws.sample(range(1, total), ranks - 1)), total]
+        texts = sorted(draws.choices(range(1, total), k=draws.randint(0, 8)))
+        parts, states, tokens, whole, continues = [], [], [], [], []
+        for start, end in pairwise(cuts):
+            bounds = [start, *(x for x in texts if start < x < end), end]
+            continues.append(start > 0 and start not in texts)
+            own, names, sequences = [], [], []
+            for i, (first, last) in enumerate(pairwise(bounds)):
+                goes_on = i == 0 and continues[-1]
+                names.append([] if goes_on else [f"state {first} {i} {n}" for n in range(draws.choice([0, 0, 3, 20]))])
+                part = Part(last - first, len(names[-1]))
+                own.append(part.after(parts[-1][-1]) if goes_on else part)
+                sequences.append((whole[-1][-1] if goes_on else names[-1]) + [str(n) for n in range(first, last)])
+            parts.append(own)
+            states.append(names)
+            whole.append(sequences)
+            tokens.append([str(n) for n in range(start, end)])
+        moves = plan_moves(parts)
+        moved += bool(moves)
+        shares = [Share(rank, parts, continues, moves) for rank in range(ranks)]
+        sent = [collect(share.sent, tokens[rank], states[rank], []) for rank, share in enumerate(shares)]
+        assert [len(entries) for entries in sent] == shares[0].counts
+        for rank, share in enumerate(shares):
+            entries = collect(share.entries, tokens[rank], states[rank], sent)
+            held = [entries[start : start + n] for start, n in zip(share.starts, share.lengths, strict=False)]
+            assert held == whole[rank]
+            kept = [name for call in share.own_calls for name in tokens[rank][call.queries]]
+            given = [name for move in share.given for name in tokens[rank][share.tokens_of(move)]]
+            assert sorted(kept + given) == sorted(tokens[rank])
+            for call in share.own_calls:
+                queries, keys = tokens[rank][call.queries], entries[call.keys]
+                if call.sequences is None:
+                    assert keys[-len(queries) :] == queries
+                    assert any(keys == sequence[: len(keys)] for sequence in whole[rank])
+                else:
+                    assert keys == [name for sequence in whole[rank][call.sequences] for name in sequence]
+            taken = [name for move in share.taken for name in tokens[move.owner][shares[move.owner].tokens_of(move)]]
+            assert len(taken) == sum(share.takes)
+            for call, move in zip(share.taken_calls, share.taken, strict=True):
+                keys = entries[call.keys]
+                assert keys[-move.queries :] == taken[call.queries]
+                assert keys == whole[move.owner][move.sequence][: len(keys)]
+    assert moved > 150
+
+
 case = Cases()
 SOFTMAX = ("attention", "latent")
 FAST_LAYOUTS = ("rows, state", "packed, one over three ranks")
@@ -142,6 +204,11 @@ for mixer in SOFTMAX:
         @case(f"{mixer}: {name}, bfloat16", slow=mixer == "latent")
         def _(group, mixer=mixer, name=name):
             run_mixer(mixer, (LAYOUTS | MORE)[name], group, torch.bfloat16, 0.03)
+
+        @case(f"{mixer}: {name}, autocast")
+        def _(group, mixer=mixer, name=name):
+            with torch.autocast(torch.get_default_device().type, torch.bfloat16):
+                run_mixer(mixer, (LAYOUTS | MORE)[name], group, torch.float32, 0.03)
 
         @case(f"{mixer}: {name}, float64", slow=True)
         def _(group, mixer=mixer, name=name):
