@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lineate import checks
 from lineate.layers.balance import Move, Part, attention_pairs, plan_moves
-from lineate.layers.share import Share
+from lineate.layers.workload import Workload
 from lineate.tracing import uncompiled
 
 if TYPE_CHECKING:  # absent from builds of torch without torch.distributed
@@ -175,30 +175,32 @@ class Segment:
         return plan_moves(self.sequences, max(self.own.rows, 1))
 
     @cached_property
-    def share(self) -> Share:
-        """This rank's share of an attention layer."""
+    def workload(self) -> Workload:
+        """What this rank does in an attention layer."""
         continues = [bool(each.continues) for each in self.told]
-        return Share(self.context.rank, self.sequences, continues, self.moves)
+        return Workload(self.context.rank, self.sequences, continues, self.moves)
 
     @cached_property
     def entry_bounds(self) -> Tensor | None:
         """The bounds of the entries that the packed sequences have at the end of this segment."""
         if self.cu_seqlens is None:
             return None
-        bounds = [0, *accumulate(self.share.lengths)]
+        bounds = [0, *accumulate(self.workload.lengths)]
         return torch.tensor(bounds, dtype=self.cu_seqlens.dtype, device=self.cu_seqlens.device)
 
     @cached_property
     def call_bounds(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """The bounds of queries and keys in each of the rank's own calls; all layers use the same tensors."""
-        bounds, found = (self.cu_seqlens, self.entry_bounds), []
-        for call in self.share.own_calls:
-            among = call.sequences
-            if among is None or among == slice(0, len(self.bounds) - 1):
-                found.append((None, None) if among is None else bounds)
-            else:
-                one, other = (None if y is None else y[among.start : among.stop + 1] - y[among.start] for y in bounds)
-                found.append((one, other))
+        whole, found = (self.cu_seqlens, self.entry_bounds), []
+        for call in self.workload.own_calls:
+            bounds: tuple[Tensor | None, Tensor | None] = (None, None)
+            if call.sequences == slice(0, len(self.bounds) - 1):
+                bounds = whole
+            elif call.sequences is not None and self.cu_seqlens is not None and self.entry_bounds is not None:
+                first, last = call.sequences.start, call.sequences.stop
+                queries, keys = self.cu_seqlens[first : last + 1], self.entry_bounds[first : last + 1]
+                bounds = queries - queries[0], keys - keys[0]
+            found.append(bounds)
         return found
 
     @property

@@ -1,7 +1,7 @@
 """Attention under context parallelism (context.py), as if in one process.
 
 All ranks gather the keys and values (or latent vectors) of split sequences. A rank with more to do than others sends
-some of its queries to them and gets the outputs back (balance.py); share.py says which. Both exchanges, and those of
+some of its queries to them and gets the outputs back (balance.py); workload.py says which. Both exchanges, and those of
 the gradients, run while the ranks attend with other queries or gather keys.
 """
 
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate.layers.context import Pending, Segment
-from lineate.layers.share import Source
 from lineate.layers.state import TokenCache
+from lineate.layers.workload import Source
 from lineate.tracing import uncompiled
 
 
@@ -33,34 +33,34 @@ def attend_segment(
     new: the entries of the segment's tokens, `b t ...`. expand: makes keys and values `b n kv k|v` from entries.
     attend: attend(q, k, v, scale, cu_seqlens, key_bounds), with q's tokens the last ones of k's and v's.
     """
-    share = segment.share
+    workload = segment.workload
     x = torch.cat([y.flatten(2) for y in new.values()], -1)  # b t c
     cached = _cached(segment, new, state)
-    sent = _collect(share.sent, x, cached, None)
-    given = [q[:, share.tokens_of(move)] for move in share.given]
+    sent = _collect(workload.sent, x, cached, None)
+    given = [q[:, workload.tokens_of(move)] for move in workload.given]
     received = taken = None
-    if any(share.counts):
+    if any(workload.counts):
         x, received, taken = _Enter.apply(x, sent, torch.cat(given, 1) if given else q[:, :0], segment)
-    named = _named(_collect(share.entries, x, cached, received), new)
+    named = _named(_collect(workload.entries, x, cached, received), new)
     del x, cached, sent, received  # as large as all entries
     keys, values = expand(named)
 
     returned, exchange = None, _Exchange(segment, q.dtype)
-    if share.anything_moves:  # others wait for their outputs, so these come first
+    if workload.anything_moves:  # others wait for their outputs, so these come first
         assert taken is not None
         theirs = [
             attend(taken[:, call.queries], keys[:, call.keys], values[:, call.keys], scale, None)
-            for call in share.taken_calls
+            for call in workload.taken_calls
         ]
         width = q.shape[2], values.shape[3]
         returned = _Return.apply(exchange, width, taken, *theirs)
     outputs = [
         attend(q[:, call.queries], keys[:, call.keys], values[:, call.keys], scale, *bounds)
-        for call, bounds in zip(share.own_calls, segment.call_bounds, strict=True)
+        for call, bounds in zip(workload.own_calls, segment.call_bounds, strict=True)
     ]
     output = outputs[0] if returned is None else _Join.apply(exchange, q.shape[1], returned, *outputs)
-    if share.extended:
-        own = [slice(start, start + count) for start, count in zip(share.starts, share.lengths, strict=False)]
+    if workload.extended:
+        own = [slice(start, start + count) for start, count in zip(workload.starts, workload.lengths, strict=False)]
         named = {name: torch.cat([y[:, part] for part in own], 1) for name, y in named.items()}
     return output, TokenCache.of(named, segment.entry_bounds)
 
@@ -112,27 +112,29 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Tensor, given: Tensor, segment: Segment) -> tuple[Tensor, ...]:
-        ctx.segment, share, context = segment, segment.share, segment.context
+        ctx.segment, workload, context = segment, segment.workload, segment.context
         queries = (
-            context.exchange_later(_tokens_first(given), share.gives, share.takes) if share.anything_moves else None
+            context.exchange_later(_tokens_first(given), workload.gives, workload.takes)
+            if workload.anything_moves
+            else None
         )
-        pieces = context.gather(F.pad(sent, (0, 0, 0, max(share.counts) - sent.shape[1])))  # size b n c
-        found = [pieces[source.rank][:, source.start : source.start + source.size] for source in share.received]
+        pieces = context.gather(F.pad(sent, (0, 0, 0, max(workload.counts) - sent.shape[1])))  # size b n c
+        found = [pieces[source.rank][:, source.start : source.start + source.size] for source in workload.received]
         received = torch.cat(found, 1) if found else x.new_empty(x.shape[0], 0, x.shape[2])
         return x.view_as(x), received, given[:, :0] if queries is None else _rows_first(queries.wait())
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dreceived: Tensor, dtaken: Tensor) -> tuple[Tensor | None, ...]:
-        share, context = ctx.segment.share, ctx.segment.context
+        workload, context = ctx.segment.workload, ctx.segment.context
         dgiven = None
-        if share.anything_moves:
-            dgiven = context.exchange_later(_tokens_first(dtaken), share.takes, share.gives)
+        if workload.anything_moves:
+            dgiven = context.exchange_later(_tokens_first(dtaken), workload.takes, workload.gives)
         rows, _, channels = dreceived.shape
-        dpieces = dreceived.new_zeros(context.size, rows, max(share.counts), channels)
-        parts = dreceived.split([source.size for source in share.received], 1)
-        for source, part in zip(share.received, parts, strict=True):
+        dpieces = dreceived.new_zeros(context.size, rows, max(workload.counts), channels)
+        parts = dreceived.split([source.size for source in workload.received], 1)
+        for source, part in zip(workload.received, parts, strict=True):
             dpieces[source.rank, :, source.start : source.start + source.size] = part
-        dsent = context.scatter_sum(dpieces)[:, : share.counts[context.rank]]
+        dsent = context.scatter_sum(dpieces)[:, : workload.counts[context.rank]]
         return dx, dsent, dtaken if dgiven is None else _rows_first(dgiven.wait()), None
 
 
@@ -140,7 +142,7 @@ class _Exchange:
     """The outputs that go back to their ranks, or their gradients, while this rank attends with its own queries."""
 
     def __init__(self, segment: Segment, dtype: torch.dtype) -> None:
-        self.segment, self.share, self.dtype = segment, segment.share, dtype
+        self.segment, self.workload, self.dtype = segment, segment.workload, dtype
         self.pending: Pending | None = None
 
     def begin(self, x: Tensor, sends: list[int], receives: list[int]) -> None:
@@ -162,7 +164,7 @@ class _Return(torch.autograd.Function):
     def forward(ctx: Any, exchange: _Exchange, width: tuple[int, int], taken: Tensor, *outputs: Tensor) -> Tensor:
         ctx.exchange, ctx.kinds = exchange, [(output.shape[1], output.dtype) for output in outputs]
         empty = taken.new_empty(taken.shape[0], 0, *width)
-        exchange.begin(torch.cat(outputs, 1) if outputs else empty, exchange.share.takes, exchange.share.gives)
+        exchange.begin(torch.cat(outputs, 1) if outputs else empty, exchange.workload.takes, exchange.workload.gives)
         return empty
 
     @staticmethod
@@ -177,20 +179,20 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, tokens: int, returned: Tensor, *outputs: Tensor) -> Tensor:
         ctx.exchange, ctx.returned = exchange, (returned.shape, returned.dtype)
-        share, result = exchange.share, outputs[0].new_empty(returned.shape[0], tokens, *returned.shape[2:])
-        for call, output in zip(share.own_calls, outputs, strict=True):
+        workload, result = exchange.workload, outputs[0].new_empty(returned.shape[0], tokens, *returned.shape[2:])
+        for call, output in zip(workload.own_calls, outputs, strict=True):
             result[:, call.queries] = output
-        arrived = exchange.end().split([move.queries for move in share.given], 1)
-        for move, output in zip(share.given, arrived, strict=True):
-            result[:, share.tokens_of(move)] = output
+        arrived = exchange.end().split([move.queries for move in workload.given], 1)
+        for move, output in zip(workload.given, arrived, strict=True):
+            result[:, workload.tokens_of(move)] = output
         return result
 
     @staticmethod
     def backward(ctx: Any, dresult: Tensor) -> tuple[Tensor | None, ...]:
-        share = ctx.exchange.share
-        given = [dresult[:, share.tokens_of(move)] for move in share.given]
-        ctx.exchange.begin(torch.cat(given, 1) if given else dresult[:, :0], share.gives, share.takes)
-        own = (dresult[:, call.queries] for call in share.own_calls)
+        workload = ctx.exchange.workload
+        given = [dresult[:, workload.tokens_of(move)] for move in workload.given]
+        ctx.exchange.begin(torch.cat(given, 1) if given else dresult[:, :0], workload.gives, workload.takes)
+        own = (dresult[:, call.queries] for call in workload.own_calls)
         shape, dtype = ctx.returned
         return None, None, dresult.new_zeros(shape, dtype=dtype), *own
 

@@ -32,7 +32,7 @@ from segments import (
 
 from lineate.layers import attention, balance, carry, context, latent
 from lineate.layers.balance import Move, Part, attention_pairs, even_parts, plan_moves
-from lineate.layers.share import Share, Source
+from lineate.layers.workload import Source, Workload
 from lineate.ops import gated_delta_rule
 from lineate.training.context import context_parallel
 
@@ -128,7 +128,7 @@ def collect(sources: list[Source], tokens: list[str], states: list[list[str]], s
 
 
 def test_every_query_sees_its_sequence_up_to_itself(monkeypatch):
-    """The shares of all ranks, with names in place of tensors, for random sequences: empty ones and states too."""
+    """The workloads of all ranks, with names in place of tensors, for random sequences: empty ones and states too."""
     monkeypatch.setattr(balance, "LEAST_PAIRS", 0)
     draws, moved = random.Random(1), 0
     for _ in range(300):
@@ -152,26 +152,26 @@ def test_every_query_sees_its_sequence_up_to_itself(monkeypatch):
             tokens.append([str(n) for n in range(start, end)])
         moves = plan_moves(parts)
         moved += bool(moves)
-        shares = [Share(rank, parts, continues, moves) for rank in range(ranks)]
-        sent = [collect(share.sent, tokens[rank], states[rank], []) for rank, share in enumerate(shares)]
-        assert [len(entries) for entries in sent] == shares[0].counts
-        for rank, share in enumerate(shares):
-            entries = collect(share.entries, tokens[rank], states[rank], sent)
-            held = [entries[start : start + n] for start, n in zip(share.starts, share.lengths, strict=False)]
+        works = [Workload(rank, parts, continues, moves) for rank in range(ranks)]
+        sent = [collect(work.sent, tokens[rank], states[rank], []) for rank, work in enumerate(works)]
+        assert [len(entries) for entries in sent] == works[0].counts
+        for rank, work in enumerate(works):
+            entries = collect(work.entries, tokens[rank], states[rank], sent)
+            held = [entries[start : start + n] for start, n in zip(work.starts, work.lengths, strict=False)]
             assert held == whole[rank]
-            kept = [name for call in share.own_calls for name in tokens[rank][call.queries]]
-            given = [name for move in share.given for name in tokens[rank][share.tokens_of(move)]]
+            kept = [name for call in work.own_calls for name in tokens[rank][call.queries]]
+            given = [name for move in work.given for name in tokens[rank][work.tokens_of(move)]]
             assert sorted(kept + given) == sorted(tokens[rank])
-            for call in share.own_calls:
+            for call in work.own_calls:
                 queries, keys = tokens[rank][call.queries], entries[call.keys]
                 if call.sequences is None:
                     assert keys[-len(queries) :] == queries
                     assert any(keys == sequence[: len(keys)] for sequence in whole[rank])
                 else:
                     assert keys == [name for sequence in whole[rank][call.sequences] for name in sequence]
-            taken = [name for move in share.taken for name in tokens[move.owner][shares[move.owner].tokens_of(move)]]
-            assert len(taken) == sum(share.takes)
-            for call, move in zip(share.taken_calls, share.taken, strict=True):
+            taken = [name for move in work.taken for name in tokens[move.owner][works[move.owner].tokens_of(move)]]
+            assert len(taken) == sum(work.takes)
+            for call, move in zip(work.taken_calls, work.taken, strict=True):
                 keys = entries[call.keys]
                 assert keys[-move.queries :] == taken[call.queries]
                 assert keys == whole[move.owner][move.sequence][: len(keys)]

@@ -40,8 +40,8 @@ class Call(NamedTuple):
     """If given, the queries are all tokens of these sequences of the rank; otherwise the last tokens of one."""
 
 
-class Share:
-    """A rank's share of an attention layer; the same for all layers of a call.
+class Workload:
+    """What a rank does in an attention layer; the same for all layers of a call.
 
     Its entries are those of its own sequences, each from the sequence's beginning, followed by those of other ranks'
     sequences whose queries it takes. If it takes later queries of one of its own sequences, the entries of that
