@@ -6,6 +6,8 @@ Decoding instead multiplies q by W_kh^T and the output by W_vh. That gives the s
 as the only key and value.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
 from lineate.layers.registry import MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
+from lineate.layers.shards import Cut, Part, Shard, linear_cuts, share_out
 from lineate.layers.split_attention import attend_segment
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
@@ -115,6 +118,14 @@ class LatentAttention(nn.Module):
             output = output * gate.unflatten(-1, (self.heads, -1)).sigmoid()
         return project(self.out_proj, output.flatten(2))
 
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks, by heads; the latent vector is whole on each."""
+        queries, latent, shared, gate = self.splits
+        parts = Part(queries, self.heads), Part(latent), Part(shared), Part(gate, self.heads)
+        cuts = linear_cuts("in_proj", self.in_proj, 0, parts)
+        cuts |= linear_cuts("up_proj", self.up_proj, 0, (Part(self.up_proj.out_features, self.heads),))
+        return cuts | linear_cuts("out_proj", self.out_proj, 1, (Part(self.out_proj.in_features, self.heads),))
+
     def _keys_and_values(self, entries: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return self._expand(entries["latent"])
 
@@ -145,6 +156,11 @@ def _make(model: ModelSizes, config: LatentConfig) -> LatentAttention:
     )  # fmt: skip
 
 
+def _divide(x: LatentConfig, ranks: int) -> LatentConfig:
+    """Return the sizes of one rank's share of the heads."""
+    return replace(x, heads=share_out("the heads", x.heads, ranks))
+
+
 LATENT_ATTENTION = register(
     MixerKind(
         letter="M",
@@ -158,5 +174,6 @@ LATENT_ATTENTION = register(
         kept_bytes=latent_kept,
         cache="latent",
         look=LOOK,  # drawn like softmax attention
+        shard=Shard(_divide, LatentAttention.cuts),
     )
 )

@@ -16,6 +16,7 @@ from lineate.models.files.checkpoint import Checkpoint, read_json
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import make_mixer
 from lineate.models.presets import PRESETS, preset
+from lineate.models.sharding import rank_config
 from lineate.names import nearest
 from lineate.text import Bytes, Tokenizer, has_tokenizer, load_tokenizer, make_tokenizer
 from lineate.text.tokenizer import check_name
@@ -75,13 +76,13 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     check_folder(out, resume)
     if not resume:
         _check_model(config)
-    _check_context(config)
+    _check_ranks(config)
     if config.tensorboard:
         need_tensorboard()
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    world = World.start(device, config.shard, config.context)
+    world = World.start(device, config.shard, config.context, config.tensor)
     report = RunReporter(config, world.is_main)
 
     def take() -> None:
@@ -140,6 +141,8 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
     for block in model.layers:
         block.recompute = config.recompute  # type: ignore[assignment]
     by_ranks = saved is not None and (saved / checkpoint.RANKS_FOLDER).is_dir()
+    if saved is not None:
+        checkpoint.check_ranks_folder(saved, world)
     if saved is not None and not by_ranks:
         checkpoint.load_model(saved, model)
     model = world.wrap(model)
@@ -153,7 +156,8 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
             from lineate.training.sharded import load_distributed
 
             # Without the saved options, as those of the config apply.
-            load_distributed(saved / checkpoint.RANKS_FOLDER, model, optimizer, options=False)
+            group = None if world.readers is None else world.readers.get_group()
+            load_distributed(checkpoint.ranks_folder(saved, world), model, optimizer, options=False, group=group)
         else:
             checkpoint.load_optimizer(saved, model, optimizer)
         trainer.step, trainer.looked, trainer.saved = state["step"], state["looked"], state["step"]
@@ -199,7 +203,7 @@ def restarted(config: TrainConfig) -> bool:
 def _newest(folder: Path, world: World, report: RunReporter) -> Path | None:
     """Return the newest complete checkpoint; rank 0 verifies the files, and all ranks use what it found."""
     found = world.on_main(lambda: checkpoint.newest(folder, report.warn), "read the checkpoints")
-    step = int(world.sum(torch.tensor(0 if found is None else int(found.name[5:]) + 1, device="cpu")))
+    step = int(world.sum_everywhere(torch.tensor(0 if found is None else int(found.name[5:]) + 1, device="cpu")))
     if not step and (damaged := checkpoint.checkpoints(folder)):
         raise ValueError(
             f"resume needs a whole checkpoint, got {len(damaged)} in {folder}, all damaged; remove them to start again "
@@ -313,15 +317,18 @@ def _check_model(config: TrainConfig) -> None:
         )
 
 
-def _check_context(config: TrainConfig) -> None:
-    """Raise ValueError if a row is to be shared among ranks and the model has layers that cannot do so."""
-    if config.context == 1:
+def _check_ranks(config: TrainConfig) -> None:
+    """Raise ValueError if rows or the model are to be shared among ranks and it has layers that cannot do so."""
+    if config.context == config.tensor == 1:
         return
     if config.model in PRESETS:
-        sizes = preset(config.model, config.pattern, vocab_size=1)
+        sizes = preset(config.model, config.pattern, vocab_size=config.tensor)
     elif Path(config.model).is_dir():  # a resumed run does not need the folder
         sizes = read_config(Checkpoint.open(Path(config.model)))
     else:
+        return
+    rank_config(sizes, config.tensor)
+    if config.context == 1:
         return
     with torch.device("meta"):
         check_splits(*(make_mixer(sizes, letter) for letter in sorted(set(sizes.letters))))
