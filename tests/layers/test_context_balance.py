@@ -201,6 +201,10 @@ for mixer in SOFTMAX:
         def _(group, mixer=mixer, name=name):
             run_mixer(mixer, (LAYOUTS | MORE)[name], group, torch.float32, 1e-5, recompute=True)
 
+        @case(f"wide {mixer}: {name}, bfloat16", slow=True)
+        def _(group, mixer=mixer, name=name):
+            run_mixer(f"wide {mixer}", (LAYOUTS | MORE)[name], group, torch.bfloat16, 0.03)
+
         @case(f"{mixer}: {name}, bfloat16", slow=mixer == "latent")
         def _(group, mixer=mixer, name=name):
             run_mixer(mixer, (LAYOUTS | MORE)[name], group, torch.bfloat16, 0.03)
@@ -368,7 +372,11 @@ def _(group):
         DIFFERENCES.append(f"rank {rank}: {events}")
 
 
-GPU_CASES = [name for name in case.runs if name.startswith((*SOFTMAX, "model", "1 rank")) and "shard" not in name]
+GPU_CASES = [
+    name
+    for name in case.runs
+    if name.endswith(("one over three ranks", "tiny", "is long", "collectives", "bfloat16", "autocast"))
+]
 
 
 def run_cases(folder: Path, device: str, names: list[str]) -> None:

@@ -68,6 +68,11 @@ MIXERS = {
     "attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=6),
     "latent": lambda: LatentAttention(HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0),
 }
+WIDE = {
+    "wide attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=16, rotary_dim=8),
+    "wide latent": lambda: LatentAttention(HIDDEN, 3, rank=9, nope_dim=8, rope_dim=8, value_dim=5, rope_theta=100.0),
+}
+"""Heads of 16 channels, with which one launch on a GPU serves queries that are the last of many keys."""
 MODEL = HybridConfig(
     vocab_size=VOCAB, hidden_size=HIDDEN, n_layers=8, pattern="LRDGKSAM",
     linear=LinearConfig(2, 4, 8, 6),
@@ -146,7 +151,7 @@ def randomize(module: nn.Module) -> None:
 
 def make_mixer(name: str, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    mixer = MIXERS[name]()
+    mixer = (MIXERS | WIDE)[name]()
     randomize(mixer)
     return mixer.to(dtype)
 
