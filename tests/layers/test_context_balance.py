@@ -36,6 +36,7 @@ from lineate.layers.workload import Source, Workload
 from lineate.ops import gated_delta_rule
 from lineate.training.context import context_parallel
 
+DEFAULT = balance.LEAST_PAIRS
 MOST = 1.1
 """The most pairs of a rank, in means."""
 
@@ -217,6 +218,13 @@ for mixer in SOFTMAX:
         @case(f"{mixer}: {name}, float64", slow=True)
         def _(group, mixer=mixer, name=name):
             run_mixer(mixer, (LAYOUTS | MORE)[name], group, torch.float64, 1e-12)
+
+    @case(f"{mixer}: long enough to move by default")
+    def _(group, mixer=mixer):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(balance, "LEAST_PAIRS", DEFAULT)
+            assert plan_moves(even_parts(2400, RANKS), rows=2) and not plan_moves(even_parts(2300, RANKS), rows=2)
+            run_mixer(mixer, Layout((0, 600, 1200, 1800, 2400)), group, torch.float32, 1e-5)
 
     @case(f"{mixer}: compiled", slow=True)
     def _(group, mixer=mixer):
