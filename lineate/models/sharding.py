@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +145,16 @@ def model_cuts(model: nn.Module) -> dict[str, Cut]:
     return cuts
 
 
+_KNOWN_CUTS: WeakKeyDictionary[nn.Module, dict[str, Cut]] = WeakKeyDictionary()
+
+
+def _cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """Return the cuts by which a rank's model was made."""
+    if model not in _KNOWN_CUTS:
+        _KNOWN_CUTS[model] = model_cuts(without_memory(type(model), model.config))  # type: ignore[arg-type]
+    return _KNOWN_CUTS[model]
+
+
 class Held(NamedTuple):
     """What a rank holds of a parameter.
 
@@ -261,7 +272,7 @@ class _Shared(NamedTuple):
 def _shared(model: nn.Module, also_around: bool = False) -> Iterator[_Shared]:
     """Find what several ranks hold within the mixers and feed-forwards, or also around them."""
     ranks: Ranks = model.ranks  # type: ignore[assignment]
-    cuts = model_cuts(without_memory(type(model), model.config))  # type: ignore[arg-type]
+    cuts = _cuts_of(model)
     for name, x in model.named_parameters():
         inside = ".mixer." in name or ".feed." in name
         around = also_around and name not in ("embed.weight", "head.weight")
