@@ -15,7 +15,6 @@ from lineate import checks
 from lineate.dispatch import kernels_run
 from lineate.half import attention
 from lineate.layers.attention_costs import ATTENTION, attention_kept
-from lineate.layers.carry import enter_attention
 from lineate.layers.configs import AttentionConfig
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.entry import check_call
@@ -26,6 +25,7 @@ from lineate.layers.ranks import Ranks, rms_norm_over
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import Turn, rotate, turns
 from lineate.layers.shards import Cut, Part, Shard, linear_cuts, share_out
+from lineate.layers.split_attention import attend_segment
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.opaque import opaque
 from lineate.rule import compute_dtype
@@ -294,9 +294,7 @@ class GatedAttention(nn.Module):
             q, k = rotate(q, turn), rotate(k, turn)
         new, scale = {"keys": k, "values": v}, self.scale
         if segment is not None:
-            new, bounds = enter_attention(segment, new, state)
-            output = attend_new(q, new["keys"], new["values"], scale, cu_seqlens, bounds)
-            state = TokenCache.of(new, bounds)
+            output, state = attend_segment(segment, q, new, state, _keys_and_values, attend_new, scale)
         elif state is None:
             if x.is_cuda:  # both the kernel and the cache need it contiguous
                 new["values"] = v = v.contiguous()
@@ -331,6 +329,10 @@ class GatedAttention(nn.Module):
             return turns(token_positions(past, x, cu_seqlens), self.rotary_dim, self.rope_theta, x.dtype)
 
         return turn() if state is None else state.once(("turn", self.rotary_dim, self.rope_theta, x.dtype), turn)
+
+
+def _keys_and_values(entries: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return entries["keys"], entries["values"]
 
 
 def _make(model: ModelSizes, config: AttentionConfig) -> GatedAttention:

@@ -181,7 +181,8 @@ class LinearMixer(nn.Module):
                 mixed, inputs = enter_convolution(segment, mixed, inputs, self.conv.weight.shape[1] - 1)
             mixed, tensors["conv"] = self.conv(mixed, inputs, packed)
         q, k, v = self.split_heads(mixed)
-        memory, owned = (None, False) if state is None else (state["memory"], state.owned)
+        memory = None if state is None else state["memory"]
+        owned = state is not None and state.owned and segment is None  # a segment's rule reads the memory several times
         bounds = packed if segment is None else segment
         (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, bounds, owned)
         y = self.norm(output, z.unflatten(-1, (self.value_heads, self.value_dim)))

@@ -9,14 +9,15 @@ ranks read the same tokens and get the same logits, to the bit. After a backward
 ranks hold are only summands: `sum_shared_gradients` adds them up.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lineate.layers.ranks import Ranks
 from lineate.layers.registry import MixerKind, kind_of
@@ -144,6 +145,16 @@ def model_cuts(model: nn.Module) -> dict[str, Cut]:
     return cuts
 
 
+_KNOWN_CUTS: WeakKeyDictionary[nn.Module, dict[str, Cut]] = WeakKeyDictionary()
+
+
+def _cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """Return the cuts by which a rank's model was made."""
+    if model not in _KNOWN_CUTS:
+        _KNOWN_CUTS[model] = model_cuts(without_memory(type(model), model.config))  # type: ignore[arg-type]
+    return _KNOWN_CUTS[model]
+
+
 class Held(NamedTuple):
     """What a rank holds of a parameter.
 
@@ -207,7 +218,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     shapes = {name: x.shape for name, x in empty.state_dict().items()}
     whole: dict[str, Tensor] = {}
     for name, x in model.state_dict().items():
-        x = x.full_tensor() if isinstance(x, DTensor) else x.detach()
+        x = x.full_tensor() if _is_dtensor(x) else x.detach()
         if name not in held[0]:
             if ranks.rank == 0:
                 whole[name] = x.cpu()
@@ -261,7 +272,7 @@ class _Shared(NamedTuple):
 def _shared(model: nn.Module, also_around: bool = False) -> Iterator[_Shared]:
     """Find what several ranks hold within the mixers and feed-forwards, or also around them."""
     ranks: Ranks = model.ranks  # type: ignore[assignment]
-    cuts = model_cuts(without_memory(type(model), model.config))  # type: ignore[arg-type]
+    cuts = _cuts_of(model)
     for name, x in model.named_parameters():
         inside = ".mixer." in name or ".feed." in name
         around = also_around and name not in ("embed.weight", "head.weight")
@@ -327,12 +338,17 @@ def _gradient(x: nn.Parameter) -> tuple[Tensor, int]:
     """Return the gradient that this process has of a parameter, and its first row; a missing one becomes 0."""
     if x.grad is None:
         x.grad = torch.zeros_like(x)
-    if not isinstance(x.grad, DTensor):
+    if not _is_dtensor(x.grad):
         return x.grad, 0
-    local: Tensor = x.grad.to_local()
-    mesh, rows = x.grad.device_mesh, x.shape[0]
+    grad: Any = x.grad
+    local, mesh, rows = grad.to_local(), grad.device_mesh, x.shape[0]
     step = -(-rows // mesh.size())
     return local, min(mesh.get_local_rank() * step, rows)
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # FSDP imports it, which takes a second and 40 MB
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def _place(buffer: Tensor, each: _Shared, gradient: Tensor, row: int, *, into: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from lineate import folders
 from lineate.layers.context import check_splits
+from lineate.layers.ranks import Ranks
 from lineate.models import HybridLM
 from lineate.models.families import read_config, small_format
 from lineate.models.files.checkpoint import Checkpoint, read_json
@@ -137,7 +138,7 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
     learn, check = store.split(config.validation_fraction, config.seed)
     batches, validation = (ShuffledBatches(view, config.length, config.rows, config.seed) for view in (learn, check))
     torch.manual_seed(config.seed)
-    model = _model(config, tokenizer) if saved is None else _saved_model(saved)
+    model = _model(config, tokenizer, world.ranks) if saved is None else _saved_model(saved)
     for block in model.layers:
         block.recompute = config.recompute  # type: ignore[assignment]
     by_ranks = saved is not None and (saved / checkpoint.RANKS_FOLDER).is_dir()
@@ -339,10 +340,11 @@ def _saved_model(path: Path) -> HybridLM:
     return HybridLM(read_config(Checkpoint(path, read_json(path / CONFIG_FILE), {})))
 
 
-def _model(config: TrainConfig, tokenizer: Tokenizer) -> HybridLM:
-    """Make a new model from a preset, or load one from a folder, on the CPU and in float32."""
+def _model(config: TrainConfig, tokenizer: Tokenizer, ranks: Ranks | None) -> HybridLM:
+    """Make a new model from a preset, or load one, or a rank's share of it, from a folder; on the CPU, in float32."""
     if config.model in PRESETS:
         sizes = preset(config.model, config.pattern, tokenizer.vocab_size)
         return HybridLM(replace(sizes, bos_token_id=tokenizer.end, eos_token_ids=(tokenizer.end,)))
     # The head of multi-token prediction is left out: nothing here would train it.
-    return HybridLM.from_pretrained(Path(config.model), dtype=torch.float32, progress=False, prediction=False).train()
+    options = {"dtype": torch.float32, "progress": False, "prediction": False, "ranks": ranks}
+    return HybridLM.from_pretrained(Path(config.model), **options).train()  # type: ignore[arg-type]

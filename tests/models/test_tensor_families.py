@@ -165,3 +165,27 @@ def test_families_on_two_ranks_equal_one_process(folders: Callable[[str], Path])
     names = list(FAMILIES)
     for found in run_ranks(2, work, names, [str(folders(name)) for name in names]):
         assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())
+
+
+QWEN = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+FOUR: dict[str, dict[str, Any]] = {
+    **CHANGES,
+    "qwen3_next": QWEN,
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "olmo_hybrid": {"linear_num_key_heads": 4, "num_key_value_heads": 4},
+    "mamba2": {"n_groups": 2, "num_heads": 8, "head_dim": 12},
+    "granitemoehybrid": {"mamba_n_groups": 2, "mamba_n_heads": 8, "mamba_d_head": 12},
+    "bamba": {"mamba_n_groups": 4, "mamba_n_heads": 8, "mamba_d_head": 12},
+    "nemotron_h": {"n_groups": 4, "mamba_num_heads": 8},
+}
+"""Sizes that four ranks can share."""
+
+
+@pytest.mark.slow
+def test_families_on_four_ranks_equal_one_process(tmp_path: Path) -> None:
+    names = list(FAMILIES)
+    for name in names:
+        build(name, **FOUR.get(name, {})).save_pretrained(tmp_path / name)
+    for found in run_ranks(4, work, names, [str(tmp_path / name) for name in names]):
+        assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())

@@ -331,6 +331,34 @@ def test_a_mesh_trains_as_one_process(
                 check_close(found["weights"][name], x, name, 1e-6)
 
 
+def train_on_text(folder: str, model: str, out: str, tensor: int) -> None:
+    from lineate.training.config import TrainConfig
+    from lineate.training.prepare import prepare
+
+    trainer = prepare(
+        TrainConfig(
+            out=out, cache=f"{folder}/cache", data=(f"{folder}/text.txt",), model=model, length=32, rows=4, steps=3,
+            warmup=1, optimizer="adamw", lr=1e-3, tensor=tensor, device="cpu", eval_every=2, sample_every=2,
+            validation_fraction=0.5, save_every=2, tokenizer="bytes",
+        )
+    )  # fmt: skip
+    trainer.run()
+    trainer.close()
+
+
+@pytest.mark.slow
+def test_a_saved_model_is_trained_by_ranks_as_by_one_process(tmp_path: Path) -> None:
+    """The flag --tensor: a rank loads its share, evaluates, samples, saves; the finished model is whole."""
+    (tmp_path / "text.txt").write_text("".join(f"{n} and {n + 1} make {2 * n + 1}\n" for n in range(3000)))
+    make_model(replace(MODELS["experts"], vocab_size=300)).save_pretrained(tmp_path / "model")
+    train_on_text(str(tmp_path), str(tmp_path / "model"), str(tmp_path / "one"), 1)
+    run_ranks(2, train_on_text, str(tmp_path), str(tmp_path / "model"), str(tmp_path / "two"), 2)
+    one, two = (HybridLM.from_pretrained(tmp_path / run / "model", progress=False) for run in ("one", "two"))
+    for (name, x), y in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
+        check_close(y, x, name, 1e-4)
+    assert "checkpoints" in {path.name for path in (tmp_path / "two").iterdir()}
+
+
 # what cannot be shared out
 
 

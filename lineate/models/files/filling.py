@@ -139,7 +139,8 @@ def _read(checkpoint: Checkpoint, piece: Piece, part: Tensor) -> None:
         checkpoint.read_into(piece.source, part, piece.rows)
         return
     first, last = piece.rows or (0, piece.shape[0])
-    block = torch.empty(last - first, *piece.shape[1:], dtype=checkpoint.entries[piece.source].dtype, device="cpu")
+    dtype = checkpoint.entries[piece.source].dtype
+    block = _empty((last - first, *piece.shape[1:]), dtype=dtype, device=torch.device("cpu"))
     checkpoint.read_into(piece.source, block, (first, last))
     part.copy_(piece.take(block).reshape(part.shape))
 
