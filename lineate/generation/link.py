@@ -304,7 +304,7 @@ def _accept_all(
     token = secrets.token_hex(16)
     connections: dict[int, socket.socket] = {}
     others: dict[int, dict[str, list[str]]] = {}
-    with socket.create_server(("127.0.0.1" if alone else "", 0), backlog=here.size) as listening:
+    with _listen(alone, here.size) as listening:
         listening.settimeout(timeout.total_seconds())
         store.set(ADDRESS, json.dumps(["127.0.0.1" if alone else master, listening.getsockname()[1], token]))
         while len(connections) < here.size - 1:
@@ -323,6 +323,15 @@ def _accept_all(
                 continue
             connections[int(rank)], others[int(rank)] = connection, said
     return connections, others
+
+
+def _listen(alone: bool, backlog: int) -> socket.socket:
+    """Return a socket that listens at a free port: for this machine alone, or for others as well."""
+    if alone:
+        return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=backlog)
 
 
 def _hello(connection: socket.socket) -> tuple[str, int, dict[str, list[str]]]:

@@ -154,6 +154,14 @@ def test_a_stranger_is_ignored():
     assert on_all(links, lambda link: link.gather(link.rank)) == [[0, 1]] * 2
 
 
+def test_ranks_of_several_machines_meet_at_the_address_of_the_first(monkeypatch):
+    """Any name of this machine that is not its loopback's usual one stands for that of another machine."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    links = join(2)
+    assert on_all(links, lambda link: link.gather(link.rank)) == [[0, 1]] * 2
+
+
 def test_a_rank_that_never_comes():
     with pytest.raises(TimeoutError, match=r"expected 2 ranks within 0:00:00\.100000, got 0"):
         connect(dist.HashStore(), Place(0, 2, 0), ABOUT, timedelta(seconds=0.1))

@@ -104,6 +104,10 @@ class Served:
     def text(self, **body):
         return self.post(**body).json()["choices"][0]["message"]["content"]
 
+    def info(self):
+        """Return what the server says about the model, but for the moment of its start."""
+        return httpx.get(f"{self.url}/lineate/info").json() | {"created": None}
+
     def pid(self, rank):
         """Return the process of a rank, which torchrun has started."""
         for environment in Path("/proc").glob("[0-9]*/environ"):
@@ -139,9 +143,11 @@ def test_two_ranks_serve_what_one_process_serves(folder, tmp_path):
     options = ("--spacing", "64", "--draft", "lookup")
     with Served(folder, *options, ranks=1) as one:
         expected = [one.text(**body) for body in BODIES]
+        info = one.info()
     options = (*options, "--cache-folder", tmp_path / "states")
     with Served(folder, *options) as served:
         assert [served.text(**body) for body in BODIES] == expected
+        assert served.info() == info | {"details": info["details"] | {"ranks": 2}}
         several = served.post(**BODIES[1], n=3).json()
         assert several["choices"][0]["message"]["content"] == expected[1]
         assert several["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
