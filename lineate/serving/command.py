@@ -2,9 +2,11 @@
 
 import ipaddress
 import os
+import signal
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lineate.names import named_path, user_path
@@ -15,9 +17,11 @@ if TYPE_CHECKING:
     import typer
     from fastapi import FastAPI
 
+    from lineate.generation.ranks import RankedJob
     from lineate.models import HybridLM
     from lineate.serving.draining import DrainingServer
     from lineate.serving.engine import Engine
+    from lineate.serving.limits import Limits
     from lineate.text.base import Tokenizer
 
 NEEDED = ("fastapi", "starlette", "uvicorn", "pydantic_core", "prometheus_client", "jinja2", "llguidance", "tokenizers")
@@ -26,6 +30,8 @@ KEYS = "LINEATE_API_KEY"
 BUILT_IN = "lineate-small"
 """The name of the model that is served if none is given."""
 LOOKUP, HEAD, NONE = "lookup", "head", "none"
+OF_RANK_0 = ("folder", "host", "port", "name", "api_key", "cors", "allow_host", "access_log", "tensor", "cache_folder")
+"""Options that may differ between processes that share a model, or are compared in another way."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class ServeArguments:
     cors: str | None = option(None, "Origins whose pages may call the server, with commas between.")
     allow_host: str | None = option(None, "More names by which the server may be called, with commas between.")
     access_log: bool = option(False, "Log every request.", "--access-log")
+    tensor: int = option(1, "Processes that share the model; start as many with torchrun.", least=1, most=4096)
 
 
 def add_commands(app: "typer.Typer") -> None:
@@ -85,9 +92,26 @@ def run_serve(asked: ServeArguments) -> None:
     Args:
         asked: The options.
     """
+    from lineate.generation.job import join_job, working
+
+    try:
+        flags = {name: value for name, value in asdict(asked).items() if name not in OF_RANK_0}
+        flags["cache_folder"] = asked.cache_folder is not None
+        job = join_job(asked.tensor, asked.device, asked.folder, flags)
+    except (ValueError, OSError, ImportError) as error:
+        fail(error, 2)
+    with working(job):
+        if job is None or job.is_main:
+            _serve(asked, job)
+        else:
+            _follow(asked, job)
+
+
+def _serve(asked: ServeArguments, job: "RankedJob | None") -> None:
+    """Serve, on rank 0 if there are several."""
     try:
         listening = listen(asked.host, asked.port)
-        server, engine = _prepare(asked, listening.getsockname()[1])
+        server, engine = _prepare(asked, listening.getsockname()[1], job)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module not in NEEDED:
@@ -102,6 +126,21 @@ def run_serve(asked: ServeArguments) -> None:
         engine.stop(drain=False)
         if engine.cache is not None:
             engine.cache.close()
+
+
+def _follow(asked: ServeArguments, job: "RankedJob") -> None:
+    """Make the steps of rank 0's server until it ends."""
+    from lineate.serving.api.guides import Grammars
+    from lineate.serving.lockstep import Lockstep
+
+    engine, _, tokenizer = _load(asked, job)
+    grammars = Grammars(tokenizer, _limits(asked).grammar_bytes)
+    front = Lockstep(engine, job.link, lambda grammar: grammars.guide(grammar, "response_format"))
+    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun sends them to all ranks, and rank 0 drains
+        signal.signal(number, signal.SIG_IGN)
+    front.follow()
+    if engine.cache is not None:
+        engine.cache.close()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -127,41 +166,75 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def _prepare(asked: ServeArguments, port: int) -> tuple["DrainingServer", "Engine"]:
-    """Return the server and its engine; nothing runs yet."""
-    import uvicorn
-
-    from lineate.generation.loading import check_device, load_or_builtin
+def _limits(asked: ServeArguments) -> "Limits":
+    """Return what requests may ask for."""
     from lineate.planning.units import read_bytes
-    from lineate.serving.app import Settings, describe, make_app
-    from lineate.serving.draining import DrainingServer
     from lineate.serving.limits import Limits
-    from lineate.serving.warming import warm_up
-    from lineate.small.which import name_of_bits
 
-    check_device(asked.device)
-    limits = Limits(
+    return Limits(
         body_bytes=read_bytes(asked.max_body, "--max-body"),
         prompt_tokens=asked.max_prompt,
         new_tokens=asked.max_tokens,
         seconds=asked.timeout,
         drain_seconds=asked.drain,
     )
+
+
+def _load(asked: ServeArguments, job: "RankedJob | None") -> tuple["Engine", "HybridLM", "Tokenizer"]:
+    """Return the engine of this rank, warmed up, its model and the tokenizer."""
+    from lineate.generation.loading import load_model, load_or_builtin
+    from lineate.serving.warming import warm_up
+    from lineate.small.which import name_of_bits
+
+    weights = name_of_bits(asked.bits)
+    if job is None:
+        model, tokenizer = load_or_builtin(asked.folder, asked.dtype, asked.device, _say, weights)
+    else:
+        assert asked.folder is not None
+        model, tokenizer = load_model(asked.folder, asked.dtype, job.device, weights, job.model_ranks)
+    engine = _engine(asked, model, job)
+    warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
+    return engine, model, tokenizer
+
+
+def _end(job: "RankedJob", server: "DrainingServer", why: str) -> None:
+    """Say why the job has ended, and let the server go once clients have had their errors."""
+    job.tell(why)
+    server.drain()
+
+
+def _prepare(asked: ServeArguments, port: int, job: "RankedJob | None") -> tuple["DrainingServer", Any]:
+    """Return the server and its engine, or rank 0's of several; nothing runs yet."""
+    import uvicorn
+
+    from lineate.generation.loading import check_device
+    from lineate.serving.app import Settings, describe, make_app
+    from lineate.serving.draining import DrainingServer
+
+    check_device(asked.device)
+    limits = _limits(asked)
     settings = Settings(
         read_keys(asked.api_key), _words(asked.cors), allowed_hosts(asked.host, _words(asked.allow_host)), limits
     )
-    model, tokenizer = load_or_builtin(asked.folder, asked.dtype, asked.device, _say, name_of_bits(asked.bits))
-    engine = _engine(asked, model)
-    warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
+    own, model, tokenizer = _load(asked, job)
     description = describe(model, tokenizer, _name(asked), asked.context, asked.slots)
+    engine: Any = own
+    if job is not None:
+        from lineate.serving.lockstep import Lockstep
+
+        engine = Lockstep(own, job.link)
     app = make_app(engine, tokenizer, description, settings)
-    add_explorer(app, settings.api_keys, model, tokenizer, _name(asked))
+    if job is None:  # views call the model outside of the engine's steps
+        add_explorer(app, settings.api_keys, model, tokenizer, _name(asked))
     config = uvicorn.Config(
         app, asked.host, port, lifespan="off", log_level="info" if asked.access_log else "warning",
         access_log=asked.access_log, server_header=False, timeout_graceful_shutdown=10,
     )  # fmt: skip
+    server = DrainingServer(app, config)
+    if job is not None:
+        engine.watch(partial(_end, job, server))
     _announce(asked, port, model, tokenizer)
-    return DrainingServer(app, config), engine
+    return server, engine
 
 
 def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", tokenizer: "Tokenizer", name: str) -> None:
@@ -189,19 +262,24 @@ def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", token
     app.mount("/explore", make_views(Models(served(model, tokenizer, name) if model.device.type == "cpu" else None)))
 
 
-def _engine(asked: ServeArguments, model: "HybridLM") -> "Engine":
+def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -> "Engine":
     """Return the engine with its cache and drafter."""
     from lineate.planning.units import read_bytes
     from lineate.serving.cache import StateCache
     from lineate.serving.engine import Engine
     from lineate.serving.identity import identity_of
+    from lineate.serving.peers import LinkedPeers
 
     budget = 0 if asked.cache.strip() == "0" else read_bytes(asked.cache, "--cache")
     folder = None if asked.cache_folder is None else user_path(named_path(asked.cache_folder))
     if folder is not None and not budget:
         raise ValueError("--cache-folder needs --cache above 0")
     spacing = asked.spacing or (1024 if model.device.type == "cuda" else 256)
-    cache = StateCache(budget, spacing, folder, identity_of(model) if folder else "") if budget else None
+    peers = None
+    if job is not None:  # every rank has a part of each state
+        peers = LinkedPeers(job.link)
+        folder = None if folder is None else folder / f"rank-{job.link.rank}-of-{job.link.size}"
+    cache = StateCache(budget, spacing, folder, identity_of(model) if folder else "", peers=peers) if budget else None
     return Engine(
         model,
         slots=asked.slots,
@@ -228,7 +306,7 @@ def _drafter(asked: ServeArguments, model: "HybridLM") -> Any:
         return PromptLookup()
     if asked.draft == HEAD:
         return PredictionDrafter(model)
-    smaller, _ = load_model(asked.draft, asked.dtype, asked.device, name_of_bits(asked.bits))
+    smaller, _ = load_model(asked.draft, asked.dtype, model.device, name_of_bits(asked.bits))
     return DraftModel(smaller, model.config.vocab_size)
 
 
@@ -291,14 +369,15 @@ def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "T
     from lineate.small.which import format_of
 
     count = show_count(sum(x.numel() for x in model.parameters()))
+    ranks = "" if asked.tensor == 1 else f" on each of {asked.tensor} ranks"
     state = show_bytes(model.state_nbytes(1, asked.context))
     form = format_of(model)
     kept = "" if form is None else f" in {form.name}"
-    _say(f"{_name(asked)}: {count} parameters{kept}, {model.config.pattern}, {tokenizer.name} on {asked.device}")
+    _say(f"{_name(asked)}: {count} parameters{kept}{ranks}, {model.config.pattern}, {tokenizer.name} on {asked.device}")
     _say(f"{asked.slots} sequences of {asked.context} tokens, {state} of state each; cache {asked.cache}")
     host = f"[{asked.host}]" if ":" in asked.host else asked.host
     _say(f"http://{host}:{port}/ has the chat page; http://{host}:{port}/v1 is OpenAI's API")
-    if not read_keys(asked.api_key):
+    if not read_keys(asked.api_key) and asked.tensor == 1:
         _say(f"http://{host}:{port}/explore/ shows what the model does with a text, token by token")
     if not is_local(asked.host) and not read_keys(asked.api_key):
         _say(f"warning: other machines can use this server without a key; set {KEYS}")
