@@ -73,15 +73,27 @@ BY_BITS = {16: "bfloat16", 8: "int8", 4: "int4"}
 """The format that a number of bits stands for."""
 
 
+class TooLargeError(ValueError):
+    """A weight with a number that codes and scales cannot stand for; the message goes on after the weight's name."""
+
+
 def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Round a weight `... rows columns` to codes of 8 or 4 bits and scales, both in tiles."""
     return to_tiles(*round_to_codes(x, bits), bits)
 
 
 def round_to_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round a weight `... rows columns` to codes of its shape, one a byte, and scales `... rows groups`."""
+    """Round a weight `... rows columns` to codes of its shape, one a byte, and scales `... rows groups`.
+
+    Raise TooLargeError for numbers that are not finite, or so large that float16 has no scale for them.
+    """
     groups = x.detach().float().unflatten(-1, (-1, GROUP))
     scales = _scales_8(groups) if bits == 8 else _scales_4(groups)
+    if not scales.is_meta and not bool(scales.isfinite().all()):
+        raise TooLargeError(
+            f"must have finite numbers of at most {65504 * (127 if bits == 8 else 8.5):,.0f} in size to be kept in "
+            f"{bits} bits, got {float(groups.abs().amax()):g}; keep it in 16 or 32 bits"
+        )
     return _codes(groups, scales, bits)
 
 
