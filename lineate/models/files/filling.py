@@ -6,16 +6,17 @@ that; no more than one matrix is in memory beside what stays.
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.tiled import TiledCheckpoint
-from lineate.small.format import GROUP, TILE, Format, round_to_codes
+from lineate.small.format import GROUP, TILE, Format, TooLargeError, round_to_codes
 from lineate.small.weight import SmallWeight
 from lineate.small.which import BLOCK, empty_small, expert_views, fill_small, write_codes
 
@@ -142,7 +143,8 @@ def _fill_small(
         return
     values = _empty(shape, dtype=torch.float32, device=torch.device("cpu"))
     fill(checkpoint, pieces, values, advance)
-    fill_small(small, values)
+    with _named(checkpoint, pieces):
+        fill_small(small, values)
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,18 @@ def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, sc
     values = _empty(codes.shape, dtype=entry.dtype, device=torch.device("cpu"))
     _read(checkpoint, piece, values)
     step = max(1, BLOCK // codes.shape[1])
-    for at in range(0, len(codes), step):
-        made = round_to_codes(values[at : at + step].to(codes.device), form.bits)
-        codes[at : at + step], scales[at : at + step] = made
+    with _named(checkpoint, [piece]):
+        for at in range(0, len(codes), step):
+            made = round_to_codes(values[at : at + step].to(codes.device), form.bits)
+            codes[at : at + step], scales[at : at + step] = made
+
+
+@contextmanager
+def _named(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> Iterator[None]:
+    """Name the file and the tensors in the error of numbers that cannot be rounded."""
+    try:
+        yield
+    except TooLargeError as error:
+        sources = list(dict.fromkeys(piece.source for piece in pieces))
+        names = ", ".join(sources[:4]) + ", ..." * (len(sources) > 4)
+        raise CheckpointError(f"{checkpoint.entries[sources[0]].file}: {names} {error}") from None
