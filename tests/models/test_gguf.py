@@ -166,6 +166,15 @@ def test_quantised_files_have_the_decoded_values(kind, wide, tmp_path):
         assert torch.equal(ours.read(name).float(), wanted.read(name)), name
 
 
+@pytest.mark.parametrize("kind", ["Q5_0", "Q8_0", "Q5_K", "Q6_K"])
+def test_the_default_device_does_not_matter(kind, wide, tmp_path):
+    file = gguf_files.write(tmp_path / "model.gguf", wide, matrices(kind))
+    wanted, ids = HybridLM.from_pretrained(file, progress=False), tokens(1, 9)
+    with torch.device("meta"):
+        found = HybridLM.from_pretrained(file, progress=False)
+    assert torch.equal(found(ids).logits, wanted(ids).logits)
+
+
 def test_half_precision_stays(wide, tmp_path):
     file = gguf_files.write(tmp_path / "model.gguf", wide, matrices("F16"))
     model = HybridLM.from_pretrained(file, progress=False)
