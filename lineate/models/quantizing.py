@@ -4,11 +4,12 @@ quantize_checkpoint("Qwen/Qwen3.5-4B", "qwen-int8", "int8")
 model = HybridLM.from_pretrained("qwen-int8")
 """
 
+import errno
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def quantize_checkpoint(
     for key, x in tensors.items():
         plain = TensorSize(dtype_of(key, x, _stored(checkpoint, plan, key)), tuple(x.shape))
         written[key] = sizes(key, tuple(x.shape), form) if key in small else {key: plain}
+    _check_room(out, sum(size.nbytes for own in written.values() for size in own.values()))
     with _renamed(out) as part, show_progress(checkpoint, plan, progress, "quantizing") as advance:
         make = _maker(checkpoint, plan, tensors, small, written, advance)
         flat = {key: size for own in written.values() for key, size in own.items()}
@@ -100,6 +102,17 @@ def _check_free(out: Path) -> None:
     if out.exists() or out.is_symlink():
         kind = "a folder that is not empty" if out.is_dir() else "a file"
         raise ValueError(f"the new folder must not exist or be empty, got {out}, which is {kind}; choose another name")
+
+
+def _check_room(out: Path, nbytes: int) -> None:
+    """Raise before anything is written if the disk of the new folder has no room for so many bytes."""
+    place = next(folder for folder in (out, *out.parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if nbytes > free:
+        raise OSError(
+            errno.ENOSPC, f"the new folder needs {nbytes:,} bytes and its disk has {free:,}; free some or choose "
+            "another place", str(out),
+        )  # fmt: skip
 
 
 def _stored(checkpoint: Checkpoint, plan: LoadingPlan, name: str) -> torch.dtype:
@@ -144,6 +157,6 @@ def _renamed(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         for folder in new:
-            if folder.is_dir():
+            with suppress(OSError):  # somebody else may use it by now
                 folder.rmdir()
         raise
