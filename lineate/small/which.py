@@ -26,7 +26,7 @@ MATRICES = re.compile(
 """Names of parameters `rows columns` that become small."""
 EXPERTS = re.compile(r"(^|\.)feed\.experts_(gate_up|down)$")
 """Names of parameters `experts rows columns` that become small."""
-BLOCK = 2**20
+BLOCK = 2**18
 """Elements that are rounded at a time."""
 
 

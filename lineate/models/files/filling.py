@@ -24,7 +24,7 @@ KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
 """Gate and router parameters whose rounding would be exponentiated or would change a choice."""
 OWN_PAGES = 2**18
 """A tensor of at least this many bytes gets memory pages of its own."""
-AT_ONCE = 2**24
+AT_ONCE = 2**22
 """Elements of a weight that are read at a time, if it becomes small and its rows can be read apart."""
 
 
