@@ -12,7 +12,7 @@ from lineate.native import small as native
 from lineate.native.build import available
 from lineate.registrar import register_op
 from lineate.small.format import GROUP, STEP, TILE, decode, decode_rows
-from lineate.tracing import is_eager
+from lineate.tracing import is_eager, transformed
 
 BLOCK = 2**20
 """Elements that are decoded at a time."""
@@ -27,6 +27,9 @@ def small_linear(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
             f"{tuple(codes.shape)} in {codes.dtype} and {tuple(scales.shape)} in {scales.dtype}; use quantize"
         )
     check_input(x, (rows, scales.shape[1] * GROUP), codes.device)
+    if transformed():  # torch.func differentiates plain torch
+        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        return F.linear(x.to(wide), decode(codes, scales, rows).to(wide)).to(x.dtype)
     result: Tensor = _run(x, codes, scales, rows)
     return result
 

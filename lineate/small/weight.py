@@ -200,7 +200,26 @@ def _share(weight: SmallWeight) -> SmallWeight:
     return weight
 
 
+def _set_data(weight: Tensor, new: Tensor) -> None:
+    """Take the numbers of another weight of this format and shape; torch would set nothing, and not say so."""
+    if not isinstance(weight, SmallWeight) or not isinstance(new, SmallWeight) or not _are_alike(weight, new):
+        raise RuntimeError(
+            f"the data of a SmallWeight must be those of one of its own format, {weight!r:.120}, got {_shown(new)}; "
+            "replace the parameter instead: module.weight = nn.Parameter(tensor)"
+        )
+    weight.codes, weight.scales = new.codes, new.scales
+
+
+def _are_alike(one: SmallWeight, other: SmallWeight) -> bool:
+    return (one.format, one.shape, one.dtype) == (other.format, other.shape, other.dtype)
+
+
+def _shown(x: Tensor) -> str:
+    return f"{x!r:.120}" if isinstance(x, SmallWeight) else f"a plain tensor of shape {tuple(x.shape)}"
+
+
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     F.linear: _linear,
     F.embedding: _embedding,
     Tensor.__getitem__: _item,
@@ -224,9 +243,8 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         assert isinstance(source, SmallWeight)
         return x.copy_(source.decoded(), non_blocking)
     if not isinstance(source, SmallWeight) or (source.format, source.shape) != (x.format, x.shape):
-        got = f"{source!r}" if isinstance(source, SmallWeight) else f"a plain tensor of shape {tuple(source.shape)}"
         raise RuntimeError(
-            f"a SmallWeight is only overwritten by one of its own format, {x!r}, got {got}; use quantize"
+            f"a SmallWeight is only overwritten by one of its own format, {x!r}, got {_shown(source)}; use quantize"
         )
     x.codes.copy_(source.codes, non_blocking)
     if x.scales is not None and source.scales is not None:

@@ -156,6 +156,45 @@ def test_a_plain_model_takes_the_values(form: str) -> None:
         small.load_state_dict(plain.state_dict())
 
 
+@pytest.mark.parametrize("form", ALL)
+def test_data_that_is_set(form: str) -> None:
+    model, ids = shrink(realistic(sizes("GA")), form), tokens(1, 9)
+    other = shrink(realistic(sizes("GA"), seed=1), form)
+    for name, x in small_parameters(model).items():
+        x.data = other.get_parameter(name).data
+        assert torch.equal(x.decoded(), other.get_parameter(name).decoded())
+    with pytest.raises(RuntimeError, match="replace the parameter instead"):
+        model.embed.weight.data = torch.zeros(97, 128)
+    with pytest.raises(RuntimeError, match="must be those of one of its own format"):
+        model.embed.weight.data = other.layers[0].mixer.in_proj.weight.data
+    with pytest.raises(RuntimeError, match="frozen"):
+        model.embed.weight.data.mul_(2)
+    assert not same(model, shrink(realistic(sizes("GA")), form), ids)
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_transforms_of_torch(form: str) -> None:
+    layer = nn.Linear(64, 40, bias=False)
+    layer.weight = nn.Parameter(quantize(layer.weight, form), requires_grad=False)
+    x, plain = torch.randn(3, 64), layer.weight.decoded()
+    torch.testing.assert_close(torch.func.vmap(layer)(x), layer(x), atol=2e-2, rtol=0)
+    torch.testing.assert_close(torch.func.jacrev(layer)(x[0]), plain, atol=1e-6, rtol=0)
+    torch.testing.assert_close(torch.func.jvp(layer, (x,), (x,))[1], x @ plain.T, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", ALL)
+def test_a_whole_model_under_autocast_and_in_inference_mode(form: str) -> None:
+    model, ids = shrink(realistic(sizes("GAK")), form), tokens(2, 13)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            assert (model(ids).logits.float() - wanted).norm() < 0.02 * wanted.norm()
+        with torch.inference_mode():
+            state = model(ids).state
+            then = model(ids[:, :1], state).logits
+        assert torch.equal(model(ids[:, :1], state).logits, then)  # and outside of it
+
+
 # Values
 
 
