@@ -329,7 +329,7 @@ def _written(values: dict[str, Any], config: HybridConfig) -> torch.dtype:
     """Return the dtype that a config.json names."""
     for part in (values, values.get("text_config")):
         for key in ("dtype", "torch_dtype"):
-            if isinstance(part, dict) and part.get(key) in DTYPES:
+            if isinstance(part, dict) and isinstance(part.get(key), str) and part[key] in DTYPES:
                 return DTYPES[part[key]]
     return _usual(config)
 

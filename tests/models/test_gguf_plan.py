@@ -13,7 +13,7 @@ from lineate.models.inspect import describe, rows
 from lineate.planning.compute import touched_weights
 from lineate.planning.memory import plan_memory
 from lineate.planning.models import read_model, variants
-from lineate.small import BY_BITS, SmallWeight
+from lineate.small import BY_BITS, SmallWeight, shrink
 
 gguf = pytest.importorskip("gguf")
 pytest.importorskip("transformers")
@@ -156,3 +156,13 @@ def test_inspect_of_a_folder_says_what_it_takes(tmp_path):
     found = describe(tmp_path)
     assert found.loaded_bytes == kept_bytes(HybridLM.from_pretrained(tmp_path, progress=False))
     assert found.stored_formats == {} and dict(rows(found))["loaded as stored"].endswith(", bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [[], {}, 5, None, "int3"])
+def test_a_dtype_that_is_no_word_is_planned_as_it_is_loaded(dtype, tmp_path):
+    from small_weights import realistic, sizes
+
+    shrink(realistic(sizes("GA")), "int8").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+    assert plan_memory(read_model(tmp_path)).weights == kept_bytes(HybridLM.from_pretrained(tmp_path, progress=False))
