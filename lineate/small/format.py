@@ -17,6 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lineate.native import small as native
+from lineate.native.build import available
+from lineate.tracing import is_eager
+
 GROUP = 32
 """Columns that share a scale."""
 TILE = 16
@@ -121,20 +125,24 @@ CANDIDATES = 18
 
 def _scales_4(groups: Tensor) -> Tensor:
     """Return the scales with the least squared error; codes go from -8 to 7, so that the sign of a scale matters."""
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-    best = least = None
-    for n in range(CANDIDATES):
-        scales = (largest / -(8.5 - 0.125 * n)).half()
-        factor = scales.float()[..., None]
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # ... rows groups 1
+    divisors = torch.tensor([0.125 * n - 8.5 for n in range(CANDIDATES)], dtype=torch.float32, device=groups.device)
+    scales = (largest / divisors).half()
+    if groups.is_cpu and groups.numel() and is_eager(groups) and available():
+        best = native.best_scales(groups.contiguous(), scales.float())
+    else:
+        best = _best_scales(groups, scales.float())
+    return scales.gather(-1, best)[..., 0]
+
+
+def _best_scales(groups: Tensor, scales: Tensor) -> Tensor:
+    """Return which of the scales `... candidates` leaves the least squared error of each group, `... 1`."""
+    errors = []
+    for n in range(scales.shape[-1]):
+        factor = scales[..., n, None]
         made = (groups * torch.where(factor == 0, 0, 1 / factor)).round_().clamp_(-8, 7).mul_(factor)
-        error = made.sub_(groups).square_().sum(-1)
-        if best is None or least is None:
-            best, least = scales, error
-        else:
-            better = error < least
-            best, least = torch.where(better, scales, best), torch.where(better, error, least)
-    assert best is not None
-    return best
+        errors.append(made.sub_(groups).square_().sum(-1))
+    return torch.stack(errors, -1).nan_to_num(torch.inf).argmin(-1, keepdim=True)
 
 
 def to_tiles(codes: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,19 @@ def test_no_number_is_further_from_its_code_than_half_a_step(form: str) -> None:
         assert relative(decode(codes, scales, 48), x) < 0.93 * relative(nearest.flatten(1), x)
 
 
+@pytest.mark.parametrize("shape", [(16, 32), (40, 96), (3, 20, 64), (300, 256)])
+def test_c_finds_the_scales_that_torch_finds(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(shape) * torch.rand(*shape[:-1], 1) ** 4
+    x[..., 0, :32], x[..., 1, :32] = 0, 1e-9
+    x[..., 2, :32] = torch.arange(32) % 3 - 1.0  # many candidates are equally good
+    for other in (x, x.transpose(-1, -2).contiguous().transpose(-1, -2)):
+        made = encode(other, 4)
+        with monkeypatch.context() as without:
+            without.setattr("lineate.small.format.available", lambda: False)
+            wanted = encode(other, 4)
+        assert torch.equal(made[0], wanted[0]) and torch.equal(made[1], wanted[1])
+
+
 @pytest.mark.parametrize("form", CODED)
 def test_zeros_stay_zeros_and_large_numbers_finite(form: str) -> None:
     x = torch.zeros(16, 64)
