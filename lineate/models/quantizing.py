@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 from lineate.models.families import make_plan, other_family, present, read_config
 from lineate.models.files.checkpoint import Checkpoint, save_streamed
 from lineate.models.files.filling import allocate, dtype_of, fill
-from lineate.models.files.gguf_tokenizer import companions_of
+from lineate.models.files.gguf_tokenizer import UnknownTokenizer, companions_of
 from lineate.models.files.loading import LoadingPlan, check_all, show_progress
 from lineate.models.files.safetensors import TensorSize
 from lineate.models.files.tiled import sizes, stored_tensors
@@ -58,7 +59,7 @@ def quantize_checkpoint(
 ) -> Quantized:
     """Write a checkpoint of ours whose large weights are small; no more than one tensor is in memory at a time.
 
-    The tokenizer's files are copied. If anything fails, nothing is left behind.
+    The tokenizer's files are copied; a GGUF file without one gives a warning. If anything fails, nothing is left.
 
     Args:
         name: a checkpoint that HybridLM.from_pretrained reads, or its name on the hub.
@@ -75,7 +76,11 @@ def quantize_checkpoint(
     checkpoint = present(checkpoint, model)
     plan, tensors, small = make_plan(checkpoint, config, model), model.state_dict(), small_formats(model, form)
     check_all(tensors, plan, checkpoint, other_family(checkpoint))
-    kept = companions_of(checkpoint.folder)
+    try:
+        kept = companions_of(checkpoint.folder)
+    except UnknownTokenizer as error:
+        warnings.warn(f"{error}; the new folder has no tokenizer", stacklevel=2)
+        kept = {}
     written: dict[str, dict[str, TensorSize]] = {}
     for key, x in tensors.items():
         plain = TensorSize(dtype_of(key, x, _stored(checkpoint, plan, key)), tuple(x.shape))
