@@ -17,8 +17,8 @@ INLINE vec choose(ivec which, vec x, vec y) { return (vec)((which & (ivec)x) | (
 
 // The errors of LANES candidates.
 INLINE vec errors_of(const float *x, vec scale) {
-    const vec none = {0}, low = none - 8, high = none + 7, shift = none + 12582912.f;  // a sum with it has no fraction
-    const vec inverse = choose(scale == none, none, 1 / scale);
+    const vec none = {0}, low = none - 8.f, high = none + 7.f, shift = none + 12582912.f;  // a sum with it has no fraction
+    const vec inverse = choose(scale == none, none, 1.f / scale);
     vec sum = {0};
     for (int c = 0; c < GROUP; c++) {
         vec q = x[c] * inverse;
