@@ -81,6 +81,17 @@ class TooLargeError(ValueError):
     """A weight with a number that codes and scales cannot stand for; the message goes on after the weight's name."""
 
 
+def check_half(x: Tensor) -> None:
+    """Raise TooLargeError if a number did not fit when it was rounded to float16, a few million at a time."""
+    if x.dtype is not torch.float16 or x.is_meta:
+        return
+    for part in x.flatten().split(2**22):
+        if not bool(part.isfinite().all()):
+            raise TooLargeError(
+                "must have finite numbers of at most 65,504 in size to be kept in float16; use bfloat16"
+            )
+
+
 def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Round a weight `... rows columns` to codes of 8 or 4 bits and scales, both in tiles."""
     return to_tiles(*round_to_codes(x, bits), bits)

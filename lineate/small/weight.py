@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lineate import checks
 from lineate.half import wide_linear
-from lineate.small.format import FORMATS, GROUP, Format, TooLargeError, encode
+from lineate.small.format import FORMATS, GROUP, Format, TooLargeError, check_half, encode
 from lineate.small.product import check_input, decoded, looked_up, small_linear
 from lineate.tracing import is_eager, needs_grad
 
@@ -121,10 +121,12 @@ def quantize(x: Tensor, form: str | Format, dtype: torch.dtype | None = None) ->
             f"x must have at least 2 dims and columns in multiples of {GROUP} for {form.name}, got shape {shape}; "
             "keep it in 16 or 32 bits"
         )
-    if form.dtype is not None:
-        return SmallWeight(x.detach().to(form.dtype), None, shape, dtype or x.dtype)
     try:
-        return SmallWeight(*encode(x, form.bits), shape, dtype or x.dtype)
+        if form.dtype is None:
+            return SmallWeight(*encode(x, form.bits), shape, dtype or x.dtype)
+        numbers = x.detach().to(form.dtype)
+        check_half(numbers)
+        return SmallWeight(numbers, None, shape, dtype or x.dtype)
     except TooLargeError as error:
         raise TooLargeError(f"x {error}") from None
 

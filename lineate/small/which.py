@@ -17,7 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.small.format import BY_BITS, FORMATS, GROUP, TILE, Format, TooLargeError, round_to_codes, to_tiles
+from lineate.small.format import (
+    BY_BITS,
+    FORMATS,
+    GROUP,
+    TILE,
+    Format,
+    TooLargeError,
+    check_half,
+    round_to_codes,
+    to_tiles,
+)
 from lineate.small.weight import SmallWeight
 
 MATRICES = re.compile(
@@ -151,7 +161,7 @@ def fill_small(small: SmallWeight, values: Tensor, first: int = 0) -> None:
             fill_small(own, wanted)
         return
     if small.scales is None:
-        small.codes[first : first + len(values)].copy_(values)
+        check_half(small.codes[first : first + len(values)].copy_(values))
         return
     step = max(TILE, BLOCK // values.shape[1] // TILE * TILE)
     for at in range(0, len(values), step):

@@ -16,7 +16,7 @@ from torch import Tensor
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.tiled import TiledCheckpoint
-from lineate.small.format import GROUP, TILE, Format, TooLargeError, round_to_codes
+from lineate.small.format import GROUP, TILE, Format, TooLargeError, check_half, round_to_codes
 from lineate.small.weight import SmallWeight
 from lineate.small.which import BLOCK, empty_small, expert_views, fill_small, write_codes
 
@@ -108,6 +108,9 @@ def fill(
         part = made.codes if isinstance(made, SmallWeight) else made
         part = part[piece.into] if piece.into else part
         _read(checkpoint, piece, part)
+        if isinstance(made, SmallWeight):
+            with _named(checkpoint, [piece]):
+                check_half(part)
         advance(part.numel() * checkpoint.entries[piece.source].dtype.itemsize)
 
 
