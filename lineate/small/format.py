@@ -127,7 +127,11 @@ def _codes(groups: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _scales_8(groups: Tensor) -> Tensor:
-    return (groups.abs().amax(-1) / 127).half()
+    """Return the scales that map the largest number to 127; a tiny one, of few bits in float16, is rounded up."""
+    largest = groups.abs().amax(-1)
+    scales = (largest / 127).half()
+    clips = (scales.float() * 127.5 < largest) & (scales < torch.finfo(torch.float16).tiny)
+    return (scales.view(torch.int16) + clips.to(torch.int16)).view(torch.float16)
 
 
 CANDIDATES = 18
