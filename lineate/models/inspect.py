@@ -163,8 +163,9 @@ def rows(found: Description) -> list[tuple[str, str]]:
         lines.append(("quantised", f"{found.encoding}; decoded when they are read"))
     if found.weights is not None:
         lines.append(("large weights", f"{found.weights}, {FORMATS[found.weights].bits} bits"))
-    kept = ", ".join(f"{count:,} in {name}" for name, count in found.stored_formats.items())
-    lines.append(("loaded as stored", f"{_bytes(found.loaded_bytes)}, {found.state_dtype}{kept and f' and {kept}'}"))
+    kept = [f"{count:,} weights in {name}" for name, count in found.stored_formats.items()]
+    formats = ", ".join([*kept, f"{'all others' if kept else 'all'} in {found.state_dtype}"])
+    lines.append(("loaded as stored", f"{_bytes(found.loaded_bytes)}: {formats}"))
     bits = ", ".join(f"{_bytes(n)} at {bits} bits" for bits, n in found.weight_bytes.items())
     lines.append(("weights in memory", f"{bits}; see --bits"))
     if (wide := why_wide(getattr(torch, found.state_dtype))) is not None:
