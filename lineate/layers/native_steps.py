@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.layers.attention import GatedAttention
-from lineate.layers.bare import KNOWN, runs_own_forward
+from lineate.layers.bare import KNOWN, are_unchanged, runs_own_forward
+from lineate.layers.convolution import ShortConvolution
 from lineate.layers.feed import SwiGLU
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
 from lineate.layers.norm import GatedRMSNorm, RMSNorm
@@ -24,11 +25,16 @@ from lineate.layers.state import CacheInPlace, LayerState, Memory, TokenCache, t
 from lineate.native import step as native
 from lineate.native.build import available
 from lineate.native.step import Linear, Norm, Part
-from lineate.small import SmallWeight
+from lineate.small import GROUP, SmallWeight
+from lineate.small.product import are_tiles
 from lineate.tracing import PLAIN_TENSORS, is_eager
 
 MOST_ROWS = 16
 """The most rows of a step; torch multiplies more rows faster."""
+
+
+Addresses = tuple[int, int, bool]
+"""Where the numbers of a parameter lie, where its scales lie, if it has any, and whether it is dense."""
 
 
 class _Unfit(Exception):
@@ -43,14 +49,14 @@ class Recorded:
         part: The words that stay.
         mixer: The mixer whose states are bound to it; None for a feed-forward.
         modules: All modules, each with its class and its own parts, which must still be there.
-        tensors: Each parameter's module, name, tensor and address.
+        tensors: Each parameter's module, name, tensor and addresses.
         settings: Each plain attribute of the modules, such as an epsilon, with its value.
     """
 
     part: Part
     mixer: nn.Module | None
     modules: tuple[tuple[nn.Module, type, dict[str, Any]], ...]
-    tensors: tuple[tuple[nn.Module, str, Tensor, int], ...]
+    tensors: tuple[tuple[nn.Module, str, Tensor, Addresses], ...]
     settings: tuple[tuple[dict[str, Any], str, Any], ...]
 
     def is_current(self) -> bool:
@@ -58,8 +64,8 @@ class Recorded:
         for module, kind, parts in self.modules:
             if type(module) is not kind or module._modules != parts or not runs_own_forward(module):
                 return False
-        for module, name, tensor, address in self.tensors:
-            if module._parameters[name] is not tensor or _address(tensor) != address:
+        for module, name, tensor, addresses in self.tensors:
+            if module._parameters[name] is not tensor or _addresses(tensor) != addresses:
                 return False
         for attributes, name, value in self.settings:
             if attributes[name] != value:
@@ -73,19 +79,19 @@ def serves(x: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or _has_any_global_hook():
         return False
-    return is_eager(x) and available()
+    return is_eager(x) and are_unchanged() and available()
 
 
 def record_mixer(norm: nn.Module, mixer: nn.Module) -> Recorded | None:
     """Return the part x + mixer(norm(x)), if C computes it."""
     try:
         if type(mixer) is GatedDeltaNet or type(mixer) is KimiDeltaAttention:
-            part, modules = _rule_part(mixer)
+            part, modules = _rule_part(mixer, _channels(norm))
         elif type(mixer) is GatedAttention:
-            part, modules = _attention_part(mixer)
+            part, modules = _attention_part(mixer, _channels(norm))
         else:
             return None
-        part.norm = _norm(norm)
+        part.norm = _norm(norm, part.entry.size)
         return _recorded(part, mixer, [norm, mixer, *modules])
     except _Unfit:
         return None
@@ -93,11 +99,13 @@ def record_mixer(norm: nn.Module, mixer: nn.Module) -> Recorded | None:
 
 def record_feed(norm: nn.Module | None, feed: nn.Module | None) -> Recorded | None:
     """Return the part x + feed(norm(x)), if C computes it."""
-    if type(feed) is not SwiGLU or norm is None:
+    if type(feed) is not SwiGLU or type(feed.down_proj) is not nn.Linear or norm is None:
         return None
     try:
+        hidden, size = _channels(norm), feed.down_proj.weight.shape[1]
         part = Part(
-            kind=native.FEED, norm=_norm(norm), entry=_linear(feed.gate_up_proj), exit=_linear(feed.down_proj),
+            kind=native.FEED, norm=_norm(norm, hidden), entry=_linear(feed.gate_up_proj, 2 * size, hidden),
+            exit=_linear(feed.down_proj, hidden, size),
         )  # fmt: skip
         return _recorded(part, None, [norm, feed, feed.gate_up_proj, feed.down_proj])
     except _Unfit:
@@ -203,21 +211,26 @@ def _shared_turns(
 # ---- words that stay
 
 
-def _rule_part(mixer: GatedDeltaNet | KimiDeltaAttention) -> tuple[Part, list[nn.Module]]:
+def _rule_part(mixer: GatedDeltaNet | KimiDeltaAttention, hidden: int) -> tuple[Part, list[nn.Module]]:
     if max(mixer.key_dim, mixer.value_dim) > native.WIDEST_HEAD:
         raise _Unfit
     conv, modules = mixer.conv, [mixer.in_proj, mixer.out_proj, mixer.norm]
+    keys, values = mixer.value_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
+    decays = mixer.value_heads if isinstance(mixer, GatedDeltaNet) else keys
     part = Part(
-        kind=native.RULE, entry=_linear(mixer.in_proj), exit=_linear(mixer.out_proj), heads=mixer.heads,
+        kind=native.RULE, entry=_linear(mixer.in_proj, sum(mixer.splits), hidden),
+        exit=_linear(mixer.out_proj, hidden, values), heads=mixer.heads,
         shared=mixer.value_heads // mixer.heads, key_dim=mixer.key_dim, value_dim=mixer.value_dim,
-        A_log=_dense(mixer.A_log), dt_bias=_dense(mixer.dt_bias), out_norm=_norm(mixer.norm),
+        A_log=_dense(mixer.A_log, mixer.value_heads), dt_bias=_dense(mixer.dt_bias, decays),
+        out_norm=_norm(mixer.norm, mixer.value_dim),
         activation=native.ACTIVATIONS.index(mixer.norm.activation), beta_scale=mixer.beta_scale,
         lower_bound=mixer.gate_lower_bound or 0.0, decay=native.no_linear(), gate=native.no_linear(),
     )  # fmt: skip
     if conv is not None:
-        if conv.bias is not None or conv.weight.shape[1] > native.MOST_TAPS:
+        if type(conv) is not ShortConvolution or conv.bias is not None or conv.weight.shape[1] > native.MOST_TAPS:
             raise _Unfit
-        part.conv, part.taps = _dense(conv.weight), conv.weight.shape[1]
+        part.taps = conv.weight.shape[1]
+        part.conv = _dense(conv.weight, part.taps * (2 * mixer.heads * mixer.key_dim + values))
         modules.append(conv)
     starts = [sum(mixer.splits[: n + 1]) for n in range(len(mixer.splits))]  # of what follows q | k | v
     if isinstance(mixer, GatedDeltaNet):
@@ -228,25 +241,29 @@ def _rule_part(mixer: GatedDeltaNet | KimiDeltaAttention) -> tuple[Part, list[nn
     part.at_decay, part.at_gate, part.at_beta = starts[:3]
     part.per_channel = 1
     if mixer.decay_proj is not None:
-        part.decay = _linear(mixer.decay_proj)
+        part.decay = _linear(mixer.decay_proj, keys, mixer.splits[1])
         modules.append(mixer.decay_proj)
     if mixer.gate_proj is not None:
-        part.gate = _linear(mixer.gate_proj)
+        part.gate = _linear(mixer.gate_proj, values, mixer.splits[2])
         modules.append(mixer.gate_proj)
+    made = keys if mixer.decay_proj is None else mixer.splits[1], values if mixer.gate_proj is None else mixer.splits[2]
+    if made != mixer.splits[1:3]:
+        raise _Unfit
     return part, modules
 
 
-def _attention_part(mixer: GatedAttention) -> tuple[Part, list[nn.Module]]:
+def _attention_part(mixer: GatedAttention, hidden: int) -> tuple[Part, list[nn.Module]]:
     if mixer.head_dim > native.WIDEST_HEAD or mixer.qk_norm == "full":
         raise _Unfit
+    wide, narrow = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
     part = Part(
-        kind=native.ATTENTION, entry=_linear(mixer.in_proj), exit=_linear(mixer.out_proj), query_heads=mixer.heads,
-        kv_heads=mixer.kv_heads, head_dim=mixer.head_dim, rotary=mixer.rotary_dim, gated=mixer.gated,
-        scale=mixer.scale,
+        kind=native.ATTENTION, entry=_linear(mixer.in_proj, (2 if mixer.gated else 1) * wide + 2 * narrow, hidden),
+        exit=_linear(mixer.out_proj, hidden, wide), query_heads=mixer.heads, kv_heads=mixer.kv_heads,
+        head_dim=mixer.head_dim, rotary=mixer.rotary_dim, gated=mixer.gated, scale=mixer.scale,
     )  # fmt: skip
     modules: list[nn.Module] = [mixer.in_proj, mixer.out_proj]
     if mixer.qk_norm is not None:
-        part.q_norm, part.k_norm = _norm(mixer.q_norm), _norm(mixer.k_norm)
+        part.q_norm, part.k_norm = _norm(mixer.q_norm, mixer.head_dim), _norm(mixer.k_norm, mixer.head_dim)
         modules += [mixer.q_norm, mixer.k_norm]
     return part, modules
 
@@ -259,7 +276,7 @@ def _recorded(part: Part, mixer: nn.Module | None, modules: list[nn.Module]) -> 
         mixer,
         tuple((module, type(module), dict(module._modules)) for module in modules),
         tuple(
-            (module, name, tensor, _address(tensor))
+            (module, name, tensor, _addresses(tensor))
             for module in modules
             for name, tensor in module._parameters.items()
             if tensor is not None
@@ -276,32 +293,46 @@ def _recorded(part: Part, mixer: nn.Module | None, modules: list[nn.Module]) -> 
     return found
 
 
-def _norm(module: nn.Module) -> Norm:
+def _channels(norm: nn.Module) -> int:
+    """Return how many numbers a norm before a part reads."""
+    if type(norm) is not RMSNorm:
+        raise _Unfit
+    return norm.weight.shape[0]
+
+
+def _norm(module: nn.Module, size: int) -> Norm:
     if not isinstance(module, RMSNorm | GatedRMSNorm):
         raise _Unfit
-    return Norm(_dense(module.weight), module.eps, float(getattr(module, "zero_centred", False)))
+    return Norm(_dense(module.weight, size), module.eps, float(getattr(module, "zero_centred", False)))
 
 
-def _linear(module: nn.Module) -> Linear:
-    if type(module) is not nn.Linear:
+def _linear(module: nn.Module, out: int, size: int) -> Linear:
+    """Return a projection of `size` numbers to `out`; C reads addresses, so that every size must be as expected."""
+    if type(module) is not nn.Linear or module.weight.shape != (out, size):
         raise _Unfit
     weight, bias = module.weight, module.bias
     if bias is not None:
-        _dense(bias)
+        _dense(bias, out)
     if isinstance(weight, SmallWeight):
-        if weight.scales is not None and weight.codes.is_contiguous() and weight.scales.is_contiguous():
-            return native.coded_linear(weight.codes, weight.scales, (weight.shape[0], weight.shape[1]), bias)
-        weight = weight.codes
+        codes, scales = weight.codes, weight.scales
+        if scales is not None:
+            dense = codes.is_cpu and codes.is_contiguous() and scales.is_contiguous()
+            if not dense or not are_tiles(codes, scales, out) or scales.shape[1] * GROUP != size:
+                raise _Unfit
+            return native.coded_linear(codes, scales, (out, size), bias)
+        weight = codes
     elif type(weight) not in PLAIN_TENSORS or weight.dtype is not torch.float32:
         raise _Unfit
-    if not weight.is_cpu or not weight.is_contiguous():
+    if not weight.is_cpu or not weight.is_contiguous() or weight.shape != (out, size):
         raise _Unfit
     return native.plain_linear(weight, bias)
 
 
-def _dense(x: Tensor) -> int:
-    """Return the address of a parameter that C reads."""
+def _dense(x: Tensor, count: int) -> int:
+    """Return the address of a parameter of so many numbers that C reads."""
     if type(x) not in PLAIN_TENSORS or x.dtype is not torch.float32 or not x.is_cpu or not x.is_contiguous():
+        raise _Unfit
+    if x.numel() != count:
         raise _Unfit
     return x.data_ptr()
 
@@ -318,5 +349,7 @@ def _is_dense(x: Tensor, dims: int) -> bool:
     return True
 
 
-def _address(x: Tensor) -> int:
-    return x.codes.data_ptr() if isinstance(x, SmallWeight) else x.data_ptr()
+def _addresses(x: Tensor) -> Addresses:
+    if not isinstance(x, SmallWeight):
+        return x.data_ptr(), 0, x.is_contiguous()
+    return x.codes.data_ptr(), 0 if x.scales is None else x.scales.data_ptr(), x.codes.is_contiguous()

@@ -1,5 +1,6 @@
 """Describe a checkpoint from its headers alone: layers, rules, heads, parameters, bytes on disk, bytes of state."""
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lineate.models.files.loading import MismatchError, check_tensors
 from lineate.models.hybrid import HybridLM, empty_model
 from lineate.models.nbytes import weight_bytes
 from lineate.models.opening import open_headers
-from lineate.models.pretrained import usual_dtype
+from lineate.models.pretrained import stored_formats, usual_dtype
 from lineate.processor import why_wide
 from lineate.small.format import BY_BITS, FORMATS
 from lineate.terminal import console
@@ -49,6 +50,10 @@ class Description:
     """How the weights are quantised, if they are."""
     weights: str | None = None
     """The format of a checkpoint of ours that was saved with small weights."""
+    stored_formats: dict[str, int] = field(default_factory=dict)
+    """How many weights stay small if the checkpoint is loaded as it is stored, by format."""
+    loaded_bytes: int = 0
+    """Bytes of the model in memory if it is loaded as it is stored, on a CPU."""
     weight_bytes: dict[int, int] = field(default_factory=dict)
     """Bytes of the model in memory with large weights of so many bits, and all others in float32, as on a CPU."""
 
@@ -81,6 +86,8 @@ def describe(folder: str | Path) -> Description:
     unused = (part for name, entry in checkpoint.entries.items() if name not in used for part in entry.parts)
     dtype, form = usual_dtype(checkpoint, None, "cpu"), small_format(checkpoint)
     small = {bits: weight_bytes(model, torch.float32, FORMATS[name]) for bits, name in BY_BITS.items()}
+    kept = stored_formats(model, checkpoint, plan, dtype)
+    loaded = weight_bytes(model, dtype, kept)
     parameters = sum(x.numel() for x in model.parameters())
     predicting = 0 if model.prediction is None else sum(x.numel() for x in model.prediction.parameters())
     memory, conv, cache = _state_bytes(model.to(dtype))
@@ -99,6 +106,8 @@ def describe(folder: str | Path) -> Description:
         problem=problem,
         encoding=None if checkpoint.encoding is None else str(checkpoint.encoding),
         weights=None if form is None else form.name,
+        stored_formats=dict(Counter(form.name for form in kept.values()).most_common()),
+        loaded_bytes=loaded,
         weight_bytes=small,
     )
 
@@ -154,6 +163,9 @@ def rows(found: Description) -> list[tuple[str, str]]:
         lines.append(("quantised", f"{found.encoding}; decoded when they are read"))
     if found.weights is not None:
         lines.append(("large weights", f"{found.weights}, {FORMATS[found.weights].bits} bits"))
+    kept = [f"{count:,} weights in {name}" for name, count in found.stored_formats.items()]
+    formats = ", ".join([*kept, f"{'all others' if kept else 'all'} in {found.state_dtype}"])
+    lines.append(("loaded as stored", f"{_bytes(found.loaded_bytes)}: {formats}"))
     bits = ", ".join(f"{_bytes(n)} at {bits} bits" for bits, n in found.weight_bytes.items())
     lines.append(("weights in memory", f"{bits}; see --bits"))
     if (wide := why_wide(getattr(torch, found.state_dtype))) is not None:

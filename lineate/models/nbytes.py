@@ -1,5 +1,7 @@
 """Bytes that the weights of a model take in memory."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -7,22 +9,26 @@ from lineate.models.files.filling import dtype_of
 from lineate.small.format import Format
 from lineate.small.which import becomes_small
 
+Formats = Format | Mapping[str, Format] | None
+"""The format of all weights that can be small, or that of each small weight by its name in the model."""
 
-def weight_bytes(module: nn.Module, dtype: torch.dtype, form: Format | None = None, prefix: str = "") -> int:
+
+def weight_bytes(module: nn.Module, dtype: torch.dtype, form: Formats = None, prefix: str = "") -> int:
     """Return the bytes of parameters and buffers in this dtype, but for those that loading keeps in float32.
 
     Args:
         module: a model or a part of it; its tensors may be on the meta device.
         dtype: of floating tensors.
-        form: the format of weights that are small; None: there are none.
-        prefix: of the part's names in the model, such as "feed.".
+        form: the format of weights that are small, or one for each of their names; None: there are none.
+        prefix: of the part's names in the model, such as "layers.0.feed.".
     """
     tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
     return sum(tensor_bytes(prefix + name, x, dtype, form) for name, x in tensors.items())
 
 
-def tensor_bytes(name: str, like: Tensor, dtype: torch.dtype, form: Format | None = None) -> int:
+def tensor_bytes(name: str, like: Tensor, dtype: torch.dtype, form: Formats = None) -> int:
     """Return the bytes of one parameter or buffer of this name and shape."""
-    if form is not None and form.dtype != dtype and becomes_small(name, tuple(like.shape), form):
-        return form.nbytes(tuple(like.shape))
+    own = form.get(name) if isinstance(form, Mapping) else form
+    if own is not None and own.dtype != dtype and becomes_small(name, tuple(like.shape), own):
+        return own.nbytes(tuple(like.shape))
     return like.numel() * dtype_of(name, like, dtype).itemsize

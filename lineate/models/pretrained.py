@@ -80,9 +80,7 @@ def load_pretrained(
         check_all(tensors, plan, checkpoint, other_family(checkpoint))
         shapes = {key: tuple(x.shape) for key, x in tensors.items()}
         plan, model = slice_plan(plan, shapes, model_ranges(model, ranks.rank, ranks.size)), shared
-    small = formats_for(model, form or small_format(checkpoint), wanted)
-    if form is None:
-        small |= kept_formats_for(model, checkpoint, plan)
+    small = formats_for(model, form, wanted) if form is not None else stored_formats(model, checkpoint, plan, wanted)
     load(
         model,
         plan,
@@ -118,12 +116,25 @@ def formats_for(model: nn.Module, form: Format | None, dtype: torch.dtype) -> di
     return {} if form is None or form.dtype == dtype else small_formats(model, form)
 
 
-def kept_formats_for(model: nn.Module, checkpoint: Checkpoint, plan: LoadingPlan) -> dict[str, Format]:
-    """Return the formats of the weights that a GGUF file has in blocks; none for other checkpoints."""
+def stored_formats(
+    model: nn.Module, checkpoint: Checkpoint, plan: LoadingPlan, dtype: torch.dtype
+) -> dict[str, Format]:
+    """Return the formats of the weights that are small if a checkpoint is loaded as it is stored.
+
+    These are one format for a folder of ours that was saved with small weights, several for the blocks of a GGUF file,
+    and none for other checkpoints.
+
+    Args:
+        model: that is loaded; its tensors may be on the meta device.
+        checkpoint: that it is loaded from.
+        plan: where its tensors come from.
+        dtype: of all other tensors.
+    """
+    small = formats_for(model, small_format(checkpoint), dtype)
     sources = {target: [piece.source for piece in pieces] for target, pieces in plan.pieces.items()}
     found = {name: FORMATS[kept] for name, kept in kept_formats(checkpoint, sources).items()}
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters()}
-    return {name: form for name, form in found.items() if becomes_small(name, shapes[name], form)}
+    return small | {name: form for name, form in found.items() if becomes_small(name, shapes[name], form)}
 
 
 def write_pretrained(

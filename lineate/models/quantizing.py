@@ -4,11 +4,13 @@ quantize_checkpoint("Qwen/Qwen3.5-4B", "qwen-int8", "int8")
 model = HybridLM.from_pretrained("qwen-int8")
 """
 
+import errno
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from torch import Tensor
 from lineate.models.families import make_plan, other_family, present, read_config
 from lineate.models.files.checkpoint import Checkpoint, save_streamed
 from lineate.models.files.filling import allocate, dtype_of, fill
-from lineate.models.files.gguf_tokenizer import companions_of
+from lineate.models.files.gguf_tokenizer import UnknownTokenizer, companions_of
 from lineate.models.files.loading import LoadingPlan, check_all, show_progress
 from lineate.models.files.safetensors import TensorSize
 from lineate.models.files.tiled import sizes, stored_tensors
@@ -57,7 +59,7 @@ def quantize_checkpoint(
 ) -> Quantized:
     """Write a checkpoint of ours whose large weights are small; no more than one tensor is in memory at a time.
 
-    The tokenizer's files are copied. If anything fails, nothing is left behind.
+    The tokenizer's files are copied; a GGUF file without one gives a warning. If anything fails, nothing is left.
 
     Args:
         name: a checkpoint that HybridLM.from_pretrained reads, or its name on the hub.
@@ -74,11 +76,16 @@ def quantize_checkpoint(
     checkpoint = present(checkpoint, model)
     plan, tensors, small = make_plan(checkpoint, config, model), model.state_dict(), small_formats(model, form)
     check_all(tensors, plan, checkpoint, other_family(checkpoint))
-    kept = companions_of(checkpoint.folder)
+    try:
+        kept = companions_of(checkpoint.folder)
+    except UnknownTokenizer as error:
+        warnings.warn(f"{error}; the new folder has no tokenizer", stacklevel=2)
+        kept = {}
     written: dict[str, dict[str, TensorSize]] = {}
     for key, x in tensors.items():
         plain = TensorSize(dtype_of(key, x, _stored(checkpoint, plan, key)), tuple(x.shape))
         written[key] = sizes(key, tuple(x.shape), form) if key in small else {key: plain}
+    _check_room(out, sum(size.nbytes for own in written.values() for size in own.values()))
     with _renamed(out) as part, show_progress(checkpoint, plan, progress, "quantizing") as advance:
         make = _maker(checkpoint, plan, tensors, small, written, advance)
         flat = {key: size for own in written.values() for key, size in own.items()}
@@ -100,6 +107,17 @@ def _check_free(out: Path) -> None:
     if out.exists() or out.is_symlink():
         kind = "a folder that is not empty" if out.is_dir() else "a file"
         raise ValueError(f"the new folder must not exist or be empty, got {out}, which is {kind}; choose another name")
+
+
+def _check_room(out: Path, nbytes: int) -> None:
+    """Raise before anything is written if the disk of the new folder has no room for so many bytes."""
+    place = next(folder for folder in (out, *out.parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if nbytes > free:
+        raise OSError(
+            errno.ENOSPC, f"the new folder needs {nbytes:,} bytes and its disk has {free:,}; free some or choose "
+            "another place", str(out),
+        )  # fmt: skip
 
 
 def _stored(checkpoint: Checkpoint, plan: LoadingPlan, name: str) -> torch.dtype:
@@ -144,6 +162,6 @@ def _renamed(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         for folder in new:
-            if folder.is_dir():
+            with suppress(OSError):  # somebody else may use it by now
                 folder.rmdir()
         raise

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from lineate.layers import LayerState
@@ -47,11 +48,11 @@ def step(blocks: Blocks, x: Tensor, states: tuple[LayerState, ...]) -> tuple[Ten
     runs = _plan_of(blocks)
     if runs is None:
         return None
-    bound = _bind_all(runs, states, x.shape[0])
+    bound = _bind_all(runs, states, x)
     if bound is None:
         return None
     parts, new, shared = bound
-    x = x[:, 0].clone()
+    x = x[:, 0].clone(memory_format=torch.contiguous_format)
     for run, words in zip(runs, parts, strict=True):
         if words is not None:
             native.run(x, words)
@@ -123,10 +124,10 @@ _Parts = list["ctypes.Array[native.Part] | None"]
 
 
 def _bind_all(
-    runs: tuple[_Run, ...], states: tuple[LayerState, ...], rows: int
+    runs: tuple[_Run, ...], states: tuple[LayerState, ...], x: Tensor
 ) -> tuple[_Parts, dict[int, LayerState], dict[Hashable, Any]] | None:
     """Return the words of every run with the addresses of these states, and the new states; None if one is unfit."""
-    shared: dict[Hashable, Any] = {"rows": rows}
+    shared: dict[Hashable, Any] = {"rows": x.shape[0]}
     found: _Parts = []
     new: dict[int, LayerState] = {}
     for run in runs:
@@ -135,6 +136,8 @@ def _bind_all(
             continue
         parts = (native.Part * len(run.halves)).from_buffer_copy(run.words)
         for part, half in zip(parts, run.halves, strict=True):
+            if part.entry.size != x.shape[2]:
+                return None
             if half.is_mixer:
                 assert half.recorded is not None and half.recorded.mixer is not None
                 made = bind(part, half.recorded.mixer, states[half.layer], shared)

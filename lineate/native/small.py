@@ -1,4 +1,4 @@
-"""Multiplies rows by a weight of 8 or 4 bits in C (small.c)."""
+"""Multiplies rows by a weight of 8 or 4 bits in C (small.c), and finds the scales of such a weight (rounding.c)."""
 
 import struct
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from lineate.native.build import c_function
 
 _SMALL = struct.Struct("10q")  # Small in small.c
+_ROUND = struct.Struct("6q")  # Round in rounding.c
 
 
 def product(x: Tensor, codes: Tensor, scales: Tensor, out: int, bits: int) -> Tensor:
@@ -24,3 +25,18 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, out: int, bits: int) -> Te
     if c_function("small")(words):
         raise MemoryError(f"no memory for {x.shape[0]} rows of {x.shape[1]} numbers, rounded to {bits} bits")
     return y
+
+
+def best_scales(groups: Tensor, scales: Tensor) -> Tensor:
+    """Return which of the scales `... candidates` of each group leaves the least squared error, int64 `... 1`.
+
+    groups `... 32` float32, dense, which are rounded to codes of -8 .. 7; scales float32.
+    """
+    scales = scales.contiguous()
+    best = torch.empty(*groups.shape[:-1], 1, dtype=torch.int64, device="cpu")
+    words = _ROUND.pack(
+        best.numel(), scales.shape[-1], torch.get_num_threads(), groups.data_ptr(), scales.data_ptr(), best.data_ptr()
+    )
+    wrong = c_function("round")(words)
+    assert not wrong, f"at most 32 candidates, got {scales.shape[-1]}"
+    return best

@@ -42,8 +42,8 @@ OTHER_NAMES = {"context": "context-ranks"}
 OPTIMIZERS, PRECISIONS = ("adamw", "muon"), ("bfloat16", "float32")
 MOST_DEVICES = 2**20
 HOW = (
-    "say what to plan: a preset (lineate plan qwen3-next-80b), a checkpoint's folder, a config.json, or numbers "
-    "(lineate plan --emb-dim 2048 --n-heads 16 --n-layers 48); lineate plan --help lists the options"
+    "say what to plan: a preset (lineate plan qwen3-next-80b), a checkpoint's folder, a GGUF file, a config.json, or "
+    "numbers (lineate plan --emb-dim 2048 --n-heads 16 --n-layers 48); lineate plan --help lists the options"
 )
 
 
@@ -141,7 +141,7 @@ def _with_bits(asked: PlanArguments, make: Callable[[str | None], "Model"]) -> "
     from lineate.small.which import name_of_bits
 
     weights = name_of_bits(asked.bits)
-    return make(asked.dtype) if weights is None else replace(make(asked.dtype or "float32"), weights=weights)
+    return make(asked.dtype) if weights is None else replace(make(asked.dtype or "float32"), weights=weights, kept=())
 
 
 def _model(source: str | None, numbers: dict[str, int | None], pattern: str | None, dtype: str | None) -> "Model":

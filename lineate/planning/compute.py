@@ -173,18 +173,18 @@ def touched_weights(plan: MemoryPlan, tokens: int, routing: str = "least") -> in
         return total
     x = c.experts
     missed = (1 - x.active / x.count) ** tokens if routing == "expected" else 1 - x.active / x.count
-    idle = round(x.count * missed) * _expert_bytes(plan.model)
-    return total - idle * sum(c.has_experts(i) for i in range(c.n_layers))
+    return total - round(x.count * missed) * sum(_expert_bytes(plan.model, i) for i in range(c.n_layers))
 
 
-def _expert_bytes(model: Model) -> int:
-    """Return the bytes of one expert."""
+def _expert_bytes(model: Model, layer: int) -> int:
+    """Return the bytes of one expert of a layer; 0 if it has none."""
     c, x = model.config, model.config.experts
-    assert x is not None
+    if x is None or not c.has_experts(layer):
+        return 0
     shapes = {"gate_up": ((_matrices(x.kind) - 1) * x.size, c.hidden_size), "down": (c.hidden_size, x.size)}
     with torch.device("meta"):
-        likes = {f"feed.experts_{name}": torch.empty(1, *shape) for name, shape in shapes.items()}
-    return sum(tensor_bytes(name, like, model.dtype, model.form) for name, like in likes.items())
+        likes = {f"layers.{layer}.feed.experts_{name}": torch.empty(1, *shape) for name, shape in shapes.items()}
+    return sum(tensor_bytes(name, like, model.dtype, model.formats) for name, like in likes.items())
 
 
 def _embedding_row(plan: MemoryPlan) -> int:

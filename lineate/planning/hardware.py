@@ -291,7 +291,7 @@ def training_bound(
     half = precision == "bfloat16" and bool(hardware.matrix_rate.keys() & {"bfloat16", "float16"})
     # Each parameter, and what the optimiser keeps of it, is read and written once; products read the weights once more.
     kept = 1 + {"adamw": 2, "muon": 1}[optimizer]
-    plain = memory if memory.model.weights is None else plan_memory(replace(memory.model, weights=None))
+    plain = memory if memory.model.weights is None else plan_memory(replace(memory.model, weights=None, kept=()))
     read = touched_weights(plain, tokens_per_step) // plain.model.dtype.itemsize * 2
     updated = 2 * 4 * kept * memory.parameters + read
     received = training_received(memory, tokens_per_step, length, precision == "bfloat16", recompute)

@@ -142,7 +142,7 @@ def plan_memory(
         dtype_of(cache_dtype or model.dtype, "cache_dtype"),
     )
     empty = empty_of(model.config, torch.bfloat16)  # bfloat16 stands for the model's dtype in its state
-    dtype, form = model.dtype, model.form
+    dtype, form = model.dtype, model.formats
     layers = []
     idle = 0
     for index, (block, specs) in enumerate(zip(empty.layers, empty.state_spec, strict=True)):
@@ -153,8 +153,10 @@ def plan_memory(
                 index=index,
                 letter=kind.letter,
                 rule=kind.label,
-                weights=weight_bytes(block, dtype, form),
-                feed=0 if block.feed is None else weight_bytes(block.feed, dtype, form, "feed."),  # type: ignore[arg-type]
+                weights=weight_bytes(block, dtype, form, f"layers.{index}."),
+                feed=weight_bytes(block.feed, dtype, form, f"layers.{index}.feed.")  # type: ignore[arg-type]
+                if block.feed is not None
+                else 0,
                 memory=sum(dtypes.nbytes(spec) for spec in specs if spec not in grows and spec.name != "conv"),
                 conv=sum(dtypes.nbytes(spec) for spec in specs if spec.name == "conv"),
                 cache_per_token=sum(dtypes.nbytes(spec, 1) for spec in grows),

@@ -19,14 +19,19 @@ from lineate.models.config import (
     MambaConfig,
     MemoryConfig,
 )
-from lineate.models.families import FAMILIES, OWN, read_config, what_it_lacks
+from lineate.models.families import FAMILIES, OWN, make_plan, other_family, read_config, what_it_lacks
+from lineate.models.families.gguf import open_gguf
 from lineate.models.families.values import Values
 from lineate.models.files.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from lineate.models.files.gguf_header import find_gguf
 from lineate.models.files.hub import fetch, is_hub_name
-from lineate.models.files.loading import stored_dtype
+from lineate.models.files.loading import check_tensors, stored_dtype
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.tiled import written_format
+from lineate.models.hybrid import empty_model
+from lineate.models.nbytes import Formats
 from lineate.models.presets import PRESETS, preset
+from lineate.models.pretrained import stored_formats, usual_dtype
 from lineate.names import nearest, user_path
 from lineate.small.format import FORMATS, Format
 from lineate.small.which import find_format
@@ -78,9 +83,11 @@ class Model:
     dtype: torch.dtype
     """The dtype of weights, cache and convolution state."""
     origin: str
-    """"preset", "folder", "config.json", "hub", "numbers" or "config"."""
+    """"preset", "folder", "gguf", "config.json", "hub", "numbers" or "config"."""
     weights: str | None = None
     """The format of large weights, of lineate.small.FORMATS; None: they have the dtype too."""
+    kept: tuple[tuple[str, str], ...] = ()
+    """Names and formats of the weights that a GGUF file keeps small; `weights` is then that of most of them."""
     split: Split = WHOLE
     """How ranks share it; the sizes are then those of one rank."""
     whole: HybridConfig | None = None
@@ -90,6 +97,17 @@ class Model:
     def form(self) -> Format | None:
         """The format of large weights."""
         return None if self.weights is None else FORMATS[self.weights]
+
+    @property
+    def formats(self) -> Formats:
+        """The format of large weights, or that of each one if a GGUF file says so."""
+        return {name: FORMATS[form] for name, form in self.kept} if self.kept else self.form
+
+    @property
+    def weights_text(self) -> str | None:
+        """The formats of large weights in words; None if there are none."""
+        others = sorted({form for _, form in self.kept} - {self.weights})
+        return None if self.weights is None else " and ".join([self.weights, *others])
 
     @property
     def dtype_name(self) -> str:
@@ -114,9 +132,9 @@ def read_model(
     """Read the sizes and the dtype of a model that is to be planned; no weights are read.
 
     Args:
-        source: A preset's name; a checkpoint's folder (only headers are read) or a folder with config.json alone; a
-            config.json of ours, of a family of lineate.models.families or of a model with plain softmax attention; a
-            name on the hub (its config alone is fetched); or a HybridConfig.
+        source: A preset's name; a checkpoint's folder or a GGUF file (only headers are read); a folder with config.json
+            alone; a config.json of ours, of a family of lineate.models.families or of a model with plain softmax
+            attention; a name on the hub (its config alone is fetched); or a HybridConfig.
         dtype: Dtype of the weights. None: as stored, else as config.json says; bfloat16 for published presets, float32
             for sizes to train. A quantised model needs one; it is planned as if all its weights were in it.
         pattern: Other mixers for its layers, at its sizes; a part that they need and it has not is derived (variants).
@@ -129,7 +147,7 @@ def read_model(
     chosen = None if dtype is None else dtype_of(dtype)
     if weights is not None:
         weights = find_format(weights).name
-        return replace(read_model(source, dtype or "float32", pattern), weights=weights)
+        return replace(read_model(source, dtype or "float32", pattern), weights=weights, kept=())
     if isinstance(source, HybridConfig):
         return _with_pattern(Model(source.family, source, chosen or _usual(source), "config"), pattern)
     if str(source) in PRESETS:
@@ -141,7 +159,7 @@ def read_model(
 
 
 def _read_file(source: str | Path, chosen: torch.dtype | None) -> Model:
-    """Read a checkpoint's folder, a config.json, or that of a hub name."""
+    """Read a checkpoint's folder, a GGUF file, a config.json, or that of a hub name."""
     if is_hub_name(source):
         folder = fetch(str(source), [CONFIG, "generation_config.json"])
         values = read_json(folder / CONFIG)
@@ -151,9 +169,11 @@ def _read_file(source: str | Path, chosen: torch.dtype | None) -> Model:
     if not path.exists():
         name = str(source)
         raise ValueError(
-            f"model must be a preset ({', '.join(PRESETS)}), a folder with {CONFIG}, a {CONFIG}, or a hub name such as "
-            f"Qwen/Qwen3.5-4B, got {name!r}, which is no preset and does not exist{nearest(name, PRESETS)}"
+            f"model must be a preset ({', '.join(PRESETS)}), a folder with {CONFIG}, a GGUF file, a {CONFIG}, or a hub "
+            f"name such as Qwen/Qwen3.5-4B, got {name!r}, which is no preset and does not exist{nearest(name, PRESETS)}"
         )
+    if (file := find_gguf(path)) is not None:
+        return _read_gguf(path, open_gguf(file), chosen)
     folder = path if path.is_dir() else path.parent
     if path.is_dir() and any((path / name).is_file() for name in (SINGLE, INDEX)):
         checkpoint = Checkpoint.open(path, decode=False)
@@ -165,6 +185,25 @@ def _read_file(source: str | Path, chosen: torch.dtype | None) -> Model:
     config = _read(Checkpoint(folder, values, {}), chosen)
     name = file.parent.resolve().name if file.name == CONFIG else file.stem
     return Model(name, config, chosen or _written(values, config), "config.json", _weights(values))
+
+
+def _read_gguf(path: Path, checkpoint: Checkpoint, chosen: torch.dtype | None) -> Model:
+    """Read the header of a GGUF file; its weights are planned as from_pretrained keeps them."""
+    config = read_config(checkpoint)
+    model = empty_model(config)
+    plan = make_plan(checkpoint, config, model)
+    shapes = model.state_dict()
+    floating = {name for name, x in shapes.items() if x.is_floating_point()}
+    check_tensors(plan, checkpoint, floating, other_family(checkpoint))
+    dtype = chosen or usual_dtype(checkpoint, None, "cpu")
+    small = stored_formats(model, checkpoint, plan, dtype)
+    sizes: dict[str, int] = {}
+    for name, form in small.items():
+        sizes[form.name] = sizes.get(form.name, 0) + shapes[name].numel()
+    most = max(sizes, key=lambda name: sizes[name]) if sizes else None
+    kept = tuple((name, form.name) for name, form in small.items())
+    name = path.stem if path.is_file() else path.resolve().name
+    return Model(name, config, dtype, "gguf", most, kept)
 
 
 def _weights(values: dict[str, Any]) -> str | None:
@@ -246,9 +285,7 @@ def variants(model: Model) -> dict[str, Model]:
     whole = None if model.whole is None else _complete(model.whole)
     return {
         name: replace(
-            model,
-            name=f"{model.name}, {name}",
-            config=replace(config, pattern=pattern),
+            _with_mixers(model, f"{model.name}, {name}", replace(config, pattern=pattern)),
             whole=None if whole is None else replace(whole, pattern=pattern),
         )
         for name, pattern in patterns.items()
@@ -275,7 +312,12 @@ def _with_pattern(model: Model, pattern: str | None) -> Model:
     if pattern is None:
         return model
     config = replace(_complete(model.config), pattern=pattern)
-    return replace(model, name=f"{model.name}, {pattern}", config=config)
+    return _with_mixers(model, f"{model.name}, {pattern}", config)
+
+
+def _with_mixers(model: Model, name: str, config: HybridConfig) -> Model:
+    """Return the model with other mixers; formats of single weights go with the mixers that they are of."""
+    return replace(model, name=name, config=config, kept=model.kept if config.letters == model.config.letters else ())
 
 
 def _complete(config: HybridConfig) -> HybridConfig:
@@ -316,7 +358,7 @@ def _written(values: dict[str, Any], config: HybridConfig) -> torch.dtype:
     """Return the dtype that a config.json names."""
     for part in (values, values.get("text_config")):
         for key in ("dtype", "torch_dtype"):
-            if isinstance(part, dict) and part.get(key) in DTYPES:
+            if isinstance(part, dict) and isinstance(part.get(key), str) and part[key] in DTYPES:
                 return DTYPES[part[key]]
     return _usual(config)
 

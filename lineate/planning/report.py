@@ -137,7 +137,7 @@ def model_numbers(plan: MemoryPlan) -> PlanNumbers:
     model, c = plan.model, plan.model.config
     return {
         "name": model.name, "origin": model.origin, "family": c.family, "dtype": model.dtype_name,
-        **({} if model.weights is None else {"weights": model.weights}),
+        **({} if model.weights is None else {"weights": model.weights_text}),
         "hidden_size": c.hidden_size, "n_layers": c.n_layers, "letters": c.letters, "vocab_size": c.vocab_size,
         "tied_embeddings": c.tie_embeddings, "parameters": plan.parameters,
         "active_parameters": plan.active_parameters, "experts": c.experts is not None,

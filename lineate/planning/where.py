@@ -99,7 +99,7 @@ def _at(request: PlanRequest, place: Place, form: str | None) -> PlanNumbers:
 
 
 def _in(model: Model, form: str | None) -> Model:
-    return model if form is None else replace(model, weights=form)
+    return model if form is None else replace(model, weights=form, kept=())
 
 
 def print_fits(report: PlanNumbers, console: "Console") -> None:

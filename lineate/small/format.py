@@ -17,6 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lineate.native import small as native
+from lineate.native.build import available
+from lineate.tracing import is_eager
+
 GROUP = 32
 """Columns that share a scale."""
 TILE = 16
@@ -73,15 +77,38 @@ BY_BITS = {16: "bfloat16", 8: "int8", 4: "int4"}
 """The format that a number of bits stands for."""
 
 
+class TooLargeError(ValueError):
+    """A weight with a number that codes and scales cannot stand for; the message goes on after the weight's name."""
+
+
+def check_half(x: Tensor) -> None:
+    """Raise TooLargeError if a number did not fit when it was rounded to float16, a few million at a time."""
+    if x.dtype is not torch.float16 or x.is_meta:
+        return
+    for part in x.flatten().split(2**22):
+        if not bool(part.isfinite().all()):
+            raise TooLargeError(
+                "must have finite numbers of at most 65,504 in size to be kept in float16; use bfloat16"
+            )
+
+
 def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Round a weight `... rows columns` to codes of 8 or 4 bits and scales, both in tiles."""
     return to_tiles(*round_to_codes(x, bits), bits)
 
 
 def round_to_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round a weight `... rows columns` to codes of its shape, one a byte, and scales `... rows groups`."""
+    """Round a weight `... rows columns` to codes of its shape, one a byte, and scales `... rows groups`.
+
+    Raise TooLargeError for numbers that are not finite, or so large that float16 has no scale for them.
+    """
     groups = x.detach().float().unflatten(-1, (-1, GROUP))
     scales = _scales_8(groups) if bits == 8 else _scales_4(groups)
+    if not scales.is_meta and not bool(scales.isfinite().all()):
+        raise TooLargeError(
+            f"must have finite numbers of at most {65504 * (127 if bits == 8 else 8.5):,.0f} in size to be kept in "
+            f"{bits} bits, got {float(groups.abs().amax()):g}; keep it in 16 or 32 bits"
+        )
     return _codes(groups, scales, bits)
 
 
@@ -100,7 +127,11 @@ def _codes(groups: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _scales_8(groups: Tensor) -> Tensor:
-    return (groups.abs().amax(-1) / 127).half()
+    """Return the scales that map the largest number to 127; a tiny one, of few bits in float16, is rounded up."""
+    largest = groups.abs().amax(-1)
+    scales = (largest / 127).half()
+    clips = (scales.float() * 127.5 < largest) & (scales < torch.finfo(torch.float16).tiny)
+    return (scales.view(torch.int16) + clips.to(torch.int16)).view(torch.float16)
 
 
 CANDIDATES = 18
@@ -109,20 +140,24 @@ CANDIDATES = 18
 
 def _scales_4(groups: Tensor) -> Tensor:
     """Return the scales with the least squared error; codes go from -8 to 7, so that the sign of a scale matters."""
-    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-    best = least = None
-    for n in range(CANDIDATES):
-        scales = (largest / -(8.5 - 0.125 * n)).half()
-        factor = scales.float()[..., None]
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # ... rows groups 1
+    divisors = torch.tensor([0.125 * n - 8.5 for n in range(CANDIDATES)], dtype=torch.float32, device=groups.device)
+    scales = (largest / divisors).half()
+    if groups.is_cpu and groups.numel() and is_eager(groups) and available():
+        best = native.best_scales(groups.contiguous(), scales.float())
+    else:
+        best = _best_scales(groups, scales.float())
+    return scales.gather(-1, best)[..., 0]
+
+
+def _best_scales(groups: Tensor, scales: Tensor) -> Tensor:
+    """Return which of the scales `... candidates` leaves the least squared error of each group, `... 1`."""
+    errors = []
+    for n in range(scales.shape[-1]):
+        factor = scales[..., n, None]
         made = (groups * torch.where(factor == 0, 0, 1 / factor)).round_().clamp_(-8, 7).mul_(factor)
-        error = made.sub_(groups).square_().sum(-1)
-        if best is None or least is None:
-            best, least = scales, error
-        else:
-            better = error < least
-            best, least = torch.where(better, scales, best), torch.where(better, error, least)
-    assert best is not None
-    return best
+        errors.append(made.sub_(groups).square_().sum(-1))
+    return torch.stack(errors, -1).nan_to_num(torch.inf).argmin(-1, keepdim=True)
 
 
 def to_tiles(codes: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:

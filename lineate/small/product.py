@@ -11,8 +11,8 @@ from torch import Tensor
 from lineate.native import small as native
 from lineate.native.build import available
 from lineate.registrar import register_op
-from lineate.small.format import GROUP, TILE, decode, decode_rows
-from lineate.tracing import is_eager
+from lineate.small.format import GROUP, STEP, TILE, decode, decode_rows
+from lineate.tracing import is_eager, transformed
 
 BLOCK = 2**20
 """Elements that are decoded at a time."""
@@ -21,8 +21,33 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def small_linear(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
     """Return x weight^T in x's dtype; x `... columns`, codes and scales of a weight `rows columns` in tiles."""
+    if not are_tiles(codes, scales, rows):
+        raise ValueError(
+            f"codes and scales must be the tiles of a weight of {rows} rows, uint8 and float16, got "
+            f"{tuple(codes.shape)} in {codes.dtype} and {tuple(scales.shape)} in {scales.dtype}; use quantize"
+        )
+    check_input(x, (rows, scales.shape[1] * GROUP), codes.device)
+    if transformed():  # torch.func differentiates plain torch
+        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        return F.linear(x.to(wide), decode(codes, scales, rows).to(wide)).to(x.dtype)
     result: Tensor = _run(x, codes, scales, rows)
     return result
+
+
+def are_tiles(codes: Tensor, scales: Tensor, rows: int) -> bool:
+    """Whether C and kernels, which see addresses alone, may read these as a weight of so many rows."""
+    bits, tiles = codes.shape[-3] if codes.dim() == 5 else 0, (-(-rows // TILE), *scales.shape[1:2])
+    whole = bits in (4, 8) and codes.shape == (*tiles, bits, TILE, STEP) and scales.shape == (*tiles, TILE)
+    kinds = codes.dtype is torch.uint8 and scales.dtype is torch.float16
+    return whole and kinds and codes.device == scales.device
+
+
+def check_input(x: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    """Raise unless x can be multiplied with a weight of this shape on this device."""
+    if not x.dtype.is_floating_point or x.dim() == 0 or x.shape[-1] != shape[1]:
+        raise ValueError(f"x must be floats `... {shape[1]}` for a weight {shape}, got {tuple(x.shape)} in {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"x must be on the device of the weight, {device}, got {x.device}; move one of them")
 
 
 def decoded(codes: Tensor, scales: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lineate import checks
 from lineate.half import wide_linear
-from lineate.small.format import FORMATS, GROUP, Format, encode
-from lineate.small.product import decoded, looked_up, small_linear
-from lineate.tracing import needs_grad
+from lineate.small.format import FORMATS, GROUP, Format, TooLargeError, check_half, encode
+from lineate.small.product import check_input, decoded, looked_up, small_linear
+from lineate.tracing import is_eager, needs_grad
 
 
 class SmallWeight(Tensor):
@@ -121,9 +121,14 @@ def quantize(x: Tensor, form: str | Format, dtype: torch.dtype | None = None) ->
             f"x must have at least 2 dims and columns in multiples of {GROUP} for {form.name}, got shape {shape}; "
             "keep it in 16 or 32 bits"
         )
-    if form.dtype is not None:
-        return SmallWeight(x.detach().to(form.dtype), None, shape, dtype or x.dtype)
-    return SmallWeight(*encode(x, form.bits), shape, dtype or x.dtype)
+    try:
+        if form.dtype is None:
+            return SmallWeight(*encode(x, form.bits), shape, dtype or x.dtype)
+        numbers = x.detach().to(form.dtype)
+        check_half(numbers)
+        return SmallWeight(numbers, None, shape, dtype or x.dtype)
+    except TooLargeError as error:
+        raise TooLargeError(f"x {error}") from None
 
 
 def _decoded(value: Any) -> Any:
@@ -144,6 +149,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, SmallWeight) or weight.dim() != 2 or isinstance(input, SmallWeight):
         return NotImplemented
     if weight.scales is None:
+        check_input(input, (weight.shape[0], weight.shape[1]), weight.codes.device)
         if needs_grad(input) or input.is_cuda:
             y = F.linear(input, weight.codes.to(input.dtype))
         else:
@@ -153,25 +159,74 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return y if bias is None else y + bias
 
 
-def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *more: Any, **named: Any) -> Any:
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *more: Any,
+    **named: Any,
+) -> Any:
     if not isinstance(weight, SmallWeight) or weight.dim() != 2:
         return NotImplemented
+    if max_norm is not None:
+        raise ValueError(f"max_norm must be None for a small weight, which is frozen, got {max_norm}; decode it first")
     if weight.scales is None:
         return F.embedding(input, weight.codes).to(weight.dtype)
+    _check_ids(input, weight.shape[0])
     return looked_up(weight.codes, weight.scales, input, weight.shape[0], weight.dtype)
 
 
+def _check_ids(ids: Tensor, rows: int) -> None:
+    """Raise unless these are rows of a weight; its tiles have more rows, and negative numbers count from their end."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"ids of an embedding must be int32 or int64, got {ids.dtype}")
+    if ids.is_cpu and ids.numel() and is_eager(ids):
+        low, high = (int(x) for x in ids.aminmax())
+        if low < 0 or high >= rows:
+            raise IndexError(f"ids of an embedding must lie in 0 .. {rows - 1}, got {low} .. {high}")
+
+
 def _item(weight: Tensor, index: Any) -> Any:
-    if not isinstance(weight, SmallWeight) or not isinstance(index, int) or weight.dim() != 3:
+    if not isinstance(weight, SmallWeight) or type(index) is not int or weight.dim() != 3:
         return NotImplemented
     scales = None if weight.scales is None else weight.scales[index]
     return SmallWeight(weight.codes[index], scales, tuple(weight.shape[1:]), weight.dtype)
 
 
+def _share(weight: SmallWeight) -> SmallWeight:
+    """Move the numbers into memory that other processes see; the weight itself has none."""
+    for part in (weight.codes, weight.scales):
+        if part is not None:
+            part.share_memory_()
+    return weight
+
+
+def _set_data(weight: Tensor, new: Tensor) -> None:
+    """Take the numbers of another weight of this format and shape; torch would set nothing, and not say so."""
+    if not isinstance(weight, SmallWeight) or not isinstance(new, SmallWeight) or not _are_alike(weight, new):
+        raise RuntimeError(
+            f"the data of a SmallWeight must be those of one of its own format, {weight!r:.120}, got {_shown(new)}; "
+            "replace the parameter instead: module.weight = nn.Parameter(tensor)"
+        )
+    weight.codes, weight.scales = new.codes, new.scales
+
+
+def _are_alike(one: SmallWeight, other: SmallWeight) -> bool:
+    return (one.format, one.shape, one.dtype) == (other.format, other.shape, other.dtype)
+
+
+def _shown(x: Tensor) -> str:
+    return f"{x!r:.120}" if isinstance(x, SmallWeight) else f"a plain tensor of shape {tuple(x.shape)}"
+
+
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     F.linear: _linear,
     F.embedding: _embedding,
     Tensor.__getitem__: _item,
+    Tensor.share_memory_: _share,
+    Tensor.is_shared: lambda weight: weight.codes.is_shared(),
 }
 
 
@@ -184,11 +239,14 @@ def _to_copy(x: SmallWeight, *, dtype: Any = None, device: Any = None, non_block
     return x.with_parts(lambda part: part.to(device, non_blocking=non_blocking, copy=True), dtype)
 
 
-def _copy(x: SmallWeight, source: Tensor, non_blocking: bool = False) -> SmallWeight:
-    """Overwrite x by a weight of the same format, as load_state_dict does."""
-    if not isinstance(x, SmallWeight) or not isinstance(source, SmallWeight) or source.format != x.format:
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Overwrite x by a weight of the same format and shape, as load_state_dict does; a plain x by the values."""
+    if not isinstance(x, SmallWeight):
+        assert isinstance(source, SmallWeight)
+        return x.copy_(source.decoded(), non_blocking)
+    if not isinstance(source, SmallWeight) or (source.format, source.shape) != (x.format, x.shape):
         raise RuntimeError(
-            f"a SmallWeight is only overwritten by one of its own format, got {source!r:.60}; use quantize"
+            f"a SmallWeight is only overwritten by one of its own format, {x!r}, got {_shown(source)}; use quantize"
         )
     x.codes.copy_(source.codes, non_blocking)
     if x.scales is not None and source.scales is not None:
@@ -204,3 +262,6 @@ _OPS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._to_copy.default: _to_copy,
     torch.ops.aten.copy_.default: _copy,
 }
+
+
+torch.serialization.add_safe_globals([SmallWeight])  # so that torch.load accepts a saved state_dict

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.small.format import BY_BITS, FORMATS, GROUP, TILE, Format, round_to_codes, to_tiles
+from lineate.small.format import (
+    BY_BITS,
+    FORMATS,
+    GROUP,
+    TILE,
+    Format,
+    TooLargeError,
+    check_half,
+    round_to_codes,
+    to_tiles,
+)
 from lineate.small.weight import SmallWeight
 
 MATRICES = re.compile(
@@ -26,7 +36,7 @@ MATRICES = re.compile(
 """Names of parameters `rows columns` that become small."""
 EXPERTS = re.compile(r"(^|\.)feed\.experts_(gate_up|down)$")
 """Names of parameters `experts rows columns` that become small."""
-BLOCK = 2**20
+BLOCK = 2**18
 """Elements that are rounded at a time."""
 
 
@@ -84,7 +94,7 @@ def format_of(model: nn.Module) -> Format | None:
         kinds = [x[name].name if name in x else "not small" for x in (wanted, found)]
         raise ValueError(
             f"all weights of a model must be small in one format: {name} must be {kinds[0]}, got {kinds[1]}; "
-            "use lineate.small.shrink on a model of plain weights"
+            f"lineate.small.shrink(model, {form.name!r}) makes them so"
         )
     return form
 
@@ -94,22 +104,27 @@ def shrink(model: nn.Module, form: str | Format) -> nn.Module:
     """Make a model's weights small, in place and one after the other, and return the model.
 
     Args:
-        model: A HybridLM whose weights are plain, or already in this format.
+        model: A HybridLM; weights that are small in another format, as those of a GGUF file may be, are rounded again.
         form: The format or its name, "bfloat16", "float16", "int8" or "int4".
     """
     form = find_format(form)
-    if format_of(model) == form:
-        return model
     wanted = small_formats(model, form)
-    for name in wanted:
+    for name in {**wanted, **small_parameters(model)}:
         owner, _, key = name.rpartition(".")
         module = model.get_submodule(owner)
-        weight = module.get_parameter(key)
+        weight: Tensor = module.get_parameter(key)
         if isinstance(weight, SmallWeight):
-            weight = weight.decoded()  # type: ignore[assignment]
-        small = empty_small(tuple(weight.shape), form, weight.dtype, weight.device)
-        fill_small(small, weight.detach())
-        module.register_parameter(key, nn.Parameter(small, requires_grad=False))
+            if name in wanted and weight.format == form:
+                continue
+            weight = weight.decoded()
+        kept = weight.detach()
+        if name in wanted:
+            kept = empty_small(tuple(weight.shape), form, weight.dtype, weight.device)
+            try:
+                fill_small(kept, weight.detach())
+            except TooLargeError as error:
+                raise TooLargeError(f"{name} {error}") from None
+        module.register_parameter(key, nn.Parameter(kept, requires_grad=False))
         del weight
     return model
 
@@ -146,7 +161,7 @@ def fill_small(small: SmallWeight, values: Tensor, first: int = 0) -> None:
             fill_small(own, wanted)
         return
     if small.scales is None:
-        small.codes[first : first + len(values)].copy_(values)
+        check_half(small.codes[first : first + len(values)].copy_(values))
         return
     step = max(TILE, BLOCK // values.shape[1] // TILE * TILE)
     for at in range(0, len(values), step):

@@ -122,6 +122,12 @@ WRONG: dict[str, tuple[str, dict[str, Any], Callable[[Tensors], None] | None, st
         PACKED, {}, given({"y.weight": torch.zeros(8, 8).char(), "y.weight_scale": torch.ones(8, 1)}),
         r"y.weight must be quantised by a scheme of the config \(int4, strategy group of 8\), .* got int8",
     ),
+    "packed: no rows": (PACKED, {}, shaped("x.weight_packed", 0, 6), "weight_packed must be int32 of 2 dim.*none of"),
+    "int8: no rows": (
+        PACKED, {},
+        given({"y.weight": torch.zeros(0, 8).char(), "y.weight_scale": torch.ones(1)}),
+        r"must be a matrix of at least one number, as quantised weights are, got int8 of shape \(0, 8\)",
+    ),
     "int8: no scale": (
         PACKED, {}, given({"y.weight": torch.zeros(8, 8).char()}), "y.weight is quantised and n",
     ),

@@ -198,6 +198,18 @@ def test_decoding_equals_a_loop(tmp_path, key):
     assert torch.equal(got, by_loops(tensors, ENCODINGS[key].config, value.shape))
 
 
+@pytest.mark.parametrize("key", ENCODINGS)
+def test_the_default_device_does_not_matter(tmp_path, key):
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(3))
+    checkpoint = write(tmp_path, parts_of(ENCODINGS[key].write(x)), ENCODINGS[key].config)
+    wanted, kept = checkpoint.read("x.weight"), checkpoint.kept_as("x.weight")
+    with torch.device("meta"):
+        again = Checkpoint.open(tmp_path)
+        assert torch.equal(again.read("x.weight"), wanted) and again.kept_as("x.weight") == kept
+        if kept is not None:
+            assert {part.device.type for part in again.read_codes("x.weight", (3, 21))} == {"cpu"}
+
+
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("key", ENCODINGS)
 def test_rows_dtypes_and_layouts(tmp_path, monkeypatch, key, small):

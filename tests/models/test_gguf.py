@@ -15,6 +15,7 @@ from lineate.models.files.gguf import kept_formats
 from lineate.models.files.gguf_blocks import TYPES
 from lineate.models.hybrid import empty_model
 from lineate.models.opening import open_checkpoint
+from lineate.models.quantizing import quantize_checkpoint
 from lineate.small import SmallWeight
 from lineate.small.format import decode, to_tiles
 
@@ -166,6 +167,15 @@ def test_quantised_files_have_the_decoded_values(kind, wide, tmp_path):
         assert torch.equal(ours.read(name).float(), wanted.read(name)), name
 
 
+@pytest.mark.parametrize("kind", ["Q5_0", "Q8_0", "Q5_K", "Q6_K"])
+def test_the_default_device_does_not_matter(kind, wide, tmp_path):
+    file = gguf_files.write(tmp_path / "model.gguf", wide, matrices(kind))
+    wanted, ids = HybridLM.from_pretrained(file, progress=False), tokens(1, 9)
+    with torch.device("meta"):
+        found = HybridLM.from_pretrained(file, progress=False)
+    assert torch.equal(found(ids).logits, wanted(ids).logits)
+
+
 def test_half_precision_stays(wide, tmp_path):
     file = gguf_files.write(tmp_path / "model.gguf", wide, matrices("F16"))
     model = HybridLM.from_pretrained(file, progress=False)
@@ -276,6 +286,18 @@ def test_a_file_of_the_benchmarks_writer(tmp_path):
     ids = tokens(1, 40)
     logits = HybridLM.from_pretrained(tmp_path / "model.gguf", progress=False)(ids).logits
     torch.testing.assert_close(logits, model(ids).logits, atol=CLOSE, rtol=0)
+
+
+def test_a_file_without_a_tokenizer_is_quantised(wide, tmp_path):
+    file = gguf_files.write(tmp_path / "model.gguf", wide, matrices("Q8_0"))
+    with pytest.warns(UserWarning, match=r"put the model's tokenizer\.json beside the file; the new folder has no tok"):
+        quantize_checkpoint(file, tmp_path / "without", "int4", progress=False)
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    quantize_checkpoint(file, tmp_path / "with", "int4", progress=False)
+    assert (tmp_path / "with" / "tokenizer.json").read_text() == "{}"
+    one, other = (HybridLM.from_pretrained(tmp_path / name, progress=False) for name in ("without", "with"))
+    assert torch.equal(one(tokens(1, 9)).logits, other(tokens(1, 9)).logits)
 
 
 def test_parts_of_a_split_file(folders, tmp_path):

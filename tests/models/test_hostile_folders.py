@@ -132,7 +132,7 @@ def index(text: str | bytes) -> dict[str, bytes]:
     return {"config.json": json.dumps(BASES["lineate"]).encode(), INDEX: data}
 
 
-UNFIT, TOO_FEW = "tensors do not fit the config", "experts one by one need at least 65536 tensors, got 1"
+UNFIT, TOO_FEW = "tensors do not fit the config", ": the config's experts one by one need at least 65536 tensors, got 1"
 EXPERTS = {"count": 4, "active": 2, "size": 8}
 CASES = {
     # sizes

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lineate.generation.graphed import GraphedDecoder
 from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig
+from lineate.layers.linear import GatedDeltaNet
+from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.models import HybridConfig, HybridLM
 from lineate.models.config import ExpertsConfig, FeedConfig
 from lineate.models.state import ModelState
@@ -203,13 +205,26 @@ def other_setting(model: HybridLM) -> None:
     model.layers[0].mixer_norm.eps = 1.0  # type: ignore[union-attr]
 
 
+def turned_in_place(model: HybridLM) -> None:
+    model.layers[3].mixer.q_norm.weight.data *= 2  # type: ignore[union-attr]
+    weight = model.layers[1].mixer.out_proj.weight  # type: ignore[union-attr]
+    square = torch.randn(64, 192)
+    weight.data = square
+    model(torch.tensor([[1]]))
+    weight.data = square.T.contiguous().T
+
+
 def fewer_layers(model: HybridLM) -> None:
     del model.layers[3]
 
 
 @pytest.mark.parametrize(
-    "change", [doubled_projection, hooked, other_weights, changed_in_place, other_forward, other_setting, fewer_layers]
-)
+    "change",
+    [
+        doubled_projection, hooked, other_weights, changed_in_place, other_forward, other_setting, turned_in_place,
+        fewer_layers,
+    ],
+)  # fmt: skip
 def test_what_is_changed_after_a_step_counts(change: Any) -> None:
     model = make("gated delta rule")
     ids = tokens(1, 5)
@@ -220,6 +235,77 @@ def test_what_is_changed_after_a_step_counts(change: Any) -> None:
     with in_torch():
         wanted, _ = decode(model, state, ids)
     assert close(made, wanted) and not close(made, before, 1e-3)
+
+
+@pytest.mark.parametrize("kind", [GatedDeltaNet, RMSNorm, nn.Linear])
+def test_the_forward_of_a_class_that_somebody_has_set(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("gated delta rule")
+    state, ids = read(model, 1), tokens(1, 3)
+    before, _ = decode(model, state, ids)
+    calls, own = [], kind.forward
+
+    def counted(self: nn.Module, *args: Any) -> Any:
+        calls.append(self)
+        return own(self, *args)
+
+    monkeypatch.setattr(kind, "forward", counted)
+    made, _ = decode(model, state, ids)
+    assert close(made, before) and (calls or kind is nn.Linear)
+
+
+def test_scales_that_somebody_has_replaced() -> None:
+    model = make("gated delta rule")
+    weight = quantize(model.layers[0].feed.down_proj.weight, "int8")  # type: ignore[union-attr]
+    model.layers[0].feed.down_proj.weight = nn.Parameter(weight, requires_grad=False)  # type: ignore[union-attr]
+    state, ids = read(model, 1), tokens(1, 3)
+    before, _ = decode(model, state, ids)
+    kept = model.layers[0].feed.down_proj.weight  # type: ignore[union-attr]
+    kept.scales = 2 * kept.scales
+    made, _ = decode(model, state, ids)
+    with in_torch():
+        wanted, _ = decode(model, state, ids)
+    assert close(made, wanted, 1e-3) and not close(made, before, 1e-3)
+
+
+WRONG_SIZES = {
+    "norm": lambda block: setattr(block, "mixer_norm", RMSNorm(32)),
+    "norm of the feed-forward": lambda block: setattr(block, "feed_norm", RMSNorm(32)),
+    "projection": lambda block: setattr(block.mixer, "in_proj", nn.Linear(64, 100, bias=False)),
+    "narrow projection": lambda block: setattr(block.mixer, "in_proj", nn.Linear(32, 580, bias=False)),
+    "output": lambda block: setattr(block.mixer, "out_proj", nn.Linear(192, 32, bias=False)),
+    "decays": lambda block: setattr(block.mixer, "A_log", nn.Parameter(torch.zeros(3))),
+    "biases": lambda block: setattr(block.mixer, "dt_bias", nn.Parameter(torch.zeros(3))),
+    "taps": lambda block: setattr(block.mixer.conv, "weight", nn.Parameter(torch.zeros(64, 4))),
+    "gated norm": lambda block: setattr(block.mixer, "norm", GatedRMSNorm(16)),
+    "feed-forward": lambda block: setattr(block.feed, "down_proj", nn.Linear(90, 64, bias=False)),
+    "small weight without memory": lambda block: setattr(
+        block.feed.down_proj, "weight", nn.Parameter(quantize(torch.ones(64, 96), "int8").to("meta"), False)
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", WRONG_SIZES)
+def test_parts_of_wrong_sizes_are_never_read_in_c(case: str) -> None:
+    """C sees addresses alone; torch refuses such a part, or does what it does with it."""
+    model = make("gated delta rule")
+    state, x = read(model, 1), torch.randn(1, 1, 64)
+    WRONG_SIZES[case](model.layers[0])
+    blocks = [model.layers[0]]
+    with pytest.raises((RuntimeError, ValueError, TypeError)):
+        found = step(blocks, x, state.layers[:1])
+        if found is None:
+            blocks[0](x, state.layers[0])
+
+
+@torch.no_grad()
+def test_inputs_of_any_layout() -> None:
+    model = make("gated delta rule")
+    state, x = read(model, 3), torch.randn(3, 1, 64)
+    wanted = step(model.layers, x, state.layers)
+    turned = step(model.layers, x[:, 0].T.contiguous().T[:, None], state.layers)
+    assert wanted is not None and turned is not None and torch.equal(wanted[0], turned[0])
+    assert step(model.layers, torch.randn(3, 1, 32), state.layers) is None
 
 
 def test_a_hook_of_a_block_that_c_does_not_compute_is_called() -> None:

@@ -224,3 +224,11 @@ def test_speed_of_models():
             found = [row for row in _results(f"models-cpu-{machine}.json")["results"] if pattern in row["model"]]
             cells = shown[f"`HybridLM`, {name}-like, 8 layers: prefill 2048, decode"]
             assert cells[column] == ", ".join(_faster(row["faster_by_minimum"]) for row in found), (machine, name)
+
+
+def test_loading():
+    shown = _rows("bench/results/README.md", 5, "## Loading")
+    for name, row in _results("loading-cpu-xeon.json")["cases"].items():
+        sizes = [f"{max(0, row[f'{key}_bytes']) / 1e6:,.0f}" for key in ("file", "planned", "peak", "above")]
+        assert shown[name] == sizes, name
+        assert row["above_bytes"] < row["largest_bytes"]  # never a second copy of a tensor

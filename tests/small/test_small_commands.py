@@ -1,8 +1,12 @@
 """`lineate quantize`, and --bits of the other commands."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +137,49 @@ def test_nothing_is_left_behind_if_it_fails(folder: Path, tmp_path: Path, monkey
     done = lineate("quantize", folder, tmp_path / "a" / "b" / "small")
     assert done.exit_code == 2 and "No space left on device" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(total=10**9, used=10**9 - 999, free=999))
+    monkeypatch.setattr("lineate.models.quantizing.save_streamed", lambda *_: pytest.fail("something was written"))
+    done = lineate("quantize", folder, tmp_path / "a" / "small", "--bits", "4")
+    text = " ".join(done.stderr.split())
+    assert done.exit_code == 2 and re.search(r"needs [\d,]+ bytes and its disk has 999; free some", text), text
+    assert "small" in text and list(tmp_path.iterdir()) == []
+
+
+INTERRUPTED = """
+import os, resource, signal, sys, threading
+from lineate.cli import build_app
+if sys.argv[1] == "full":  # writing fails after so many bytes, as on a full disk
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+else:  # Ctrl-C, while the first of many files is written
+    import lineate.models.files.safetensors as files
+    write = files.write_bytes
+    def interrupted(file, pieces):
+        write(file, pieces)
+        os.kill(os.getpid(), signal.SIGINT)
+    files.write_bytes = interrupted
+    import lineate.models.files.checkpoint as checkpoint
+    checkpoint.write_bytes = interrupted
+build_app()(["quantize", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals and limits of Unix")
+@pytest.mark.parametrize("how", ["full", "interrupted"])
+def test_nothing_is_left_behind_if_it_is_stopped(how: str, folder: Path, tmp_path: Path) -> None:
+    before, out = files(folder), tmp_path / "a" / "small"
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, how, str(folder), str(out)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0 and not out.exists()
+    if how == "full":
+        assert done.returncode == 2 and "File too large: " in done.stderr and "model.safetensors" in done.stderr
+    assert list(tmp_path.iterdir()) == [] and files(folder) == before
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -50,6 +50,27 @@ def test_no_number_is_further_from_its_code_than_half_a_step(form: str) -> None:
         assert relative(decode(codes, scales, 48), x) < 0.93 * relative(nearest.flatten(1), x)
 
 
+@pytest.mark.parametrize("shape", [(16, 32), (40, 96), (3, 20, 64), (300, 256)])
+def test_c_finds_the_scales_that_torch_finds(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(shape) * torch.rand(*shape[:-1], 1) ** 4
+    x[..., 0, :32], x[..., 1, :32] = 0, 1e-9
+    x[..., 2, :32] = torch.arange(32) % 3 - 1.0  # many candidates are equally good
+    for other in (x, x.transpose(-1, -2).contiguous().transpose(-1, -2)):
+        made = encode(other, 4)
+        with monkeypatch.context() as without:
+            without.setattr("lineate.small.format.available", lambda: False)
+            wanted = encode(other, 4)
+        assert torch.equal(made[0], wanted[0]) and torch.equal(made[1], wanted[1])
+
+
+@pytest.mark.parametrize("size", [1e4, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+def test_weights_of_any_size(size: float) -> None:
+    """Scales below 6e-5 have few bits in float16; rounded down, they would clip the largest numbers, or be 0."""
+    x, weight = torch.randn(5, 256), size * torch.randn(64, 256)
+    for form, most in (("int8", 0.01 if size > 1e-6 else 0.03), ("int4", 0.12 if size > 1e-6 else 0.2)):
+        assert relative(F.linear(x, quantize(weight, form)), x @ weight.T) < most
+
+
 @pytest.mark.parametrize("form", CODED)
 def test_zeros_stay_zeros_and_large_numbers_finite(form: str) -> None:
     x = torch.zeros(16, 64)

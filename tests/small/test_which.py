@@ -103,6 +103,27 @@ def test_a_model_has_one_format() -> None:
     assert format_of(model) == FORMATS["float16"]
 
 
+def test_a_model_of_several_formats_gets_one() -> None:
+    model = shrink(realistic(sizes("GA")), "int8")
+    projection = model.layers[0].mixer.in_proj
+    values = projection.weight.decoded()
+    projection.weight = nn.Parameter(quantize(values, "int4"), requires_grad=False)
+    model.layers[1].mixer.in_proj.weight = nn.Parameter(model.layers[1].mixer.in_proj.weight.decoded())
+    kept = model.embed.weight
+    with pytest.raises(ValueError, match=r"lineate\.small\.shrink\(model, 'int8'\) makes them so"):
+        format_of(model)
+    wanted = quantize(projection.weight.decoded(), "int8")
+    assert format_of(shrink(model, "int8")) == FORMATS["int8"]
+    assert model.embed.weight is kept and torch.equal(projection.weight.codes, wanted.codes)
+
+
+def test_what_no_format_of_codes_fits_becomes_plain() -> None:
+    model = shrink(realistic(sizes("G", hidden_size=80)), "bfloat16")
+    assert isinstance(model.embed.weight, SmallWeight)  # 80 columns: no multiple of 32
+    shrink(model, "int8")
+    assert not isinstance(model.embed.weight, SmallWeight) and format_of(model) == FORMATS["int8"]
+
+
 def test_names_that_are_not_known() -> None:
     model = HybridLM(sizes("A"))
     with pytest.raises(ValueError, match=r"weights must be .*'int8'.* got 'int3'"):

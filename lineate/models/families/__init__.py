@@ -132,7 +132,10 @@ def make_plan(checkpoint: Checkpoint, config: HybridConfig, model: nn.Module) ->
     """Return where every tensor of the model comes from."""
     kind = _model_type(checkpoint)
     if kind != OWN:
-        return FAMILIES[kind].plan(config, checkpoint.shapes)
+        try:
+            return FAMILIES[kind].plan(config, checkpoint.shapes)
+        except CheckpointError as error:  # a plan sees shapes, and not whose they are
+            raise CheckpointError(f"{checkpoint.folder}: {error}") from None
     prefix = "model." if "model.embed.weight" in checkpoint.entries else ""
     pieces = {name: [Piece(prefix + name, tuple(x.shape))] for name, x in model.state_dict().items()}
     left_out = checkpoint.config.get("prediction") is True and not config.prediction

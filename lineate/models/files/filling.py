@@ -6,16 +6,17 @@ that; no more than one matrix is in memory beside what stays.
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lineate.models.files.checkpoint import Checkpoint
+from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.tiled import TiledCheckpoint
-from lineate.small.format import GROUP, TILE, Format, round_to_codes
+from lineate.small.format import GROUP, TILE, Format, TooLargeError, check_half, round_to_codes
 from lineate.small.weight import SmallWeight
 from lineate.small.which import BLOCK, empty_small, expert_views, fill_small, write_codes
 
@@ -23,7 +24,7 @@ KEPT_FLOAT32 = {"A_log", "dt_bias", "router_bias"}
 """Gate and router parameters whose rounding would be exponentiated or would change a choice."""
 OWN_PAGES = 2**18
 """A tensor of at least this many bytes gets memory pages of its own."""
-AT_ONCE = 2**24
+AT_ONCE = 2**22
 """Elements of a weight that are read at a time, if it becomes small and its rows can be read apart."""
 
 
@@ -130,6 +131,9 @@ def fill(
         part = made.codes if isinstance(made, SmallWeight) else made
         part = part[piece.into] if piece.into else part
         _read(checkpoint, piece, part)
+        if isinstance(made, SmallWeight):
+            with _named(checkpoint, [piece]):
+                check_half(part)
         advance(part.numel() * checkpoint.entries[piece.source].dtype.itemsize)
 
 
@@ -169,7 +173,8 @@ def _fill_small(
         return
     values = _empty(shape, dtype=torch.float32, device=torch.device("cpu"))
     fill(checkpoint, pieces, values, advance)
-    fill_small(small, values)
+    with _named(checkpoint, pieces):
+        fill_small(small, values)
 
 
 @dataclass(frozen=True)
@@ -267,6 +272,18 @@ def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, sc
     values = _empty(codes.shape, dtype=entry.dtype, device=torch.device("cpu"))
     _read(checkpoint, piece, values)
     step = max(1, BLOCK // codes.shape[1])
-    for at in range(0, len(codes), step):
-        made = round_to_codes(values[at : at + step].to(codes.device), form.bits)
-        codes[at : at + step], scales[at : at + step] = made
+    with _named(checkpoint, [piece]):
+        for at in range(0, len(codes), step):
+            made = round_to_codes(values[at : at + step].to(codes.device), form.bits)
+            codes[at : at + step], scales[at : at + step] = made
+
+
+@contextmanager
+def _named(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> Iterator[None]:
+    """Name the file and the tensors in the error of numbers that cannot be rounded."""
+    try:
+        yield
+    except TooLargeError as error:
+        sources = list(dict.fromkeys(piece.source for piece in pieces))
+        names = ", ".join(sources[:4]) + ", ..." * (len(sources) > 4)
+        raise CheckpointError(f"{checkpoint.entries[sources[0]].file}: {names} {error}") from None

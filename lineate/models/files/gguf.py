@@ -221,7 +221,7 @@ def _cut(found: View, rows: tuple[int, int] | None) -> Iterator[tuple[Span, int,
 
 def _raw(reader: Reader, stored: Stored, first: int, last: int) -> Tensor:
     """Return the bytes of rows, `rows bytes`."""
-    raw = torch.empty(last - first, stored.row_bytes, dtype=torch.uint8)
+    raw = torch.empty(last - first, stored.row_bytes, dtype=torch.uint8, device="cpu")
     place = Entry(stored.file, torch.uint8, (stored.rows, stored.row_bytes), stored.start)
     reader.read_into(stored.name, place, raw, (first, last))
     return raw

@@ -55,7 +55,7 @@ def _nibbles(qs: Tensor) -> Tensor:
 
 def _bits(qh: Tensor) -> Tensor:
     """Return the bits of bytes `n m`, the lowest of each byte first, `n (8 m)`."""
-    return (qh[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
+    return (qh[:, :, None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1).flatten(1)
 
 
 def _fives(blocks: Tensor, first: int) -> Tensor:
@@ -113,13 +113,15 @@ def _q4_k(blocks: Tensor) -> Tensor:
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    fifth = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # n 8 32: bit j of a byte
+    bits = torch.arange(8, dtype=torch.uint8, device="cpu")[:, None]
+    fifth = blocks[:, None, 16:48] >> bits & 1  # n 8 32: bit j of a byte
     return _with_minima(blocks, _sub_blocks(blocks[:, 48:]) | fifth << 4)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low = blocks[:, :128].unflatten(1, (2, 1, 64)) >> torch.tensor([0, 4], dtype=torch.uint8)[:, None] & 15
-    high = blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device="cpu")[:, None]
+    low = blocks[:, :128].unflatten(1, (2, 1, 64)) >> shifts[::2] & 15
+    high = blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> shifts & 3
     q = low.flatten(1) | high.flatten(1) << 4  # halves of 128: low bits of 64 bytes twice, high bits of 32 four times
     factors = _scale(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     return (factors[:, :, None] * (q.float() - 32).unflatten(1, (16, 16))).flatten(1)

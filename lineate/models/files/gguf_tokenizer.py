@@ -24,6 +24,8 @@ PIECES: Mapping[str, tuple[str, str | None]] = {
     "kimi-k2": (KIMI, None),
 }
 """The regular expression and the normal form of each value of tokenizer.ggml.pre."""
+VOCABULARIES = ("tokenizer_kind.json", "tokenizer.json", "tokenizer.model", "tiktoken.model")
+"""Files one of which every tokenizer has."""
 NORMAL, CONTROL, OWN, UNUSED = 1, 3, 4, 5
 """Types of tokens: ordinary; special; found as a whole in a text; without a meaning."""
 ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
@@ -34,8 +36,19 @@ class UnknownTokenizer(CheckpointError):
 
 
 def companions_of(source: Path) -> dict[str, bytes]:
-    """Return the files of the tokenizer of a checkpoint, which is a folder or a GGUF file."""
-    return read_companions(source) if source.is_dir() else gguf_companions(read_header(source))
+    """Return the files of the tokenizer of a checkpoint, which is a folder or a GGUF file.
+
+    If a GGUF file has none that can be read, they are those beside it; raise UnknownTokenizer if there are none either.
+    """
+    if source.is_dir():
+        return read_companions(source)
+    try:
+        return gguf_companions(read_header(source))
+    except UnknownTokenizer:
+        beside = read_companions(source.parent)
+        if not beside.keys() & set(VOCABULARIES):
+            raise
+        return beside
 
 
 def has_tokens(header: Header) -> bool:

@@ -15,7 +15,8 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -357,5 +358,17 @@ def write_bytes(file: Path, pieces: Iterable[bytes | memoryview]) -> None:
         for piece in pieces:
             view = memoryview(piece)
             while view:
-                view = view[handle.write(view) :]
-        os.fsync(handle.fileno())
+                with _named(file):
+                    view = view[handle.write(view) :]
+        with _named(file):
+            os.fsync(handle.fileno())
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Name the file in an error of writing to it, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise

@@ -136,8 +136,8 @@ def _add_packed(tensors: StoredTensors, name: str, schemes: list[Scheme]) -> Non
     """Take a weight whose codes are packed, by the first scheme that it fits."""
     codes = tensors.need(f"{name}_packed", f"{name}_packed")
     scales, sizes = tensors.need(codes.name, f"{name}_scale"), tensors.need(codes.name, f"{name}_shape")
-    if codes.entry.dtype != torch.int32 or len(codes.entry.shape) != 2:
-        raise wrong_shape(codes, "int32 of 2 dimensions", "as packed weights are")
+    if codes.entry.dtype != torch.int32 or len(codes.entry.shape) != 2 or 0 in codes.entry.shape:
+        raise wrong_shape(codes, "int32 of 2 dimensions, none of them 0", "as packed weights are")
     problems = []
     for scheme in (scheme for scheme in schemes if not scheme.floating):
         try:
@@ -163,8 +163,8 @@ def _add_plain(tensors: StoredTensors, codes: Stored, schemes: list[Scheme]) -> 
         codes.entry.shape,
         codes.entry.dtype == FLOAT8,
     )
-    if len(shape) != 2:
-        raise wrong_shape(codes, "a matrix", "as quantised weights are")
+    if len(shape) != 2 or 0 in shape:
+        raise wrong_shape(codes, "a matrix of at least one number", "as quantised weights are")
     problems = []
     for scheme in (scheme for scheme in schemes if scheme.floating == floating and scheme.bits == 8):
         try:

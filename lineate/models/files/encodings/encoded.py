@@ -63,7 +63,7 @@ class Source:
         entry = stored.entry
         if entry.nbytes <= MOST_KEPT // 2:
             return self.whole(stored)[:, first:last].contiguous()
-        start, window = self._windows.pop(stored.name, (0, torch.empty(0, 0)))
+        start, window = self._windows.pop(stored.name, (0, torch.empty(0, 0, device="cpu")))
         if first < start or last > start + window.shape[1]:
             width = max(last - first, MOST_KEPT // 4 // (entry.shape[0] * entry.dtype.itemsize))
             window = torch.empty(entry.shape[0], min(width, entry.shape[1] - first), dtype=entry.dtype, device="cpu")
@@ -158,7 +158,7 @@ class Encoded(Entry):
     def read_codes(self, source: Source, rows: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return codes `rows columns` uint8 with zero at 128 or 8, and a float16 scale a group of 32 columns."""
         scales = self._scales(source, 0, *rows).half()
-        groups = torch.arange(0, self.shape[-1], GROUP) // self.block[1]
+        groups = torch.arange(0, self.shape[-1], GROUP, device="cpu") // self.block[1]
         return self._unsigned(self._codes(source, 0, *rows)), scales[:, groups]
 
     def _codes(self, source: Source, matrix: int, first: int, last: int) -> Tensor:
@@ -205,14 +205,14 @@ class Encoded(Entry):
         grid = Stored(stored.name, replace(stored.entry, shape=(math.prod(self.shape[:-2]) * height, groups)))
         top, bottom = first // rows, (last - 1) // rows + 1
         found = source.rows(grid, matrix * height + top, matrix * height + bottom)
-        return found if rows == 1 else found[torch.arange(first, last) // rows - top]
+        return found if rows == 1 else found[torch.arange(first, last, device="cpu") // rows - top]
 
     def _order(self, source: Source) -> Tensor | None:
         """Return the scale of each column, or None if each has that of its block."""
         if self.order is None:
             return None
         order, width = source.whole(self.order).long(), self.shape[-1]
-        if bool((order == -1).all()) or torch.equal(order, torch.arange(width) // self.block[1]):
+        if bool((order == -1).all()) or torch.equal(order, torch.arange(width, device="cpu") // self.block[1]):
             return None
         groups = -(-width // self.block[1])
         if bool((order < 0).any()) or bool((order >= groups).any()):
