@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lineate import layers
+from lineate.layers.ranks import Ranks
 from lineate.models.checks import check_ids, check_mask, check_state
 from lineate.models.config import HybridConfig
 from lineate.models.files.saving import check_described
@@ -226,6 +227,8 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
     norm: nn.Module
     head: nn.Linear | None
     prediction: nn.Module | None
+    ranks: Ranks | None = None
+    """Those that share the model, if it was made of a HybridLM with ranks."""
 
     def __init__(self, config: LineateConfig) -> None:
         super().__init__(config)
@@ -250,6 +253,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             wrapped = cls(LineateConfig.from_hybrid(model.config))
         for name in MODEL_PARTS:
             setattr(wrapped, name, getattr(model, name))
+        wrapped.ranks = model.ranks
         wrapped.config.dtype = model.dtype
         return wrapped.train(model.training)
 
@@ -259,6 +263,7 @@ class LineateForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc
             model = HybridLM(self.config.hybrid)
         for name in MODEL_PARTS:
             setattr(model, name, getattr(self, name))
+        model.ranks = self.ranks
         return model.train(self.training)
 
     def save_pretrained(self, save_directory: str | PathLike[str], *given: Any, **named: Any) -> None:
