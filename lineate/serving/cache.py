@@ -16,8 +16,8 @@ tokens from the last kept state before it. Invariants:
 
 The states lie in a radix tree (radix.py), caches with one entry a token in shared blocks (blocks.py), and aging.py says
 which state goes first. A state that goes gives up its memories; its blocks stay as long as longer states need them.
-With a folder, it is written there first (spill.py), and is found again, also after a restart. Several processes may share
-a folder: each finds what any of them wrote (neighbours.py).
+With a folder, it is written there first (spill.py), and is found again, also after a restart. Several processes may
+share a folder: each finds what any of them wrote (neighbours.py).
 """
 
 import logging

@@ -4,7 +4,8 @@ import ipaddress
 import os
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lineate.names import named_path, user_path
@@ -14,10 +15,15 @@ from lineate.terminal import fail, printable
 if TYPE_CHECKING:
     import typer
     from fastapi import FastAPI
+    from starlette.applications import Starlette
 
+    from lineate.integrations.ray.cluster import RayReplicas
+    from lineate.integrations.ray.options import ReplicaOptions
     from lineate.models import HybridLM
+    from lineate.serving.app import Settings
     from lineate.serving.draining import DrainingServer
     from lineate.serving.engine import Engine
+    from lineate.serving.limits import Limits
     from lineate.text.base import Tokenizer
 
 NEEDED = ("fastapi", "starlette", "uvicorn", "pydantic_core", "prometheus_client", "jinja2", "llguidance", "tokenizers")
@@ -66,6 +72,24 @@ class ServeArguments:
     cors: str | None = option(None, "Origins whose pages may call the server, with commas between.")
     allow_host: str | None = option(None, "More names by which the server may be called, with commas between.")
     access_log: bool = option(False, "Log every request.", "--access-log")
+    replicas: int | None = option(
+        None, "Serve this many copies of the model under Ray Serve; none: one, in this process.", least=1, most=4096
+    )
+    max_replicas: int | None = option(
+        None, "Let the replicas grow in number up to this as requests wait, and shrink again.", least=1, most=4096
+    )
+    target_queue: float | None = option(
+        None, "Requests of a replica, running or waiting, that growing aims at; --slots by default.", least=0.01
+    )
+    imbalance: int | None = option(
+        None, "Requests that a replica may have more than the least busy one for the sake of its cache; 4 by default.",
+        least=0,
+    )  # fmt: skip
+    cluster: str | None = option(None, "Address of the Ray cluster to join, or auto; none: start a Ray of its own.")
+    replica_cpus: float | None = option(None, "Processors that a replica takes in Ray; 1 by default.", least=0.001)
+    replica_gpus: float | None = option(
+        None, "GPUs that a replica takes in Ray; 1 with --device cuda by default, else none.", least=0.001
+    )
 
 
 def add_commands(app: "typer.Typer") -> None:
@@ -86,15 +110,24 @@ def run_serve(asked: ServeArguments) -> None:
         asked: The options.
     """
     try:
+        replicated = _replica_options(asked)
         listening = listen(asked.host, asked.port)
-        server, engine = _prepare(asked, listening.getsockname()[1])
+        port = listening.getsockname()[1]
+        if replicated is None:
+            server, engine = _prepare(asked, port)
+        else:
+            server, replicas = _prepare_replicas(asked, replicated, port)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
-        if module not in NEEDED:
+        if module not in (*NEEDED, "ray"):
             raise
-        fail(f"lineate serve needs {module}, which is not installed; run pip install 'lineate[serve]'", 1)
+        extra = "ray" if module == "ray" else "serve"
+        fail(f"lineate serve needs {module}, which is not installed; run pip install 'lineate[{extra}]'", 1)
     except (ValueError, OSError, ImportError) as error:
         fail(error, 2)
+    if replicated is not None:
+        replicas.run(server, listening)
+        return
     engine.start()
     try:
         server.run([listening])
@@ -129,39 +162,148 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _prepare(asked: ServeArguments, port: int) -> tuple["DrainingServer", "Engine"]:
     """Return the server and its engine; nothing runs yet."""
+    app, engine, model, tokenizer = _application(asked, _settings(asked))
+    _announce(asked, port, model, tokenizer)
+    return _server(asked, app, port), engine
+
+
+def _server(asked: ServeArguments, app: "Starlette", port: int) -> "DrainingServer":
+    """Return the server of an application."""
     import uvicorn
 
-    from lineate.generation.loading import check_device, load_or_builtin
-    from lineate.planning.units import read_bytes
-    from lineate.serving.app import Settings, describe, make_app
     from lineate.serving.draining import DrainingServer
-    from lineate.serving.limits import Limits
-    from lineate.serving.warming import warm_up
-    from lineate.small.which import name_of_bits
+
+    config = uvicorn.Config(
+        app, asked.host, port, lifespan="off", log_level="info" if asked.access_log else "warning",
+        access_log=asked.access_log, server_header=False, timeout_graceful_shutdown=10,
+    )  # fmt: skip
+    return DrainingServer(app, config)
+
+
+def _settings(asked: ServeArguments) -> "Settings":
+    """Return how the server is reached, and what requests may ask for."""
+    from lineate.generation.loading import check_device
+    from lineate.serving.app import Settings
 
     check_device(asked.device)
-    limits = Limits(
+    hosts = allowed_hosts(asked.host, _words(asked.allow_host))
+    return Settings(read_keys(asked.api_key), _words(asked.cors), hosts, _limits(asked))
+
+
+def _limits(asked: ServeArguments) -> "Limits":
+    """Return what requests may ask for."""
+    from lineate.planning.units import read_bytes
+    from lineate.serving.limits import Limits
+
+    return Limits(
         body_bytes=read_bytes(asked.max_body, "--max-body"),
         prompt_tokens=asked.max_prompt,
         new_tokens=asked.max_tokens,
         seconds=asked.timeout,
         drain_seconds=asked.drain,
     )
-    settings = Settings(
-        read_keys(asked.api_key), _words(asked.cors), allowed_hosts(asked.host, _words(asked.allow_host)), limits
-    )
+
+
+def _application(asked: ServeArguments, settings: "Settings") -> tuple["FastAPI", "Engine", "HybridLM", "Tokenizer"]:
+    """Return the application and its engine, which is not started, with the model and its tokenizer."""
+    from lineate.generation.loading import load_or_builtin
+    from lineate.serving.app import describe, make_app
+    from lineate.serving.warming import warm_up
+    from lineate.small.which import name_of_bits
+
     model, tokenizer = load_or_builtin(asked.folder, asked.dtype, asked.device, _say, name_of_bits(asked.bits))
     engine = _engine(asked, model)
     warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
     description = describe(model, tokenizer, _name(asked), asked.context, asked.slots)
     app = make_app(engine, tokenizer, description, settings)
     add_explorer(app, settings.api_keys, model, tokenizer, _name(asked))
-    config = uvicorn.Config(
-        app, asked.host, port, lifespan="off", log_level="info" if asked.access_log else "warning",
-        access_log=asked.access_log, server_header=False, timeout_graceful_shutdown=10,
-    )  # fmt: skip
-    _announce(asked, port, model, tokenizer)
-    return DrainingServer(app, config), engine
+    return app, engine, model, tokenizer
+
+
+def _replica_options(asked: ServeArguments) -> "ReplicaOptions | None":
+    """Return what the options say about replicas; None if one engine in this process serves."""
+    from lineate.integrations.ray.options import ReplicaOptions
+
+    given = {
+        "--max-replicas": asked.max_replicas, "--target-queue": asked.target_queue, "--imbalance": asked.imbalance,
+        "--cluster": asked.cluster, "--replica-cpus": asked.replica_cpus, "--replica-gpus": asked.replica_gpus,
+    }  # fmt: skip
+    if asked.replicas is None:
+        if found := [f"{flag} {value}" for flag, value in given.items() if value is not None]:
+            raise ValueError(f"--replicas must be given with {found[0]}, got none; add --replicas 2, for example")
+        return None
+    if asked.target_queue is not None and asked.max_replicas is None:
+        least = asked.replicas + 1
+        raise ValueError(f"--max-replicas must be given with --target-queue, got none; add --max-replicas {least}")
+    return ReplicaOptions(
+        asked.replicas,
+        most=asked.max_replicas,
+        target=float(asked.slots if asked.target_queue is None else asked.target_queue),
+        imbalance=4 if asked.imbalance is None else asked.imbalance,
+        cluster=asked.cluster,
+        cpus=1.0 if asked.replica_cpus is None else asked.replica_cpus,
+        gpus=float(asked.device != "cpu") if asked.replica_gpus is None else asked.replica_gpus,
+        at_once=asked.slots + 2 * asked.queue,
+        drain_seconds=asked.drain,
+    )
+
+
+def _prepare_replicas(
+    asked: ServeArguments, replicated: "ReplicaOptions", port: int
+) -> tuple["DrainingServer", "RayReplicas"]:
+    """Return the server of the front, and the replicas, which run; what is wrong with the model is noticed before."""
+    from lineate.generation.loading import check_model, load_or_builtin
+    from lineate.integrations.ray.cluster import RayReplicas
+    from lineate.integrations.ray.front import make_front
+
+    settings, _ = _settings(asked), _sizes(asked)
+    limits = replace(settings.limits, requests=settings.limits.requests * replicated.limit)
+    if asked.folder is None:
+        load_or_builtin(None, asked.dtype, "cpu", _say)  # trained now, and not by every replica
+    else:
+        check_model(asked.folder)
+    if asked.draft not in (NONE, LOOKUP, HEAD):
+        check_model(asked.draft)
+    there = replace(
+        asked,
+        folder=None if asked.folder is None else _whole_name(asked.folder),
+        cache_folder=None if asked.cache_folder is None else _whole_path(asked.cache_folder),
+        draft=asked.draft if asked.draft in (NONE, LOOKUP, HEAD) else _whole_name(asked.draft),
+        name=_name(asked),
+        api_key=None,
+    )
+    _say(f"starting {replicated.replicas} replicas of {_name(asked)} under Ray Serve")
+    try:
+        replicas = RayReplicas(partial(make_replica, there), replicated, f"{_name(asked)}-{port}")
+    except RuntimeError as error:
+        fail(error, 1)
+    app = make_front(replicas, replace(settings, limits=limits))
+    _say_where(asked, port)
+    return _server(asked, app, port), replicas
+
+
+def make_replica(asked: ServeArguments) -> tuple["FastAPI", "Engine"]:
+    """Return the application and the engine of a replica; a replica's process calls this.
+
+    Args:
+        asked: The options of the command, with whole paths.
+    """
+    from lineate.serving.app import Settings
+
+    app, engine, _, _ = _application(asked, Settings(limits=_limits(asked)))  # the front checks keys and names
+    return app, engine
+
+
+def _whole_name(name: str) -> str:
+    """Return the name of a model that is the same in every folder: a path, or a name on the hub."""
+    from lineate.models.files.hub import is_hub_name
+
+    return name if is_hub_name(name) else _whole_path(name)
+
+
+def _whole_path(name: str) -> str:
+    """Return a path that is the same in every folder."""
+    return str(user_path(named_path(name)).resolve())
 
 
 def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", tokenizer: "Tokenizer", name: str) -> None:
@@ -191,22 +333,20 @@ def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", token
 
 def _engine(asked: ServeArguments, model: "HybridLM") -> "Engine":
     """Return the engine with its cache and drafter."""
-    from lineate.planning.units import read_bytes
     from lineate.serving.cache import StateCache
     from lineate.serving.engine import Engine
     from lineate.serving.identity import identity_of
 
-    budget = 0 if asked.cache.strip() == "0" else read_bytes(asked.cache, "--cache")
+    budget, memory = _sizes(asked)
     folder = None if asked.cache_folder is None else user_path(named_path(asked.cache_folder))
-    if folder is not None and not budget:
-        raise ValueError("--cache-folder needs --cache above 0")
     spacing = asked.spacing or (1024 if model.device.type == "cuda" else 256)
-    cache = StateCache(budget, spacing, folder, identity_of(model) if folder else "") if budget else None
+    shared, identity = asked.replicas is not None, identity_of(model) if folder else ""
+    cache = StateCache(budget, spacing, folder, identity, shared=shared) if budget else None
     return Engine(
         model,
         slots=asked.slots,
         context=asked.context,
-        memory_bytes=None if asked.memory is None else read_bytes(asked.memory, "--memory"),
+        memory_bytes=memory,
         spacing=spacing,
         queue=asked.queue,
         cache=cache,
@@ -214,6 +354,16 @@ def _engine(asked: ServeArguments, model: "HybridLM") -> "Engine":
         drafter=_drafter(asked, model),
         most_guesses=asked.guesses,
     )
+
+
+def _sizes(asked: ServeArguments) -> tuple[int, int | None]:
+    """Return the bytes of the cache and of running sequences."""
+    from lineate.planning.units import read_bytes
+
+    budget = 0 if asked.cache.strip() == "0" else read_bytes(asked.cache, "--cache")
+    if asked.cache_folder is not None and not budget:
+        raise ValueError("--cache-folder needs --cache above 0")
+    return budget, None if asked.memory is None else read_bytes(asked.memory, "--memory")
 
 
 def _drafter(asked: ServeArguments, model: "HybridLM") -> Any:
@@ -296,6 +446,11 @@ def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "T
     kept = "" if form is None else f" in {form.name}"
     _say(f"{_name(asked)}: {count} parameters{kept}, {model.config.pattern}, {tokenizer.name} on {asked.device}")
     _say(f"{asked.slots} sequences of {asked.context} tokens, {state} of state each; cache {asked.cache}")
+    _say_where(asked, port)
+
+
+def _say_where(asked: ServeArguments, port: int) -> None:
+    """Say where the server is reached."""
     host = f"[{asked.host}]" if ":" in asked.host else asked.host
     _say(f"http://{host}:{port}/ has the chat page; http://{host}:{port}/v1 is OpenAI's API")
     if not read_keys(asked.api_key):

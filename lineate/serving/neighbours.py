@@ -4,9 +4,9 @@
     FOLDER/share-1/IDENTITY/...    that of another
     FOLDER/IDENTITY/...            that of a process that did not share the folder
 
-A file is complete or absent and never changes (spill.py), so reading needs no lock. One that its owner removes meanwhile
-is not found, and the prompt is read instead. A share whose process has ended is taken over, with its files, by the next
-process that needs one.
+A file is complete or absent and never changes (spill.py), so reading needs no lock. One that its owner removes
+meanwhile is not found, and the prompt is read instead. The next process that needs a share takes over one whose process
+has ended, with its files.
 """
 
 import logging
@@ -108,7 +108,9 @@ class Neighbours:
         try:
             about, own = unseal(far.folder / far.file.name, identity)
             if not all(OURS.fullmatch(name) for name in far.file.blocks):
-                raise CheckpointError(f"{far.folder / far.file.name}: expected names of blocks, got {far.file.blocks!r:.80}")
+                raise CheckpointError(
+                    f"{far.folder / far.file.name}: expected names of blocks, got {far.file.blocks!r:.80}"
+                )
             blocks = [unseal(far.folder / name, identity)[1] for name in far.file.blocks]
             return assemble_state(about, own, blocks)
         except UNUSABLE as error:  # what a file holds is not trusted
