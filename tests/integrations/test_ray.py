@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import time
 
 import pytest
 
@@ -210,8 +209,7 @@ def test_more_replicas_while_requests_wait(folder):
 
 
 def test_what_is_wrong_with_the_replicas_is_said_once(folder):
-    began = time.monotonic()
-    with pytest.raises(AssertionError) as said:
+    with pytest.raises(RuntimeError) as said:
         Replicated(folder, "--replicas", 2, "--draft", "head")
     lines = [line for line in str(said.value).splitlines() if line.startswith("lineate: ")]
-    assert "model must have a head of multi-token prediction" in lines[-1], time.monotonic() - began
+    assert "model must have a head of multi-token prediction" in lines[-1]

@@ -30,6 +30,8 @@ REPORT_SECONDS = 10.0
 """Seconds that replicas have to say their numbers."""
 OBJECT_BYTES = 256 * 2**20
 """Memory of a Ray of our own for what goes between processes; bodies and answers are small."""
+CONNECT_SECONDS = 5.0
+"""Seconds that a cluster has to take a connection."""
 FAILED_STARTS = 2
 """Replicas that may fail to start before the whole start fails."""
 
@@ -202,18 +204,23 @@ def _start_ray(options: ReplicaOptions) -> bool:
     address = options.cluster or os.environ.get("RAY_ADDRESS")
     if address and address != "local":
         try:
+            _check_reachable(address)
             ray.init(address, logging_level="WARNING")
-        except (ConnectionError, ValueError, OSError) as error:
+        except (ValueError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(
-                f"--cluster must be the address of a running Ray cluster, got {address!r} ({reason}); start one with "
-                "ray start --head, or leave the option out"
+                f"--cluster must be auto or the HOST:PORT of a running Ray cluster, got {address!r} ({reason}); "
+                "start one with ray start --head, or leave the option out"
             ) from None
         return False
     cpus = max(os.cpu_count() or 1, math.ceil((options.limit + 1) * options.cpus))  # in Ray's books; they are shared
     ray.init(
-        "local", num_cpus=cpus, object_store_memory=OBJECT_BYTES, include_dashboard=False, logging_level="WARNING"
-    )  # fmt: skip
+        "local",
+        num_cpus=cpus,
+        object_store_memory=OBJECT_BYTES,
+        include_dashboard=False,
+        logging_level="WARNING",
+    )
     found = ray.cluster_resources().get("GPU", 0)
     if options.gpus * options.limit > found:
         ray.shutdown()
@@ -222,3 +229,13 @@ def _start_ray(options: ReplicaOptions) -> bool:
             f"got {options.limit}; give --replica-gpus a smaller part"
         )
     return True
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ValueError or OSError if nothing listens at an address; Ray itself would wait for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ValueError("there is no port in it")
+    socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
