@@ -30,6 +30,8 @@ REPORT_SECONDS = 10.0
 """Seconds that replicas have to say their numbers."""
 OBJECT_BYTES = 256 * 2**20
 """Memory of a Ray of our own for what goes between processes; bodies and answers are small."""
+LOOK_BACK_SECONDS = 15.0
+"""Seconds over which the number of requests is averaged for growing and shrinking; Ray is told every 10."""
 CONNECT_SECONDS = 5.0
 """Seconds that a cluster has to take a connection."""
 FAILED_STARTS = 2
@@ -53,6 +55,7 @@ class RayReplicas:
         self._tickets = itertools.count(1)
         self._deploying = threading.Lock()
         self._closed = False
+        self._handle: Any = None
         self._routing = routing_of(self._name, options.imbalance)
         self._owned = _start_ray(options)
         try:
@@ -73,20 +76,23 @@ class RayReplicas:
             call: The request.
         """
         from ray.exceptions import RayError, RayTaskError
+        from ray.serve.exceptions import RayServeException
 
         ticket = str(next(self._tickets))
         self._routing.open(ticket)
-        answers = self._handle.remote(replace(call, ticket=ticket))
+        answers, whole = self._handle.remote(replace(call, ticket=ticket)), False
         try:
             async for replica, messages in answers:
                 yield replica, messages
+            whole = True
         except RayTaskError:
             raise  # a fault in the replica's code, which is there still
-        except RayError as error:
+        except (RayError, RayServeException) as error:
             raise ReplicaLost(str(error).partition("\n")[0]) from error
         finally:
             self._routing.end(ticket)
-            answers.cancel()
+            if not whole:  # the client has left
+                answers.cancel()
 
     async def reports(self) -> Sequence[Report]:
         """Return what all replicas say about themselves; one that does not answer is left out."""
@@ -128,6 +134,8 @@ class RayReplicas:
         with self._deploying:
             forget_routing(self._name)
             if ray.is_initialized():
+                if self._handle is not None:
+                    self._handle.shutdown()  # or else its threads would start another Ray when this one has ended
                 with contextlib.suppress(RayServeException):  # Serve has not been started
                     serve.delete(self._name)
                 if self._owned:
@@ -152,7 +160,7 @@ class RayReplicas:
             scaling = AutoscalingConfig(
                 min_replicas=options.replicas, max_replicas=options.limit, target_ongoing_requests=options.target,
                 upscale_delay_s=options.grow_seconds, downscale_delay_s=options.shrink_seconds,
-                look_back_period_s=max(2.0, min(30.0, options.grow_seconds)), metrics_interval_s=1.0,
+                look_back_period_s=LOOK_BACK_SECONDS,
             )  # fmt: skip
             number = {"autoscaling_config": scaling}
         deployment = serve.deployment(
