@@ -45,24 +45,27 @@ def decode_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]
 
 def rate_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the columns and rows: tokens per second of the fastest prompt, and lineate's as a multiple."""
-    sides = sides_of(rows, "seconds")
-    table = []
-    for row in rows:
-        rates = {side: [row["tokens"] / s for s in found] for side, found in row["seconds"].items()}
-        cells = [f"{max(rates[side]):.0f}" if rates.get(side) else "" for side in sides]
-        table.append([row["form"], str(row["tokens"]), *cells, ratio(rates, statistics.median), ratio(rates, max)])
-    return ["weights", "tokens", *sides, "ratio of medians", "of fastest"], table
+    made = [
+        {**row, "rates": {side: [row["tokens"] / s for s in found] for side, found in row["seconds"].items()}}
+        for row in rows
+    ]
+    return _rates(made, "tokens", 0)
 
 
 def batch_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the columns and rows: tokens per second of all prompts together, the fastest round."""
-    sides = sides_of(rows, "tokens_per_second")
+    return _rates([{**row, "rates": row["tokens_per_second"]} for row in rows], "rows", 1)
+
+
+def _rates(rows: list[dict[str, Any]], count: str, digits: int) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows of rates; count: the column that tells rows of one form apart."""
+    sides = sides_of(rows, "rates")
     table = []
     for row in rows:
-        rates = row["tokens_per_second"]
-        cells = [f"{max(rates[side]):.1f}" if rates.get(side) else "" for side in sides]
-        table.append([row["form"], str(row["rows"]), *cells, ratio(rates, statistics.median), ratio(rates, max)])
-    return ["weights", "rows", *sides, "ratio of medians", "of fastest"], table
+        rates = row["rates"]
+        cells = [f"{max(rates[side]):.{digits}f}" if rates.get(side) else "" for side in sides]
+        table.append([row["form"], str(row[count]), *cells, ratio(rates, statistics.median), ratio(rates, max)])
+    return ["weights", count, *sides, "ratio of medians", "of fastest"], table
 
 
 def memory_table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -58,7 +58,7 @@ class GraphedDecoder:
         self._even = isinstance(state.lengths, int)
         self._longest = int(state.lengths if isinstance(state.lengths, int) else state.lengths.max())
         self._room = room
-        self._wants_graph = graph
+        self._wants_graph = graph and model.ranks is None  # sums over ranks are not recorded
         self._ids = torch.zeros(self.rows, 1, dtype=torch.int64, device=device)
         self._lengths = torch.empty(self.rows, dtype=torch.int64, device=device)
         if isinstance(state.lengths, int):

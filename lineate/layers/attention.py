@@ -1,6 +1,7 @@
 """Softmax attention: grouped queries, q and k norms, partial rotary positions, a sigmoid gate on the output."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from inspect import signature
 from itertools import pairwise
@@ -14,17 +15,20 @@ from lineate import checks
 from lineate.dispatch import kernels_run
 from lineate.half import attention
 from lineate.layers.attention_costs import ATTENTION, attention_kept
-from lineate.layers.carry import enter_attention
 from lineate.layers.configs import AttentionConfig
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.entry import check_call
 from lineate.layers.gpu import kernels_for
 from lineate.layers.norm import RMSNorm
-from lineate.layers.projection import project
+from lineate.layers.projection import project, project_out
+from lineate.layers.ranks import Ranks, rms_norm_over
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import Turn, rotate, turns
+from lineate.layers.shards import Cut, Part, Shard, linear_cuts, share_out
+from lineate.layers.split_attention import attend_segment
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 from lineate.opaque import opaque
+from lineate.rule import compute_dtype
 from lineate.sequences import sequence_lengths
 from lineate.tracing import constant_in_graphs, is_eager, needs_grad
 
@@ -224,6 +228,8 @@ class GatedAttention(nn.Module):
 
     context: Context | None = None
     """If set, x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
+    ranks: Ranks | None = None
+    """If set, the other heads are on other ranks, and the result is this rank's summand (docs/scaling.md)."""
 
     def __init__(
         self,
@@ -279,7 +285,7 @@ class GatedAttention(nn.Module):
         segment, cu_seqlens = segment_of(self.context, x, cu_seqlens, past)
         q, gate, k, v = project(self.in_proj, x).split(self.splits, -1)
         if self.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._norm_all(self.q_norm, q), self._norm_all(self.k_norm, k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -288,9 +294,7 @@ class GatedAttention(nn.Module):
             q, k = rotate(q, turn), rotate(k, turn)
         new, scale = {"keys": k, "values": v}, self.scale
         if segment is not None:
-            new, bounds = enter_attention(segment, new, state)
-            output = attend_new(q, new["keys"], new["values"], scale, cu_seqlens, bounds)
-            state = TokenCache.of(new, bounds)
+            output, state = attend_segment(segment, q, new, state, _keys_and_values, attend_new, scale)
         elif state is None:
             if x.is_cuda:  # both the kernel and the cache need it contiguous
                 new["values"] = v = v.contiguous()
@@ -299,13 +303,36 @@ class GatedAttention(nn.Module):
             state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
             output = attend(q, state, "keys", "values", scale, cu_seqlens)
         output = output.flatten(2)
-        return project(self.out_proj, output * gate.sigmoid() if self.gated else output), state
+        return project_out(self.out_proj, output * gate.sigmoid() if self.gated else output, self.ranks), state
+
+    def _norm_all(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """Normalise all heads together, those on other ranks too."""
+        if self.ranks is None:
+            result: Tensor = norm(x)
+            return result
+        dtype = compute_dtype(x.dtype)
+        weight = norm.weight.to(dtype) + norm.zero_centred
+        return rms_norm_over(self.ranks, x.to(dtype), weight, norm.eps, self.ranks.size * x.shape[-1]).to(x.dtype)
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks; several may have the same head of keys and values."""
+        wide, gate, narrow, _ = self.splits
+        queries, keys = Part(wide, self.heads), Part(narrow, self.kv_heads)
+        cuts = linear_cuts("in_proj", self.in_proj, 0, (queries, Part(gate, self.heads), keys, keys))
+        cuts |= linear_cuts("out_proj", self.out_proj, 1, (queries,))
+        if self.qk_norm == "full":
+            cuts |= {"q_norm.weight": Cut(0, (queries,)), "k_norm.weight": Cut(0, (keys,))}
+        return cuts
 
     def _turn(self, x: Tensor, state: TokenCache | None, past: int | Tensor, cu_seqlens: Tensor | None) -> Turn:
         def turn() -> Turn:
             return turns(token_positions(past, x, cu_seqlens), self.rotary_dim, self.rope_theta, x.dtype)
 
         return turn() if state is None else state.once(("turn", self.rotary_dim, self.rope_theta, x.dtype), turn)
+
+
+def _keys_and_values(entries: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return entries["keys"], entries["values"]
 
 
 def _make(model: ModelSizes, config: AttentionConfig) -> GatedAttention:
@@ -315,6 +342,16 @@ def _make(model: ModelSizes, config: AttentionConfig) -> GatedAttention:
         bias=config.bias, norm_eps=model.norm_eps, zero_centred_norm=model.zero_centred_norm,
         scale=config.scale,
     )  # fmt: skip
+
+
+def _divide(x: AttentionConfig, ranks: int) -> AttentionConfig:
+    """Return the sizes of one rank's share of the heads."""
+    full = x.qk_norm == "full"  # the mean would count a head once for each rank that has it
+    return replace(
+        x,
+        heads=share_out("the query heads", x.heads, ranks),
+        kv_heads=share_out("the heads of keys and values", x.kv_heads, ranks, several=not full),
+    )
 
 
 LOOK = Look("#444444", "x", (0, (1, 1)))
@@ -332,5 +369,6 @@ SOFTMAX = register(
         kept_bytes=attention_kept,
         cache="keys and values",
         look=LOOK,
+        shard=Shard(_divide, GatedAttention.cuts),
     )
 )

@@ -1,8 +1,7 @@
-"""Pass the state of mixers between the segments of context parallelism (context.py), as if in one process.
+"""Pass the state of linear mixers between the segments of context parallelism (context.py), as if in one process.
 
     linear rules   S_out = A S_in + B over a segment; all ranks gather the pairs (A, B) and compose those before them
     convolution    the last few inputs of the ranks before
-    attention      the keys and values (or latents) of the sequence on the ranks before
 
 Gradients flow back through the same maps: dS_in = A^T dS_out + U^T dO, where token t reads S_in^T U_t of S_in.
 """
@@ -14,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lineate.layers.context import Bounds, Context, Segment
-from lineate.layers.state import TokenCache
+from lineate.layers.context import Bounds, Context, Pending, Segment
 from lineate.ops import Attended
 from lineate.rule import compute_dtype, full_precision
 from lineate.tracing import uncompiled
@@ -81,43 +79,6 @@ def enter_convolution(segment: Segment, x: Tensor, state: Tensor | None, past: i
     return x, entering.contiguous()
 
 
-@uncompiled
-def enter_attention(
-    segment: Segment, new: dict[str, Tensor], state: TokenCache | None
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Put the new entries `b t ...` of this segment's sequences after those of earlier ranks and of initial states.
-
-    Returns all entries so far: `b n ...`, or packed `1 n ...` with their bounds.
-    """
-    x = torch.cat([y.flatten(2) for y in new.values()], -1)  # b t c
-    starts = 1 if segment.continues else 0  # the first packed sequence with an initial state of its own
-    rows = slice(None) if segment.cu_seqlens is None else slice(starts, None)
-    cached: list[Tensor] = []
-    if state is not None and not (segment.cu_seqlens is None and segment.continues):
-        kept = torch.cat([state[name][rows].flatten(2) for name in new], -1)  # rows n c
-        if segment.cu_seqlens is None:
-            cached = [kept[:, : segment.own.seen]]
-        else:
-            counts = [state.lengths] * state.rows if isinstance(state.lengths, int) else state.lengths.tolist()
-            cached = [kept[i : i + 1, :n] for i, n in enumerate(counts[starts:])]
-    parts = segment.parts()
-    piece = x[:, segment.bounds[-2] :]
-    if cached:
-        piece = torch.cat((cached[-1], piece), 1)
-    x, before = _hand_on(segment, x, piece[:, : parts[segment.context.rank]], parts)
-    fronts = [before] * starts + cached
-    sequences = x.split([end - start for start, end in zip(segment.bounds, segment.bounds[1:], strict=False)], 1)
-    both = [part for i, sequence in enumerate(sequences) for part in (*fronts[i : i + 1], sequence)]
-    full = torch.cat(both, 1) if fronts else x
-    bounds = None
-    if segment.cu_seqlens is not None:
-        lengths = segment.lengths_after(0 if state is None else state.lengths)
-        assert isinstance(lengths, Tensor)
-        bounds = F.pad(lengths.cumsum(0), (1, 0))
-    split = full.split([y.shape[2:].numel() for y in new.values()], -1)
-    return {name: y.unflatten(-1, new[name].shape[2:]) for name, y in zip(new, split, strict=True)}, bounds
-
-
 def run_rule(
     op: Callable[..., Attended[Tensor]],
     tensors: Sequence[Tensor],
@@ -150,22 +111,29 @@ def _run_segment(
     sizes = (b, v.shape[2], k.shape[3])
     empty = v.new_zeros(*sizes, v.shape[3], dtype=compute_dtype(v.dtype))
     with torch.no_grad():
+        left = empty
+        if bounds.hands_on(rank):
+            own = None if memory is None or bounds.own.through else memory[bounds.last_rows]
+            _, left = _run(op, tensors, empty if own is None else own, slice(*bounds.bounds[-2:]))
+        added = bounds.context.gather_later(left)  # while U and A are made
         reads = across = None
         if bounds.continues:  # U and A: output and final state of the rule on the identity with values of 0
             identity = torch.eye(sizes[2], dtype=empty.dtype, device=v.device).expand(*sizes, sizes[2]).contiguous()
             nothing = v.new_zeros(*v.shape[:3], sizes[2])
             reads, across = _run(op, (q, k, nothing, *tensors[3:]), identity, slice(0, bounds.first))
             across = across if corrects else across.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).contiguous()
-        left = empty
-        if bounds.hands_on(rank):
-            own = None if memory is None or bounds.own.through else memory[bounds.last_rows]
-            _, left = _run(op, tensors, empty if own is None else own, slice(*bounds.bounds[-2:]))
-        entering = _scan(bounds.context, across, left, corrects, bounds.before)
+        maps = _gather_maps(bounds.context, across, left, corrects)
     if bounds.continues:
+        with torch.no_grad():
+            entering = _compose(maps.wait(), added.wait(), bounds.before)
+        del maps, added  # they hold the maps of all ranks
         memory = entering if bounds.cu_seqlens is None else torch.cat(
             (entering, empty.expand(sequences - 1, -1, -1, -1) if memory is None else memory[1:])
         )  # fmt: skip
     output, final = op(*tensors, state=memory, cu_seqlens=bounds.cu_seqlens)
+    if not bounds.continues:  # nothing enters, so the rule ran while the maps were gathered
+        maps.wait()
+        added.wait()
     return Attended(*_Leave.apply(output, final, reads, across, bounds, corrects))
 
 
@@ -194,11 +162,14 @@ class _Leave(torch.autograd.Function):
         with full_precision(dfinal):
             if across is not None:
                 across = across.mT if ctx.corrects else across  # of a diagonal: itself
+            maps = _gather_maps(segment.context, across, dentering, ctx.corrects)  # while dentering is summed
+            if across is not None:
                 dentering = _times(across, dfinal[segment.first_rows])
                 pieces = (y[:, : segment.first].split(READ_AT_ONCE, 1) for y in (reads, doutput))
                 for read, dread in zip(*pieces, strict=True):
                     dentering += torch.einsum("bthk,bthv->bhkv", read.to(dfinal.dtype), dread.to(dfinal.dtype))
-            dleft = _scan(segment.context, across, dentering, ctx.corrects, reversed(segment.after))
+            added = segment.context.gather(dentering)
+            dleft = _compose(maps.wait(), added, reversed(segment.after))
         dfinal = dfinal.clone()
         dfinal[segment.last_rows] += dleft
         return doutput, dfinal, None, None, None, None
@@ -212,20 +183,24 @@ def _run(
     return op(*cut, state=state, cu_seqlens=None) if cut[0].shape[1] else (cut[2], state)
 
 
-def _scan(context: Context, across: Tensor | None, added: Tensor, corrects: bool, ranks: Iterable[int]) -> Tensor:
-    """Return S after S = A S + added of each of these ranks in turn, from 0; across: A `b hv k k|1`, added `b hv k v`.
-
-    The first rank's A may belong to another sequence and is never used, so values that are not finite do not spread.
-    """
+def _gather_maps(context: Context, across: Tensor | None, added: Tensor, corrects: bool) -> Pending:
+    """Begin to gather A `b hv k k|1` of every rank; a rank without one sends 0. added: `b hv k v`."""
     if across is None:
         across = added.new_zeros(*added.shape[:3], added.shape[2] if corrects else 1)
+    return context.gather_later(across)
+
+
+def _compose(across: Tensor, added: Tensor, ranks: Iterable[int]) -> Tensor:
+    """Return S after S = A S + added of each of these ranks in turn, from 0.
+
+    across: every rank's A, `size b hv k k|1`; added: `size b hv k v`. The first rank's A may belong to another sequence
+    and is never used, so values that are not finite do not spread.
+    """
+    S: Tensor | None = None
     with full_precision(added):
-        everyone = context.gather(torch.cat((across, added), -1))  # size b hv k (k|1)+v
-        S: Tensor | None = None
-        for rank in ranks:
-            A, more = everyone[rank].split((across.shape[-1], added.shape[-1]), -1)
-            S = more.clone() if S is None else more + _times(A, S)  # a view would keep the tensors of all ranks
-    return torch.zeros_like(added) if S is None else S
+        for rank in ranks:  # a view would keep the tensors of all ranks
+            S = added[rank].clone() if S is None else added[rank] + _times(across[rank], S)
+    return torch.zeros_like(added[0]) if S is None else S
 
 
 def _times(across: Tensor, S: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ class MambaConfig:
         conv_size: tokens that the short convolution over x, B and C sees; 0 means no convolution.
         conv_bias: whether that convolution has a bias.
         bias: whether the projections have a bias.
-        norm_groups: groups of the inner channels that the output norm normalises apart from each other.
+        norm_groups: groups of the inner channels that the output norm normalises apart from each other; 0, on one of
+            several ranks: they are a part of one group.
         gate_first: whether the norm follows the output gate; otherwise the gate multiplies what was normalised.
         step_least: smallest step dt.
         step_most: largest step dt; None means no bound.
@@ -81,7 +82,7 @@ class MambaConfig:
     conv_size: int = field(default=4, metadata={"least": 0})
     conv_bias: bool = True
     bias: bool = False
-    norm_groups: int = 1
+    norm_groups: int = field(default=1, metadata={"least": 0})
     gate_first: bool = True
     step_least: float = 0.0
     step_most: float | None = None
@@ -91,7 +92,7 @@ class MambaConfig:
         """Raise if heads or channels cannot be cut into these groups, or if no step lies within the bounds."""
         if self.heads % self.groups:
             raise ValueError(f"MambaConfig.heads must be a multiple of groups = {self.groups}, got {self.heads}")
-        if self.heads * self.head_dim % self.norm_groups:
+        if self.norm_groups and self.heads * self.head_dim % self.norm_groups:
             raise ValueError(
                 f"MambaConfig.norm_groups must divide heads x head_dim = {self.heads * self.head_dim}, got "
                 f"{self.norm_groups}"

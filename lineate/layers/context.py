@@ -1,13 +1,16 @@
 """Context parallelism: sequences split over the ranks of a process group, and which rank holds which segment.
 
 Every rank holds a contiguous segment of the tokens, and knows in every call on which ranks each sequence continues.
-carry.py passes the state of the mixers from one segment to the next. All ranks must run the same layers in the same
-order, forward and backward, and must need gradients of the same tensors. None of this is compiled, because the graph of
-a rank would lack the collectives whose results that rank does not need.
+carry.py passes the state of the linear mixers from one segment to the next, split_attention.py the keys and values of
+attention. All ranks must run the same layers in the same order, forward and backward, and must need gradients of the
+same tensors. None of this is compiled, because the graph of a rank would lack the collectives whose results that rank
+does not need.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lineate import checks
+from lineate.layers.balance import Move, Part, attention_pairs, plan_moves
+from lineate.layers.workload import Workload
 from lineate.tracing import uncompiled
 
 if TYPE_CHECKING:  # absent from builds of torch without torch.distributed
@@ -29,12 +34,17 @@ class Told(NamedTuple):
     """The batch size b; 0 for packed sequences."""
     continues: int
     """Whether its first sequence began on an earlier rank."""
-    through: int
-    """Whether its leaving sequence began on an earlier rank; it is then the only sequence of the segment."""
+    others: int
+    """How many sequences its segment has beside the leaving one; the ranks then tell each other about those too."""
     tokens: int
     """Tokens of the leaving sequence in this segment."""
     seen: int
     """Tokens in the initial state of the leaving sequence; 0 if that sequence began on an earlier rank."""
+
+    @property
+    def through(self) -> bool:
+        """Whether its leaving sequence began on an earlier rank; it is then the only sequence of the segment."""
+        return bool(self.continues) and not self.others
 
 
 class Context:
@@ -62,38 +72,83 @@ class Context:
                 "sequence began on an earlier rank; to a mixer pass mixer.context.segment(x, cu_seqlens, continues)"
             )
         bounds = (0, x.shape[1]) if cu_seqlens is None else tuple(cu_seqlens.tolist())
-        through = continues and len(bounds) == 2
+        lengths = [end - start for start, end in pairwise(bounds)]
         if isinstance(seen, Tensor):
             if cu_seqlens is None and not continues and bool((seen != seen[0]).any()):
                 raise ValueError(
                     f"state must have as many tokens in every row under context parallelism, got {seen.tolist()}; "
                     "pack the sequences with cu_seqlens"
                 )
-            seen = int(seen[-1])
+            known = seen.tolist()[-len(lengths) :]
+        else:
+            known = [seen] * len(lengths)
+        known[0] = 0 if continues else known[0]
         rows = x.shape[0] if cu_seqlens is None else 0
-        told = Told(rows, int(continues), int(through), bounds[-1] - bounds[-2], 0 if through else seen)
+        told = Told(rows, int(continues), len(lengths) - 1, lengths[-1], known[-1])
         everyone = self.gather(torch.tensor([told], device=x.device)).view(self.size, -1).tolist()
-        segment = Segment(self, cu_seqlens, bounds, tuple(Told(*each) for each in everyone))
-        if segment.told[0].continues:
+        ranks = tuple(Told(*each) for each in everyone)
+        if ranks[0].continues:
             raise ValueError("continues must be False on rank 0, which has no rank before it, got True")
-        if len({each.rows for each in segment.told}) > 1:
+        if len({each.rows for each in ranks}) > 1:
             raise ValueError(
                 "x must have the same b on all ranks, and cu_seqlens on all or none, got b = "
-                + ", ".join(str(each.rows or "packed") for each in segment.told)
+                + ", ".join(str(each.rows or "packed") for each in ranks)
             )
-        return segment
+        sequences = self._sequences(ranks, torch.tensor([lengths[:-1], known[:-1]], dtype=torch.int64, device=x.device))
+        return Segment(self, cu_seqlens, bounds, ranks, sequences)
+
+    def _sequences(self, ranks: Sequence[Told], own: Tensor) -> tuple[tuple[Part, ...], ...]:
+        """Return the sequences of every rank; own `2 n`: tokens of this rank's other sequences, and in their states."""
+        others: list[list[list[int]]] = [[]] * self.size
+        if most := max(each.others for each in ranks):
+            others = self.gather(F.pad(own, (0, most - own.shape[1]))).mT.tolist()  # size most 2
+        found: list[tuple[Part, ...]] = []
+        for each, known in zip(ranks, others, strict=True):
+            parts = [*(Part(*other) for other in known[: each.others]), Part(each.tokens, each.seen)]
+            if each.continues:
+                parts[0] = parts[0].after(found[-1][-1])
+            found.append(tuple(parts))
+        return tuple(found)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return x of every rank, `size ...`."""
+        return self.gather_later(x).wait()
+
+    def gather_later(self, x: Tensor) -> "Pending":
+        """Begin to gather x of every rank; the result is `size ...`."""
+        x = x.contiguous()
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        _all_gather(out, x.contiguous(), group=self.group)
-        return out.unflatten(0, (self.size, -1))
+        work = _all_gather(out, x, group=self.group, async_op=True)
+        return Pending(work, x, out.unflatten(0, (self.size, -1)))
 
     def scatter_sum(self, x: Tensor) -> Tensor:
         """Return the sum over ranks of x[rank], from x `size ...` on each."""
         out = x.new_empty(x.shape[1:])
         _reduce_scatter(out, x.flatten(0, 1), group=self.group)
         return out
+
+    def exchange_later(self, x: Tensor, sends: list[int], receives: list[int]) -> "Pending":
+        """Begin to send the first sends[0] entries of x to rank 0, the next sends[1] to rank 1, and so on.
+
+        The result is the entries that all ranks send to this one, in the order of the ranks: receives[r] from rank r.
+        """
+        x = x.contiguous()
+        out = x.new_empty(sum(receives), *x.shape[1:])
+        work = dist.all_to_all_single(out, x, receives, sends, group=self.group, async_op=True)
+        return Pending(work, x, out)
+
+
+class Pending:
+    """A tensor that the ranks are still sending."""
+
+    def __init__(self, work: Any, sent: Tensor, result: Tensor) -> None:
+        self._work, self._sent, self._result = work, sent, result  # what is sent must stay until it has arrived
+
+    def wait(self) -> Tensor:
+        """Return the tensor when it has arrived; on a GPU only the stream waits for it."""
+        self._work.wait()
+        del self._sent
+        return self._result
 
 
 # torch 2.13 renamed them and warns about the old names
@@ -111,6 +166,47 @@ class Segment:
     """cu_seqlens, or (0, t)."""
     told: tuple[Told, ...]
     """The Told of every rank."""
+    sequences: tuple[tuple[Part, ...], ...] = ()
+    """The sequences of every rank, with the tokens before them."""
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """The queries that other ranks attend with, so that all have as much to do (balance.py)."""
+        return plan_moves(self.sequences, max(self.own.rows, 1))
+
+    @cached_property
+    def workload(self) -> Workload:
+        """What this rank does in an attention layer."""
+        continues = [bool(each.continues) for each in self.told]
+        return Workload(self.context.rank, self.sequences, continues, self.moves)
+
+    @cached_property
+    def entry_bounds(self) -> Tensor | None:
+        """The bounds of the entries that the packed sequences have at the end of this segment."""
+        if self.cu_seqlens is None:
+            return None
+        bounds = [0, *accumulate(self.workload.lengths)]
+        return torch.tensor(bounds, dtype=self.cu_seqlens.dtype, device=self.cu_seqlens.device)
+
+    @cached_property
+    def call_bounds(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """The bounds of queries and keys in each of the rank's own calls; all layers use the same tensors."""
+        whole, found = (self.cu_seqlens, self.entry_bounds), []
+        for call in self.workload.own_calls:
+            bounds: tuple[Tensor | None, Tensor | None] = (None, None)
+            if call.sequences == slice(0, len(self.bounds) - 1):
+                bounds = whole
+            elif call.sequences is not None and self.cu_seqlens is not None and self.entry_bounds is not None:
+                first, last = call.sequences.start, call.sequences.stop
+                queries, keys = self.cu_seqlens[first : last + 1], self.entry_bounds[first : last + 1]
+                bounds = queries - queries[0], keys - keys[0]
+            found.append(bounds)
+        return found
+
+    @property
+    def pairs(self) -> list[int]:
+        """How many pairs of a query and a key each rank compares in an attention layer, for one row and head."""
+        return attention_pairs(self.sequences, self.moves)
 
     @property
     def own(self) -> Told:

@@ -10,6 +10,7 @@ from lineate import checks
 from lineate.half import linear, matmul
 from lineate.layers.gpu import coded, kernels_for, uncoded
 from lineate.layers.projection import project
+from lineate.layers.shards import Cut, Part
 from lineate.native import layers as native
 from lineate.rule import compute_dtype
 from lineate.small import SmallWeight
@@ -37,6 +38,11 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return project(self.down_proj, glu(project(self.gate_up_proj, x)))
 
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks, by hidden channels."""
+        own = Part(self.down_proj.in_features, self.down_proj.in_features)
+        return {"gate_up_proj.weight": Cut(0, (own, own)), "down_proj.weight": Cut(1, (own,))}
+
 
 class SquaredReLU(nn.Module):
     """down(relu(up(x))^2), without a gate.
@@ -53,6 +59,11 @@ class SquaredReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return project(self.down_proj, squared_relu(project(self.up_proj, x)))
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks, by hidden channels."""
+        own = Part(self.down_proj.in_features, self.down_proj.in_features)
+        return {"up_proj.weight": Cut(0, (own,)), "down_proj.weight": Cut(1, (own,))}
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -147,6 +158,14 @@ class MixtureOfExperts(nn.Module):
             shared = self.shared(tokens)
             y = y + (shared if self.shared_gate is None else project(self.shared_gate, tokens).sigmoid() * shared)
         return y.view_as(x)
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks: some hidden channels of every expert on each."""
+        size = self.experts_down.shape[2]
+        own = Part(size, size)
+        cuts = {"experts_gate_up": Cut(1, (own,) * (2 if self.kind == "swiglu" else 1)), "experts_down": Cut(2, (own,))}
+        shared = {} if self.shared is None else self.shared.cuts()  # type: ignore[operator]
+        return cuts | {f"shared.{name}": cut for name, cut in shared.items()}
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (float32) and experts of each token, `n active`."""

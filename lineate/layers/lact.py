@@ -10,11 +10,12 @@ from lineate.half import attention
 from lineate.layers.attention import attend_new, takes_packed
 from lineate.layers.configs import MemoryConfig
 from lineate.layers.gpu import kernels_for
-from lineate.layers.learning import LearningMixer, rows_of, shared_sizes
+from lineate.layers.learning import LearningMixer, divide_memory, rows_of, shared_sizes
 from lineate.layers.learning_costs import LactCosts, learning_kept
 from lineate.layers.norm import RMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
+from lineate.layers.shards import Cut, Part, Shard
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.lact import fresh_state, lact
 from lineate.rule import compute_dtype, normalize
@@ -70,7 +71,7 @@ class LaCT(LearningMixer):
         head_dim = hidden_size // heads if head_dim is None else head_dim
         width, inner = heads * head_dim, int(expansion * head_dim)
         if attention_heads is None:
-            attention_heads = heads if width % 64 else max(width // 64, 1)
+            attention_heads = _attention_heads(heads, width)
         if width % attention_heads or width // attention_heads % 2:
             raise ValueError(
                 f"attention_heads must divide heads * head_dim = {width} into even parts, got {attention_heads}"
@@ -181,12 +182,34 @@ class LaCT(LearningMixer):
         new["seen"] = read if state is None else read + seen
         return y.flatten(2)
 
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks, by heads."""
+        channels, heads = Part(self.heads * self.head_dim, self.heads), Part(self.heads, self.heads)
+        cuts = self.shared_cuts((channels,) * 3, (heads,) * 5)
+        cuts |= {f"initial.{i}": Cut(0, (heads,)) for i in range(len(self.initial))}
+        return cuts | {"gate_bias": Cut(1, (heads,)), "scale": Cut(1, (channels,)), "offset": Cut(1, (channels,))}
+
     def extra_repr(self) -> str:
         return f"chunk={self.chunk}, window={self.window}, attention_heads={self.attention_heads}"
 
 
+def _attention_heads(heads: int, width: int) -> int:
+    """Return the heads of the window's attention: of 64 channels each, if that is possible."""
+    return heads if width % 64 else max(width // 64, 1)
+
+
 def _make(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
     return LaCT(**shared_sizes(model, memory), head_dim=memory.head_dim, window=memory.window)
+
+
+def _divide(memory: MemoryConfig, ranks: int) -> MemoryConfig:
+    """Return the sizes of one rank's share; heads of the window's attention must not be cut."""
+    divided = divide_memory(memory, ranks)
+    whole, own = (_attention_heads(x.heads, x.heads * x.head_dim) for x in (memory, divided))
+    if memory.window != 0 and whole != own * ranks:
+        size = memory.heads * memory.head_dim // whole
+        raise ValueError(f"tensor must not cut the {whole} heads of {size} channels of LaCT's attention, got {ranks}")
+    return divided
 
 
 COSTS = LactCosts(chunk=2048, gates=5, gated=False)
@@ -202,6 +225,7 @@ KIND = register(
         operations=COSTS.operations(),
         kept_bytes=learning_kept(_make),
         look=Look("#AA4499", ">", (0, (3, 1, 1, 3))),
+        shard=Shard(_divide, LaCT.cuts),
     )
 )
 

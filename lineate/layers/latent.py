@@ -6,6 +6,8 @@ Decoding instead multiplies q by W_kh^T and the output by W_vh. That gives the s
 as the only key and value.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,6 @@ from lineate import checks
 from lineate.half import multiply_heads
 from lineate.layers.attention import LOOK, attend, attend_new
 from lineate.layers.attention_costs import LATENT, latent_kept
-from lineate.layers.carry import enter_attention
 from lineate.layers.configs import LatentConfig
 from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.entry import check_call
@@ -21,6 +22,8 @@ from lineate.layers.norm import RMSNorm
 from lineate.layers.projection import project
 from lineate.layers.registry import MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
+from lineate.layers.shards import Cut, Part, Shard, linear_cuts, share_out
+from lineate.layers.split_attention import attend_segment
 from lineate.layers.state import TensorSpec, TokenCache, token_positions
 
 
@@ -98,12 +101,12 @@ class LatentAttention(nn.Module):
             q = torch.cat((q[..., : self.nope_dim], rotate(q[..., self.nope_dim :], turn)), -1)
             shared = rotate(shared, turn)
         new = {"latent": torch.cat((latent[..., None, :], shared), -1)}  # b t 1 rank+rope
-        if segment is not None or state is None:
-            bounds = cu_seqlens
-            if segment is not None:
-                new, bounds = enter_attention(segment, new, state)
-            output = attend_new(q, *self._expand(new["latent"]), self.scale, cu_seqlens, bounds)
-            return self._leave(output, gate), TokenCache.of(new, bounds)
+        if segment is not None:
+            output, state = attend_segment(segment, q, new, state, self._keys_and_values, attend_new, self.scale)
+            return self._leave(output, gate), state
+        if state is None:
+            output = attend_new(q, *self._keys_and_values(new), self.scale, cu_seqlens)
+            return self._leave(output, gate), TokenCache.of(new, cu_seqlens)
         state = state.append(new) if cu_seqlens is None else state.append_packed(new, cu_seqlens)
         # Reading the cache itself costs rank + rank a pair instead of nope + value, but expands nothing.
         read = self._absorbed if t == 1 or 4 * t < state.n else self._expanded
@@ -114,6 +117,17 @@ class LatentAttention(nn.Module):
         if self.gate is not None:
             output = output * gate.unflatten(-1, (self.heads, -1)).sigmoid()
         return project(self.out_proj, output.flatten(2))
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks, by heads; the latent vector is whole on each."""
+        queries, latent, shared, gate = self.splits
+        parts = Part(queries, self.heads), Part(latent), Part(shared), Part(gate, self.heads)
+        cuts = linear_cuts("in_proj", self.in_proj, 0, parts)
+        cuts |= linear_cuts("up_proj", self.up_proj, 0, (Part(self.up_proj.out_features, self.heads),))
+        return cuts | linear_cuts("out_proj", self.out_proj, 1, (Part(self.out_proj.in_features, self.heads),))
+
+    def _keys_and_values(self, entries: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self._expand(entries["latent"])
 
     def _expand(self, cached: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of all heads, from `rows n 1 rank+rope`."""
@@ -142,6 +156,11 @@ def _make(model: ModelSizes, config: LatentConfig) -> LatentAttention:
     )  # fmt: skip
 
 
+def _divide(x: LatentConfig, ranks: int) -> LatentConfig:
+    """Return the sizes of one rank's share of the heads."""
+    return replace(x, heads=share_out("the heads", x.heads, ranks))
+
+
 LATENT_ATTENTION = register(
     MixerKind(
         letter="M",
@@ -155,5 +174,6 @@ LATENT_ATTENTION = register(
         kept_bytes=latent_kept,
         cache="latent",
         look=LOOK,  # drawn like softmax attention
+        shard=Shard(_divide, LatentAttention.cuts),
     )
 )

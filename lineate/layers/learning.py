@@ -6,6 +6,7 @@ o, memory = learn(q | k | v, ...)    the memory, from the state of an earlier ca
 y = out_proj(o)
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.projection import project
 from lineate.layers.registry import ModelSizes
+from lineate.layers.shards import Cut, Part, linear_cuts, share_out
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.chunks import check_chunk
 from lineate.rule import compute_dtype
@@ -108,6 +110,19 @@ class LearningMixer(nn.Module):
         y, memory = self.learn(x, mixed, gates, state, cu_seqlens)
         return project(self.out_proj, y), Memory(tensors | memory)
 
+    def shared_cuts(self, mixed: tuple[Part, ...], gates: tuple[Part, ...]) -> dict[str, Cut]:
+        """Return how the projections and the convolution are shared out among ranks.
+
+        Args:
+            mixed: The parts of q | k | v.
+            gates: The parts of all else that in_proj makes.
+        """
+        cuts = linear_cuts("in_proj", self.in_proj, 0, (*mixed, *gates))
+        cuts |= linear_cuts("out_proj", self.out_proj, 1, (Part(self.out_proj.in_features, self.heads),))
+        if self.conv is not None:
+            cuts["conv.weight"] = Cut(0, mixed)
+        return cuts
+
     def memory_of(self, state: Memory) -> dict[str, Tensor]:
         """Return the memory's part of a state."""
         return {name: y for name, y in state.tensors.items() if name not in self.beside}
@@ -122,6 +137,11 @@ def shared_sizes(model: ModelSizes, memory: MemoryConfig) -> dict[str, Any]:
     """Return what the constructors of all these mixers take from a configuration."""
     sizes = {"hidden_size": model.hidden_size, "heads": memory.heads, "conv_size": memory.conv_size}
     return sizes if memory.chunk is None else {**sizes, "chunk": memory.chunk}
+
+
+def divide_memory(memory: MemoryConfig, ranks: int) -> MemoryConfig:
+    """Return the sizes of one rank's share of the heads."""
+    return replace(memory, heads=share_out("the heads", memory.heads, ranks))
 
 
 def check_chunked(name: str, choice: Any, allowed: tuple[str, ...]) -> None:

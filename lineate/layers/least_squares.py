@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.layers.configs import MemoryConfig
-from lineate.layers.learning import LearningMixer, shared_sizes
+from lineate.layers.learning import LearningMixer, divide_memory, shared_sizes
 from lineate.layers.learning_costs import LeastSquaresCosts, learning_kept
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
+from lineate.layers.shards import Cut, Part, Shard
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.least_squares import least_squares
 from lineate.rule import compute_dtype, normalize
@@ -117,6 +118,13 @@ class LeastSquares(LearningMixer):
         y = self.norm(output.to(v.dtype), z.unflatten(-1, (self.heads, self.value_dim)))
         return y.flatten(2), memory
 
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks, by heads."""
+        keys, values, heads = (Part(n * self.heads, self.heads) for n in (self.key_dim, self.value_dim, 1))
+        if self.decay_bias is None:
+            return self.shared_cuts((keys, keys, values), (values, heads))
+        return self.shared_cuts((keys, keys, values), (values, heads, heads)) | {"decay_bias": Cut(0, (heads,))}
+
 
 def _make(model: ModelSizes, memory: MemoryConfig) -> nn.Module:
     return LeastSquares(**shared_sizes(model, memory), key_dim=memory.head_dim, value_dim=memory.head_dim)
@@ -136,5 +144,6 @@ KIND = register(
         operations=COSTS.operations(),
         kept_bytes=learning_kept(_make),
         look=Look("#332288", "h", (0, (2, 4))),
+        shard=Shard(divide_memory, LeastSquares.cuts),
     )
 )

@@ -1,6 +1,7 @@
 """The token mixers with a fixed-size memory: one class a rule, and its row in the registry."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from lineate.layers.context import Bounds, Segment
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.projection import project
 from lineate.layers.registry import Look, MixerKind, register
+from lineate.layers.shards import Shard, share_out
 from lineate.ops import Attended, divide_by_last, linear_attention, with_ones
 from lineate.rule import compute_dtype
 
@@ -316,6 +318,15 @@ def init_decay(A_log: Tensor, dt_bias: Tensor, bounded: bool = False) -> None:
         dt_bias.copy_(step + torch.log(-torch.expm1(-step)))
 
 
+def _divide(x: LinearConfig, ranks: int) -> LinearConfig:
+    """Return the sizes of one rank's share; value heads stay with their key head."""
+    return replace(
+        x,
+        heads=share_out("the key heads", x.heads, ranks),
+        value_heads=share_out("the value heads", x.value_heads, ranks),
+    )
+
+
 def _register(
     letter: str, name: str, label: str, short: str, mixer: type[LinearMixer], cost: costs.LinearCosts, look: Look,
     short_label: str | None = None,
@@ -334,6 +345,7 @@ def _register(
             kept_bytes=cost.kept_bytes,
             trace=mixer.trace,
             look=look,
+            shard=Shard(_divide, LinearMixer.cuts),
         )
     )
 

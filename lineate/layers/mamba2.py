@@ -9,6 +9,7 @@ group of B and C serves several heads of x. So `gated_linear_attention` computes
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,7 +22,9 @@ from lineate.layers.context import Bounds
 from lineate.layers.linear import init_decay
 from lineate.layers.linear_costs import LinearCosts, values_of
 from lineate.layers.mixer import LinearMixer
+from lineate.layers.ranks import Ranks, rms_norm_over
 from lineate.layers.registry import Look, MixerKind, ModelSizes, Operations, register
+from lineate.layers.shards import Cut, Part, Shard, share_out
 from lineate.ops import Attended, gated_linear_attention
 from lineate.rule import compute_dtype
 
@@ -31,12 +34,14 @@ class GroupedGatedNorm(nn.Module):
 
     Args:
         size: channels of all heads.
-        groups: groups of channels that are normalised apart from each other.
+        groups: groups of channels that are normalised apart from each other; 0: they are a part of one group.
         eps: added to the mean square.
         gate_first: whether the norm follows the gate.
     """
 
     activation = "silu"
+    ranks: Ranks | None = None
+    """The ranks that have the other channels, if groups is 0."""
 
     def __init__(self, size: int, groups: int = 1, eps: float = 1e-5, *, gate_first: bool = True) -> None:
         super().__init__()
@@ -53,8 +58,13 @@ class GroupedGatedNorm(nn.Module):
         y, z = x.to(dtype).flatten(2), F.silu(gate.to(dtype)).flatten(2)
         if self.gate_first:
             y = y * z
-        groups = y.unflatten(-1, (self.groups, -1))
-        y = F.rms_norm(groups, groups.shape[-1:], None, self.eps).flatten(2) * self.weight.to(dtype)
+        if self.groups == 0:
+            assert self.ranks is not None
+            y = rms_norm_over(self.ranks, y, None, self.eps, self.ranks.size * y.shape[-1])
+        else:
+            groups = y.unflatten(-1, (self.groups, -1))
+            y = F.rms_norm(groups, groups.shape[-1:], None, self.eps).flatten(2)
+        y = y * self.weight.to(dtype)
         return (y if self.gate_first else y * z).to(x.dtype).view_as(x)
 
     def extra_repr(self) -> str:
@@ -73,7 +83,8 @@ class Mamba2(LinearMixer):
         conv_size: tokens that the short convolution over C, B and x sees; 0: no convolution.
         conv_bias: whether that convolution has a bias.
         bias: whether the projections have a bias.
-        norm_groups: groups of channels that the output norm normalises apart from each other.
+        norm_groups: groups of channels that the output norm normalises apart from each other; 0, on one of several
+            ranks: they are a part of one group.
         gate_first: whether the norm follows the output gate; otherwise the gate multiplies what was normalised.
         step_least: smallest step dt.
         step_most: largest step dt; None means no bound.
@@ -120,6 +131,11 @@ class Mamba2(LinearMixer):
     def reset_parameters(self) -> None:
         init_decay(self.A_log, self.dt_bias)
         nn.init.ones_(self.D)
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks; several may have the same group of B and C."""
+        values = Part(self.value_heads * self.value_dim, self.value_heads)
+        return super().cuts() | {"norm.weight": Cut(0, (values,))}
 
     def steps(self, dt: Tensor) -> Tensor:
         """Return the steps of raw ones `b t heads`: softplus(dt + dt_bias) within the bounds, in float32."""
@@ -192,6 +208,16 @@ def _make(model: ModelSizes, x: MambaConfig) -> Mamba2:
     )  # fmt: skip
 
 
+def _divide(x: MambaConfig, ranks: int) -> MambaConfig:
+    """Return the sizes of one rank's share of the heads."""
+    return replace(
+        x,
+        heads=share_out("the heads", x.heads, ranks),
+        groups=share_out("the groups", x.groups, ranks, several=True),
+        norm_groups=0 if x.norm_groups == 1 else share_out("the groups of the norm", x.norm_groups, ranks),
+    )
+
+
 MAMBA2 = register(
     MixerKind(
         letter="S",
@@ -206,5 +232,6 @@ MAMBA2 = register(
         trace=Mamba2.trace,
         look=Look("#117733", "p", (0, (4, 1, 1, 1))),
         rule="gated_linear_attention",
+        shard=Shard(_divide, Mamba2.cuts),
     )
 )

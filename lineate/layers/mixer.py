@@ -24,8 +24,10 @@ from lineate.layers.context import Bounds, Context, segment_of
 from lineate.layers.convolution import ShortConvolution, convolution_spec
 from lineate.layers.entry import check_call
 from lineate.layers.norm import GatedRMSNorm
-from lineate.layers.projection import project
+from lineate.layers.projection import project, project_out
+from lineate.layers.ranks import Ranks
 from lineate.layers.registry import ModelSizes
+from lineate.layers.shards import Cut, Part, linear_cuts
 from lineate.layers.state import Memory, TensorSpec
 from lineate.ops import (
     Attended,
@@ -74,6 +76,8 @@ class LinearMixer(nn.Module):
     """The lower bound of log_decay if it is made from a raw gate: log_decay lies in (gate_lower_bound, 0)."""
     context: Context | None = None
     """If set, x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
+    ranks: Ranks | None = None
+    """If set, the other heads are on other ranks, and the result is this rank's summand (docs/scaling.md)."""
 
     def __init__(
         self,
@@ -125,6 +129,30 @@ class LinearMixer(nn.Module):
     def add_gates(self) -> None:
         """Add the parameters that the gates have beyond in_proj, if there are any."""
 
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks, by heads; low ranks of gates are whole on each."""
+        keys, values = (
+            Part(self.heads * self.key_dim, self.heads),
+            Part(self.value_heads * self.value_dim, self.value_heads),
+        )
+        parts = [keys, keys, values]
+        for gate, width in zip(self.gates, self.splits[1:], strict=True):
+            low = gate.endswith("_rank") and getattr(self, gate)
+            parts.append(Part(width, 0 if low else self.value_heads))
+        cuts = linear_cuts("in_proj", self.in_proj, 0, tuple(parts))
+        cuts |= linear_cuts("out_proj", self.out_proj, 1, (values,))
+        if self.conv is not None:
+            cuts["conv.weight"] = Cut(0, (keys, keys, values))
+            if self.conv.bias is not None:
+                cuts["conv.bias"] = Cut(0, (keys, keys, values))
+        for name in ("A_log", "dt_bias", "D"):
+            if (x := getattr(self, name, None)) is not None:
+                cuts[name] = Cut(0, (Part(x.shape[0], self.value_heads),))
+        for name in ("decay_proj", "gate_proj"):
+            if (linear := getattr(self, name, None)) is not None:
+                cuts |= linear_cuts(name, linear, 0, (Part(linear.out_features, self.value_heads),))
+        return cuts
+
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:
         dtype = self.in_proj.weight.dtype
@@ -153,11 +181,12 @@ class LinearMixer(nn.Module):
                 mixed, inputs = enter_convolution(segment, mixed, inputs, self.conv.weight.shape[1] - 1)
             mixed, tensors["conv"] = self.conv(mixed, inputs, packed)
         q, k, v = self.split_heads(mixed)
-        memory, owned = (None, False) if state is None else (state["memory"], state.owned)
+        memory = None if state is None else state["memory"]
+        owned = state is not None and state.owned and segment is None  # a segment's rule reads the memory several times
         bounds = packed if segment is None else segment
         (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, bounds, owned)
         y = self.norm(output, z.unflatten(-1, (self.value_heads, self.value_dim)))
-        return project(self.out_proj, y.flatten(2)), Memory(tensors)
+        return project_out(self.out_proj, y.flatten(2), self.ranks), Memory(tensors)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return in_proj(x), cut into q | k | v and the gates.

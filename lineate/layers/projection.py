@@ -6,6 +6,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.half import LinearThroughFloat32, half_dtype, has_few_rows, linear
 from lineate.layers.gpu import overlaps, uncoded
+from lineate.layers.ranks import Ranks
 from lineate.tracing import needs_grad
 
 
@@ -27,6 +28,13 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
     with LinearThroughFloat32():
         result = module(x)
         return result
+
+
+def project_out(module: nn.Linear, x: Tensor, ranks: Ranks | None) -> Tensor:
+    """Return module(x), or this rank's summand of it if other ranks have the other inputs; they share the bias."""
+    if ranks is None or module.bias is None:
+        return project(module, x)
+    return linear(x, module.weight, module.bias / ranks.size)
 
 
 def _few_rows(x: Tensor, module: nn.Linear) -> Tensor | None:

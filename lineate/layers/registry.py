@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lineate.call import Inputs
 from lineate.layers.configs import AttentionConfig, LatentConfig, LinearConfig, MambaConfig, MemoryConfig
+from lineate.layers.shards import Shard
 from lineate.rule import RULES
 
 ORDER = "LRDGKSTPNCEAM"
@@ -106,6 +107,7 @@ class MixerKind:
         look: how it is drawn.
         short_label: its name for people where there is little room; None is `label`.
         rule: the row of lineate.rule.RULES that it runs, such as "gated_delta_rule"; None: that of its name, if any.
+        shard: how its heads are shared out among the ranks of tensor parallelism; None: they cannot be.
     """
 
     letter: str
@@ -122,6 +124,7 @@ class MixerKind:
     look: Look = Look()
     short_label: str | None = None
     rule: str | None = None
+    shard: Shard | None = None
 
     @property
     def word(self) -> str:
@@ -261,6 +264,8 @@ def _check_parts(kind: MixerKind) -> None:
             raise TypeError(f"{field} must be a function of ({arguments}), got {given!r}")
     if kind.operations is not None and not isinstance(kind.operations, Operations):
         raise TypeError(f"operations must be Operations(...) or None, got {kind.operations!r}; None: they are measured")
+    if kind.shard is not None and not isinstance(kind.shard, Shard):
+        raise TypeError(f"shard must be Shard(divide, cuts) or None, got {kind.shard!r}; None: it has no ranks")
     if not isinstance(kind.look, Look):
         raise TypeError(f'look must be a Look, got {kind.look!r}; give Look(color="#0072B2")')
     if not isinstance(kind.cache, str):

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from lineate import checks
 from lineate.layers.configs import MemoryConfig
-from lineate.layers.learning import LearningMixer, check_chunked, rows_of, shared_sizes
+from lineate.layers.learning import LearningMixer, check_chunked, divide_memory, rows_of, shared_sizes
 from lineate.layers.learning_costs import TitansCosts, learning_kept
 from lineate.layers.norm import GatedRMSNorm
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
+from lineate.layers.shards import Cut, Part, Shard
 from lineate.layers.state import Memory, TensorSpec
 from lineate.memory.titans import titans, titans_state
 from lineate.rule import compute_dtype, normalize
@@ -116,6 +117,13 @@ class Titans(LearningMixer):
         )  # fmt: skip
         return self.norm(y, z.unflatten(-1, (self.heads, self.head_dim))).flatten(2), after
 
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks, by heads."""
+        channels, heads = Part(self.heads * self.head_dim, self.heads), Part(self.heads, self.heads)
+        cuts = self.shared_cuts((channels,) * 3, (channels, heads, heads, heads))
+        cuts |= {f"initial.{i}": Cut(0, (heads,)) for i in range(len(self.initial))}
+        return cuts | {"gate_bias": Cut(1, (heads,))}
+
     def extra_repr(self) -> str:
         return f"memory={self.memory!r}, chunk={self.chunk}, clip={self.clip}"
 
@@ -137,5 +145,6 @@ KIND = register(
         operations=COSTS.operations(),
         kept_bytes=learning_kept(_make),
         look=Look("#999933", "<", (0, (8, 2))),
+        shard=Shard(divide_memory, Titans.cuts),
     )
 )

@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate.layers.configs import MemoryConfig
-from lineate.layers.learning import LearningMixer, shared_sizes
+from lineate.layers.learning import LearningMixer, divide_memory, shared_sizes
 from lineate.layers.learning_costs import LearningCosts, learning_kept
+from lineate.layers.ranks import Ranks, rms_norm_over
 from lineate.layers.registry import Look, MixerKind, ModelSizes, register
 from lineate.layers.rope import rotate, turns
+from lineate.layers.shards import Cut, Part, Shard
 from lineate.layers.state import Memory, TensorSpec, token_positions
 from lineate.memory.ttt import ttt
 from lineate.rule import compute_dtype
@@ -29,6 +31,9 @@ from lineate.rule import compute_dtype
 
 class TTTMixer(LearningMixer):
     """The base class of TTTLinear and TTTMLP: heads of head_dim channels, each with a model of its own."""
+
+    ranks: Ranks | None = None
+    """If set, the other heads are on other ranks, and the result is this rank's summand (docs/scaling.md)."""
 
     def __init__(
         self,
@@ -118,7 +123,25 @@ class TTTMixer(LearningMixer):
             factor=factor, chunk=self.chunk, cu_seqlens=cu_seqlens, eps=self.norm_eps,
             recompute_chunks=self.recompute_chunks,
         )  # fmt: skip
-        return self.post_norm(output.flatten(2)) * F.gelu(z, approximate="tanh"), memory
+        return self._norm_all(output.flatten(2)) * F.gelu(z, approximate="tanh"), memory
+
+    def _norm_all(self, x: Tensor) -> Tensor:
+        """Normalise the channels of all heads together, those on other ranks too."""
+        if self.ranks is None:
+            result: Tensor = self.post_norm(x)
+            return result
+        wide, size = x.to(compute_dtype(x.dtype)), self.ranks.size * x.shape[-1]
+        wide = wide - self.ranks.total(wide.sum(-1, keepdim=True)) / size
+        normed = rms_norm_over(self.ranks, wide, self.post_norm.weight.to(wide.dtype), self.post_norm.eps, size)
+        return (normed + self.post_norm.bias.to(wide.dtype)).to(x.dtype)
+
+    def cuts(self) -> dict[str, Cut]:
+        """Return how the parameters are shared out among ranks, by heads."""
+        channels, heads = Part(self.heads * self.head_dim, self.heads), Part(self.heads, self.heads)
+        cuts = self.shared_cuts((channels,) * 3, (channels, heads))
+        cuts |= {f"post_norm.{name}": Cut(0, (channels,)) for name in ("weight", "bias")}
+        by_head = ["rate_bias", "norm_weight", "norm_bias", *(f"start.{name}" for name in self.start)]
+        return cuts | {name: Cut(0, (heads,)) for name in by_head}
 
 
 class TTTLinear(TTTMixer):
@@ -219,6 +242,7 @@ TTT_LINEAR_KIND = register(
         operations=TTT_LINEAR_COSTS.operations(),
         kept_bytes=learning_kept(_make_linear),
         look=Look("#0072B2", "v", (0, (5, 3))),
+        shard=Shard(divide_memory, TTTMixer.cuts),
     )
 )
 
@@ -241,5 +265,6 @@ TTT_MLP_KIND = register(
         operations=TTT_MLP_COSTS.operations(),
         kept_bytes=learning_kept(_make_mlp),
         look=Look("#882255", "P", (0, (3, 3))),
+        shard=Shard(divide_memory, TTTMixer.cuts),
     )
 )

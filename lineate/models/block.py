@@ -14,6 +14,7 @@ from lineate.layers import LayerState, MixtureOfExperts, RMSNorm, TensorSpec, ki
 from lineate.layers.context import Bounds
 from lineate.layers.entry import check_result
 from lineate.layers.feed import make_feed as make_dense
+from lineate.layers.ranks import Ranks
 from lineate.layers.registry import check_made
 from lineate.layers.steps import Mixed, feed_step, is_step, mix_step, runs_steps
 from lineate.layers.trail import Trail, trail
@@ -47,6 +48,8 @@ def make_feed(config: HybridConfig, layer: int) -> nn.Module | None:
 class Block(nn.Module):
     """A mixer and a feed-forward, if it has one, with residuals; norm_after normalises outputs instead of inputs."""
 
+    ranks: Ranks | None = None
+    """If set, mixer and feed-forward are one rank's shares, whose results are summed over the ranks."""
     recompute: bool = False
     """Keep only the input for the backward pass, which computes the rest again."""
     _in_steps: bool
@@ -82,7 +85,7 @@ class Block(nn.Module):
 
     def trail(self, x: Tensor, state: LayerState, keep: str = "auto") -> tuple[Tensor, Trail]:
         """Run the block on guessed tokens x `b t hidden`; return the mixer's states after each (layers/trail.py)."""
-        if not self._in_steps or not runs_steps(x):
+        if not self._in_steps or self.ranks is not None or not runs_steps(x):
             return self._around(x, lambda y: trail(self.mixer, y, state, keep))
         assert self.feed is not None and self.feed_norm is not None
         y, kept = trail(self.mixer, self.mixer_norm(x), state, keep)
@@ -92,23 +95,30 @@ class Block(nn.Module):
 
     def mix_and_feed(self, x: Tensor, state: LayerState | None, cu_seqlens: Bounds) -> tuple[Tensor, LayerState]:
         """Add the mixer's output to x `b t hidden`, then that of the feed-forward."""
-        if cu_seqlens is None and self._in_steps and is_step(x, state):
+        if cu_seqlens is None and self._in_steps and self.ranks is None and is_step(x, state):
             assert state is not None
             return self._step(x, state)
         return self._around(x, lambda y: self._mix(y, state, cu_seqlens))
 
     def _around(self, x: Tensor, mix: Callable[[Tensor], tuple[Tensor, _Kept]]) -> tuple[Tensor, _Kept]:
-        y, kept = mix(x if self.norm_after else self.mixer_norm(x))
+        y, kept = mix(self._entered(x if self.norm_after else self.mixer_norm(x)))
+        y = self._left(y)
         x = self._added(x, self.mixer_norm(y) if self.norm_after else y)
         if self.feed is None or self.feed_norm is None:
             return x, kept
-        y = self.feed_norm(self.feed(x)) if self.norm_after else self.feed(self.feed_norm(x))
-        return self._added(x, y), kept
+        y = self._left(self.feed(self._entered(x if self.norm_after else self.feed_norm(x))))
+        return self._added(x, self.feed_norm(y) if self.norm_after else y), kept
+
+    def _entered(self, x: Tensor) -> Tensor:
+        return x if self.ranks is None else self.ranks.enter(x)
+
+    def _left(self, y: Tensor) -> Tensor:
+        return y if self.ranks is None else self.ranks.leave(y)
 
     @property
     def in_steps(self) -> bool:
-        """Whether the block is x + mixer(norm(x)), then x + feed(norm(x)), for a mixer of lineate's own."""
-        return self._in_steps and self._checked is None
+        """Whether the block is x + mixer(norm(x)), then x + feed(norm(x)), for a whole mixer of lineate's own."""
+        return self._in_steps and self._checked is None and self.ranks is None
 
     def run_mixer(self, x: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
         """Return x + mixer(norm(x)) and the new state, for a block with steps."""

@@ -15,14 +15,17 @@ from lineate.half import linear
 from lineate.layers import LinearMixer, ShortConvolution, TensorSpec
 from lineate.layers.context import Bounds, Context, Segment
 from lineate.layers.projection import project
+from lineate.layers.ranks import Ranks
 from lineate.models.block import Block, make_mixer
 from lineate.models.checks import check_context, check_ids, check_labels, check_mask, check_state
 from lineate.models.config import HybridConfig
 from lineate.models.files.saving import check_described
-from lineate.models.loss import head_loss, loss_sum
+from lineate.models.loss import check_targets, head_loss, loss_sum, shared_head_loss
+from lineate.models.memoryless import without_memory
 from lineate.models.prediction import PredictionHead
-from lineate.models.pretrained import SHARD_BYTES, load_pretrained, without_memory, write_pretrained
+from lineate.models.pretrained import SHARD_BYTES, load_pretrained, write_pretrained
 from lineate.models.scaling import make_embedding, make_last_norm
+from lineate.models.sharding import SharedEmbedding, gather_logits, rank_config, set_ranks, vocabulary_range
 from lineate.models.state import ModelState
 from lineate.models.stepping import step
 from lineate.models.trail import ModelTrail, TrailOutput
@@ -78,20 +81,32 @@ class HybridLM(nn.Module):
 
     Args:
         config: sizes of its parts, and which layer has which mixer.
+        ranks: the ranks that share the model, each with some heads; None: this process has all of it.
     """
 
     context: Context | None = None
     """If set, every call has this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
+    ranks: Ranks | None = None
+    """If set, this is one rank's share of the model; all ranks make the same calls (models/sharding.py)."""
 
-    def __init__(self, config: HybridConfig) -> None:
+    def __init__(self, config: HybridConfig, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embed = make_embedding(config)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        if ranks is not None and ranks.size > 1:
+            own = rank_config(config, ranks.size, ranks.rank)
+            self.embed: nn.Embedding = SharedEmbedding(
+                config.vocab_size, config.hidden_size, config.embedding_scale, ranks
+            )
+        else:
+            own, ranks = config, None
+            self.embed = make_embedding(config)
+        self.layers = nn.ModuleList(Block(own, layer) for layer in range(config.n_layers))
         self.norm = make_last_norm(config)
-        self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.prediction = PredictionHead(config) if config.prediction else None
+        self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, own.vocab_size, bias=False)
+        self.prediction = PredictionHead(own) if config.prediction else None
         """Predicts tokens after the next (models/prediction.py), if the checkpoint has the weights."""
+        if ranks is not None:
+            set_ranks(self, ranks)
         if self.embed.weight.device.type != "meta":
             _draw_weights(self, config.initializer_range)
 
@@ -185,7 +200,12 @@ class HybridLM(nn.Module):
         checks.check_cu_seqlens(cu_seqlens, *input_ids.shape)
         check_context(self.context, None, None, continues)
         x, _ = self._read(input_ids, None, None if cu_seqlens is None else cu_seqlens.long(), continues)
-        return head_loss(x, self.embed.weight if self.head is None else self.head.weight, targets)
+        weight = self.embed.weight if self.head is None else self.head.weight
+        if self.ranks is None:
+            return head_loss(x, weight, targets)
+        first, _ = vocabulary_range(self.config.vocab_size, self.ranks.rank, self.ranks.size)
+        check_targets(targets, x, self.config.vocab_size)
+        return shared_head_loss(x, weight, targets, first, self.ranks)
 
     def _read(
         self, input_ids: Tensor, state: ModelState | None, cu_seqlens: Tensor | None, continues: bool | None
@@ -243,6 +263,10 @@ class HybridLM(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits of what the head reads."""
+        if self.ranks is not None:
+            x = self.ranks.enter(x)
+            own = linear(x, self.embed.weight) if self.head is None else project(self.head, x)
+            return gather_logits(own, self.config.vocab_size, self.ranks)
         if self.head is not None:
             return project(self.head, x)
         if self.embed.weight.is_meta and not x.is_meta:  # torch would return a meta tensor, which has no values
@@ -283,6 +307,7 @@ class HybridLM(nn.Module):
         progress: bool = True,
         prediction: bool = True,
         weights: str | None = None,
+        ranks: Ranks | None = None,
     ) -> "HybridLM":
         """Make a model in eval mode from a checkpoint.
 
@@ -298,8 +323,9 @@ class HybridLM(nn.Module):
             weights: a format that large weights are kept in, "bfloat16", "float16", "int8" or "int4"
                 (docs/small-weights.md); dtype is then that of all others, by default float32 on a CPU and bfloat16 on
                 a GPU. None: as stored.
+            ranks: the ranks that share the model; this one reads its share alone. None: all of it.
         """
-        return load_pretrained(HybridLM, name, dtype, device, progress, prediction, weights)
+        return load_pretrained(HybridLM, name, dtype, device, progress, prediction, weights, ranks)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write config.json and model.safetensors, which from_pretrained reads back to the same bits.
@@ -328,6 +354,11 @@ def save_pretrained(model: HybridLM, folder: str | Path, max_shard_bytes: int = 
 
 def check_saveable(model: HybridLM) -> None:
     """Raise if its configuration and its tensors would not reproduce this model."""
+    if model.ranks is not None:
+        raise ValueError(
+            f"model must be whole to be saved, got the share of rank {model.ranks.rank} of {model.ranks.size}; gather "
+            "it first with lineate.models.sharding.whole_model"
+        )
     check_described(model, empty_model(model.config))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lineate.half import half_dtype, linear, times, wide_linear
+from lineate.layers.ranks import Ranks
 from lineate.rule import compute_dtype, full_precision
 from lineate.small.weight import SmallWeight
 
@@ -42,7 +43,7 @@ def head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return _small_head_loss(x.flatten(0, 1), weight, targets.flatten())
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    result: Tensor = _HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), dtype)
+    result: Tensor = _HeadLoss.apply(x.flatten(0, 1), weight, targets.flatten(), dtype, None)
     return result
 
 
@@ -55,6 +56,19 @@ def _small_head_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     size = max(1, AT_ONCE // weight.shape[0])
     pairs = zip(x.split(size), targets.split(size), strict=True)
     return torch.stack([checkpoint(part, own, wanted, use_reentrant=False) for own, wanted in pairs]).sum()
+
+
+def shared_head_loss(x: Tensor, weight: Tensor, targets: Tensor, first: int, ranks: Ranks) -> Tensor:
+    """Return the first of loss_sum for a head of which every rank has some tokens; the same on all ranks.
+
+    x `b t hidden`, targets `b t`; weight: this rank's rows of the head; first: the token of its first row.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    weight = weight.decoded() if isinstance(weight, SmallWeight) else weight
+    own = ranks.enter(x).flatten(0, 1)
+    result: Tensor = _HeadLoss.apply(own, weight, targets.flatten(), dtype, (first, ranks))
+    return result
 
 
 def most_bytes(tokens: int, vocab: int, hidden: int) -> int:
@@ -77,8 +91,11 @@ def check_targets(targets: Tensor, like: Tensor, vocab: int, name: str = "target
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, dtype):  # type: ignore[no-untyped-def]
-        """x `n hidden`, targets `n`; products in dtype, the rest in float32. The gradients are of the sum."""
+    def forward(ctx, x, weight, targets, dtype, shared=None):  # type: ignore[no-untyped-def]
+        """x `n hidden`, targets `n`; products in dtype, the rest in float32. The gradients are of the sum.
+
+        shared: the token of the weight's first row, and the ranks that have the others; None: it has all tokens.
+        """
         exact, size = compute_dtype(dtype), max(1, AT_ONCE // len(weight))
         wide = half_dtype(x) is not None  # then products are of float32, and the weight is widened in blocks
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -92,12 +109,17 @@ class _HeadLoss(torch.autograd.Function):
                 there = wanted != -100
                 wanted = wanted.where(there, 0)[:, None]
                 z = (wide_linear(part, w, None, rounded) if wide else F.linear(part, w)).to(exact)
-                logs = z.logsumexp(1, keepdim=True)
-                total += (logs - z.gather(1, wanted)).mul(there[:, None]).sum()
+                if shared is None:
+                    own, logs = torch.ones_like(wanted, dtype=torch.bool), z.logsumexp(1, keepdim=True)
+                    chosen = z.gather(1, wanted)
+                else:
+                    own, wanted = _own_tokens(wanted, shared[0], len(weight))
+                    logs, chosen = _over_ranks(z, z.gather(1, wanted) * own, shared[1])
+                total += (logs - chosen).mul(there[:, None]).sum()
                 if dx is None and dweight is None:
                     continue
                 dz = z.sub_(logs).exp_()
-                dz.scatter_add_(1, wanted, torch.full_like(logs, -1.0))
+                dz.scatter_add_(1, wanted, -own.to(exact))
                 dz = dz.mul_(there[:, None]).to(dtype)
                 if dx is not None:
                     dx[start : start + size] = times(dz, w) if wide else dz @ w
@@ -109,4 +131,18 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d):  # type: ignore[no-untyped-def]
         dx, dweight = ctx.saved_tensors
-        return *(None if y is None else y * d.to(y.dtype) for y in (dx, dweight)), None, None
+        return *(None if y is None else y * d.to(y.dtype) for y in (dx, dweight)), None, None, None
+
+
+def _own_tokens(wanted: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return which tokens `n 1` are among a rank's `count`, and their places there, 0 for the others."""
+    places = wanted - first
+    own = (places >= 0) & (places < count)
+    return own, places.where(own, 0)
+
+
+def _over_ranks(z: Tensor, chosen: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Return log sum e^z over all ranks' logits z `n tokens`, and the sum of what each chose, `n 1`."""
+    most = ranks.largest(z.amax(1, keepdim=True))
+    sums = ranks.sum_in_place(torch.cat(((z - most).exp().sum(1, keepdim=True), chosen), 1))
+    return most + sums[:, :1].log(), sums[:, 1:]

@@ -4,14 +4,15 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lineate.dtypes import parse_dtype
+from lineate.layers.ranks import Ranks
 from lineate.models.config import HybridConfig
 from lineate.models.families import (
     OWN,
@@ -27,11 +28,14 @@ from lineate.models.files.checkpoint import Checkpoint, read_json, save
 from lineate.models.files.companions import GENERATION, write_companions
 from lineate.models.files.gguf import kept_formats
 from lineate.models.files.gguf_tokenizer import companions_of
-from lineate.models.files.loading import LoadingPlan, load, stored_dtype
+from lineate.models.files.loading import LoadingPlan, check_all, load, stored_dtype
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.saving import check_whole
+from lineate.models.files.slicing import slice_plan
 from lineate.models.files.tiled import KEY, stored_tensors
+from lineate.models.memoryless import without_memory
 from lineate.models.opening import open_checkpoint
+from lineate.models.sharding import model_ranges
 from lineate.small.format import FORMATS, Format
 from lineate.small.which import becomes_small, find_format, format_of, small_formats
 
@@ -41,25 +45,21 @@ SOURCE = "_source"
 SHARD_BYTES = 5 * 10**9
 
 
-def without_memory(make: Callable[[HybridConfig], AnyModel], config: HybridConfig) -> AnyModel:
-    """Make a model without memory for its tensors."""
-    with torch.device("meta"), _WithoutNormal():
-        return make(config)
-
-
 def load_pretrained(
-    make: Callable[[HybridConfig], AnyModel],
+    make: Callable[..., AnyModel],
     name: str | Path,
     dtype: torch.dtype | str | None,
     device: torch.device | str,
     progress: bool,
     prediction: bool = True,
     weights: str | None = None,
+    ranks: Ranks | None = None,
 ) -> AnyModel:
     """Make a model in eval mode from a folder or a hub name; dtype None or "auto": that of most of the stored bytes.
 
     prediction: whether the head of multi-token prediction is read too, if the checkpoint has one. weights: the format
-    that large weights are kept in; then a dtype of None is float32 on a CPU, and bfloat16 elsewhere.
+    that large weights are kept in; then a dtype of None is float32 on a CPU, and bfloat16 elsewhere. ranks: those that
+    share the model, of which this one reads its share.
     """
     chosen = None if dtype is None or dtype == "auto" else parse_dtype(dtype, also=("auto",))
     form = None if weights is None else find_format(weights)
@@ -74,6 +74,12 @@ def load_pretrained(
     checkpoint = present(checkpoint, model)
     wanted = chosen or usual_dtype(checkpoint, form, device)
     plan = make_plan(checkpoint, config, model)
+    if ranks is not None and ranks.size > 1:
+        shared = without_memory(partial(make, ranks=ranks), config)
+        tensors = model.state_dict()
+        check_all(tensors, plan, checkpoint, other_family(checkpoint))
+        shapes = {key: tuple(x.shape) for key, x in tensors.items()}
+        plan, model = slice_plan(plan, shapes, model_ranges(model, ranks.rank, ranks.size)), shared
     small = formats_for(model, form or small_format(checkpoint), wanted)
     if form is None:
         small |= kept_formats_for(model, checkpoint, plan)
@@ -188,13 +194,3 @@ def check_target(device: torch.device | str) -> None:
         raise ValueError(f"device must be cpu, cuda or another of torch's, got {device!r}") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={str(device)!r} needs a GPU that torch can use, and there is none; use device='cpu'")
-
-
-class _WithoutNormal(TorchFunctionMode):
-    """Leaves out nn.init.normal_, which on meta tensors does nothing but import 150 MB of torch."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        return kwargs.get("tensor") if func is nn.init.normal_ else func(*args, **kwargs)

@@ -82,7 +82,7 @@ class GraphedSteps:
     """
 
     def __init__(self, model: HybridLM, tensors: PoolTensors, graphed: bool = True) -> None:
-        self.model, self.graphed = model, graphed
+        self.model, self.graphed = model, graphed and model.ranks is None  # sums over ranks are not recorded
         self._given, self._lengths = tensors, tensors.lengths
         self._rows = len(tensors.lengths)
         self.ids = torch.zeros_like(tensors.lengths)[:, None]

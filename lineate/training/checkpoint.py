@@ -31,6 +31,7 @@ from lineate.training.distributed import World
 RUN_STATE_FILE = "state.json"
 RANKS_FOLDER = "ranks"
 __all__ = [
+    "check_ranks_folder",
     "checkpoints",
     "load_model",
     "load_optimizer",
@@ -39,6 +40,7 @@ __all__ = [
     "problem",
     "prune",
     "random_state",
+    "ranks_folder",
     "read_tensors",
     "save",
     "write_json",
@@ -97,7 +99,7 @@ def _try(work: Callable[[], None], world: World, mine: bool) -> str:
         except OSError as failure:
             error = failure.strerror or str(failure)
     world.barrier()  # has a longer timeout than the sum: rank 0 reads all files again
-    failures = world.sum(torch.tensor(float(bool(error)), device=world.device))
+    failures = world.sum_everywhere(torch.tensor(float(bool(error)), device=world.device))
     return (error or "another rank failed") if failures else ""
 
 
@@ -201,7 +203,8 @@ def write_state(path: Path, model: nn.Module, optimizer: Optimizer, world: World
     if world.size > 1:
         from lineate.training.sharded import save_distributed
 
-        save_distributed(path / RANKS_FOLDER, model, optimizer)
+        assert world.readers is not None
+        save_distributed(ranks_folder(path, world), model, optimizer, world.readers.get_group())
         return
     write_tensors(path / "model.safetensors", {name: x.detach() for name, x in model.state_dict().items()})
     names: dict[Tensor, str] = {x: name for name, x in model.named_parameters()}
@@ -210,6 +213,33 @@ def write_state(path: Path, model: nn.Module, optimizer: Optimizer, world: World
     }  # fmt: skip
     # Sorted, so that a resumed run writes the same file as an uninterrupted one.
     write_tensors(path / "optimizer.safetensors", dict(sorted(tensors.items())))
+
+
+def ranks_folder(path: Path, world: World) -> Path:
+    """Return the folder that several ranks write a checkpoint to: one for each share of the model.
+
+    Args:
+        path: The folder of the checkpoint.
+        world: The ranks.
+    """
+    folder = path / RANKS_FOLDER
+    return folder if world.tensor_size == 1 else folder / f"tensor-{world.tensor_rank}-of-{world.tensor_size}"
+
+
+def check_ranks_folder(path: Path, world: World) -> None:
+    """Raise ValueError unless the ranks that share the model are as many as wrote the checkpoint.
+
+    Args:
+        path: The folder of the checkpoint.
+        world: The ranks.
+    """
+    found = sorted((path / RANKS_FOLDER).glob("tensor-0-of-*"))
+    wrote = int(found[0].name.rpartition("-")[2]) if found else 1
+    if wrote != world.tensor_size:
+        raise ValueError(
+            f"tensor must be {wrote}, as when {path} was saved, got {world.tensor_size}; the model of a finished run "
+            "can be shared out among any number of ranks"
+        )
 
 
 def load_model(path: Path, model: nn.Module) -> None:

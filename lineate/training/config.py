@@ -84,6 +84,7 @@ class TrainConfig:
     on_bad_loss: str = option("stop", "When a loss or gradient is not finite: stop, or skip the step.")
     shard: str = option("none", "Over ranks: none (every rank has all weights), or full (FSDP2).")
     context: int = option(1, "Ranks that share each row (context parallelism).")
+    tensor: int = option(1, "Ranks that share the model, each with some heads (tensor parallelism).")
     tensorboard: bool = option(False, "Write events for TensorBoard.")
 
     def __post_init__(self) -> None:
@@ -96,7 +97,8 @@ class TrainConfig:
         for name, words in OPTION_VALUES.items():
             if (value := getattr(self, name)) not in words:
                 raise ValueError(f"{name} must be one of {', '.join(words)}, got {value!r}")
-        least = dict.fromkeys(("rows", "accumulate", "steps", "keep", "eval_batches", "context"), 1) | {"length": 2}
+        counts = ("rows", "accumulate", "steps", "keep", "eval_batches", "context", "tensor")
+        least = dict.fromkeys(counts, 1) | {"length": 2}
         least |= dict.fromkeys(("eval_every", "sample_every", "save_every", "clip", "weight_decay"), 0)
         for name, smallest in least.items():
             if (value := getattr(self, name)) < smallest:
@@ -119,6 +121,11 @@ class TrainConfig:
         if self.warmup and not 0 < self.warmup < self.steps:
             raise ValueError(
                 f"warmup must be at least 0 and less than steps = {self.steps}, got {self.warmup}; or leave it out"
+            )
+        if self.tensor > 1 and self.optimizer == "muon":
+            raise ValueError(
+                f"optimizer must be adamw with tensor = {self.tensor}, got muon, which needs whole matrices; use "
+                "--shard full instead of --tensor"
             )
         if self.rows % self.accumulate:
             raise ValueError(f"rows must be a multiple of accumulate = {self.accumulate}, got {self.rows}")

@@ -22,7 +22,7 @@ def diagnose(learner: Learner) -> tuple[str, bool]:
     for name, x in learner.model.named_parameters():
         names.append(name)
         flags.append((_bad(x), _bad(x.grad)))
-    found = learner.world.sum(torch.tensor(flags, dtype=torch.float32, device=learner.world.device)).tolist()
+    found = learner.world.sum_everywhere(torch.tensor(flags, dtype=torch.float32, device=learner.world.device)).tolist()
     values = [name for name, (value, _) in zip(names, found, strict=True) if value]
     gradients = [name for name, (_, gradient) in zip(names, found, strict=True) if gradient]
     where = "every parameter is finite, and so is its gradient when computed again"

@@ -1,13 +1,14 @@
 """Several processes that train one model: their places, their shared weights, and the sum of their gradients.
 
 torchrun starts the processes and tells each its place (RANK, WORLD_SIZE, LOCAL_RANK). Without torchrun there is one
-process and no process group, and the methods below do nothing. Ranks form a mesh of `data` x `context`: ranks with the
-same place in `data` read segments of the same sequences (context parallelism); others read different sequences. Every
-rank holds the gradient of
+process and no process group, and the methods below do nothing. Ranks form a mesh of `data` x `context` x `tensor`:
+ranks with the same place in `data` read segments of the same sequences (context parallelism); others read different
+sequences; ranks that differ in `tensor` alone share one model, and read the same tokens. Every rank holds the gradient
+of
 
     (sum of its own tokens' losses) / (number of tokens on all ranks)
 
-so the gradient of the mean loss is the SUM over all ranks, even if they have different numbers of tokens.
+so the gradient of the mean loss is the SUM over all ranks with other tokens, even if their numbers differ.
 """
 
 import os
@@ -25,6 +26,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
+
+from lineate.layers.ranks import Ranks
+from lineate.models.sharding import share_out_model, square_of_gradients, sum_shared_gradients
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 ResultT = TypeVar("ResultT")
@@ -52,29 +56,32 @@ class World:
     shard: str = "none"
     """"none": every rank has all parameters. "full": parameters are sharded over all ranks (FSDP2)."""
     mesh: DeviceMesh | None = None
-    """The mesh data x context; None for a single process without a process group."""
-    everyone: DeviceMesh | None = None
-    """The same ranks in one dimension, over which parameters are sharded."""
+    """The mesh data x context x tensor; None for a single process without a process group."""
+    readers: DeviceMesh | None = None
+    """The ranks with this one's share of the model, in one dimension: they read other tokens, and shard parameters."""
     patient: dist.ProcessGroup | None = None
     """The process group of barrier(), with a long timeout."""
 
     @classmethod
-    def start(cls, device: str, shard: str = "none", context: int = 1) -> "World":
+    def start(cls, device: str, shard: str = "none", context: int = 1, tensor: int = 1) -> "World":
         """Join the processes that torchrun started (gloo on CPUs, NCCL on GPUs); without torchrun, be the only one.
 
         Args:
             device: "cpu" or "cuda"; under torchrun each process of a machine takes the GPU of its local rank.
             shard: "none" keeps all parameters on every rank; "full" shards them over all ranks (FSDP2).
-            context: How many ranks share a sequence; it must divide the number of processes.
+            context: How many ranks share a sequence.
+            tensor: How many ranks share the model, each with some heads; tensor x context must divide the processes.
         """
         if shard not in ("none", "full"):
             raise ValueError(f"shard must be 'none' or 'full', got {shard!r}")
-        if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-            raise ValueError(f"context must be a number of ranks, at least 1, got {context!r}")
+        for name, given in (("context", context), ("tensor", tensor)):
+            if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+                raise ValueError(f"{name} must be a number of ranks, at least 1, got {given!r}")
         rank, size, local_rank = (_variable(name, alone) for name, alone in _VARIABLES)
-        if size % context:
+        if size % (context * tensor):
+            name = "context" if tensor == 1 else "tensor" if context == 1 else "context x tensor"
             raise ValueError(
-                f"context must divide the number of processes = {size}, got {context}; "
+                f"{name} must divide the number of processes = {size}, got {context * tensor}; "
                 "start more of them with torchrun --nproc-per-node"
             )
         place = _device(device, local_rank)
@@ -90,10 +97,11 @@ class World:
             store=_fresh_store(rank, size), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT,
             device_id=place if cuda else None,
         )  # fmt: skip
-        mesh = init_device_mesh(place.type, (size // context, context), mesh_dim_names=("data", "context"))
-        everyone = init_device_mesh(place.type, (size,), mesh_dim_names=("everyone",))
+        shape = size // (context * tensor), context, tensor
+        mesh = init_device_mesh(place.type, shape, mesh_dim_names=("data", "context", "tensor"))
+        readers = mesh["data", "context"]._flatten("readers")
         patient = dist.new_group(backend="gloo", timeout=BARRIER_TIMEOUT)
-        return cls(rank, size, local_rank, place, shard, mesh, everyone, patient)
+        return cls(rank, size, local_rank, place, shard, mesh, readers, patient)
 
     @property
     def is_main(self) -> bool:
@@ -108,17 +116,32 @@ class World:
     @property
     def context_rank(self) -> int:
         """Which segment of that batch this rank has."""
-        return self.rank % self.context_size
+        return self.rank // self.tensor_size % self.context_size
+
+    @property
+    def tensor_size(self) -> int:
+        """The number of ranks that share the model."""
+        return 1 if self.mesh is None else self.mesh.size(2)
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which share of the model this rank has."""
+        return self.rank % self.tensor_size
 
     @property
     def data_size(self) -> int:
         """The number of batches that are computed at the same time."""
-        return self.size // self.context_size
+        return self.size // (self.context_size * self.tensor_size)
 
     @property
     def data_rank(self) -> int:
         """Which of these batches this rank has."""
-        return self.rank // self.context_size
+        return self.rank // (self.context_size * self.tensor_size)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The ranks that share the model; None if this one has all of it."""
+        return None if self.mesh is None or self.tensor_size == 1 else Ranks(self.mesh["tensor"].get_group())
 
     def wrap(self, model: ModelT) -> ModelT:
         """Move the model to the device, with rank 0's weights or this rank's shard of them, and return it.
@@ -126,25 +149,39 @@ class World:
         Call it before making the optimizer. Afterwards run the model only by model(...).
 
         Args:
-            model: The model, which every rank must have built with the same seed.
+            model: The model, which every rank must have built with the same seed; for tensor parallelism a HybridLM,
+                whole or already this rank's share.
         """
+        if (ranks := self.ranks) is not None and getattr(model, "ranks", None) is None:
+            model = share_out_model(model, ranks)
         if self.context_size > 1:
             from lineate.training.context import context_parallel
 
             assert self.mesh is not None
             context_parallel(model, self.mesh["context"].get_group())
-        if self.size == 1:
+        if self.readers is None or self.readers.size() == 1:
             return model.to(self.device)
         if self.shard == "full":
-            return fully_shard_model(model, self.everyone)
+            return fully_shard_model(model, self.readers)
         model.to(self.device)
         with torch.no_grad():
             for x in model.state_dict().values():
-                dist.broadcast(x, src=0)
+                dist.broadcast(x, group=self.readers.get_group(), group_src=0)
         return model
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, as a new tensor.
+        """Return the sum of a tensor over all ranks that read other tokens, as a new tensor.
+
+        Args:
+            x: This rank's tensor, of the same shape on every rank; ranks that share a model have the same.
+        """
+        x = x.detach().clone()
+        if self.readers is not None:
+            dist.all_reduce(x, group=self.readers.get_group())
+        return x
+
+    def sum_everywhere(self, x: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes, as a new tensor.
 
         Args:
             x: This rank's tensor, of the same shape on every rank.
@@ -157,18 +194,20 @@ class World:
     def finish_gradients(self, model: nn.Module) -> None:
         """Sum the gradients over all ranks, after the last backward pass of a step.
 
-        With shard="full" this does nothing, as the backward pass has already summed them.
+        With shard="full" the backward pass has already summed those of other tokens.
 
         Args:
             model: The model that wrap() returned.
         """
-        if self.size == 1 or self.shard == "full":
+        if self.readers is None:
             return
-        for bucket in _buckets(model):
-            flat = torch.cat([x.grad.flatten() for x in bucket])  # type: ignore[union-attr]
-            dist.all_reduce(flat)
-            for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
-                x.grad = part.view_as(x)
+        if self.readers.size() > 1 and self.shard != "full":
+            for bucket in _buckets(model):
+                flat = torch.cat([x.grad.flatten() for x in bucket])  # type: ignore[union-attr]
+                dist.all_reduce(flat, group=self.readers.get_group())
+                for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
+                    x.grad = part.view_as(x)
+        sum_shared_gradients(model)
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale all gradients so that their total norm is at most max_norm.
@@ -180,8 +219,18 @@ class World:
         Returns:
             The norm before scaling, as a plain tensor, the same on every rank.
         """
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if self.tensor_size == 1:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert self.mesh is not None
+        square = square_of_gradients(model)
+        if self.shard == "full":
+            dist.all_reduce(square)
+        else:
+            dist.all_reduce(square, group=self.mesh["tensor"].get_group())
+        norm = square.sqrt()
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+        return norm
 
     def barrier(self) -> None:
         """Wait for all ranks, for up to 12 hours; fail at once if one dies."""
@@ -228,7 +277,7 @@ def on_main(work: Callable[[], ResultT], what: str, group: dist.ProcessGroup | N
     Args:
         work: The function to call on rank 0.
         what: What it does, for the message "rank 0 could not ..." on the other ranks.
-        group: The process group whose timeout applies; the default one if None.
+        group: The ranks that take part, and whose first one works; all of them if None.
 
     Returns:
         The result on rank 0, None on the others.
@@ -236,7 +285,7 @@ def on_main(work: Callable[[], ResultT], what: str, group: dist.ProcessGroup | N
     if not dist.is_initialized():
         return work()
     result, error = None, None
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         try:
             result = work()
         except (OSError, ValueError, ImportError) as problem:

@@ -17,6 +17,7 @@ import torch
 from lineate.models import HybridLM
 from lineate.models.files.safetensors import write_tensors
 from lineate.models.hybrid import check_saveable
+from lineate.models.sharding import whole_state
 from lineate.processor import why_wide
 from lineate.tracing import cpu_by_default
 from lineate.training import checkpoint
@@ -85,7 +86,7 @@ class Trainer(Learner):
         SIGINT and SIGTERM stop a single process between two steps, with a checkpoint; with several ranks they end the
         process at once.
         """
-        check_saveable(self.model)  # fail now rather than at the first checkpoint
+        self._check_saveable()  # fail now rather than at the first checkpoint
         with self.signals.listen(self._give_up) if self.world.size == 1 else nullcontext():
             try:
                 self._train()
@@ -143,7 +144,7 @@ class Trainer(Learner):
 
     def save(self) -> bool:
         """Save a checkpoint of this step; return False if it could not be written."""
-        check_saveable(self.model)
+        self._check_saveable()
         folder = Path(self.config.out) / "checkpoints"
         busy, self.signals.busy = self.signals.busy, True
         done = checkpoint.save(folder, self.step, self._write, self.world, self.config.keep, self.report.warn)
@@ -151,6 +152,11 @@ class Trainer(Learner):
         if done:
             self.saved = self.step
         return done
+
+    def _check_saveable(self) -> None:
+        """Raise unless the configuration describes the model; one rank's share of it was made from that."""
+        if self.model.ranks is None:
+            check_saveable(self.model)
 
     def _write(self, folder: Path) -> None:
         """Write all files of a checkpoint. If one process writes it, it can also be loaded as a model."""
@@ -184,7 +190,8 @@ class Trainer(Learner):
     def _look(self, evaluate: bool, sample: bool) -> None:
         """Evaluate and sample, then record both at once: an interruption in between would record one of them twice."""
         # Rows that are split over ranks cannot be sampled. Otherwise rank 0 samples alone, unless weights are sharded.
-        sample = sample and self.world.context_size == 1 and (self.world.is_main or self.world.shard == "full")
+        alone = self.world.shard != "full" and self.world.tensor_size == 1
+        sample = sample and self.world.context_size == 1 and (self.world.is_main or not alone)
         loss, text = None, None
         if evaluate or sample:
             with self.signals.stoppable():
@@ -246,8 +253,8 @@ class Trainer(Learner):
             from lineate.models.files.checkpoint import save
             from lineate.training.sharded import full_state
 
-            check_saveable(self.model)
-            tensors = full_state(self.model)
+            self._check_saveable()
+            tensors = full_state(self.model) if self.model.ranks is None else whole_state(self.model)
             if self.world.is_main:
                 save(folder, tensors, _model_config(self.model))
 

@@ -10,12 +10,14 @@ import torch
 
 from lineate import folders
 from lineate.layers.context import check_splits
+from lineate.layers.ranks import Ranks
 from lineate.models import HybridLM
 from lineate.models.families import read_config, small_format
 from lineate.models.files.checkpoint import Checkpoint, read_json
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.hybrid import make_mixer
 from lineate.models.presets import PRESETS, preset
+from lineate.models.sharding import rank_config
 from lineate.names import nearest
 from lineate.text import Bytes, Tokenizer, has_tokenizer, load_tokenizer, make_tokenizer
 from lineate.text.tokenizer import check_name
@@ -75,13 +77,13 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Trainer:
     check_folder(out, resume)
     if not resume:
         _check_model(config)
-    _check_context(config)
+    _check_ranks(config)
     if config.tensorboard:
         need_tensorboard()
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    world = World.start(device, config.shard, config.context)
+    world = World.start(device, config.shard, config.context, config.tensor)
     report = RunReporter(config, world.is_main)
 
     def take() -> None:
@@ -136,10 +138,12 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
     learn, check = store.split(config.validation_fraction, config.seed)
     batches, validation = (ShuffledBatches(view, config.length, config.rows, config.seed) for view in (learn, check))
     torch.manual_seed(config.seed)
-    model = _model(config, tokenizer) if saved is None else _saved_model(saved)
+    model = _model(config, tokenizer, world.ranks) if saved is None else _saved_model(saved)
     for block in model.layers:
         block.recompute = config.recompute  # type: ignore[assignment]
     by_ranks = saved is not None and (saved / checkpoint.RANKS_FOLDER).is_dir()
+    if saved is not None:
+        checkpoint.check_ranks_folder(saved, world)
     if saved is not None and not by_ranks:
         checkpoint.load_model(saved, model)
     model = world.wrap(model)
@@ -153,7 +157,8 @@ def _prepare(config: TrainConfig, resume: bool, world: World, report: RunReporte
             from lineate.training.sharded import load_distributed
 
             # Without the saved options, as those of the config apply.
-            load_distributed(saved / checkpoint.RANKS_FOLDER, model, optimizer, options=False)
+            group = None if world.readers is None else world.readers.get_group()
+            load_distributed(checkpoint.ranks_folder(saved, world), model, optimizer, options=False, group=group)
         else:
             checkpoint.load_optimizer(saved, model, optimizer)
         trainer.step, trainer.looked, trainer.saved = state["step"], state["looked"], state["step"]
@@ -199,7 +204,7 @@ def restarted(config: TrainConfig) -> bool:
 def _newest(folder: Path, world: World, report: RunReporter) -> Path | None:
     """Return the newest complete checkpoint; rank 0 verifies the files, and all ranks use what it found."""
     found = world.on_main(lambda: checkpoint.newest(folder, report.warn), "read the checkpoints")
-    step = int(world.sum(torch.tensor(0 if found is None else int(found.name[5:]) + 1, device="cpu")))
+    step = int(world.sum_everywhere(torch.tensor(0 if found is None else int(found.name[5:]) + 1, device="cpu")))
     if not step and (damaged := checkpoint.checkpoints(folder)):
         raise ValueError(
             f"resume needs a whole checkpoint, got {len(damaged)} in {folder}, all damaged; remove them to start again "
@@ -313,15 +318,18 @@ def _check_model(config: TrainConfig) -> None:
         )
 
 
-def _check_context(config: TrainConfig) -> None:
-    """Raise ValueError if a row is to be shared among ranks and the model has layers that cannot do so."""
-    if config.context == 1:
+def _check_ranks(config: TrainConfig) -> None:
+    """Raise ValueError if rows or the model are to be shared among ranks and it has layers that cannot do so."""
+    if config.context == config.tensor == 1:
         return
     if config.model in PRESETS:
-        sizes = preset(config.model, config.pattern, vocab_size=1)
+        sizes = preset(config.model, config.pattern, vocab_size=config.tensor)
     elif Path(config.model).is_dir():  # a resumed run does not need the folder
         sizes = read_config(Checkpoint.open(Path(config.model)))
     else:
+        return
+    rank_config(sizes, config.tensor)
+    if config.context == 1:
         return
     with torch.device("meta"):
         check_splits(*(make_mixer(sizes, letter) for letter in sorted(set(sizes.letters))))
@@ -332,10 +340,11 @@ def _saved_model(path: Path) -> HybridLM:
     return HybridLM(read_config(Checkpoint(path, read_json(path / CONFIG_FILE), {})))
 
 
-def _model(config: TrainConfig, tokenizer: Tokenizer) -> HybridLM:
-    """Make a new model from a preset, or load one from a folder, on the CPU and in float32."""
+def _model(config: TrainConfig, tokenizer: Tokenizer, ranks: Ranks | None) -> HybridLM:
+    """Make a new model from a preset, or load one, or a rank's share of it, from a folder; on the CPU, in float32."""
     if config.model in PRESETS:
         sizes = preset(config.model, config.pattern, tokenizer.vocab_size)
         return HybridLM(replace(sizes, bos_token_id=tokenizer.end, eos_token_ids=(tokenizer.end,)))
     # The head of multi-token prediction is left out: nothing here would train it.
-    return HybridLM.from_pretrained(Path(config.model), dtype=torch.float32, progress=False, prediction=False).train()
+    options = {"dtype": torch.float32, "progress": False, "prediction": False, "ranks": ranks}
+    return HybridLM.from_pretrained(Path(config.model), **options).train()  # type: ignore[arg-type]

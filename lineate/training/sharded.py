@@ -30,7 +30,12 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """The shape and the dtype of each tensor, by name."""
 
 
-def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+def save_distributed(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Write the model and the optimizer's state; all ranks must call it.
 
     When it returns, everything is on the disk. If any rank fails, for instance because the disk is full, all ranks
@@ -40,6 +45,7 @@ def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer 
         folder: A new or empty folder on a file system that all ranks share.
         model: The model, sharded or not.
         optimizer: Its optimizer; None saves only the model.
+        group: The ranks that write it, if they are not all: those with the same share of the model (World.readers).
     """
     _need_safetensors()
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -53,21 +59,26 @@ def save_distributed(folder: str | Path, model: nn.Module, optimizer: Optimizer 
             raise FileExistsError(f"{path} must be a new or an empty folder, got one with files; remove it first")
 
     groups, scalars, tensors = _pack(model, optimizer)  # first, since it can fail without touching the disk
-    on_main(prepare, "write the checkpoint")
+    on_main(prepare, "write the checkpoint", group)
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     with _plain_errors(f"could not write {path}"):
-        save(tensors, storage_writer=writer)
+        save(tensors, storage_writer=writer, process_group=group)
 
     def finish() -> None:
         files = {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
         text = json.dumps({"files": files, "groups": groups, "scalars": scalars}, indent=1)
         write_bytes(path / SHARDS_STATE_FILE, [text.encode()])
 
-    on_main(finish, "write the checkpoint")
+    on_main(finish, "write the checkpoint", group)
 
 
 def load_distributed(
-    folder: str | Path, model: nn.Module, optimizer: Optimizer | None = None, *, options: bool = True
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    options: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Read what save_distributed wrote, on any number of ranks, into a model and its optimizer; all ranks must call it.
 
@@ -77,6 +88,7 @@ def load_distributed(
         optimizer: The optimizer to fill; None reads only the model.
         options: Whether to read the optimizer's options (learning rates, weight decays), too; False keeps its own and
             reads only its averages and step counts.
+        group: The ranks that read it, if they are not all.
     """
     _need_safetensors()
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -101,7 +113,7 @@ def load_distributed(
             if name.startswith("optimizer."):
                 tensors[name] = _like(parameters[name.split(".", 2)[2]], shape, dtype)
     with _plain_errors(f"could not read {path}"):
-        load(tensors, storage_reader=reader)
+        load(tensors, storage_reader=reader, process_group=group)
     if optimizer is not None:
         _unpack(optimizer, state, tensors, parameters, options)
 

@@ -1,362 +1,42 @@
 """Context parallelism: ranks that each hold a segment equal one process that holds all, in outputs and all gradients.
 
-Four processes (gloo) are started once and run every fast case, and once for the slow ones. The first of a case's ranks
-also computes the whole, by itself, and the others are sent its results.
+Queries stay on their ranks here, as the segments are short; test_context_balance.py has the cases in which they move.
+Four processes (gloo) are started once and run every fast case, and once for the slow ones.
 """
 
-import json
-import traceback
-import warnings
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from ranks import from_first, run_ranks, summed
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from segments import (
+    DIFFERENCES,
+    HIDDEN,
+    LAYOUTS,
+    MIXERS,
+    RANKS,
+    Cases,
+    check,
+    close,
+    draw,
+    make_mixer,
+    make_model,
+    received_bytes,
+    run_mixer,
+    run_model,
+    start_ranks,
+)
+from torch import nn
 
-from lineate.layers import (
-    DeltaNet,
-    GatedAttention,
-    GatedDeltaNet,
-    GatedLinearAttention,
-    KimiDeltaAttention,
-    LatentAttention,
-    LayerState,
-    LinearAttention,
-    Mamba2,
-    Memory,
-    TokenCache,
-    carry,
-    context,
-)
-from lineate.models import (
-    AttentionConfig,
-    ExpertsConfig,
-    FeedConfig,
-    HybridConfig,
-    HybridLM,
-    LatentConfig,
-    LinearConfig,
-    MambaConfig,
-    ModelState,
-)
 from lineate.training.context import context_parallel
 
-RANKS = 4
-HIDDEN, VOCAB = 24, 61
-SIZES = {"value_heads": 4, "key_dim": 8, "value_dim": 6}
-MIXERS = {
-    "linear": lambda: LinearAttention(HIDDEN, 2, **SIZES),
-    "gated linear": lambda: GatedLinearAttention(HIDDEN, 2, **SIZES, decay_rank=5),
-    "delta": lambda: DeltaNet(HIDDEN, 2, **SIZES, beta_scale=2.0),
-    "gated delta": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES),
-    "gated delta, no convolution": lambda: GatedDeltaNet(HIDDEN, 2, **SIZES, conv_size=0),
-    "kimi": lambda: KimiDeltaAttention(HIDDEN, 2, **SIZES, decay_rank=5, gate_rank=7),
-    "mamba": lambda: Mamba2(HIDDEN, 6, head_dim=5, state_dim=7, groups=2, norm_groups=3),
-    "attention": lambda: GatedAttention(HIDDEN, 4, kv_heads=2, head_dim=10, rotary_dim=6),
-    "latent": lambda: LatentAttention(HIDDEN, 3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0),
-}
-MODEL = HybridConfig(
-    vocab_size=VOCAB, hidden_size=HIDDEN, n_layers=8, pattern="LRDGKSAM",
-    linear=LinearConfig(2, 4, 8, 6),
-    mamba=MambaConfig(6, 5, 7, groups=2),
-    attention=AttentionConfig(4, 2, 10, rotary_dim=4),
-    latent=LatentConfig(3, rank=9, nope_dim=6, rope_dim=4, value_dim=5, rope_theta=100.0),
-    feed=FeedConfig(20), experts=ExpertsConfig(4, 2, 8), dense_layers=(0, 1, 2, 3, 4, 5), tie_embeddings=True,
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which tokens each rank has, and where sequences begin and end."""
-
-    cuts: tuple[int, ...]
-    texts: tuple[int, ...] | None = None
-    """Bounds of packed sequences; None: two rows, each over all ranks."""
-    state: bool = False
-    """Whether every sequence continues one of its own length."""
-
-    @property
-    def rows(self) -> int:
-        return 2 if self.texts is None else len(self.texts) - 1
-
-    def until(self, rank: int) -> tuple[Tensor | None, list[int]]:
-        """Return cu_seqlens of all tokens up to the rank's last, and the sequences (rows) that it has a part of."""
-        start, end = self.cuts[rank : rank + 2]
-        if self.texts is None:
-            return None, [0, 1]
-        bounds = [x for x in self.texts if x < end] + [end]
-        return torch.tensor(bounds), [i for i, x in enumerate(bounds[1:]) if x > start]
-
-    def part(self, rank: int) -> tuple[Tensor | None, bool]:
-        """Return the rank's own cu_seqlens, and whether its first sequence began before."""
-        start, end = self.cuts[rank : rank + 2]
-        if self.texts is None:
-            return None, rank > 0
-        inside = [x for x in self.texts if start < x < end]
-        return torch.tensor([start, *inside, end]) - start, start not in self.texts
-
-
-LAYOUTS = {
-    "rows, odd lengths": Layout((0, 11, 24, 29, 37)),
-    "rows, state": Layout((0, 11, 24, 29, 37), state=True),
-    "rows, one token each": Layout((0, 1, 2, 3, 4), state=True),
-    "rows, tiny segments": Layout((0, 2, 3, 5, 12)),
-    "rows, many chunks": Layout((0, 71, 135, 206, 301), state=True),
-    "packed, one over three ranks": Layout((0, 9, 20, 31, 43), (0, 4, 29, 30, 43), state=True),
-    "packed, one over all ranks": Layout((0, 9, 20, 31, 43), (0, 5, 40, 43)),
-    "packed, ends at the edges": Layout((0, 9, 20, 31, 43), (0, 3, 9, 31, 43), state=True),
-    "packed, nothing continues": Layout((0, 9, 20, 31, 43), (0, 9, 20, 25, 31, 43)),
-    "packed, tiny": Layout((0, 1, 2, 6, 9), (0, 3, 4, 4, 5, 7, 9), state=True),
-    "packed, one text": Layout((0, 5, 6, 7, 20), (0, 20), state=True),
-    "1 rank": Layout((0, 17), (0, 5, 17), state=True),
-    "2 ranks": Layout((0, 7, 17), (0, 5, 13, 17), state=True),
-    "3 ranks": Layout((0, 7, 8, 17), state=True),
-}
-
-CASES: dict[str, Callable[[dist.ProcessGroup], None]] = {}
-"""What each rank runs, by name; the group has as many ranks as the layout."""
-SIZE_OF: dict[str, int] = {}
-SLOW: set[str] = set()
+case = Cases()
 FAST_LAYOUT = "packed, one over three ranks"
 FAST_TOO = {
     "linear": "2 ranks", "kimi": "rows, state", "attention": "packed, ends at the edges", "latent": "packed, tiny",
 }  # fmt: skip
 """A second fast layout of some mixers; the other combinations are slow."""
 MANY_CHUNKS = ("kimi: rows, many chunks", "linear: rows, many chunks")
-
-
-def case(name: str, size: int = RANKS, slow: bool = False):
-    def add(run):
-        CASES[name], SIZE_OF[name] = run, size
-        if slow:
-            SLOW.add(name)
-        return run
-
-    return add
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(seed)
-    x = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
-    return x.to(torch.get_default_device(), dtype)
-
-
-def draw_ids(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randint(VOCAB, shape, generator=generator, device="cpu").to(torch.get_default_device())
-
-
-def randomize(module: nn.Module) -> None:
-    for name, x in module.named_parameters():
-        if "norm" in name:
-            nn.init.uniform_(x, 0.5, 1.5)
-
-
-def make_mixer(name: str, dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    mixer = MIXERS[name]()
-    randomize(mixer)
-    return mixer.to(dtype)
-
-
-def make_model(dtype: torch.dtype) -> HybridLM:
-    torch.manual_seed(0)
-    model = HybridLM(MODEL)
-    randomize(model)
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            if x.dim() >= 2 and "conv" not in name:
-                x.mul_(5)
-    return model.to(dtype)
-
-
-def pasts(layout: Layout) -> Tensor:
-    """Return the bounds of the sequences that come before, one per row."""
-    lengths = [4, 4] if layout.texts is None else [(3 * i + 2) % 5 for i in range(layout.rows)]
-    return torch.tensor([0, *lengths]).cumsum(0)
-
-
-def leaves(state: LayerState) -> tuple[LayerState, dict[str, Tensor]]:
-    tensors = {name: state[name].detach().clone().requires_grad_() for name in state.names}
-    return Memory(tensors) if isinstance(state, Memory) else TokenCache(tensors, state.lengths), tensors
-
-
-def own_rows(state: LayerState, rows: list[int], continues: bool, packed: bool) -> LayerState:
-    """Return the rank's rows; those of sequences that began earlier are NaN, because they must be ignored."""
-    state = state.select(torch.tensor(rows))
-    if continues:
-        for name in state.names:
-            state[name].data[: 1 if packed else None] = torch.nan
-    return state
-
-
-def weigh(state: LayerState, rows: list[int], seed: int) -> Tensor:
-    """Return a random linear function of these rows, without the entries after a cache's last token."""
-    total = torch.zeros(())
-    for n, name in enumerate(state.names):
-        for i, row in enumerate(rows):
-            x = state[name][row]
-            if isinstance(state, TokenCache):
-                x = x[: state.lengths if isinstance(state.lengths, int) else int(state.lengths[row])]
-            total = total + (x * draw(*x.shape, seed=1000 * seed + 10 * i + n, dtype=x.dtype)).sum()
-    return total
-
-
-DIFFERENCES: list[str] = []
-"""The differences of the running case. A rank that stopped at its first one would leave the others in a collective."""
-
-
-def close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> None:
-    if got.shape != expected.shape:
-        DIFFERENCES.append(f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
-    elif got.numel():
-        error = (got - expected).abs().max().item()
-        if got.is_cuda and got.dtype == torch.float32:
-            tolerance = max(tolerance, 2e-3)  # the kernels multiply in tf32
-        limit = tolerance * max(1.0, expected.abs().max().item())
-        if not error <= limit:
-            DIFFERENCES.append(f"{what}: off by {error:.2e}, allowed {limit:.2e}")
-
-
-def run_mixer(
-    name: str, layout: Layout, group: dist.ProcessGroup, dtype: torch.dtype, tolerance: float,
-    recompute=False, compiled=False,
-):  # fmt: skip
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    packed = layout.texts is not None
-    b, t = 1 if packed else 2, layout.cuts[-1]
-    whole, split = make_mixer(name, dtype), make_mixer(name, dtype)
-    x = draw(b, t, HIDDEN, seed=1, dtype=dtype).requires_grad_()
-    weights = draw(b, t, HIDDEN, seed=2, dtype=dtype)
-    initial, tensors = None, {}
-    if layout.state:
-        before = pasts(layout)
-        with torch.no_grad():
-            past = draw(1, int(before[-1]), HIDDEN, seed=3, dtype=dtype)
-            _, initial = whole(past, None, before) if packed else whole(past.unflatten(1, (2, -1))[0])
-        initial, tensors = leaves(initial)
-
-    def in_one_process() -> dict[str, Any]:
-        """The output, functions of the states of every rank's texts at the end of its segment, and all gradients."""
-        bounds = None if layout.texts is None else torch.tensor(layout.texts)
-        output, _ = whole(x, initial, bounds)
-        state_losses = []
-        for other in range(size):
-            cu_seqlens, rows = layout.until(other)
-            texts = layout.rows if not packed else len(cu_seqlens) - 1
-            first = None if initial is None else initial.select(torch.arange(texts))
-            _, state = whole(x[:, : layout.cuts[other + 1]], first, cu_seqlens)
-            state_losses.append(weigh(state, rows, other))
-        wanted = [x, *tensors.values(), *whole.parameters()]
-        gradients = torch.autograd.grad((output * weights).sum() + sum(state_losses), wanted)
-        return {"output": output, "states": state_losses, "gradients": gradients}
-
-    expected = from_first(group, in_one_process)
-
-    # This rank's part.
-    context_parallel(split, group)
-    start, end = layout.cuts[rank : rank + 2]
-    cu_seqlens, continues = layout.part(rank)
-    state = None
-    if initial is not None and not (continues and not packed and rank % 2):  # None is as good as rows that are ignored
-        state = own_rows(initial, layout.until(rank)[1], continues, packed)
-    mine = x.detach()[:, start:end].clone().requires_grad_()
-    segment = cu_seqlens
-    if packed or recompute:
-        seen = getattr(state, "lengths", 0)
-        segment = split.context.segment(mine, cu_seqlens, continues, seen)
-    run = (lambda *args: checkpoint(split, *args, use_reentrant=False)) if recompute else split
-    run = torch.compile(split, backend="aot_eager") if compiled else run
-    output, state = run(mine, state, segment)
-    loss = weigh(state, list(range(state.rows)), rank)
-    close("state", loss, expected["states"][rank], 10 * tolerance)
-    loss = loss + (output * weights[:, start:end]).sum()
-    own = torch.autograd.grad(
-        loss, [mine, *tensors.values(), *split.parameters()], allow_unused=True, materialize_grads=True
-    )
-    close("output", output, expected["output"][:, start:end], tolerance)
-    close("gradient of x", own[0], expected["gradients"][0][:, start:end], tolerance)
-    names = [*(f"state {n}" for n in tensors), *(n for n, _ in split.named_parameters())]
-    for what, got, gradient in zip(names, summed(own[1:], group), expected["gradients"][1:], strict=True):
-        close(f"gradient of {what}", got, gradient, tolerance)
-
-
-def run_model(
-    layout: Layout, group: dist.ProcessGroup, dtype: torch.dtype, tolerance: float, recompute=False, shard=False
-):
-    rank = dist.get_rank(group)
-    packed = layout.texts is not None
-    b, t = 1 if packed else 2, layout.cuts[-1]
-    whole, split = make_model(dtype), make_model(dtype)
-    ids, targets = draw_ids(b, t, seed=4), draw_ids(b, t, seed=5)
-    initial, tensors = None, []
-    if layout.state:
-        before = pasts(layout)
-        past = draw_ids(1, int(before[-1]), seed=6)
-        with torch.no_grad():
-            made = whole(past, cu_seqlens=before) if packed else whole(past.view(2, -1))
-        pairs = [leaves(layer) for layer in made.state.layers]
-        initial = ModelState(tuple(layer for layer, _ in pairs), made.state.lengths)
-        tensors = [x for _, found in pairs for x in found.values()]
-
-    def in_one_process() -> dict[str, Any]:
-        bounds = None if layout.texts is None else torch.tensor(layout.texts)
-        out = whole(ids, initial, bounds)
-        loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
-        gradients = torch.autograd.grad(loss, [*tensors, *whole.parameters()])
-        layers = [{name: layer[name] for name in layer.names} for layer in out.state.layers]
-        return {"logits": out.logits, "gradients": gradients, "lengths": out.state.lengths, "layers": layers}
-
-    expected = from_first(group, in_one_process)
-
-    context_parallel(split, group)
-    for block in split.layers:
-        block.recompute = recompute
-    if shard:
-        mesh = DeviceMesh.from_group(group, torch.get_default_device().type)
-        for module in (*split.layers, split):
-            fully_shard(module, mesh=mesh)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    start, end = layout.cuts[rank : rank + 2]
-    (cu_seqlens, continues), rows = layout.part(rank), layout.until(rank)[1]
-    state = None
-    if initial is not None:
-        layers = tuple(own_rows(layer, rows, continues, packed) for layer in initial.layers)
-        state = ModelState(layers, initial.select(torch.tensor(rows)).lengths)
-    out = split(ids[:, start:end], state, cu_seqlens, continues=continues)
-    loss = F.cross_entropy(out.logits.flatten(0, 1), targets[:, start:end].flatten(), reduction="sum") / targets.numel()
-    loss.backward()
-    close("logits", out.logits, expected["logits"][:, start:end], tolerance)
-    names = [*(f"state {n}" for n in range(len(tensors))), *(n for n, _ in split.named_parameters())]
-    own = [torch.zeros_like(x) if x.grad is None else x.grad for x in (*tensors, *split.parameters())]
-    totals = iter(summed([x for x in own if not isinstance(x, DTensor)], group))
-    own = [x.full_tensor() if isinstance(x, DTensor) else next(totals) for x in own]
-    for what, got, gradient in zip(names, own, expected["gradients"], strict=True):
-        close(f"gradient of {what}", got, gradient, tolerance)
-    if packed:  # the states of sequences that end here, and how many tokens they have seen
-        ends = torch.tensor(layout.texts[1:])
-        here = [(i, row) for i, row in enumerate(rows) if start < ends[row] <= end]
-        for i, row in here:
-            assert out.state.lengths[i] == expected["lengths"][row]
-    else:
-        assert int(torch.as_tensor(out.state.lengths).max()) == end + (4 if layout.state else 0)
-        if rank == RANKS - 1:
-            for got, layer in zip(out.state.layers, expected["layers"], strict=True):
-                for name in got.names:
-                    close(f"state {name}", got[name], layer[name], tolerance)
 
 
 for mixer in MIXERS:
@@ -434,16 +114,7 @@ def _(group):
 @case("bytes that docs/scaling.md says")
 def _(group):
     """Each rank has 2 rows of 9 tokens in float32; forward runs, and again in the backward."""
-    received = []
-
-    def counted(run):
-        def counting(self, x):
-            out = run(self, x)
-            received.append(min(x.nbytes, out.nbytes) * (self.size - 1))
-            return out
-
-        return counting
-
+    received: list[int] = []
     h, hv, k, v = 2, 4, 8, 6
     halo = 4 * 2 * 3 * (2 * h * k + hv * v)
     expected = {
@@ -453,9 +124,7 @@ def _(group):
         "attention": 4 * 2 * (2 * 2 * 10) * 9,
         "latent": 4 * 2 * (9 + 4) * 9,
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("gather", "scatter_sum"):
-            patch.setattr(context.Context, name, counted(getattr(context.Context, name)))
+    with received_bytes(received):
         for name, each in expected.items():
             mixer = make_mixer(name, torch.float32)
             context_parallel(mixer, group)
@@ -508,74 +177,47 @@ def _(group):
         state = model(torch.ones(1, 6, dtype=torch.long), cu_seqlens=torch.tensor([0, 2, 6]), continues=False).state
         with pytest.raises(ValueError, match=r"as many tokens in every row .* got \[2, 4\]"):
             model.context.segment(ids.expand(2, -1), None, False, state.lengths)
+        mixer = make_mixer("attention", torch.float32)
+        context_parallel(mixer, group)
+        x, bounds = draw(1, 6, HIDDEN, seed=1), torch.tensor([0, 2, 6])
+        state = mixer(x, None, mixer.context.segment(x, bounds, False))[1]
+        with pytest.raises(
+            ValueError, match=r"as many tokens as the segment was told, \[0, 0\], got \[2, 4\]; pass seen="
+        ):
+            mixer(x, state, mixer.context.segment(x, bounds, False))
 
 
 GPU_CASES = [
-    name for name in CASES if name.endswith(("many chunks", "one over three ranks", "tiny", "1 rank", "bfloat16"))
+    name for name in case.runs if name.endswith(("many chunks", "one over three ranks", "tiny", "1 rank", "bfloat16"))
 ]
 
 
 def run_cases(folder: Path, device: str, names: list[str]) -> None:
-    """Run the cases on a rank, and write down what failed."""
-    torch.set_default_device(device)
-    for message in ("mkldnn_matmul failed", "FSDP2-wrapped module"):  # torch's own warnings
-        warnings.filterwarnings("ignore", message)
-    carry.READ_AT_ONCE = 16  # so that short sequences are summed in several pieces
-    if device == "cuda":  # NCCL needs a GPU for every rank, so use gloo, with copies
-        gather, scatter_sum = context.Context.gather, context.Context.scatter_sum
-        context.Context.gather = lambda self, x: gather(self, x.cpu() if self.size > 1 else x).to(x.device)
-        context.Context.scatter_sum = lambda self, x: scatter_sum(self, x.cpu() if self.size > 1 else x).to(x.device)
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    rank = dist.get_rank()
-    groups = {size: dist.new_group(list(range(size))) for size in range(1, RANKS + 1)}
-    failures: dict[str, str] = {}
-    for name in names:
-        DIFFERENCES.clear()
-        try:
-            if rank < SIZE_OF[name]:
-                CASES[name](groups[SIZE_OF[name]])
-            failures[name] = "; ".join(DIFFERENCES)
-        except BaseException:  # the other ranks may wait for this one, so no later case can run
-            failures[name] = traceback.format_exc()
-            break
-        finally:
-            Path(folder, f"{rank}.json").write_text(json.dumps(failures))
-
-
-def start(folder: Path, device: str, names: list[str]) -> list[dict[str, str]]:
-    """Return for each rank a mapping from each case to what failed, or to nothing."""
-    with suppress(Exception):  # in that case some results are missing
-        run_ranks(RANKS, run_cases, folder, device, names)
-    found = [Path(folder, f"{rank}.json") for rank in range(RANKS)]
-    return [json.loads(x.read_text()) if x.exists() else {} for x in found]
-
-
-FAST = [name for name in CASES if name not in SLOW]
+    case.run(folder, device, names)
 
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory) -> list[dict[str, str]]:
-    return start(tmp_path_factory.mktemp("ranks"), "cpu", FAST)
+    return start_ranks(run_cases, tmp_path_factory.mktemp("ranks"), "cpu", case.fast)
 
 
 @pytest.fixture(scope="module")
 def slow_on_cpu(tmp_path_factory) -> list[dict[str, str]]:
-    return start(tmp_path_factory.mktemp("ranks"), "cpu", sorted(SLOW))
+    return start_ranks(run_cases, tmp_path_factory.mktemp("ranks"), "cpu", case.slow)
 
 
 @pytest.fixture(scope="module")
 def on_gpu(tmp_path_factory) -> list[dict[str, str]]:
-    return start(tmp_path_factory.mktemp("ranks"), "cuda", GPU_CASES)
+    return start_ranks(run_cases, tmp_path_factory.mktemp("ranks"), "cuda", GPU_CASES)
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", case.fast)
 def test_ranks_equal_one_process(on_cpu, name):
     check(on_cpu, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(SLOW))
+@pytest.mark.parametrize("name", sorted(case.slow))
 def test_ranks_equal_one_process_in_more_cases(slow_on_cpu, name):
     check(slow_on_cpu, name)
 
@@ -584,9 +226,3 @@ def test_ranks_equal_one_process_in_more_cases(slow_on_cpu, name):
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_ranks_equal_one_process_on_a_gpu(on_gpu, name):
     check(on_gpu, name)
-
-
-def check(failures: list[dict[str, str]], name: str) -> None:
-    for rank, results in enumerate(failures):
-        assert name in results, f"rank {rank} never came to this case"
-        assert not results[name], f"rank {rank}: {results[name]}"

@@ -105,7 +105,7 @@ class _Ranks:
 
 def _segment(x: Tensor, packed: bool) -> Segment:
     bounds = torch.tensor([0, 1, x.shape[1]]) if packed else None
-    told = (Told(x.shape[0], 0, 0, x.shape[1], 0), Told(x.shape[0], 1, 1, x.shape[1], 0))
+    told = (Told(x.shape[0], 0, 0, x.shape[1], 0), Told(x.shape[0], 1, 0, x.shape[1], 0))
     return Segment(_Ranks(), bounds, (0, x.shape[1]) if bounds is None else tuple(bounds.tolist()), told)
 
 

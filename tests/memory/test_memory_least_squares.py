@@ -133,9 +133,9 @@ def test_chunks_without_gates(gates):
 
 @pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
 @pytest.mark.parametrize("continued", [False, True])
-def test_packed(form, continued):
-    """Sequences of 1, 0, 12, 8 and 4 tokens packed into one row equal these sequences alone."""
-    bounds = [0, 1, 1, 13, 21, 25]
+@pytest.mark.parametrize("bounds", [(0, 1, 1, 13, 21, 25), (0, 0, 9, 9, 25, 25)], ids=["one chunk beside", "none"])
+def test_packed(form, continued, bounds):
+    """Sequences packed into one row equal these sequences alone, with empty ones beside any others."""
     given = inputs(25, b=1)
     state = some_state(5, [0, 2, 7, 0, 5]) if continued else None
     leaves = [*given, *([] if state is None else [state[n] for n in ("P", "S", "ridge")])]

@@ -2,24 +2,21 @@
 
 import copy
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from families import FAMILIES, build
-from small_models import random_model
+from small_models import random_model, variants
 from torch import Tensor
 
 from lineate.models import (
     AttentionConfig,
-    ExpertsConfig,
     FeedConfig,
     HybridConfig,
     HybridLM,
     LatentConfig,
     LinearConfig,
-    MambaConfig,
 )
 
 pytestmark = pytest.mark.gpu
@@ -32,21 +29,7 @@ CONFIG = HybridConfig(
     latent=LatentConfig(4, rank=48, nope_dim=32, rope_dim=16, value_dim=32),
     feed=FeedConfig(256), zero_centred_norm=True,
 )  # fmt: skip
-EXPERTS = ExpertsConfig(8, 2, 64, shared_size=64, shared_gate=True)
-CASES = {
-    "GGGA": CONFIG,
-    "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
-    "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
-    "SSA, mixers alone": replace(
-        CONFIG,
-        pattern="SSA",
-        n_layers=3,
-        mamba=MambaConfig(4, 32, 32, groups=2),
-        mixer_only=(1,),
-        residual_scale=0.5,
-        feed=FeedConfig(64, "relu2"),
-    ),
-}
+CASES = variants(CONFIG)
 cases = pytest.mark.parametrize("case", CASES)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import random_model
+from small_models import random_model, variants
 from torch import Tensor
 
 from lineate.generation import GraphedDecoder, in_place
@@ -18,7 +18,6 @@ from lineate.models import (
     HybridLM,
     LatentConfig,
     LinearConfig,
-    MambaConfig,
     ModelState,
 )
 
@@ -30,22 +29,9 @@ CONFIG = HybridConfig(
     latent=LatentConfig(4, rank=48, nope_dim=32, rope_dim=16, value_dim=32, rope_theta=10000.0),
     feed=FeedConfig(128), zero_centred_norm=True,
 )  # fmt: skip
-EXPERTS = ExpertsConfig(8, 2, 64, shared_size=64, shared_gate=True)
 SIGMOID = ExpertsConfig(8, 6, 64, scores="sigmoid", groups=4, active_groups=3, scale=2.5)
-CASES = {
-    "GGGA": CONFIG,
-    "KKKM, experts": replace(CONFIG, pattern="KKKM", experts=EXPERTS, dense_layers=(0,), tie_embeddings=True),
+CASES = variants(CONFIG) | {
     "GA, more experts": replace(CONFIG, pattern="GA", n_layers=2, experts=SIGMOID),
-    "LRDGKAM": replace(CONFIG, pattern="LRDGKAM", n_layers=7),
-    "SSA, mixers alone": replace(
-        CONFIG,
-        pattern="SSA",
-        n_layers=3,
-        mamba=MambaConfig(4, 32, 32, groups=2),
-        mixer_only=(1,),
-        residual_scale=0.5,
-        feed=FeedConfig(64, "relu2"),
-    ),
     "no attention": replace(CONFIG, pattern="G", n_layers=2),
     "attention alone": replace(CONFIG, pattern="A", n_layers=1),
 }

@@ -119,6 +119,12 @@ print("torch._dynamo" in sys.modules)
     assert python(code) == "False"
 
 
+def test_models_import_no_tensors_of_many_ranks():
+    """Importing them takes a second and 40 MB, which only training on several ranks needs."""
+    code = "import sys, lineate.models, lineate.serving.engine; print('torch.distributed.tensor' in sys.modules)"
+    assert python(code) == "False"
+
+
 def test_import_compiles_nothing(tmp_path):
     """The C code is built at first use, neither at import nor by explain of a call that it does not serve."""
     code = f"""

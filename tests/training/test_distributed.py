@@ -458,7 +458,7 @@ def on_a_gpu(folder, shard):
     """It runs over NCCL, with AdamW's fused kernel, whose step counts are on the GPU."""
     world = World.start("cuda", shard=shard)
     # World.wrap does not shard the model of a single rank.
-    wrap = partial(fully_shard_model, mesh=world.everyone) if shard == "full" else world.wrap
+    wrap = partial(fully_shard_model, mesh=world.readers) if shard == "full" else world.wrap
     model = wrap(make_model())
     optimizer = make_optimizer(model, fused=True)
     losses = train(world, model, optimizer, 5)

@@ -39,7 +39,7 @@ def break_at(step, how):
     World.clip = clip
 
 
-def torchrun(folder, out, step, how="killed", restarts=0, shard="none", context=1):
+def torchrun(folder, out, step, how="killed", restarts=0, shard="none", context=1, tensor=1):
     """Run 8 steps on 2 ranks, saved after 2, 4, ..."""
     (folder / "script.py").write_text(SCRIPT)
     if not (folder / "data.txt").exists():
@@ -49,7 +49,8 @@ def torchrun(folder, out, step, how="killed", restarts=0, shard="none", context=
     options = {
         "out": out, "cache": folder / "cache", "pattern": "GA", "length": 32, "rows": 4, "steps": 8, "warmup": 2,
         "save-every": 2, "eval-every": 0, "sample-every": 0, "validation-fraction": 0.5, "device": "cpu",
-        "shard": shard, "context": context, "data": folder / "data.txt",
+        "shard": shard, "context": context, "tensor": tensor, "data": folder / "data.txt",
+        "optimizer": "muon" if tensor == 1 else "adamw",
     }  # fmt: skip
     flags = [f"--{name}={value}" for name, value in options.items()] + [f"--data={folder / 'more.txt'}"]
     return subprocess.run(
@@ -71,11 +72,12 @@ def test_a_restart_resumes_only_its_own_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard, context", [("none", 1), ("full", 1), ("full", 2)])
-def test_a_killed_rank_is_restarted_and_nothing_changes(tmp_path, shard, context):
-    whole = torchrun(tmp_path, tmp_path / "whole", -1, shard=shard, context=context)
+@pytest.mark.parametrize("shard, context, tensor", [("none", 1, 1), ("full", 1, 1), ("full", 2, 1), ("none", 1, 2)])
+def test_a_killed_rank_is_restarted_and_nothing_changes(tmp_path, shard, context, tensor):
+    split = {"shard": shard, "context": context, "tensor": tensor}
+    whole = torchrun(tmp_path, tmp_path / "whole", -1, **split)
     assert whole.returncode == 0, whole.stderr[-3000:]
-    again = torchrun(tmp_path, tmp_path / "again", 5, restarts=1, shard=shard, context=context)
+    again = torchrun(tmp_path, tmp_path / "again", 5, restarts=1, **split)
     assert again.returncode == 0, again.stderr[-3000:]
     assert "steps 0 to 8" in again.stdout and "steps 4 to 8" in again.stdout, again.stdout
     weights = [(tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("whole", "again")]

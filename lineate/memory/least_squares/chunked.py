@@ -57,9 +57,10 @@ def run_chunks(
         own = [None if x is None else x[:, at] for x in inputs]
         bounds = torch.tensor([0, *accumulate(lengths[row] for row in rows)], device=at.device)
         which = torch.tensor(rows, device=at.device)
-        before = {name: x[which] for name, x in state.items()}
-        y, after = run_chunks(own, before, bounds, chunk, restored, aligned)
-        outputs.append(y)
+        after = {name: x[which] for name, x in state.items()}
+        if len(at):  # otherwise all of these sequences are empty
+            y, after = run_chunks(own, after, bounds, chunk, restored, aligned)
+            outputs.append(y)
         states.append(after)
         tokens.append(at)
         order.append(which)

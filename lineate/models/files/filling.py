@@ -42,6 +42,29 @@ class Piece:
     """Changes these rows to the shape of that part, such as a transpose; the result is held in memory while copied."""
 
 
+@dataclass(frozen=True)
+class Narrow:
+    """Takes some indices of one dimension.
+
+    Args:
+        before: what changes the stored rows first; None: nothing.
+        shape: what the rows are seen as.
+        axis: the dimension.
+        first: the first index.
+        count: how many.
+    """
+
+    before: Callable[[Tensor], Tensor] | None
+    shape: tuple[int, ...]
+    axis: int
+    first: int
+    count: int
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        x = rows if self.before is None else self.before(rows)
+        return x.reshape(self.shape).narrow(self.axis, self.first, self.count)
+
+
 def allocate(
     name: str, like: Tensor, dtype: torch.dtype, device: torch.device | str, form: Format | None = None
 ) -> Tensor:
@@ -116,7 +139,8 @@ def _read(checkpoint: Checkpoint, piece: Piece, part: Tensor) -> None:
         checkpoint.read_into(piece.source, part, piece.rows)
         return
     first, last = piece.rows or (0, piece.shape[0])
-    block = torch.empty(last - first, *piece.shape[1:], dtype=checkpoint.entries[piece.source].dtype, device="cpu")
+    dtype = checkpoint.entries[piece.source].dtype
+    block = _empty((last - first, *piece.shape[1:]), dtype=dtype, device=torch.device("cpu"))
     checkpoint.read_into(piece.source, block, (first, last))
     part.copy_(piece.take(block).reshape(part.shape))
 
@@ -126,7 +150,10 @@ def _fill_small(
 ) -> None:
     """Fill a weight of 8 or 4 bits; codes that are stored in its format are taken as they are."""
     shape, source = tuple(small.shape), checkpoint.entries[pieces[0].source]
-    if isinstance(checkpoint, TiledCheckpoint) and checkpoint.kept_as(pieces[0].source) == small.format.name:
+    as_stored = len(pieces) == 1 and pieces[0].rows is None and pieces[0].take is None and source.shape == shape
+    tiled = isinstance(checkpoint, TiledCheckpoint) and checkpoint.kept_as(pieces[0].source) == small.format.name
+    if as_stored and tiled:
+        assert isinstance(checkpoint, TiledCheckpoint)
         checkpoint.read_tiles(pieces[0].source, small)
         advance(source.nbytes)
         return
@@ -168,6 +195,11 @@ def _by_expert(pieces: Sequence[Piece], shape: tuple[int, ...]) -> list[list[Pie
         elif piece.take is None and len(piece.into) <= 1 and piece.shape[1:] == shape[1:]:
             for e in range(first, last):
                 found[e].append(replace(piece, into=(), rows=(start + e - first, start + e - first + 1)))
+        elif isinstance(piece.take, Narrow) and piece.take.before is None and piece.take.axis:
+            part = replace(piece.take, shape=piece.take.shape[1:], axis=piece.take.axis - 1)
+            for e in range(first, last):
+                rows = start + e - first, start + e - first + 1
+                found[e].append(replace(piece, into=piece.into[1:], rows=rows, take=part))
         else:
             return []
     return found
@@ -207,10 +239,27 @@ def _fill_rows(
         write_codes(small, codes, scales, at)
 
 
+def _keeps_groups(piece: Piece) -> bool:
+    """Whether a piece has whole groups of the stored rows, whose codes can be taken as they are."""
+    if not isinstance(cut := piece.take, Narrow):
+        return piece.take is None
+    in_columns = cut.axis == len(cut.shape) - 1
+    return cut.before is None and not (in_columns and (cut.first % GROUP or cut.count % GROUP))
+
+
 def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, scales: Tensor) -> None:
     """Write the codes `rows columns` and scales of a piece, BLOCK elements at a time."""
-    if piece.take is None and checkpoint.kept_as(piece.source) == form.name:
+    if checkpoint.kept_as(piece.source) == form.name and _keeps_groups(piece):
         stored, factors = checkpoint.read_codes(piece.source, piece.rows)
+        if isinstance(cut := piece.take, Narrow):
+            last = cut.axis == len(cut.shape) - 1
+            groups = replace(
+                cut,
+                shape=(*cut.shape[:-1], cut.shape[-1] // GROUP),
+                first=cut.first // GROUP if last else cut.first,
+                count=cut.count // GROUP if last else cut.count,
+            )
+            stored, factors = cut(stored), groups(factors)
         codes.copy_(stored.reshape(codes.shape))
         scales.copy_(factors.reshape(scales.shape))
         return
