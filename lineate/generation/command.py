@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import typer
 
     from lineate.generation.choice import Sampling
+    from lineate.generation.ranks import RankedJob
 
 STDIN = "-"
 """A prompt of this name is read from standard input."""
@@ -53,13 +54,22 @@ def add_commands(app: "typer.Typer") -> None:
         device: Device = "cpu",
         bits: Bits = None,
         raw: Raw = False,
+        tensor: Annotated[
+            int, typer.Option(help="Processes that share the model; start as many with torchrun.", min=1)
+        ] = 1,
     ) -> None:
         """Continue a prompt with a trained model; the text appears as it is made."""
         from lineate.generation.choice import Sampling
+        from lineate.generation.job import join_job, working
 
         try:
             sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed=seed)
-            run_generate(folder, read_prompt(prompt), sampling, tokens, stop or (), dtype, device, raw, bits)
+            flags = {"sampling": repr(sampling), "tokens": tokens, "stop": stop, "dtype": dtype, "bits": bits}
+            job = join_job(tensor, device, folder, flags | {"device": device})
+            with working(job):
+                text = read_prompt(prompt) if job is None or job.is_main else ""
+                text = text if job is None else job.link.share(text)
+                run_generate(folder, text, sampling, tokens, stop or (), dtype, device, raw, bits, job)
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             fail(error, 1 if isinstance(error, RuntimeError) else 2)
 
@@ -119,6 +129,7 @@ def run_generate(
     device: str = "cpu",
     raw: bool = False,
     bits: int | None = None,
+    job: "RankedJob | None" = None,
 ) -> None:
     """Print a prompt and its continuation, and how fast it was made to standard error.
 
@@ -132,6 +143,7 @@ def run_generate(
         device: "cpu" or "cuda".
         raw: Print control characters as they are, rather than as dots.
         bits: Bits of large weights, 16, 8 or 4; None: as stored.
+        job: The processes that share the model, of which rank 0 prints; None: there is one.
     """
     from lineate.generation import generate
     from lineate.generation.loading import check_device, load_model
@@ -140,7 +152,8 @@ def run_generate(
 
     print_anything()
     check_device(device)
-    model, tokenizer = load_model(folder, dtype, device, name_of_bits(bits))
+    place, ranks = (device, None) if job is None else (job.device, job.model_ranks)
+    model, tokenizer = load_model(folder, dtype, place, name_of_bits(bits), ranks)
     ids = [*tokenizer.start, *tokenizer.encode(prompt)] or [tokenizer.end]
     words, stops = Detokenizer(tokenizer, after=ids), StopStrings(stop)
     ends = tokenizer.ends | model.end_tokens
@@ -148,6 +161,8 @@ def run_generate(
     started = time.perf_counter()
 
     def write(text: str) -> None:
+        if job is not None and not job.is_main:
+            return
         sys.stdout.write(text if raw else printable(text))
         sys.stdout.flush()
 
@@ -167,7 +182,8 @@ def run_generate(
     ended = time.perf_counter()
     write("\n")
     rate = f", {(made - 1) / (ended - first):.1f} tokens/s" if made > 1 and ended > first else ""
-    print(f"[{len(ids)} tokens read in {first - started:.2f} s; {made} made{rate}]", file=sys.stderr)
+    if job is None or job.is_main:
+        print(f"[{len(ids)} tokens read in {first - started:.2f} s; {made} made{rate}]", file=sys.stderr)
 
 
 def run_chat(

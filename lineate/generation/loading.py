@@ -17,6 +17,7 @@ from lineate.small import shrink
 from lineate.terminal import printable
 
 if TYPE_CHECKING:
+    from lineate.layers.ranks import Ranks
     from lineate.models import HybridLM
     from lineate.text import Tokenizer
 
@@ -26,6 +27,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     weights: str | None = None,
+    ranks: "Ranks | None" = None,
 ) -> "tuple[HybridLM, Tokenizer]":
     """Return a model in eval mode and its tokenizer, which is read first because it is quick.
 
@@ -34,13 +36,14 @@ def load_model(
         dtype: A torch.dtype or its name; None or "auto": as stored.
         device: Where the weights are loaded to.
         weights: The format of large weights, "bfloat16", "float16", "int8" or "int4"; None: as stored.
+        ranks: The ranks that share the model (lineate.layers.ranks); None: this process has all of it.
     """
     from lineate.models import HybridLM
     from lineate.text import load_tokenizer
 
-    place = fetch_model(str(name)) if is_hub_name(name) else find_model(user_path(named_path(name)))
+    place = locate(name)
     tokenizer = load_tokenizer(place)
-    model = HybridLM.from_pretrained(place, dtype=dtype, device=device, progress=False, weights=weights)
+    model = HybridLM.from_pretrained(place, dtype=dtype, device=device, progress=False, weights=weights, ranks=ranks)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {place} has {tokenizer.vocab_size} tokens and its model a vocabulary of "
@@ -85,6 +88,15 @@ def load_or_builtin(
     if weights is not None:
         shrink(model, weights)
     return model.to(device=device, dtype=chosen), tokenizer
+
+
+def locate(name: str | Path) -> Path:
+    """Return the folder of a model, which is downloaded if it is a name on the hub.
+
+    Args:
+        name: Folder of a run, or of a model with its tokenizer, or a name on the hub.
+    """
+    return fetch_model(str(name)) if is_hub_name(name) else find_model(user_path(named_path(name)))
 
 
 def check_device(device: str) -> None:

@@ -18,6 +18,7 @@ from starlette.staticfiles import StaticFiles
 import lineate
 from lineate.layers import kind_of
 from lineate.models import HybridLM
+from lineate.models.hybrid import empty_model
 from lineate.serving.api.chat import chat
 from lineate.serving.api.completions import complete
 from lineate.serving.api.errors import ApiError
@@ -60,7 +61,8 @@ def describe(model: HybridLM, tokenizer: Tokenizer, name: str, context: int, slo
         slots: The most choices that are generated together.
     """
     layers = []
-    for letter, specs in zip(model.config.letters, model.state_spec, strict=True):
+    whole = model if model.ranks is None else empty_model(model.config).to(model.dtype)  # not one rank's share of it
+    for letter, specs in zip(model.config.letters, whole.state_spec, strict=True):
         kind = kind_of(letter)
         fixed = sum(spec.nbytes(0) for spec in specs)
         per_token = sum(spec.nbytes(1) for spec in specs) - fixed
@@ -72,10 +74,11 @@ def describe(model: HybridLM, tokenizer: Tokenizer, name: str, context: int, slo
     text = " ".join([f"{lineate.__version__} {model.config} {tokenizer.identity} {context}", *kept.values()])
     details = {
         "pattern": model.config.pattern,
-        "parameters": sum(x.numel() for x in model.parameters()),
+        "parameters": sum(x.numel() for x in whole.parameters()),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         **kept,
         "device": model.device.type,
+        **({} if model.ranks is None else {"ranks": model.ranks.size}),
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "has_chat_template": tokenizer.chat is not None,

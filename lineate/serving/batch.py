@@ -19,7 +19,7 @@ from lineate.serving.guessing import choose_guessed, padded, propose
 from lineate.serving.planning import Need
 from lineate.serving.pool import Pool
 from lineate.serving.reading import Branch, Reading
-from lineate.serving.requests import Event, Handle, TokenLogprob
+from lineate.serving.requests import Event, Failed, Handle, TokenLogprob
 
 KEEPING = ("stop", "length", "timeout")
 """Continuations that end so leave their state in the cache, for the next turn."""
@@ -82,6 +82,7 @@ class Batch:
         most_guesses: The most guesses for each row in a step.
         clock: Returns seconds.
         overlap: Whether a step begins before the tokens of the last one are delivered; not with a drafter.
+        failed: Called with an exception that the batch survives, and with the message to log it with.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class Batch:
         most_guesses: int,
         clock: Callable[[], float],
         overlap: bool,
+        failed: Failed,
     ) -> None:
-        self.pool, self.cache, self.clock = pool, cache, clock
+        self.pool, self.cache, self.clock, self.failed = pool, cache, clock, failed
         self.overlap = overlap and drafter is None
         self.drafter, self.most_guesses = drafter, most_guesses
         self.jobs: list[Job] = []
@@ -159,7 +161,7 @@ class Batch:
             if reading.done:
                 self._start(job, reading)
         except Exception as error:
-            logger.exception("request %d failed while its prompt was read", job.handle.number)
+            self.failed(error, "request %d failed while its prompt was read", job.handle.number)
             self.fail(job, error)
         self.counts["read_tokens"] += reading.read - tokens
         self._read_seconds += reading.seconds - seconds
@@ -171,8 +173,9 @@ class Batch:
         self.branches = deque((x for x in self.branches if x[1].ids != branch.ids), MOST_BRANCHES)
         try:
             self.counts["branch_tokens"] += branch.keep()
-        except Exception:
-            logger.exception("the state of %d tokens, where a prompt branched off, was not kept", len(branch.ids))
+        except Exception as error:
+            message = "the state of %d tokens, where a prompt branched off, was not kept"
+            self.failed(error, message, len(branch.ids))
 
     def _next_to_read(self) -> Job | None:
         for _ in range(len(self.reading)):
@@ -317,7 +320,7 @@ class Batch:
 
     def _choose_guessed(self, drafter: Drafter, rows: list[Continuation]) -> list[list[Chosen] | Exception]:
         """Read the last token of every row, with guesses if there are any; return the tokens that follow."""
-        guesses = propose(drafter, rows, self.most_guesses, self.pool.model.config.vocab_size)
+        guesses = propose(drafter, rows, self.most_guesses, self.pool.model.config.vocab_size, self.failed)
         if guesses is None:
             logits = self.pool.step([row.ids[-1] for row in rows])
             return [x if isinstance(x, Exception) else [x] for x in choose(rows, logits)]
@@ -390,8 +393,8 @@ class Batch:
         try:
             if self._under_way is None or self._under_way.is_finite(row):
                 return Turn(row, self.pool.row(at))
-        except Exception:
-            logger.exception("the state of request %d was not kept", row.handle.number)
+        except Exception as error:
+            self.failed(error, "the state of request %d was not kept", row.handle.number)
         return None
 
     def _observe(self, keys: list[tuple[int, int]], ids: Sequence[int], start: int, hidden: Tensor) -> None:
@@ -400,15 +403,15 @@ class Batch:
         try:
             for key in keys:
                 self.drafter.observe(key, ids, start, hidden)
-        except Exception:
-            logger.exception("the drafter could not observe what was read")
+        except Exception as error:
+            self.failed(error, "the drafter could not observe what was read")
 
     def _forget_guesses(self, row: Continuation) -> None:
         try:
             if self.drafter is not None:
                 self.drafter.forget(row.key)
-        except Exception:
-            logger.exception("the drafter could not forget request %d", row.handle.number)
+        except Exception as error:
+            self.failed(error, "the drafter could not forget request %d", row.handle.number)
 
     def _keep(self, turn: Turn | None) -> None:
         """Keep the state at the end of an answer."""
@@ -418,8 +421,8 @@ class Batch:
         rate = self._read_seconds / max(self.counts["read_tokens"], 1)
         try:
             self.cache.keep(row.ids[: int(state.lengths)], state, "turn", cost=rate * row.tokens)
-        except Exception:
-            logger.exception("the state of request %d was not kept", row.handle.number)
+        except Exception as error:
+            self.failed(error, "the state of request %d was not kept", row.handle.number)
 
     def finish(self, row: Continuation, finished: str, error: Exception | None = None) -> None:
         """Tell the handle that a continuation has ended."""
@@ -439,7 +442,7 @@ class Batch:
             self._forget(job)
 
     def _fail_step(self, error: Exception) -> None:
-        logger.error("a decoding step failed, and with it %d continuations", len(self.rows), exc_info=error)
+        self.failed(error, "a decoding step failed, and with it %d continuations", len(self.rows))
         self.fail_rows(error)
 
     def fail_rows(self, error: Exception) -> None:

@@ -37,6 +37,7 @@ from lineate.serving.aging import Aging
 from lineate.serving.blocks import Block, Tensors, extend, new_bytes, release, shared_chain, token_caches
 from lineate.serving.kept import KINDS, CacheStats, Found, Kept, Kind, own_nbytes, rank
 from lineate.serving.neighbours import Far, Neighbours, open_share
+from lineate.serving.peers import Alone, Peers
 from lineate.serving.radix import Node, RadixTree, as_ids
 from lineate.serving.spill import SpillFolder, StateFile
 
@@ -81,6 +82,7 @@ class StateCache:
         folder_bytes: the most bytes that the files of this identity may take, in its share if the folder is shared.
         shared: whether other processes may have the folder open too.
         poison: whether tensors are overwritten when they are given up, for tests.
+        peers: the caches of other ranks, which keep other parts of the same states; None: there are none.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class StateCache:
         folder_bytes: int = 64 * 2**30,
         shared: bool = False,
         poison: bool = False,
+        peers: Peers | None = None,
     ) -> None:
         for name, value, least in (("budget_bytes", budget_bytes, 0), ("spacing", spacing, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -108,17 +111,22 @@ class StateCache:
         """The node whose place names a block or a file."""
         self._counts: Counter[str] = Counter()
         self._closed = False
+        self._peers = peers or Alone()
         self._folder: SpillFolder | None = None
         self._neighbours: Neighbours | None = None
         if folder is not None:  # other spacings make other pieces, which may give other bits
-            root, which = Path(folder), f"{spacing} {identity}"
+            root, which, session = Path(folder), f"{spacing} {identity}", self._peers.session
             if shared:
-                self._folder = open_share(root, lambda share: SpillFolder(share, which, folder_bytes, self._forget))
+                self._folder = open_share(
+                    root, lambda share: SpillFolder(share, which, folder_bytes, self._forget, session)
+                )
                 self._neighbours = Neighbours(root, self._folder)
             else:
-                self._folder = SpillFolder(root, which, folder_bytes, self._forget)
+                self._folder = SpillFolder(root, which, folder_bytes, self._forget, session)
             for ids, file in self._folder.open():
                 self._name_file(self._tree.insert(ids), file)
+            for file in self._folder.restrict(self._peers.common([file.mark for file in self._folder.files.values()])):
+                self._forget(file)
 
     @property
     def stats(self) -> CacheStats:
@@ -260,14 +268,36 @@ class StateCache:
         assert place is not None
         if place.kept is not None:
             self._aging.use(node, place.kept.worth)
-            return place.kept.copy(node.length)
+            return self._copy(place.kept, node.length)
         assert place.file is not None and self._folder is not None
         file, ids = place.file, node.ids
-        if (spilled := self._folder.read(file)) is None:
+        before = list(self._folder.files)
+        spilled = self._folder.read(file)
+        if not self._peers.all(spilled is not None):
+            gone = [x for x in before if x not in self._folder.files]
+            self._remove_files(gone if spilled is None else [*gone, file.name])
+        if spilled is None or file.name not in self._folder.files:
             return None
         self._counts["restored"] += 1
         self._take_in(ids, spilled.state, file.kind, spilled.logits, file.cost, spilled.stops)
         return Found(len(ids), spilled.state, spilled.logits, file.kind)
+
+    def _copy(self, kept: Kept, length: int) -> Found | None:
+        """Return a state in tensors of its own; None if memory is too short for it, on some rank."""
+        found = None
+        try:
+            found = kept.copy(length)
+        except (RuntimeError, MemoryError) as error:  # a CPU's allocator raises RuntimeError
+            logger.warning("a state of %d tokens was not copied: %s", length, error)
+        return found if self._peers.all(found is not None) else None
+
+    def _remove_files(self, names: Sequence[str]) -> None:
+        """Remove the files that some rank names, if they are still there."""
+        assert self._folder is not None
+        for name in self._peers.any_of(names):
+            if (file := self._folder.files.get(name)) is not None:
+                self._folder.remove(file)
+                self._forget(file)
 
     def _keep(self, ids: "array[int]", state: ModelState, kind: Kind, logits: Tensor | None, cost: float) -> bool:
         """Keep a state unless a better one is there; return whether there is one now."""
@@ -313,7 +343,7 @@ class StateCache:
             self._drop(nodes[-1])
         while self._tensors.bytes + needed > self.budget_bytes:
             self._evict()
-        before = self._tensors.bytes
+        before, kept = self._tensors.bytes, None
         try:
             kept = self._copied(state, kind, logits, base, [*stops, len(ids)])
         except BaseException as error:
@@ -321,11 +351,14 @@ class StateCache:
             if not isinstance(error, (RuntimeError, MemoryError)):  # a CPU's allocator raises RuntimeError
                 raise
             logger.warning("a state of %d tokens was not kept: %s", len(ids), error)
-            return False
         finally:
             self._release(base)
-        self._place(ids, kept, cost)
-        return True
+        if self._peers.all(kept is not None) and kept is not None:
+            self._place(ids, kept, cost)
+            return True
+        if kept is not None:
+            self._free(kept)
+        return False
 
     def _copied(
         self, state: ModelState, kind: Kind, logits: Tensor | None, base: Block | None, stops: Sequence[int]
@@ -373,9 +406,11 @@ class StateCache:
         assert place is not None and place.kept is not None
         if self._folder is not None and place.file is None:
             file = self._folder.write(node.ids, place.kept)
-            if file is not None:
+            if self._peers.all(file is not None) and file is not None:
                 self._counts["spilled"] += 1
                 self._name_file(node, file)
+            elif file is not None:  # another rank could not write its part
+                self._folder.remove(file)
 
     def _name_file(self, node: _Node, file: StateFile) -> None:
         node.value = node.value or _Place()
@@ -394,10 +429,14 @@ class StateCache:
         assert node.value is not None and node.value.kept is not None
         kept, node.value.kept = node.value.kept, None
         self._add_cost(node, kept.cost)
+        self._free(kept)
+        self._tidy(node)
+
+    def _free(self, kept: Kept) -> None:
+        """Free the tensors of a state that is in no place."""
         for x in kept.tensors:
             self._tensors.free(x)
         self._release(kept.block)
-        self._tidy(node)
 
     def _add_cost(self, node: _Node, more: float) -> None:
         """Change what the nearest kept descendants of a node cost to make again."""

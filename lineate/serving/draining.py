@@ -58,11 +58,14 @@ class DrainingServer(uvicorn.Server):
         config.loop, config.ws = "asyncio", "none"  # whatever else is installed, such as what Ray needs
         super().__init__(config)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._drains = False  # asked for, perhaps before there is a loop
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until the server has drained."""
         self._loop = asyncio.get_running_loop()
+        if self._drains:
+            self._begin()
         try:
             await super().serve(sockets)
         finally:
@@ -76,6 +79,7 @@ class DrainingServer(uvicorn.Server):
 
     def drain(self) -> None:
         """Begin to drain; any thread may call this."""
+        self._drains = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._begin)
 

@@ -135,6 +135,10 @@ class Engine:
         if cache is not None and cache.spacing != spacing:
             raise ValueError(f"cache must have the engine's spacing, {spacing}, got {cache.spacing}")
         self.model, self.spacing, self.queue, self.exact, self.clock = model.eval(), spacing, queue, exact, clock
+        self.timer: Callable[[], float] = time.perf_counter
+        """Returns seconds, for what it takes to read a piece of a prompt."""
+        self.on_failure: Callable[[Exception], None] = lambda error: None
+        """Called with what went wrong in a step before the engine goes on without it; what it raises ends the step."""
         self.slots, self.context, self.cache = slots, context, cache
         drafted = getattr(drafter, "row_nbytes", None)
         self.plan = Plan(
@@ -144,7 +148,7 @@ class Engine:
         shape = self.plan.first_shape()
         self.pool = Pool(model, shape.rows, shape.capacity, poison=poison)
         overlap = not self.pool.waits if overlap is None else overlap
-        self._batch = Batch(self.pool, cache, drafter, most_guesses, clock, overlap)
+        self._batch = Batch(self.pool, cache, drafter, most_guesses, lambda: self.clock(), overlap, self._failed)
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()  # guards the queue and the flags below
         self._stepping = threading.Lock()
@@ -163,25 +167,26 @@ class Engine:
             request: The request.
             listener: Receives the events in the engine's thread, and must return soon; None: Handle.events yields them.
         """
-        vocab = self.model.config.vocab_size
-        low, high = min(request.ids), max(request.ids)
-        if low < 0 or high >= vocab:
-            raise ValueError(f"ids must lie in 0 .. {vocab - 1}, got {low} .. {high}")
-        total = self._check_fits(request)
+        total = self.check(request)
         deadline = None if request.timeout is None else self.clock() + request.timeout
         with self._changed:
-            if self._closed:
-                raise EngineStopped("the engine is stopping and accepts no more requests")
-            if len(self._waiting) >= self.queue:
-                raise QueueFull(len(self._waiting), self._batch.service_seconds * len(self._waiting) / self.slots + 1)
+            self.check_open()
             self._number += 1
             handle = Handle(request, self._number, listener, self._wake)
             self._waiting.append(_Waiting(handle, total, deadline))
             self._changed.notify_all()
         return handle
 
-    def _check_fits(self, request: Request) -> int:
-        """Return how many tokens a continuation may have, with the prompt; raise TooLong if they cannot fit."""
+    def check(self, request: Request) -> int:
+        """Return how many tokens a continuation may have, with the prompt; raise TooLong or ValueError as submit does.
+
+        Args:
+            request: The request.
+        """
+        vocab = self.model.config.vocab_size
+        low, high = min(request.ids), max(request.ids)
+        if low < 0 or high >= vocab:
+            raise ValueError(f"ids must lie in 0 .. {vocab - 1}, got {low} .. {high}")
         prompt, new = len(request.ids), request.max_new_tokens
         if request.n > self.slots:
             raise ValueError(f"n must be at most the engine's slots, {self.slots}, got {request.n}")
@@ -192,6 +197,19 @@ class Engine:
             least = "the context" if most == self.context else "the memory"
             raise TooLong(f"a prompt of {prompt} tokens{asked} must fit into {least}, {most} tokens in all", most)
         return total
+
+    def check_open(self, more: int = 0) -> None:
+        """Raise EngineStopped or QueueFull if no request can be submitted now.
+
+        Args:
+            more: Requests that are about to be submitted, beside those that wait.
+        """
+        with self._changed:
+            waiting = len(self._waiting) + more
+            if self._closed:
+                raise EngineStopped("the engine is stopping and accepts no more requests")
+            if waiting >= self.queue:
+                raise QueueFull(waiting, self._batch.service_seconds * waiting / self.slots + 1)
 
     def _wake(self) -> None:
         with self._changed:
@@ -231,6 +249,12 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="lineate-engine", daemon=True)
         self._thread.start()
 
+    def close(self) -> None:
+        """Accept no more requests, and give up branches that wait to be read; those that run go on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
     def stop(self, drain: bool = True, timeout: float | None = None) -> None:
         """Accept no more requests, and return when the engine has ended; branches that wait to be read are given up.
 
@@ -238,9 +262,7 @@ class Engine:
             drain: Whether submitted requests are finished first; otherwise they are cancelled.
             timeout: Seconds after which the remaining requests are cancelled; None: never.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self.close()
         until = None if timeout is None else time.monotonic() + timeout
         if drain:
             while self._busy() and (until is None or time.monotonic() < until):
@@ -291,9 +313,14 @@ class Engine:
                 if not was_read:
                     self._keep_branch()
             except Exception as error:  # a mistake of ours: what was admitted fails, and the engine goes on
-                logger.exception("a step of the engine failed")
+                self._failed(error, "a step of the engine failed")
                 self._batch.fail_all(error)
             return self._busy()
+
+    def _failed(self, error: Exception, message: str, *args: object) -> None:
+        """Log what went wrong in a step, if the engine may go on without it."""
+        self.on_failure(error)
+        logger.error(message, *args, exc_info=error)
 
     def _end_waiting(self) -> None:
         """End requests that were cancelled, or whose time is over, before they were admitted."""
@@ -317,6 +344,7 @@ class Engine:
             try:
                 job = self._make_job(waiting)
             except Exception as error:
+                self.on_failure(error)
                 with self._changed:
                     self._waiting.popleft()
                 for n in range(waiting.handle.request.n):
@@ -337,7 +365,9 @@ class Engine:
             return None
         if (shape.rows, shape.capacity) != (self.pool.rows, self.pool.capacity):
             self.pool.resize(shape.rows, shape.capacity)
-        reading = Reading(self.model, request.ids, self.spacing, self.cache, exact=self.exact)
+        reading = Reading(
+            self.model, request.ids, self.spacing, self.cache, exact=self.exact, clock=self.timer, failed=self._failed
+        )
         return Job(waiting.handle, waiting.total, waiting.deadline, self.clock(), reading)
 
     def _keep_branch(self) -> None:

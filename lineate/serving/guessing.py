@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lineate.serving.continuation import Chosen, Continuation, check_finite, logprobs_of
 from lineate.serving.drafting import Drafter, DraftRow, verify
-from lineate.serving.requests import Guide
+from lineate.serving.requests import Failed, Guide
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,9 @@ class Guesses:
         self.tokens, self.allowed = tokens, allowed
 
 
-def propose(drafter: Drafter, rows: Sequence[Continuation], most: int, vocab: int) -> list[Guesses] | None:
+def propose(
+    drafter: Drafter, rows: Sequence[Continuation], most: int, vocab: int, failed: Failed
+) -> list[Guesses] | None:
     """Return guesses for each continuation, none beyond its limit or against its guide; None if there are none.
 
     Args:
@@ -33,12 +35,18 @@ def propose(drafter: Drafter, rows: Sequence[Continuation], most: int, vocab: in
         rows: The continuations.
         most: The most guesses for each.
         vocab: The tokens of the vocabulary.
+        failed: Called with what the drafter raises.
     """
     try:
         found = drafter.propose([DraftRow(row.key, row.ids, row.sampling, row.seen) for row in rows], most)
-        guesses = [_permitted(row, own[: min(most, row.left - 1)], vocab) for row, own in zip(rows, found, strict=True)]
-    except Exception:
-        logger.exception("guessing failed; this step goes without")
+        pairs = list(zip(rows, found, strict=True))
+    except Exception as error:
+        failed(error, "guessing failed; this step goes without")
+        return None
+    try:
+        guesses = [_permitted(row, own[: min(most, row.left - 1)], vocab) for row, own in pairs]
+    except Exception:  # of a guide, which fails alike wherever it is asked
+        logger.exception("a guide could not follow the guesses; this step goes without")
         return None
     return guesses if any(own.tokens for own in guesses) else None
 

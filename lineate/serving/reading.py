@@ -16,8 +16,22 @@ from torch import Tensor
 from lineate.layers import TokenCache
 from lineate.models import HybridLM, ModelState
 from lineate.serving.cache import Found, Kind, StateCache
+from lineate.serving.requests import Failed
+
+NOT_KEPT = "the cache failed to keep the state of %d tokens"
 
 logger = logging.getLogger(__name__)
+
+
+def log_failure(error: Exception, message: str, *args: object) -> None:
+    """Log an exception that is survived.
+
+    Args:
+        error: The exception.
+        message: What it means.
+        args: The arguments of the message.
+    """
+    logger.error(message, *args, exc_info=error)
 
 
 class Reading:
@@ -35,6 +49,7 @@ class Reading:
         cache: Where states are looked up and kept; None: nowhere.
         exact: Whether only states are reused that continue to the same bits as reading the whole prompt.
         clock: Returns seconds, for what it costs to make a state.
+        failed: Called with an exception of the cache, without which the prompt is read, and the message to log it with.
     """
 
     def __init__(
@@ -46,9 +61,10 @@ class Reading:
         *,
         exact: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        failed: Failed = log_failure,
     ) -> None:
         self.model, self.ids, self.spacing = model, ids, spacing
-        self.cache, self.exact, self.clock = cache, exact, clock
+        self.cache, self.exact, self.clock, self.failed = cache, exact, clock, failed
         self.position = 0
         """How many tokens the state has read."""
         self.cached_tokens = 0
@@ -82,7 +98,7 @@ class Reading:
         if self.cache is None or self._parting <= self.cached_tokens:
             return None
         start = max(self._parting - self._parting % self.spacing, self.cached_tokens)
-        return Branch(self.model, self.ids[: self._parting], start, self.cache, self.clock)
+        return Branch(self.model, self.ids[: self._parting], start, self.cache, self.clock, self.failed)
 
     @property
     def nbytes(self) -> int:
@@ -111,8 +127,8 @@ class Reading:
                 parting = self.cache.common(self.ids)
                 self._parting = parting if parting < len(self.ids) and parting % self.spacing else 0
             found = self.cache.find(self.ids, self.exact)
-        except Exception:  # a prompt can always be read
-            logger.exception("the cache failed to look up a prompt, which is read instead")
+        except Exception as error:  # a prompt can always be read
+            self.failed(error, "the cache failed to look up a prompt, which is read instead")
             return
         if found is not None and found.length > self.position:
             self._take(found)
@@ -148,7 +164,15 @@ class Reading:
             state = reserve(state, len(self.ids))
         self.state, self.position, self.logits = state, stop, logits if done else None
         if logits is None or bool(logits.isfinite().all()):  # a fault that passes must not be kept
-            _keep(self.cache, self.ids[:stop], state, self._kind(stop), logits, seconds)
+            self._keep(stop, state, logits, seconds)
+
+    def _keep(self, stop: int, state: ModelState, logits: Tensor | None, seconds: float) -> None:
+        """Keep a state in the cache, if there is one; the request goes on without if that fails."""
+        try:
+            if self.cache is not None:
+                self.cache.keep(self.ids[:stop], state, self._kind(stop), logits, seconds)
+        except Exception as error:
+            self.failed(error, NOT_KEPT, stop)
 
     def _kind(self, stop: int) -> Kind:
         """Return what the state at this stop is to the cache; only canonical ones are "grid" or "prompt"."""
@@ -170,6 +194,7 @@ class Branch:
         start: How many of them the state has read from which it is read.
         cache: Where that state is looked up, and where the new one is kept.
         clock: Returns seconds, for what it costs to make the state.
+        failed: Called with an exception of the cache, and the message to log it with.
     """
 
     def __init__(
@@ -179,8 +204,10 @@ class Branch:
         start: int,
         cache: StateCache,
         clock: Callable[[], float] = time.perf_counter,
+        failed: Failed = log_failure,
     ) -> None:
-        self.model, self.ids, self.start, self.cache, self.clock = model, ids, start, cache, clock
+        self.model, self.ids, self.start, self.cache = model, ids, start, cache
+        self.clock, self.failed = clock, failed
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -195,7 +222,10 @@ class Branch:
             del found
         hidden, state, seconds = _read(self.model, self.ids[self.start :], state, self.clock)
         if bool(hidden[:, -1].isfinite().all()):  # a fault that passes must not be kept
-            _keep(self.cache, self.ids, state, "branch", None, seconds)
+            try:
+                self.cache.keep(self.ids, state, "branch", None, seconds)
+            except Exception as error:
+                self.failed(error, NOT_KEPT, len(self.ids))
         return len(self.ids) - self.start
 
 
@@ -209,17 +239,6 @@ def _read(
     if tokens.is_cuda:
         torch.cuda.synchronize(tokens.device)
     return hidden, new, clock() - begun
-
-
-def _keep(
-    cache: StateCache | None, ids: tuple[int, ...], state: ModelState, kind: Kind, logits: Tensor | None, seconds: float
-) -> None:
-    """Keep a state in the cache, if there is one; the request goes on without if that fails."""
-    try:
-        if cache is not None:
-            cache.keep(ids, state, kind, logits, seconds)
-    except Exception:
-        logger.exception("the cache failed to keep the state of %d tokens", len(ids))
 
 
 def reserve(state: ModelState, tokens: int) -> ModelState:

@@ -169,6 +169,8 @@ class EngineStopped(RuntimeError):
 
 
 Listener = Callable[[Event], None]
+Failed = Callable[..., None]
+"""Takes an exception that is survived, the message to log it with, and the arguments of the message."""
 
 
 class Handle:

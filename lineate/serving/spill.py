@@ -54,6 +54,7 @@ class StateFile:
         cost: seconds it took to make.
         blocks: names of its blocks, the first tokens first.
         nbytes: bytes of the file, without its blocks.
+        written: which writing of the job made it, if ranks have their parts of it in several folders.
     """
 
     name: str
@@ -62,6 +63,12 @@ class StateFile:
     cost: float
     blocks: tuple[str, ...]
     nbytes: int
+    written: str = ""
+
+    @property
+    def mark(self) -> str:
+        """What is the same of the files in which ranks have their parts of one state."""
+        return f"{self.name} {self.kind} {self.has_logits} {self.cost!r} {self.written}"
 
 
 @dataclass
@@ -93,12 +100,16 @@ class SpillFolder:
         identity: which model made the states.
         budget_bytes: the most bytes that the files of this identity may take.
         forget: called with each state that is removed to make room or because it is damaged.
+        session: a word for this start of a job with several ranks; "" if there is one.
     """
 
-    def __init__(self, root: Path, identity: str, budget_bytes: int, forget: Callable[[StateFile], None]) -> None:
+    def __init__(
+        self, root: Path, identity: str, budget_bytes: int, forget: Callable[[StateFile], None], session: str = ""
+    ) -> None:
         self.identity = hashlib.sha256(identity.encode()).hexdigest()
         self.folder = root / hashlib.sha256(f"{FORMAT} {identity}".encode()).hexdigest()[:32]
         self.budget_bytes, self.forget = budget_bytes, forget
+        self._session, self._writes = session, 0
         self.bytes = 0
         self.files: dict[str, StateFile] = {}
         """States by name, the one used longest ago first."""
@@ -131,6 +142,20 @@ class SpillFolder:
         for name in [name for name, block in self._blocks.items() if not block.holders]:
             self.ignored[name] = self._blocks.pop(name).nbytes  # its state was never finished, or is ignored
         self._make_room(0)
+
+    def restrict(self, marks: Sequence[str]) -> list[StateFile]:
+        """Keep only the states with these marks, the one used longest ago first; remove and return the others.
+
+        Args:
+            marks: of states that are there.
+        """
+        found = {file.mark: file for file in self.files.values()}
+        wanted = set(marks)
+        removed = [file for mark, file in found.items() if mark not in wanted]
+        for file in removed:
+            self.remove(file)
+        self.files = {found[mark].name: found[mark] for mark in marks}
+        return removed
 
     def close(self) -> None:
         """Let another process have the folder."""
@@ -207,7 +232,10 @@ class SpillFolder:
         own["ids"] = torch.tensor(ids, dtype=torch.int64)
         if kept.logits is not None:
             own["logits"] = kept.logits
-        about = {"kind": kept.kind, "cost": kept.cost, "blocks": list(chain), "layers": _described(kept)}
+        about: dict[str, Any] = {"kind": kept.kind, "cost": kept.cost, "blocks": list(chain)}
+        about["layers"] = _described(kept)
+        if written := self._next_writing():
+            about["written"] = written
         needed = most_bytes(about, own) + sum(most_bytes({}, entries) for entries in missing.values())
         if not self._make_room(needed):
             return None
@@ -218,8 +246,13 @@ class SpillFolder:
         nbytes = self._save(name, about, own)
         for block in chain:
             self._blocks[block].holders += 1
-        file = self.files[name] = StateFile(name, kept.kind, "logits" in own, kept.cost, tuple(chain), nbytes)
+        file = self.files[name] = StateFile(name, kept.kind, "logits" in own, kept.cost, tuple(chain), nbytes, written)
         return file
+
+    def _next_writing(self) -> str:
+        """Return a word for a state that is about to be written, the same on all ranks; "" if there is one rank."""
+        self._writes += 1
+        return f"{self._session}-{self._writes}" if self._session else ""
 
     def _save(self, name: str, about: dict[str, Any], tensors: Named) -> int:
         nbytes = seal(self.folder / name, self.identity, about, tensors)
@@ -283,7 +316,10 @@ def index_file(path: Path, identity: str, nbytes: int) -> tuple["array[int]", St
     tokens = array("q", ids.tolist())
     if path.name != _name_of(tokens):  # or else it would be looked for under other tokens, and never be found
         raise CheckpointError(f"{path}: expected the name {_name_of(tokens)} for its ids; the file is damaged")
-    return tokens, StateFile(path.name, cast(Kind, kind), "logits" in names, float(cost), tuple(blocks), nbytes)
+    written = str(about.get("written", ""))
+    return tokens, StateFile(
+        path.name, cast(Kind, kind), "logits" in names, float(cost), tuple(blocks), nbytes, written
+    )
 
 
 def _take_lock(path: Path) -> int:
@@ -327,8 +363,8 @@ def _described(kept: Kept) -> list[dict[str, Any]]:
     described = []
     for layer in kept.layers:
         tensors = next(caches) if layer is None else layer
-        device = str(next(iter(tensors.values())).device)
-        described.append({"cache": layer is None, "names": list(tensors), "device": device})
+        device = str(next(iter(tensors.values())).device)  # padded, so that files of all ranks have the same size
+        described.append({"cache": layer is None, "names": list(tensors), "device": f"{device:<8}"})
     return described
 
 
@@ -343,7 +379,7 @@ def assemble_state(about: dict[str, Any], own: Named, blocks: Sequence[Named]) -
     layers: list[LayerState] = []
     caches, length = 0, len(own["ids"])
     for n, layer in enumerate(about["layers"]):
-        device = torch.device(layer["device"])
+        device = torch.device(str(layer["device"]).rstrip())
         if layer["cache"]:
             entries = {x: torch.cat([block[f"{caches}.{x}"] for block in blocks], 1) for x in layer["names"]}
             layers.append(TokenCache({name: x.to(device) for name, x in entries.items()}, length))

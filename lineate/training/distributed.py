@@ -13,28 +13,24 @@ so the gradient of the mean loss is the SUM over all ranks with other tokens, ev
 
 import os
 import sys
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from lineate.layers.ranks import Ranks
 from lineate.models.sharding import share_out_model, square_of_gradients, sum_shared_gradients
+from lineate.processes import device_of, find_place, fresh_store, join
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 ResultT = TypeVar("ResultT")
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a collective waits for a rank that hangs. A rank that dies is noticed at once, as its connections close."""
 BARRIER_TIMEOUT = timedelta(hours=12)
 """How long barrier() waits, in which the others wait while rank 0 prepares data or reads a checkpoint."""
 BUCKET_ELEMENTS = 2**25
@@ -77,26 +73,19 @@ class World:
         for name, given in (("context", context), ("tensor", tensor)):
             if isinstance(given, bool) or not isinstance(given, int) or given < 1:
                 raise ValueError(f"{name} must be a number of ranks, at least 1, got {given!r}")
-        rank, size, local_rank = (_variable(name, alone) for name, alone in _VARIABLES)
+        rank, size, local_rank = here = find_place()
         if size % (context * tensor):
             name = "context" if tensor == 1 else "tensor" if context == 1 else "context x tensor"
             raise ValueError(
                 f"{name} must divide the number of processes = {size}, got {context * tensor}; "
                 "start more of them with torchrun --nproc-per-node"
             )
-        place = _device(device, local_rank)
+        place = device_of(device, local_rank)
         if "WORLD_SIZE" not in os.environ:
             return cls(device=place, shard=shard)
         if dist.is_initialized():
             raise RuntimeError("World.start must come before any process group, got one; close() it first")
-        cuda = place.type == "cuda"
-        if cuda:
-            torch.cuda.set_device(place)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=_fresh_store(rank, size), rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT,
-            device_id=place if cuda else None,
-        )  # fmt: skip
+        join(fresh_store(rank, size), here, place)
         shape = size // (context * tensor), context, tensor
         mesh = init_device_mesh(place.type, shape, mesh_dim_names=("data", "context", "tensor"))
         readers = mesh["data", "context"]._flatten("readers")
@@ -297,70 +286,6 @@ def on_main(work: Callable[[], ResultT], what: str, group: dist.ProcessGroup | N
     if failed:
         raise OSError(f"rank 0 could not {what}; its own message says why")
     return result
-
-
-_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-
-
-def _variable(name: str, alone: int) -> int:
-    """Read one of torchrun's environment variables; `alone` if none of them is set."""
-    if (text := os.environ.get(name)) is None:
-        there = [other for other, _ in _VARIABLES if other in os.environ]
-        if there:
-            raise RuntimeError(
-                f"{name} must be set in the environment beside {', '.join(there)}, got nothing; "
-                "start the processes with torchrun"
-            )
-        return alone
-    if not text.isdigit():
-        raise RuntimeError(f"{name} in the environment must be a whole number, got {text!r}; torchrun sets it")
-    return int(text)
-
-
-def _fresh_store(rank: int, size: int) -> Any:
-    """Return torchrun's store with a prefix that is new each time the processes start.
-
-    torchrun keeps its store over restarts, with the addresses of dead processes in it, which a rank may read before
-    their successors have written theirs (pytorch issue 135712). A count of restarts cannot serve as the prefix, since
-    machines may count differently. So rank 0 chooses a prefix, and every other rank asks for it under a unique word.
-    """
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=COLLECTIVE_TIMEOUT))
-    name = uuid.uuid4().hex
-    if rank:
-        store.set(f"lineate/ask/{rank}", name)
-        name = store.get(f"lineate/answer/{name}").decode()  # waits until rank 0 has answered
-        store.add(f"lineate/here/{name}", 1)
-        return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-    deadline = time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
-    while (here := store.add(f"lineate/here/{name}", 0)) < size - 1:
-        for other in range(1, size):
-            if store.check([f"lineate/ask/{other}"]):  # answering a request of a dead process is harmless
-                store.set(f"lineate/answer/{store.get(f'lineate/ask/{other}').decode()}", name)
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"expected {size} ranks within {COLLECTIVE_TIMEOUT}, got {here + 1}; see what the others say"
-            )
-        time.sleep(0.01)
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-
-
-def _device(name: str, local_rank: int) -> torch.device:
-    """Return this process's device, or raise ValueError if it does not exist."""
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device must be 'cpu' or 'cuda', got {name!r}")
-    device = torch.device(name)
-    if device.type == "cpu":
-        return device
-    if not torch.cuda.is_available():
-        raise ValueError(f"device={name!r} needs a GPU that torch can use, got none; use device='cpu'")
-    if "WORLD_SIZE" not in os.environ:
-        return torch.device("cuda", device.index or 0)
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"device='cuda' needs a GPU for every process of a machine, got {torch.cuda.device_count()} for local rank "
-            f"{local_rank}; start fewer with torchrun --nproc-per-node, or use device='cpu'"
-        )
-    return torch.device("cuda", local_rank)
 
 
 def fully_shard_model(model: ModelT, mesh: DeviceMesh | None) -> ModelT:

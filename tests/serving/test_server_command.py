@@ -117,6 +117,10 @@ REFUSED = {
         ["--replicas", "3", "--max-replicas", "2"],
         "--max-replicas must be at least --replicas, 3, got 2",
     ),
+    "replicas of several processes": (
+        ["--replicas", "2", "--tensor", "2"],
+        "--tensor",
+    ),
     "no replicas": (["--replicas", "0"], "Invalid value for '--replicas'"),
     "an imbalance below 0": (["--replicas", "2", "--imbalance", "-1"], "Invalid value for '--imbalance'"),
     "one GPU and a half": (["--replicas", "2", "--replica-gpus", "1.5"], "--replica-gpus must be a part of one GPU"),

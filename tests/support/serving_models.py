@@ -91,3 +91,12 @@ class Counting:
 
     def copy(self) -> "Counting":
         return Counting(self.next_token, self.last)
+
+    @property
+    def grammar(self) -> str:
+        """What other ranks make the same guide from."""
+        return f"{self.next_token} {self.last}"
+
+    @staticmethod
+    def read(grammar: str) -> "Counting":
+        return Counting(*map(int, grammar.split()))

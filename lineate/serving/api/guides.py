@@ -45,10 +45,11 @@ class Guide:
 
     Args:
         matcher: The grammar and how far it has been followed.
+        grammar: Its text, from which other ranks make the same guide.
     """
 
-    def __init__(self, matcher: "LLMatcher") -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: "LLMatcher", grammar: str) -> None:
+        self._matcher, self.grammar = matcher, grammar
 
     def allowed(self, vocab: int) -> Tensor:
         """Return which tokens may come next, `vocab` bool; the tokenizer's end tokens only where the grammar may end.
@@ -76,7 +77,7 @@ class Guide:
 
     def copy(self) -> "Guide":
         """Return a guide at the same place that advances on its own."""
-        return Guide(self._matcher.deep_copy())
+        return Guide(self._matcher.deep_copy(), self.grammar)
 
     @property
     def finished(self) -> bool:
@@ -132,7 +133,7 @@ class Grammars:
         with self._lock:
             if (matcher := self._kept.get(grammar)) is not None:
                 self._kept.move_to_end(grammar)
-                return Guide(matcher.deep_copy())
+                return Guide(matcher.deep_copy(), grammar)
             if self._made is None:
                 self._made = _make(self._tokenizer)
         matcher = LLMatcher(self._made, grammar, log_level=0, limits=_limits())
@@ -145,7 +146,7 @@ class Grammars:
             self._kept[grammar] = matcher
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return Guide(matcher.deep_copy())
+        return Guide(matcher.deep_copy(), grammar)
 
 
 def _reason(matcher: "LLMatcher") -> str:
