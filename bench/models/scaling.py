@@ -1,250 +1,391 @@
-"""The plan of docs/scaling.md: memory, bytes moved and lower bounds of the time of one step, all from formulas.
+"""Simulated training and serving on 1 to 1,024 ranks, from measured kernel times and the rates of links.
 
-    python -m bench.models.scaling            prints the tables of the document
+    python -m bench.models.scaling          prints the tables of docs/scaling.md
 
-Nothing here was measured. The formulas follow the code in lineate/training and lineate/layers/carry.py: float32
-parameters under autocast (4 bytes per parameter gathered and reduced), blocks recomputed in the backward pass, keys and
-values of a sequence gathered by every rank that shares it, contiguous segments (so the last rank attends to all).
+A rank's bytes, operations and what it receives are those of `lineate plan`; its times are made of kernel times that
+were measured on one H200 (scaling_kernels.py). No cluster was measured: the rates of links are their vendors', and the
+seconds of a collective beside its bytes are assumed. bench.models.scaling_ranks measures 2 and 4 ranks over gloo and
+compares them with the same way of counting.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 
-import torch
-
+from bench.models.scaling_kernels import (
+    UPDATE_BYTES,
+    Kernels,
+    arithmetic,
+    measured,
+    predicted_step,
+    served_steps,
+    slower,
+    trained_steps,
+)
 from lineate.layers import kind_of
-from lineate.models import HybridLM
-from lineate.models.config import HybridConfig
-from lineate.models.loss import most_bytes
-from lineate.models.presets import preset
+from lineate.layers.balance import ENOUGH
+from lineate.planning import (
+    HARDWARE,
+    Hardware,
+    MemoryPlan,
+    Model,
+    Received,
+    Split,
+    TrainingMemory,
+    decode_bytes,
+    decode_received,
+    largest_batch,
+    plan_flops,
+    plan_memory,
+    plan_training,
+    read_model,
+    split_model,
+    training_received,
+)
+from lineate.planning.memory import empty_of
+from lineate.planning.split import tensor_sizes
 
-RULE_CHUNK = 64
+FILLED = 0.9
+"""The part of a device's memory that may be used; the rest is for buffers that are not counted."""
 STATE_BYTES = 16
 """Bytes of a parameter, its gradient and AdamW's two averages, in float32."""
-FORWARDS = 4
-"""A step's cost in forward passes: forward, recomputed forward, and backward, which counts as two."""
+UNEVEN = 1 + 1 / ENOUGH
+"""How much more than the mean a context rank attends to at most (lineate/layers/balance.py)."""
+MOST_ROWS = 256
+"""The most sequences that a replica serves at a time."""
+TENSOR, CONTEXT = (1, 2, 4, 8), tuple(2**n for n in range(11))
+"""Numbers of ranks that are tried."""
+RANKS, SERVING_RANKS = (1, 2, 4, 8, 16, 64, 256, 1024), (1, 2, 4, 8, 64, 1024)
+STEP_TOKENS = 2**22
+"""Tokens of a training step."""
+SERVED = (("qwen3-next-80b", 2**16), ("kimi-linear-48b", 2**16))
+TRAINED = (("large", 2**15), ("kimi-linear-48b", 2**15), ("kimi-linear-48b", 2**20))
+"""Models and tokens of a sequence."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """H200s in nodes of 8."""
+class Cluster:
+    """Devices of one kind, and what a collective costs beside its bytes."""
 
-    flops: float = 989e12
-    """Peak rate of dense bfloat16 products."""
-    utilisation: float = 0.4
-    memory: float = 141e9
-    hbm: float = 4.8e12
-    nvlink: float = 450e9
-    """Bytes per second in each direction."""
-    network: float = 50e9
-    """Bytes per second of a GPU's own 400 Gb/s."""
-    node: int = 8
-    latency: float = 10e-6
-    """Seconds of one of the log2(ranks) rounds of a collective."""
+    device: Hardware = field(default_factory=lambda: HARDWARE["h200"])
+    kernels: Kernels = field(default_factory=measured)
+    slower: float = field(default_factory=slower)
+    """How many times longer arithmetic takes in a training step than its kernels alone."""
+    near: float = 5e-6
+    """Seconds of each of the log2(ranks) rounds of a collective within a node; assumed."""
+    far: float = 10e-6
+    """The same between nodes; assumed."""
 
-    def seconds(self, nbytes: float, calls: float, ranks: int) -> float:
-        """Return the seconds of collectives in which every rank receives this many bytes.
+    @property
+    def room(self) -> int:
+        """Bytes of a device that may be used."""
+        return int(FILLED * self.device.memory_bytes)
 
-        Between nodes, all 8 networks carry the bytes.
-        """
+    def seconds(self, nbytes: float, calls: int, ranks: int, stride: int = 1) -> float:
+        """Return the seconds of collectives in which a rank receives so many bytes; every stride-th rank takes part."""
         if ranks == 1:
             return 0.0
-        bandwidth = self.nvlink if ranks <= self.node else min(self.nvlink, self.node * self.network)
-        return nbytes / bandwidth + calls * self.latency * math.log2(ranks)
+        each = self.near if ranks * stride <= self.device.node else self.far
+        return nbytes / self.device.link_rate(ranks, stride) + calls * math.log2(ranks) * each
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The numbers of a model that the formulas use."""
+class Rank:
+    """What one rank has to do for one sequence, whatever the number of replicas."""
 
-    config: HybridConfig
-    parameters: int
-    active: int
-    """Parameters by which one token is multiplied."""
-    block: int
-    """Parameters of the largest block."""
-    root: int
-    """Parameters outside of the blocks."""
+    plan: MemoryPlan
+    training: TrainingMemory
+    received: Received
+    blocks: tuple[int, ...]
+    """Parameters of each block."""
+    arithmetic: dict[str, float]
+    """Seconds of its kernels by what they go to, without the update of the weights."""
 
-    @classmethod
-    def of(cls, config: HybridConfig) -> "ModelShape":
-        with torch.device("meta"):
-            model = HybridLM(config)
-        blocks = [sum(x.numel() for x in block.parameters()) for block in model.layers]
-        total = sum(x.numel() for x in model.parameters())
-        idle = 0 if config.tie_embeddings else model.embed.weight.numel()  # looked up, not multiplied
-        if (experts := config.experts) is not None:
-            layers = sum(config.has_experts(layer) for layer in range(config.n_layers))
-            idle += layers * (experts.count - experts.active) * 3 * experts.size * config.hidden_size
-        return cls(config, total, total - idle, max(blocks), total - sum(blocks))
 
-    @property
-    def linear_layers(self) -> int:
-        return sum(kind_of(letter).section == "linear" for letter in self.config.letters)
-
-    @property
-    def attention_layers(self) -> int:
-        return self.config.n_layers - self.linear_layers
-
-    @property
-    def has_latents(self) -> bool:
-        """Whether a layer caches latent vectors instead of keys and values."""
-        return any(kind.cache == "latent" for kind in self.config.mixer_kinds())
-
-    @property
-    def attention(self) -> tuple[int, int, int, int]:
-        """Return heads, channels of a key and of a value, and the numbers that a token sends to later ranks."""
-        if self.has_latents:
-            x = self.config.latent
-            return x.heads, x.nope_dim + x.rope_dim, x.value_dim, x.rank + x.rope_dim
-        x = self.config.attention
-        return x.heads, x.head_dim, x.head_dim, 2 * x.kv_heads * x.head_dim
-
-    def forward_flops(self, tokens: int, context: int = 1) -> tuple[float, float, float]:
-        """Return the operations for a token: products with weights, linear rules, and attention on the last rank."""
-        linear, (heads, key, value, _) = self.config.linear, self.attention
-        rule = 4 * RULE_CHUNK * (linear.key_dim + linear.value_dim) + 6 * linear.key_dim * linear.value_dim
-        runs = 1 if context == 1 else 3  # the segment's map, the state that leaves it, and the output
-        seen = tokens * (1 - 1 / (2 * context))  # tokens that a token of the last rank sees, on average
-        attended = 2 * heads * (key + value) * seen
-        if self.has_latents:  # every rank expands the latents of all ranks
-            latent = self.config.latent
-            attended += (context - 1) * 2 * latent.rank * heads * (latent.nope_dim + latent.value_dim)
-        return (
-            2 * self.active,
-            runs * self.linear_layers * linear.value_heads * rule,
-            self.attention_layers * attended,
-        )
+@cache
+def rank_of(model: Model, tensor: int, context: int, tokens: int, kernels: Kernels) -> Rank:
+    """Return what one of tensor x context ranks has to do for a sequence; blocks run again in the backward."""
+    rank = split_model(model, tensor, context)
+    own, plan = -(-tokens // context), plan_memory(rank)
+    found = arithmetic(kernels, rank, own, tokens, forwards=4)
+    if context > 1:
+        found["attention"] *= UNEVEN
+        for layer in plan_flops(rank).layers:
+            kind, part = kind_of(layer.letter), rank.config.part(kind_of(layer.letter))
+            if kind.cache == "latent":  # every rank expands the latents of all others too
+                expanded = 2 * part.rank * part.heads * (part.nope_dim + part.value_dim)
+                found["products"] += 4 * (tokens - own) * expanded / kernels.products
+            elif not kind.grows:  # a segment's map and what it leaves, in both forwards
+                found["rules"] += 4 * kernels.rule(layer.letter, part, own)
+    blocks = tuple(sum(x.numel() for x in block.parameters()) for block in empty_of(rank.config).layers)
+    received = training_received(plan, own, tokens, recompute=True)
+    return Rank(plan, plan_training(rank, own), received, blocks, found)
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One step of data x context ranks, with a sequence of `tokens` for each data rank, and FSDP2 over all ranks."""
+    """One step on so many sequences by data x context x tensor ranks, with weights sharded (FSDP2).
 
-    shape: ModelShape
-    data: int
-    context: int
-    tokens: int = 2**20
-    machine: Machine = Machine()
+    The sequences of a place in data run one after another. Blocks run again in the backward, and products are in
+    bfloat16. Gathering weights overlaps with arithmetic; what tensor and context ranks exchange does not.
+    """
+
+    model: Model
+    split: Split
+    """Its replicas are the places in data."""
+    tokens: int
+    """Tokens of a sequence."""
+    sequences: int = 1
+    """Sequences of a step, at least one for each place in data."""
+    cluster: Cluster = field(default_factory=Cluster)
 
     @property
-    def gpus(self) -> int:
-        return self.data * self.context
+    def rank(self) -> Rank:
+        return rank_of(self.model, self.split.tensor, self.split.context, self.tokens, self.cluster.kernels)
 
     @property
-    def own_tokens(self) -> int:
-        return self.tokens // self.context
+    def readers(self) -> int:
+        """Ranks with other tokens, over which weights are sharded."""
+        return self.split.context * self.split.replicas
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes of weights and gradients for one sequence: blocks twice, other weights once, all gradients once."""
+        blocks = sum(self.rank.blocks)
+        whole = 12 * blocks + 8 * (self.rank.plan.parameters - blocks)
+        return whole - whole // self.readers
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that a rank receives in a step."""
+        crossing = self.rank.received.total - self.rank.received.gradients
+        return self.sequences // self.split.replicas * (crossing + self.shard_bytes)
+
+    @cached_property
     def memory(self) -> dict[str, float]:
-        """Return the bytes of a GPU: what is always held, and the larger of the two peaks above it."""
-        c, shape = self.shape.config, self.shape
-        heads, key, _, _ = shape.attention
-        gathered = 3 * 4 * shape.block  # this block, the next one, and this block's gradient
-        keys = 2 * 2 * 2 * self.tokens * heads * key  # keys and values (padded) in bfloat16, with their gradients
+        """Bytes of a rank: what is always held, and the larger of the two peaks above it."""
+        rank, model = self.rank, self.rank.plan.model
+        block = 3 * 4 * max(rank.blocks)  # this block, the next one, and this block's gradient
+        if self.split.context > 1:  # keys and values of all tokens of one layer with their gradients, in bfloat16
+            block += 2 * 2 * self.tokens * max(_keys(model, letter) for letter in model.config.letters)
         found = {
-            "state": STATE_BYTES * shape.parameters / self.gpus,
-            "kept": 4 * self.own_tokens * c.hidden_size * c.n_layers + 2 * 4 * shape.root,
-            "logits": float(most_bytes(self.own_tokens, c.vocab_size, c.hidden_size)),
-            "block": float(gathered + keys),
+            "state": STATE_BYTES * rank.plan.parameters / self.readers,
+            "kept": float(rank.training.activations_recomputed),
+            "logits": float(rank.training.logits),
+            "block": float(block),
         }
         found["total"] = found["state"] + found["kept"] + max(found["logits"], found["block"])
         return found
 
     @property
-    def compute_seconds(self) -> float:
-        """Return the seconds of the slowest rank."""
-        flops = FORWARDS * sum(self.shape.forward_flops(self.tokens, self.context)) * self.own_tokens
-        return flops / (self.machine.flops * self.machine.utilisation)
+    def fits(self) -> bool:
+        return self.memory["total"] <= self.cluster.room
 
-    @property
-    def shard_bytes(self) -> float:
-        """Return the bytes that a GPU receives: blocks gathered twice, other parameters once, all gradients reduced."""
-        blocks = self.shape.parameters - self.shape.root
-        return (12 * blocks + 8 * self.shape.root) * (1 - 1 / self.gpus)
-
-    @property
-    def shard_seconds(self) -> float:
-        return self.machine.seconds(self.shard_bytes, 3 * self.shape.config.n_layers + 2, self.gpus)
-
-    @property
-    def context_bytes(self) -> float:
-        """Return the bytes that a GPU receives of maps, halos, keys and values, in both forwards and the backward."""
-        linear, others = self.shape.config.linear, self.context - 1
-        maps = 4 * linear.value_heads * linear.key_dim * (linear.key_dim + linear.value_dim)
-        channels = 2 * linear.heads * linear.key_dim + linear.value_heads * linear.value_dim
-        halo = 2 * (linear.conv_size - 1) * channels
-        keys = 2 * self.own_tokens * self.shape.attention[3]
-        return 3 * others * (self.shape.linear_layers * (maps + halo) + self.shape.attention_layers * keys)
-
-    @property
-    def context_seconds(self) -> float:
-        calls = 3 * (2 * self.shape.linear_layers + self.shape.attention_layers)
-        return self.machine.seconds(self.context_bytes, calls, self.context)
-
-    @property
-    def optimizer_seconds(self) -> float:
-        """Return AdamW's seconds; it reads 16 bytes per parameter and writes 12."""
-        return 28 * self.shape.parameters / self.gpus / self.machine.hbm
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by what they go to."""
+        cluster, split, rank = self.cluster, self.split, self.rank
+        each = {name: cluster.slower * seconds for name, seconds in rank.arithmetic.items()}
+        got, layers = rank.received, rank.plan.model.config.n_layers
+        each["sums"] = cluster.seconds(got.sums + got.logits + got.shared, 6 * layers + 5, split.tensor)
+        each["segments"] = cluster.seconds(got.context, 6 * layers, split.context, split.tensor)
+        each["shards"] = cluster.seconds(self.shard_bytes, 3 * layers + 2, self.readers, split.tensor)
+        found = {name: self.sequences / split.replicas * seconds for name, seconds in each.items()}
+        found["memory"] += UPDATE_BYTES * rank.plan.parameters / self.readers / cluster.kernels.copies
+        return found
 
     @property
     def seconds(self) -> float:
-        """Return a lower bound of the seconds of a step.
-
-        Gathers and reductions are hidden behind compute; the transfers between segments are not.
-        """
-        return max(self.compute_seconds, self.shard_seconds) + self.context_seconds + self.optimizer_seconds
+        """Seconds of a step."""
+        exchanged, shards = self.parts["sums"] + self.parts["segments"], self.parts["shards"]
+        return max(sum(self.parts.values()) - exchanged - shards, shards) + exchanged
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.data * self.tokens / self.seconds
+    def binds(self) -> str:
+        """What takes longest."""
+        return max(self.parts, key=lambda x: self.parts[x])
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of all ranks."""
+        return self.sequences * self.tokens / self.seconds
 
 
-MODELS = ("large", "kimi-linear-48b")
-LAYOUTS = ((1, 8), (8, 8), (1, 64), (16, 64))
+def _keys(model: Model, letter: str) -> int:
+    """Return the numbers that a token has of keys and values, made from latents, the values as wide as the keys."""
+    kind = kind_of(letter)
+    part = model.config.part(kind)
+    if kind.cache == "latent":
+        return int(2 * part.heads * (part.nope_dim + part.rope_dim))
+    return int(2 * part.kv_heads * part.head_dim) if kind.grows else 0
 
 
-def tables() -> str:
+@dataclass(frozen=True)
+class ServingStep:
+    """A decoding step of tensor x replicas ranks: every replica has sequences of its own."""
+
+    model: Model
+    split: Split
+    tokens: int
+    """Tokens of a sequence."""
+    cluster: Cluster = field(default_factory=Cluster)
+    most: int = MOST_ROWS
+    """The most sequences of a replica."""
+
+    @cached_property
+    def plan(self) -> MemoryPlan:
+        return plan_memory(split_model(self.model, self.split.tensor, 1, self.split.replicas))
+
+    @cached_property
+    def rows(self) -> int:
+        """Sequences of a replica."""
+        return min(self.most, largest_batch(self.plan, self.cluster.room, self.tokens))
+
+    @property
+    def fits(self) -> bool:
+        return self.rows > 0
+
+    @cached_property
+    def received(self) -> Received:
+        return decode_received(self.plan, self.rows)
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a rank by what they go to; experts are chosen at random."""
+        kernels, config, tensor = self.cluster.kernels, self.plan.model.config, self.split.tensor
+        moved = decode_bytes(self.plan, self.rows, self.tokens, "expected")
+        calls = self.cluster.seconds(0, self.received.calls, tensor)
+        return {
+            "weights": moved.weights / kernels.copies,
+            "states": (moved.state + moved.cache) / kernels.copies,
+            "products": self.rows * plan_flops(self.plan.model).decode(self.tokens, "least") / kernels.products,
+            "launches": config.n_layers * kernels.launches,
+            "link": self.cluster.seconds(self.received.total, 0, tensor),
+            "collectives": calls,
+        }
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def binds(self) -> str:
+        """What takes longest."""
+        return max(self.parts, key=lambda x: self.parts[x])
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of all replicas."""
+        return self.split.replicas * self.rows / self.seconds
+
+
+def splits(model: Model, ranks: int, contexts: tuple[int, ...] = (1,)) -> Iterator[Split]:
+    """Yield the ways to use so many ranks."""
+    for tensor in (x for x in tensor_sizes(model.config, max(TENSOR)) if x in TENSOR):
+        for context in contexts:
+            if ranks % (tensor * context) == 0:
+                yield Split(tensor, context, ranks // (tensor * context))
+
+
+def best_serving(model: Model, ranks: int, tokens: int) -> ServingStep | None:
+    """Return the fastest way to serve a model on so many ranks; None if it does not fit."""
+    steps = [x for split in splits(model, ranks) if (x := ServingStep(model, split, tokens)).fits]
+    return max(steps, key=lambda x: x.rate, default=None)
+
+
+def best_training(model: Model, ranks: int, tokens: int, sequences: int) -> TrainingStep | None:
+    """Return the fastest way to train a model on so many ranks; None if it does not fit."""
+    ways = (split for split in splits(model, ranks, CONTEXT) if split.replicas <= sequences)
+    steps = [x for split in ways if (x := TrainingStep(model, split, tokens, sequences)).fits]
+    return max(steps, key=lambda x: x.rate, default=None)
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def head(*names: str) -> list[str]:
+    return [row(*names), "|---" * len(names) + "|"]
+
+
+def check_table() -> list[str]:
+    """Return how the simulation compares with what was measured on one H200."""
+    lines = head("measured on one H200", "ms", "simulated", "simulated / measured")
+    for x in served_steps():
+        ms, made = 1e3 * x["device_seconds"], 1e3 * predicted_step(measured(), x)
+        name = "sequence" if x["rows"] == 1 else "sequences"
+        lines.append(row(f"a decoding step of {x['rows']} {name}", f"{ms:.2f}", f"{made:.2f}", f"{made / ms:.2f}"))
+    for x in trained_steps():
+        ms, made = 1e3 * x["seconds"], 1e3 * slower() * x["predicted"]
+        lines.append(row(f"a training step, {x['pattern']}", f"{ms:.1f}", f"{made:.1f}", f"{made / ms:.2f}"))
+    return lines
+
+
+def _share(x: ServingStep | TrainingStep) -> float:
+    """Return the percentage of what takes longest."""
+    return 100 * x.parts[x.binds] / sum(x.parts.values())
+
+
+def serving_table(name: str, tokens: int) -> list[str]:
+    lines = [f"`{name}`, bfloat16, sequences of {tokens:,} tokens:", ""]
+    lines += head("H200s", "replicas x tensor", "sequences", "GB a rank", "ms a step", "tokens/s", "most of the time")
+    for ranks in SERVING_RANKS:
+        x = best_serving(read_model(name), ranks, tokens)
+        if x is None:
+            lines.append(row(ranks, "does not fit", "", "", "", "", ""))
+            continue
+        gigabytes = x.plan.total(x.rows, tokens) / 1e9
+        lines.append(
+            row(ranks, f"{x.split.replicas} x {x.split.tensor}", f"{x.split.replicas * x.rows:,}", f"{gigabytes:.0f}",
+                f"{1e3 * x.seconds:.1f}", f"{x.rate:,.0f}", f"{x.binds} {_share(x):.0f}%")
+        )  # fmt: skip
+    return lines
+
+
+def stream_table(tokens: int) -> list[str]:
+    """Return how fast one sequence is decoded if more and more ranks share the model."""
+    lines = head("tensor ranks", *(f"`{name}`: ms a token, most of the time" for name, _ in SERVED))
+    for tensor in TENSOR:
+        cells = []
+        for name, _ in SERVED:
+            x = ServingStep(read_model(name), Split(tensor), tokens, most=1)
+            cells.append(f"{1e3 * x.seconds:.2f}, {x.binds} {_share(x):.0f}%" if x.fits else "does not fit")
+        lines.append(row(tensor, *cells))
+    return lines
+
+
+def training_table(name: str, tokens: int) -> list[str]:
+    sequences = STEP_TOKENS // tokens
+    lines = [f"`{name}`, {sequences} sequences of {tokens:,} tokens a step:", ""]
+    lines += head(
+        "H200s", "data x context x tensor", "GB a rank", "s a step", "GB received", "tokens/s", "most of the time"
+    )
+    for ranks in RANKS:
+        x = best_training(read_model(name), ranks, tokens, sequences)
+        if x is None:
+            lines.append(row(ranks, "does not fit", "", "", "", "", ""))
+            continue
+        layout = f"{x.split.replicas} x {x.split.context} x {x.split.tensor}"
+        lines.append(
+            row(ranks, layout, f"{x.memory['total'] / 1e9:.0f}", f"{x.seconds:.2f}", f"{x.received_bytes / 1e9:,.0f}",
+                f"{x.rate:,.0f}", f"{x.binds} {_share(x):.0f}%")
+        )  # fmt: skip
+    return lines
+
+
+def tables() -> dict[str, str]:
     """Return the tables of docs/scaling.md."""
-    shapes = {name: ModelShape.of(preset(name)) for name in MODELS}
-    lines = [
-        "| model | parameters | active | linear / attention layers | weights | rules | attention at 1M |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, shape in shapes.items():
-        dense, rules, attention = (f"{x / 1e9:.3g}" for x in shape.forward_flops(2**20))
-        counts = f"{shape.linear_layers} / {shape.attention_layers}"
-        sizes = f"{shape.parameters / 1e9:.3g} B | {shape.active / 1e9:.3g} B"
-        lines.append(f"| {name} | {sizes} | {counts} | {dense} | {rules} | {attention} |")
-    for name, shape in shapes.items():
-        steps = [TrainingStep(shape, *layout) for layout in LAYOUTS]
-        lines += [
-            "",
-            f"`{name}`, sequences of 2^20 tokens:",
-            "",
-            "| GPUs | data x context | tokens a GPU | state GB | kept GB | logits GB | block GB | peak GB | fits |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for step in steps:
-            gigabytes = {key: f"{value / 1e9:.1f}" for key, value in step.memory.items()}
-            fits = "yes" if step.memory["total"] < 0.9 * step.machine.memory else "no"
-            cells = " | ".join(gigabytes[key] for key in ("state", "kept", "logits", "block", "total"))
-            lines.append(f"| {step.gpus} | {step.data} x {step.context} | {step.own_tokens} | {cells} | {fits} |")
-        lines += [
-            "",
-            "| GPUs | data x context | compute s | shards GB | shards s | context GB | context s | step s, at least "
-            "| tokens/s, at most |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for step in steps:
-            moved = f"{step.shard_bytes / 1e9:.1f} | {step.shard_seconds:.3f}"
-            crossed = f"{step.context_bytes / 1e9:.2f} | {step.context_seconds:.3f}"
-            lines.append(
-                f"| {step.gpus} | {step.data} x {step.context} | {step.compute_seconds:.2f} | {moved} | {crossed} "
-                f"| {step.seconds:.2f} | {step.tokens_per_second:,.0f} |"
-            )
-    return "\n".join(lines)
+    serving = [serving_table(*x) for x in SERVED]
+    training = [training_table(*x) for x in TRAINED]
+    return {
+        "checks": "\n".join(check_table()),
+        "serving": "\n\n".join("\n".join(x) for x in serving),
+        "streams": "\n".join(stream_table(2**16)),
+        "training": "\n\n".join("\n".join(x) for x in training),
+    }
 
 
 if __name__ == "__main__":
-    print(tables())
+    for table in tables().values():
+        print(table, end="\n\n")

@@ -3,8 +3,10 @@
 >>> model = read_model("qwen3-next-80b")
 >>> plan_memory(model).total(batch=1, tokens=262144), plan_flops(model).decode(262144)
 >>> time_bounds(model, HARDWARE["h200"], batch=1, tokens=262144)
+>>> plan_memory(split_model(model, tensor=8)).weights
 """
 
+from lineate.planning.communication import Received, decode_received, prefill_received, training_received
 from lineate.planning.compute import FlopsPlan, LayerFlops, Moved, decode_bytes, plan_flops, prefill_bytes
 from lineate.planning.fit import crossover, largest_batch, longest_context
 from lineate.planning.hardware import (
@@ -18,7 +20,8 @@ from lineate.planning.hardware import (
     tokens_per_second,
 )
 from lineate.planning.memory import LayerMemory, MemoryPlan, TrainingMemory, plan_memory, plan_training
-from lineate.planning.models import DTYPES, Model, from_numbers, read_model, variants
+from lineate.planning.models import DTYPES, Model, Split, from_numbers, read_model, variants
+from lineate.planning.split import split_model
 from lineate.planning.teaching import differences, teaching, teaching_of
 
 __all__ = [
@@ -32,9 +35,12 @@ __all__ = [
     "MemoryPlan",
     "Model",
     "Moved",
+    "Received",
+    "Split",
     "TrainingMemory",
     "crossover",
     "decode_bytes",
+    "decode_received",
     "differences",
     "find_hardware",
     "from_numbers",
@@ -45,11 +51,14 @@ __all__ = [
     "plan_memory",
     "plan_training",
     "prefill_bytes",
+    "prefill_received",
     "read_model",
     "teaching",
     "teaching_of",
     "several",
+    "split_model",
     "time_bounds",
     "tokens_per_second",
+    "training_received",
     "variants",
 ]

@@ -34,9 +34,11 @@ EVEN = 64
 """How many steps a figure has from its first length to its last if the axis of lengths is linear."""
 ARGUMENTS = (
     "emb_dim", "n_heads", "kv_heads", "head_dim", "dtype", "state_dtype", "conv_dtype", "cache_dtype", "pattern",
-    "hardware", "optimizer",
+    "hardware", "optimizer", "tensor", "context", "replicas",
 )  # fmt: skip
 """Arguments of the library that an option is named for."""
+OTHER_NAMES = {"context": "context-ranks"}
+"""Options that are named otherwise, because --context has the lengths."""
 OPTIMIZERS, PRECISIONS = ("adamw", "muon"), ("bfloat16", "float32")
 MOST_DEVICES = 2**20
 HOW = (
@@ -60,18 +62,18 @@ def run_plan(asked: PlanArguments) -> None:
     """Print and write what was asked for; a wrong option ends the program."""
     import typer
 
-    from lineate.planning.report import make_report, make_teaching_report
     from lineate.terminal import fail, printable
 
     assumed: dict[str, int | str] = {}
     try:
         asked.check_teaching()
+        asked.check_fits()
         check_files(asked.json_file, asked.csv_file, asked.plot)
         if asked.teaching and asked.source is None:
             wanted: dict[str, int | str | None] = {**asked.numbers, "--dtype": asked.dtype, "--pattern": asked.pattern}
             assumed = {name: value for name, value in TAUGHT.items() if wanted[name] is None}
         request, panels, linear = _read(asked, assumed)
-        report = (make_teaching_report if asked.teaching else make_report)(request)
+        report = _make(asked, request)
     except (ValueError, TypeError, OSError) as error:
         fail(_one_line(error), 2)
     report = {"command": shlex.join(["lineate", *sys.argv[1:]]), "assumed": assumed, **report}
@@ -86,7 +88,7 @@ def _read(
 ) -> tuple["PlanRequest", tuple[str, ...], tuple[bool, bool]]:
     """Return what to plan, the panels of the figure, and whether its axes x and y are linear."""
     from lineate.planning.hardware import several
-    from lineate.planning.models import DTYPES
+    from lineate.planning.models import DTYPES, Split
     from lineate.planning.report import PlanRequest
     from lineate.planning.units import MOST_COUNTED, read_counts
 
@@ -101,7 +103,7 @@ def _read(
             raise ValueError(f"{name} must be {' or '.join(words)}, got {word!r}")
     if not 1 <= asked.devices <= MOST_DEVICES:
         raise ValueError(f"--devices must be at least 1 and at most {MOST_DEVICES}, got {asked.devices}")
-    machines, room = choose_machines(asked.hardware, asked.bandwidth, asked.flops, asked.memory)
+    machines, room = choose_machines(asked.hardware, asked.bandwidth, asked.flops, asked.memory, asked.link)
     machines = tuple(several(x, asked.devices) for x in machines)
     panels = choose_panels(asked.panels, asked.plot, bool(machines))
     numbers = asked.numbers | {name: value for name, value in assumed.items() if isinstance(value, int)}
@@ -119,8 +121,19 @@ def _read(
         asked.optimizer,
         precision,
         asked.recompute,
+        Split(asked.tensor, asked.context_ranks, asked.replicas),
     )
     return request, panels, linear
+
+
+def _make(asked: PlanArguments, request: "PlanRequest") -> dict[str, Any]:
+    """Return the numbers that were asked for."""
+    from lineate.planning.report import make_report, make_teaching_report
+    from lineate.planning.where import make_fits_report, places_for
+
+    if asked.fits:
+        return make_fits_report(request, places_for(request.machines, request.memory_bytes))
+    return make_teaching_report(request) if asked.teaching else make_report(request)
 
 
 def _with_bits(asked: PlanArguments, make: Callable[[str | None], "Model"]) -> "Model":
@@ -178,7 +191,8 @@ def _one_line(error: Exception) -> str:
     """Return a message of the library with an option's name in place of an argument's."""
     text = " ".join(str(error).split())
     name, must, rest = text.partition(" must ")
-    return f"--{name.replace('_', '-')}{must}{rest}" if name in ARGUMENTS else text
+    flag = OTHER_NAMES.get(name, name.replace("_", "-"))
+    return f"--{flag}{must}{rest}" if name in ARGUMENTS else text
 
 
 def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, layers: bool) -> None:
@@ -187,6 +201,7 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
 
     from lineate.planning.report import csv_text
     from lineate.planning.tables import print_report, print_teaching
+    from lineate.planning.where import print_fits
     from lineate.terminal import console, printable
 
     texts = [(json_file, json.dumps(report, indent=1) + "\n"), (csv_file, csv_text(report))]
@@ -197,6 +212,8 @@ def _show(report: dict[str, Any], json_file: str | None, csv_file: str | None, l
         wide = console(width=max(80, console().width))  # fewer columns would cut numbers in two
         if "teaching" in report:
             print_teaching(report, wide)
+        elif "where" in report:
+            print_fits(report, wide)
         else:
             print_report(report, wide, layers)
     for name, text in texts:

@@ -1,12 +1,20 @@
-"""Times that no program can beat: bytes over the memory's bandwidth, operations over the rate of matrix products."""
+"""Times that no program can beat: operations over the rate of matrix products, bytes over the rates at which they come.
 
+Bytes come from the memory, at its bandwidth, and from other ranks, at the rate of the link between them.
+"""
+
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from lineate.planning.communication import Received, decode_received, prefill_received, training_received
 from lineate.planning.compute import decode_bytes, plan_flops, prefill_bytes, touched_weights
 from lineate.planning.memory import MemoryPlan, plan_memory
-from lineate.planning.models import Model, check_size
+from lineate.planning.models import WHOLE, Model, Split, check_size
+
+NOTHING = Received()
+"""What is received without other ranks."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,12 @@ class Hardware:
     """Bytes of cache on the chip; so much may stay there between steps and is not counted as moved."""
     notes: str = ""
     """What its numbers depend on, such as the kind of memory and the power."""
+    link: float = math.inf
+    """Bytes a second that it receives from others of its node; inf: communication takes no time."""
+    network: float = math.inf
+    """Bytes a second that it receives from other nodes."""
+    node: int = 8
+    """How many of them are in a node."""
 
     def rate(self, dtype: torch.dtype) -> float:
         """Return the rate of a dtype, or that of the next wider one that has a rate."""
@@ -36,6 +50,16 @@ class Hardware:
             raise ValueError(f"matrix_rate of {self.name} must have {name}, got {', '.join(self.matrix_rate)}")
         return self.matrix_rate[name]
 
+    def link_rate(self, ranks: int, stride: int = 1) -> float:
+        """Return the bytes a second that one of so many ranks receives from the others.
+
+        Ranks fill one node after another, and every stride-th is of this group. Between nodes, what the group's ranks
+        of a node all need comes over all their networks, each byte once, and is passed on inside the node.
+        """
+        if ranks * stride <= self.node:
+            return self.link
+        return min(self.link, max(1, self.node // stride) * self.network)
+
 
 def _rates(float32: float, half: float, byte: float | None = None, float8: bool = True) -> dict[str, float]:
     rates = {"float32": float32, "bfloat16": half, "float16": half}
@@ -46,25 +70,36 @@ def _rates(float32: float, half: float, byte: float | None = None, float8: bool 
 
 HARDWARE: dict[str, Hardware] = {
     "h100": Hardware(
-        "H100 SXM", 80 * 10**9, 3.35e12, _rates(494.7e12, 989.4e12, 1978.9e12), 50 * 2**20, "80 GB HBM3, 700 W"
+        "H100 SXM", 80 * 10**9, 3.35e12, _rates(494.7e12, 989.4e12, 1978.9e12), 50 * 2**20,
+        "80 GB HBM3, 700 W; NVLink 450 GB/s a direction, 400 Gb/s to other nodes", 450e9, 50e9,
     ),
     "h200": Hardware(
-        "H200 SXM", 141 * 10**9, 4.8e12, _rates(494.7e12, 989.4e12, 1978.9e12), 50 * 2**20, "141 GB HBM3e, 700 W"
+        "H200 SXM", 141 * 10**9, 4.8e12, _rates(494.7e12, 989.4e12, 1978.9e12), 50 * 2**20,
+        "141 GB HBM3e, 700 W; NVLink 450 GB/s a direction, 400 Gb/s to other nodes", 450e9, 50e9,
     ),
     "b200": Hardware(
-        "B200", 180 * 10**9, 8.0e12, _rates(1.125e15, 2.25e15, 4.5e15), 126 * 2**20, "180 GB HBM3e, 1000 W"
+        "B200", 180 * 10**9, 8.0e12, _rates(1.125e15, 2.25e15, 4.5e15), 126 * 2**20,
+        "180 GB HBM3e, 1000 W; NVLink 900 GB/s a direction, 400 Gb/s to other nodes", 900e9, 50e9,
     ),
     "a100": Hardware(
-        "A100 80GB SXM", 80 * 10**9, 2.039e12, _rates(156e12, 312e12, 624e12, float8=False), 40 * 2**20, "80 GB HBM2e"
+        "A100 80GB SXM", 80 * 10**9, 2.039e12, _rates(156e12, 312e12, 624e12, float8=False), 40 * 2**20,
+        "80 GB HBM2e; NVLink 300 GB/s a direction, 200 Gb/s to other nodes", 300e9, 25e9,
     ),
     "rtx4090": Hardware(
         "RTX 4090", 24 * 10**9, 1.008e12,
         _rates(82.6e12, 165.2e12, 660.6e12) | {"float16": 330.3e12}, 72 * 2**20,
-        "24 GB GDDR6X; bfloat16 adds up in float32, float16 and float8 at twice the rate in float16",
+        "24 GB GDDR6X; bfloat16 adds up in float32, float16 and float8 at twice the rate in float16; PCIe 4.0 with 16 "
+        "lanes, 10 Gb/s Ethernet a card to other nodes", 31.5e9, 1.25e9,
+    ),
+    "rtx5090": Hardware(
+        "RTX 5090", 32 * 10**9, 1.792e12,
+        _rates(104.8e12, 209.5e12, 838e12) | {"float16": 419e12}, 96 * 2**20,
+        "32 GB GDDR7; bfloat16 adds up in float32, float16 and float8 at twice the rate in float16; PCIe 5.0 with 16 "
+        "lanes, 10 Gb/s Ethernet a card to other nodes", 63e9, 1.25e9,
     ),
     "cpu": Hardware(
         "CPU, 2 cores", 16 * 10**9, 89.6e9, {"float32": 512e9, "bfloat16": 1024e9, "int8": 2048e9}, 32 * 2**20,
-        "two cores with AVX-512 at 4 GHz, two channels of DDR5-5600",
+        "two cores with AVX-512 at 4 GHz, two channels of DDR5-5600; 10 Gb/s Ethernet", 1.25e9, 1.25e9, 1,
     ),
 }  # fmt: skip
 """Machines by a short name. A vendor's GB is counted as 10^9 bytes; a GPU's driver may report some percent more."""
@@ -85,7 +120,9 @@ def find_hardware(name: str) -> Hardware:
     )
 
 
-def make_hardware(memory_bytes: int, bandwidth: float, flops: float, name: str = "given numbers") -> Hardware:
+def make_hardware(
+    memory_bytes: int, bandwidth: float, flops: float, name: str = "given numbers", link: float = math.inf
+) -> Hardware:
     """Return a machine of a user's own numbers: bytes, bytes a second, operations a second in the model's dtype.
 
     Args:
@@ -93,11 +130,13 @@ def make_hardware(memory_bytes: int, bandwidth: float, flops: float, name: str =
         bandwidth: Bytes a second between the memory and the chip.
         flops: Operations a second; a multiply-add counts as 2.
         name: Its name in tables.
+        link: Bytes a second that it receives from other ranks; inf: that takes no time.
     """
-    for what, value in (("memory", memory_bytes), ("bandwidth", bandwidth), ("flops", flops)):
+    given = (("memory", memory_bytes), ("bandwidth", bandwidth), ("flops", flops), ("link", link))
+    for what, value in given:
         if not value > 0:
             raise ValueError(f"{what} must be above 0, got {value}")
-    return Hardware(name, memory_bytes, bandwidth, {"float32": flops}, 0, "as given")
+    return Hardware(name, memory_bytes, bandwidth, {"float32": flops}, 0, "as given", link, link)
 
 
 def several(hardware: Hardware, devices: int) -> Hardware:
@@ -129,22 +168,42 @@ class Bound:
     seconds: float
     """The least time."""
     limit: str
-    """The limit that sets the time: "memory bandwidth" or "matrix rate"."""
+    """The limit that sets the time: "memory bandwidth", "matrix rate", or "link" between ranks."""
     detail: str
-    """Both times, with operations and bytes, in words."""
+    """The times, with operations and bytes, in words."""
     flops: int
     """Least operations; a multiply-add counts as 2."""
     moved: int
     """Bytes that must be moved, without what may stay in the chip's cache."""
+    received: int = 0
+    """Bytes that a rank receives from others."""
 
 
-def bound(what: str, flops: int, nbytes: int, hardware: Hardware, dtype: torch.dtype) -> Bound:
-    """Return the larger of the two times; what fits into the chip's cache may be there already."""
+def bound(
+    what: str, flops: int, nbytes: int, hardware: Hardware, dtype: torch.dtype, received: Received = NOTHING,
+    split: Split = WHOLE,
+) -> Bound:  # fmt: skip
+    """Return the largest of the times; what fits into the chip's cache may be there already."""
     moved = max(0, nbytes - hardware.cache_bytes)
     moving, computing = moved / hardware.bandwidth, flops / hardware.rate(dtype)
+    linking = link_seconds(received, split, hardware)
     limit = "memory bandwidth" if moving >= computing else "matrix rate"
     times = f"{flops / 1e9:.4g} GFLOP in {computing * 1e3:.4g} ms, {moved / 1e9:.4g} GB in {moving * 1e3:.4g} ms"
-    return Bound(what, max(moving, computing), limit, times, flops, moved)
+    if linking > max(moving, computing):
+        limit = "link"
+    if received.total:
+        times += f", {received.total / 1e9:.4g} GB from other ranks in {linking * 1e3:.4g} ms"
+    return Bound(what, max(moving, computing, linking), limit, times, flops, moved, received.total)
+
+
+def link_seconds(received: Received, split: Split, hardware: Hardware) -> float:
+    """Return the seconds of the bytes that a rank receives, at the rates of its links.
+
+    Tensor ranks are neighbours, then context ranks; so tensor ranks share a node first.
+    """
+    divided = (received.sums + received.logits + received.shared) / hardware.link_rate(split.tensor)
+    crossing = received.context / hardware.link_rate(split.context, split.tensor)
+    return divided + crossing + received.gradients / hardware.link_rate(split.context * split.replicas, split.tensor)
 
 
 def time_bounds(
@@ -157,9 +216,12 @@ def time_bounds(
     batch are taken to go to the same experts; "decode, experts at random" is what to expect if each chooses at random.
     Training has bfloat16 products where the machine has them, and weights and optimiser in float32.
 
+    If the model is that of a rank (split_model), the bytes that it receives, at the rate of its link, may take longest.
+    Context ranks share the tokens of a prefill and of a training step; of a prefill, the last rank keeps all state.
+
     Args:
         model: The model, or the plan of its memory, which has the dtypes of its state.
-        hardware: The machine.
+        hardware: The machine; of several ranks, that of each.
         batch: Sequences at a time.
         tokens: Tokens of a sequence: those of the prefill, those before the decoded token, and those of a training
             sequence.
@@ -170,14 +232,22 @@ def time_bounds(
     if optimizer not in ("adamw", "muon"):
         raise ValueError(f"optimizer must be 'adamw' or 'muon', got {optimizer!r}")
     memory = model if isinstance(model, MemoryPlan) else plan_memory(model)
-    model, flops = memory.model, plan_flops(memory.model)
-    prefill = batch * flops.forward(tokens, 1, "least")
-    routings = ("least",) if model.config.experts is None else ("least", "expected")
+    routings = ("least",) if memory.model.config.experts is None else ("least", "expected")
+    own = -(-batch * tokens // memory.model.split.context)
     return [
-        bound("prefill", prefill, prefill_bytes(memory, batch, tokens).total, hardware, model.dtype),
+        prefill_bound(memory, hardware, batch, tokens),
         *(decode_bound(memory, hardware, batch, tokens, routing) for routing in routings),
-        training_bound(memory, hardware, batch * tokens, tokens, optimizer),
+        training_bound(memory, hardware, own, tokens, optimizer),
     ]
+
+
+def prefill_bound(memory: MemoryPlan, hardware: Hardware, batch: int, tokens: int) -> Bound:
+    """Return a lower bound of reading batch sequences of so many tokens."""
+    model, split = memory.model, memory.model.split
+    flops = -(-batch * plan_flops(model).forward(tokens, 1, "least") // split.context)
+    moved = prefill_bytes(memory, batch, tokens).total
+    received = prefill_received(memory, batch, tokens)
+    return bound("prefill", flops, moved, hardware, model.dtype, received, split)
 
 
 def decode_bound(memory: MemoryPlan, hardware: Hardware, batch: int, tokens: int, routing: str = "least") -> Bound:
@@ -185,9 +255,11 @@ def decode_bound(memory: MemoryPlan, hardware: Hardware, batch: int, tokens: int
 
     `routing` is that of decode_bytes.
     """
-    flops = batch * plan_flops(memory.model).decode(tokens, "least")
+    model = memory.model
+    flops = batch * plan_flops(model).decode(tokens, "least")
     what = "decode" if routing == "least" else "decode, experts at random"
-    return bound(what, flops, decode_bytes(memory, batch, tokens, routing).total, hardware, memory.model.dtype)
+    moved, received = decode_bytes(memory, batch, tokens, routing).total, decode_received(memory, batch)
+    return bound(what, flops, moved, hardware, model.dtype, received, model.split)
 
 
 def tokens_per_second(
@@ -196,7 +268,7 @@ def tokens_per_second(
     """Return the most tokens a second that decoding can give: the batch over the least time of its step.
 
     Args:
-        plan: The memory of the model.
+        plan: The memory of the model; that of a rank's if ranks share it. Every replica gives so many.
         hardware: The machine.
         batch: Sequences at a time; largest_batch says how many fit.
         tokens: Tokens of each sequence before the decoded one.
@@ -211,7 +283,7 @@ def training_bound(
     memory: MemoryPlan, hardware: Hardware, tokens_per_step: int, length: int, optimizer: str = "adamw",
     precision: str = "bfloat16", recompute: bool = False,
 ) -> Bound:  # fmt: skip
-    """Return a lower bound of a training step on so many tokens, in sequences of this length.
+    """Return a lower bound of a training step on so many tokens of each rank, in sequences of this length.
 
     `precision` is that of the products.
     """
@@ -222,7 +294,9 @@ def training_bound(
     plain = memory if memory.model.weights is None else plan_memory(replace(memory.model, weights=None))
     read = touched_weights(plain, tokens_per_step) // plain.model.dtype.itemsize * 2
     updated = 2 * 4 * kept * memory.parameters + read
-    return bound("training step", trained, updated, hardware, torch.bfloat16 if half else torch.float32)
+    received = training_received(memory, tokens_per_step, length, precision == "bfloat16", recompute)
+    dtype = torch.bfloat16 if half else torch.float32
+    return bound("training step", trained, updated, hardware, dtype, received, memory.model.split)
 
 
 def _plain(name: str) -> str:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lineate.dtypes import full_name
-from lineate.layers import MixtureOfExperts, TensorSpec, kind_of
+from lineate.layers import MixerKind, MixtureOfExperts, TensorSpec, kind_of
+from lineate.models.config import HybridConfig
 from lineate.models.hybrid import HybridLM, empty_model
 from lineate.models.inspect import idle_parameters
-from lineate.models.loss import most_bytes
+from lineate.models.loss import AT_ONCE, most_bytes
 from lineate.models.nbytes import weight_bytes
 from lineate.planning.activations import ends, saved_by
 from lineate.planning.models import Model, check_size, dtype_of
@@ -109,6 +110,17 @@ class MemoryPlan:
         return self.weights + self.state(batch, tokens)
 
 
+def empty_of(config: HybridConfig, dtype: torch.dtype = torch.float32) -> HybridLM:
+    """Return a model without memory for its tensors, which is kept and must not be changed."""
+    return _empty(config, tuple(config.mixer_kinds()), dtype)
+
+
+@lru_cache(8)
+def _empty(config: HybridConfig, kinds: tuple[MixerKind, ...], dtype: torch.dtype) -> HybridLM:
+    """kinds: the rows of its mixers, of which a user's own may be registered anew."""
+    return empty_model(config).to(dtype)
+
+
 @lru_cache(64)
 def plan_memory(
     model: Model, state_dtype: str = "float32", conv_dtype: str | None = None, cache_dtype: str | None = None
@@ -129,7 +141,7 @@ def plan_memory(
         dtype_of(conv_dtype or model.dtype, "conv_dtype"),
         dtype_of(cache_dtype or model.dtype, "cache_dtype"),
     )
-    empty = empty_model(model.config).to(torch.bfloat16)  # bfloat16 stands for the model's dtype in its state
+    empty = empty_of(model.config, torch.bfloat16)  # bfloat16 stands for the model's dtype in its state
     dtype, form = model.dtype, model.form
     layers = []
     idle = 0
@@ -235,7 +247,7 @@ def plan_training(
     if optimizer not in ("adamw", "muon"):
         raise ValueError(f"optimizer must be 'adamw' or 'muon', got {optimizer!r}")
     config, half = replace(model.config, prediction=False), dtype == "bfloat16"  # `lineate train` leaves it out
-    empty = empty_model(config)
+    empty = empty_of(config)
     everything = {name: x.numel() for name, x in empty.named_parameters()}
     matrices = _matrices(empty)
     inside = {name: n for name, n in matrices.items() if name.startswith("layers.")}
@@ -253,9 +265,17 @@ def plan_training(
         casts=2 * sum(matrices.values()) if half else 0,
         activations=sum(by_layer) + around,
         activations_recomputed=inputs + around + round(tokens_per_step * max(x.total - x.residual for x in saved)),
-        logits=most_bytes(tokens_per_step, config.vocab_size, config.hidden_size),
+        logits=_logits(config, tokens_per_step, model.split.tensor > 1),
         by_layer=by_layer,
     )
+
+
+def _logits(config: HybridConfig, tokens: int, shared: bool) -> int:
+    """Return the bytes of logits and what is made of them; ranks that share a head always make them in pieces."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    if not shared:
+        return most_bytes(tokens, vocab, hidden)
+    return 12 * vocab * min(tokens, max(1, AT_ONCE // vocab)) + 4 * hidden * (tokens + vocab)
 
 
 def _matrices(model: HybridLM) -> dict[str, int]:

@@ -47,6 +47,27 @@ PLAIN_FAMILIES: dict[str, str | None] = {
 
 
 @dataclass(frozen=True)
+class Split:
+    """How many ranks share a model; split_model makes the model of one of them."""
+
+    tensor: int = 1
+    """Ranks that divide heads, channels and vocabulary among them."""
+    context: int = 1
+    """Ranks that divide each sequence among them."""
+    replicas: int = 1
+    """Copies of all this, each with sequences of its own."""
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.tensor * self.context * self.replicas
+
+
+WHOLE = Split()
+"""One rank has the whole model."""
+
+
+@dataclass(frozen=True)
 class Model:
     """A model to plan."""
 
@@ -60,6 +81,10 @@ class Model:
     """"preset", "folder", "config.json", "hub", "numbers" or "config"."""
     weights: str | None = None
     """The format of large weights, of lineate.small.FORMATS; None: they have the dtype too."""
+    split: Split = WHOLE
+    """How ranks share it; the sizes are then those of one rank."""
+    whole: HybridConfig | None = None
+    """The sizes of the whole model, if tensor ranks share it."""
 
     @property
     def form(self) -> Format | None:
@@ -218,8 +243,14 @@ def variants(model: Model) -> dict[str, Model]:
     linear = next((letter for letter in config.letters if not kind_of(letter).grows), "G")
     config = _complete(config)
     patterns = {"softmax only": full, "linear only": linear, "3:1 hybrid": 3 * linear + full}
+    whole = None if model.whole is None else _complete(model.whole)
     return {
-        name: replace(model, name=f"{model.name}, {name}", config=replace(config, pattern=pattern))
+        name: replace(
+            model,
+            name=f"{model.name}, {name}",
+            config=replace(config, pattern=pattern),
+            whole=None if whole is None else replace(whole, pattern=pattern),
+        )
         for name, pattern in patterns.items()
     }
 

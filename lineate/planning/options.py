@@ -1,5 +1,6 @@
 """The options of `lineate plan`, read and checked before anything is computed."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,10 +46,15 @@ class PlanArguments:
     max_ctx: str | None = option(None, f"To so many tokens; {DEFAULT_RANGE[1]}.")
     batch: str = option("1", "Sequences at a time; several with commas.", "--batch", "--batch-size")
     memory: str | None = option(None, "What must fit into: 80GB, 79.6GiB.")
-    hardware: str | None = option(None, "h100, h200, b200, a100, rtx4090, cpu; all of them if none.")
+    hardware: str | None = option(None, "h100, h200, b200, a100, rtx4090, rtx5090, cpu; all of them if none.")
     devices: int = option(1, "So many of them, the model spread evenly.")
+    tensor: int = option(1, "Ranks that divide heads and channels: all numbers are then those of one rank.")
+    context_ranks: int = option(1, "Ranks that divide each sequence, in a prefill and in training.")
+    replicas: int = option(1, "Copies of all this, each with sequences of its own.")
+    fits: bool = option(False, "What fits where: the model on 1 to 8 devices, in 16, 8 and 4 bits.", "--fits")
     bandwidth: str | None = option(None, "Other hardware: 3.35TB/s.")
     flops: str | None = option(None, "Other hardware: 989TFLOPS of dense products.")
+    link: str | None = option(None, "Other hardware: what a rank receives from the others, 450GB/s.")
     train: bool = option(True, "Training memory too.", "--train/--no-train")
     tokens_per_step: int = option(8192, "Training: tokens of a step on one device.")
     optimizer: str = option("adamw", "Training: adamw or muon.")
@@ -78,15 +84,37 @@ class PlanArguments:
         """Whether the lengths are given by the ends of a range."""
         return self.min_ctx is not None or self.max_ctx is not None
 
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The numbers of ranks, by their flags."""
+        return {"--tensor": self.tensor, "--context-ranks": self.context_ranks, "--replicas": self.replicas}
+
     def check_teaching(self) -> None:
         """Refuse what has no meaning for the teaching formulas."""
         unused = {
             "--memory": self.memory, "--hardware": self.hardware, "--bandwidth": self.bandwidth, "--flops": self.flops,
             "--devices": self.devices if self.devices != 1 else None,
             "--panels": self.panels, "--layers": self.layers or None, "--recompute": self.recompute or None,
+            "--link": self.link, "--fits": self.fits or None, **self._several(),
         }  # fmt: skip
         if self.teaching and (given := [name for name, value in unused.items() if value is not None]):
             raise ValueError(f"{given[0]} has no meaning with --teaching; leave it out")
+
+    def check_fits(self) -> None:
+        """Refuse what has no meaning for the table of what fits where."""
+        unused = {
+            "--devices": self.devices if self.devices != 1 else None, "--bits": self.bits, "--plot": self.plot,
+            "--panels": self.panels, "--layers": self.layers or None, "--recompute": self.recompute or None,
+            **self._several(),
+        }  # fmt: skip
+        if self.fits and (given := [name for name, value in unused.items() if value is not None]):
+            raise ValueError(f"{given[0]} has no meaning with --fits, which tries several; leave it out")
+        if self.devices != 1 and (given := [name for name, value in self._several().items() if value is not None]):
+            raise ValueError(f"--devices spreads a model evenly without ranks; leave it out, or leave out {given[0]}")
+
+    def _several(self) -> dict[str, int | None]:
+        """Return the numbers of ranks that are given, by their flags; None where there is one rank."""
+        return {name: None if value == 1 else value for name, value in self.ranks.items()}
 
 
 def read_contexts(context: str | None, first: str | None, last: str | None) -> tuple[int, ...]:
@@ -145,7 +173,7 @@ def choose_panels(panels: str | None, plot: Path | None, machines: bool) -> tupl
 
 
 def choose_machines(
-    hardware: str | None, bandwidth: str | None, flops: str | None, memory: str | None
+    hardware: str | None, bandwidth: str | None, flops: str | None, memory: str | None, link: str | None = None
 ) -> tuple[tuple["Hardware", ...], int | None]:
     """Return the machines to plan for, and the memory given.
 
@@ -158,16 +186,21 @@ def choose_machines(
     room = None if memory is None else read_bytes(memory, "--memory")
     moved = None if bandwidth is None else read_bandwidth(bandwidth, "--bandwidth")
     rate = None if flops is None else read_flops(flops, "--flops")
+    linked = None if link is None else read_bandwidth(link, "--link")
     if hardware is not None:
         machine = find_hardware(hardware)
         if moved is not None or rate is not None:
             rates = machine.matrix_rate if rate is None else {"float32": rate}
             machine = replace(machine, bandwidth=moved or machine.bandwidth, matrix_rate=rates)
+        if linked is not None:
+            machine = replace(machine, link=linked, network=linked)
         return (machine,), room
     if moved is not None and rate is not None and room is not None:
-        return (make_hardware(room, moved, rate),), room
+        return (make_hardware(room, moved, rate, link=linked or math.inf),), room
     if moved is not None or rate is not None:
         raise ValueError("--bandwidth, --flops and --memory must be given together, or with --hardware")
+    if linked is not None:
+        raise ValueError("--link must be given with --hardware, or with --bandwidth, --flops and --memory")
     return ((), room) if room is not None else (tuple(HARDWARE.values()), None)
 
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lineate.layers import kind_of, kinds
+from lineate.planning.communication import Received, decode_received, prefill_received, training_received
 from lineate.planning.compute import FlopsPlan, plan_flops
 from lineate.planning.fit import first_smaller, largest_batch, longest_context
 from lineate.planning.hardware import HARDWARE, Hardware, time_bounds, tokens_per_second, training_bound
 from lineate.planning.memory import LayerMemory, MemoryPlan, plan_memory, plan_training
-from lineate.planning.models import Model, variants
+from lineate.planning.models import WHOLE, Model, Split, variants
+from lineate.planning.split import split_model
 from lineate.planning.teaching import differences, taught_heads, taught_variants, teaching_of
 
 PlanNumbers = dict[str, Any]
@@ -44,22 +46,31 @@ class PlanRequest:
     optimizer: str = "adamw"
     precision: str = "bfloat16"
     recompute: bool = False
+    split: Split = WHOLE
+    """How ranks share the model; all numbers are then those of one rank."""
+
+    @property
+    def rank(self) -> Model:
+        """The model of one rank."""
+        return split_model(self.model, self.split.tensor, self.split.context, self.split.replicas)
 
     def plan(self, model: Model) -> MemoryPlan:
         return plan_memory(model, self.state_dtype, self.conv_dtype, self.cache_dtype)
 
 
 def make_report(request: PlanRequest) -> PlanNumbers:
-    """Return everything except the teaching formulas."""
-    plan, flops = request.plan(request.model), plan_flops(request.model)
-    others = {name: (request.plan(model), plan_flops(model)) for name, model in variants(request.model).items()}
+    """Return everything except the teaching formulas; if ranks share the model, of one rank."""
+    rank = request.rank
+    plan, flops = request.plan(rank), plan_flops(rank)
+    others = {name: (request.plan(model), plan_flops(model)) for name, model in variants(rank).items()}
     same = [name for name, (other, _) in others.items() if other.model.config.letters == plan.model.config.letters]
     sides = {f"{name} (this model)" if name in same else name: plans for name, plans in others.items()}
     if not same:
         sides = {"this model": (plan, flops), **sides}
     own = next(name for name in sides if "this model" in name)
     return {
-        "model": _model(plan),
+        "model": model_numbers(plan),
+        "ranks": _ranks(request, plan),
         "batch": request.batch,
         "contexts_tokens": list(request.contexts),
         "weights": _weights(plan),
@@ -78,7 +89,7 @@ def make_report(request: PlanRequest) -> PlanNumbers:
             {"of": name, **time} for name, plans in sides.items() for machine in request.machines
             for tokens in request.contexts for time in _times(plans[0], machine, request.batch, tokens)
         ],
-        "training": _training(request),
+        "training": _training(request, plan),
         "layers": [_layer(layer, flops, request.contexts) for layer in plan.layers],
     }  # fmt: skip
 
@@ -88,7 +99,7 @@ def make_teaching_report(request: PlanRequest) -> PlanNumbers:
     plans = {name: request.plan(model) for name, model in taught_variants(request.model).items()}
     taught = [teaching_of(request.model, tokens, request.batch) for tokens in request.contexts]
     return {
-        "model": _model(request.plan(request.model)) | {"taught_heads": taught_heads(request.model)},
+        "model": model_numbers(request.plan(request.model)) | {"taught_heads": taught_heads(request.model)},
         "batch": request.batch,
         "contexts_tokens": list(request.contexts),
         "teaching": {
@@ -121,7 +132,8 @@ def middle(report: PlanNumbers) -> int:
     return contexts[len(contexts) // 2]
 
 
-def _model(plan: MemoryPlan) -> PlanNumbers:
+def model_numbers(plan: MemoryPlan) -> PlanNumbers:
+    """Return what a model is."""
     model, c = plan.model, plan.model.config
     return {
         "name": model.name, "origin": model.origin, "family": c.family, "dtype": model.dtype_name,
@@ -131,6 +143,31 @@ def _model(plan: MemoryPlan) -> PlanNumbers:
         "active_parameters": plan.active_parameters, "experts": c.experts is not None,
         "longest_trained_tokens": c.max_position,
         "rules": {kind_of(letter).label: c.letters.count(letter) for letter in dict.fromkeys(c.letters)},
+    }  # fmt: skip
+
+
+def _ranks(request: PlanRequest, plan: MemoryPlan) -> PlanNumbers | None:
+    """Return how ranks share the model, and the bytes that each receives; None for a single rank."""
+    split = request.split
+    if split == WHOLE:
+        return None
+    whole = request.plan(request.model)
+    return {
+        "tensor": split.tensor,
+        "context": split.context,
+        "replicas": split.replicas,
+        "ranks": split.ranks,
+        "whole_parameters": whole.parameters,
+        "whole_weights_bytes": whole.weights,
+        "decode_received": _received(decode_received(plan, request.batch)),
+        "prefill_received": [_received(prefill_received(plan, request.batch, n)) for n in request.contexts],
+    }
+
+
+def _received(x: Received) -> PlanNumbers:
+    return {
+        "total_bytes": x.total, "sums_bytes": x.sums, "logits_bytes": x.logits, "context_bytes": x.context,
+        "gradients_bytes": x.gradients, "shared_gradients_bytes": x.shared, "collectives": x.calls,
     }  # fmt: skip
 
 
@@ -245,29 +282,34 @@ def _times(plan: MemoryPlan, machine: Hardware, batch: int, tokens: int) -> list
     return [
         {
             "hardware": machine.name, "what": x.what, "tokens": tokens, "least_seconds": x.seconds, "limit": x.limit,
-            "flops": x.flops, "moved_bytes": x.moved,
+            "flops": x.flops, "moved_bytes": x.moved, "received_bytes": x.received,
         }
         for x in time_bounds(plan, machine, batch, tokens)
         if x.what != "training step"
     ]  # fmt: skip
 
 
-def _training(request: PlanRequest) -> PlanNumbers | None:
+def _training(request: PlanRequest, memory: MemoryPlan) -> PlanNumbers | None:
     if request.tokens_per_step is None:
         return None
-    plan = plan_training(request.model, request.tokens_per_step, request.precision, request.optimizer)
-    length, memory = min(request.tokens_per_step, request.contexts[0]), request.plan(request.model)
+    tokens, half = request.tokens_per_step, request.precision == "bfloat16"
+    plan = plan_training(memory.model, tokens, request.precision, request.optimizer)
+    length = min(tokens * request.split.context, request.contexts[0])
     steps = []
     for machine in request.machines:
         x = training_bound(
-            memory, machine, request.tokens_per_step, length, request.optimizer, request.precision, request.recompute
-        )
+            memory, machine, tokens, length, request.optimizer, request.precision, request.recompute
+        )  # fmt: skip
         steps.append({"hardware": machine.name, "least_seconds": x.seconds, "limit": x.limit})
+    shared = {}
+    if request.split != WHOLE:
+        shared = {"received": _received(training_received(memory, tokens, length, half, request.recompute))}
     return {
         "tokens_per_step": request.tokens_per_step,
         "text_tokens": length,
         "optimizer": request.optimizer,
         "precision": request.precision,
+        **shared,
         **{f"{f.name}_bytes": getattr(plan, f.name) for f in fields(plan) if f.name != "by_layer"},
         "activations_by_layer_bytes": list(plan.by_layer),
         "total_bytes": plan.total(),
@@ -281,13 +323,14 @@ def csv_text(report: PlanNumbers) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["table", "of", "tokens", "quantity", "value"])
-    writer.writerows(_teaching_numbers(report) if "teaching" in report else _numbers(report))
+    kinds = {"teaching": _teaching_numbers, "where": _where_numbers}
+    writer.writerows(next((lines for key, lines in kinds.items() if key in report), _numbers)(report))
     return out.getvalue()
 
 
 def _numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
     contexts, name = report["contexts_tokens"], report["model"]["name"]
-    for part in ("model", "weights", "state_of_a_sequence", "crossover", "training"):
+    for part in ("model", "ranks", "weights", "state_of_a_sequence", "crossover", "training"):
         for key, value in (report[part] or {}).items():
             if not isinstance(value, dict | list):
                 yield part, name, "", key, value
@@ -309,7 +352,7 @@ def _numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
             else:
                 yield part, whose, "", key, value
     for x in report["times"]:
-        for key in ("least_seconds", "limit", "flops", "moved_bytes"):
+        for key in ("least_seconds", "limit", "flops", "moved_bytes", "received_bytes"):
             yield f"times, {x['what']}, {x['hardware']}", x["of"], x["tokens"], key, x[key]
     training = report["training"] or {}
     for index, saved in enumerate(training.get("activations_by_layer_bytes", ())):
@@ -317,6 +360,20 @@ def _numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
     for x in training.get("times", ()):
         for key in ("least_seconds", "limit"):
             yield f"times, training step, {x['hardware']}", report["own"], "", key, x[key]
+    yield from _received_numbers(report)
+
+
+def _received_numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
+    """Yield the bytes that a rank receives."""
+    if report["ranks"] is None:
+        return
+    name, training = report["model"]["name"], report["training"] or {}
+    rows = [("decode", "", report["ranks"]["decode_received"]), ("training step", "", training.get("received", {}))]
+    rows += [
+        ("prefill", n, x) for n, x in zip(report["contexts_tokens"], report["ranks"]["prefill_received"], strict=True)
+    ]
+    for what, tokens, x in rows:
+        yield from ((f"received, {what}", name, tokens, key, value) for key, value in x.items())
 
 
 def _teaching_numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
@@ -324,3 +381,14 @@ def _teaching_numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
         for key in ("formula_bytes", "exact_bytes"):
             for tokens, number in zip(report["contexts_tokens"], x[key], strict=True):
                 yield "teaching", name, tokens, key, number
+
+
+def _where_numbers(report: PlanNumbers) -> Iterator[tuple[Any, ...]]:
+    for x in report["where"]:
+        whose = f"{x['hardware']}, {x['weights']}"
+        for key, value in x.items():
+            if isinstance(value, list):
+                lines = zip(report["contexts_tokens"], value, strict=True)
+                yield from (("where", whose, tokens, key, number) for tokens, number in lines)
+            elif key not in ("hardware", "weights") and value is not None:
+                yield "where", whose, "", key, value

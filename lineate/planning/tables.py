@@ -27,6 +27,8 @@ def print_report(report: PlanNumbers, console: "Console", layers: bool = False) 
     say(console, headline(m), style="bold")
     say(console, weights_line(report["weights"]))
     say(console, state_line(report["state_of_a_sequence"]))
+    if report["ranks"] is not None:
+        say(console, ranks_line(report["ranks"]))
     if m["longest_trained_tokens"] is not None:
         say(console, f"Made for sequences of up to {m['longest_trained_tokens']:,} tokens.")
     table(console, f"State, {sequences(report['batch'])}", *context_rows(report))
@@ -40,6 +42,8 @@ def print_report(report: PlanNumbers, console: "Console", layers: bool = False) 
         console,
         "As torch's counter has them, attention over all pairs; at least: causal pairs alone. A multiply-add is 2.",
     )
+    if report["ranks"] is not None:
+        table(console, f"What a rank receives from others, {sequences(report['batch'])}", *received_rows(report))
     if len(report["fits"]) == len(report["variants"]) and not any(x["weights_fit"] for x in report["fits"]):
         room = f"{memory(report['fits'][0])} ({report['fits'][0]['hardware']})"
         say(console, f"\nThe weights alone do not fit into {room}.", style="bold")
@@ -126,6 +130,42 @@ def weights_line(w: PlanNumbers) -> str:
     text = ", ".join(f"{name} {show_bytes(w[key])}" for name, key in parts.items())
     head = f"head {show_bytes(w['head_bytes'])}" if w["head_bytes"] else "head tied to the embedding"
     return f"Weights: {show_bytes(w['total_bytes'])} ({text}, {head})."
+
+
+def ranks_line(r: PlanNumbers) -> str:
+    """Return how ranks share the model."""
+    kinds = {"tensor": "tensor ranks", "context": "context ranks", "replicas": "replicas"}
+    how = " x ".join(f"{r[key]:,} {word}" for key, word in kinds.items() if r[key] > 1)
+    whole = f"{show_count(r['whole_parameters'])} parameters, {show_bytes(r['whole_weights_bytes'])}"
+    text = f"All numbers are those of one rank of {r['ranks']:,} ({how}); the whole model has {whole}."
+    if r["replicas"] > 1:
+        text += f" The batches and tokens a second of all replicas are {r['replicas']:,} times those below."
+    return text
+
+
+def received_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
+    """Return what a rank receives for a decoded token, a prefill and a training step, by what it is for."""
+    r, training = report["ranks"], report["training"] or {}
+    lengths = report["contexts_tokens"]
+    found = {"decode a token": r["decode_received"]}
+    found |= {f"prefill {show_tokens(n)}": x for n, x in zip(lengths, r["prefill_received"], strict=True)}
+    if "received" in training:
+        found[f"training, {show_tokens(training['tokens_per_step'])}"] = training["received"]
+    names = {"sums": ("sums", "logits"), "segments": ("context",), "gradients": ("gradients", "shared_gradients")}
+    parts = {
+        name: [sum(x[f"{key}_bytes"] for key in keys) for x in found.values()] for name, keys in names.items()
+    }  # fmt: skip
+    parts = {name: numbers for name, numbers in parts.items() if any(numbers)}
+    rows = [
+        [
+            what,
+            *(show_bytes(numbers[i]) for numbers in parts.values()),
+            show_bytes(x["total_bytes"]),
+            f"{x['collectives']:,}",
+        ]
+        for i, (what, x) in enumerate(found.items())
+    ]
+    return ["", *parts, "all", "collectives"], rows
 
 
 def state_line(s: PlanNumbers) -> str:
@@ -269,6 +309,8 @@ def time_rows(report: PlanNumbers) -> tuple[list[str], Rows]:
 
 def time_note(report: PlanNumbers) -> str:
     text = "Least operations at the peak matrix rate, or least bytes at the peak bandwidth, whichever takes longer."
+    if report["ranks"] is not None:
+        text = f"{text.removesuffix(', whichever takes longer.')} or at the rate of the link, whichever takes longest."
     if not all(x["weights_fit"] for x in report["fits"]):
         text += " Where the weights do not fit: as if they did."
     random = [
