@@ -52,6 +52,20 @@ def load_model(
     return model, tokenizer
 
 
+def check_model(name: str | Path) -> None:
+    """Raise ValueError or OSError if a model cannot be loaded; its tokenizer and headers are read, but no weights.
+
+    Args:
+        name: Folder of a run, or of a model with its tokenizer, or a name on the hub.
+    """
+    from lineate.models.opening import open_checkpoint
+    from lineate.text import load_tokenizer
+
+    place = fetch_model(str(name)) if is_hub_name(name) else find_model(user_path(named_path(name)))
+    load_tokenizer(place)
+    open_checkpoint(place)
+
+
 def load_or_builtin(
     name: str | Path | None, dtype: str, device: str, report: Callable[[str], None], weights: str | None = None
 ) -> "tuple[HybridLM, Tokenizer]":

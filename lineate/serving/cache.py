@@ -16,7 +16,8 @@ tokens from the last kept state before it. Invariants:
 
 The states lie in a radix tree (radix.py), caches with one entry a token in shared blocks (blocks.py), and aging.py says
 which state goes first. A state that goes gives up its memories; its blocks stay as long as longer states need them.
-With a folder, it is written there first (spill.py), and is found again, also after a restart.
+With a folder, it is written there first (spill.py), and is found again, also after a restart. Several processes may
+share a folder: each finds what any of them wrote (neighbours.py).
 """
 
 import logging
@@ -35,6 +36,7 @@ from lineate.models.state import ModelState
 from lineate.serving.aging import Aging
 from lineate.serving.blocks import Block, Tensors, extend, new_bytes, release, shared_chain, token_caches
 from lineate.serving.kept import KINDS, CacheStats, Found, Kept, Kind, own_nbytes, rank
+from lineate.serving.neighbours import Far, Neighbours, open_share
 from lineate.serving.peers import Alone, Peers
 from lineate.serving.radix import Node, RadixTree, as_ids
 from lineate.serving.spill import SpillFolder, StateFile
@@ -77,7 +79,8 @@ class StateCache:
         spacing: the distance of the "grid" states, in tokens.
         folder: where states are written to when they are given up or the cache is closed; None: nowhere.
         identity: which model makes the states, as identity_of returns it; a folder serves only states of this one.
-        folder_bytes: the most bytes that the files of this identity may take.
+        folder_bytes: the most bytes that the files of this identity may take, in its share if the folder is shared.
+        shared: whether other processes may have the folder open too.
         poison: whether tensors are overwritten when they are given up, for tests.
         peers: the caches of other ranks, which keep other parts of the same states; None: there are none.
     """
@@ -90,6 +93,7 @@ class StateCache:
         identity: str = "",
         *,
         folder_bytes: int = 64 * 2**30,
+        shared: bool = False,
         poison: bool = False,
         peers: Peers | None = None,
     ) -> None:
@@ -109,10 +113,16 @@ class StateCache:
         self._closed = False
         self._peers = peers or Alone()
         self._folder: SpillFolder | None = None
+        self._neighbours: Neighbours | None = None
         if folder is not None:  # other spacings make other pieces, which may give other bits
-            self._folder = SpillFolder(
-                Path(folder), f"{spacing} {identity}", folder_bytes, self._forget, self._peers.session
-            )
+            root, which, session = Path(folder), f"{spacing} {identity}", self._peers.session
+            if shared:
+                self._folder = open_share(
+                    root, lambda share: SpillFolder(share, which, folder_bytes, self._forget, session)
+                )
+                self._neighbours = Neighbours(root, self._folder)
+            else:
+                self._folder = SpillFolder(root, which, folder_bytes, self._forget, session)
             for ids, file in self._folder.open():
                 self._name_file(self._tree.insert(ids), file)
             for file in self._folder.restrict(self._peers.common([file.mark for file in self._folder.files.values()])):
@@ -137,6 +147,7 @@ class StateCache:
         """
         ids = as_ids(ids)
         with self._lock, torch.inference_mode(False), torch.no_grad():
+            self._take_from_neighbours(ids, exact)
             nodes, _ = self._tree.walk(ids)
             for node in reversed(nodes):
                 if self._serves(node, len(ids), exact) and (found := self._take(node)) is not None:
@@ -226,12 +237,30 @@ class StateCache:
     def _serves(self, node: _Node, asked: int, exact: bool) -> bool:
         """Whether a node has a state for a prompt of `asked` tokens."""
         place = node.value
-        if place is None or place.rank is None:
+        return place is not None and place.rank is not None and self._fits(place.rank, node.length, asked, exact)
+
+    def _fits(self, ranked: tuple[bool, bool], length: int, asked: int, exact: bool) -> bool:
+        """Whether a state of this rank that has read `length` tokens serves a prompt of `asked` tokens."""
+        canonical, has_logits = ranked
+        if length == asked and not has_logits:
             return False
-        canonical, has_logits = place.rank
-        if node.length == asked and not has_logits:
-            return False
-        return not exact or (canonical and (node.length == asked or node.length % self.spacing == 0))
+        return not exact or (canonical and (length == asked or length % self.spacing == 0))
+
+    def _take_from_neighbours(self, ids: "array[int]", exact: bool) -> None:
+        """Keep the state of another process that has read more of a prompt than any state here, if there is one."""
+        if self._neighbours is None or self._closed:
+            return
+        here = (node.length for node in reversed(self._tree.walk(ids)[0]) if self._serves(node, len(ids), exact))
+        most = next(here, 0)
+
+        def serves(far: Far) -> bool:
+            ranked = rank(far.file.kind, far.file.has_logits)
+            return far.length > most and self._fits(ranked, far.length, len(ids), exact)
+
+        far = self._neighbours.longest(ids, serves)
+        if far is not None and (spilled := self._neighbours.read(far)) is not None:
+            self._counts["restored"] += 1
+            self._keep(ids[: far.length], spilled.state, far.file.kind, spilled.logits, far.file.cost)
 
     def _take(self, node: _Node) -> Found | None:
         """Return a node's state; None if it is on disk and cannot be read."""

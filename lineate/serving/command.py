@@ -1,78 +1,53 @@
 """The command `lineate serve`."""
 
-import ipaddress
-import os
 import signal
 import socket
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lineate.names import named_path, user_path
-from lineate.options import argument, option, parameters, sign
-from lineate.terminal import fail, printable
+from lineate.options import parameters, sign
+from lineate.serving.arguments import (
+    HEAD,
+    KEYS,
+    LOOKUP,
+    NONE,
+    ServeArguments,
+    allowed_hosts,
+    is_local,
+    limits_of,
+    name_of,
+    read_keys,
+    say,
+    settings_of,
+    sizes_of,
+)
+from lineate.serving.building import add_explorer, application, load
+from lineate.terminal import fail
 
 if TYPE_CHECKING:
     import typer
     from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from lineate.generation.ranks import RankedJob
+    from lineate.integrations.ray.cluster import RayReplicas
+    from lineate.integrations.ray.options import ReplicaOptions
     from lineate.models import HybridLM
     from lineate.serving.draining import DrainingServer
     from lineate.serving.engine import Engine
-    from lineate.serving.limits import Limits
     from lineate.text.base import Tokenizer
+
+__all__ = [
+    "NEEDED", "ServeArguments", "add_commands", "add_explorer", "allowed_hosts", "is_local", "listen", "make_replica",
+    "read_keys", "run_serve",
+]  # fmt: skip
 
 NEEDED = ("fastapi", "starlette", "uvicorn", "pydantic_core", "prometheus_client", "jinja2", "llguidance", "tokenizers")
 """Modules that come with the extra serve."""
-KEYS = "LINEATE_API_KEY"
-BUILT_IN = "lineate-small"
-"""The name of the model that is served if none is given."""
-LOOKUP, HEAD, NONE = "lookup", "head", "none"
 OF_RANK_0 = ("folder", "host", "port", "name", "api_key", "cors", "allow_host", "access_log", "tensor", "cache_folder")
 """Options that may differ between processes that share a model, or are compared in another way."""
-
-
-@dataclass(frozen=True)
-class ServeArguments:
-    """The options of `lineate serve`."""
-
-    folder: str | None = argument(
-        "Folder of a run, or of a model and tokenizer, or a hub name; none: a small model.", "[MODEL]", None
-    )
-    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every address of this machine.")
-    port: int = option(8000, "Port to listen at; 0: a free one.", least=0, most=65535)
-    name: str | None = option(None, "Name of the model in requests; the folder's or hub's by default.")
-    api_key: str | None = option(None, f"Keys of which requests need one, with commas between; or set {KEYS}.")
-    device: str = option("cpu", "cpu or cuda.")
-    dtype: str = option("auto", "float32, bfloat16, ...; auto: as stored.")
-    bits: int | None = option(None, "Keep large weights in 16, 8 or 4 bits; none: as stored.")
-    slots: int = option(8, "Sequences that are generated at once.", least=1, most=4096)
-    context: int = option(8192, "Most tokens of a prompt and its continuation.", least=2, most=2**24)
-    memory: str | None = option(None, "Most memory for running sequences, such as 4GB.", metavar="SIZE")
-    queue: int = option(128, "Most requests that wait; more get status 429.", least=1, most=2**20)
-    cache: str = option("1GB", "Memory for states of prompts that were read; 0: keep none.", metavar="SIZE")
-    cache_folder: str | None = option(
-        None, "Where kept states go when memory is full or the server ends.", metavar="FOLDER"
-    )
-    spacing: int | None = option(
-        None, "Distance of kept states in tokens, a multiple of 64; 256 on a CPU, 1024 on a GPU.", least=64, most=2**20
-    )
-    exact: bool = option(False, "Reuse only states that give the same bits as reading the whole prompt.", "--exact")
-    draft: str = option(
-        NONE, "Guess tokens ahead: lookup (from the text), head (of the model), a smaller model's folder, or none."
-    )
-    guesses: int = option(4, "Most tokens that are guessed ahead.", least=1, most=32)
-    max_tokens: int | None = option(None, "Most tokens that a request may generate.", least=1)
-    max_prompt: int | None = option(None, "Most tokens of a prompt.", least=1)
-    max_body: str = option("8MB", "Most bytes of a request.", metavar="SIZE")
-    timeout: float = option(600.0, "Seconds after which a request is ended.", least=0.001)
-    drain: float = option(30.0, "Seconds that running requests have to end after SIGTERM.", least=0.001)
-    cors: str | None = option(None, "Origins whose pages may call the server, with commas between.")
-    allow_host: str | None = option(None, "More names by which the server may be called, with commas between.")
-    access_log: bool = option(False, "Log every request.", "--access-log")
-    tensor: int = option(1, "Processes that share the model; start as many with torchrun.", least=1, most=4096)
 
 
 def add_commands(app: "typer.Typer") -> None:
@@ -110,15 +85,24 @@ def run_serve(asked: ServeArguments) -> None:
 def _serve(asked: ServeArguments, job: "RankedJob | None") -> None:
     """Serve, on rank 0 if there are several."""
     try:
+        replicated = _replica_options(asked)
         listening = listen(asked.host, asked.port)
-        server, engine = _prepare(asked, listening.getsockname()[1], job)
+        port = listening.getsockname()[1]
+        if replicated is None:
+            server, engine = _prepare(asked, port, job)
+        else:
+            server, replicas = _prepare_replicas(asked, replicated, port)
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
-        if module not in NEEDED:
+        if module not in (*NEEDED, "ray"):
             raise
-        fail(f"lineate serve needs {module}, which is not installed; run pip install 'lineate[serve]'", 1)
+        extra = "ray" if module == "ray" else "serve"
+        fail(f"lineate serve needs {module}, which is not installed; run pip install 'lineate[{extra}]'", 1)
     except (ValueError, OSError, ImportError) as error:
         fail(error, 2)
+    if replicated is not None:
+        replicas.run(server, listening)
+        return
     engine.start()
     try:
         server.run([listening])
@@ -133,8 +117,8 @@ def _follow(asked: ServeArguments, job: "RankedJob") -> None:
     from lineate.serving.api.guides import Grammars
     from lineate.serving.lockstep import Lockstep
 
-    engine, _, tokenizer = _load(asked, job)
-    grammars = Grammars(tokenizer, _limits(asked).grammar_bytes)
+    engine, _, tokenizer = load(asked, job)
+    grammars = Grammars(tokenizer, limits_of(asked).grammar_bytes)
     front = Lockstep(engine, job.link, lambda grammar: grammars.guide(grammar, "response_format"))
     for number in (signal.SIGTERM, signal.SIGINT):  # torchrun sends them to all ranks, and rank 0 drains
         signal.signal(number, signal.SIG_IGN)
@@ -166,37 +150,6 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def _limits(asked: ServeArguments) -> "Limits":
-    """Return what requests may ask for."""
-    from lineate.planning.units import read_bytes
-    from lineate.serving.limits import Limits
-
-    return Limits(
-        body_bytes=read_bytes(asked.max_body, "--max-body"),
-        prompt_tokens=asked.max_prompt,
-        new_tokens=asked.max_tokens,
-        seconds=asked.timeout,
-        drain_seconds=asked.drain,
-    )
-
-
-def _load(asked: ServeArguments, job: "RankedJob | None") -> tuple["Engine", "HybridLM", "Tokenizer"]:
-    """Return the engine of this rank, warmed up, its model and the tokenizer."""
-    from lineate.generation.loading import load_model, load_or_builtin
-    from lineate.serving.warming import warm_up
-    from lineate.small.which import name_of_bits
-
-    weights = name_of_bits(asked.bits)
-    if job is None:
-        model, tokenizer = load_or_builtin(asked.folder, asked.dtype, asked.device, _say, weights)
-    else:
-        assert asked.folder is not None
-        model, tokenizer = load_model(asked.folder, asked.dtype, job.device, weights, job.model_ranks)
-    engine = _engine(asked, model, job)
-    warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
-    return engine, model, tokenizer
-
-
 def _end(job: "RankedJob", server: "DrainingServer", why: str) -> None:
     """Say why the job has ended, and let the server go once clients have had their errors."""
     job.tell(why)
@@ -205,162 +158,113 @@ def _end(job: "RankedJob", server: "DrainingServer", why: str) -> None:
 
 def _prepare(asked: ServeArguments, port: int, job: "RankedJob | None") -> tuple["DrainingServer", Any]:
     """Return the server and its engine, or rank 0's of several; nothing runs yet."""
-    import uvicorn
-
-    from lineate.generation.loading import check_device
-    from lineate.serving.app import Settings, describe, make_app
-    from lineate.serving.draining import DrainingServer
-
-    check_device(asked.device)
-    limits = _limits(asked)
-    settings = Settings(
-        read_keys(asked.api_key), _words(asked.cors), allowed_hosts(asked.host, _words(asked.allow_host)), limits
-    )
-    own, model, tokenizer = _load(asked, job)
-    description = describe(model, tokenizer, _name(asked), asked.context, asked.slots)
-    engine: Any = own
-    if job is not None:
-        from lineate.serving.lockstep import Lockstep
-
-        engine = Lockstep(own, job.link)
-    app = make_app(engine, tokenizer, description, settings)
-    if job is None:  # views call the model outside of the engine's steps
-        add_explorer(app, settings.api_keys, model, tokenizer, _name(asked))
-    config = uvicorn.Config(
-        app, asked.host, port, lifespan="off", log_level="info" if asked.access_log else "warning",
-        access_log=asked.access_log, server_header=False, timeout_graceful_shutdown=10,
-    )  # fmt: skip
-    server = DrainingServer(app, config)
+    app, engine, model, tokenizer = application(asked, settings_of(asked), job)
+    server = _server(asked, app, port)
     if job is not None:
         engine.watch(partial(_end, job, server))
     _announce(asked, port, model, tokenizer)
     return server, engine
 
 
-def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", tokenizer: "Tokenizer", name: str) -> None:
-    """Serve `lineate explore` at /explore/, unless requests need a key, for which its page has no field.
+def _server(asked: ServeArguments, app: "Starlette", port: int) -> "DrainingServer":
+    """Return the server of an application."""
+    import uvicorn
 
-    A model on a GPU is left to the engine alone, whose recorded graphs allow no other work between them.
+    from lineate.serving.draining import DrainingServer
 
-    Args:
-        app: The application of the server.
-        keys: Keys of which a request needs one.
-        model: The model that is served.
-        tokenizer: Its tokenizer.
-        name: Its name in requests.
-    """
-    if keys:
-        return
-    from starlette.responses import RedirectResponse
-    from starlette.routing import Route
-
-    from lineate.explore.live.app import make_views
-    from lineate.explore.live.models import Models, served
-
-    # Before the route of the chat page's files, which would look for one of this name.
-    app.router.routes.insert(0, Route("/explore", lambda request: RedirectResponse("explore/")))
-    app.mount("/explore", make_views(Models(served(model, tokenizer, name) if model.device.type == "cpu" else None)))
+    config = uvicorn.Config(
+        app, asked.host, port, lifespan="off", log_level="info" if asked.access_log else "warning",
+        access_log=asked.access_log, server_header=False, timeout_graceful_shutdown=10,
+    )  # fmt: skip
+    return DrainingServer(app, config)
 
 
-def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -> "Engine":
-    """Return the engine with its cache and drafter."""
-    from lineate.planning.units import read_bytes
-    from lineate.serving.cache import StateCache
-    from lineate.serving.engine import Engine
-    from lineate.serving.identity import identity_of
-    from lineate.serving.peers import LinkedPeers
+def _replica_options(asked: ServeArguments) -> "ReplicaOptions | None":
+    """Return what the options say about replicas; None if one engine in this process serves."""
+    from lineate.integrations.ray.options import ReplicaOptions
 
-    budget = 0 if asked.cache.strip() == "0" else read_bytes(asked.cache, "--cache")
-    folder = None if asked.cache_folder is None else user_path(named_path(asked.cache_folder))
-    if folder is not None and not budget:
-        raise ValueError("--cache-folder needs --cache above 0")
-    spacing = asked.spacing or (1024 if model.device.type == "cuda" else 256)
-    peers = None
-    if job is not None:  # every rank has a part of each state
-        peers = LinkedPeers(job.link)
-        folder = None if folder is None else folder / f"rank-{job.link.rank}-of-{job.link.size}"
-    cache = StateCache(budget, spacing, folder, identity_of(model) if folder else "", peers=peers) if budget else None
-    return Engine(
-        model,
-        slots=asked.slots,
-        context=asked.context,
-        memory_bytes=None if asked.memory is None else read_bytes(asked.memory, "--memory"),
-        spacing=spacing,
-        queue=asked.queue,
-        cache=cache,
-        exact=asked.exact,
-        drafter=_drafter(asked, model),
-        most_guesses=asked.guesses,
+    given = {
+        "--max-replicas": asked.max_replicas, "--target-queue": asked.target_queue, "--imbalance": asked.imbalance,
+        "--cluster": asked.cluster, "--replica-cpus": asked.replica_cpus, "--replica-gpus": asked.replica_gpus,
+    }  # fmt: skip
+    if asked.replicas is None:
+        if found := [f"{flag} {value}" for flag, value in given.items() if value is not None]:
+            raise ValueError(f"--replicas must be given with {found[0]}, got none; add --replicas 2, for example")
+        return None
+    if asked.tensor > 1:
+        raise ValueError(f"--tensor must be 1 with --replicas, got {asked.tensor}; a replica is one process")
+    if asked.target_queue is not None and asked.max_replicas is None:
+        least = asked.replicas + 1
+        raise ValueError(f"--max-replicas must be given with --target-queue, got none; add --max-replicas {least}")
+    return ReplicaOptions(
+        asked.replicas,
+        most=asked.max_replicas,
+        target=float(asked.slots if asked.target_queue is None else asked.target_queue),
+        imbalance=4 if asked.imbalance is None else asked.imbalance,
+        cluster=asked.cluster,
+        cpus=1.0 if asked.replica_cpus is None else asked.replica_cpus,
+        gpus=float(asked.device != "cpu") if asked.replica_gpus is None else asked.replica_gpus,
+        at_once=asked.slots + 2 * asked.queue,
+        drain_seconds=asked.drain,
     )
 
 
-def _drafter(asked: ServeArguments, model: "HybridLM") -> Any:
-    from lineate.generation.loading import load_model
-    from lineate.serving.drafting import DraftModel, PromptLookup
-    from lineate.serving.predicting import PredictionDrafter
-    from lineate.small.which import name_of_bits
+def _prepare_replicas(
+    asked: ServeArguments, replicated: "ReplicaOptions", port: int
+) -> tuple["DrainingServer", "RayReplicas"]:
+    """Return the server of the front, and the replicas, which run; what is wrong with the model is noticed before."""
+    from lineate.generation.loading import check_model, load_or_builtin
+    from lineate.integrations.ray.cluster import RayReplicas
+    from lineate.integrations.ray.front import make_front
 
-    if asked.draft == NONE:
-        return None
-    if asked.draft == LOOKUP:
-        return PromptLookup()
-    if asked.draft == HEAD:
-        return PredictionDrafter(model)
-    smaller, _ = load_model(asked.draft, asked.dtype, model.device, name_of_bits(asked.bits))
-    return DraftModel(smaller, model.config.vocab_size)
-
-
-def read_keys(given: str | None) -> tuple[str, ...]:
-    """Return the keys of the option, or else of the environment; an empty key is refused.
-
-    Args:
-        given: The option, with commas between keys.
-    """
-    keys = _words(os.environ.get(KEYS) if given is None else given)
-    if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
-        raise ValueError(f"--api-key and {KEYS} must be visible ASCII characters without spaces")
-    return keys
-
-
-def _words(given: str | None) -> tuple[str, ...]:
-    """Return what stands between commas."""
-    return () if given is None else tuple(word.strip() for word in given.split(","))
-
-
-def allowed_hosts(host: str, more: tuple[str, ...] = ()) -> frozenset[str]:
-    """Return the names by which a server may be called; any if it listens to other machines and none was named.
-
-    Args:
-        host: The name or address that the server listens at.
-        more: Names that are allowed as well.
-    """
-    named = {name.lower() for name in more}
-    if is_local(host):
-        return frozenset({"localhost", "127.0.0.1", "::1", host.lower(), *named})
-    return frozenset({host.lower(), *named} if named else ())
-
-
-def is_local(host: str) -> bool:
-    """Whether only programs on this machine can reach an address.
-
-    Args:
-        host: A name or an address.
-    """
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def _name(asked: ServeArguments) -> str:
-    """Return the name of the model: never a path of this machine."""
-    if asked.name:
-        return asked.name
+    settings, _ = settings_of(asked), sizes_of(asked)
+    limits = replace(settings.limits, requests=settings.limits.requests * replicated.limit)
     if asked.folder is None:
-        return BUILT_IN
+        load_or_builtin(None, asked.dtype, "cpu", say)  # trained now, and not by every replica
+    else:
+        check_model(asked.folder)
+    if asked.draft not in (NONE, LOOKUP, HEAD):
+        check_model(asked.draft)
+    there = replace(
+        asked,
+        folder=None if asked.folder is None else _whole_name(asked.folder),
+        cache_folder=None if asked.cache_folder is None else _whole_path(asked.cache_folder),
+        draft=asked.draft if asked.draft in (NONE, LOOKUP, HEAD) else _whole_name(asked.draft),
+        name=name_of(asked),
+        api_key=None,
+    )
+    say(f"starting {replicated.replicas} replicas of {name_of(asked)} under Ray Serve")
+    try:
+        replicas = RayReplicas(partial(make_replica, there), replicated, f"{name_of(asked)}-{port}")
+    except RuntimeError as error:
+        fail(error, 1)
+    app = make_front(replicas, replace(settings, limits=limits))
+    _say_where(asked, port)
+    return _server(asked, app, port), replicas
+
+
+def make_replica(asked: ServeArguments) -> tuple["FastAPI", "Engine"]:
+    """Return the application and the engine of a replica; a replica's process calls this.
+
+    Args:
+        asked: The options of the command, with whole paths.
+    """
+    from lineate.serving.app import Settings
+
+    app, engine, _, _ = application(asked, Settings(limits=limits_of(asked)))  # the front checks keys and names
+    return app, engine
+
+
+def _whole_name(name: str) -> str:
+    """Return the name of a model that is the same in every folder: a path, or a name on the hub."""
     from lineate.models.files.hub import is_hub_name
 
-    return asked.folder if is_hub_name(asked.folder) else user_path(asked.folder).resolve().name
+    return name if is_hub_name(name) else _whole_path(name)
+
+
+def _whole_path(name: str) -> str:
+    """Return a path that is the same in every folder."""
+    return str(user_path(named_path(name)).resolve())
 
 
 def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "Tokenizer") -> None:
@@ -373,15 +277,18 @@ def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "T
     state = show_bytes(model.state_nbytes(1, asked.context))
     form = format_of(model)
     kept = "" if form is None else f" in {form.name}"
-    _say(f"{_name(asked)}: {count} parameters{kept}{ranks}, {model.config.pattern}, {tokenizer.name} on {asked.device}")
-    _say(f"{asked.slots} sequences of {asked.context} tokens, {state} of state each; cache {asked.cache}")
+    say(
+        f"{name_of(asked)}: {count} parameters{kept}{ranks}, {model.config.pattern}, {tokenizer.name} on {asked.device}"
+    )
+    say(f"{asked.slots} sequences of {asked.context} tokens, {state} of state each; cache {asked.cache}")
+    _say_where(asked, port)
+
+
+def _say_where(asked: ServeArguments, port: int) -> None:
+    """Say where the server is reached."""
     host = f"[{asked.host}]" if ":" in asked.host else asked.host
-    _say(f"http://{host}:{port}/ has the chat page; http://{host}:{port}/v1 is OpenAI's API")
+    say(f"http://{host}:{port}/ has the chat page; http://{host}:{port}/v1 is OpenAI's API")
     if not read_keys(asked.api_key) and asked.tensor == 1:
-        _say(f"http://{host}:{port}/explore/ shows what the model does with a text, token by token")
+        say(f"http://{host}:{port}/explore/ shows what the model does with a text, token by token")
     if not is_local(asked.host) and not read_keys(asked.api_key):
-        _say(f"warning: other machines can use this server without a key; set {KEYS}")
-
-
-def _say(text: str) -> None:
-    print(f"lineate: {printable(text)}", file=sys.stderr, flush=True)
+        say(f"warning: other machines can use this server without a key; set {KEYS}")

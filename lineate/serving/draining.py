@@ -4,21 +4,44 @@ import asyncio
 import logging
 import socket
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
-from lineate.serving.api.service import Service
 from lineate.serving.connections import connections
 from lineate.serving.gate import Traffic
+from lineate.serving.limits import Limits
 
 LOG = logging.getLogger("lineate.serving")
 LAST_SECONDS = 5.0
 """Seconds that requests have to send their ends after they were cancelled."""
 
 
+class Stoppable(Protocol):
+    """What ends all requests, as an engine does."""
+
+    def stop(self, drain: bool = True, timeout: float | None = None) -> None:
+        """End what runs."""
+        ...
+
+
+class Served(Protocol):
+    """What a server needs of `app.state.service`."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def engine(self) -> Stoppable: ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
 class DrainingServer(uvicorn.Server):
-    """Serves an application of make_app until a signal comes, or until `drain` is called.
+    """Serves an application of make_app, or the front of replicas, until a signal comes or `drain` is called.
 
     The first SIGTERM or SIGINT drains; a second one ends at once. New requests get 503 while the server drains.
 
@@ -27,11 +50,12 @@ class DrainingServer(uvicorn.Server):
         config: Host, port and other settings of uvicorn.
     """
 
-    def __init__(self, app: FastAPI, config: uvicorn.Config) -> None:
+    def __init__(self, app: Starlette, config: uvicorn.Config) -> None:
         self._traffic: Traffic = app.state.traffic
-        self._service: Service = app.state.service
+        self._service: Served = app.state.service
         limits = self._service.limits
         config.http, config.timeout_keep_alive = connections(limits.head_seconds), limits.idle_seconds
+        config.loop, config.ws = "asyncio", "none"  # whatever else is installed, such as what Ray needs
         super().__init__(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drains = False  # asked for, perhaps before there is a loop

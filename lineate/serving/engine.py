@@ -237,6 +237,11 @@ class Engine:
                 pool_bytes=self.pool.allocated,
             )
 
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs; any thread may ask."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self) -> None:
         """Begin to serve in a thread of its own."""
         if self._thread is not None or self._closed:

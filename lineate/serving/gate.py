@@ -6,6 +6,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Iterable
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
@@ -14,12 +15,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lineate.serving.api.errors import ApiError, internal, queue_full, unavailable
 from lineate.serving.api.responses import GONE, answer
-from lineate.serving.metrics import Metrics
 
 LOG = logging.getLogger("lineate.serving")
 PAGE_POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
 """Pages load nothing from elsewhere and are shown in no other site's frame."""
 REMEDY = "lineate serve --allow-host NAME"
+
+
+class Counting(Protocol):
+    """What counts the answers."""
+
+    def count(self, route: str, status: int) -> None:
+        """Count an answer."""
+        ...
 
 
 class Traffic:
@@ -77,7 +85,7 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, traffic: Traffic, metrics: Metrics, hosts: frozenset[str], most: int, remedy: str = REMEDY
+        self, app: ASGIApp, traffic: Traffic, metrics: Counting, hosts: frozenset[str], most: int, remedy: str = REMEDY
     ) -> None:
         self._app, self._traffic, self._metrics, self._hosts, self._most = app, traffic, metrics, hosts, most
         self._remedy = remedy

@@ -37,6 +37,8 @@ from lineate.serving.kept import KINDS, Kept, Kind
 from lineate.serving.sealed import FORMAT, PART, checksum, most_bytes, peek, seal, unseal
 
 OURS = re.compile(r"(state|block)-[0-9a-f]{32}\.safetensors")
+UNUSABLE = (OSError, ValueError, RuntimeError, MemoryError, AssertionError, KeyError, TypeError, IndexError)
+"""What reading a file raises that is damaged or gone, or for which memory is short."""
 
 logger = logging.getLogger(__name__)
 
@@ -191,18 +193,9 @@ class SpillFolder:
             blocks = []
             for name in file.blocks:
                 blocks.append(unseal(self.folder / name, self.identity)[1])
-            spilled = _assemble(about, own, blocks)
+            spilled = assemble_state(about, own, blocks)
         # What a file holds is not trusted.
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-            MemoryError,
-            AssertionError,
-            KeyError,
-            TypeError,
-            IndexError,
-        ) as error:
+        except UNUSABLE as error:
             if _may_pass(error):
                 logger.warning("%s was not read: %s", self.folder / file.name, error)
             else:
@@ -268,20 +261,11 @@ class SpillFolder:
 
     def _index(self, name: str, nbytes: int) -> tuple["array[int]", StateFile]:
         """Return the tokens of a state on disk and its row of the index; its other tensors are not read."""
-        path = self.folder / name
-        about, ids, names = peek(path, self.identity, "ids")
-        blocks, kind, cost = about.get("blocks"), about.get("kind"), about.get("cost")
-        if not isinstance(blocks, list) or kind not in KINDS or not isinstance(cost, int | float):
-            raise CheckpointError(f"{path}: expected blocks, kind and cost, got {about!r:.200}")
-        if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
-            raise CheckpointError(f"{path}: expected ids of int64, got {ids.dtype} of shape {tuple(ids.shape)}")
-        if lost := [block for block in blocks if not isinstance(block, str) or block not in self._blocks]:
-            raise CheckpointError(f"{path}: expected {len(blocks)} blocks, but {len(lost)} of them are missing")
-        tokens = array("q", ids.tolist())
-        if name != _name_of(tokens):  # or else it would be looked for under other tokens, and never be found
-            raise CheckpointError(f"{path}: expected the name {_name_of(tokens)} for its ids; the file is damaged")
-        written = str(about.get("written", ""))
-        return tokens, StateFile(name, cast(Kind, kind), "logits" in names, float(cost), tuple(blocks), nbytes, written)
+        tokens, file = index_file(self.folder / name, self.identity, nbytes)
+        if lost := [block for block in file.blocks if block not in self._blocks]:
+            expected = f"expected {len(file.blocks)} blocks, but {len(lost)} of them are missing"
+            raise CheckpointError(f"{self.folder / name}: {expected}")
+        return tokens, file
 
     def _make_room(self, needed: int) -> bool:
         """Remove files until so many bytes fit; return whether they do, and remove nothing if they never will."""
@@ -311,6 +295,31 @@ class SpillFolder:
         except OSError as error:
             logger.warning("%s could not be removed: %s", self.folder / name, error)
         self.bytes -= nbytes
+
+
+def index_file(path: Path, identity: str, nbytes: int) -> tuple["array[int]", StateFile]:
+    """Return the tokens of a state on disk and its row of the index; its other tensors are not read.
+
+    Args:
+        path: The file of the state.
+        identity: The digest of the model's identity.
+        nbytes: The bytes of the file.
+    """
+    about, ids, names = peek(path, identity, "ids")
+    blocks, kind, cost = about.get("blocks"), about.get("kind"), about.get("cost")
+    if not isinstance(blocks, list) or kind not in KINDS or not isinstance(cost, int | float):
+        raise CheckpointError(f"{path}: expected blocks, kind and cost, got {about!r:.200}")
+    if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
+        raise CheckpointError(f"{path}: expected ids of int64, got {ids.dtype} of shape {tuple(ids.shape)}")
+    if wrong := [block for block in blocks if not isinstance(block, str)]:
+        raise CheckpointError(f"{path}: expected names of blocks, got {wrong[0]!r:.80}")
+    tokens = array("q", ids.tolist())
+    if path.name != _name_of(tokens):  # or else it would be looked for under other tokens, and never be found
+        raise CheckpointError(f"{path}: expected the name {_name_of(tokens)} for its ids; the file is damaged")
+    written = str(about.get("written", ""))
+    return tokens, StateFile(
+        path.name, cast(Kind, kind), "logits" in names, float(cost), tuple(blocks), nbytes, written
+    )
 
 
 def _take_lock(path: Path) -> int:
@@ -359,8 +368,14 @@ def _described(kept: Kept) -> list[dict[str, Any]]:
     return described
 
 
-def _assemble(about: dict[str, Any], own: Named, blocks: Sequence[Named]) -> Spilled:
-    """Return a state from the tensors of its files."""
+def assemble_state(about: dict[str, Any], own: Named, blocks: Sequence[Named]) -> Spilled:
+    """Return a state from the tensors of its files.
+
+    Args:
+        about: What the file of the state says about itself.
+        own: The other tensors of that file.
+        blocks: The tensors of each block, the first tokens first.
+    """
     layers: list[LayerState] = []
     caches, length = 0, len(own["ids"])
     for n, layer in enumerate(about["layers"]):

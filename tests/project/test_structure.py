@@ -22,8 +22,8 @@ MOST_PARAMETERS = 10
 # as rule.py or checks.py, are at the bottom, beside the backends.
 LEVELS = (
     ("cli",),
-    ("serving", "explore", "tasks", "planning", "training", "learn", "recognise"),
-    ("generation", "integrations", "figures"),
+    ("serving", "integrations", "explore", "tasks", "planning", "training", "learn", "recognise"),
+    ("generation", "figures"),
     ("text",),
     ("models",),
     ("layers",),

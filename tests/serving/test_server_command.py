@@ -108,6 +108,27 @@ REFUSED = {
     "an empty key": (["--api-key", "a,,b"], "--api-key and LINEATE_API_KEY must be visible"),
     "a spacing that is no multiple": (["--spacing", "100"], "spacing must be a multiple of 64"),
     "a head that the model lacks": (["--draft", "head"], "model must have a head of multi-token prediction"),
+    "more replicas than none": (["--max-replicas", "3"], "--replicas must be given with --max-replicas 3, got none"),
+    "a queue without growth": (
+        ["--replicas", "2", "--target-queue", "3"],
+        "--max-replicas must be given with --target-queue, got none; add --max-replicas 3",
+    ),
+    "fewer at most than at least": (
+        ["--replicas", "3", "--max-replicas", "2"],
+        "--max-replicas must be at least --replicas, 3, got 2",
+    ),
+    "replicas of several processes": (
+        ["--replicas", "2", "--tensor", "2"],
+        "--tensor",
+    ),
+    "no replicas": (["--replicas", "0"], "Invalid value for '--replicas'"),
+    "an imbalance below 0": (["--replicas", "2", "--imbalance", "-1"], "Invalid value for '--imbalance'"),
+    "one GPU and a half": (["--replicas", "2", "--replica-gpus", "1.5"], "--replica-gpus must be a part of one GPU"),
+    "replicas of no folder": (["/nowhere/at-all", "--replicas", "2"], "/nowhere/at-all"),
+    "replicas with a folder for no cache": (
+        ["--replicas", "2", "--cache", "0", "--cache-folder", "x"],
+        "--cache-folder needs --cache above 0",
+    ),
     "a folder for no cache": (["--cache", "0", "--cache-folder", "x"], "--cache-folder needs --cache above 0"),
 }
 
@@ -118,6 +139,19 @@ def test_what_is_refused(case, folder):
     model = [] if words[0].startswith("/") else [folder]
     code, said = lineate(*model, "--port", "0", *words)
     assert code == 2 and expected in said, said
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:1", "ray://127.0.0.1:x"])
+def test_a_cluster_that_is_not_there(folder, address, monkeypatch):
+    pytest.importorskip("ray", reason="lineate[ray] is not installed")
+    code, said = lineate(folder, "--port", "0", "--replicas", "2", "--cluster", address)
+    assert code == 2 and f"--cluster must be auto or the HOST:PORT of a running Ray cluster, got '{address}'" in said
+
+
+def test_replicas_without_ray(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, said = lineate(folder, "--port", "0", "--replicas", "2")
+    assert code == 1 and "lineate serve needs ray, which is not installed; run pip install 'lineate[ray]'" in said
 
 
 def test_a_port_that_is_taken(folder):

@@ -1,0 +1,195 @@
+"""The options of `lineate serve`, and what they mean before a model is loaded."""
+
+import ipaddress
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lineate.names import user_path
+from lineate.options import argument, option
+from lineate.terminal import printable
+
+if TYPE_CHECKING:
+    from lineate.serving.app import Settings
+    from lineate.serving.limits import Limits
+
+KEYS = "LINEATE_API_KEY"
+BUILT_IN = "lineate-small"
+"""The name of the model that is served if none is given."""
+LOOKUP, HEAD, NONE = "lookup", "head", "none"
+
+
+@dataclass(frozen=True)
+class ServeArguments:
+    """The options of `lineate serve`."""
+
+    folder: str | None = argument(
+        "Folder of a run, or of a model and tokenizer, or a hub name; none: a small model.", "[MODEL]", None
+    )
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: every address of this machine.")
+    port: int = option(8000, "Port to listen at; 0: a free one.", least=0, most=65535)
+    name: str | None = option(None, "Name of the model in requests; the folder's or hub's by default.")
+    api_key: str | None = option(None, f"Keys of which requests need one, with commas between; or set {KEYS}.")
+    device: str = option("cpu", "cpu or cuda.")
+    dtype: str = option("auto", "float32, bfloat16, ...; auto: as stored.")
+    bits: int | None = option(None, "Keep large weights in 16, 8 or 4 bits; none: as stored.")
+    slots: int = option(8, "Sequences that are generated at once.", least=1, most=4096)
+    context: int = option(8192, "Most tokens of a prompt and its continuation.", least=2, most=2**24)
+    memory: str | None = option(None, "Most memory for running sequences, such as 4GB.", metavar="SIZE")
+    queue: int = option(128, "Most requests that wait; more get status 429.", least=1, most=2**20)
+    cache: str = option("1GB", "Memory for states of prompts that were read; 0: keep none.", metavar="SIZE")
+    cache_folder: str | None = option(
+        None, "Where kept states go when memory is full or the server ends.", metavar="FOLDER"
+    )
+    spacing: int | None = option(
+        None, "Distance of kept states in tokens, a multiple of 64; 256 on a CPU, 1024 on a GPU.", least=64, most=2**20
+    )
+    exact: bool = option(False, "Reuse only states that give the same bits as reading the whole prompt.", "--exact")
+    draft: str = option(
+        NONE, "Guess tokens ahead: lookup (from the text), head (of the model), a smaller model's folder, or none."
+    )
+    guesses: int = option(4, "Most tokens that are guessed ahead.", least=1, most=32)
+    max_tokens: int | None = option(None, "Most tokens that a request may generate.", least=1)
+    max_prompt: int | None = option(None, "Most tokens of a prompt.", least=1)
+    max_body: str = option("8MB", "Most bytes of a request.", metavar="SIZE")
+    timeout: float = option(600.0, "Seconds after which a request is ended.", least=0.001)
+    drain: float = option(30.0, "Seconds that running requests have to end after SIGTERM.", least=0.001)
+    cors: str | None = option(None, "Origins whose pages may call the server, with commas between.")
+    allow_host: str | None = option(None, "More names by which the server may be called, with commas between.")
+    access_log: bool = option(False, "Log every request.", "--access-log")
+    tensor: int = option(1, "Processes that share the model; start as many with torchrun.", least=1, most=4096)
+    replicas: int | None = option(
+        None, "Serve this many copies of the model under Ray Serve; none: one, in this process.", least=1, most=4096
+    )
+    max_replicas: int | None = option(
+        None, "Let the replicas grow in number up to this as requests wait, and shrink again.", least=1, most=4096
+    )
+    target_queue: float | None = option(
+        None, "Requests of a replica, running or waiting, that growing aims at; --slots by default.", least=0.01
+    )
+    imbalance: int | None = option(
+        None, "Requests that a replica may have more than the least busy one for the sake of its cache; 4 by default.",
+        least=0,
+    )  # fmt: skip
+    cluster: str | None = option(None, "Address of the Ray cluster to join, or auto; none: start a Ray of its own.")
+    replica_cpus: float | None = option(None, "Processors that a replica takes in Ray; 1 by default.", least=0.001)
+    replica_gpus: float | None = option(
+        None, "GPUs that a replica takes in Ray; 1 with --device cuda by default, else none.", least=0.001
+    )
+
+
+def settings_of(asked: ServeArguments) -> "Settings":
+    """Return how the server is reached, and what requests may ask for.
+
+    Args:
+        asked: The options.
+    """
+    from lineate.generation.loading import check_device
+    from lineate.serving.app import Settings
+
+    check_device(asked.device)
+    hosts = allowed_hosts(asked.host, words_of(asked.allow_host))
+    return Settings(read_keys(asked.api_key), words_of(asked.cors), hosts, limits_of(asked))
+
+
+def limits_of(asked: ServeArguments) -> "Limits":
+    """Return what requests may ask for.
+
+    Args:
+        asked: The options.
+    """
+    from lineate.planning.units import read_bytes
+    from lineate.serving.limits import Limits
+
+    return Limits(
+        body_bytes=read_bytes(asked.max_body, "--max-body"),
+        prompt_tokens=asked.max_prompt,
+        new_tokens=asked.max_tokens,
+        seconds=asked.timeout,
+        drain_seconds=asked.drain,
+    )
+
+
+def sizes_of(asked: ServeArguments) -> tuple[int, int | None]:
+    """Return the bytes of the cache and of running sequences.
+
+    Args:
+        asked: The options.
+    """
+    from lineate.planning.units import read_bytes
+
+    budget = 0 if asked.cache.strip() == "0" else read_bytes(asked.cache, "--cache")
+    if asked.cache_folder is not None and not budget:
+        raise ValueError("--cache-folder needs --cache above 0")
+    return budget, None if asked.memory is None else read_bytes(asked.memory, "--memory")
+
+
+def read_keys(given: str | None) -> tuple[str, ...]:
+    """Return the keys of the option, or else of the environment; an empty key is refused.
+
+    Args:
+        given: The option, with commas between keys.
+    """
+    keys = words_of(os.environ.get(KEYS) if given is None else given)
+    if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
+        raise ValueError(f"--api-key and {KEYS} must be visible ASCII characters without spaces")
+    return keys
+
+
+def words_of(given: str | None) -> tuple[str, ...]:
+    """Return what stands between commas.
+
+    Args:
+        given: The option.
+    """
+    return () if given is None else tuple(word.strip() for word in given.split(","))
+
+
+def allowed_hosts(host: str, more: tuple[str, ...] = ()) -> frozenset[str]:
+    """Return the names by which a server may be called; any if it listens to other machines and none was named.
+
+    Args:
+        host: The name or address that the server listens at.
+        more: Names that are allowed as well.
+    """
+    named = {name.lower() for name in more}
+    if is_local(host):
+        return frozenset({"localhost", "127.0.0.1", "::1", host.lower(), *named})
+    return frozenset({host.lower(), *named} if named else ())
+
+
+def is_local(host: str) -> bool:
+    """Whether only programs on this machine can reach an address.
+
+    Args:
+        host: A name or an address.
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def name_of(asked: ServeArguments) -> str:
+    """Return the name of the model: never a path of this machine.
+
+    Args:
+        asked: The options.
+    """
+    if asked.name:
+        return asked.name
+    if asked.folder is None:
+        return BUILT_IN
+    from lineate.models.files.hub import is_hub_name
+
+    return asked.folder if is_hub_name(asked.folder) else user_path(asked.folder).resolve().name
+
+
+def say(text: str) -> None:
+    """Print a line for the one who started the server.
+
+    Args:
+        text: The line.
+    """
+    print(f"lineate: {printable(text)}", file=sys.stderr, flush=True)

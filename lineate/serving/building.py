@@ -1,0 +1,133 @@
+"""From the options of `lineate serve` to an engine and its application."""
+
+from typing import TYPE_CHECKING, Any
+
+from lineate.names import named_path, user_path
+from lineate.serving.arguments import HEAD, LOOKUP, NONE, ServeArguments, name_of, say, sizes_of
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from lineate.generation.ranks import RankedJob
+    from lineate.models import HybridLM
+    from lineate.serving.app import Settings
+    from lineate.serving.engine import Engine
+    from lineate.text.base import Tokenizer
+
+
+def load(asked: ServeArguments, job: "RankedJob | None") -> tuple["Engine", "HybridLM", "Tokenizer"]:
+    """Return the engine of this rank, warmed up, its model and the tokenizer.
+
+    Args:
+        asked: The options.
+        job: The processes that share the model; None: there is one.
+    """
+    from lineate.generation.loading import load_model, load_or_builtin
+    from lineate.serving.warming import warm_up
+    from lineate.small.which import name_of_bits
+
+    weights = name_of_bits(asked.bits)
+    if job is None:
+        model, tokenizer = load_or_builtin(asked.folder, asked.dtype, asked.device, say, weights)
+    else:
+        assert asked.folder is not None
+        model, tokenizer = load_model(asked.folder, asked.dtype, job.device, weights, job.model_ranks)
+    engine = _engine(asked, model, job)
+    warm_up(engine, 0 if asked.draft == NONE else asked.guesses)
+    return engine, model, tokenizer
+
+
+def application(
+    asked: ServeArguments, settings: "Settings", job: "RankedJob | None" = None
+) -> tuple["FastAPI", Any, "HybridLM", "Tokenizer"]:
+    """Return the application and its engine, or rank 0's of several, which is not started; the model; its tokenizer.
+
+    Args:
+        asked: The options.
+        settings: How the server is reached, and what requests may ask for.
+        job: The processes that share the model; None: there is one.
+    """
+    from lineate.serving.app import describe, make_app
+
+    own, model, tokenizer = load(asked, job)
+    description = describe(model, tokenizer, name_of(asked), asked.context, asked.slots)
+    engine: Any = own
+    if job is not None:
+        from lineate.serving.lockstep import Lockstep
+
+        engine = Lockstep(own, job.link)
+    app = make_app(engine, tokenizer, description, settings)
+    if job is None:  # views call the model outside of the engine's steps
+        add_explorer(app, settings.api_keys, model, tokenizer, name_of(asked))
+    return app, engine, model, tokenizer
+
+
+def add_explorer(app: "FastAPI", keys: tuple[str, ...], model: "HybridLM", tokenizer: "Tokenizer", name: str) -> None:
+    """Serve `lineate explore` at /explore/, unless requests need a key, for which its page has no field.
+
+    A model on a GPU is left to the engine alone, whose recorded graphs allow no other work between them.
+
+    Args:
+        app: The application of the server.
+        keys: Keys of which a request needs one.
+        model: The model that is served.
+        tokenizer: Its tokenizer.
+        name: Its name in requests.
+    """
+    if keys:
+        return
+    from starlette.responses import RedirectResponse
+    from starlette.routing import Route
+
+    from lineate.explore.live.app import make_views
+    from lineate.explore.live.models import Models, served
+
+    # Before the route of the chat page's files, which would look for one of this name.
+    app.router.routes.insert(0, Route("/explore", lambda request: RedirectResponse("explore/")))
+    app.mount("/explore", make_views(Models(served(model, tokenizer, name) if model.device.type == "cpu" else None)))
+
+
+def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -> "Engine":
+    """Return the engine with its cache and drafter."""
+    from lineate.serving.cache import StateCache
+    from lineate.serving.engine import Engine
+    from lineate.serving.identity import identity_of
+    from lineate.serving.peers import LinkedPeers
+
+    budget, memory = sizes_of(asked)
+    folder = None if asked.cache_folder is None else user_path(named_path(asked.cache_folder))
+    spacing = asked.spacing or (1024 if model.device.type == "cuda" else 256)
+    peers = None
+    if job is not None:  # every rank has a part of each state
+        peers = LinkedPeers(job.link)
+        folder = None if folder is None else folder / f"rank-{job.link.rank}-of-{job.link.size}"
+    identity, shared = identity_of(model) if folder else "", asked.replicas is not None
+    cache = StateCache(budget, spacing, folder, identity, shared=shared, peers=peers) if budget else None
+    return Engine(
+        model,
+        slots=asked.slots,
+        context=asked.context,
+        memory_bytes=memory,
+        spacing=spacing,
+        queue=asked.queue,
+        cache=cache,
+        exact=asked.exact,
+        drafter=_drafter(asked, model),
+        most_guesses=asked.guesses,
+    )
+
+
+def _drafter(asked: ServeArguments, model: "HybridLM") -> Any:
+    from lineate.generation.loading import load_model
+    from lineate.serving.drafting import DraftModel, PromptLookup
+    from lineate.serving.predicting import PredictionDrafter
+    from lineate.small.which import name_of_bits
+
+    if asked.draft == NONE:
+        return None
+    if asked.draft == LOOKUP:
+        return PromptLookup()
+    if asked.draft == HEAD:
+        return PredictionDrafter(model)
+    smaller, _ = load_model(asked.draft, asked.dtype, model.device, name_of_bits(asked.bits))
+    return DraftModel(smaller, model.config.vocab_size)
