@@ -327,6 +327,10 @@ def _divide(x: LinearConfig, ranks: int) -> LinearConfig:
     )
 
 
+LINEAR_SHARD = Shard(_divide, lambda mixer: mixer.cuts())
+"""How mixers with the sizes of LinearConfig are shared out among ranks: by heads, as LinearMixer.cuts says."""
+
+
 def _register(
     letter: str, name: str, label: str, short: str, mixer: type[LinearMixer], cost: costs.LinearCosts, look: Look,
     short_label: str | None = None,
@@ -345,7 +349,7 @@ def _register(
             kept_bytes=cost.kept_bytes,
             trace=mixer.trace,
             look=look,
-            shard=Shard(_divide, LinearMixer.cuts),
+            shard=LINEAR_SHARD,
         )
     )
 

@@ -6,8 +6,9 @@ whole model, from the same seed, and compares.
 
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from lineate.generation import generate
+from lineate.layers import GatedDeltaNet, Memory, TensorSpec
+from lineate.layers.linear import LINEAR_SHARD
 from lineate.layers.ranks import Ranks
-from lineate.layers.registry import letters
+from lineate.layers.registry import MixerKind, letters, register, temporary_rows
+from lineate.layers.shards import Cut, Part, Shard, share_out
 from lineate.models import (
     AttentionConfig,
     ExpertsConfig,
@@ -193,6 +197,80 @@ def _tokens(ranks: Ranks, folder: Path) -> None:
     for options in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 3}):
         wanted = torch.stack(list(generate(whole, prompts, 24, **options)))
         assert torch.equal(torch.stack(list(generate(shared, prompts, 24, **options))), wanted)
+
+
+@dataclass(frozen=True)
+class MeanConfig:
+    heads: int
+    head_dim: int
+
+
+class Mean(nn.Module):
+    """A mixer of a user's own: y = out_proj(sigmoid(gate) * sum of all values so far), heads apart from each other."""
+
+    def __init__(self, hidden_size: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.in_proj = nn.Linear(hidden_size, heads * head_dim + heads)
+        self.out_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+        self.scale = nn.Parameter(torch.rand(head_dim))
+
+    @property
+    def state_spec(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec("total", (self.heads, self.head_dim), self.in_proj.weight.dtype),)
+
+    def forward(
+        self, x: Tensor, state: Memory | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Memory]:
+        v, gate = self.in_proj(x).split((self.heads * self.head_dim, self.heads), -1)
+        v = v.unflatten(-1, (self.heads, self.head_dim)) * self.scale
+        bounds = [(row, 0, x.shape[1]) for row in range(len(x))]
+        if cu_seqlens is not None:
+            bounds = [(0, *pair) for pair in pairwise(cu_seqlens.tolist())]
+        rows, totals = [], []
+        for n, (row, start, end) in enumerate(bounds):
+            before = v.new_zeros(self.heads, self.head_dim) if state is None else state["total"][n]
+            sums = before + v[row, start:end].cumsum(0)
+            rows.append(sums)
+            totals.append(sums[-1] if end > start else before)
+        y = torch.stack(rows) if cu_seqlens is None else torch.cat(rows)[None]
+        y = y * gate.sigmoid()[..., None]
+        return self.out_proj(y.flatten(2)), Memory({"total": torch.stack(totals)})
+
+
+def mean_cuts(mixer: Mean) -> dict[str, Cut]:
+    channels, heads = Part(mixer.heads * mixer.head_dim, mixer.heads), Part(mixer.heads, mixer.heads)
+    into = {f"in_proj.{name}": Cut(0, (channels, heads)) for name in ("weight", "bias")}
+    return into | {"out_proj.weight": Cut(1, (channels,))}
+
+
+MEAN = MixerKind(
+    letter="Z", name="mean_of_values", label="mean of values", config=MeanConfig,
+    make=lambda model, config: Mean(model.hidden_size, config.heads, config.head_dim),
+    shard=Shard(lambda config, ranks: replace(config, heads=share_out("the heads", config.heads, ranks)), mean_cuts),
+)  # fmt: skip
+
+
+@case("mixers of one's own", 2)
+def _own(ranks: Ranks, folder: Path) -> None:
+    with temporary_rows():
+        register(MEAN)
+        linear = {"config": LinearConfig, "section": "linear", "make": GatedDeltaNet.from_config, "shard": LINEAR_SHARD}
+        register(MixerKind(letter="Y", name="another_delta", label="another delta", **linear))
+        config = replace(BASE, n_layers=3, pattern="ZYA", mixers={"mean_of_values": MeanConfig(4, 5)})
+        equal_model(config, torch.float32, 1e-5)(ranks, folder)
+
+
+def test_a_mixer_that_does_not_say_how_it_is_shared_out_is_refused() -> None:
+    with temporary_rows():
+        register(replace(MEAN, shard=None))
+        config = replace(BASE, pattern="ZA", mixers={"mean_of_values": MeanConfig(4, 5)})
+        with pytest.raises(
+            ValueError, match=r"mean of values \(letter Z\), which does not say how it is shared out, got 2"
+        ):
+            rank_config(config, 2)
+        with pytest.raises(TypeError, match=r"shard must be Shard\(divide, cuts\) or None, got 3"):
+            register(replace(MEAN, letter="X", name="other", shard=3))  # type: ignore[arg-type]
 
 
 @case("guessed tokens", 2)
