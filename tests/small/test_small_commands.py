@@ -157,6 +157,7 @@ if sys.argv[1] == "full":  # writing fails after so many bytes, as on a full dis
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 else:  # Ctrl-C, while the first of many files is written
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start programs with it ignored
     import lineate.models.files.safetensors as files
     write = files.write_bytes
     def interrupted(file, pieces):
