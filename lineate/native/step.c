@@ -222,19 +222,28 @@ static float decay_of(const Part *p, float gate, float A_log) {
     return expf(-speed * (gate > 20 ? gate : log1pf(expf(gate))));
 }
 
-enum { COLUMNS = 4 };  // vectors of columns of the memory that are read at a time
+#if defined(__AVX512F__) || defined(__ARM_NEON)  // 32 registers
+enum { COLUMNS = 8 };  // vectors of columns of the memory that are read at a time
+#else
+enum { COLUMNS = 4 };
+#endif
+enum { AHEAD = 4096 };  // numbers of the memory between what is fetched and what is read: processors stop at pages
 
-// What the decayed memory answers to k and q in n * LANES columns (less in the last vector).
-INLINE void read_columns(const float *S, const float *k, const float *q, i64 keys, i64 width, int vectors, i64 last,
-                         float *of_k, float *of_q) {
+// What the decayed memory answers to k and q in n * LANES columns (less in the last vector). T will be written.
+INLINE void read_columns(const float *S, const float *T, const float *k, const float *q, i64 keys, i64 width,
+                         int vectors, i64 last, float *of_k, float *of_q) {
     vec a[COLUMNS] = {0}, b[COLUMNS] = {0};
-    for (i64 i = 0; i < keys; i++, S += width)
-        _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++) {
+    for (i64 i = 0; i < keys; i++, S += width, T += width)
+        _Pragma("GCC unroll 8") for (int j = 0; j < vectors; j++) {
+            if (j * LANES % 16 == 0) {
+                __builtin_prefetch(S + AHEAD + j * LANES);
+                __builtin_prefetch(T + j * LANES, 1);
+            }
             const vec s = load(S + j * LANES, j + 1 == vectors ? last : LANES);
             a[j] += k[i] * s;
             b[j] += q[i] * s;
         }
-    _Pragma("GCC unroll 4") for (int j = 0; j < vectors; j++) {
+    _Pragma("GCC unroll 8") for (int j = 0; j < vectors; j++) {
         store(of_k + j * LANES, a[j], j + 1 == vectors ? last : LANES);
         store(of_q + j * LANES, b[j], j + 1 == vectors ? last : LANES);
     }
@@ -268,8 +277,9 @@ static void mix_head(const Team *team, const Part *p, i64 unit) {
         float *T = p->memory_to + row * p->memory_to_row + each * keys * width;
         i64 c = 0;
         for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
-            read_columns(S + c, dk, dq, keys, width, COLUMNS, LANES, of_k + c, of_q + c);
-        for (; c < width; c += LANES) read_columns(S + c, dk, dq, keys, width, 1, least(LANES, width - c), of_k + c, of_q + c);
+            read_columns(S + c, T + c, dk, dq, keys, width, COLUMNS, LANES, of_k + c, of_q + c);
+        for (; c < width; c += LANES)
+            read_columns(S + c, T + c, dk, dq, keys, width, 1, least(LANES, width - c), of_k + c, of_q + c);
         for (c = 0; c < width; c++) {
             v[c] = beta * (v[c] - of_k[c]);
             of_q[c] += common * v[c];
