@@ -1,7 +1,7 @@
 """Checkpoints of all families shared out among ranks: each reads its slices, and together they equal one process."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -161,9 +161,17 @@ def work(names: list[str], folders: list[str]) -> dict[str, str]:
     return found
 
 
-def test_families_on_two_ranks_equal_one_process(folders: Callable[[str], Path]) -> None:
-    names = list(FAMILIES)
-    for found in run_ranks(2, work, names, [str(folders(name)) for name in names]):
+QUICK = ("qwen3_next", "kimi_linear", "nemotron_h")
+"""Families that have all that differs on ranks; the others are slow."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param([x for x in FAMILIES if x not in QUICK], marks=pytest.mark.slow)],
+    ids=["some", "rest"],
+)
+def test_families_on_two_ranks_equal_one_process(folders: Callable[[str], Path], names: Sequence[str]) -> None:
+    for found in run_ranks(2, work, list(names), [str(folders(name)) for name in names]):
         assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())
 
 
