@@ -21,10 +21,10 @@ from segments import (
     draw,
     make_mixer,
     make_model,
+    on_ranks,
     received_bytes,
     run_mixer,
     run_model,
-    start_ranks,
 )
 from torch import nn
 
@@ -196,19 +196,9 @@ def run_cases(folder: Path, device: str, names: list[str]) -> None:
     case.run(folder, device, names)
 
 
-@pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory) -> list[dict[str, str]]:
-    return start_ranks(run_cases, tmp_path_factory.mktemp("ranks"), "cpu", case.fast)
-
-
-@pytest.fixture(scope="module")
-def slow_on_cpu(tmp_path_factory) -> list[dict[str, str]]:
-    return start_ranks(run_cases, tmp_path_factory.mktemp("ranks"), "cpu", case.slow)
-
-
-@pytest.fixture(scope="module")
-def on_gpu(tmp_path_factory) -> list[dict[str, str]]:
-    return start_ranks(run_cases, tmp_path_factory.mktemp("ranks"), "cuda", GPU_CASES)
+on_cpu = on_ranks(run_cases, "cpu", case.fast)
+slow_on_cpu = on_ranks(run_cases, "cpu", case.slow)
+on_gpu = on_ranks(run_cases, "cuda", GPU_CASES)
 
 
 @pytest.mark.parametrize("name", case.fast)

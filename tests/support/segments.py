@@ -15,10 +15,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pytest import MonkeyPatch
 from ranks import from_first, run_ranks, summed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -430,6 +430,16 @@ def start_ranks(run: Callable[..., None], folder: Path, device: str, names: Sequ
     return [json.loads(x.read_text()) if x.exists() else {} for x in found]
 
 
+def on_ranks(run: Callable[..., None], device: str, names: Sequence[str]) -> Any:
+    """Return a fixture of a module: what failed in these cases on each rank, which run once."""
+
+    @pytest.fixture(scope="module")
+    def started(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+        return start_ranks(run, tmp_path_factory.mktemp("ranks"), device, names)
+
+    return started
+
+
 def check(failures: list[dict[str, str]], name: str) -> None:
     for rank, results in enumerate(failures):
         assert name in results, f"rank {rank} never came to this case"
@@ -455,7 +465,7 @@ def received_bytes(received: list[int]) -> Iterator[None]:
         received.append(others * x.shape[1:].numel() * x.itemsize)
         return exchange(self, x, sends, receives)
 
-    with MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context.Context, "gather_later", counted_gather)
         patch.setattr(context.Context, "scatter_sum", counted_sum)
         patch.setattr(context.Context, "exchange_later", counted_exchange)
