@@ -125,7 +125,9 @@ def _arange(count: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _numbers(words, dtype: gl.constexpr, BITS: gl.constexpr, layout: gl.constexpr):
     """Return code - zero of words `groups tiles steps 16`, `groups tiles steps 16 columns`, in the order above."""
-    words, _ = gl.broadcast(gl.expand_dims(words, 4), gl.zeros(layout.shape, gl.int32, layout))
+    words = gl.expand_dims(words, 4)
+    shape: gl.constexpr = [words.shape[0], words.shape[1], words.shape[2], words.shape[3], 32 // BITS]
+    words, _ = gl.broadcast(words, gl.zeros(shape, gl.int32, layout))
     if BITS == 4 and dtype == gl.bfloat16:
         made = gl.inline_asm_elementwise(_BFLOAT16_4, _FOUR, [words], dtype=gl.bfloat16, is_pure=True, pack=8)
     elif BITS == 4:
