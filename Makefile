@@ -43,7 +43,7 @@ test-all: $(STAMP) ## run the fast and the slow tests on the CPU (half an hour)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest $(WORKERS) -m "not gpu" $(ARGS)
 
 test-gpu: ## run the GPU tests with GPU_PYTHON, which must have torch and pytest
-	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(ARGS)
+	$(GPU_PYTHON) tests/gpu.py $(GPU_TESTS) $(ARGS)
 
 check: $(STAMP) ## lint, check the format, check the types
 	$(VENV)/bin/ruff check .

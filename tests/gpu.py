@@ -1,0 +1,171 @@
+"""Run the tests that need a GPU, in several processes, and say what failed and what was not reached.
+
+    python tests/gpu.py --processes 12 --minutes 15 [--log FOLDER] [arguments of pytest]
+
+Every process collects all tests. It claims one group of them after another, those that compile the same kernels (see
+conftest.py), so that none waits while others have work. A process ends after an error of CUDA's, after which nothing
+works in it, and another takes its place.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST = 24  # tests of one group
+
+
+class Claims:
+    """A plugin of pytest: runs the groups of tests that no other process has claimed, and notes how each test ended."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder = folder
+        self.notes = (folder / f"notes-{number}").open("a")
+        self.broken = False
+
+    def note(self, **line: Any) -> None:
+        print(json.dumps(line), file=self.notes, flush=True)
+
+    def claim(self, group: int) -> bool:
+        try:
+            os.close(os.open(self.folder / f"claim-{group}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        groups: dict[tuple[str, int], list[Any]] = {}
+        seen: Counter[str] = Counter()
+        for item in session.items:
+            name = group_of(item)
+            groups.setdefault((name, seen[name] // MOST), []).append(item)
+            seen[name] += 1
+        self.note(collected=[item.nodeid for item in session.items])
+        for n, items in enumerate(sorted(groups.values(), key=len, reverse=True)):
+            if self.broken or not self.claim(n):
+                continue
+            for item, after in zip(items, [*items[1:], None], strict=True):
+                self.note(began=item.nodeid)
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=None if self.broken else after)
+                if self.broken:
+                    break
+        return True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        text = str(report.longrepr) if report.failed else ""
+        self.broken = self.broken or "CUDA error" in text or "device-side assert" in text
+        if report.when == "call" or report.outcome != "passed":
+            line = {"ended": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+            self.note(**line, why=text[-6000:] if report.failed else "")
+
+
+def group_of(item: Any) -> str:
+    """Return the name of the group of a test, as conftest.py has it."""
+    conftest = next(p for p in item.config.pluginmanager.get_plugins() if hasattr(p, "_group"))
+    return f"{item.path.name} {conftest._group(item)}"
+
+
+def start(folder: Path, number: int, arguments: list[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, "--claims", str(folder), "--number", str(number), *arguments]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    log = (folder / f"log-{number}").open("wb")
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, stdout=log, stderr=log)
+
+
+def run(folder: Path, processes: int, deadline: float, arguments: list[str]) -> None:
+    """Keep that many processes at work until none finds a test, or until the deadline."""
+    running = {n: start(folder, n, arguments) for n in range(processes)}
+    started = processes
+    while running and time.monotonic() < deadline:
+        for n, process in list(running.items()):
+            if process.poll() is None:
+                continue
+            del running[n]
+            if process.returncode not in (0, 2, 4, 5) and started < 4 * processes and unfinished(folder, n):
+                running[started] = start(folder, started, arguments)
+                started += 1
+        time.sleep(0.2)
+    for process in running.values():
+        process.kill()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # cut off when the process was killed
+            continue
+    return found
+
+
+def unfinished(folder: Path, number: int) -> bool:
+    """Whether a process broke off."""
+    path = folder / f"notes-{number}"
+    text = lines(path) if path.exists() else []
+    began, ended = [x["began"] for x in text if "began" in x], [x for x in text if "ended" in x]
+    return bool(began) and (began[-1] != (ended[-1]["ended"] if ended else "") or "CUDA" in ended[-1]["why"])
+
+
+def report(folder: Path, seconds: float) -> int:
+    """Print how all tests ended; return the exit code."""
+    collected: dict[str, None] = {}
+    ended: dict[str, dict[str, Any]] = {}
+    began: set[str] = set()
+    for path in sorted(folder.glob("notes-*")):
+        for line in lines(path):
+            collected.update(dict.fromkeys(line.get("collected", ())))
+            if "began" in line:
+                began.add(line["began"])
+            if "ended" in line and ended.get(line["ended"], {}).get("outcome") != "failed":
+                ended[line["ended"]] = line
+    failed = [x for x in ended.values() if x["outcome"] == "failed"]
+    for x in failed:
+        print(f"\nFAILED {x['ended']}\n{x['why'][-1500:]}")
+    broke = [x for x in began if x not in ended]
+    missed = [x for x in collected if x not in began]
+    for title, names in (("failed", [x["ended"] for x in failed]), ("broke off", broke), ("not reached", missed)):
+        for name in names:
+            print(f"{title}: {name}")
+    for x in sorted(ended.values(), key=lambda x: -x["seconds"])[:12]:
+        print(f"{x['seconds']:6.1f} s  {x['ended']}")
+    counts = Counter(x["outcome"] for x in ended.values())
+    print(
+        f"{len(collected)} tests: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, "
+        f"{len(broke)} broke off, {len(missed)} not reached, in {seconds / 60:.1f} minutes"
+    )
+    return 0 if collected and counts["passed"] + counts["skipped"] == len(collected) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) * 3 // 4)))
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--log", type=Path, help="a folder for the logs of the processes")
+    parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    own, arguments = parser.parse_known_args()
+    if own.claims is not None:
+        plain = ["-p", "no:xdist", "-p", "no:cacheprovider", "-m", "gpu", "-q", "--tb=short"]
+        return int(pytest.main([*plain, *arguments], plugins=[Claims(own.claims, own.number)]))
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lineate-gpu-") as temporary:
+        folder = own.log or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*folder.glob("claim-*"), *folder.glob("notes-*"), *folder.glob("log-*")):
+            old.unlink()
+        run(folder, own.processes, begun + 60 * own.minutes, arguments)
+        return report(folder, time.monotonic() - begun)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
