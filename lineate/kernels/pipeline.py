@@ -113,7 +113,7 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
 
 def _forward(stages: Stages, state: Tensor, output: Tensor, final: Tensor, states: Tensor | None) -> None:
     segments = count_own_segments(stages)
-    ready = stages.prepare(scores=not stages.scores_in_walk(segments, states is not None))
+    ready = stages.prepare(stages.made_in_walk(segments, states is not None))
     if segments > 1:
         maps = _room_for_maps(stages.call, segments)
         stages.walk_forward(ready, ForwardWalk(segments, None, None, maps, None))

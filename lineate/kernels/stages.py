@@ -29,6 +29,7 @@ Four words that the kernels use:
              warps of a program exchange these numbers (hopper/channel.py, hopper/channel_gradients.py).
 """
 
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,6 +37,16 @@ from torch import Tensor
 
 from lineate.call import Inputs, Options
 from lineate.kernels.call import Call, Gates
+
+
+class InWalk(Enum):
+    """What a forward walk makes itself of a chunk's scores and inverse."""
+
+    NOTHING = 0
+    SCORES = 1
+    """P."""
+    ALL = 2
+    """P and T."""
 
 
 class Prepared(NamedTuple):
@@ -47,7 +58,7 @@ class Prepared(NamedTuple):
     P: Tensor | None
     """`slot hv c c`; None if the forward walk makes it."""
     T: Tensor | None
-    """`slot hv c c`; None if the rule only accumulates."""
+    """`slot hv c c`; None if the rule only accumulates, or if the forward walk makes it."""
     M: Tensor | None
     """`slot hv c c`, for the backward with decay per channel."""
     factors: Tensor
@@ -156,11 +167,11 @@ class Stages(Protocol):
     def variant(self, segments: int) -> tuple[object, ...]:
         """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
 
-    def scores_in_walk(self, segments: int, keep: bool) -> bool:
-        """Whether the forward walk makes P itself. keep: whether it keeps the states."""
+    def made_in_walk(self, segments: int, keep: bool) -> InWalk:
+        """Return what the forward walk makes itself. keep: whether it keeps the states."""
 
-    def prepare(self, scores: bool = True, for_backward: bool = False) -> Prepared:
-        """Return scores (unless the walk makes them), inverse and factors of every chunk."""
+    def prepare(self, in_walk: InWalk = InWalk.NOTHING, for_backward: bool = False) -> Prepared:
+        """Return scores, inverse and factors of every chunk, but for what the walk makes."""
 
     def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:
         """Go from chunk to chunk and fill what the walk names."""

@@ -3,8 +3,10 @@
 from lineate.kernels.call import Call
 from lineate.kernels.hopper.channel import channel_scores
 from lineate.kernels.hopper.descriptors import describe, describe_rows, describe_squares
+from lineate.kernels.hopper.inverse import invert_wild
 from lineate.kernels.hopper.scores import head_scores
-from lineate.kernels.launching import multiprocessors, start
+from lineate.kernels.launching import ceil_div, multiprocessors, start
+from lineate.kernels.portable.configurations import GROUP
 from lineate.kernels.portable.gates import FACTORS
 from lineate.kernels.stages import Prepared
 
@@ -27,6 +29,17 @@ def fill_head_scores(call: Call, ready: Prepared) -> None:
         H=h, R=hv // h, K=K, GATED=call.gates.log_decay is not None, CORRECTS=call.corrects,
         NORMALIZE=call.normalize_qk, PACKED=call.sequences.packed,
         SCORES=ready.P is not None, num_warps=4, maxnreg=128,
+    )  # fmt: skip
+
+
+def fill_wild_rows(call: Call, ready: Prepared) -> None:
+    """Fill the rows of T from the first wild one on, for bfloat16 and k = 128, decay per head or none."""
+    _, h, hv, _, _ = call.sizes
+    k, slots = call.k, call.sequences.slots
+    start(invert_wild, (ceil_div(slots, GROUP), hv))(
+        k, ready.T, ready.factors, ready.wild, *call.where, slots, k.stride(1), k.stride(2),
+        HV=hv, R=hv // h, GROUP=GROUP, GATED=call.gates.log_decay is not None, NORMALIZE=call.normalize_qk,
+        PACKED=call.sequences.packed, num_warps=4,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from lineate.kernels.call import Call
 from lineate.kernels.hopper.descriptors import SHARED, describe, describe_rows, describe_squares
 from lineate.kernels.hopper.walk import forward_state
 from lineate.kernels.hopper.walk_backward import backward_state
+from lineate.kernels.hopper.whole import whole_walk
 from lineate.kernels.launching import multiprocessors, start
 from lineate.kernels.stages import BackwardWalk, ForwardWalk, Prepared
 
@@ -35,6 +36,30 @@ def forward_buffers(call: Call, block: int, keep: bool, scores: bool) -> tuple[i
         if forward_bytes(call, block, stages, outs, keep, scores) <= SHARED:
             return stages, outs
     raise ValueError(f"lineate: a state of {call.q.shape[3]} x {block} does not fit into shared memory")
+
+
+def walks_whole(call: Call) -> bool:
+    """Whether one launch (whole.py) makes scores, inverse, state and output: where it takes the call and is faster."""
+    _, _, hv, K, V = call.sizes
+    programs = call.sequences.number * hv * V // 128
+    fills = 2 * programs > multiprocessors(call.q.device)
+    return K == 128 and V % 128 == 0 and fills and not call.normalize_qk
+
+
+def walk_whole(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
+    """Launch the walk that makes scores and inverse itself."""
+    t, _, hv, K, V = call.sizes
+    q, k, v, output, sequences = ready.q, ready.k, call.v, walk.output, call.sequences
+    assert output is not None
+    start(whole_walk, (V // 128, sequences.number * hv))(
+        describe_rows(q, K), describe_rows(k, K), describe_rows(v, 128),
+        describe(ready.factors, ready.factors.numel() // 64, 64, 64, [_box_rows(K, False), 64]), ready.factors,
+        describe(output, q.shape[0] * t, hv * V, hv * V, [64, 64]),
+        walk.starts, walk.final, output, sequences.bounds, sequences.first_slots, t,
+        q.stride(2), k.stride(2), v.stride(2), call.scale,
+        HV=hv, R=hv // q.shape[2], V=V, GATED=call.gates.log_decay is not None, NORMALIZE=call.normalize_qk,
+        PACKED=sequences.packed, SCORE_REGISTERS=120, COLUMN_REGISTERS=184, num_warps=4,
+    )  # fmt: skip
 
 
 def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:

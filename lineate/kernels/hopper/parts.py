@@ -15,6 +15,25 @@ def _exp2(x):
 
 
 @gluon.jit
+def _between(coarse_i, coarse_j, fine_i, fine_j):
+    """Return 2^((coarse_i - coarse_j) log2(e) + fine_i + fine_j), each operation rounded as written.
+
+    Several kernels make the same decays; what the compiler fuses would give each of them other bits.
+    """
+    return gl.inline_asm_elementwise(
+        "{.reg .f32 a, b; sub.rn.f32 a, $1, $2; add.rn.f32 b, $3, $4; fma.rn.f32 a, a, 0f3FB8AA3B, b;"
+        " ex2.approx.ftz.f32 $0, a;}",
+        "=f,f,f,f,f", [coarse_i, coarse_j, fine_i, fine_j], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _times(x, y):
+    """Return x y, rounded before anything is added."""
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _half(ring, stage, FIRST: gl.constexpr):
     """Return 64 columns of a tile."""
     return ring.index(stage).slice(FIRST, 64, 1)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.parts import _exp2, barrier
+from lineate.kernels.hopper.parts import _between, _times, barrier
 from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LOG2E, READ_K, READ_Q, WRITE
 from lineate.kernels.portable.solve import MOST_BETA, MOST_SQUARE, MOST_STEP
 
@@ -117,6 +117,12 @@ def _beside(a, b, layout: gl.constexpr):
 def _diagonal(x, mma: gl.constexpr):
     """Return x_ii of an accumulator, [64]."""
     low, high = _halves(x, 32)
+    return _diagonal_of_halves(low, high, mma)
+
+
+@gluon.jit
+def _diagonal_of_halves(low, high, mma: gl.constexpr):
+    """Return x_ii of an accumulator whose columns ..32 and 32.. are given, [64]."""
     a, b = _halves(low, 16)
     c, d = _halves(high, 16)
     w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
@@ -175,6 +181,87 @@ def _row(vectors, ROW: gl.constexpr, layout: gl.constexpr):
     return vectors.slice((ROW - BETA) * 64, 64, 0).load(layout)
 
 
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+LOW = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, LOW.value, 2))
+SMALL = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+SMALL_LEFT = gl.constexpr(gl.DotOperandLayout(0, SMALL.value, 2))
+SMALL_RIGHT = gl.constexpr(gl.DotOperandLayout(1, SMALL.value, 2))
+# The layout of the even warp's right operand, held by both warps of a pair: pair, parity, k, n.
+PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1, 0], [0, 0, 8, 0], [0, 0, 0, 8]],
+        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]],
+        [[0, 1, 0, 0], [1, 0, 0, 0]], [], [2, 2, 16, 16],
+    )
+)  # fmt: skip
+TILES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
+
+
+@gluon.jit
+def _invert_blocks(N_low, N_high, swap):
+    """Do levels 0 to 3, and the first half of level 4; return X and X N of the block beside.
+
+    N_low, N_high: columns ..32 and 32.. of N. swap `4 16 16` gets X of the even warps, then of the odd ones. A barrier
+    must follow before _merge_blocks.
+    """
+    N0, N1 = _halves(N_low, 16)
+    N2, N3 = _halves(N_high, 16)
+    N0, N1, N2, N3 = _block(N0, SMALL), _block(N1, SMALL), _block(N2, SMALL), _block(N3, SMALL)
+    w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, SMALL)))[:, None, None]
+    own = _pick(N0, N1, N2, N3, w.to(gl.int16))
+    odd = _mask((w & 1) == 1)
+    beside = _and(_pick2(N0, N2, _mask(w < 2)), odd)
+    # Invert a warp's own block.
+    bi = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, SMALL)))[None, :, None]
+    bj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, SMALL)))[None, None, :]
+    ri = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, SMALL_RIGHT)))[None, :, None]
+    rj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, SMALL_RIGHT)))[None, None, :]
+    apart = ri ^ rj
+    nothing = gl.zeros([4, 16, 16], gl.float16, SMALL)
+    X = _and_or(own, _mask((bi ^ bj) == 1), gl.where(bi == bj, 0x3C00, 0).to(gl.int16))
+    right = _as_right(own, SMALL)
+    for level in gl.static_range(1, 4):
+        XN = mma_v2(gl.convert_layout(X, SMALL_LEFT), _and(right, _mask((apart >> level) == 1)), nothing)
+        X = mma_v2(gl.convert_layout(XN, SMALL_LEFT), _as_right(X, SMALL), X)
+    XN = mma_v2(gl.convert_layout(X, SMALL_LEFT), _as_right(beside, SMALL), nothing)
+    turned = gl.permute(gl.reshape(_as_right(X, SMALL), [2, 2, 16, 16]), [1, 0, 2, 3])
+    swap.store(gl.reshape(turned, [4, 16, 16]))
+    return X, XN
+
+
+@gluon.jit
+def _merge_blocks(N_low, X, XN, swap, both):
+    """Do the rest: return T [64, 64]. both: room for X of rows ..32 and N of the other rows."""
+    w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, SMALL)))[:, None, None]
+    odd = _mask((w & 1) == 1)
+    even = swap.slice(0, 2, 0).load(gl.SliceLayout(1, PAIRS))[:, None, :, :]
+    even, _ = gl.broadcast(even, gl.zeros([2, 2, 16, 16], gl.float16, PAIRS))
+    even = gl.convert_layout(gl.reshape(even, [4, 16, 16]), SMALL_RIGHT, assert_trivial=True)
+    Xs = mma_v2(gl.convert_layout(XN, SMALL_LEFT), even, gl.zeros([4, 16, 16], gl.float16, SMALL))
+    # Blocks of 32 x 32: (X, 0) of an even warp, (Xs, X) of an odd one; the upper in the first 32 columns.
+    pair = _beside(_pick2(Xs, X, odd), _and(X, odd), LOW)
+    upper = _mask(gl.arange(0, 64, gl.SliceLayout(1, LOW)) < 32)[:, None]
+    lower = _mask(gl.arange(0, 64, gl.SliceLayout(1, LOW)) >= 32)[:, None]
+    X_low = _and(pair, upper)
+    X_high = _and(pair, lower)
+    both.store(_and_or(gl.convert_layout(N_low, LOW, assert_trivial=True), lower, X_low))
+    fence_async_shared()
+    barrier()
+    XN = warpgroup_mma(
+        gl.convert_layout(X_high, LEFT), both.slice(32, 32, 0), gl.zeros([64, 32], gl.float32, LOW),
+        use_acc=False, is_async=True,
+    )  # fmt: skip
+    XN = warpgroup_mma_wait(0, deps=(XN,))
+    T_low = warpgroup_mma(
+        gl.convert_layout(XN.to(gl.float16), LEFT), both.slice(0, 32, 0), X_low.to(gl.float32), is_async=True
+    )
+    T_low = warpgroup_mma_wait(0, deps=(T_low,))
+    whole = gl.permute(gl.join(T_low, X_high.to(gl.float32)), [0, 2, 1])
+    whole = gl.convert_layout(gl.reshape(whole, [64, 64]), ACC, assert_trivial=True)
+    return whole
+
+
 @gluon.jit(do_not_specialize=["t", "items"])
 def head_scores(
     q, k, P, T, vectors, factors, wild, bounds, first_slots, slot_texts, t, items, head_q, head_k, scale,
@@ -187,24 +274,13 @@ def head_scores(
     Without SCORES, only T is made (the walk makes P), and q is not read.
     wild `slot hv`: the first wild row, or 64; from there on, T's rows are those of the identity.
     """
-    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    low: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, low, 2)
-    small: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    small_left: gl.constexpr = gl.DotOperandLayout(0, small, 2)
-    small_right: gl.constexpr = gl.DotOperandLayout(1, small, 2)
-    # The layout of the even warp's right operand, held by both warps of a pair: pair, parity, k, n.
-    pairs: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1, 0], [0, 0, 8, 0], [0, 0, 0, 8]],
-        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]],
-        [[0, 1, 0, 0], [1, 0, 0, 0]], [], [2, 2, 16, 16],
-    )  # fmt: skip
+    acc: gl.constexpr = ACC
+    small: gl.constexpr = SMALL
     row: gl.constexpr = gl.SliceLayout(1, acc)
     column: gl.constexpr = gl.SliceLayout(0, acc)
     line: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])  # every warp holds all 64
     thin: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tiles: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0])
     VECTORS: gl.constexpr = GATED or CORRECTS
     gl.static_assert(SCORES or (CORRECTS and not NORMALIZE))
 
@@ -224,7 +300,7 @@ def head_scores(
         all_T = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], T.layout)
         # X of rows ..32, and N of the other rows.
         all_both = gl.allocate_shared_memory(gl.float16, [1, 64, 32], gl.NVMMASharedLayout(64, 16, 2))
-        swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], tiles)  # X of the even warps, then of the odd ones
+        swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], TILES)
     if CORRECTS and not NORMALIZE:
         squares = gl.allocate_shared_memory(gl.float32, [64], plain)
     if NORMALIZE:
@@ -303,12 +379,13 @@ def head_scores(
             if NORMALIZE:
                 to_q = to_q * norms_q.load(row)
         if GATED:
-            fine_j = _row(given, FINE, column) * -LOG2E
+            fine_j = _times(_row(given, FINE, column), -LOG2E)
             if NORMALIZE:
                 fine_j = fine_j + logs_k.load(column)
-            fine = (_row(given, FINE, row) * LOG2E)[:, None] + fine_j[None, :]
-            coarse = _row(given, COARSE, row)[:, None] - _row(given, COARSE, column)[None, :]
-            D = _exp2(coarse * LOG2E + fine)  # (entries with j > i are arbitrary)
+            fine_i = _times(_row(given, FINE, row), LOG2E)
+            coarse_i, coarse_j = _row(given, COARSE, row), _row(given, COARSE, column)
+            # (entries with j > i are arbitrary)
+            D = _between(coarse_i[:, None], coarse_j[None, :], fine_i[:, None], fine_j[None, :])
         elif NORMALIZE:
             D = norms_k.load(column)[None, :] + gl.zeros([64, 64], gl.float32, acc)
         if SCORES:
@@ -371,28 +448,7 @@ def head_scores(
                 KK = KK * D
             N = _pack_fp16(KK * to_k[:, None], below, _mask(i < gl.minimum(till, rows)))
             N_low, N_high = _halves(N, 32)
-            N0, N1 = _halves(N_low, 16)
-            N2, N3 = _halves(N_high, 16)
-            N0, N1, N2, N3 = _block(N0, small), _block(N1, small), _block(N2, small), _block(N3, small)
-            w = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, small)))[:, None, None]
-            own = _pick(N0, N1, N2, N3, w.to(gl.int16))
-            odd = _mask((w & 1) == 1)
-            beside = _and(_pick2(N0, N2, _mask(w < 2)), odd)
-            # Invert a warp's own block.
-            bi = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small)))[None, :, None]
-            bj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small)))[None, None, :]
-            ri = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, small_right)))[None, :, None]
-            rj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, small_right)))[None, None, :]
-            apart = ri ^ rj
-            nothing = gl.zeros([4, 16, 16], gl.float16, small)
-            X = _and_or(own, _mask((bi ^ bj) == 1), gl.where(bi == bj, 0x3C00, 0).to(gl.int16))
-            right = _as_right(own, small)
-            for level in gl.static_range(1, 4):
-                XN = mma_v2(gl.convert_layout(X, small_left), _and(right, _mask((apart >> level) == 1)), nothing)
-                X = mma_v2(gl.convert_layout(XN, small_left), _as_right(X, small), X)
-            XN = mma_v2(gl.convert_layout(X, small_left), _as_right(beside, small), nothing)
-            turned = gl.permute(gl.reshape(_as_right(X, small), [2, 2, 16, 16]), [1, 0, 2, 3])
-            swap.store(gl.reshape(turned, [4, 16, 16]))
+            X, XN = _invert_blocks(N_low, N_high, swap)
             mbarrier.expect(ready_v, 1024, pred=ahead)
             fence_async_shared()
             tma.store_wait(1 if SCORES else 0)
@@ -400,31 +456,7 @@ def head_scores(
             tma.async_copy_global_to_shared(
                 vectors, [next_u * FACTORS + BETA, 0], ready_v, kept.index(zero), pred=ahead
             )
-            even = swap.slice(0, 2, 0).load(gl.SliceLayout(1, pairs))[:, None, :, :]
-            even, _ = gl.broadcast(even, gl.zeros([2, 2, 16, 16], gl.float16, pairs))
-            even = gl.convert_layout(gl.reshape(even, [4, 16, 16]), small_right, assert_trivial=True)
-            Xs = mma_v2(gl.convert_layout(XN, small_left), even, nothing)
-            # Blocks of 32 x 32: (X, 0) of an even warp, (Xs, X) of an odd one; the upper in the first 32 columns.
-            pair = _beside(_pick2(Xs, X, odd), _and(X, odd), low)
-            upper = _mask(gl.arange(0, 64, gl.SliceLayout(1, low)) < 32)[:, None]
-            lower = _mask(gl.arange(0, 64, gl.SliceLayout(1, low)) >= 32)[:, None]
-            X_low = _and(pair, upper)
-            X_high = _and(pair, lower)
-            both = all_both.index(zero)
-            both.store(_and_or(gl.convert_layout(N_low, low, assert_trivial=True), lower, X_low))
-            fence_async_shared()
-            barrier()
-            XN = warpgroup_mma(
-                gl.convert_layout(X_high, left), both.slice(32, 32, 0), gl.zeros([64, 32], gl.float32, low),
-                use_acc=False, is_async=True,
-            )  # fmt: skip
-            XN = warpgroup_mma_wait(0, deps=(XN,))
-            T_low = warpgroup_mma(
-                gl.convert_layout(XN.to(gl.float16), left), both.slice(0, 32, 0), X_low.to(gl.float32), is_async=True
-            )
-            T_low = warpgroup_mma_wait(0, deps=(T_low,))
-            whole = gl.permute(gl.join(T_low, X_high.to(gl.float32)), [0, 2, 1])
-            whole = gl.convert_layout(gl.reshape(whole, [64, 64]), acc, assert_trivial=True)
+            whole = _merge_blocks(N_low, X, XN, swap, all_both.index(zero))
             tile_T = all_T.index(zero)
             tile_T.store(whole.to(gl.bfloat16))
         if CORRECTS:

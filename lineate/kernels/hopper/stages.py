@@ -7,7 +7,7 @@ from lineate.kernels.hopper import launch_gradients, launch_scores, launch_walks
 from lineate.kernels.portable import launch_gradients as portable_gradients
 from lineate.kernels.portable import launch_scores as portable_scores
 from lineate.kernels.portable.stages import PortableStages
-from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, Prepared
+from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Prepared
 
 
 class HopperStages(PortableStages):
@@ -34,17 +34,17 @@ class HopperStages(PortableStages):
         blocks = launch_walks.forward_block(self.call, segments), launch_walks.backward_block(self.call, segments)
         return self.products, *blocks
 
-    def scores_in_walk(self, segments: int, keep: bool) -> bool:
-        """Whether the forward walk computes P itself, with the same bits; True where that is faster, as measured."""
+    def made_in_walk(self, segments: int, keep: bool) -> InWalk:
+        """Return what the forward walk makes itself, with the same bits: what is faster so, as measured."""
         call = self.call
-        return (
-            self.takes_call
-            and call.q.dtype == torch.bfloat16
-            and not call.channel
-            and not call.normalize_qk
-            and launch_walks.forward_block(call, segments) == 128
-            and not (call.corrects and (keep or call.q.shape[2] < call.v.shape[2]))
-        )
+        if not (self.takes_call and call.q.dtype == torch.bfloat16 and not call.channel):
+            return InWalk.NOTHING
+        if call.corrects and not keep and segments == 1 and launch_walks.walks_whole(call):
+            return InWalk.ALL
+        if call.normalize_qk or launch_walks.forward_block(call, segments) != 128:
+            return InWalk.NOTHING
+        grouped = call.q.shape[2] < call.v.shape[2]
+        return InWalk.NOTHING if call.corrects and (keep or grouped) else InWalk.SCORES
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
         """Return the buffers that fill_channel_scores fills; for the backward, also norms."""
@@ -66,9 +66,18 @@ class HopperStages(PortableStages):
         else:
             super().fill_head_scores(ready)
 
+    def fill_wild_rows(self, ready: Prepared) -> None:
+        """Fill the rows of T from the first wild one on, with decay per head or none."""
+        if self.takes_call and self.call.sizes[3] == 128:
+            launch_scores.fill_wild_rows(self.call, ready)
+        else:
+            super().fill_wild_rows(ready)
+
     def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:
         """Go from chunk to chunk and fill what the walk names."""
-        if self.takes_call:
+        if self.call.corrects and ready.T is None:
+            launch_walks.walk_whole(self.call, ready, walk)
+        elif self.takes_call:
             launch_walks.walk_forward(self.call, ready, walk)
         else:
             super().walk_forward(ready, walk)

@@ -28,7 +28,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.parts import _exp2, _expect, _factor, _fetch, _half, _ring, _segment, _trim, barrier
+from lineate.kernels.hopper.parts import (
+    _between,
+    _expect,
+    _factor,
+    _fetch,
+    _half,
+    _ring,
+    _segment,
+    _times,
+    _trim,
+    barrier,
+)
 from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LAST, LOG2E, READ_K, READ_Q, WRITE
 
 
@@ -74,7 +85,7 @@ def _compare(
     if not CHANNEL:
         rate = beta * _factor(kept_factors, stage, READ_K, layout)
     mbarrier.wait(ready_v.index(stage), phase, pred=there)
-    return _values(kept_v, stage, valued, layout) * beta, rate
+    return _times(_values(kept_v, stage, valued, layout), beta), rate
 
 
 @gluon.jit
@@ -126,10 +137,11 @@ def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, STAGES: g
     i = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] + zero
     j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     if GATED:
-        fine_j = _factor(kept_factors, stage, FINE, layout) * -LOG2E
-        fine = _rate(kept_factors, stage, FINE, STAGES, layout) * LOG2E + fine_j
-        coarse = _rate(kept_factors, stage, COARSE, STAGES, layout) - _factor(kept_factors, stage, COARSE, layout)
-        QK = QK * _exp2(coarse * LOG2E + fine)  # (entries with j > i are arbitrary)
+        fine_j = _times(_factor(kept_factors, stage, FINE, layout), -LOG2E)
+        fine_i = _times(_rate(kept_factors, stage, FINE, STAGES, layout), LOG2E)
+        coarse_i = _rate(kept_factors, stage, COARSE, STAGES, layout)
+        # (entries with j > i are arbitrary)
+        QK = QK * _between(coarse_i, _factor(kept_factors, stage, COARSE, layout), fine_i, fine_j)
     return _round(gl.where(i >= j, QK * scale, 0.0))
 
 

@@ -9,7 +9,7 @@ from lineate.kernels.portable.channel import channel_scores, make_spans
 from lineate.kernels.portable.configurations import GROUP, launch, power, precision
 from lineate.kernels.portable.gates import FACTORS, head_gates
 from lineate.kernels.portable.scores import head_scores, invert_wild
-from lineate.kernels.stages import Prepared
+from lineate.kernels.stages import InWalk, Prepared
 
 _SPANS: dict[tuple[torch.device, bool], Tensor] = {}
 
@@ -60,12 +60,12 @@ def fill_channel_scores(call: Call, ready: Prepared, products: str, again: bool)
     )  # fmt: skip
 
 
-def make_head_room(call: Call, wild: bool, scores: bool) -> Prepared:
-    """Return empty buffers for decay per head or none; wild and P are included only if they are wanted."""
+def make_head_room(call: Call, wild: bool, in_walk: InWalk) -> Prepared:
+    """Return empty buffers for decay per head or none, but for what the walk makes; wild only if it is wanted."""
     q, slots, hv = call.q, call.sequences.slots, call.sizes[2]
-    P = q.new_empty(slots, hv, CHUNK, CHUNK) if scores else None
-    T = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects else None
-    wild_rows = q.new_empty(slots, hv, dtype=torch.int32) if wild else None
+    P = q.new_empty(slots, hv, CHUNK, CHUNK) if in_walk is InWalk.NOTHING else None
+    T = q.new_empty(slots, hv, CHUNK, CHUNK) if call.corrects and in_walk is not InWalk.ALL else None
+    wild_rows = q.new_empty(slots, hv, dtype=torch.int32) if wild and T is not None else None
     factors = q.new_empty(slots, hv, FACTORS.value, CHUNK, dtype=torch.float32)
     return Prepared(q, call.k, call.k, P, T, None, factors, wild_rows)
 

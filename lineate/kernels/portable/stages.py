@@ -8,7 +8,16 @@ from lineate.kernels.call import Call, Gates
 from lineate.kernels.portable import launch_gradients, launch_scores, launch_walks
 from lineate.kernels.portable.decode import decode
 from lineate.kernels.portable.split import CHAIN_WIDTH
-from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, Prepared, RawGradients, Slots
+from lineate.kernels.stages import (
+    Around,
+    BackwardWalk,
+    ForwardWalk,
+    Gradients,
+    InWalk,
+    Prepared,
+    RawGradients,
+    Slots,
+)
 
 
 class PortableStages:
@@ -52,23 +61,23 @@ class PortableStages:
         """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
         return (self.products,)
 
-    def scores_in_walk(self, segments: int, keep: bool) -> bool:
-        """Whether the forward walk computes P itself: always False."""
-        return False
+    def made_in_walk(self, segments: int, keep: bool) -> InWalk:
+        """Return what the forward walk makes itself: always nothing."""
+        return InWalk.NOTHING
 
-    def prepare(self, scores: bool = True, for_backward: bool = False) -> Prepared:
-        """Return the scores (unless the walk computes them), inverse and factors of every chunk."""
+    def prepare(self, in_walk: InWalk = InWalk.NOTHING, for_backward: bool = False) -> Prepared:
+        """Return the scores, inverse and factors of every chunk, but for what the walk makes."""
         call = self.call
         if call.channel:
             ready = self.make_channel_room(for_backward)
             self.fill_channel_scores(ready)
             return ready
-        ready = launch_scores.make_head_room(call, self.looks_for_wild, scores)
+        ready = launch_scores.make_head_room(call, self.looks_for_wild, in_walk)
         launch_scores.fill_factors(call, ready)
-        if scores or call.corrects:
+        if ready.P is not None or ready.T is not None:
             self.fill_head_scores(ready)
             if len(self.products) > 1:
-                launch_scores.fill_wild_rows(call, ready)
+                self.fill_wild_rows(ready)
         return ready
 
     @property
@@ -88,6 +97,10 @@ class PortableStages:
     def fill_head_scores(self, ready: Prepared) -> None:
         """Fill P and T with decay per head or none; if wild rows are found, fill only the tame rows of T."""
         launch_scores.fill_head_scores(self.call, ready, self.products[0])
+
+    def fill_wild_rows(self, ready: Prepared) -> None:
+        """Fill the rows of T from the first wild one on, with decay per head or none."""
+        launch_scores.fill_wild_rows(self.call, ready)
 
     def walk_forward(self, ready: Prepared, walk: ForwardWalk) -> None:
         """Go from chunk to chunk and fill what the walk names."""
