@@ -38,6 +38,17 @@ class Inputs(NamedTuple):
     """`hv`, or `hv k`; only for raw gates."""
 
 
+class Slots(NamedTuple):
+    """Where the states of the rows lie in the pool that a decoding call is given, and how they are rounded."""
+
+    slots: Tensor | None = None
+    """`rows`, or `rows tokens`: where each state is written; None if row i has state i."""
+    start_slots: Tensor | None = None
+    """`rows`: where each state is read, if elsewhere."""
+    seeds: Tensor | None = None
+    """`rows`: token i of a row rounds its bfloat16 state stochastically with seeds[row] + i; None: to the nearest."""
+
+
 class Request(NamedTuple):
     """The options that the caller of an op passes, before they are checked."""
 

@@ -137,8 +137,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_device(name, x, q)
 
 
-def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int) -> None:
-    """Check a state `b hv k v` (packed: `n_seqs hv k v`) in float32, or float64 for float64 inputs."""
+def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int, *, narrow: bool = False) -> None:
+    """Check a state `b hv k v` (packed: `n_seqs hv k v`) in float32, or float64 for float64 inputs.
+
+    narrow: whether it may be bfloat16 instead of float32.
+    """
     if state is None:
         return
     if not isinstance(state, Tensor):
@@ -151,9 +154,10 @@ def check_state(state: Tensor | None, v: Tensor, key_dim: int, n_states: int) ->
             hint = _head_first("q", "k", "v")
         raise ValueError(f"state must have shape ({first}, hv, k, v) = {expected}, got {tuple(state.shape)}{hint}")
     dtype = compute_dtype(v.dtype)
-    if state.dtype != dtype:
+    known = (dtype, torch.bfloat16) if narrow and dtype is torch.float32 else (dtype,)
+    if state.dtype not in known:
         raise ValueError(
-            f"state must be {_name(dtype)} for {_name(v.dtype)} inputs, got {_name(state.dtype)}; "
+            f"state must be {' or '.join(map(_name, known))} for {_name(v.dtype)} inputs, got {_name(state.dtype)}; "
             f"convert it with .to(torch.{_name(dtype)})"
         )
     check_device("state", state, v)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, in_one_dtype, spread_decay, which_are_raw
+from lineate.call import Inputs, Options, Slots, in_one_dtype, spread_decay, which_are_raw
 from lineate.dispatch import (
     KNOWN_AT_MOST,
     TRANSFORMED,
@@ -24,8 +24,9 @@ from lineate.dispatch import (
     resolve_scale,
     select_rule,
 )
+from lineate.rounding import NEAREST, ROUNDINGS, STOCHASTIC, round_memory
 from lineate.rule import activate, compute_dtype, full_precision, normalize, step
-from lineate.slot_checks import check_decode_state, check_slot_values, check_slots
+from lineate.slot_checks import check_decode_state, check_seeds, check_slot_values, check_slots
 from lineate.stability import watch_writes
 from lineate.tracing import constant_in_graphs, in_memory, needs_grad, transformed
 
@@ -50,6 +51,8 @@ def decode(
     dt_bias: Tensor | None = None,
     beta_scale: float = 1.0,
     lower_bound: float | None = None,
+    rounding: str = NEAREST,
+    seeds: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Run t >= 1 tokens a row through the memory, write the new memory into `state`, return the output `b t hv v`.
@@ -63,7 +66,8 @@ def decode(
     output of a row that starts outside of it is NaN.
 
     q, k and v of different dtypes are converted to the one that torch promotes them to. The state must be float32
-    (float64 for float64 inputs), because it is written.
+    (float64 for float64 inputs) or bfloat16, because it is written. All arithmetic is float32's. A bfloat16 state is
+    rounded after every token, also after those whose state is not stored; the output is read before that.
 
     Args:
         q: queries, `b t h k`.
@@ -72,8 +76,8 @@ def decode(
         log_decay: `b t hv` (per head), `b t hv k` (per key channel), `hv` (a constant of each head), or None for a rule
             that does not forget.
         beta: `b t hv`, `b t hv v` (one rate per value channel), or None for a rule that only accumulates.
-        state: `rows hv k v` float32 (float64 for float64 inputs), modified; with slots a pool `n_slots hv k v`, of
-            which only the named slots are modified.
+        state: `rows hv k v`, float32 (float64 for float64 inputs) or bfloat16, modified; with slots a pool
+            `n_slots hv k v`, of which only the named slots are modified.
         slots: `rows`, int: the slot of each row. Or one slot for each token, `b t` (packed: `n_seqs` by the longest
             sequence): the memory after token i of a row goes to slots[row, i], so that a rejected guess can be taken
             back; this needs start_slots. A negative slot is not written.
@@ -88,14 +92,19 @@ def decode(
         dt_bias: `hv`, `hv k` or None, for raw gates.
         beta_scale: the largest beta of raw gates.
         lower_bound: below 0: if given, log_decay = lower_bound * sigmoid(exp(A_log) * (x + dt_bias)) for raw gates.
+        rounding: how a bfloat16 state is rounded: "nearest", ties to even; or "stochastic", up or down by chance, so
+            that its mean is exact and changes below half a unit in the last place are not lost.
+        seeds: `rows`, int, for stochastic rounding: token i of row r takes the random numbers of seeds[r] + i. The same
+            seeds give the same bits. A position in the sequence is a good seed; on the device it serves a CUDA graph.
         backend: "auto", "torch" or "triton": one launch that reads and writes the state once.
 
     Returns:
         The output `b t hv v`, in the dtype of v.
     """
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
-    request = (scale, normalize_qk, raw_gates, beta_scale, lower_bound, backend)
-    signature = call_signature((*inputs, slots, start_slots), request)
+    where = Slots(slots, start_slots, seeds)
+    request = (scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend)
+    signature = call_signature((*inputs, *where), request)
     if signature is not None:
         signature = None if state is None else (*signature, state.stride())
     known = None if signature is None else KNOWN.get(signature)
@@ -107,14 +116,14 @@ def decode(
             return decode(
                 *one[:4], beta, state=state, slots=slots, start_slots=start_slots, cu_seqlens=cu_seqlens,
                 scale=scale, normalize_qk=normalize_qk, raw_gates=raw_gates, A_log=A_log, dt_bias=dt_bias,
-                beta_scale=beta_scale, lower_bound=lower_bound, backend=backend,
+                beta_scale=beta_scale, lower_bound=lower_bound, rounding=rounding, seeds=seeds, backend=backend,
             ).to(v.dtype)  # fmt: skip
-        known = _check_and_choose(inputs, slots, start_slots, _Request(*request))
+        known = _check_and_choose(inputs, where, _Request(*request))
         if signature is not None and len(KNOWN) < KNOWN_AT_MOST:
             KNOWN[signature] = known
     chosen, options = known
     if signature is not None:
-        return _decode(inputs, slots, start_slots, options, chosen)
+        return _decode(inputs, where, options, chosen)
     if transformed():
         raise ValueError(
             "decode must not be compiled inside of torch.func transforms or forward mode, which do not see into it; "
@@ -124,7 +133,7 @@ def decode(
     return _decode_op(
         q, k, v, log_decay, beta, state, slots, start_slots, cu_seqlens, A_log, dt_bias,
         options.scale, normalize_qk, options.raw_decay, options.beta_scale, chosen, options.lower_bound,
-        options.raw_beta,
+        options.raw_beta, seeds,
     )  # fmt: skip
 
 
@@ -136,35 +145,33 @@ class _Request(NamedTuple):
     raw_gates: bool | str
     beta_scale: float
     lower_bound: float | None
+    rounding: str
     backend: str
 
 
-def _decode(
-    inputs: Inputs, slots: Tensor | None, start_slots: Tensor | None, options: Options, backend: str
-) -> Tensor:  # fmt: skip
+def _decode(inputs: Inputs, where: Slots, options: Options, backend: str) -> Tensor:
     """Check the values of the arguments, then run; compiled calls also reach this with concrete values."""
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     assert state is not None
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
-    check_slot_values(slots, start_slots, cu_seqlens, state.shape[0])
+    check_slot_values(where.slots, where.start_slots, cu_seqlens, state.shape[0])
     if state._is_zerotensor():
         raise ValueError("state must have memory to write into, got a zero tensor; start from torch.zeros")
     if not options.raw_decay:
         checks.check_decay(log_decay)
     if backend == "torch":
         with full_precision(q):
-            return _decode_torch(inputs, slots, start_slots, options)
+            return _decode_torch(inputs, where, options)
     from lineate.kernels import pipeline  # triton, at its first use
-    from lineate.kernels.stages import Slots
 
     if q.device.type == "cpu":  # the interpreter
         rate = activate(None, beta, None, None, options.beta_scale, raw_gates=options.raw_gates)[1]
         watch_writes(k, rate, options.normalize_qk)
     q, k, v, memory = in_memory((q, k, v, state))
     log_decay, beta, A_log, dt_bias = in_memory((log_decay, beta, A_log, dt_bias))
-    slots, start_slots, cu_seqlens = in_memory((slots, start_slots, cu_seqlens))
+    *places, cu_seqlens = in_memory((*where, cu_seqlens))
     inputs = Inputs(q, k, v, log_decay, beta, memory, cu_seqlens, A_log, dt_bias)
-    output = pipeline.decode(inputs, Slots(slots, start_slots), options)
+    output = pipeline.decode(inputs, Slots(*places), options)
     if memory is not state:  # a view of negated numbers
         state.copy_(memory)
     elif not state.is_inference():
@@ -192,11 +199,12 @@ def _decode_op(
     backend: str,
     lower_bound: float | None = None,
     raw_beta: bool = False,
+    seeds: Tensor | None = None,
 ) -> Tensor:
     inputs = Inputs(q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias)
     raw_gates = which_are_raw(raw_decay, raw_beta)
     options = Options(beta is not None, scale, normalize_qk, 64, beta_scale, raw_gates, lower_bound)
-    return _decode(inputs, slots, start_slots, options, backend)
+    return _decode(inputs, Slots(slots, start_slots, seeds), options, backend)
 
 
 @_decode_op.register_fake
@@ -204,12 +212,11 @@ def _(q, k, v, *_):  # type: ignore[no-untyped-def]
     return v.new_empty(v.shape)
 
 
-def _decode_torch(
-    inputs: Inputs, slots: Tensor | None, start_slots: Tensor | None, options: Options
-) -> Tensor:  # fmt: skip
+def _decode_torch(inputs: Inputs, where: Slots, options: Options) -> Tensor:
     """Run rule.step token by token, for all rows at once or for one packed sequence after the other."""
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
     assert state is not None
+    slots, start_slots, seeds = where
     t, group = q.shape[1], v.shape[2] // q.shape[2]
     dtype = compute_dtype(v.dtype)
     log_decay, beta = activate(
@@ -235,6 +242,7 @@ def _decode_torch(
         else:
             start = start_slots[rows].long()
             idle, own = start < 0, state[start.clamp(min=0)]
+        own = own.to(dtype)
         for i in range(first, end):
             read, own = step(
                 own,
@@ -245,6 +253,8 @@ def _decode_torch(
                 None if beta is None else beta[batch, i],
                 options.corrects,
             )
+            if state.dtype != dtype:
+                own = round_memory(own, None if seeds is None else seeds[rows] + (i - first))
             output[batch, i] = (read if idle is None else read.masked_fill(idle[:, None, None], 0)).to(v.dtype)
             if slots is not None and slots.dim() == 2 and i - first < slots.shape[1]:
                 _write(state, slots[rows, i - first], own, idle)
@@ -258,7 +268,7 @@ def _decode_torch(
 def _write(state: Tensor, slots: Tensor, own: Tensor, idle: Tensor | None) -> None:
     """Set state[slots] = own where the row is not idle and the slot is not negative."""
     kept = slots >= 0 if idle is None else (slots >= 0) & ~idle
-    state[slots[kept].long()] = own[kept]
+    state[slots[kept].long()] = own[kept].to(state.dtype)
 
 
 def _at_least_4d(x: Tensor) -> Tensor:
@@ -270,13 +280,12 @@ def _at_least_4d(x: Tensor) -> Tensor:
 KNOWN: dict[Signature, tuple[str, Options]] = {}
 
 
-def _check_and_choose(
-    inputs: Inputs, slots: Tensor | None, start_slots: Tensor | None, request: _Request
-) -> tuple[str, Options]:
+def _check_and_choose(inputs: Inputs, where: Slots, request: _Request) -> tuple[str, Options]:
     """Check everything about one call except values; return 'torch' or 'triton', and the options."""
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
-    scale, normalize_qk, raw_gates, beta_scale, lower_bound, backend = request
+    scale, normalize_qk, raw_gates, beta_scale, lower_bound, rounding, backend = request
     checks.check_choice("backend", backend, BACKENDS)
+    checks.check_choice("rounding", rounding, ROUNDINGS)
     checks.check_scale(scale)
     checks.check_flag("normalize_qk", normalize_qk)
     for name, gate in (("log_decay", log_decay), ("beta", beta)):
@@ -286,9 +295,10 @@ def _check_and_choose(
     checks.check_cu_seqlens(cu_seqlens, q.shape[0], q.shape[1])
     checks.check_device("cu_seqlens", cu_seqlens, q)
     rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_slots(slots, start_slots, rows, q, packed=cu_seqlens is not None)
-    check_decode_state(state, q, v, rows, pooled=slots is not None)
+    check_slots(where.slots, where.start_slots, rows, q, packed=cu_seqlens is not None)
+    check_decode_state(state, q, v, rows, pooled=where.slots is not None)
     assert state is not None
+    check_seeds(where.seeds, rows, q, state, stochastic=rounding == STOCHASTIC)
     checks.check_decode_gates(inputs, beta_scale, lower_bound, raw_gates)
     named = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
     for name, x in {**named, "A_log": A_log, "dt_bias": dt_bias}.items():

@@ -58,6 +58,28 @@ def check_slot_values(
             raise ValueError(f"slots must have one for each token, at least {longest} a row, got {slots.shape[1]}")
 
 
+def check_seeds(seeds: Tensor | None, rows: int, q: Tensor, state: Tensor, *, stochastic: bool) -> None:
+    """Check the seeds `rows` of stochastic rounding, which only a bfloat16 state has."""
+    if seeds is not None and not isinstance(seeds, Tensor):
+        raise TypeError(f"seeds must be a torch.Tensor or None, got {type(seeds).__name__}")
+    if not stochastic:
+        if seeds is not None:
+            raise ValueError("seeds are for stochastic rounding, got rounding='nearest'; pass rounding='stochastic'")
+        return
+    if state.dtype is not torch.bfloat16:
+        name = str(state.dtype).removeprefix("torch.")
+        raise ValueError(f"rounding='stochastic' is for a bfloat16 state, got {name}; leave it 'nearest'")
+    if seeds is None:
+        raise ValueError(
+            f"rounding='stochastic' needs seeds of shape ({rows},), got None; pass the position of each row's token"
+        )
+    if seeds.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"seeds must be int32 or int64, got {str(seeds.dtype).removeprefix('torch.')}")
+    if seeds.shape != (rows,):
+        raise ValueError(f"seeds must have shape (rows,) = ({rows},), got {tuple(seeds.shape)}")
+    check_device("seeds", seeds, q)
+
+
 def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *, pooled: bool) -> None:
     """Check a state `rows hv k v`, or a pool `n_slots hv k v`, that can be written in place."""
     if not isinstance(state, Tensor):
@@ -68,6 +90,6 @@ def check_decode_state(state: Tensor | None, q: Tensor, v: Tensor, rows: int, *,
             expected = f"(n_slots, hv, k, v) = (n_slots, {', '.join(map(str, sizes))})"
             raise ValueError(f"state must have shape {expected} with slots, got {tuple(state.shape)}")
         rows = state.shape[0]
-    check_state(state, v, q.shape[3], rows)
+    check_state(state, v, q.shape[3], rows, narrow=True)
     if any(stride == 0 and size > 1 for stride, size in zip(state.stride(), state.shape, strict=True)):
         raise ValueError("state must have memory of its own for each row, got an expanded view; call .contiguous()")

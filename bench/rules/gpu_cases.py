@@ -5,13 +5,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORWARD, TRAIN, STEP = "forward", "forward+backward", "decode"
+SINGLE, NARROW, BY_CHANCE = "float32", "bfloat16", "bfloat16, stochastic"  # states of a decoding step
 HEAD_DIM = 128  # k = v
 COUNTED_CHUNK = 64  # the chunk length of the operation count
 
 
 @dataclass(frozen=True)
 class Case:
-    """One computation: bfloat16 q, k, v; float32 log_decay, beta and state."""
+    """One computation: bfloat16 q, k, v; float32 log_decay and beta."""
 
     group: str
     """The name by which --only selects it."""
@@ -28,13 +29,16 @@ class Case:
     """Milliseconds that our version should take at most."""
     lengths: tuple[int, ...] = ()
     """The tokens of sequences that are packed into one row (b = 1, t = their sum); empty if b rows have t tokens."""
+    state: str = SINGLE
+    """The dtype of the state of a decoding step, and how it is rounded if not to the nearest."""
 
     @property
     def name(self) -> str:
         raw = " from raw gates" if self.raw else ""
         if self.lengths:
             return f"{self.rule} {self.what}{raw} {self.tokens},{self.h},{self.hv} packed"
-        return f"{self.rule} {self.what}{raw} {self.b},{self.t},{self.h},{self.hv}"
+        state = "" if self.state == SINGLE else f" {self.state}"
+        return f"{self.rule} {self.what}{raw} {self.b},{self.t},{self.h},{self.hv}{state}"
 
     @property
     def tokens(self) -> str:
@@ -89,6 +93,7 @@ def as_batch(lengths: tuple[int, ...], h: int, hv: int, raw: bool = False) -> Ca
 
 
 BATCHES = tuple(x for x in SEQUENCES if len(x[0]) > 1 and len(set(x[0])) == 1)
+GUESSED = (2, 4, 8)  # tokens of a step that speculation reads
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 CASES = (
     Case("gdn", "gdn", FORWARD, 1, 32768, 16, 64, target=1.40),
@@ -108,6 +113,10 @@ CASES = (
     Case("decode", "kda", STEP, 256, 1, 32, 32),
     Case("decode", "gdn", STEP, 1, 1, 32, 32, target=0.012),
     Case("decode", "kda", STEP, 1, 1, 32, 32, target=0.012),
+    *(Case("decode", rule, STEP, 256, t, 32, 32) for rule in ("gdn", "kda") for t in GUESSED),
+    *(Case("decode", rule, STEP, 256, t, 32, 32, state=NARROW) for rule in ("gdn", "kda") for t in (1, *GUESSED)),
+    *(Case("decode", rule, STEP, 256, 1, 32, 32, state=BY_CHANCE) for rule in ("gdn", "kda")),
+    *(Case("decode", rule, STEP, 1, 1, 32, 32, state=NARROW) for rule in ("gdn", "kda")),
     *(Case("length", "gdn", FORWARD, 1, t, 16, 32) for t in LENGTHS),
     *(prefill(*x) for x in SEQUENCES),
     *(as_batch(*x) for x in BATCHES),
@@ -149,7 +158,8 @@ CONTESTANTS = {
     ),
     # What GPUs other than Hopper's run (lineate/kernels/portable), on this one.
     "portable": Contestant("lineate, plain Triton", "lineate", lambda case: case.group == PREFILL),
-    "fla": Contestant("fla", "fla", lambda case: not is_prefill(case), FLA_ALONE),
+    # Its steps return a new state, in float32.
+    "fla": Contestant("fla", "fla", lambda case: not is_prefill(case) and case.state == SINGLE, FLA_ALONE),
     # The same kernels, which may do more with the bounded gate lower_bound * sigmoid(exp(A_log) (gate + dt_bias)).
     "fla-bounded": Contestant("fla, bounded gate", "fla", lambda case: case.rule == "kda" and case.raw, FLA_ALONE),
     "flashqla": Contestant(
@@ -169,7 +179,8 @@ CONTESTANTS = {
 def least_bytes(case: Case) -> float:
     """Return the bytes that must move.
 
-    Every input is read once and every output written once; the backward reads all inputs again.
+    Every input is read once and every output written once; the backward reads all inputs again. A decoding step reads
+    and writes the state once, however many tokens it has.
     """
     from bench.rules.contestants import EQUATION  # (this imports lineate, whose import is timed)
 
@@ -180,7 +191,8 @@ def least_bytes(case: Case) -> float:
     token = qk + 2 * value + gates
     if case.what == TRAIN:
         token += (qk + 2 * value + gates) + (qk + value + gates)  # reads with do; writes all gradients
-    state = 4 * HEAD_DIM * HEAD_DIM * (len(case.lengths) or case.b) * case.hv
+    number = 4 if case.state == SINGLE else 2
+    state = number * HEAD_DIM * HEAD_DIM * (len(case.lengths) or case.b) * case.hv
     return token * case.b * case.t * case.hv + (2 * state if case.what == STEP else state)
 
 
@@ -236,7 +248,7 @@ def targets(results: list[dict[str, Any]], ceilings: Mapping[str, float] | None)
         if case == next(c for c in reversed(CASES) if (c.group, c.what) == ("gdn", TRAIN)):
             ratio = ours["extra_bytes"] / fla["extra_bytes"] if ours and fla else None
             lines.append((f"{case.name}, extra memory / fla's", "<=", NEEDED_MEMORY, ratio))
-        if case.what == STEP and case.b > 1:
+        if case.what == STEP and case.b > 1 and case.t == 1 and case.state == SINGLE:
             least = floor_ms(case, ceilings)
             ratio = None if own is None or least is None else own / least
             lines.append((f"{case.name}, time / floor", "<=", NEEDED_DECODE, ratio))

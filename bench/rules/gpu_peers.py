@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.rules import gpu_timing
-from bench.rules.gpu_cases import CASES, CONTESTANTS, HEAD_DIM, STEP, TRAIN, Case
+from bench.rules.gpu_cases import BY_CHANCE, CASES, CONTESTANTS, HEAD_DIM, SINGLE, STEP, TRAIN, Case
 from bench.timing import Call
 
 DEVICE = "cuda"
@@ -82,7 +82,8 @@ def make_inputs(case: Case, seed: int) -> PeerInputs:
     q, k = (F.normalize(x, dim=-1) for x in (q, k))
     beta = None if case.rule == "linear" else normal(b, t, hv).sigmoid()
     log_decay = normal(*gate_shape).sub_(2).exp_().neg_() if case.rule in ("gdn", "kda") else None
-    state = normal(b, hv, HEAD_DIM, HEAD_DIM) if case.what == STEP else None
+    dtype = torch.float32 if case.state == SINGLE else torch.bfloat16
+    state = normal(b, hv, HEAD_DIM, HEAD_DIM).to(dtype) if case.what == STEP else None
     return PeerInputs(q, k, v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=bounds)
 
 
@@ -95,7 +96,10 @@ def ours(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
 
         assert x.state is not None
         state = x.state  # updated in place
-        return lambda: (decode(x.q, x.k, x.v, x.log_decay, x.beta, state=state, backend="triton"), state)
+        options: dict[str, Any] = {"backend": "triton"}
+        if case.state == BY_CHANCE:
+            options |= {"rounding": "stochastic", "seeds": torch.arange(case.b, device=DEVICE)}
+        return lambda: (decode(x.q, x.k, x.v, x.log_decay, x.beta, state=state, **options), state)
     if case.raw:
         return lambda: lineate.fused_delta_rule(
             x.q, x.k, x.v, x.gate, x.write, x.A_log, x.dt_bias, normalize_qk=True, cu_seqlens=x.cu_seqlens,

@@ -12,9 +12,11 @@ from lineate.checks import check_flag
 from lineate.generation import in_place
 from lineate.generation.in_place import Graph, capture, read_in_place, round_up, state_in_place, write_back
 from lineate.layers import Memory, TokenCache
+from lineate.layers.formats import StateFormat
 from lineate.models.checks import check_ids, check_state
 from lineate.models.hybrid import HybridLM
 from lineate.models.state import ModelState
+from lineate.rounding import NEAREST
 
 
 class GraphedDecoder:
@@ -37,11 +39,22 @@ class GraphedDecoder:
         room: How many more tokens to allocate memory for. When they are used up, room doubles, the caches are copied
             and the graph is captured again.
         graph: Whether a GPU replays a graph; False launches the kernels of every step one by one, as for debugging.
+        state_dtype: "bfloat16" keeps memories in half the bytes, where a layer's can be; None: as the state has them.
+        state_rounding: How bfloat16 memories are rounded: "nearest", or "stochastic" with positions as seeds.
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, model: HybridLM, state: ModelState, room: int, *, graph: bool = True) -> None:
+    def __init__(
+        self,
+        model: HybridLM,
+        state: ModelState,
+        room: int,
+        *,
+        graph: bool = True,
+        state_dtype: str | torch.dtype | None = None,
+        state_rounding: str = NEAREST,
+    ) -> None:
         if not isinstance(state, ModelState):
             raise TypeError(f"state must be a ModelState, got {type(state).__name__}; pass LMOutput.state of a prefill")
         check_state(state, model.layers, state.rows)
@@ -50,6 +63,9 @@ class GraphedDecoder:
         check_flag("graph", graph)
         if model.context is not None:
             raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
+        self._format = StateFormat.of(state_dtype, state_rounding)
+        if state_dtype is not None:
+            state = model.convert_state(state, state_dtype)
         self.model, self.rows = model, state.rows
         device = model.device
         # Keep the weights alive even if the model is deleted: the graph reads them at their addresses.
@@ -118,7 +134,7 @@ class GraphedDecoder:
     @torch.no_grad()
     def _step(self) -> tuple[Tensor, ...]:
         """Read self._ids and update memories and caches in place, without waiting for the device."""
-        state = state_in_place(self._memories, self._caches, self._window, self._lengths)
+        state = state_in_place(self._memories, self._caches, self._window, self._lengths, format=self._format)
         read = read_in_place(self.model, self._ids, state, self._autocast)
         write_back(self._memories, read.state)
         self._lengths += 1

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lineate.layers import LayerState, Memory
+from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.layers.gpu import overlapping
 from lineate.layers.state import CacheInPlace
 from lineate.models.hybrid import HybridLM
@@ -28,7 +29,9 @@ Tensors = Mapping[int, Mapping[str, Tensor]]
 _capturing = Lock()  # all captures use one stream
 
 
-def state_in_place(memories: Tensors, caches: Tensors, window: int, lengths: Tensor, new: int = 1) -> ModelState:
+def state_in_place(
+    memories: Tensors, caches: Tensors, window: int, lengths: Tensor, new: int = 1, format: StateFormat = AS_COMPUTED
+) -> ModelState:
     """Return a state whose next call writes into these tensors.
 
     Args:
@@ -37,8 +40,10 @@ def state_in_place(memories: Tensors, caches: Tensors, window: int, lengths: Ten
         window: How many entries of the caches attention reads.
         lengths: The tokens that each row has, `rows`.
         new: How many tokens the next call adds to every row.
+        format: How the memories are kept; positions are the seeds of stochastic rounding.
     """
-    layers: dict[int, LayerState] = {n: Memory(own, owned=True) for n, own in memories.items()}
+    seeds = format.seeds(lengths)
+    layers: dict[int, LayerState] = {n: Memory(own, owned=True, seeds=seeds) for n, own in memories.items()}
     if caches:  # what all layers share is computed once
         both, shared = (lengths, lengths + new), dict[Hashable, Any]()
         layers |= {n: CacheInPlace(own, window, new, both, shared) for n, own in caches.items()}

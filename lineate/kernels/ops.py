@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs, Options, which_are_raw
+from lineate.call import Inputs, Options, Slots, which_are_raw
 from lineate.chunk_op import differentiate, save_states
 from lineate.kernels import pipeline as kernels
 from lineate.kernels.call import CHUNK, aligned, clear, count_slots, dense, in_rows, make_call
-from lineate.kernels.stages import Gradients, Slots
+from lineate.kernels.stages import Gradients
 from lineate.kernels.tape import launch
 from lineate.registrar import register_op
 

@@ -12,11 +12,11 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs, Options
+from lineate.call import Inputs, Options, Slots
 from lineate.kernels.architectures import architecture_of, stages_for
 from lineate.kernels.call import CHUNK, Call, Gates, aligned
 from lineate.kernels.launching import ceil_div, compile_only, multiprocessors
-from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, RawGradients, Slots, Stages
+from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, RawGradients, Stages
 
 # A walk of fewer chunks is not worth cutting, and no segment has fewer than these.
 LEAST_CHUNKS = 256

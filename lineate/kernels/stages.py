@@ -35,7 +35,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs, Options
+from lineate.call import Inputs, Options, Slots
 from lineate.kernels.call import Call, Gates
 
 
@@ -138,15 +138,6 @@ class RawGradients(NamedTuple):
     """Left alone if the call has no A_log."""
     dt_bias: Tensor
     """Left alone if the call has no dt_bias."""
-
-
-class Slots(NamedTuple):
-    """Where the states of the rows lie in the pool that a decoding call is given; see lineate.decode."""
-
-    slots: Tensor | None = None
-    """`rows`, or `rows tokens`: where each state is written; None if row i has state i."""
-    start_slots: Tensor | None = None
-    """`rows`: where each state is read, if elsewhere."""
 
 
 class Stages(Protocol):

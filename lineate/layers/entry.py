@@ -106,7 +106,7 @@ def _check_state(mixer: Mixer, state: Any, x: Tensor, rows: int) -> bool:
                 f"state[{spec.name!r}] must have shape ({wanted}{',' * (not spec.shape)}), got {tuple(got.shape)}; "
                 "it is another layer's"
             )
-        if got.dtype != spec.dtype:
+        if got.dtype != spec.dtype and got.dtype not in spec.dtypes:
             again = False
             lowered = got.is_floating_point() and torch.is_autocast_enabled(x.device.type)
             if spec.name not in PROJECTED or not lowered:  # otherwise checked against the new tokens

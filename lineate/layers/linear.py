@@ -40,6 +40,7 @@ class LinearAttention(LinearMixer):
 
     gates = ("values",)
     options = ("feature_map",)
+    narrows = False  # it never forgets: its sums outgrow what bfloat16 can still add to them
 
     def __init__(
         self,

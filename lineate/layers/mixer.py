@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.call import Inputs
+from lineate.call import Inputs, Slots
 from lineate.decoding import decode
 from lineate.fused import fused_delta_rule
 from lineate.layers.carry import enter_convolution, run_rule
@@ -37,6 +37,7 @@ from lineate.ops import (
     kimi_delta_attention,
     linear_attention,
 )
+from lineate.rounding import NEAREST, STOCHASTIC, round_memory
 from lineate.rule import activate, compute_dtype, normalize
 from lineate.small.weight import SmallWeight
 
@@ -74,6 +75,8 @@ class LinearMixer(nn.Module):
     """The upper bound of beta if it is made from a raw logit: beta lies in (0, beta_scale)."""
     gate_lower_bound: float | None = None
     """The lower bound of log_decay if it is made from a raw gate: log_decay lies in (gate_lower_bound, 0)."""
+    narrows: ClassVar[bool] = True
+    """Whether the memory may be kept in bfloat16 between tokens."""
     context: Context | None = None
     """If set, x is this rank's segment of sequences that are split over ranks (docs/scaling.md)."""
     ranks: Ranks | None = None
@@ -156,7 +159,9 @@ class LinearMixer(nn.Module):
     @property
     def state_spec(self) -> tuple[TensorSpec, ...]:
         dtype = self.in_proj.weight.dtype
-        memory = TensorSpec("memory", (self.value_heads, self.key_dim, self.memory_columns), compute_dtype(dtype))
+        wide, shape = compute_dtype(dtype), (self.value_heads, self.key_dim, self.memory_columns)
+        narrows = self.narrows and wide is torch.float32 and type(self).forward is LinearMixer.forward
+        memory = TensorSpec("memory", shape, wide, (torch.bfloat16,) if narrows else ())
         return (*convolution_spec(self.conv, dtype), memory)
 
     @property
@@ -184,7 +189,14 @@ class LinearMixer(nn.Module):
         memory = None if state is None else state["memory"]
         owned = state is not None and state.owned and segment is None  # a segment's rule reads the memory several times
         bounds = packed if segment is None else segment
-        (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, bounds, owned)
+        if memory is None or memory.dtype == compute_dtype(v.dtype):
+            (output, tensors["memory"]), z = self.attend(q, k, v, gates, memory, bounds, owned)
+        else:
+            assert state is not None
+            seeds = state.seeds
+            if seeds is not None and x.shape[1] > 1:
+                seeds = seeds + (x.shape[1] - 1)  # those of the last token
+            (output, tensors["memory"]), z = self.attend_narrow(q, k, v, gates, memory, bounds, owned, seeds)
         y = self.norm(output, z.unflatten(-1, (self.value_heads, self.value_dim)))
         return project_out(self.out_proj, y.flatten(2), self.ranks), Memory(tensors)
 
@@ -239,6 +251,41 @@ class LinearMixer(nn.Module):
         tensors = [x for x in inputs[:5] if x is not None]  # q, k, v, log_decay, beta
         attended = run_rule(self.rule_op(inputs, owned), tensors, memory, bounds, corrects=inputs.beta is not None)
         return attended, self.output_gate(gates)
+
+    def attend_narrow(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: list[Tensor], memory: Tensor, bounds: Bounds, owned: bool,
+        seeds: Tensor | None,
+    ) -> tuple[Attended[Tensor], Tensor]:  # fmt: skip
+        """Run attend in float32 from a bfloat16 memory; the new memory is rounded once, after the last token.
+
+        seeds: `rows`, rounds stochastically; None: to the nearest.
+        """
+        alone = type(self).attend is LinearMixer.attend and q.shape[1] == 1 and bounds is None
+        if alone and q.is_cuda and not torch.is_grad_enabled():
+            memory = memory if owned else memory.clone()
+            output = self.decode(self.rule_inputs(q, k, v, gates), memory, Slots(seeds=seeds))
+            return Attended(output, memory), self.output_gate(gates)
+        wide = memory.to(compute_dtype(v.dtype))
+        (output, after), z = self.attend(q, k, v, gates, wide, bounds, bounds is None)
+        return Attended(output, round_memory(after, seeds).to(memory.dtype)), z
+
+    def decode(self, inputs: Inputs, pool: Tensor, where: Slots) -> Tensor:
+        """Run the rule of `attend` on a few tokens with lineate.decode, which updates the pool in place."""
+        raw = inputs.A_log is not None
+        return decode(
+            *inputs[:5],
+            state=pool,
+            slots=where.slots,
+            start_slots=where.start_slots,
+            normalize_qk=raw or self.normalize_qk,
+            raw_gates=raw,
+            A_log=inputs.A_log,
+            dt_bias=inputs.dt_bias,
+            beta_scale=self.beta_scale if raw else 1.0,
+            lower_bound=self.gate_lower_bound if raw else None,
+            rounding=NEAREST if where.seeds is None else STOCHASTIC,
+            seeds=where.seeds,
+        )
 
     def rule_op(self, inputs: Inputs, owned: bool = False) -> Callable[..., Attended[Tensor]]:
         """Return the op that runs these inputs: op(q, k, v, *gates, state=..., cu_seqlens=...).

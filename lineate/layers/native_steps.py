@@ -29,6 +29,8 @@ from lineate.small import GROUP, SmallWeight
 from lineate.small.product import are_tiles
 from lineate.tracing import PLAIN_TENSORS, is_eager
 
+KEPT = (torch.float32, torch.bfloat16)
+"""The dtypes of memories; a step rounds bfloat16 ones to the nearest."""
 MOST_ROWS = 16
 """The most rows of a step; torch multiplies more rows faster."""
 
@@ -130,13 +132,16 @@ def bind(part: Part, mixer: nn.Module, state: LayerState, shared: dict[Hashable,
 def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memory | None:
     rows, heads = shared["rows"], part.heads * part.shared
     memory = state.tensors.get("memory")
-    if memory is None or memory.shape != (rows, heads, part.key_dim, part.value_dim) or not _is_dense(memory, 3):
+    if memory is None or memory.shape != (rows, heads, part.key_dim, part.value_dim) or state.seeds is not None:
+        return None
+    if not _is_dense(memory, 3, KEPT):
         return None
     new = memory if state.owned else _spare(state, "memory", 3)
     if new is None:
         new = torch.empty_like(memory, memory_format=torch.contiguous_format)
     part.memory_from, part.memory_from_row = memory.data_ptr(), memory.stride(0)
     part.memory_to, part.memory_to_row = new.data_ptr(), new.stride(0)
+    part.memory_narrow = memory.dtype is torch.bfloat16
     tensors = {"memory": new}
     if part.taps:
         past, channels = state.tensors.get("conv"), 2 * part.heads * part.key_dim + heads * part.value_dim
@@ -154,7 +159,8 @@ def _bind_memory(part: Part, state: Memory, shared: dict[Hashable, Any]) -> Memo
 def _spare(state: Memory, name: str, dims: int) -> Tensor | None:
     """Return the tensor that the caller offers for a new one, if it is dense in its last dims."""
     found = None if state.into is None else state.into.get(name)
-    if found is None or found.shape != state.tensors[name].shape or not _is_dense(found, dims):
+    given = state.tensors[name]
+    if found is None or found.shape != given.shape or not _is_dense(found, dims, (given.dtype,)):
         return None
     return found
 
@@ -337,9 +343,9 @@ def _dense(x: Tensor, count: int) -> int:
     return x.data_ptr()
 
 
-def _is_dense(x: Tensor, dims: int) -> bool:
-    """Whether x is a plain float32 tensor on a CPU, dense in its last dims."""
-    if type(x) not in PLAIN_TENSORS or x.dtype is not torch.float32 or not x.is_cpu or x.is_neg():
+def _is_dense(x: Tensor, dims: int, dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> bool:
+    """Whether x is a plain tensor of one of these dtypes on a CPU, dense in its last dims."""
+    if type(x) not in PLAIN_TENSORS or x.dtype not in dtypes or not x.is_cpu or x.is_neg():
         return False
     size = 1
     for dim in range(x.dim() - 1, x.dim() - 1 - dims, -1):

@@ -6,7 +6,7 @@ the old one as it was, so that a sequence can be continued in several ways.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from threading import Lock
 from typing import Any, TypeVar
@@ -27,11 +27,17 @@ class TensorSpec:
         name: its name in the state.
         shape: its shape for one row, without the row itself; "t" stands for the tokens seen so far.
         dtype: its dtype.
+        dtypes: others in which it may be kept between tokens; a call that is given such a state returns such a one.
     """
 
     name: str
     shape: tuple[int | str, ...]
     dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...] = ()
+
+    def kept_in(self, dtype: torch.dtype) -> "TensorSpec":
+        """Return the tensor as it is kept in this dtype, or as it is if it cannot be."""
+        return replace(self, dtype=dtype) if dtype in self.dtypes else self
 
     def nbytes(self, tokens: int = 0) -> int:
         """Return the bytes of one row after so many tokens."""
@@ -46,11 +52,14 @@ class Memory:
         tensors: by name.
         owned: whether the caller alone has them, so that a call may overwrite and return them where that saves a copy.
         into: tensors of the same shapes that the caller alone has; a call may fill and return them instead of new ones.
+        seeds: `rows`, int: the next token rounds a bfloat16 memory stochastically, as in lineate.decode; None: to the
+            nearest.
     """
 
     tensors: Mapping[str, Tensor]
     owned: bool = False
     into: Mapping[str, Tensor] | None = None
+    seeds: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

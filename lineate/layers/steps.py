@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from lineate.call import Options
+from lineate.call import Options, Slots
 from lineate.layers.attention import GatedAttention, reads_own_length
 from lineate.layers.bare import KNOWN, runs_own_forward
 from lineate.layers.entry import check_call
@@ -103,7 +103,6 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
     from lineate.kernels.layers import token  # triton, at its first use
     from lineate.kernels.layers.ops import SIZES
     from lineate.kernels.portable.decode import decode
-    from lineate.kernels.stages import Slots
 
     parts = [norm, mixer, mixer.in_proj, mixer.norm, mixer.out_proj, *([] if mixer.conv is None else [mixer.conv])]
     memory = state["memory"]
@@ -129,12 +128,12 @@ def _linear_step(norm: RMSNorm, mixer: LinearMixer, x: Tensor, state: Memory) ->
     if len(x) <= token.FEW_ROWS:
         output = token.mix(
             inputs, z, mixer.norm.weight, eps=mixer.norm.eps, silu=mixer.norm.activation == "silu",
-            beta_scale=mixer.beta_scale, scale=scale, lower_bound=mixer.gate_lower_bound,
+            beta_scale=mixer.beta_scale, scale=scale, lower_bound=mixer.gate_lower_bound, seeds=state.seeds,
         )  # fmt: skip
     else:
         options = Options(True, scale, True, beta_scale=mixer.beta_scale, raw_gates=True)
         options = options._replace(lower_bound=mixer.gate_lower_bound)
-        output = decode(inputs, Slots(None, None), options, settled=True)
+        output = decode(inputs, Slots(seeds=state.seeds), options, settled=True)
         output = mixer.norm(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim))).flatten(2)
     return output[:, 0], Memory(state.tensors)
 

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from lineate import checks
-from lineate.call import Inputs
-from lineate.decoding import decode
+from lineate.call import Inputs, Slots
 from lineate.layers.counts import Counts, count_up, nowhere, places
 from lineate.layers.entry import check_call
 from lineate.layers.mixer import LinearMixer
 from lineate.layers.projection import project
 from lineate.layers.state import LayerState, Memory, TokenCache
+from lineate.rounding import round_memory
+from lineate.rule import compute_dtype
 
 KEPT = ("auto", "states", "inputs")
 
@@ -71,7 +72,7 @@ def trail(mixer: nn.Module, x: Tensor, state: LayerState, keep: str = "auto") ->
         raise ValueError("mixer must not be under context parallelism to guess tokens; use a copy on one device")
     if isinstance(state, TokenCache):
         return _cached(mixer, x, state)
-    state = Memory(state.tensors)  # nothing may be overwritten before the tokens are chosen
+    state = Memory(state.tensors, seeds=state.seeds)  # nothing may be overwritten before the tokens are chosen
     if isinstance(mixer, LinearMixer) and type(mixer).forward is LinearMixer.forward and not _hooked(mixer):
         return _linear(mixer, x, state, keep)
     outputs, states = [], [state]
@@ -144,78 +145,74 @@ def _linear(mixer: LinearMixer, x: Tensor, state: Memory, keep: str) -> tuple[Te
     if mixer.conv is not None:
         taps = torch.cat((state["conv"], mixed.transpose(1, 2)), 2)  # rows channels size-1+t
         mixed, _ = mixer.conv(mixed, state["conv"])
-    qkv, memory = mixer.split_heads(mixed), state["memory"]
+    qkv, memory, seeds = mixer.split_heads(mixed), state["memory"], state.seeds
     kept: Stored | Replay
     if type(mixer).attend is not LinearMixer.attend:  # it may do more than run the rule
-        output, z, kept = _attend_each(mixer, qkv, gates, memory)
+        output, z, kept = _attend_each(mixer, qkv, gates, memory, seeds)
     else:
         inputs, z = mixer.rule_inputs(*qkv, gates), mixer.output_gate(gates)
         if keep == "inputs" or (keep == "auto" and x.is_cuda):
-            kept = Replay(inputs, mixer.normalize_qk, mixer.beta_scale, mixer.gate_lower_bound, memory)
+            kept = Replay(mixer, inputs, memory, seeds)
             output = kept.read()
         elif x.is_cuda:
-            output, kept = _slot_each(mixer, inputs, memory)
+            output, kept = _slot_each(mixer, inputs, memory, seeds)
         else:
-            output, kept = _step_each(mixer, inputs, memory)
+            output, kept = _step_each(mixer, inputs, memory, seeds)
     y = mixer.norm(output, z.unflatten(-1, (mixer.value_heads, mixer.value_dim)))
     return project(mixer.out_proj, y.flatten(2)), LinearTrail(taps, kept, x.shape[1])
 
 
 def _attend_each(
-    mixer: LinearMixer, qkv: tuple[Tensor, Tensor, Tensor], gates: list[Tensor], memory: Tensor
+    mixer: LinearMixer, qkv: tuple[Tensor, Tensor, Tensor], gates: list[Tensor], memory: Tensor, seeds: Tensor | None
 ) -> tuple[Tensor, Tensor, Stored]:
     """Run mixer.attend token by token; return its outputs, the output gates, and the memory after 0 .. t tokens."""
-    outputs, versions = [], [memory]
+    outputs, versions, narrow = [], [memory], memory.dtype != compute_dtype(qkv[2].dtype)
     for i in range(qkv[0].shape[1]):
         now = slice(i, i + 1)
         q, k, v = (x[:, now] for x in qkv)
-        (output, after), z = mixer.attend(q, k, v, [gate[:, now] for gate in gates], versions[-1], None, False)
+        own = [gate[:, now] for gate in gates]
+        if narrow:
+            seed = None if seeds is None else seeds + i
+            (output, after), z = mixer.attend_narrow(q, k, v, own, versions[-1], None, False, seed)
+        else:
+            (output, after), z = mixer.attend(q, k, v, own, versions[-1], None, False)
         outputs.append((output, z))
         versions.append(after)
     output, z = (torch.cat(each, 1) for each in zip(*outputs, strict=True))
     return output, z, Stored(versions)
 
 
-def _step_each(mixer: LinearMixer, inputs: Inputs, memory: Tensor) -> tuple[Tensor, Stored]:
+def _step_each(
+    mixer: LinearMixer, inputs: Inputs, memory: Tensor, seeds: Tensor | None
+) -> tuple[Tensor, Stored]:  # fmt: skip
     """Run the rule token by token, as decoding does; return its outputs, and the memory after 0 .. t tokens."""
     op, tensors = mixer.rule_op(inputs), [x for x in inputs[:5] if x is not None]
-    outputs, versions = [], [memory]
+    outputs, versions, wide = [], [memory], compute_dtype(inputs.v.dtype)
     for i in range(inputs.q.shape[1]):
-        output, after = op(*(x[:, i : i + 1] for x in tensors), state=versions[-1], cu_seqlens=None)
+        output, after = op(*(x[:, i : i + 1] for x in tensors), state=versions[-1].to(wide), cu_seqlens=None)
+        if memory.dtype != wide:
+            after = round_memory(after, None if seeds is None else seeds + i).to(memory.dtype)
         outputs.append(output)
         versions.append(after)
     return torch.cat(outputs, 1), Stored(versions)
 
 
-def _slot_each(mixer: LinearMixer, inputs: Inputs, memory: Tensor) -> tuple[Tensor, Stored]:
+def _slot_each(
+    mixer: LinearMixer, inputs: Inputs, memory: Tensor, seeds: Tensor | None
+) -> tuple[Tensor, Stored]:  # fmt: skip
     """Run the rule in one launch that writes the memory after every token; return the output and the memories."""
     rows, t = inputs.q.shape[:2]
     versions = memory.new_empty(t + 1, *memory.shape)
     versions[0] = memory
     slots = torch.arange((t + 1) * rows, device=memory.device).view(t + 1, rows)
     pool = versions.view(-1, *memory.shape[1:])
-    options = mixer.normalize_qk, mixer.beta_scale, mixer.gate_lower_bound
-    output = _decode(inputs, *options, pool, slots[1:].T.contiguous())
+    output = _decode(mixer, inputs, pool, slots[1:].T.contiguous(), seeds)
     return output, Stored(versions)
 
 
-def _decode(
-    inputs: Inputs, normalize_qk: bool, beta_scale: float, lower_bound: float | None, pool: Tensor, slots: Tensor
-) -> Tensor:
+def _decode(mixer: LinearMixer, inputs: Inputs, pool: Tensor, slots: Tensor, seeds: Tensor | None) -> Tensor:
     """Run the rule from the first rows of a pool, and write the memory after token i of row r to pool[slots[r, i]]."""
-    raw = inputs.A_log is not None
-    return decode(
-        *inputs[:5],
-        state=pool,
-        slots=slots,
-        start_slots=count_up(slots.shape[0], slots.device),
-        normalize_qk=raw or normalize_qk,
-        raw_gates=raw,
-        A_log=inputs.A_log,
-        dt_bias=inputs.dt_bias,
-        beta_scale=beta_scale if raw else 1.0,
-        lower_bound=lower_bound if raw else None,
-    )
+    return mixer.decode(inputs, pool, Slots(slots, count_up(slots.shape[0], slots.device), seeds))
 
 
 @dataclass(frozen=True)
@@ -223,18 +220,16 @@ class Replay:
     """What a linear rule was called with: the memory after some of its tokens costs one launch, and no room before.
 
     Args:
+        mixer: the mixer of the rule.
         inputs: the rule's arguments, without a state.
-        normalize_qk: whether the rule normalises q and k.
-        beta_scale: the largest beta of raw gates.
-        lower_bound: the lower bound of log_decay from raw gates, or None.
         memory: `rows hv k v`, before the first token.
+        seeds: `rows`, of the first token, if a bfloat16 memory is rounded stochastically.
     """
 
+    mixer: LinearMixer
     inputs: Inputs
-    normalize_qk: bool
-    beta_scale: float
-    lower_bound: float | None
     memory: Tensor
+    seeds: Tensor | None
 
     @property
     def rows(self) -> int:
@@ -244,7 +239,7 @@ class Replay:
         """Return the rule's output of all tokens; no memory is written."""
         rows, t = self.inputs.q.shape[:2]
         slots = nowhere(rows, t, self.memory.device)
-        return _decode(self.inputs, self.normalize_qk, self.beta_scale, self.lower_bound, self.memory, slots)
+        return _decode(self.mixer, self.inputs, self.memory, slots, self.seeds)
 
     def after(self, counts: Counts, into: Tensor | None) -> Tensor:
         """Return the memory whose row r has read counts[r] tokens."""
@@ -253,7 +248,7 @@ class Replay:
         elif into.data_ptr() != self.memory.data_ptr():
             into.copy_(self.memory)
         slots = counts.own_slots(self.inputs.q.shape[1], into.device)
-        _decode(self.inputs, self.normalize_qk, self.beta_scale, self.lower_bound, into, slots)
+        _decode(self.mixer, self.inputs, into, slots, self.seeds)
         return into
 
 

@@ -14,6 +14,7 @@ from lineate import checks
 from lineate.half import linear
 from lineate.layers import LinearMixer, ShortConvolution, TensorSpec
 from lineate.layers.context import Bounds, Context, Segment
+from lineate.layers.formats import StateFormat, convert
 from lineate.layers.projection import project
 from lineate.layers.ranks import Ranks
 from lineate.models.block import Block, make_mixer
@@ -133,9 +134,22 @@ class HybridLM(nn.Module):
         """Every layer's state: name, shape and dtype of its tensors, for one row."""
         return tuple(block.mixer.state_spec for block in self.layers)  # type: ignore[union-attr, misc]
 
-    def state_nbytes(self, rows: int = 1, tokens: int = 0) -> int:
-        """Return the bytes that the state of so many rows has after so many tokens."""
-        return rows * sum(spec.nbytes(tokens) for layer in self.state_spec for spec in layer)
+    def state_nbytes(self, rows: int = 1, tokens: int = 0, state_dtype: str | torch.dtype | None = None) -> int:
+        """Return the bytes that the state of so many rows has after so many tokens; see convert_state."""
+        specs = StateFormat.of(state_dtype).specs(self.state_spec)
+        return rows * sum(spec.nbytes(tokens) for layer in specs for spec in layer)
+
+    def convert_state(self, state: ModelState, state_dtype: str | torch.dtype | None = None) -> ModelState:
+        """Return a state whose memories are kept in a dtype; what continues it keeps them so, and computes in float32.
+
+        Args:
+            state: LMOutput.state of an earlier call; it is not changed.
+            state_dtype: "bfloat16" takes half the bytes where a layer's memory can be kept so, and rounds it to the
+                nearest after every call; "float32" or None: as the layers compute it.
+        """
+        check_state(state, self.layers, state.rows)
+        specs = StateFormat.of(state_dtype).specs(self.state_spec)
+        return ModelState(tuple(map(convert, state.layers, specs)), state.lengths)
 
     @property
     def device(self) -> torch.device:

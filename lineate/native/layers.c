@@ -444,8 +444,6 @@ enum { TILE_WEIGHTS = 4, TILE_ROWS = 4 };
 #else
 enum { TILE_WEIGHTS = 4, TILE_ROWS = 2 };
 #endif
-typedef uint16_t half_vec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-
 #if defined(__AVX512F__)
 enum { WIDENS_FLOAT16 = 1 };
 INLINE vec widen_float16(half_vec x) { return (vec)_mm512_cvtph_ps((__m256i)x); }
@@ -468,7 +466,7 @@ INLINE vec widen(const void *x, i64 at, i64 n, int kind) {
         y = *(const half_vec *)((const uint16_t *)x + at);
     else
         memcpy(&y, (const uint16_t *)x + at, n * sizeof(uint16_t));
-    return kind == FLOAT16 ? widen_float16(y) : (vec)(__builtin_convertvector(y, uvec) << 16);
+    return kind == FLOAT16 ? widen_float16(y) : widen_bfloat16(y);
 }
 
 // The sum of the lanes, pair by pair: four steps, each of which waits for the one before, instead of fifteen.

@@ -1,4 +1,4 @@
-// A decoding step on a CPU: one token a row through a run of parts of a model, in float32.
+// A decoding step on a CPU: one token a row through a run of parts of a model, in float32; memories may be bfloat16.
 //
 //   rule        x += out(norm(mix(convolution, gates, memory)) * act(z)),  the input of mix being in(norm(x))
 //   attention   x += out(softmax(q keys^T) values * sigmoid(gate)),        q | gate | k | v = in(norm(x))
@@ -55,9 +55,9 @@ typedef struct {  // words of 64 bits, filled in by step.py
     const float *conv_from;
     float *conv_to;
     i64 from_row, from_channel, from_tap, to_row, to_channel, to_tap;
-    const float *memory_from;  // rows value heads k v, dense after the row
-    float *memory_to;
-    i64 memory_from_row, memory_to_row;
+    const void *memory_from;  // rows value heads k v, dense after the row
+    void *memory_to;
+    i64 memory_from_row, memory_to_row, memory_narrow;  // narrow: bfloat16, not float32
     float *keys, *values;  // rows tokens heads d, dense after the token
     i64 keys_row, keys_token, values_row, values_token;
     const i64 *lengths;  // tokens of each row before this one
@@ -229,17 +229,45 @@ enum { COLUMNS = 4 };
 #endif
 enum { AHEAD = 4096 };  // numbers of the memory between what is fetched and what is read: processors stop at pages
 
-// What the decayed memory answers to k and q in n * LANES columns (less in the last vector). T will be written.
-INLINE void read_columns(const float *S, const float *T, const float *k, const float *q, i64 keys, i64 width,
-                         int vectors, i64 last, float *of_k, float *of_q) {
+// n numbers of a memory from place `at` on; narrow is known to the compiler.
+INLINE vec load_memory(const void *S, i64 at, i64 n, int narrow) {
+    if (!narrow) return load((const float *)S + at, n);
+    half_vec y = {0};
+    if (__builtin_constant_p(n) && n == LANES)
+        y = *(const half_vec *)((const uint16_t *)S + at);
+    else
+        memcpy(&y, (const uint16_t *)S + at, n * sizeof(uint16_t));
+    return widen_bfloat16(y);
+}
+
+// Rounds to the nearest bfloat16, ties to even, as torch does; nothing is added to NaN, whose bits might overflow.
+INLINE void store_memory(void *T, i64 at, vec x, i64 n, int narrow) {
+    if (!narrow) {
+        store((float *)T + at, x, n);
+        return;
+    }
+    const uvec bits = (uvec)x, number = (uvec)(x == x);
+    const uvec rounded = (bits + (number & (((bits >> 16) & 1) + 0x7fff))) >> 16;
+    const half_vec y = __builtin_convertvector(rounded, half_vec);
+    if (__builtin_constant_p(n) && n == LANES)
+        *(half_vec *)((uint16_t *)T + at) = y;
+    else
+        memcpy((uint16_t *)T + at, &y, n * sizeof(uint16_t));
+}
+
+// What the decayed memory answers to k and q in n * LANES columns (less in the last vector), from place `at` on. T will
+// be written.
+INLINE void read_columns(const void *S, const void *T, i64 at, const float *k, const float *q, i64 keys, i64 width,
+                         int vectors, i64 last, float *of_k, float *of_q, int narrow) {
+    const i64 bytes = narrow ? 2 : 4;
     vec a[COLUMNS] = {0}, b[COLUMNS] = {0};
-    for (i64 i = 0; i < keys; i++, S += width, T += width)
+    for (i64 i = 0; i < keys; i++, at += width)
         _Pragma("GCC unroll 8") for (int j = 0; j < vectors; j++) {
-            if (j * LANES % 16 == 0) {
-                __builtin_prefetch(S + AHEAD + j * LANES);
-                __builtin_prefetch(T + j * LANES, 1);
+            if (j * LANES % (64 / bytes) == 0) {
+                __builtin_prefetch((const char *)S + (at + AHEAD + j * LANES) * bytes);
+                __builtin_prefetch((const char *)T + (at + j * LANES) * bytes, 1);
             }
-            const vec s = load(S + j * LANES, j + 1 == vectors ? last : LANES);
+            const vec s = load_memory(S, at + j * LANES, j + 1 == vectors ? last : LANES, narrow);
             a[j] += k[i] * s;
             b[j] += q[i] * s;
         }
@@ -249,7 +277,7 @@ INLINE void read_columns(const float *S, const float *T, const float *k, const f
     }
 }
 
-static void mix_head(const Team *team, const Part *p, i64 unit) {
+INLINE void mix_memory(const Team *team, const Part *p, i64 unit, int narrow) {
     const i64 row = unit / p->heads, head = unit % p->heads, keys = p->key_dim, width = p->value_dim;
     const i64 values = p->heads * p->shared;
     const float *new = team->entered + row * p->in.out;
@@ -273,22 +301,23 @@ static void mix_head(const Team *team, const Part *p, i64 unit) {
         }
         for (i64 i = 0; i < keys; i++) dk[i] = decay[i] * k[i], dq[i] = decay[i] * q[i];
         const float beta = (float)p->beta_scale / (1.f + expf(-new[p->at_beta + each]));
-        const float *S = p->memory_from + row * p->memory_from_row + each * keys * width;
-        float *T = p->memory_to + row * p->memory_to_row + each * keys * width;
+        const i64 bytes = narrow ? 2 : 4, first = each * keys * width;
+        const void *S = (const char *)p->memory_from + (row * p->memory_from_row + first) * bytes;
+        void *T = (char *)p->memory_to + (row * p->memory_to_row + first) * bytes;
         i64 c = 0;
         for (; c + COLUMNS * LANES <= width; c += COLUMNS * LANES)
-            read_columns(S + c, T + c, dk, dq, keys, width, COLUMNS, LANES, of_k + c, of_q + c);
+            read_columns(S, T, c, dk, dq, keys, width, COLUMNS, LANES, of_k + c, of_q + c, narrow);
         for (; c < width; c += LANES)
-            read_columns(S + c, T + c, dk, dq, keys, width, 1, least(LANES, width - c), of_k + c, of_q + c);
+            read_columns(S, T, c, dk, dq, keys, width, 1, least(LANES, width - c), of_k + c, of_q + c, narrow);
         for (c = 0; c < width; c++) {
             v[c] = beta * (v[c] - of_k[c]);
             of_q[c] += common * v[c];
         }
-        for (i64 i = 0; i < keys; i++, S += width, T += width) {
+        for (i64 i = 0; i < keys; i++) {
             const float d = decay[i], key = k[i];
             SWEEP(width, EACH {
-                const i64 at = c + k * LANES;
-                store(T + at, d * load(S + at, n) + key * load(v + at, n), n);
+                const i64 at = c + k * LANES, place = i * width + at;
+                store_memory(T, place, d * load_memory(S, place, n, narrow) + key * load(v + at, n), n, narrow);
             });
         }
         float *out = team->mixed + (row * values + each) * width;
@@ -304,6 +333,13 @@ static void mix_head(const Team *team, const Part *p, i64 unit) {
         }
         normalize(&p->out_norm, of_q, p->activation == NONE ? NULL : of_k, out, width);
     }
+}
+
+static void mix_head(const Team *team, const Part *p, i64 unit) {
+    if (p->memory_narrow)
+        mix_memory(team, p, unit, 1);
+    else
+        mix_memory(team, p, unit, 0);
 }
 
 // ---- attention -----------------------------------------------------------------------------------------------------

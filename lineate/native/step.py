@@ -47,6 +47,7 @@ class Part(ctypes.Structure):
         ("from_row", c_int64), ("from_channel", c_int64), ("from_tap", c_int64),
         ("to_row", c_int64), ("to_channel", c_int64), ("to_tap", c_int64),
         ("memory_from", c_void_p), ("memory_to", c_void_p), ("memory_from_row", c_int64), ("memory_to_row", c_int64),
+        ("memory_narrow", c_int64),
         ("keys", c_void_p), ("values", c_void_p), ("keys_row", c_int64), ("keys_token", c_int64),
         ("values_row", c_int64), ("values_token", c_int64), ("lengths", c_void_p),
     )  # fmt: skip

@@ -19,6 +19,7 @@ enum { LANES = 4 };
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t half_vec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 typedef int64_t i64;
 
 #define INLINE static inline __attribute__((always_inline))
@@ -41,6 +42,15 @@ INLINE void store(float *x, vec y, i64 n) {
         *(vec *)x = y;
     else
         memcpy(x, &y, n * sizeof(float));
+}
+
+// bfloat16 as float32. gcc widens a vector of 64 bits number by number, so NEON is told how.
+INLINE vec widen_bfloat16(half_vec x) {
+#if defined(__ARM_NEON)
+    return (vec)vshlq_n_u32(vmovl_u16((uint16x4_t)x), 16);
+#else
+    return (vec)(__builtin_convertvector(x, uvec) << 16);
+#endif
 }
 
 INLINE float total(vec x) {

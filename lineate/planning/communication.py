@@ -232,7 +232,7 @@ def _map_bytes(plan: MemoryPlan, layer: LayerMemory) -> int:
     """Return the bytes of the map of a segment: what it leaves in the memory, and what it does to what was there."""
     kind, config = kind_of(layer.letter), plan.model.config
     part, rule = config.part(kind), rule_named(kind.rule or kind.name)
-    left = FLOAT * (layer.memory // plan.state_dtype.itemsize)
+    left = layer.computed
     if isinstance(part, LinearConfig):
         heads, keys = part.value_heads, part.key_dim
     elif isinstance(part, MambaConfig):

@@ -40,6 +40,8 @@ class LayerMemory:
     """Bytes of the feed-forward, which are included in the weights."""
     memory: int
     """Recurrent state; of LaCT also its window's keys and values, which are bounded."""
+    computed: int
+    """The same bytes while the layer computes, in float32."""
     conv: int
     """Last inputs of the short convolution."""
     cache_per_token: int
@@ -132,7 +134,8 @@ def plan_memory(
 
     Args:
         model: The model to plan.
-        state_dtype: Dtype of the recurrent state, which lineate keeps in float32 whatever the model's dtype is.
+        state_dtype: Dtype of the recurrent state, which layers compute in float32 whatever the model's dtype is; of
+            "bfloat16" the memories that `lineate serve --state-dtype bfloat16` keeps so, and float32 for the others.
         conv_dtype: Dtype of the convolution state; None is the model's.
         cache_dtype: Dtype of the cache; None is the model's.
     """
@@ -141,6 +144,7 @@ def plan_memory(
         dtype_of(conv_dtype or model.dtype, "conv_dtype"),
         dtype_of(cache_dtype or model.dtype, "cache_dtype"),
     )
+    computed = replace(dtypes, state=torch.float32)
     empty = empty_of(model.config, torch.bfloat16)  # bfloat16 stands for the model's dtype in its state
     dtype, form = model.dtype, model.formats
     layers = []
@@ -148,6 +152,7 @@ def plan_memory(
     for index, (block, specs) in enumerate(zip(empty.layers, empty.state_spec, strict=True)):
         kind = kind_of(model.config.letters[index])
         grows = [spec for spec in specs if "t" in spec.shape]
+        fixed = [spec for spec in specs if spec not in grows and spec.name != "conv"]
         layers.append(
             LayerMemory(
                 index=index,
@@ -157,7 +162,8 @@ def plan_memory(
                 feed=weight_bytes(block.feed, dtype, form, f"layers.{index}.feed.")  # type: ignore[arg-type]
                 if block.feed is not None
                 else 0,
-                memory=sum(dtypes.nbytes(spec) for spec in specs if spec not in grows and spec.name != "conv"),
+                memory=sum(map(dtypes.nbytes, fixed)),
+                computed=sum(map(computed.nbytes, fixed)),
                 conv=sum(dtypes.nbytes(spec) for spec in specs if spec.name == "conv"),
                 cache_per_token=sum(dtypes.nbytes(spec, 1) for spec in grows),
                 cache=kind.cache,
@@ -198,7 +204,8 @@ class _Dtypes:
         elif dtype == torch.bfloat16:
             dtype = self.cache
         elif dtype.is_floating_point:
-            dtype = self.state
+            kept = self.state is not torch.bfloat16 or torch.bfloat16 in spec.dtypes
+            dtype = self.state if kept else dtype
         return prod(tokens if size == "t" else int(size) for size in spec.shape) * dtype.itemsize
 
 

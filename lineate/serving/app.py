@@ -17,6 +17,7 @@ from starlette.staticfiles import StaticFiles
 
 import lineate
 from lineate.layers import kind_of
+from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.models import HybridLM
 from lineate.models.hybrid import empty_model
 from lineate.serving.api.chat import chat
@@ -50,7 +51,9 @@ class Settings:
     """What requests may ask for."""
 
 
-def describe(model: HybridLM, tokenizer: Tokenizer, name: str, context: int, slots: int) -> Description:
+def describe(
+    model: HybridLM, tokenizer: Tokenizer, name: str, context: int, slots: int, format: StateFormat = AS_COMPUTED
+) -> Description:
     """Return what clients may know of a model.
 
     Args:
@@ -59,10 +62,11 @@ def describe(model: HybridLM, tokenizer: Tokenizer, name: str, context: int, slo
         name: The name that requests use.
         context: The most tokens of a prompt and its continuation.
         slots: The most choices that are generated together.
+        format: How the memories of running sequences are kept.
     """
     layers = []
     whole = model if model.ranks is None else empty_model(model.config).to(model.dtype)  # not one rank's share of it
-    for letter, specs in zip(model.config.letters, whole.state_spec, strict=True):
+    for letter, specs in zip(model.config.letters, format.specs(whole.state_spec), strict=True):
         kind = kind_of(letter)
         fixed = sum(spec.nbytes(0) for spec in specs)
         per_token = sum(spec.nbytes(1) for spec in specs) - fixed
@@ -71,6 +75,8 @@ def describe(model: HybridLM, tokenizer: Tokenizer, name: str, context: int, slo
         )
     form = format_of(model)
     kept = {} if form is None else {"weights": form.name}
+    if format.is_narrow:
+        kept |= {"state_dtype": "bfloat16", "state_rounding": format.rounding}
     text = " ".join([f"{lineate.__version__} {model.config} {tokenizer.identity} {context}", *kept.values()])
     details = {
         "pattern": model.config.pattern,

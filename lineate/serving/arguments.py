@@ -37,6 +37,10 @@ class ServeArguments:
     slots: int = option(8, "Sequences that are generated at once.", least=1, most=4096)
     context: int = option(8192, "Most tokens of a prompt and its continuation.", least=2, most=2**24)
     memory: str | None = option(None, "Most memory for running sequences, such as 4GB.", metavar="SIZE")
+    state_dtype: str = option(
+        "float32", "Of running sequences' memories: float32, or bfloat16, which takes half the bytes."
+    )
+    state_rounding: str = option("nearest", "Of bfloat16 memories after every token: nearest or stochastic.")
     queue: int = option(128, "Most requests that wait; more get status 429.", least=1, most=2**20)
     cache: str = option("1GB", "Memory for states of prompts that were read; 0: keep none.", metavar="SIZE")
     cache_folder: str | None = option(
@@ -86,9 +90,11 @@ def settings_of(asked: ServeArguments) -> "Settings":
         asked: The options.
     """
     from lineate.generation.loading import check_device
+    from lineate.layers.formats import StateFormat
     from lineate.serving.app import Settings
 
     check_device(asked.device)
+    StateFormat.of(asked.state_dtype, asked.state_rounding)  # a wrong one is noticed before a model is loaded
     hosts = allowed_hosts(asked.host, words_of(asked.allow_host))
     return Settings(read_keys(asked.api_key), words_of(asked.cors), hosts, limits_of(asked))
 

@@ -50,7 +50,7 @@ def application(
     from lineate.serving.app import describe, make_app
 
     own, model, tokenizer = load(asked, job)
-    description = describe(model, tokenizer, name_of(asked), asked.context, asked.slots)
+    description = describe(model, tokenizer, name_of(asked), asked.context, asked.slots, own.pool.format)
     engine: Any = own
     if job is not None:
         from lineate.serving.lockstep import Lockstep
@@ -114,6 +114,8 @@ def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -
         exact=asked.exact,
         drafter=_drafter(asked, model),
         most_guesses=asked.guesses,
+        state_dtype=asked.state_dtype,
+        state_rounding=asked.state_rounding,
     )
 
 

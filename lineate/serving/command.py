@@ -274,7 +274,7 @@ def _announce(asked: ServeArguments, port: int, model: "HybridLM", tokenizer: "T
 
     count = show_count(sum(x.numel() for x in model.parameters()))
     ranks = "" if asked.tensor == 1 else f" on each of {asked.tensor} ranks"
-    state = show_bytes(model.state_nbytes(1, asked.context))
+    state = show_bytes(model.state_nbytes(1, asked.context, asked.state_dtype))
     form = format_of(model)
     kept = "" if form is None else f" in {form.name}"
     say(

@@ -16,7 +16,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
+from lineate.layers.formats import StateFormat
 from lineate.models import HybridLM
+from lineate.rounding import NEAREST
 from lineate.serving.batch import Batch, Job, is_over
 from lineate.serving.cache import StateCache
 from lineate.serving.continuation import Continuation
@@ -105,6 +109,10 @@ class Engine:
             end of an answer is continued too, which decoding has rounded differently than reading would.
         overlap: Whether a step of the model begins before the tokens of the last one are delivered; None: on a GPU,
             where the device computes while the host delivers. A drafter prevents it. Tokens do not depend on it.
+        state_dtype: "bfloat16" keeps the memories of running rows in half the bytes, where a layer's can be; None:
+            float32. Prompts are read, and their states are kept, in float32.
+        state_rounding: How bfloat16 memories are rounded after every token: "nearest", or "stochastic", with random
+            numbers that depend on a token's position alone.
         poison: Whether rows that are freed are overwritten with NaN, for tests.
         clock: Returns seconds, for deadlines.
     """
@@ -123,6 +131,8 @@ class Engine:
         most_guesses: int = 4,
         exact: bool = False,
         overlap: bool | None = None,
+        state_dtype: str | torch.dtype | None = None,
+        state_rounding: str = NEAREST,
         poison: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -143,10 +153,10 @@ class Engine:
         drafted = getattr(drafter, "row_nbytes", None)
         self.plan = Plan(
             model, slots, context, memory_bytes, 0 if drafter is None else most_guesses,
-            None if drafted is None else lambda tokens: drafted(tokens, most_guesses),
+            None if drafted is None else lambda tokens: drafted(tokens, most_guesses), state_dtype,
         )  # fmt: skip
-        shape = self.plan.first_shape()
-        self.pool = Pool(model, shape.rows, shape.capacity, poison=poison)
+        shape, format = self.plan.first_shape(), StateFormat.of(state_dtype, state_rounding)
+        self.pool = Pool(model, shape.rows, shape.capacity, poison=poison, format=format)
         overlap = not self.pool.waits if overlap is None else overlap
         self._batch = Batch(self.pool, cache, drafter, most_guesses, lambda: self.clock(), overlap, self._failed)
         self._waiting: deque[_Waiting] = deque()

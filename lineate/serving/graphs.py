@@ -25,6 +25,7 @@ from lineate.generation.in_place import (
     write_back,
 )  # fmt: skip
 from lineate.layers.attention import reads_own_length
+from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
 
@@ -43,12 +44,14 @@ class PoolTensors(NamedTuple):
         caches: `rows capacity ...` by layer and name.
         lengths: The tokens of each row, `rows`.
         capacity: The most tokens that a row can have.
+        format: How the memories are kept.
     """
 
     memories: Tensors
     caches: Tensors
     lengths: Tensor
     capacity: int
+    format: StateFormat = AS_COMPUTED
 
     def first(self, rows: int) -> tuple[dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]]]:
         """Return the first rows of memories and caches."""
@@ -207,7 +210,7 @@ class GraphedSteps:
         """Read self.ids with the first rows, some of which may not run; those keep their length of 0."""
         memories, caches = self._given.first(rows)
         lengths = self._lengths[:rows]
-        state = state_in_place(memories, caches, window, lengths)
+        state = state_in_place(memories, caches, window, lengths, format=self._given.format)
         read = read_in_place(self.model, self.ids[:rows], state, (False, torch.bfloat16))
         write_back(memories, read.state)
         lengths += self.runs[:rows]
@@ -224,7 +227,7 @@ class GraphedSteps:
         trails: list[tuple[ModelTrail, ModelState]] = []
 
         def read() -> tuple[Tensor, ...]:
-            state = state_in_place(memories, caches, window, self._lengths[:rows], t)
+            state = state_in_place(memories, caches, window, self._lengths[:rows], t, self._given.format)
             out = self.model.trail(ids, state)
             trails[:] = [(out.trail, state)]
             return out.logits, out.hidden

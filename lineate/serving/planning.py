@@ -13,6 +13,8 @@ admitted ever runs out of memory. A branch holds no state until it is read, and 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+
 from lineate.generation.in_place import round_up
 from lineate.models import HybridLM
 from lineate.serving.pool import ROW_NUMBERS, Pool
@@ -61,6 +63,7 @@ class Plan:
         memory_bytes: The most bytes for the pool and for the prompts being read; None: no limit.
         margin: Tokens that a row may have beyond its request, for guesses that are refused.
         drafted: Returns the most bytes that a drafter keeps for a row of so many tokens; None: it keeps none.
+        state_dtype: The dtype of the pool's memories, as Engine has it; prompts are read as the layers compute.
     """
 
     def __init__(
@@ -71,11 +74,13 @@ class Plan:
         memory_bytes: int | None,
         margin: int = 0,
         drafted: Callable[[int], int] | None = None,
+        state_dtype: str | torch.dtype | None = None,
     ) -> None:
         self.model, self.slots, self.context = model, slots, context
         self.memory_bytes, self.margin, self.drafted = memory_bytes, margin, drafted
-        self._memories = model.state_nbytes(1, 0)
-        self._token = model.state_nbytes(1, 1) - self._memories
+        self._memories = model.state_nbytes(1, 0, state_dtype)  # of a row of the pool
+        self._computed = model.state_nbytes(1, 0)
+        self._token = model.state_nbytes(1, 1) - self._computed
 
     def capacity(self, total: int) -> int:
         """Return the capacity of a pool whose longest row can have so many tokens."""
@@ -86,23 +91,25 @@ class Plan:
         numbers = ROW_NUMBERS[self.model.device.type == "cuda"]
         versions = 1 if not self.margin else 2 + self.margin  # guesses: after each token, and what is accepted
         made = versions * self._memories
-        return shape.rows * (self._row_nbytes(shape.capacity) + numbers * 8 + made) + self._drafted_nbytes(shape)
+        row = self._memories + shape.capacity * self._token
+        return shape.rows * (row + numbers * 8 + made) + self._drafted_nbytes(shape)
 
     def _drafted_nbytes(self, shape: Shape) -> int:
         """Return the most bytes that the drafter keeps for all rows."""
         return 0 if self.drafted is None else shape.rows * self.drafted(shape.capacity)
 
-    def _row_nbytes(self, tokens: int) -> int:
-        return self._memories + tokens * self._token
+    def _read_nbytes(self, tokens: int) -> int:
+        """Return the bytes of a prompt of so many tokens that is being read, and of what is kept on the way."""
+        return 2 * (self._computed + tokens * self._token)
 
     def reading_nbytes(self, need: Need) -> int:
         """Return the bytes of a prompt that is being read."""
-        return 2 * self._row_nbytes(need.prompt) if need.reads else 0
+        return self._read_nbytes(need.prompt) if need.reads else 0
 
     def first_shape(self) -> Shape:
         """Return the shape to begin with: all slots at the full context if they fit, else the smallest."""
         whole = Shape(self.slots, self.capacity(self.context))
-        everything = self.pool_nbytes(whole) + 2 * self._row_nbytes(self.context)
+        everything = self.pool_nbytes(whole) + self._read_nbytes(self.context)
         return whole if self._fits(everything) else Shape(1, CAPACITY_STEP)
 
     def shape_for(self, pool: Pool, needs: Iterable[Need]) -> Shape | None:

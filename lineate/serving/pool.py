@@ -12,6 +12,7 @@ from torch import Tensor
 from lineate.generation.drawing import on_device
 from lineate.generation.in_place import read_in_place, round_up, state_in_place
 from lineate.layers import LayerState, Memory, TensorSpec, TokenCache
+from lineate.layers.formats import AS_COMPUTED, StateFormat
 from lineate.models import HybridLM, ModelState
 from lineate.models.trail import ModelTrail
 from lineate.serving.graphs import GraphedSteps, PoolTensors
@@ -41,15 +42,19 @@ class Pool:
         rows: The most rows that can run.
         capacity: The most tokens that a row can have.
         poison: Whether a row that leaves is overwritten with NaN, so that a test notices who reads it later.
+        format: How memories are kept; a state that joins is converted, and row returns it as it is kept.
     """
 
-    def __init__(self, model: HybridLM, rows: int, capacity: int, *, poison: bool = False) -> None:
+    def __init__(
+        self, model: HybridLM, rows: int, capacity: int, *, poison: bool = False, format: StateFormat = AS_COMPUTED
+    ) -> None:
         for name, value in (("rows", rows), ("capacity", capacity)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
         if model.context is not None:
             raise ValueError("model must not be under context parallelism to decode; use a copy on one device")
-        self.model, self.poison = model, poison
+        self.model, self.poison, self.format = model, poison, format
+        self._specs = format.specs(model.state_spec)
         self.device = model.device
         self.lengths: list[int] = []
         """The tokens that each running row has read."""
@@ -67,7 +72,7 @@ class Pool:
         self.rows, self.capacity = rows, capacity
         self._memories: dict[int, dict[str, Tensor]] = {}
         self._caches: dict[int, dict[str, Tensor]] = {}
-        for n, specs in enumerate(self.model.state_spec):
+        for n, specs in enumerate(self._specs):
             if is_cache(specs):
                 self._caches[n] = {spec.name: self._cache(spec, rows, capacity) for spec in specs}
             else:
@@ -83,8 +88,11 @@ class Pool:
             self._steps = self._new_steps()
 
     def _new_steps(self) -> GraphedSteps:
-        tensors = PoolTensors(self._memories, self._caches, self._lengths, self.capacity)
-        return GraphedSteps(self.model, tensors, self._graphed)
+        return GraphedSteps(self.model, self._tensors, self._graphed)
+
+    @property
+    def _tensors(self) -> PoolTensors:
+        return PoolTensors(self._memories, self._caches, self._lengths, self.capacity, self.format)
 
     def _free_steps(self) -> None:
         """Drop the graphs, and with them what they keep alive, once the device has replayed them."""
@@ -131,14 +139,14 @@ class Pool:
     def nbytes(self, rows: int, capacity: int) -> int:
         """Return the bytes of a pool with so many rows, all running, and so much capacity."""
         numbers = ROW_NUMBERS[not self._grows]
-        return self.model.state_nbytes(rows, capacity) + 8 * numbers * rows
+        return rows * (sum(spec.nbytes(capacity) for layer in self._specs for spec in layer) + 8 * numbers)
 
     def resize_nbytes(self, rows: int, capacity: int) -> int:
         """Return the most bytes that are allocated at any moment of resize(rows, capacity)."""
         if not self.lengths:
             return self.nbytes(rows, capacity)
         old = [x.nbytes for own in self._caches.values() for x in own.values()]
-        specs = [spec for n in self._caches for spec in self.model.state_spec[n]]
+        specs = [spec for n in self._caches for spec in self._specs[n]]
         new = [rows * spec.nbytes(capacity) for spec in specs]
         rest = max(self.nbytes(rows, 0), self.nbytes(self.rows, 0))
         rest += 8 * rows if self._grows else self.nbytes(rows, 0)
@@ -169,7 +177,7 @@ class Pool:
         used = max(self.lengths)
         self._note_used()
         for n, own in self._caches.items():
-            for spec in self.model.state_spec[n]:
+            for spec in self._specs[n]:
                 new = self._cache(spec, rows, capacity)
                 new[:running, :used] = own[spec.name][:running, :used]
                 own[spec.name] = new
@@ -406,9 +414,9 @@ class Pool:
     def _state_in_place(self, t: int) -> ModelState:
         """Return the state of the running rows, whose next call reads t tokens."""
         rows = len(self)
-        memories, caches = PoolTensors(self._memories, self._caches, self._lengths, self.capacity).first(rows)
+        memories, caches = self._tensors.first(rows)
         window = min(self.capacity, round_up(max(self.lengths) + t, WINDOW))
-        return state_in_place(memories, caches, window, self._lengths[:rows], t)
+        return state_in_place(memories, caches, window, self._lengths[:rows], t, self.format)
 
     def _check_settled(self) -> None:
         if self._trail is not None:

@@ -235,6 +235,7 @@ def _read(
     """Read tokens after a state; return what the head could read, `1 n hidden`, the new state and the seconds."""
     begun = clock()
     tokens = torch.tensor([ids], device=model.device)
+    state = None if state is None else model.convert_state(state)  # a pool may keep the end of an answer in bfloat16
     hidden, new = model.hidden(model.embed(tokens), state)
     if tokens.is_cuda:
         torch.cuda.synchronize(tokens.device)

@@ -9,6 +9,7 @@ from paths import GPU, PATHS, Path, param
 from torch import Tensor
 
 from lineate.call import Inputs
+from lineate.rounding import round_memory
 from lineate.rule import activate, normalize, step
 
 pytest.importorskip("triton")
@@ -192,3 +193,34 @@ def test_a_token_is_placed_into_the_caches(path, heads, kv, size, half, normed):
                 assert_near(room[row, length], written[row, 0], path)
                 old[row, length] = room[row, length]
         assert torch.equal(room, old)
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("case", MIXES)
+@pytest.mark.parametrize("seeds", [None, (3, 2**36, -1)], ids=["nearest", "stochastic"])
+def test_a_token_of_the_delta_rule_in_bfloat16(path, case, seeds):
+    """A bfloat16 memory has the output of the same memory in float32, and is that one's, rounded."""
+    rows, h, hv, key_dim, value_dim, per_channel = MIXES[case]
+    draw = drawer(path, rows)
+    state = draw(rows, hv, key_dim, value_dim).bfloat16()
+    A_log, dt_bias = draw(hv).float(), draw(*((hv, key_dim) if per_channel else (hv,))).float()
+    weight, z = draw(value_dim), draw(rows, 1, hv * value_dim)
+    q, k, v = draw(rows, 1, h, key_dim), draw(rows, 1, h, key_dim), draw(rows, 1, hv, value_dim)
+    gate, write = draw(rows, 1, hv, *([key_dim] if per_channel else [])), draw(rows, 1, hv)
+    wide = state.float()
+    drawn = None if seeds is None else torch.tensor(seeds[:rows], device=path.device)
+    assert token.serves_memory(state) and not token.serves_memory(state.half())
+    found, expected = (
+        token.mix(
+            Inputs(q, k, v, gate, write, memory, None, A_log, dt_bias), z, weight, eps=1e-5, silu=True,
+            beta_scale=2.0, scale=0.3, seeds=drawn if memory is state else None,
+        )
+        for memory in (state, wide)
+    )  # fmt: skip
+    assert_near(found, expected, path)
+    rounded = round_memory(wide.cpu(), None if drawn is None else drawn.cpu()).bfloat16()
+    if path.device == "cpu":
+        assert torch.equal(state, rounded)
+    else:  # sums over keys may be in another order
+        assert (state.cpu() != rounded).float().mean() < 0.02

@@ -256,13 +256,12 @@ def test_the_kernel_touches_nothing_outside_the_pool(path):
     """Values are not checked on a GPU: a slot that does not exist gives NaN, and is not written."""
     from lineate import call
     from lineate.kernels import pipeline
-    from lineate.kernels.stages import Slots
 
     inputs = {name: x.to(path[0]) for name, x in inputs_of(GATED_DELTA, SHAPE._replace(b=3, t=1), texts=4).items()}
     before = inputs["state"].clone()
     slots = torch.tensor([4, 1, 2], device=path[0])
     given = call.Inputs(*(inputs[name] for name in ("q", "k", "v", "log_decay", "beta", "state")))
-    output = pipeline.decode(given, Slots(slots), call.Options(corrects=True, scale=1.0))
+    output = pipeline.decode(given, call.Slots(slots), call.Options(corrects=True, scale=1.0))
     assert output[0].isnan().all() and not output[1:].isnan().any()
     assert_untouched(inputs["state"].cpu(), before.cpu(), [1, 2])
 
@@ -329,8 +328,8 @@ WRONG: list[tuple[str, dict[str, object], type[Exception], str]] = [
      "state must have shape (n_slots, hv, k, v) = (n_slots, 4, 3, 5) with slots, got (6, 4, 5, 3)"),
     ("pool of three dimensions", {"state": zeros(4, 3, 5), "slots": PAIR}, ValueError,
      "state must have shape (n_slots, hv, k, v) = (n_slots, 4, 3, 5) with slots, got (4, 3, 5)"),
-    ("state in half precision", {"state": zeros(2, 4, 3, 5).bfloat16()}, ValueError,
-     "state must be float32 for float32 inputs, got bfloat16; convert it with .to(torch.float32)"),
+    ("state in float16", {"state": zeros(2, 4, 3, 5).half()}, ValueError,
+     "state must be float32 or bfloat16 for float32 inputs, got float16; convert it with .to(torch.float32)"),
     ("state expanded", {"state": zeros(1, 4, 3, 5).expand(2, 4, 3, 5)}, ValueError,
      "state must have memory of its own for each row, got an expanded view; call .contiguous()"),
     ("slots list", {"slots": [0, 1]}, TypeError, "slots must be a torch.Tensor or None, got list"),

@@ -12,7 +12,20 @@ import torch
 
 import lineate
 from bench.rules import gpu, gpu_peers, gpu_tables
-from bench.rules.gpu_cases import BATCHES, CASES, PREFILL, SEQUENCES, VARIANTS, Case, floor_ms
+from bench.rules.gpu_cases import (
+    BATCHES,
+    BY_CHANCE,
+    CASES,
+    NARROW,
+    PREFILL,
+    SEQUENCES,
+    SINGLE,
+    STEP,
+    VARIANTS,
+    Case,
+    floor_ms,
+    least_bytes,
+)
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {"copy_bytes_per_second": 4.28e12, "matrix_flop_per_second": 7.1e14}
@@ -133,6 +146,33 @@ def test_errors_are_those_of_the_last_sequence_and_key_head(raw, lengths, monkey
         assert gpu_peers.error(case, "ours", x, wrong, None) > 1e-3
     other = replace(x, q=x.q.flip(1))
     assert gpu_peers.error(case, "ours", other, got, None) > 1e-2
+
+
+def test_the_floor_of_a_step_reads_and_writes_the_state_once():
+    """However many tokens there are; a bfloat16 state has half the bytes, and each token adds its vectors alone."""
+    states, vectors = 2 * 256 * 32 * 128 * 128, 256 * 32 * (4 * 2 * 128 + 2 * 4)
+    for t in (1, 2, 4, 8):
+        for state, size in ((SINGLE, 4), (NARROW, 2), (BY_CHANCE, 2)):
+            assert least_bytes(Case("decode", "gdn", STEP, 256, t, 32, 32, state=state)) == size * states + t * vectors
+    names = [case.name for case in CASES if case.group == "decode"]
+    assert len(names) == len(set(names)) == 22 and {"gdn decode 256,8,32,32", "kda decode 1,1,32,32 bfloat16"} < set(
+        names
+    )
+
+
+@pytest.mark.parametrize("state", [SINGLE, NARROW, BY_CHANCE])
+def test_errors_of_a_step(state, monkeypatch):
+    """The reference starts from the same state, in float32; rounding is smaller than what counts as wrong."""
+    monkeypatch.setattr(gpu_peers, "DEVICE", "cpu")
+    case = Case("decode", "kda", STEP, 2, 4, 1, 2, state=state)
+    x = gpu_peers.make_inputs(case, 0)
+    assert x.state.dtype == (torch.float32 if state == SINGLE else torch.bfloat16)
+    x = x.map(lambda name, y: y if name == "state" else y.float())
+    before = replace(x, state=x.state.clone())
+    seeds = {} if state != BY_CHANCE else {"rounding": "stochastic", "seeds": torch.arange(2)}
+    output = lineate.decode(x.q, x.k, x.v, x.log_decay, x.beta, state=x.state, **seeds)
+    found = gpu_peers.error(case, "ours", before, (output, x.state), None)
+    assert found < 1e-5 if state == SINGLE else 1e-4 < found < gpu_tables.WRONG / 2
 
 
 def test_flashinfer_is_imported_without_its_own_packages(tmp_path):

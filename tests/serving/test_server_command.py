@@ -129,6 +129,11 @@ REFUSED = {
         ["--replicas", "2", "--cache", "0", "--cache-folder", "x"],
         "--cache-folder needs --cache above 0",
     ),
+    "states in float16": (["--state-dtype", "float16"], "state_dtype must be one of fp32, float32, bf16, bfloat16"),
+    "chance without bfloat16": (
+        ["--state-rounding", "stochastic"],
+        "state_rounding='stochastic' needs state_dtype='bfloat16', got float32",
+    ),
     "a folder for no cache": (["--cache", "0", "--cache-folder", "x"], "--cache-folder needs --cache above 0"),
 }
 
@@ -178,3 +183,24 @@ def test_keys_come_from_the_option_or_the_environment(monkeypatch):
 )
 def test_local_addresses(host, local):
     assert is_local(host) == local
+
+
+def test_memories_in_bfloat16(folder):
+    """The options reach the pool, and clients see that answers are made so, and how many bytes a sequence has."""
+    from starlette.testclient import TestClient
+
+    from lineate.serving.arguments import ServeArguments, settings_of
+    from lineate.serving.building import application
+
+    said = {}
+    for dtype in ("float32", "bfloat16"):
+        rounding = "stochastic" if dtype == "bfloat16" else "nearest"
+        asked = ServeArguments(str(folder), slots=2, context=256, state_dtype=dtype, state_rounding=rounding)
+        app, engine, model, _ = application(asked, settings_of(asked))
+        assert engine.pool.allocated <= engine.pool.nbytes(2, 256)
+        assert engine.pool.nbytes(2, 256) == model.state_nbytes(2, 256, dtype) + 16
+        said[dtype] = TestClient(app, base_url="http://localhost").get("/lineate/info").json()
+    narrow, wide = said["bfloat16"], said["float32"]
+    assert (narrow["details"]["state_dtype"], narrow["details"]["state_rounding"]) == ("bfloat16", "stochastic")
+    assert "state_dtype" not in wide["details"] and narrow["fingerprint"] != wide["fingerprint"]
+    assert sum(x["fixed"] for x in narrow["layers"]) < sum(x["fixed"] for x in wide["layers"])

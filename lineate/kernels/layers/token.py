@@ -20,6 +20,7 @@ from lineate.kernels.launching import next_power, overlap_options, start
 from lineate.kernels.layers.rows import _sigmoid
 from lineate.kernels.portable.decode import _unit
 from lineate.kernels.portable.gates import decay_of_gate
+from lineate.kernels.portable.rounding import round_nearest, round_stochastic, seed_of_head
 
 MOST_STATE = 128 * 128
 """The most numbers of a head's memory that a program has in registers."""
@@ -29,10 +30,11 @@ FEW_ROWS = 4
 
 @triton.jit(do_not_specialize=["q_row", "k_row", "v_row", "z_row", "gate_row", "write_row"])
 def mix_token(
-    q, k, v, z, gate, write, A_log, dt_bias, weight, state, y, scale, beta_scale, lower_bound, eps,
+    q, k, v, z, gate, write, A_log, dt_bias, weight, state, seeds, y, scale, beta_scale, lower_bound, eps,
     q_row, k_row, v_row, z_row, gate_row, write_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, SILU: tl.constexpr, OVERLAP: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, SILU: tl.constexpr, NARROW: tl.constexpr,
+    INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row and value head: q, k `rows HEADS/GROUP K`, v, z, y `rows HEADS V`, gate and write `rows HEADS [K]`."""
     head = tl.program_id(0) % HEADS
@@ -43,7 +45,7 @@ def mix_token(
     has_j = j < V
     both = has_i[:, None] & has_j[None, :]
     state += (row * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
-    S = tl.load(state, mask=both, other=0.0)  # of the step before: no launch under way writes it
+    S = tl.load(state, mask=both, other=0.0).to(tl.float32)  # of the step before: no launch under way writes it
     w = tl.load(weight + j, mask=has_j, other=0.0).to(tl.float32)
     speed = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = 0.0
@@ -73,7 +75,14 @@ def mix_token(
         S *= decay
     r = beta_scale / (1.0 + tl.exp(-b_t)) * (v_t - tl.sum(S * k_t[:, None], 0))
     o = tl.sum(S * q_t[:, None], 0) + tl.sum(k_t * q_t, 0) * r
-    tl.store(state, S + k_t[:, None] * r[None, :], mask=both)
+    S += k_t[:, None] * r[None, :]
+    if NARROW:
+        if seeds is None:
+            S = round_nearest(S, INTERPRETED)
+        else:
+            seed = tl.load(seeds + row).to(tl.int64)
+            S = round_stochastic(S, seed_of_head(seed, head), i, j, V)
+    tl.store(state, S, mask=both)
     o = o.to(y.dtype.element_ty).to(tl.float32)  # rounded as between two launches
     o *= tl.rsqrt(tl.sum(o * o, 0) * (1.0 / V) + eps) * w
     o *= _sigmoid(z_t)
@@ -92,6 +101,7 @@ def mix(
     beta_scale: float,
     scale: float,
     lower_bound: float | None = None,
+    seeds: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Run one token a row of the delta rule with raw gates, its norm and output gate; return `rows 1 hv*v`.
 
@@ -106,6 +116,7 @@ def mix(
         beta_scale: beta lies in (0, beta_scale).
         scale: Multiplies what is read.
         lower_bound: Of log_decay, or None.
+        seeds: `rows`, int: rounds a bfloat16 memory stochastically; None: to the nearest.
     """
     q, k, v, gate, write, state, _, A_log, dt_bias = inputs
     assert gate is not None and write is not None and state is not None and A_log is not None
@@ -115,10 +126,11 @@ def mix(
     wide, tall = next_power(value_dim), next_power(key_dim)
     with torch.cuda.device_of(q):
         start(mix_token, (rows * hv,))(
-            q, k, v, z, gate, write, A_log, dt_bias, weight, state, y, scale, beta_scale, lower_bound, eps,
-            *(x.stride(0) for x in (q, k, v, z, gate, write)),
+            q, k, v, z, gate, write, A_log, dt_bias, weight, state, seeds, y, scale, beta_scale, lower_bound,
+            eps, *(x.stride(0) for x in (q, k, v, z, gate, write)),
             HEADS=hv, GROUP=hv // h, K=key_dim, V=value_dim, BK=tall, BV=wide, PER_CHANNEL=gate.dim() == 4,
             BIAS_PER_CHANNEL=dt_bias is not None and dt_bias.dim() == 2, SILU=silu,
+            NARROW=state.dtype is torch.bfloat16, INTERPRETED=q.device.type == "cpu",
             num_warps=max(1, min(8, wide * tall // 2048)), **overlap_options(q.device),
         )  # fmt: skip
     return y
@@ -130,7 +142,7 @@ def serves_memory(state: Tensor) -> bool:
     return (
         next_power(key_dim) * next_power(value_dim) <= MOST_STATE
         and state.is_contiguous()
-        and state.dtype == torch.float32
+        and state.dtype in (torch.float32, torch.bfloat16)
     )
 
 

@@ -7,7 +7,8 @@
 
 A program holds BV value columns of one head's state, a tile [BK, BV] in registers, which it loads once, carries through
 all tokens of its row and stores once. A step moves little more than the state, in and out, which is the least possible
-traffic. Rows are batch rows or packed sequences; a row's state may be anywhere in a pool of slots.
+traffic. Rows are batch rows or packed sequences; a row's state may be anywhere in a pool of slots. A bfloat16 state is
+computed in float32 and rounded after every token (rounding.py).
 """
 
 import torch
@@ -16,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lineate.call import Inputs, Options
+from lineate.call import Inputs, Options, Slots
 from lineate.kernels.launching import ceil_div, next_power, overlap_options, start
 from lineate.kernels.portable.gates import decay_of_gate
-from lineate.kernels.stages import Slots
+from lineate.kernels.portable.rounding import round_nearest, round_stochastic, seed_of_head
 from lineate.kernels.tape import launch
 
 
@@ -61,8 +62,8 @@ _PLAIN = [
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def _decode(
-    q, k, v, log_decay, beta, A_log, dt_bias, state, slots, start_slots, cu_seqlens, output,
+def decode_tokens(
+    q, k, v, log_decay, beta, A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens, output,
     t, hv, n_slots, slots_width, scale, beta_scale, lower_bound,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     decay_row, decay_token, decay_head, beta_row, beta_token, beta_head, state_slot, state_head,
@@ -70,7 +71,7 @@ def _decode(
     GROUP: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     DECAY_PER_CHANNEL: tl.constexpr, BIAS_PER_CHANNEL: tl.constexpr, BETA_PER_CHANNEL: tl.constexpr,
     NORMALIZE: tl.constexpr, RAW: tl.constexpr, RAW_BETA: tl.constexpr, EACH_TOKEN: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    NARROW: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Run the token equation for one row, head and block of value columns.
 
@@ -153,6 +154,8 @@ def _decode(
             next_beta = _scalar(beta, n > 0)
     if EACH_TOKEN:
         slots += row * slots_width
+    if seeds is not None:
+        seed = tl.load(seeds + row).to(tl.int64)
 
     # Two stages: the vectors of token i + 1 are fetched while token i is computed. With a single token, they also make
     # all its vectors be requested before any is waited for (one latency instead of five). A scalar may be too small for
@@ -198,6 +201,11 @@ def _decode(
         o_t = tl.sum(S * q_t[:, None], 0) + tl.sum(k_t * q_t, 0) * r
         S += k_t[:, None] * r[None, :]
         _store(output + y, o_t, has_y, EVEN_V)
+        if NARROW:  # after every token, whether it is stored or not, so that splitting a call changes no bit
+            if seeds is None:
+                S = round_nearest(S, INTERPRETED)
+            else:
+                S = round_stochastic(S, seed_of_head(seed + i, head), x, y, V)
         if EACH_TOKEN:  # noqa: SIM102 (known when compiling; the next is not)
             if i < slots_width:
                 end = tl.load(slots + i).to(tl.int64)
@@ -237,7 +245,7 @@ def decode(
     not write the state, so that it may be read while they run (launching.overlapping).
     """
     q, k, v, log_decay, beta, state, cu_seqlens, A_log, dt_bias = inputs
-    slots, start_slots = where
+    slots, start_slots, seeds = where
     assert state is not None
     b, t, h, key_dim = q.shape
     hv, value_dim = v.shape[2:]
@@ -252,17 +260,19 @@ def decode(
     strides = (*_strides(q), *_strides(k), *_strides(v))
     unit = 8 if all(s % 8 == 0 for s in (key_dim, value_dim, *strides)) else 1
     state_strides = _strides(state)[:2]
-    state_unit = 4 if all(s % 4 == 0 for s in (key_dim * value_dim, *state_strides)) else 1
+    aligned = 16 // state.element_size()
+    state_unit = aligned if all(s % aligned == 0 for s in (key_dim * value_dim, *state_strides)) else 1
     own_columns, own_warps = tiling(key_dim, value_dim)
     columns = own_columns if columns is None else columns
     blocks = ceil_div(value_dim, columns)
     rows = b if cu_seqlens is None else cu_seqlens.shape[0] - 1
     output = torch.empty(b, t, hv, value_dim, dtype=v.dtype, device=v.device)
     A_log, dt_bias = (None if x is None or not options.raw_decay else x.contiguous() for x in (A_log, dt_bias))
-    slots, start_slots, cu_seqlens = (None if x is None else x.contiguous() for x in (slots, start_slots, cu_seqlens))
+    slots, start_slots = (None if x is None else x.contiguous() for x in (slots, start_slots))
+    seeds, cu_seqlens = (None if x is None else x.contiguous() for x in (seeds, cu_seqlens))
 
     def run() -> None:
-        start(_decode, (rows * hv * blocks,))(
+        start(decode_tokens, (rows * hv * blocks,))(
             q,
             k,
             v,
@@ -273,6 +283,7 @@ def decode(
             state,
             slots,
             start_slots,
+            seeds,
             cu_seqlens,
             output,
             t,
@@ -301,12 +312,14 @@ def decode(
             RAW=options.raw_decay,
             RAW_BETA=options.raw_beta,
             EACH_TOKEN=each_token,
+            NARROW=state.dtype is torch.bfloat16,
+            INTERPRETED=q.device.type == "cpu",
             num_warps=own_warps if warps is None else warps,
             num_stages=1,
             **(overlap_options(q.device) if settled else {"OVERLAP": False}),
         )
 
-    tensors = q, k, v, log_decay, beta, A_log, dt_bias, state, slots, start_slots, cu_seqlens, output
+    tensors = q, k, v, log_decay, beta, A_log, dt_bias, state, slots, start_slots, seeds, cu_seqlens, output
     launch("decode", tensors, (options, columns, warps, settled), run)
     return output
 

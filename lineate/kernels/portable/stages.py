@@ -3,21 +3,12 @@
 import torch
 from torch import Tensor
 
-from lineate.call import Inputs, Options
+from lineate.call import Inputs, Options, Slots
 from lineate.kernels.call import Call, Gates
 from lineate.kernels.portable import launch_gradients, launch_scores, launch_walks
 from lineate.kernels.portable.decode import decode
 from lineate.kernels.portable.split import CHAIN_WIDTH
-from lineate.kernels.stages import (
-    Around,
-    BackwardWalk,
-    ForwardWalk,
-    Gradients,
-    InWalk,
-    Prepared,
-    RawGradients,
-    Slots,
-)
+from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Prepared, RawGradients
 
 
 class PortableStages:
