@@ -1,10 +1,11 @@
-"""Decoding with weights of 16, 8 and 4 bits on a GPU: a whole model in a CUDA graph, and each of its products.
+"""Decoding with weights of 16, 8 and 4 bits and float8 on a GPU: a whole model in a CUDA graph, and its products.
 
-    python -m bench.models.small_gpu [--json FILE] [--quick] [--forms bfloat16 int8 int4]
+    python -m bench.models.small_gpu [--json FILE] [--quick] [--forms bfloat16 int8 int4 fp8]
 
 The model has 24 layers GGGA of 4096 channels with random weights, which are made on the GPU. Times of steps are between
 events around replays of the graph that GraphedDecoder records. A product is measured in a graph of its own over copies
-of the weight that do not fit the L2 cache together; beside it stands cuBLAS with a weight in bfloat16.
+of the weight that do not fit the L2 cache together; beside it stands cuBLAS with a weight in bfloat16. Products of many
+rows, as a prompt has, are measured without a graph; "fp8, float8 rows" rounds the rows too (float8_activations).
 """
 
 import argparse
@@ -12,7 +13,8 @@ import importlib.metadata
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -26,9 +28,12 @@ from bench.timing import show
 from lineate.generation import GraphedDecoder
 from lineate.layers import Memory, TokenCache
 from lineate.models import AttentionConfig, FeedConfig, HybridConfig, HybridLM, LinearConfig, ModelState
-from lineate.small import FORMATS, SmallWeight
+from lineate.small import FORMATS, SmallWeight, float8_activations
 
 BATCHES = (1, 8, 32)
+MANY = (128, 1024, 8192)
+"""Rows of a prompt."""
+ROUNDED = "fp8, float8 rows"
 TOKENS = 1024
 """Tokens that attention has seen."""
 CACHE = 2**28
@@ -52,6 +57,10 @@ def random_weight(shape: tuple[int, ...], form: str, device: str) -> Tensor:
         return torch.randn(shape, dtype=kept.dtype, device=device).mul_(0.02)
     codes, scales = kept.shapes(shape)
     assert scales is not None
+    if kept.floating:  # numbers of deviation 100
+        numbers = torch.randn(codes, device=device).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        factors = torch.full(scales, 2e-4, device=device)
+        return SmallWeight(numbers.view(torch.uint8), factors, shape, torch.bfloat16)
     deviation = 2**kept.bits / 12**0.5
     numbers = torch.randint(0, 256, codes, dtype=torch.uint8, device=device)
     factors = torch.full(scales, 0.02 / deviation, dtype=torch.float16, device=device)
@@ -181,14 +190,39 @@ def measure_product(
     }
 
 
+@torch.no_grad()
+def measure_many(
+    name: str, shape: tuple[int, int], forms: Sequence[str], rows: int, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Measure a product of many rows in each form; with float8 rows too, where this GPU has them."""
+    x, found = torch.randn(rows, shape[1], device=args.device, dtype=torch.bfloat16), []
+    for form in forms:
+        weight = random_weight(shape, form, args.device)
+        ways: dict[str, AbstractContextManager[None]] = {form: nullcontext()}
+        if form == "fp8" and args.device != "cpu":
+            ways[ROUNDED] = float8_activations(args.device)
+        for way, context in ways.items():
+            try:
+                with context:
+                    us = 1e3 * median_ms(partial(F.linear, x, weight), args.rounds, args.device)
+            except ValueError as error:  # this GPU or torch cannot
+                print(f"{way}: {error}", flush=True)
+                continue
+            row = {"product": name, "n": shape[0], "k": shape[1], "form": way, "rows": rows, "us": us}
+            found.append({**row, "tflops": 2 * rows * shape[0] * shape[1] / us / 1e6})
+    return found
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("bench/out/small-gpu.json"))
     parser.add_argument(
-        "--forms", nargs="+", choices=("bfloat16", "int8", "int4"), default=("bfloat16", "int8", "int4")
+        "--forms", nargs="+", choices=("bfloat16", "int8", "int4", "fp8"), default=("bfloat16", "int8", "int4", "fp8")
     )
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    parser.add_argument("--parts", nargs="+", choices=("products", "steps"), default=("steps", "products"))
+    parser.add_argument("--many", nargs="+", type=int, default=MANY)
+    parts = ("steps", "products", "many")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=TOKENS)
@@ -197,13 +231,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one row, fewer rounds")
     args = parser.parse_args()
     if args.quick:
-        args.batches, args.rounds = (1,), 10
+        args.batches, args.many, args.rounds = (1,), (1024,), 10
     return args
 
 
 def main() -> None:
     args = parse()
-    config, steps, products = config_of(args.hidden, args.layers), [], []
+    config, steps, products, many = config_of(args.hidden, args.layers), [], [], []
     if "steps" in args.parts:
         for form in args.forms:
             steps += measure_steps(config, form, args)
@@ -231,11 +265,26 @@ def main() -> None:
             table.append([*cells, f"{r['us']:.1f}", f"{r['tb_per_s']:.2f}", faster])
         columns = ["product", "n x k", "weights", "rows", "us", "TB/s", "against cuBLAS in bfloat16"]
         show("products", columns, table)
+    if "many" in args.parts:
+        for name, shape in products_of(config).items():
+            for rows in args.many:
+                many += measure_many(name, shape, args.forms, rows, args)
+        plain = {(r["product"], r["rows"]): r["us"] for r in many if r["form"] == "bfloat16"}
+        table = []
+        for r in many:
+            base = plain.get((r["product"], r["rows"]))
+            faster = "-" if base is None else f"{base / r['us']:.2f}x"
+            cells = [r["product"], f"{r['n']} x {r['k']}", r["form"], str(r["rows"])]
+            table.append([*cells, f"{r['us']:.1f}", f"{r['tflops']:.1f}", faster])
+        columns = ["product", "n x k", "weights", "rows", "us", "TFLOP/s", "against cuBLAS in bfloat16"]
+        show("products of many rows", columns, table)
     versions = {package: importlib.metadata.version(package) for package in ("torch", "triton")}
     where = torch.cuda.get_device_name() if args.device != "cpu" else "cpu"
     head = {"date": datetime.now(UTC).date().isoformat(), "gpu": where, "versions": versions}
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"header": head, "steps": steps, "products": products}, indent=1) + "\n")
+    args.json.write_text(
+        json.dumps({"header": head, "steps": steps, "products": products, "many": many}, indent=1) + "\n"
+    )
     print(f"wrote {args.json}")
 
 

@@ -24,7 +24,7 @@ def add_commands(app: "typer.Typer") -> None:
 
     Dtype = Annotated[str, typer.Option(help="float32, bfloat16, ...; auto: as stored.")]
     Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-    Bits = Annotated[int | None, typer.Option(help="Keep large weights in 16, 8 or 4 bits; none: as stored.")]
+    Bits = Annotated[str | None, typer.Option(help="Keep large weights in 16, 8 or 4 bits or fp8; none: as stored.")]
     Seed = Annotated[int, typer.Option(help="Seed of the draws.", min=0, max=2**63 - 1)]
     Temperature = Annotated[float, typer.Option(help="0: always the likeliest token.", min=0)]
     TopK = Annotated[int, typer.Option(help="Only among the k likeliest; 0: all.", min=0)]
@@ -128,7 +128,7 @@ def run_generate(
     dtype: str = "auto",
     device: str = "cpu",
     raw: bool = False,
-    bits: int | None = None,
+    bits: int | str | None = None,
     job: "RankedJob | None" = None,
 ) -> None:
     """Print a prompt and its continuation, and how fast it was made to standard error.
@@ -142,7 +142,7 @@ def run_generate(
         dtype: Name of the dtype of the weights; "auto": as stored.
         device: "cpu" or "cuda".
         raw: Print control characters as they are, rather than as dots.
-        bits: Bits of large weights, 16, 8 or 4; None: as stored.
+        bits: Bits of large weights, 16, 8 or 4, or "fp8"; None: as stored.
         job: The processes that share the model, of which rank 0 prints; None: there is one.
     """
     from lineate.generation import generate
@@ -195,7 +195,7 @@ def run_chat(
     dtype: str = "auto",
     device: str = "cpu",
     raw: bool = False,
-    bits: int | None = None,
+    bits: int | str | None = None,
 ) -> None:
     """Hold a conversation over standard input and output.
 
@@ -208,7 +208,7 @@ def run_chat(
         dtype: Name of the dtype of the weights; "auto": as stored.
         device: "cpu" or "cuda".
         raw: Print control characters as they are, rather than as dots.
-        bits: Bits of large weights, 16, 8 or 4; None: as stored.
+        bits: Bits of large weights, 16, 8 or 4, or "fp8"; None: as stored.
     """
     from lineate.generation.chat import Conversation
     from lineate.generation.loading import check_device, load_or_builtin

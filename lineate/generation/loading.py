@@ -35,7 +35,7 @@ def load_model(
         name: Folder of a run, or of a model with its tokenizer, or a name on the hub.
         dtype: A torch.dtype or its name; None or "auto": as stored.
         device: Where the weights are loaded to.
-        weights: The format of large weights, "bfloat16", "float16", "int8" or "int4"; None: as stored.
+        weights: The format of large weights, "bfloat16", "float16", "int8", "int4" or "fp8"; None: as stored.
         ranks: The ranks that share the model (lineate.layers.ranks); None: this process has all of it.
     """
     from lineate.models import HybridLM
@@ -76,7 +76,7 @@ def load_or_builtin(
         dtype: Name of the dtype of the weights; "auto": as stored.
         device: "cpu" or "cuda".
         report: Called with a sentence when the built-in model is trained.
-        weights: The format of large weights, "bfloat16", "float16", "int8" or "int4"; None: as stored.
+        weights: The format of large weights, "bfloat16", "float16", "int8", "int4" or "fp8"; None: as stored.
     """
     if name is not None:
         return load_model(name, dtype, device, weights)

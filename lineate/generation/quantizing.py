@@ -22,14 +22,14 @@ class QuantizeArguments:
 
     model: str = argument("Folder of a checkpoint or run, or a name on the hub.", "MODEL")
     out: str = argument("The new folder; it must not exist, or be empty.", "OUT")
-    bits: int = option(8, "Bits of a weight: 16, 8 or 4.")
+    bits: str = option("8", "Bits of a weight: 16, 8 or 4, or fp8.")
 
 
 def add_commands(app: "typer.Typer") -> None:
     """Add `lineate quantize` to the command line."""
 
     def quantize(**given: Any) -> None:
-        """Write a checkpoint with weights of 8, 4 or 16 bits; one tensor at a time is in memory."""
+        """Write a checkpoint with weights of 8, 4 or 16 bits, or of fp8; one tensor at a time is in memory."""
         run_quantize(QuantizeArguments(**given))
 
     sign(quantize, parameters(QuantizeArguments))

@@ -323,7 +323,7 @@ def _linear(module: nn.Module, out: int, size: int) -> Linear:
         codes, scales = weight.codes, weight.scales
         if scales is not None:
             dense = codes.is_cpu and codes.is_contiguous() and scales.is_contiguous()
-            if not dense or not are_tiles(codes, scales, out) or scales.shape[1] * GROUP != size:
+            if not dense or not are_tiles(codes, scales, out) or codes.shape[1] * GROUP != size:
                 raise _Unfit
             return native.coded_linear(codes, scales, (out, size), bias)
         weight = codes

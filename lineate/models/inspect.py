@@ -54,8 +54,8 @@ class Description:
     """How many weights stay small if the checkpoint is loaded as it is stored, by format."""
     loaded_bytes: int = 0
     """Bytes of the model in memory if it is loaded as it is stored, on a CPU."""
-    weight_bytes: dict[int, int] = field(default_factory=dict)
-    """Bytes of the model in memory with large weights of so many bits, and all others in float32, as on a CPU."""
+    weight_bytes: dict[int | str, int] = field(default_factory=dict)
+    """Bytes of the model in memory with large weights of so many bits, or "fp8", and others in float32, as on a CPU."""
 
     @property
     def bytes_on_disk(self) -> int:
@@ -160,13 +160,15 @@ def rows(found: Description) -> list[tuple[str, str]]:
     unused = f"; {_bytes(found.ignored_bytes)} not needed" if found.ignored_bytes else ""
     lines.append(("on disk", f"{_bytes(found.bytes_on_disk)} ({by_dtype}){unused}"))
     if found.encoding is not None:
-        lines.append(("quantised", f"{found.encoding}; decoded when they are read"))
+        also = ", or kept by --bits fp8" if "float8_e4m3fn" in found.encoding else ""
+        lines.append(("quantised", f"{found.encoding}; decoded when they are read{also}"))
     if found.weights is not None:
         lines.append(("large weights", f"{found.weights}, {FORMATS[found.weights].bits} bits"))
     kept = [f"{count:,} weights in {name}" for name, count in found.stored_formats.items()]
     formats = ", ".join([*kept, f"{'all others' if kept else 'all'} in {found.state_dtype}"])
     lines.append(("loaded as stored", f"{_bytes(found.loaded_bytes)}: {formats}"))
-    bits = ", ".join(f"{_bytes(n)} at {bits} bits" for bits, n in found.weight_bytes.items())
+    named = {bits: f"at {bits} bits" if isinstance(bits, int) else f"in {bits}" for bits in found.weight_bytes}
+    bits = ", ".join(f"{_bytes(n)} {named[bits]}" for bits, n in found.weight_bytes.items())
     lines.append(("weights in memory", f"{bits}; see --bits"))
     if (wide := why_wide(getattr(torch, found.state_dtype))) is not None:
         lines.append(("on this CPU", wide))

@@ -64,7 +64,7 @@ def quantize_checkpoint(
     Args:
         name: a checkpoint that HybridLM.from_pretrained reads, or its name on the hub.
         out: the new folder, which must not exist or be empty.
-        weights: the format, "bfloat16", "float16", "int8" or "int4".
+        weights: the format, "bfloat16", "float16", "int8", "int4" or "fp8".
         progress: whether a bar is shown, if there is a terminal.
         max_shard_bytes: the most bytes of a file, unless one tensor alone has more.
     """

@@ -12,12 +12,12 @@ typedef struct {
     float *y;  // rows out, dense: x weight^T
 } Product;  // of lineate_combine, x is rows out, and y rows size: x weight
 
-typedef struct {  // a weight of 8 or 4 bits (small.c)
+typedef struct {  // a weight of 8 or 4 bits (small.c); planes = 0: of float8 (float8.c)
     int64_t rows, out, size, bits, planes, threads;
-    const float *x;          // rows size, dense
-    const uint8_t *codes;    // tiles groups steps 16 4
-    const uint16_t *scales;  // tiles groups 16, float16
-    float *y;                // rows out, dense
+    const float *x;        // rows size, dense
+    const uint8_t *codes;  // tiles groups steps 16 4
+    const void *scales;    // tiles groups 16, float16; of float8: float
+    float *y;              // rows out, dense
 } Small;
 
 typedef struct {
@@ -39,3 +39,4 @@ void lineate_small_round(const void *rounded, int64_t row);
 int64_t lineate_small_units(const Small *);
 void lineate_small_columns(const Small *, int64_t unit, int64_t *first, int64_t *last);
 void lineate_small_unit(const void *rounded, int64_t unit);
+void lineate_float8_tile(const Small *, int64_t tile);  // 16 columns of y

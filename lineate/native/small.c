@@ -161,6 +161,7 @@ INLINE void round_group(const Rounded *w, i64 row, i64 group, int planes) {
 
 void lineate_small_round(const void *rounded, i64 row) {
     const Rounded *w = rounded;
+    if (w->call.planes == 0) return;  // float8: x stays as it is
     if (w->call.planes == 2)
         for (i64 g = 0; g < w->groups; g++) round_group(w, row, g, 2);
     else
@@ -223,7 +224,7 @@ INLINE void multiply(const Rounded *w, i64 tile, i64 row, i64 first, i64 last, i
             }
         }
         UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int p = 0; p < PARTS; p++) {
-            const vec scale = widen(w->call.scales + ((tile + t) * groups + g) * TILE + p * LANES);
+            const vec scale = widen((const uint16_t *)w->call.scales + ((tile + t) * groups + g) * TILE + p * LANES);
             UNROLL for (int r = 0; r < rows; r++)
                 sum[t][r][p] += to_float(part[t][r][p]) * (scale * w->scale[(row + r) * groups + g]);
         }
@@ -273,7 +274,10 @@ void lineate_small_columns(const Small *a, i64 unit, i64 *first, i64 *last) {
 
 void lineate_small_unit(const void *rounded, i64 unit) {
     const Rounded *w = rounded;
-    if (w->call.bits == 4) multiply_unit(w, unit, 4, 1);
+    if (w->call.planes == 0)
+        for (i64 tile = unit * TILES; tile < least((unit + 1) * TILES, blocks(w->call.out, TILE)); tile++)
+            lineate_float8_tile(&w->call, tile);
+    else if (w->call.bits == 4) multiply_unit(w, unit, 4, 1);
     else if (w->call.planes == 2) multiply_unit(w, unit, 8, 2);
     else multiply_unit(w, unit, 8, 1);
 }

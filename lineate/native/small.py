@@ -14,12 +14,14 @@ _ROUND = struct.Struct("6q")  # Round in rounding.c
 def product(x: Tensor, codes: Tensor, scales: Tensor, out: int, bits: int) -> Tensor:
     """Return x weight^T in float32; x `n k` float32; codes and scales of a weight `out k`, dense, in tiles.
 
-    With 8 bits, x is rounded to 15 bits; with 4, whose own error is larger, to 8; both by groups of 32.
+    With 8 bits, x is rounded to 15 bits; with 4, whose own error is larger, to 8; both by groups of 32. With scales of
+    float32, codes are float8 and x stays as it is (float8.c).
     """
     x = x.contiguous()
     y = torch.empty(x.shape[0], out, dtype=torch.float32, device="cpu")
+    planes = 0 if scales.dtype is torch.float32 else 2 if bits == 8 else 1
     words = _SMALL.pack(
-        *x.shape[:1], out, x.shape[1], bits, 2 if bits == 8 else 1, torch.get_num_threads(),
+        *x.shape[:1], out, x.shape[1], bits, planes, torch.get_num_threads(),
         x.data_ptr(), codes.data_ptr(), scales.data_ptr(), y.data_ptr(),
     )  # fmt: skip
     if c_function("small")(words):

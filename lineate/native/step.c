@@ -19,13 +19,13 @@ enum { NO_MEMORY = 1 };
 enum { RULE, ATTENTION, FEED };              // parts
 enum { NONE, SILU, SIGMOID };                // activations
 enum { ENTER, LOW_RANK, MIX, LEAVE, STAGES };  // stages
-enum { BITS_4 = 4, BITS_8 = 8, ABSENT = -1 };  // kinds of weights beyond those of products.h
+enum { FLOAT8 = 3, BITS_4 = 4, BITS_8 = 8, ABSENT = -1 };  // kinds of weights beyond those of products.h
 enum { WIDEST = 512 };                       // channels of a head
 
 typedef struct {
     i64 kind, out, size;
     const void *weight;  // out size, dense, or codes in tiles
-    const uint16_t *scales;
+    const void *scales;
     const float *bias;
 } Linear;
 
@@ -89,14 +89,15 @@ typedef struct {  // the input of a product, as a thread has it
     Rounded rounded;
 } Input;
 
-INLINE int is_coded(const Linear *w) { return w->kind == BITS_8 || w->kind == BITS_4; }
+INLINE int is_coded(const Linear *w) { return w->kind >= FLOAT8; }
 
 INLINE Product plain_of(const Linear *w, i64 rows, const float *x, float *y) {
     return (Product){rows, w->out, w->size, 1, w->kind, x, w->weight, w->size, y};
 }
 
 INLINE Small small_of(const Linear *w, i64 rows, const float *x, float *y) {
-    return (Small){rows, w->out, w->size, w->kind, w->kind == BITS_8 ? 2 : 1, 1, x, w->weight, w->scales, y};
+    const i64 bits = w->kind == BITS_4 ? 4 : 8, planes = w->kind == FLOAT8 ? 0 : w->kind == BITS_8 ? 2 : 1;
+    return (Small){rows, w->out, w->size, bits, planes, 1, x, w->weight, w->scales, y};
 }
 
 static i64 units_of(const Linear *w, i64 rows) {

@@ -10,7 +10,7 @@ from lineate.native.build import library
 
 RULE, ATTENTION, FEED = range(3)
 ACTIVATIONS = ("none", "silu", "sigmoid")
-ABSENT = -1
+FLOAT8, ABSENT = 3, -1
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDEST_HEAD = 512
 MOST_TAPS = 8
@@ -68,9 +68,10 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def coded_linear(codes: Tensor, scales: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Linear:
-    """Return a projection whose weight of this shape has 8 or 4 bits (lineate/small)."""
+    """Return a projection whose weight of this shape has 8 or 4 bits, or float8 (lineate/small)."""
     address = None if bias is None else bias.data_ptr()
-    return Linear(codes.shape[-3], *shape, codes.data_ptr(), scales.data_ptr(), address)
+    kind = FLOAT8 if scales.dtype is torch.float32 else codes.shape[-3]
+    return Linear(kind, *shape, codes.data_ptr(), scales.data_ptr(), address)
 
 
 def no_linear() -> Linear:

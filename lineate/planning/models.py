@@ -139,8 +139,8 @@ def read_model(
             for sizes to train. A quantised model needs one; it is planned as if all its weights were in it.
         pattern: Other mixers for its layers, at its sizes; a part that they need and it has not is derived (variants).
             None keeps its own.
-        weights: The format of large weights, "bfloat16", "float16", "int8" or "int4". None: as stored. If there is one,
-            a dtype of None is float32, as on a CPU.
+        weights: The format of large weights, "bfloat16", "float16", "int8", "int4" or "fp8". None: as stored. If there
+            is one, a dtype of None is float32, as on a CPU.
 
     >>> read_model("qwen3-next-80b"), read_model("small", pattern="KKKM"), read_model("config.json", dtype="fp8")
     """

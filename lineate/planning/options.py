@@ -35,7 +35,7 @@ class PlanArguments:
     feed_size: int | None = option(None, "Numbers: of the feed-forward; 8/3 emb-dim.")
     pattern: str | None = option(None, "Mixers of the layers, tiled, in place of the model's: GGGGGGGA.")
     dtype: str | None = option(None, "Of weights, cache and convolutions: fp32, bf16, fp16, fp8, int8.")
-    bits: int | None = option(None, "Of large weights: 16, 8 or 4; --dtype, else fp32, is then that of all others.")
+    bits: str | None = option(None, "Of large weights: 16, 8, 4 or fp8; --dtype, else fp32, is then that of others.")
     state_dtype: str = option("float32", "Of the recurrent state.")
     conv_dtype: str | None = option(None, "Of the convolution state, if another.")
     cache_dtype: str | None = option(None, "Of the cache, if another.")

@@ -33,7 +33,7 @@ class ServeArguments:
     api_key: str | None = option(None, f"Keys of which requests need one, with commas between; or set {KEYS}.")
     device: str = option("cpu", "cpu or cuda.")
     dtype: str = option("auto", "float32, bfloat16, ...; auto: as stored.")
-    bits: int | None = option(None, "Keep large weights in 16, 8 or 4 bits; none: as stored.")
+    bits: str | None = option(None, "Keep large weights in 16, 8 or 4 bits or fp8; none: as stored.")
     slots: int = option(8, "Sequences that are generated at once.", least=1, most=4096)
     context: int = option(8192, "Most tokens of a prompt and its continuation.", least=2, most=2**24)
     memory: str | None = option(None, "Most memory for running sequences, such as 4GB.", metavar="SIZE")

@@ -1,4 +1,4 @@
-"""A frozen weight that is kept in 16, 8 or 4 bits and looks like a tensor of its own dtype.
+"""A frozen weight that is kept in 16, 8 or 4 bits or float8, and looks like a tensor of its own dtype.
 
     linear.weight = nn.Parameter(quantize(linear.weight, "int8"), requires_grad=False)
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lineate import checks
 from lineate.half import wide_linear
-from lineate.small.format import FORMATS, GROUP, Format, TooLargeError, check_half, encode
+from lineate.small.format import FORMATS, GROUP, Format, TooLargeError, are_floating, check_half, encode
 from lineate.small.product import check_input, decoded, looked_up, small_linear
 from lineate.tracing import is_eager, needs_grad
 
@@ -25,7 +25,7 @@ class SmallWeight(Tensor):
 
     Args:
         codes: numbers of 16 bits in the weight's shape, or codes of 8 or 4 in tiles (lineate/small/format.py).
-        scales: in tiles; None for 16 bits.
+        scales: in tiles, float16, or float32 for fp8; None for 16 bits.
         shape: of the weight.
         dtype: that the weight has for others, which is that of products with it.
     """
@@ -51,7 +51,7 @@ class SmallWeight(Tensor):
     def format(self) -> Format:
         if self.scales is None:
             return FORMATS[str(self.codes.dtype).removeprefix("torch.")]
-        return FORMATS["int8" if self.codes.shape[-3] == 8 else "int4"]
+        return FORMATS["fp8" if are_floating(self.scales) else "int8" if self.codes.shape[-3] == 8 else "int4"]
 
     @property
     def nbytes_kept(self) -> int:
@@ -109,7 +109,7 @@ def quantize(x: Tensor, form: str | Format, dtype: torch.dtype | None = None) ->
 
     Args:
         x: the weight; its columns must be a multiple of 32 for 8 and 4 bits.
-        form: the format or its name, "bfloat16", "float16", "int8" or "int4".
+        form: the format or its name, "bfloat16", "float16", "int8", "int4" or "fp8".
         dtype: that the result has for others; None: that of x.
     """
     if isinstance(form, str):
@@ -123,7 +123,7 @@ def quantize(x: Tensor, form: str | Format, dtype: torch.dtype | None = None) ->
         )
     try:
         if form.dtype is None:
-            return SmallWeight(*encode(x, form.bits), shape, dtype or x.dtype)
+            return SmallWeight(*encode(x, form), shape, dtype or x.dtype)
         numbers = x.detach().to(form.dtype)
         check_half(numbers)
         return SmallWeight(numbers, None, shape, dtype or x.dtype)

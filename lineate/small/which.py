@@ -20,7 +20,6 @@ from lineate import checks
 from lineate.small.format import (
     BY_BITS,
     FORMATS,
-    GROUP,
     TILE,
     Format,
     TooLargeError,
@@ -48,11 +47,14 @@ def find_format(form: str | Format) -> Format:
     return FORMATS[form]
 
 
-def name_of_bits(bits: int | None, flag: str = "--bits") -> str | None:
-    """Return the name of the format that a number of bits stands for; None stays None."""
-    if bits is not None and bits not in BY_BITS:
+def name_of_bits(bits: int | str | None, flag: str = "--bits") -> str | None:
+    """Return the name of the format that a number of bits, also as a text, or "fp8" stands for; None stays None."""
+    if bits is None:
+        return None
+    found = next((name for known, name in BY_BITS.items() if str(known) == str(bits).lower()), None)
+    if found is None:
         raise ValueError(f"{flag} must be one of {', '.join(map(str, BY_BITS))}, got {bits}")
-    return None if bits is None else BY_BITS[bits]
+    return found
 
 
 def small_formats(model: nn.Module | Mapping[str, tuple[int, ...]], form: str | Format) -> dict[str, Format]:
@@ -60,7 +62,7 @@ def small_formats(model: nn.Module | Mapping[str, tuple[int, ...]], form: str | 
 
     Args:
         model: A model, or the shapes of its parameters by name.
-        form: The format or its name, "bfloat16", "float16", "int8" or "int4".
+        form: The format or its name, "bfloat16", "float16", "int8", "int4" or "fp8".
     """
     form = find_format(form)
     shapes = _shapes(model) if isinstance(model, nn.Module) else model
@@ -105,7 +107,7 @@ def shrink(model: nn.Module, form: str | Format) -> nn.Module:
 
     Args:
         model: A HybridLM; weights that are small in another format, as those of a GGUF file may be, are rounded again.
-        form: The format or its name, "bfloat16", "float16", "int8" or "int4".
+        form: The format or its name, "bfloat16", "float16", "int8", "int4" or "fp8".
     """
     form = find_format(form)
     wanted = small_formats(model, form)
@@ -142,9 +144,8 @@ def empty_small(
         allocate: Makes a tensor from a shape, and the keywords dtype and device.
     """
     codes, scales = form.shapes(shape)
-    kept = torch.uint8 if form.dtype is None else form.dtype
-    made = allocate(codes, dtype=kept, device=device)
-    factors = None if scales is None else allocate(scales, dtype=torch.float16, device=device)
+    made = allocate(codes, dtype=form.codes_dtype, device=device)
+    factors = None if scales is None else allocate(scales, dtype=form.scales_dtype, device=device)
     return SmallWeight(made, factors, shape, dtype)
 
 
@@ -165,13 +166,14 @@ def fill_small(small: SmallWeight, values: Tensor, first: int = 0) -> None:
         return
     step = max(TILE, BLOCK // values.shape[1] // TILE * TILE)
     for at in range(0, len(values), step):
-        codes, scales = round_to_codes(values[at : at + step], small.format.bits)
+        codes, scales = round_to_codes(values[at : at + step], small.format)
         write_codes(small, codes, scales, first + at)
 
 
 def write_codes(small: SmallWeight, codes: Tensor, scales: Tensor, first: int = 0) -> None:
     """Write codes `n columns`, one a byte, and scales `n groups` of the rows from `first`, a multiple of 16, on."""
-    assert small.scales is not None and first % TILE == 0 and codes.shape[1] == GROUP * scales.shape[1]
+    assert small.scales is not None and first % TILE == 0
+    assert scales.shape[1] == -(-codes.shape[1] // small.format.group)
     tiled, factors = to_tiles(codes, scales, small.format.bits)
     at = slice(first // TILE, first // TILE + len(tiled))
     small.codes[at].copy_(tiled)

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from paths import GPU, ONE_EACH, PATHS, Path, param
 from torch import Tensor
 
-from lineate.small import FORMATS, SmallWeight, quantize
+from lineate.small import FORMATS, SmallWeight, float8_activations, quantize
 
 pytest.importorskip("triton")
 small_products = importlib.import_module("lineate.kernels.layers.small_products")
 products = importlib.import_module("lineate.kernels.layers.products")
 Codes = small_products.Codes
 pytestmark = pytest.mark.usefixtures("guarded_memory")
-FORMS = ("int8", "int4")
+FORMS = ("int8", "int4", "fp8")
 BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
@@ -30,7 +30,10 @@ def weight_of(path: Path, form: str, *shape: int) -> tuple["Codes", Tensor]:
     generator = torch.Generator().manual_seed(sum(shape))
     codes, scales = form.shapes(shape)
     codes = torch.randint(0, 256, codes, dtype=torch.uint8, generator=generator)
-    scales = (torch.randn(scales, generator=generator) * shape[-1] ** -0.5 / form.zero).half()
+    scales = torch.randn(scales, generator=generator) * shape[-1] ** -0.5 / (form.zero or 448)
+    if form.floating:  # every code but those of NaN
+        codes = torch.where(codes & 127 == 127, codes - 1, codes)
+    scales = scales.to(form.scales_dtype)
     weight = SmallWeight(codes, scales, shape)
     return Codes(codes.to(path.device), scales.to(path.device), shape[-2]), weight.decoded().double().to(path.device)
 
@@ -185,8 +188,9 @@ def test_many_rows(path, form, block, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_row_has_the_same_bits_in_any_company(path):
-    x, (codes, _) = drawer(path, 3)(16, 160), weight_of(path, "int4", 70, 160)
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_a_row_has_the_same_bits_in_any_company(path, form):
+    x, (codes, _) = drawer(path, 3)(16, 160), weight_of(path, form, 70, 160)
     counts = (9, 10, 12) if small_products.uses_tensor_cores(x) else (1, 2, 7)
     whole = small_products.multiply(x, codes)
     for rows in counts:
@@ -227,3 +231,56 @@ def test_a_compiled_product_is_the_eager_one(form):
     x = torch.randn(3, 256, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+
+
+# Rows of float8
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("rows", "k"), [(1, 128), (21, 256)])
+def test_rows_are_rounded_to_float8(path, rows, k):
+    x = drawer(path, rows)(rows, k)
+    x[0, :128] = 0
+    codes, scales = small_products.round_rows(x)
+    filled = -(-rows // 16) * 16
+    assert (codes.shape, scales.shape, scales.stride(0)) == ((filled, k), (filled, k // 128), 1)
+    largest = x.float().unflatten(1, (-1, 128)).abs().amax(-1)
+    torch.testing.assert_close(scales[:rows], largest / 448, rtol=1e-6, atol=0)
+    assert not scales[rows:].any() and not codes[rows:].float().any()
+    spread = scales[:rows].repeat_interleave(128, -1)
+    half = torch.maximum(x.float().abs() * 2**-4, spread * 2**-10)
+    near = (codes[:rows].float() * spread - x.float()).abs() <= 1.0001 * half
+    if path.device == "cpu":  # the interpreter loses the carry of a number that is rounded up to a power of 2
+        near |= torch.frexp(x / spread).mantissa.abs() > 0.96
+    assert near.all()
+    x[0, 3] = torch.inf
+    assert small_products.round_rows(x)[1][0, 0].isnan()
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+def test_tiles_as_rows(path):
+    codes, values = weight_of(path, "fp8", 100, 256)
+    made, scales = small_products.rows_of(codes, 2, 3)
+    assert (made.shape, scales.shape) == ((48, 256), (2, 48)) and scales.is_contiguous()
+    found = made.double() * scales.double().t().repeat_interleave(128, -1)
+    assert torch.equal(found.float(), values[32:80].float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(1000, 512), (64, 128), (4096, 4096)])
+@pytest.mark.parametrize("rows", [65, 300, 4096])
+@pytest.mark.parametrize("block", [2**25, 2**19])
+def test_many_rows_in_float8(n, k, rows, block, monkeypatch):
+    monkeypatch.setattr(small_products, "BLOCK", block)
+    path = Path("cuda", torch.bfloat16)
+    x, (codes, values) = drawer(path, rows)(rows, k), weight_of(path, "fp8", n, k)
+    if not small_products.takes_float8(x, codes):
+        pytest.skip(small_products.why_not_float8(x.device))
+    rounded, scales = small_products.round_rows(x)
+    rounded = (rounded.float() * scales.repeat_interleave(128, -1))[:rows]
+    with float8_activations():
+        found = F.linear(x, SmallWeight(codes.codes, codes.scales, (n, k), torch.bfloat16))
+    assert_near(found, rounded.double() @ values.T, path)
+    exact = x.double() @ values.T
+    assert float((found.double() - exact).norm() / exact.norm()) < 0.05
+    assert torch.equal(small_products.linear(x, codes), small_products.multiply_many(x, codes))

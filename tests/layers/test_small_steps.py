@@ -1,4 +1,4 @@
-"""Decoding steps of models whose weights have 16, 8 or 4 bits: on a GPU as on a CPU, and in a graph."""
+"""Decoding steps of models whose weights have 16, 8 or 4 bits, or are float8: on a GPU as on a CPU, and in a graph."""
 
 import copy
 
@@ -50,7 +50,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 20, 70])
-@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_steps_in_a_graph_equal_those_on_a_cpu(case, form, rows):
@@ -71,7 +71,7 @@ def test_steps_in_a_graph_equal_those_on_a_cpu(case, form, rows):
         assert relative(found, out.logits) < 6e-2
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 @torch.no_grad()
 def test_a_step_has_the_same_bits_every_time(form):
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_a_step_has_the_same_bits_every_time(form):
     assert torch.equal(first[0], first[1]) and torch.equal(first[0], first[2])
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("kind", ["swiglu", "relu2"])
 @pytest.mark.parametrize("tokens", [1, 7, 40, 300])
 @torch.no_grad()

@@ -29,9 +29,11 @@ from quantised import (
     FP8_CONFIG,
     awq,
     compressed_config,
+    compressed_float8,
     compressed_int8,
     compressed_packed,
     fp8_blocks,
+    fp8_one_scale,
     gptq,
     gptq_config,
     mixed_up,
@@ -46,7 +48,7 @@ from lineate.models.files.checkpoint import Checkpoint, save
 from lineate.models.files.loading import stored_dtype
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.inspect import describe, rows
-from lineate.small.format import decode, to_tiles
+from lineate.small.format import FORMATS, decode, to_tiles
 
 ENCODED = "lineate.models.files.encodings.encoded"
 
@@ -306,7 +308,13 @@ KEPT = {
                    lambda x: compressed_packed(x, 4, 32, asymmetric=True), None),
     "ordered": (gptq_config(group_size=32, desc_act=True), lambda x: gptq(x, 4, 32, order=mixed_up(192, 32)), None),
     "awq": (AWQ_CONFIG | {"group_size": 32}, lambda x: awq(x, 32), None),
-    "float8": (FP8_CONFIG | {"weight_block_size": [32, 32]}, lambda x: fp8_blocks(x, (32, 32)), None),
+    "float8": (FP8_CONFIG | {"weight_block_size": [16, 128]}, lambda x: fp8_blocks(x, (16, 128)), "fp8"),
+    "float8, bfloat16 scales": (FP8_CONFIG | {"weight_block_size": [128, 128]},
+                                lambda x: fp8_blocks(x, (128, 128), torch.bfloat16), "fp8"),
+    "float8, a scale a row": (compressed_config("float-quantized", type="float", strategy="channel"),
+                              lambda x: compressed_float8(x, (1, 192)), "fp8"),
+    "float8, one scale": (FP8_CONFIG, fp8_one_scale, "fp8"),
+    "float8, blocks of 32": (FP8_CONFIG | {"weight_block_size": [32, 32]}, lambda x: fp8_blocks(x, (32, 32)), None),
 }  # fmt: skip
 
 
@@ -321,12 +329,12 @@ def test_codes_that_pass_on_without_loss(tmp_path, key):
         with pytest.raises(CheckpointError, match=r"x\.weight must be stored as codes of 8 or 4 bits.*use read_into"):
             checkpoint.read_codes("x.weight")
         return
-    bits = int(form[3:])
+    kept = FORMATS[form]
     for first, last in ((0, 40), (7, 29)):
         codes, scales = checkpoint.read_codes("x.weight", (first, last))
-        assert (codes.dtype, scales.dtype) == (torch.uint8, torch.float16)
-        assert (codes.shape, scales.shape) == ((last - first, 192), (last - first, 6))
-        assert torch.equal(decode(*to_tiles(codes, scales, bits), last - first), value[first:last])
+        assert (codes.dtype, scales.dtype) == (torch.uint8, kept.scales_dtype)
+        assert (codes.shape, scales.shape) == ((last - first, 192), (last - first, 2 if form == "fp8" else 6))
+        assert torch.equal(decode(*to_tiles(codes, scales, kept.bits), last - first), value[first:last])
     assert torch.equal(checkpoint.read_codes("x.weight")[0][7:29], codes)
 
 

@@ -115,7 +115,7 @@ def test_steps_are_those_of_the_layers(name: str, rows: int, ragged: bool) -> No
 
 
 @pytest.mark.parametrize("name", ["gated delta rule", "Kimi"])
-@pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", "int4", "fp8"])
 def test_small_weights(name: str, form: str) -> None:
     model = make(name)
     for module in model.modules():

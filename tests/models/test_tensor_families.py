@@ -17,7 +17,7 @@ from lineate.generation import generate
 from lineate.layers.ranks import Ranks
 from lineate.models import HybridLM
 from lineate.models.sharding import model_ranges, sum_shared_gradients
-from lineate.small import SmallWeight
+from lineate.small import FORMATS, SmallWeight
 
 CHANGES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_attention_heads": 4, "num_key_value_heads": 4},
@@ -88,13 +88,14 @@ def test_of_every_layout(
     check_shares(tmp_path, wholes(name), 1, 2)
 
 
-@pytest.mark.parametrize("bits", ["int8", "int4", "bfloat16"])
+@pytest.mark.parametrize("bits", ["int8", "int4", "bfloat16", "fp8"])
 @pytest.mark.parametrize("stored", [False, True], ids=["rounded while loading", "stored"])
 def test_small_weights(tmp_path: Path, bits: str, stored: bool) -> None:
     """A rank's small weights decode to slices of the whole model's; columns are whole groups."""
-    sizes = {"hidden_size": 64, "head_dim": 32}
-    linear = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 4}
-    experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    group = FORMATS[bits].group
+    sizes = {"hidden_size": 2 * group, "head_dim": group}
+    linear = {"linear_key_head_dim": group, "linear_value_head_dim": group, "linear_num_value_heads": 4}
+    experts = {"moe_intermediate_size": 2 * group, "shared_expert_intermediate_size": 2 * group}
     build("qwen3_5_moe", **sizes, **linear, **experts).save_pretrained(tmp_path / "plain")
     whole = HybridLM.from_pretrained(tmp_path / "plain", progress=False, weights=bits)
     folder, options = tmp_path / "plain", {"weights": bits}

@@ -234,7 +234,7 @@ def small_rank(folder: str) -> dict[str, int]:
     ranks = Ranks(dist.group.WORLD)
     made = {
         form: HybridLM.from_pretrained(folder, dtype=torch.float32, progress=False, weights=form, ranks=ranks)
-        for form in ("bfloat16", "int8", "int4")
+        for form in ("bfloat16", "int8", "int4", "fp8")
     }
     found = {}
     for form, model in made.items():
@@ -259,7 +259,7 @@ HELD = {"qwen3-next-80b": 8, "kimi-linear-48b": 8, "qwen3-5-27b": 4, "olmo-hybri
 
 
 @pytest.mark.parametrize("name", few(list(HELD), list(HELD)[:2]))
-@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("weights", [None, "int8", "int4", "fp8"])
 def test_bytes_of_a_published_model(name: str, weights: str | None) -> None:
     """A rank's bytes are those of HybridLM of its configuration, and all ranks' are the model's and their copies."""
     model, ranks = read_model(name, "bf16"), HELD[name]

@@ -63,9 +63,9 @@ def same(one: HybridLM, other: HybridLM) -> bool:
 # quantize
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4, "fp8"])
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "granitemoehybrid"])
-def test_checkpoints_of_families(family: str, bits: int, tmp_path: Path) -> None:
+def test_checkpoints_of_families(family: str, bits: int | str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from families import build
 
@@ -77,7 +77,8 @@ def test_checkpoints_of_families(family: str, bits: int, tmp_path: Path) -> None
     assert same(small, HybridLM.from_pretrained(tmp_path / "theirs", progress=False, weights=BY_BITS[bits]))
     with torch.no_grad():
         plain = HybridLM.from_pretrained(tmp_path / "theirs", progress=False, dtype="float32")
-        assert relative(small(tokens(1, 20)).logits, plain(tokens(1, 20)).logits) < {16: 1e-6, 8: 0.05, 4: 0.6}[bits]
+        most = {16: 1e-6, 8: 0.05, 4: 0.6, "fp8": 0.3}[bits]
+        assert relative(small(tokens(1, 20)).logits, plain(tokens(1, 20)).logits) < most
 
 
 def test_what_it_prints_and_copies(folder: Path, tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_what_is_there_is_never_overwritten(folder: Path, tmp_path: Path) -> Non
 
 def test_nothing_is_left_behind_if_it_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = lineate("quantize", folder, tmp_path / "small", "--bits", "3")
-    assert done.exit_code == 2 and "--bits must be one of 16, 8, 4, got 3" in done.stderr
+    assert done.exit_code == 2 and "--bits must be one of 16, 8, 4, fp8, got 3" in done.stderr
     done = lineate("quantize", tmp_path / "nothing", tmp_path / "small")
     assert done.exit_code == 2 and done.stderr.startswith("lineate: expected a folder")
     written = []
@@ -197,8 +198,8 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path, tmp_path: Pat
 # --bits
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_generate_and_chat(folder: Path, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4, "fp8"])
+def test_generate_and_chat(folder: Path, bits: int | str, tmp_path: Path) -> None:
     words = ("--tokens", 8, "--temperature", 0)
     assert lineate("quantize", folder, tmp_path / "small", "--bits", bits).exit_code == 0
     asked = lineate("generate", folder, "-p", "abc", *words, "--bits", bits)
@@ -220,15 +221,15 @@ def test_models_are_loaded_in_a_format(folder: Path) -> None:
 def test_bits_that_there_are_not(folder: Path) -> None:
     for command in ("generate", "chat", "plan"):
         done = lineate(command, folder, "--bits", "5", typed="hello\n")
-        assert done.exit_code == 2 and "--bits must be one of 16, 8, 4, got 5" in done.stderr, done.output
+        assert done.exit_code == 2 and "--bits must be one of 16, 8, 4, fp8, got 5" in done.stderr, done.output
 
 
 def test_serve_refuses_bits_before_a_model_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("llguidance")
     with pytest.raises(SystemExit, match="2"):
-        run_serve(ServeArguments(str(folder), port=0, bits=7))
-    assert "--bits must be one of 16, 8, 4, got 7" in capsys.readouterr().err
+        run_serve(ServeArguments(str(folder), port=0, bits="7"))
+    assert "--bits must be one of 16, 8, 4, fp8, got 7" in capsys.readouterr().err
 
 
 def test_a_server_says_the_format() -> None:
@@ -244,8 +245,8 @@ def test_a_server_says_the_format() -> None:
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_plan(folder: Path, bits: int) -> None:
+@pytest.mark.parametrize("bits", [16, 8, 4, "fp8"])
+def test_plan(folder: Path, bits: int | str) -> None:
     def planned(*words: object) -> dict:
         done = lineate("plan", *words, "--no-train", "--context", "1k", "--json", "-")
         assert done.exit_code == 0, done.output

@@ -25,7 +25,7 @@ from lineate.small.format import from_tiles, round_to_codes
 from lineate.small.which import format_of, small_parameters
 
 ALL = tuple(FORMATS)
-CODED = ("int8", "int4")
+CODED = ("int8", "int4", "fp8")
 
 
 def same_small(one: Tensor, other: Tensor) -> bool:
@@ -125,12 +125,12 @@ def test_what_inspect_says(form, tmp_path):
     kept = sum(x.nbytes_kept for x in small_parameters(model).values())
     plain = sum(x.nbytes for x in model.state_dict().values() if not isinstance(x, SmallWeight))
     assert (found.weights, found.problem, found.bytes_on_disk) == (form, None, kept + plain)
-    assert found.weight_bytes[FORMATS[form].bits] == kept + plain
-    assert list(found.weight_bytes) == [16, 8, 4]
+    assert found.weight_bytes["fp8" if form == "fp8" else FORMATS[form].bits] == kept + plain
+    assert list(found.weight_bytes) == [16, 8, 4, "fp8"]
     assert found.weight_bytes[16] > found.weight_bytes[8] > found.weight_bytes[4]
     lines = dict(rows(found))
     assert lines["large weights"] == f"{form}, {FORMATS[form].bits} bits"
-    assert all(f"at {bits} bits" in lines["weights in memory"] for bits in (16, 8, 4))
+    assert all(text in lines["weights in memory"] for text in ("at 16 bits", "at 8 bits", "at 4 bits", "in fp8"))
 
 
 # Damaged files
@@ -215,10 +215,10 @@ class Stored(Checkpoint):
     """A checkpoint some of whose tensors are stored as codes, which are all it has of them."""
 
     codes: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    bits: int = 8
+    form: str = "int8"
 
     def kept_as(self, name: str) -> str | None:
-        return f"int{self.bits}" if name in self.codes else None
+        return self.form if name in self.codes else None
 
     def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
         first, last = rows or (0, len(self.codes[name][0]))
@@ -229,11 +229,12 @@ class Stored(Checkpoint):
 @pytest.mark.parametrize("at_once", [512, 2**24])
 def test_codes_of_the_same_format_are_taken_as_they_are(form, at_once, tmp_path, monkeypatch):
     monkeypatch.setattr("lineate.models.files.filling.AT_ONCE", at_once)
-    bits = FORMATS[form].bits
+    bits, kept = FORMATS[form].bits, FORMATS[form]
     x, y = torch.randn(40, 64), torch.randn(24, 64)
     save(tmp_path, {"x": x, "y": y}, {})
-    stored = torch.randint(0, 2 ** (bits - 1), (40, 64), dtype=torch.uint8), torch.rand(40, 2).half()
-    checkpoint = Stored(tmp_path, {}, Checkpoint.open(tmp_path).entries, codes={"x": stored}, bits=bits)
+    stored = torch.randint(0, 2 ** (bits - 1), (40, 64), dtype=torch.uint8), torch.rand(40, 64 // min(64, kept.group))
+    stored = stored[0], stored[1].to(kept.scales_dtype)
+    checkpoint = Stored(tmp_path, {}, Checkpoint.open(tmp_path).entries, codes={"x": stored}, form=form)
     pieces = [  # rows 10 to 30 of x, all of y, and the last 5 rows of x
         Piece("x", (40, 64), (slice(0, 20),), (10, 30)),
         Piece("y", (24, 64), (slice(20, 44),)),
@@ -245,7 +246,7 @@ def test_codes_of_the_same_format_are_taken_as_they_are(form, at_once, tmp_path,
     fill(checkpoint, pieces, made, read.append)
     assert sum(read) == 49 * 64 * 4
     codes, scales = from_tiles(made.codes, made.scales, 49)
-    rounded = round_to_codes(y, bits)
+    rounded = round_to_codes(y, FORMATS[form])
     for found, wanted, own in zip((codes, scales), stored, rounded, strict=True):
         assert torch.equal(found, torch.cat([wanted[10:30], own, wanted[35:]]))
     other = "int4" if form == "int8" else "int8"
@@ -311,9 +312,9 @@ MEASURE = """
 import os, re, sys, torch
 from lineate.models import HybridLM
 from lineate.models.quantizing import quantize_checkpoint
-from lineate.small.format import encode
+from lineate.small.format import FORMATS, encode
 torch.zeros(4, 4) @ torch.zeros(4, 4)
-encode(torch.zeros(16, 32), 4)
+encode(torch.zeros(16, 32), FORMATS["int4"])
 pages = int(open("/proc/self/statm").read().split()[1])
 before = pages * os.sysconf("SC_PAGE_SIZE")
 if len(sys.argv) == 4:

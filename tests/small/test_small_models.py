@@ -25,7 +25,7 @@ from lineate.training.config import TrainConfig
 from lineate.training.prepare import prepare
 
 ALL = tuple(FORMATS)
-CLOSE = {"bfloat16": 0.004, "float16": 0.001, "int8": 0.01, "int4": 0.15}
+CLOSE = {"bfloat16": 0.004, "float16": 0.001, "int8": 0.01, "int4": 0.15, "fp8": 0.05}
 """The relative error of logits, over the float32 model."""
 
 
@@ -91,7 +91,7 @@ def test_experts_one_by_one_and_sorted(form, kind):
     wanted = feed(x)
     shrink(model, form)
     made = feed(x)
-    assert relative(made, wanted) < {"bfloat16": 0.01, "float16": 0.002, "int8": 0.02, "int4": 0.3}[form]
+    assert relative(made, wanted) < {"bfloat16": 0.01, "float16": 0.002, "int8": 0.02, "int4": 0.3, "fp8": 0.1}[form]
     single = torch.cat([feed(row[None]) for row in x])
     assert relative(single, made) < 1e-5
 

@@ -128,6 +128,7 @@ def test_names_that_are_not_known() -> None:
     model = HybridLM(sizes("A"))
     with pytest.raises(ValueError, match=r"weights must be .*'int8'.* got 'int3'"):
         shrink(model, "int3")
-    with pytest.raises(ValueError, match="--bits must be one of 16, 8, 4, got 2"):
+    with pytest.raises(ValueError, match="--bits must be one of 16, 8, 4, fp8, got 2"):
         name_of_bits(2)
     assert [name_of_bits(bits) for bits in (None, 16, 8, 4)] == [None, "bfloat16", "int8", "int4"]
+    assert [name_of_bits(bits) for bits in ("16", "4", "fp8", "FP8")] == ["bfloat16", "int4", "fp8", "fp8"]

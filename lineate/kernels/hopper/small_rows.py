@@ -2,6 +2,8 @@
 
     y_r = sum_g scale_rg sum_c (code_rc - zero) x_c     columns c of group g      (lineate/small/format.py)
 
+With FP8 codes are float8 numbers, zero is 0, and four groups of codes share a scale.
+
 The codes are read once, and that bounds the time. A program has WM pairs of tiles, 32 rows of the weight each; WK warps
 share the groups of columns of a pair among themselves, C groups each at a time. Codes, scales and x go through rings of
 STAGES buffers in shared memory; the first codes are requested before the launch waits for the one before it
@@ -10,7 +12,8 @@ STAGES buffers in shared memory; the first codes are requested before the launch
 A thread reads 16 bytes of codes, 4 columns (4 bits: 8) of 4 rows, and makes of them just what it has to hold of the
 left operands of two products: which row of a product is which row of a tile is free, and so is the order of columns, if
 x has the same. Codes become 16-bit numbers by integer instructions on two at a time: 128 + code, or 1024 + code in
-float16, is a number with the code as its last digits.
+float16, is a number with the code as its last digits. The bits of a float8 number, put where a 16-bit number has its
+exponent and digits, make one that is a power of 2 smaller.
 
 A program adds the sums of its warps in a fixed order, and no row of x changes the bits of another.
 """
@@ -53,6 +56,24 @@ _FLOAT16_8 = gl.constexpr(
     shr.u32 a, $2, 8; mov.b32 b, 0x64806480;
     lop3.b32 $0, $2, 0x00ff00ff, 0x64006400, 0xea; lop3.b32 $1, a, 0x00ff00ff, 0x64006400, 0xea;
     sub.f16x2 $0, $0, b; sub.f16x2 $1, $1, b;}"""
+)
+
+# float8 has a sign, 4 bits of an exponent from 7 on, and 3 digits; bfloat16's exponent is from 127 on, float16's 15.
+_BFLOAT16_FP8 = gl.constexpr(
+    """{.reg .b32 a, b, c;
+    shl.b32 a, $2, 8; shl.b32 b, $2, 4; shr.u32 c, $2, 4;
+    and.b32 a, a, 0x80008000; and.b32 $1, $2, 0x80008000;
+    lop3.b32 $0, b, 0x07f007f0, a, 0xea; lop3.b32 $1, c, 0x07f007f0, $1, 0xea;
+    mov.b32 a, 0x7b807b80;
+    mul.bf16x2 $0, $0, a; mul.bf16x2 $1, $1, a;}"""
+)
+_FLOAT16_FP8 = gl.constexpr(
+    """{.reg .b32 a, b, c;
+    shl.b32 a, $2, 8; shl.b32 b, $2, 7; shr.u32 c, $2, 1;
+    and.b32 a, a, 0x80008000; and.b32 $1, $2, 0x80008000;
+    lop3.b32 $0, b, 0x3f803f80, a, 0xea; lop3.b32 $1, c, 0x3f803f80, $1, 0xea;
+    mov.b32 a, 0x5c005c00;
+    mul.f16x2 $0, $0, a; mul.f16x2 $1, $1, a;}"""
 )
 
 _FOUR = gl.constexpr("=r,=r,=r,=r,r,r,r,r,r,r,r,r")  # eight results, and the same word eight times
@@ -123,12 +144,16 @@ def _arange(count: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _numbers(words, dtype: gl.constexpr, BITS: gl.constexpr, layout: gl.constexpr):
+def _numbers(words, dtype: gl.constexpr, BITS: gl.constexpr, FP8: gl.constexpr, layout: gl.constexpr):
     """Return code - zero of words `groups tiles steps 16`, `groups tiles steps 16 columns`, in the order above."""
     words = gl.expand_dims(words, 4)
     shape: gl.constexpr = [words.shape[0], words.shape[1], words.shape[2], words.shape[3], 32 // BITS]
     words, _ = gl.broadcast(words, gl.zeros(shape, gl.int32, layout))
-    if BITS == 4 and dtype == gl.bfloat16:
+    if FP8 and dtype == gl.bfloat16:
+        made = gl.inline_asm_elementwise(_BFLOAT16_FP8, _EIGHT, [words], dtype=gl.bfloat16, is_pure=True, pack=4)
+    elif FP8:
+        made = gl.inline_asm_elementwise(_FLOAT16_FP8, _EIGHT, [words], dtype=gl.float16, is_pure=True, pack=4)
+    elif BITS == 4 and dtype == gl.bfloat16:
         made = gl.inline_asm_elementwise(_BFLOAT16_4, _FOUR, [words], dtype=gl.bfloat16, is_pure=True, pack=8)
     elif BITS == 4:
         made = gl.inline_asm_elementwise(_FLOAT16_4, _FOUR, [words], dtype=gl.float16, is_pure=True, pack=8)
@@ -143,6 +168,13 @@ def _numbers(words, dtype: gl.constexpr, BITS: gl.constexpr, layout: gl.constexp
 def _fetch(ring, at, first, limit, groups, stage, UNIT: gl.constexpr):
     """Copy the groups from `first` to before `limit` of `groups` into a buffer; the others become 0."""
     async_copy.async_copy_global_to_shared(ring.index(stage), at + first * UNIT, mask=first + groups < limit)
+
+
+@gluon.jit
+def _fetch_scales(ring, at, first, limit, groups, stage, FP8: gl.constexpr):
+    """Copy the scales of the groups from `first` to before `limit` of `groups`; four groups may have one scale."""
+    group = (first + groups) // 4 if FP8 else first + groups
+    async_copy.async_copy_global_to_shared(ring.index(stage), at + group * 16, mask=first + groups < limit)
 
 
 @gluon.jit
@@ -166,8 +198,8 @@ def _number(t, tile, TILES: gl.constexpr, GATED: gl.constexpr):
 @gluon.jit(do_not_specialize=["rows"])
 def multiply_small_rows(
     codes, scales, x, norm, experts, bias, residual, taps, past, y, rows, eps,
-    N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ONE: gl.constexpr, BITS: gl.constexpr, C: gl.constexpr,
-    WK: gl.constexpr, WM: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, R: gl.constexpr, ONE: gl.constexpr, BITS: gl.constexpr, FP8: gl.constexpr,
+    C: gl.constexpr, WK: gl.constexpr, WM: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, SHIFT: gl.constexpr,
     GATED: gl.constexpr, EVERY: gl.constexpr, CHANNELS: gl.constexpr, SIZE: gl.constexpr, OVERLAP: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -179,6 +211,7 @@ def multiply_small_rows(
     """
     gl.static_assert(num_warps == WK * WM)
     G: gl.constexpr = K // 32
+    SCALES: gl.constexpr = ((G + 3) // 4 if FP8 else G) * 16  # of a tile
     PART: gl.constexpr = (G + SPLIT - 1) // SPLIT
     GC: gl.constexpr = C * WK
     STEPS: gl.constexpr = (PART + GC - 1) // GC
@@ -202,7 +235,7 @@ def multiply_small_rows(
             _overlap()
         expert = gl.load(experts + pair).to(gl.int64) * ((2 if GATED else 1) * TILES)
         codes += expert * (G * WORDS)
-        scales += expert * (G * 16)
+        scales += expert * SCALES
         x += (pair // EVERY).to(gl.int64) * K
         y += pair.to(gl.int64) * N
 
@@ -212,18 +245,17 @@ def multiply_small_rows(
     packed_w: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     packed: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     ring_w = gl.allocate_shared_memory(gl.int32, [STAGES, GC, T, BITS, 16], packed_w)
-    ring_f = gl.allocate_shared_memory(gl.float16, [STAGES, GC, T, 16], packed)
+    ring_f = gl.allocate_shared_memory(scales.dtype.element_ty, [STAGES, GC, T, 16], packed)
     g_w = _arange(GC, 0, copy_w)
     g_f = _arange(GC, 0, copy_f)
     at_w = codes + tile.to(gl.int64) * (G * WORDS)
     at_w = at_w + _number(_arange(T, 1, copy_w), tile, TILES, GATED) * (G * WORDS)
     at_w = at_w + (g_w * WORDS + _arange(BITS, 2, copy_w) * 16 + _arange(16, 3, copy_w))
-    at_f = scales + tile.to(gl.int64) * (G * 16)
-    at_f = at_f + _number(_arange(T, 1, copy_f), tile, TILES, GATED) * (G * 16)
-    at_f = at_f + (g_f * 16 + _arange(16, 2, copy_f))
+    at_f = scales + tile.to(gl.int64) * SCALES
+    at_f = at_f + _number(_arange(T, 1, copy_f), tile, TILES, GATED) * SCALES + _arange(16, 2, copy_f)
     for s in gl.static_range(STAGES - 1):
         _fetch(ring_w, at_w, start + s * GC, limit, g_w, s, WORDS)
-        _fetch(ring_f, at_f, start + s * GC, limit, g_f, s, 16)
+        _fetch_scales(ring_f, at_f, start + s * GC, limit, g_f, s, FP8)
         async_copy.commit_group()
 
     along: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
@@ -286,7 +318,7 @@ def multiply_small_rows(
             stage = (i + STAGES - 1) % STAGES
             ahead = start + (i + STAGES - 1) * GC
             _fetch(ring_w, at_w, ahead, limit, g_w, stage, WORDS)
-            _fetch(ring_f, at_f, ahead, limit, g_f, stage, 16)
+            _fetch_scales(ring_f, at_f, ahead, limit, g_f, stage, FP8)
             if not ONE:
                 _fetch(ring_x, at_x, ahead, limit, there, stage, 32)
         async_copy.commit_group()
@@ -297,7 +329,7 @@ def multiply_small_rows(
             b = ring_x.index(i % STAGES).load(right)
         # columns in the order 0 2 1 3
         b = b.reshape([GC, R, 8, 2, 2]).permute([0, 2, 4, 3, 1]).reshape([GC, 32, R])
-        a = _numbers(ring_w.index(i % STAGES).load(gl.SliceLayout(4, left)), dtype, BITS, left)
+        a = _numbers(ring_w.index(i % STAGES).load(gl.SliceLayout(4, left)), dtype, BITS, FP8, left)
         # group, pair, tile, step, row / 4, row / 2 % 2, row % 2, (4 bits: half of the byte,) column
         if BITS == 4:
             a = a.reshape([GC, WM, 2, 4, 4, 2, 2, 2, 4]).permute([0, 5, 1, 6, 2, 4, 7, 3, 8])

@@ -2,9 +2,10 @@
 
     y_r = sum_g scale_rg sum_c (code_rc - zero) x_c      with what a block does around the product (products.py)
 
-Codes are read as words of 4 bytes: word p of a row of a tile has columns 4p to 4p+3 (8 bits), or columns c to c+3 in
-the low halves of its bytes and c+16 to c+19 in the high ones, c = 32 (p / 4) + 4 (p % 4) (4 bits). All sums are
-float32. On Hopper hopper/small_rows.py multiplies rows of 16 bits instead.
+A group g has 32 columns and a scale of float16, or with FP8 128 columns and a scale of float32; codes are then float8
+numbers, and zero is 0. Codes are read as words of 4 bytes: word p of a row of a tile has columns 4p to 4p+3 (8 bits),
+or columns c to c+3 in the low halves of its bytes and c+16 to c+19 in the high ones, c = 32 (p / 4) + 4 (p % 4)
+(4 bits). All sums are float32. On Hopper hopper/small_rows.py multiplies rows of 16 bits instead.
 """
 
 import triton
@@ -16,10 +17,22 @@ from lineate.kernels.layers.rows import _sigmoid
 
 
 @triton.jit
-def _number(words, AT: tl.constexpr, BITS: tl.constexpr):
+def _float8(code):
+    """Return the float8 number (e4m3) of each byte, an int32, in float32.
+
+    Its bits lie in the exponent and the digits of a float32, whose exponent counts from 127 and not from 7.
+    """
+    return (((code & 128) << 24) | ((code & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def _number(words, AT: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr):
     """Return the code at this bit of each word, minus the code of 0, in float32: 2^23 + code ends in the code."""
     code = (words >> AT) & ((1 << BITS) - 1)
-    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
+    if FP8:
+        return _float8(code)
+    else:
+        return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (1 << (BITS - 1)))
 
 
 @triton.jit
@@ -32,25 +45,27 @@ def _column(x, norm, c, has, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _products(codes, scales, x, norm, p, has, BITS: tl.constexpr, SHIFT: tl.constexpr):
+def _products(codes, scales, x, norm, p, has, BITS: tl.constexpr, FP8: tl.constexpr, SHIFT: tl.constexpr):
     """Return what words p of the 16 rows of a tile add to y, `p 16`."""
     r = tl.arange(0, 16)
     words = tl.load(codes + p[:, None] * 16 + r[None, :], mask=has[:, None], other=0)
     c = p * 4 if BITS == 8 else p // 4 * 32 + p % 4 * 4
     sums = tl.zeros(words.shape, tl.float32)
     for j in tl.static_range(4):
-        sums += _number(words, 8 * j, BITS) * _column(x, norm, c + j, has, SHIFT)[:, None]
+        sums += _number(words, 8 * j, BITS, FP8) * _column(x, norm, c + j, has, SHIFT)[:, None]
         if BITS == 4:
-            sums += _number(words, 8 * j + 4, BITS) * _column(x, norm, c + 16 + j, has, SHIFT)[:, None]
-    factor = tl.load(scales + (p // BITS)[:, None] * 16 + r[None, :], mask=has[:, None], other=0.0)
+            sums += _number(words, 8 * j + 4, BITS, FP8) * _column(x, norm, c + 16 + j, has, SHIFT)[:, None]
+    group = p // (32 if FP8 else BITS)
+    factor = tl.load(scales + group[:, None] * 16 + r[None, :], mask=has[:, None], other=0.0)
     return sums * factor.to(tl.float32)
 
 
 @triton.jit
 def multiply_small(
     codes, scales, x, norm, experts, bias, residual, taps, past, y, eps,
-    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr,
-    GATED: tl.constexpr, EVERY: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BP: tl.constexpr, BK: tl.constexpr,
+    SHIFT: tl.constexpr, GATED: tl.constexpr, EVERY: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """16 channels of a row of y `rows N` from x `rows K`; codes are words; what is None is left out.
 
@@ -60,6 +75,7 @@ def multiply_small(
     """
     TILES: tl.constexpr = (N + 15) // 16
     WORDS: tl.constexpr = K // 32 * BITS  # of a row
+    SCALES: tl.constexpr = (K + 127) // 128 * 16 if FP8 else K // 2  # of a tile
     tile = tl.program_id(0)
     row = tl.program_id(1)
     if OVERLAP:
@@ -68,19 +84,19 @@ def multiply_small(
     if experts is not None:
         expert = tl.load(experts + row).to(tl.int64) * ((2 if GATED else 1) * TILES)
         codes += expert * (WORDS * 16)
-        scales += expert * (K // 2)
+        scales += expert * SCALES
     x += (row // EVERY).to(tl.int64) * K
     codes += tile.to(tl.int64) * (WORDS * 16)
-    scales += tile.to(tl.int64) * (K // 2)
+    scales += tile.to(tl.int64) * SCALES
     sums = tl.zeros((BP, 16), tl.float32)
     if GATED:
         ups = tl.zeros((BP, 16), tl.float32)
     for first in range(0, WORDS, BP):
         p = first + tl.arange(0, BP)
-        sums += _products(codes, scales, x, norm, p, p < WORDS, BITS, SHIFT)
+        sums += _products(codes, scales, x, norm, p, p < WORDS, BITS, FP8, SHIFT)
         if GATED:
             at = TILES * WORDS * 16
-            ups += _products(codes + at, scales + TILES * (K // 2), x, norm, p, p < WORDS, BITS, SHIFT)
+            ups += _products(codes + at, scales + TILES * SCALES, x, norm, p, p < WORDS, BITS, FP8, SHIFT)
     found = tl.sum(sums, 0)
     if norm is not None:
         k = tl.arange(0, BK)
@@ -117,7 +133,7 @@ def multiply_small(
 
 
 @triton.jit
-def _decoded(codes, scales, tile, r, c, mask, K: tl.constexpr, BITS: tl.constexpr):
+def _decoded(codes, scales, tile, r, c, mask, K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr):
     """Return rows r of tiles at columns c, in float32; codes are bytes."""
     G: tl.constexpr = K // 32
     g, s = c // 32, c % 32 // 4
@@ -125,26 +141,32 @@ def _decoded(codes, scales, tile, r, c, mask, K: tl.constexpr, BITS: tl.constexp
     code = tl.load(codes + (group * BITS + s % BITS) * 64 + r * 4 + c % 4, mask=mask, other=0).to(tl.int32)
     if BITS == 4:
         code = (code >> (s // 4 * 4)) & 15
+    if FP8:
+        group = tile.to(tl.int64) * ((K + 127) // 128) + c // 128
     factor = tl.load(scales + group * 16 + r, mask=mask, other=0.0).to(tl.float32)
-    return (code - (1 << (BITS - 1))).to(tl.float32) * factor
+    if FP8:
+        return _float8(code) * factor
+    else:
+        return (code - (1 << (BITS - 1))).to(tl.float32) * factor
 
 
 @triton.jit(do_not_specialize=["tile", "rows"])
 def decode_small(
-    codes, scales, y, tile, rows, K: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr
+    codes, scales, y, tile, rows, K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
     """A tile's rows at BK columns of y `rows K`, which begins with this tile; codes are bytes."""
     r = tl.arange(0, 16)[:, None]
     c = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
     own = tl.program_id(0)
     has = (own * 16 + r < rows) & (c < K)
-    found = _decoded(codes, scales, tile + own, r, c, has, K, BITS)
+    found = _decoded(codes, scales, tile + own, r, c, has, K, BITS, FP8)
     tl.store(y + (own.to(tl.int64) * 16 + r) * K + c, found, mask=has)
 
 
 @triton.jit
 def decode_small_rows(
-    codes, scales, ids, y, N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr
+    codes, scales, ids, y, N: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Row ids[i] of a weight at BK columns of y[i]; codes are bytes. An id outside the weight gives NaN."""
     if OVERLAP:
@@ -154,5 +176,23 @@ def decode_small_rows(
     wanted = tl.load(ids + i)
     there = (wanted >= 0) & (wanted < N)
     c = tl.program_id(1) * BK + tl.arange(0, BK)
-    found = _decoded(codes, scales, wanted // 16, (wanted % 16).to(tl.int32), c, (c < K) & there, K, BITS)
+    found = _decoded(codes, scales, wanted // 16, (wanted % 16).to(tl.int32), c, (c < K) & there, K, BITS, FP8)
     tl.store(y + i.to(tl.int64) * K + c, tl.where(there, found, float("nan")), mask=c < K)
+
+
+@triton.jit
+def round_rows(x, codes, scales, rows, M: tl.constexpr, K: tl.constexpr, BM: tl.constexpr):
+    """BM rows of 128 columns of x `rows K` as float8 codes `M K` and scales `K/128 M`; rows to M are filled with 0.
+
+    A scale is the largest number of its columns over 448, or NaN if one of them is not finite.
+    """
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    g = tl.program_id(1)
+    c = g * 128 + tl.arange(0, 128)[None, :]
+    at = r[:, None].to(tl.int64) * K + c
+    found = tl.load(x + at, mask=r[:, None] < rows, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(found), 1) * (1.0 / 448.0) + tl.sum(found * 0.0, 1)
+    made = found / tl.where(scale == 0.0, 1.0, scale)[:, None]
+    made = tl.minimum(tl.maximum(made, -448.0), 448.0)
+    tl.store(codes + at, made.to(codes.dtype.element_ty), mask=r[:, None] < M)
+    tl.store(scales + g * M + r, scale, mask=r < M)

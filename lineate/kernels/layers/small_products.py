@@ -1,7 +1,8 @@
 """Products of a few rows with a weight of 8 or 4 bits, with what a block does around them; decoded weights.
 
 Rows of 16 bits on Hopper go to the tensor cores (hopper/small_rows.py), up to MOST_ROWS of them. Others are multiplied
-one by one on the ordinary cores (small.py), up to MOST_PORTABLE_ROWS. More rows are multiplied by a decoded weight.
+one by one on the ordinary cores (small.py), up to MOST_PORTABLE_ROWS. More rows are multiplied by a decoded weight, or,
+if the caller asks for it, rounded to float8 and multiplied by a weight of float8 as it is.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ class Codes(NamedTuple):
 
     Args:
         codes: `tiles groups bits 16 4`, or `experts tiles ...`.
-        scales: `tiles groups 16`, or `experts tiles ...`.
+        scales: `tiles groups 16`, or `experts tiles ...`; float16, or float32 for fp8.
         rows: Of the weight.
     """
 
@@ -42,7 +43,11 @@ class Codes(NamedTuple):
 
     @property
     def columns(self) -> int:
-        return 32 * self.scales.shape[-2]
+        return 32 * self.codes.shape[-4]
+
+    @property
+    def floating(self) -> bool:
+        return self.scales.dtype is torch.float32
 
 
 def uses_tensor_cores(x: Tensor) -> bool:
@@ -74,7 +79,7 @@ def parts_of(x: Tensor, weight: Codes) -> int:
     """Return into how many sums multiply had better cut k, so that every multiprocessor has a program."""
     if not uses_tensor_cores(x):
         return 1
-    shape = _shape(x.shape[0], weight.bits, weight.columns)
+    shape = _shape(x.shape[0], weight)
     programs, chunks = ceil_div(weight.rows, 32 * shape["WM"]), weight.columns // 32 // (shape["C"] * shape["WK"])
     most = max(1, min(8, chunks, multiprocessors(x.device) // programs))
     return 1 << (most.bit_length() - 1)
@@ -141,8 +146,8 @@ def _launch(
     y = torch.empty(sizes, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)
     words = weight.codes.view(torch.int32)
     constants = {
-        "N": n, "K": k, "BITS": bits, "SHIFT": float(zero_centred), "GATED": gated, "EVERY": every,
-        "CHANNELS": 0 if taps is None else taps.shape[0], "SIZE": 1 if taps is None else taps.shape[1],
+        "N": n, "K": k, "BITS": bits, "FP8": weight.floating, "SHIFT": float(zero_centred), "GATED": gated,
+        "EVERY": every, "CHANNELS": 0 if taps is None else taps.shape[0], "SIZE": 1 if taps is None else taps.shape[1],
         **overlap_options(x.device),
     }  # fmt: skip
     tensors = words, weight.scales, x, scale, experts, bias, residual, taps, past, y
@@ -151,7 +156,7 @@ def _launch(
             from lineate.kernels.hopper.small_rows import multiply_small_rows
 
             assert norm is None or rows == 1
-            shape = _shape(1 if experts is not None else rows, bits, k)
+            shape = _shape(1 if experts is not None else rows, weight)
             warps = shape["WK"] * shape["WM"]
             grid = ceil_div(n, (16 if gated else 32) * shape["WM"]) * parts, 1 if experts is None else rows
             start(multiply_small_rows, grid)(
@@ -165,8 +170,9 @@ def _launch(
     return y
 
 
-def _shape(rows: int, bits: int, k: int) -> dict[str, int]:
+def _shape(rows: int, weight: Codes) -> dict[str, int]:
     """Return how multiply_small_rows shares the work of so many rows: see there."""
+    bits, k, scale = weight.bits, weight.columns, weight.scales.itemsize
     width = max(8, next_power(rows))
     pairs = {8: 1, 16: 1, 32: 2, 64: 4}[width]  # of tiles; more rows of x are worth reading for more of the weight
     warps, chunk = 8 // pairs, (4 if rows == 1 else 2) * 4 // bits
@@ -175,7 +181,7 @@ def _shape(rows: int, bits: int, k: int) -> dict[str, int]:
     while chunk > 1 and chunk * warps > k // 32:
         chunk //= 2
     groups = chunk * warps
-    stage = groups * (2 * pairs * (64 * bits + 32) + (0 if rows == 1 else 64 * width))
+    stage = groups * (2 * pairs * (64 * bits + 16 * scale) + (0 if rows == 1 else 64 * width))
     kept = 2 * 32 * groups * next_power(ceil_div(k // 32, groups)) if rows == 1 else 0
     stages = max(2, min(5, (SHARED - kept) // stage, 1 + ceil_div(k // 32, groups)))
     return {"R": width, "ONE": rows == 1, "C": chunk, "WK": warps, "WM": pairs, "STAGES": stages}
@@ -186,26 +192,27 @@ def _shape(rows: int, bits: int, k: int) -> dict[str, int]:
 
 def decoded(weight: Codes, dtype: torch.dtype, first: int = 0, tiles: int | None = None) -> Tensor:
     """Return the rows of so many tiles from tile `first` on, `rows k`; None: all, of all experts if there are any."""
-    flat_codes, flat_scales = weight.codes.flatten(0, -5), weight.scales.flatten(0, -3)
-    k, bits = weight.columns, weight.bits
+    flat = Codes(weight.codes.flatten(0, -5), weight.scales.flatten(0, -3), weight.rows)
+    k = weight.columns
     if weight.codes.dim() == 6:
         each = weight.codes.shape[1]
         y = torch.empty(weight.codes.shape[0], 16 * each, k, dtype=dtype, device=weight.codes.device)
-        _decode(flat_codes, flat_scales, y.flatten(0, 1), 0, bits)
+        _decode(flat, y.flatten(0, 1), 0)
         return y[:, : weight.rows]
-    tiles = flat_codes.shape[0] - first if tiles is None else tiles
+    tiles = flat.codes.shape[0] - first if tiles is None else tiles
     y = torch.empty(min(16 * tiles, weight.rows - 16 * first), k, dtype=dtype, device=weight.codes.device)
-    _decode(flat_codes, flat_scales, y, first, bits)
+    _decode(flat, y, first)
     return y
 
 
-def _decode(codes: Tensor, scales: Tensor, y: Tensor, first: int, bits: int) -> None:
+def _decode(weight: Codes, y: Tensor, first: int) -> None:
     rows, k = y.shape
     block = min(512, next_power(k))
     with torch.cuda.device_of(y):
         start(kernels.decode_small, (ceil_div(rows, 16), ceil_div(k, block)))(
-            codes, scales, y, first, rows, K=k, BITS=bits, BK=block, num_warps=max(1, min(8, block // 64))
-        )
+            weight.codes, weight.scales, y, first, rows, K=k, BITS=weight.bits, FP8=weight.floating,
+            BK=block, num_warps=max(1, min(8, block // 64)),
+        )  # fmt: skip
 
 
 def decoded_rows(weight: Codes, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -216,15 +223,17 @@ def decoded_rows(weight: Codes, ids: Tensor, dtype: torch.dtype) -> Tensor:
     if y.numel():
         with torch.cuda.device_of(y):
             start(kernels.decode_small_rows, (ids.numel(), ceil_div(k, block)))(
-                weight.codes, weight.scales, ids.contiguous(), y, N=weight.rows, K=k, BITS=weight.bits, BK=block,
-                num_warps=4, **overlap_options(ids.device),
+                weight.codes, weight.scales, ids.contiguous(), y, N=weight.rows, K=k,
+                BITS=weight.bits, FP8=weight.floating, BK=block, num_warps=4, **overlap_options(ids.device),
             )  # fmt: skip
     return y
 
 
-def linear(x: Tensor, weight: Codes) -> Tensor:
-    """Return x weight^T `rows n` of any number of rows."""
-    return multiply(x, weight) if serves(x, weight) else multiply_many(x, weight)
+def linear(x: Tensor, weight: Codes, float8: bool = False) -> Tensor:
+    """Return x weight^T `rows n` of any number of rows; float8: many of them may be rounded, where takes_float8."""
+    if serves(x, weight):
+        return multiply(x, weight)
+    return multiply_float8(x, weight) if float8 and takes_float8(x, weight) else multiply_many(x, weight)
 
 
 def multiply_many(x: Tensor, weight: Codes) -> Tensor:
@@ -238,3 +247,56 @@ def multiply_many(x: Tensor, weight: Codes) -> Tensor:
         block = decoded(weight, x.dtype, first, min(each, tiles - first))
         y[:, 16 * first : 16 * first + len(block)] = F.linear(x, block)
     return y
+
+
+# ---- rows of float8
+
+
+def why_not_float8(device: torch.device) -> str | None:
+    """Return why torch cannot multiply float8 with scales of 128 columns on this device; None if it can."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if version < (12, 9):
+        return f"torch must be built with CUDA 12.9 or later, got {torch.version.cuda}"
+    if not is_hopper(device):
+        return f"the GPU must have compute capability 9, got {torch.cuda.get_device_capability(device)}"
+    return None
+
+
+def takes_float8(x: Tensor, weight: Codes) -> bool:
+    """Whether multiply_float8 takes these rows and this weight."""
+    whole = weight.floating and weight.columns % 128 == 0 and x.dtype is torch.bfloat16 and x.is_contiguous()
+    return whole and x.shape[0] > 0 and why_not_float8(x.device) is None
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x `rows k` to float8, `m k`, with scales `m k/128` whose first dimension is dense, as torch takes them.
+
+    m is rows, filled up with zeros to a multiple of 16.
+    """
+    (rows, k), m = x.shape, 16 * ceil_div(x.shape[0], 16)
+    codes = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(k // 128, m, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        start(kernels.round_rows, (m // 16, k // 128))(x, codes, scales, rows, M=m, K=k, BM=16, num_warps=4)
+    return codes, scales.t()
+
+
+def rows_of(weight: Codes, first: int, tiles: int) -> tuple[Tensor, Tensor]:
+    """Return the float8 numbers of some tiles from tile `first` on, `16 tiles k`, and scales `k/128 16 tiles`."""
+    words = weight.codes[first : first + tiles].view(torch.int32)[..., 0]  # tiles groups 8 16
+    codes = words.permute(0, 3, 1, 2).contiguous().view(torch.float8_e4m3fn)
+    scales = weight.scales[first : first + tiles].transpose(0, 1)  # groups tiles 16
+    return codes.view(16 * tiles, weight.columns), scales.flatten(1)
+
+
+def multiply_float8(x: Tensor, weight: Codes) -> Tensor:
+    """Return x weight^T `rows n`, where takes_float8; x is rounded to float8, with a scale for 128 columns of a row."""
+    own, factors = round_rows(x)
+    tiles = weight.codes.shape[0]
+    each = max(1, BLOCK // (16 * weight.columns))
+    made = []
+    for first in range(0, tiles, each):
+        codes, scales = rows_of(weight, first, min(each, tiles - first))
+        made.append(torch._scaled_mm(own, codes.t(), scale_a=factors, scale_b=scales, out_dtype=x.dtype))
+    y = made[0] if len(made) == 1 else torch.cat(made, 1)
+    return y[: x.shape[0], : weight.rows].contiguous()

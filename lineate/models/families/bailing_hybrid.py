@@ -18,6 +18,7 @@ from lineate.models.families.builder import Part, PlanBuilder, Shape
 from lineate.models.families.family import CheckpointFamily
 from lineate.models.families.kimi_linear import dense_layers, sigmoid_experts, take_feed
 from lineate.models.families.values import Values, shortest
+from lineate.models.files.filling import Reordered
 from lineate.models.files.loading import LoadingPlan, Piece
 
 
@@ -138,7 +139,7 @@ def _take_latent(builder: PlanBuilder, i: int, source: str) -> None:
     pieces, row = [], 0
     for name, groups, still in (("q_proj", heads, nope), ("kv_a_proj_with_mqa", 1, rank)):
         rows = groups * (still + rope)
-        take = partial(_halves, groups=groups, still=still)
+        take = Reordered(partial(_halves, groups=groups, still=still))
         pieces.append(Piece(f"{source}.{name}.weight", (rows, hidden), (slice(row, row + rows),), take=take))
         row += rows
     pieces.append(Piece(f"{source}.g_proj.weight", (heads, hidden), (slice(row, row + heads),)))

@@ -105,10 +105,10 @@ class Checkpoint:
             self._reader.read_into(name, entry, target, rows)
 
     def kept_as(self, name: str) -> str | None:
-        """Return "int8" or "int4" if a tensor is stored as such codes, in groups of 32 columns with float16 scales.
+        """Return "int8", "int4" or "fp8" if a tensor is stored as the codes of that format (lineate/small/format.py).
 
-        `read_codes` then reads it as it is; for every other tensor this is None. The scales are read to see whether
-        float16 has them exactly.
+        `read_codes` then reads it as it is; for every other tensor this is None. The scales are read to see whether the
+        format has them exactly.
         """
         entry = self._find(name)
         if name not in self._kept:
@@ -116,16 +116,16 @@ class Checkpoint:
         return self._kept[name]
 
     def read_codes(self, name: str, rows: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the codes and the scales of a tensor that is `kept_as` int8 or int4, or those of some rows.
+        """Return the codes and the scales of a tensor that is `kept_as` a format, or those of some rows.
 
-        codes: uint8 `rows columns`, one a byte, that of 0 at 128 (int8) or 8 (int4)
-        scales: float16 `rows groups`
+        codes: uint8 `rows columns`, one a byte, that of 0 at 128 (int8) or 8 (int4); fp8: the bytes of float8
+        scales: float16 `rows groups`; fp8: float32
         """
         entry = self._find(name)
         if self.kept_as(name) is None or not isinstance(entry, Encoded):
             raise CheckpointError(
                 f"{entry.file}: {name} must be stored as codes of 8 or 4 bits in groups of 32 columns, whose scales "
-                "float16 has exactly, got another encoding; use read_into"
+                "float16 has exactly, or as float8 in groups of 128, got another encoding; use read_into"
             )
         return entry.read_codes(self._parts(), rows or (0, entry.shape[0]))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lineate.models.files.checkpoint import Checkpoint
 from lineate.models.files.safetensors import CheckpointError
 from lineate.models.files.tiled import TiledCheckpoint
-from lineate.small.format import GROUP, TILE, Format, TooLargeError, check_half, round_to_codes
+from lineate.small.format import TILE, Format, TooLargeError, check_half, round_to_codes
 from lineate.small.weight import SmallWeight
 from lineate.small.which import BLOCK, empty_small, expert_views, fill_small, write_codes
 
@@ -41,6 +41,20 @@ class Piece:
     """First and last + 1 row of the source; None: all."""
     take: Callable[[Tensor], Tensor] | None = None
     """Changes these rows to the shape of that part, such as a transpose; the result is held in memory while copied."""
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """Takes rows in another order, which codes and their scales can follow.
+
+    Args:
+        run: changes `rows columns`, for any number of columns.
+    """
+
+    run: Callable[[Tensor], Tensor]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.run(rows)
 
 
 @dataclass(frozen=True)
@@ -226,12 +240,12 @@ def _fill_rows(
     checkpoint: Checkpoint, parts: Sequence[_Rows], small: SmallWeight, advance: Callable[[int], None]
 ) -> None:
     """Fill a small matrix from pieces of whole rows, about AT_ONCE elements at a time."""
-    rows, columns = small.shape
+    (rows, columns), form = small.shape, small.format
     step = max(TILE, AT_ONCE // columns // TILE * TILE) if all(part.apart for part in parts) else rows
     for at in range(0, rows, step):
         end = min(at + step, rows)
-        codes = torch.empty(end - at, columns, dtype=torch.uint8, device=small.device)
-        scales = torch.empty(end - at, columns // GROUP, dtype=torch.float16, device=small.device)
+        codes = torch.empty(end - at, columns, dtype=form.codes_dtype, device=small.device)
+        scales = torch.empty(end - at, -(-columns // form.group), dtype=form.scales_dtype, device=small.device)
         for part in parts:
             first, last = max(at, part.first), min(end, part.last)
             if first < last:
@@ -239,30 +253,35 @@ def _fill_rows(
                 if part.apart:
                     start = first - part.first + (0 if piece.rows is None else piece.rows[0])
                     piece = replace(piece, rows=(start, start + last - first))
-                _round(checkpoint, piece, small.format, codes[first - at : last - at], scales[first - at : last - at])
+                _round(checkpoint, piece, form, codes[first - at : last - at], scales[first - at : last - at])
                 advance((last - first) * columns * checkpoint.entries[piece.source].dtype.itemsize)
         write_codes(small, codes, scales, at)
 
 
-def _keeps_groups(piece: Piece) -> bool:
+def _keeps_groups(piece: Piece, group: int) -> bool:
     """Whether a piece has whole groups of the stored rows, whose codes can be taken as they are."""
     if not isinstance(cut := piece.take, Narrow):
-        return piece.take is None
+        return piece.take is None or isinstance(piece.take, Reordered)
+    whole = cut.first % group == 0 and (cut.count % group == 0 or cut.first + cut.count == cut.shape[cut.axis])
     in_columns = cut.axis == len(cut.shape) - 1
-    return cut.before is None and not (in_columns and (cut.first % GROUP or cut.count % GROUP))
+    return (cut.before is None or isinstance(cut.before, Reordered)) and (whole or not in_columns)
 
 
 def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, scales: Tensor) -> None:
     """Write the codes `rows columns` and scales of a piece, BLOCK elements at a time."""
-    if checkpoint.kept_as(piece.source) == form.name and _keeps_groups(piece):
-        stored, factors = checkpoint.read_codes(piece.source, piece.rows)
-        if isinstance(cut := piece.take, Narrow):
+    group = form.group
+    if checkpoint.kept_as(piece.source) == form.name and _keeps_groups(piece, group):
+        with _named(checkpoint, [piece]):
+            stored, factors = checkpoint.read_codes(piece.source, piece.rows)
+        if isinstance(cut := piece.take, Reordered):
+            stored, factors = cut(stored), cut(factors)
+        elif isinstance(cut, Narrow):
             last = cut.axis == len(cut.shape) - 1
             groups = replace(
                 cut,
-                shape=(*cut.shape[:-1], cut.shape[-1] // GROUP),
-                first=cut.first // GROUP if last else cut.first,
-                count=cut.count // GROUP if last else cut.count,
+                shape=(*cut.shape[:-1], -(-cut.shape[-1] // group)),
+                first=cut.first // group if last else cut.first,
+                count=-(-cut.count // group) if last else cut.count,
             )
             stored, factors = cut(stored), groups(factors)
         codes.copy_(stored.reshape(codes.shape))
@@ -274,7 +293,7 @@ def _round(checkpoint: Checkpoint, piece: Piece, form: Format, codes: Tensor, sc
     step = max(1, BLOCK // codes.shape[1])
     with _named(checkpoint, [piece]):
         for at in range(0, len(codes), step):
-            made = round_to_codes(values[at : at + step].to(codes.device), form.bits)
+            made = round_to_codes(values[at : at + step].to(codes.device), form)
             codes[at : at + step], scales[at : at + step] = made
 
 

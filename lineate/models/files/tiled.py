@@ -1,8 +1,8 @@
 """Checkpoints of our own whose weights are small: two entries a weight, in tiles as in memory.
 
     NAME.codes     uint8, in tiles (lineate/small/format.py)
-    NAME.scales    float16
-    config.json    "weights": "int8" or "int4"
+    NAME.scales    float16 (fp8: float32)
+    config.json    "weights": "int8", "int4" or "fp8"
 
 Weights of 16 bits are plain tensors under their own name; config.json says "weights": "bfloat16" or "float16".
 """
@@ -133,7 +133,7 @@ def sizes(name: str, shape: tuple[int, ...], form: Format) -> dict[str, TensorSi
     if scales is None:
         assert form.dtype is not None
         return {name: TensorSize(form.dtype, codes)}
-    return {name + CODES: TensorSize(torch.uint8, codes), name + SCALES: TensorSize(torch.float16, scales)}
+    return {name + CODES: TensorSize(form.codes_dtype, codes), name + SCALES: TensorSize(form.scales_dtype, scales)}
 
 
 def stored_tensors(name: str, x: Tensor) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lineate.models.files.safetensors import CheckpointError, Entry, Reader
-from lineate.small.format import GROUP
+from lineate.small.format import FLOAT8, FORMATS, GROUP, Format, TooLargeError
 
 BLOCK_ELEMENTS = 2**20
 """How many numbers are decoded at a time."""
@@ -140,26 +140,54 @@ class Encoded(Entry):
                 target.copy_(view.view(target.shape))
 
     def kept_as(self, source: Source) -> str | None:
-        """Return "int4" or "int8" if these are exactly codes of that format with scales in float16, else None."""
-        width, columns = self.shape[-1], self.block[1]
-        whole = len(self.shape) == 2 and width % GROUP == 0 and (columns % GROUP == 0 or columns >= width)
-        if not whole or self.stored.dtype.is_floating_point or self._order(source) is not None:
+        """Return the format of small weights if these are exactly its codes and scales, else None."""
+        form, (width, columns) = self._format, (self.shape[-1], self.block[1])
+        if form is None or width % GROUP or (columns % form.group and columns < width):
             return None
-        for first, last in self._steps(self.shape[0], -(-width // columns)):
-            scales = self._scales(source, 0, first, last)
-            half = scales.half()
-            if not bool((half.isfinite() & (half.float() == scales)).all()):
-                return None
-            zeros = self._zeros(source, 0, first, last)
-            if zeros is not None and not bool((zeros == self.zero).all()):
-                return None
-        return f"int{self.bits}"
+        if self._order(source) is not None:
+            return None
+        *front, height = self.shape[:-1]
+        for matrix in range(math.prod(front)):
+            for first, last in self._steps(height, -(-width // columns)):
+                scales = self._scales(source, matrix, first, last)
+                kept = scales.to(form.scales_dtype)
+                if not bool((kept.isfinite() & (kept.float() == scales)).all()):
+                    return None
+                zeros = self._zeros(source, matrix, first, last)
+                if zeros is not None and not bool((zeros == self.zero).all()):
+                    return None
+        return form.name
+
+    @property
+    def _format(self) -> Format | None:
+        """The format of small weights that may have these codes."""
+        if self.stored.dtype.is_floating_point:
+            wide = self.scales.entry.dtype.itemsize > torch.float32.itemsize
+            return FORMATS["fp8"] if self.stored.dtype is FLOAT8 and not wide else None
+        return FORMATS[f"int{self.bits}"] if len(self.shape) == 2 else None
 
     def read_codes(self, source: Source, rows: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return codes `rows columns` uint8 with zero at 128 or 8, and a float16 scale a group of 32 columns."""
-        scales = self._scales(source, 0, *rows).half()
-        groups = torch.arange(0, self.shape[-1], GROUP, device="cpu") // self.block[1]
-        return self._unsigned(self._codes(source, 0, *rows)), scales[:, groups]
+        """Return codes `rows columns`, one a byte, and a scale a group, as a format of small weights has them.
+
+        codes: uint8 with zero at 128 or 8 and float16 scales of 32 columns; or the bytes of float8 and float32 scales
+        of 128. Of `matrices rows columns` the rows are matrices.
+        """
+        form = self._format
+        assert form is not None
+        if len(self.shape) == 3:
+            whole = 0, self.shape[1]
+            made = [self._kept(source, form, matrix, whole) for matrix in range(*rows)]
+            return torch.stack([codes for codes, _ in made]), torch.stack([scales for _, scales in made])
+        return self._kept(source, form, 0, rows)
+
+    def _kept(self, source: Source, form: Format, matrix: int, rows: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return the codes and the scales of some rows of a matrix."""
+        codes, scales = self._codes(source, matrix, *rows), self._scales(source, matrix, *rows).to(form.scales_dtype)
+        groups = torch.arange(0, self.shape[-1], form.group, device="cpu") // self.block[1]
+        codes = codes.view(torch.uint8) if form.floating else self._unsigned(codes)
+        if form.floating and bool((codes & 127 == 127).any()):
+            raise TooLargeError("must have finite numbers to be kept in fp8, got NaN; fetch the file again")
+        return codes, scales[:, groups]
 
     def _codes(self, source: Source, matrix: int, first: int, last: int) -> Tensor:
         """Return the codes of some rows of a matrix, `rows columns`."""

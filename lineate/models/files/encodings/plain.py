@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lineate.models.files.encodings.encoded import Encoded, Source, Stored
+from lineate.small.format import FLOAT8
 
-FLOAT8 = torch.float8_e4m3fn
+__all__ = ["FLOAT8", "PlainCodes"]
 
 
 @dataclass(frozen=True)
