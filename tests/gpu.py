@@ -22,6 +22,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 24  # tests of one group
+TOGETHER = " on_gpu"  # a group whose ranks start once, for all its tests
 
 
 class Claims:
@@ -47,7 +48,8 @@ class Claims:
         seen: Counter[str] = Counter()
         for item in session.items:
             name = group_of(item)
-            groups.setdefault((name, seen[name] // MOST), []).append(item)
+            part = 0 if name.endswith(TOGETHER) else seen[name] // MOST
+            groups.setdefault((name, part), []).append(item)
             seen[name] += 1
         self.note(collected=[item.nodeid for item in session.items])
         for n, items in enumerate(sorted(groups.values(), key=len, reverse=True)):
