@@ -8,12 +8,12 @@ from torch import Tensor
 from lineate.call import Inputs, Options
 from lineate.kernels.launching import ceil_div, start
 from lineate.kernels.portable.layout import clear_outside, find_slots
-
-CHUNK = 64
+from lineate.kernels.segments import CHUNK as CHUNK
+from lineate.kernels.segments import WHOLE, Cutting
 
 
 class Sequences(NamedTuple):
-    """Where the sequences and their chunks lie; see portable/layout.py, whose kernels call a sequence a text."""
+    """Where the sequences, their chunks and segments lie; the kernels of portable/layout.py call a sequence a text."""
 
     number: int
     slots: int
@@ -21,11 +21,31 @@ class Sequences(NamedTuple):
     bounds: Tensor | None
     first_slots: Tensor | None
     slot_sequences: Tensor | None
+    cutting: Cutting
+    segments: int
+    """The segments of every batch row; 1 for packed sequences, each of which has its own number."""
+    cuts: int
+    """The cuts between the segments of all sequences: an upper bound if sequences are packed."""
+    likely_cuts: int
+    """The cuts if packed sequences are equally long, by which the programs of a walk are chosen."""
+    first_cuts: Tensor | None = None
+    """`number + 1`: how many cuts the sequences before each one have; None if not packed, or without cuts."""
+    cut_sequences: Tensor | None = None
+    """`cuts`: the sequence of each cut, -1 if there are fewer."""
 
     @property
     def packed(self) -> bool:
         """Whether several sequences share one batch row."""
         return self.bounds is not None
+
+    def walks(self, map_only: bool, likely: bool = False) -> int:
+        """Return the segments of a walk, at most or likely: all before cuts and, unless it finds maps, the last."""
+        return (self.likely_cuts if likely else self.cuts) + (0 if map_only else self.number)
+
+    def places(self, t: int, map_only: bool) -> tuple[Tensor | int | None, ...]:
+        """Return what the kernels of a walk find its segments with: text_bounds and find_segment of layout.py."""
+        lasts = 0 if map_only else self.number
+        return self.bounds, self.first_slots, self.first_cuts, self.cut_sequences, t, lasts, self.segments
 
 
 def count_slots(t: int, sequences: int) -> int:
@@ -33,21 +53,31 @@ def count_slots(t: int, sequences: int) -> int:
     return (t + sequences * (CHUNK - 1)) // CHUNK
 
 
-def find_sequences(q: Tensor, cu_seqlens: Tensor | None) -> Sequences:
+def find_sequences(q: Tensor, cu_seqlens: Tensor | None, cutting: Cutting = WHOLE) -> Sequences:
     """Find the sequences: the batch rows, or those packed into one row. Nothing waits for the device."""
     b, t = q.shape[:2]
     if cu_seqlens is None:
-        return Sequences(b, b * count_slots(t, 1), None, None, None)
+        chunks = count_slots(t, 1)
+        segments = cutting.count_segments(chunks)
+        cuts = b * (segments - 1)
+        return Sequences(b, b * chunks, None, None, None, cutting, segments, cuts, cuts)
     count = cu_seqlens.shape[0] - 1
     slots = count_slots(t, count)
     given = cu_seqlens.to(q.device).contiguous()
     bounds, first_slots = (torch.empty(count + 1, dtype=torch.int64, device=q.device) for _ in range(2))
     slot_sequences = torch.empty(slots, dtype=torch.int64, device=q.device)
+    cuts = cutting.most_cuts(t, count)
+    first_cuts, cut_sequences = (
+        torch.empty(n, dtype=torch.int32, device=q.device) if cuts else None for n in (count + 1, cuts)
+    )
     with torch.cuda.device_of(q):
         start(find_slots, (ceil_div(slots, 64),))(
-            given, bounds, first_slots, slot_sequences, t, count, slots, BT=256, BS=64, C=CHUNK, num_warps=4
-        )
-    return Sequences(count, slots, bounds, first_slots, slot_sequences)
+            given, bounds, first_slots, slot_sequences, first_cuts, cut_sequences, t, count, slots, cuts, *cutting,
+            BT=256, BS=64, C=CHUNK, num_warps=4,
+        )  # fmt: skip
+    likely = count * (cutting.count_segments(ceil_div(t, max(count, 1) * CHUNK)) - 1)
+    places = bounds, first_slots, slot_sequences
+    return Sequences(count, slots, *places, cutting, 1, cuts, likely, first_cuts, cut_sequences)
 
 
 def clear(sequences: Sequences, t: int, *tensors: Tensor | None) -> None:
@@ -113,13 +143,14 @@ class Call(NamedTuple):
     @property
     def where(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
         """bounds, first_slots, slot_sequences and t, from which the kernels compute the tokens of a chunk."""
-        _, _, bounds, first_slots, slot_sequences = self.sequences
-        return bounds, first_slots, slot_sequences, self.sizes[0]
+        places = self.sequences
+        return places.bounds, places.first_slots, places.slot_sequences, self.sizes[0]
 
-    def part(self, rows: slice, tokens: slice) -> "Call":
-        """Return the same call on a slice of its rows and tokens; itself, if that is all of it."""
+    def part(self, rows: slice, tokens: slice, cutting: Cutting | None = None) -> "Call":
+        """Return this call on a slice of its rows and tokens, or cut in another way; itself, if nothing changes."""
         b, t = self.q.shape[:2]
-        if tokens == slice(0, t) and rows == slice(0, b):
+        cutting = self.sequences.cutting if cutting is None else cutting
+        if tokens == slice(0, t) and rows == slice(0, b) and cutting == self.sequences.cutting:
             return self
         log_decay, beta = (None if x is None else x[rows, tokens] for x in (self.gates.log_decay, self.gates.beta))
         q, k, v = (x[rows, tokens] for x in (self.q, self.k, self.v))
@@ -128,13 +159,13 @@ class Call(NamedTuple):
             k=k,
             v=v,
             gates=self.gates._replace(log_decay=log_decay, beta=beta),
-            sequences=find_sequences(q, self.sequences.bounds),
+            sequences=find_sequences(q, self.sequences.bounds, cutting),
             sizes=(q.shape[1], *self.sizes[1:]),
         )
 
 
-def make_call(inputs: Inputs, options: Options) -> Call:
-    """Return the call of these inputs; their state goes to the stages beside it."""
+def make_call(inputs: Inputs, options: Options, cutting: Cutting = WHOLE) -> Call:
+    """Return the call of these inputs, its sequences cut by this rule; their state goes to the stages beside it."""
     q, k, v, log_decay, beta, _, cu_seqlens, A_log, dt_bias = inputs
     log_decay, beta, A_log, dt_bias = (None if x is None else dense(x) for x in (log_decay, beta, A_log, dt_bias))
     return Call(
@@ -145,7 +176,7 @@ def make_call(inputs: Inputs, options: Options) -> Call:
             log_decay, beta, A_log, dt_bias,
             options.beta_scale, options.raw_decay, options.raw_beta, options.lower_bound,
         ),
-        find_sequences(q, cu_seqlens),
+        find_sequences(q, cu_seqlens, cutting),
         options.corrects,
         options.scale,
         options.normalize_qk,

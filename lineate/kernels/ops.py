@@ -44,7 +44,8 @@ def _forward(
     options = Options(corrects, scale, normalize_qk, CHUNK, beta_scale, raw_gates, lower_bound)
 
     def run() -> None:
-        call = make_call(Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias), options)
+        inputs = Inputs(q, k, v, log_decay, beta, None, cu_seqlens, A_log, dt_bias)
+        call = make_call(inputs, options, kernels.cutting_of(q, v, "forward"))
         clear(call.sequences, q.shape[1], output)
         kernels.forward(call, state, output, final, states if keep else None)
 
@@ -92,7 +93,7 @@ def _backward(
 
     def run() -> None:
         dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
-        call = make_call(inputs, options)
+        call = make_call(inputs, options, kernels.cutting_of(q, v, "backward"))
         outside = call.gates_outside  # their gradients come after those of log_decay and beta
         if outside and raw_decay:
             dlog_decay = dlog_decay.new_empty(dlog_decay.shape, dtype=torch.float32)

@@ -16,15 +16,15 @@ from lineate.call import Inputs, Options, Slots
 from lineate.kernels.architectures import architecture_of, stages_for
 from lineate.kernels.call import CHUNK, Call, Gates, aligned
 from lineate.kernels.launching import ceil_div, compile_only, multiprocessors
+from lineate.kernels.segments import WHOLE, Cutting, cut_backward, cut_forward
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, RawGradients, Stages
-
-# A walk of fewer chunks is not worth cutting, and no segment has fewer than these.
-LEAST_CHUNKS = 256
-LEAST_SEGMENT = 32
 
 # What the backward of one slice of the tokens may keep of states alone; its other buffers are about as large. Smaller
 # slices save memory, but each is a dozen launches of some 100 us of the host's time.
 SLICE_BYTES = 2**28
+
+CUTS = {"forward": cut_forward, "backward": cut_backward}
+"""The rules by which sequences are cut, from the programs of an uncut walk and the device's multiprocessors."""
 
 COMPILED: set[tuple[object, ...]] = set()
 """The kinds of calls whose kernels compile_ahead has compiled."""
@@ -88,77 +88,83 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
     call = stages.call
     if not call.q.is_cuda or torch.cuda.is_current_stream_capturing():
         return
-    segments = count_own_segments(stages)
+    back = cutting_of(call.q, call.v, "backward") if keep else WHOLE
     kind = (
         *((None if x is None else (x.device, x.dtype, *x.shape[2:])) for x in (call.q, call.v, *call.gates.tensors)),
         call.gates.raw_decay, call.gates.raw_beta, call.gates.lower_bound is None, call.corrects, call.normalize_qk,
-        call.sequences.packed, stages.variant(segments), segments > 1, keep,
+        call.sequences.packed, stages.variant(), call.sequences.cuts > 0, _is_cut(call, back), keep,
     )  # fmt: skip
     if kind in COMPILED:
         return
     COMPILED.add(kind)
-    # A few tokens select the same kernels as many; a call that is cut into segments needs enough tokens to be cut.
-    part = call.part(slice(0, call.q.shape[0]), slice(0, CHUNK if segments == 1 else CHUNK * LEAST_CHUNKS))
+
+    def some(cutting: Cutting) -> Call:
+        """Return the call on a few tokens, which select the same kernels if they are enough to be cut as well."""
+        tokens = CHUNK * (cutting.enough(ceil_div(call.q.shape[1], CHUNK)) if _is_cut(call, cutting) else 1)
+        return call.part(slice(0, call.q.shape[0]), slice(0, min(tokens, call.q.shape[1])), cutting)
 
     def both() -> None:
+        part = some(call.sequences.cutting)
         output, final = torch.empty_like(part.v, memory_format=torch.contiguous_format), torch.empty_like(state)
-        states = output.new_empty(part.sequences.slots, *part.v.shape[2:], part.q.shape[3]) if keep else None
-        _forward(stages_for(part), state, output, final, states)
-        if states is not None:
-            backward(part, output, final, states, empty_gradients(part, final))
+        _forward(stages_for(part), state, output, final, _room_for_states(part) if keep else None)
+        if keep:
+            part = some(back)
+            backward(part, torch.empty_like(part.v), final, _room_for_states(part), empty_gradients(part, final))
 
     with suppress(torch.OutOfMemoryError):
         compile_only(both)
 
 
 def _forward(stages: Stages, state: Tensor, output: Tensor, final: Tensor, states: Tensor | None) -> None:
-    segments = count_own_segments(stages)
-    ready = stages.prepare(stages.made_in_walk(segments, states is not None))
-    if segments > 1:
-        maps = _room_for_maps(stages.call, segments)
-        stages.walk_forward(ready, ForwardWalk(segments, None, None, maps, None))
-        state = stages.chain_segments(maps, state, segments, reverse=False)
-    stages.walk_forward(ready, ForwardWalk(segments, state, output, final, states))
+    ready = stages.prepare(stages.made_in_walk(states is not None))
+    inner = None
+    if stages.call.sequences.cuts:
+        maps = _room_for_maps(stages.call)
+        stages.walk_forward(ready, ForwardWalk(state, None, None, maps, None))
+        inner = stages.chain_segments(maps)
+    stages.walk_forward(ready, ForwardWalk(state, inner, output, final, states))
 
 
 def _backward(stages: Stages, doutput: Tensor, dfinal: Tensor, states: Tensor, grads: Gradients) -> None:
     """Fill the gradients of one slice."""
     ready = stages.prepare(for_backward=True)
     dstates = torch.empty_like(states)
-    segments = count_own_segments(stages)
-    if segments > 1:
-        maps = _room_for_maps(stages.call, segments)
-        stages.walk_backward(ready, BackwardWalk(segments, doutput, None, None, maps, None))
-        dfinal = stages.chain_segments(maps, dfinal, segments, reverse=True)
-    stages.walk_backward(ready, BackwardWalk(segments, doutput, dfinal, grads.v, grads.state, dstates))
+    inner = None
+    if stages.call.sequences.cuts:
+        maps = _room_for_maps(stages.call)
+        stages.walk_backward(ready, BackwardWalk(doutput, dfinal, None, None, maps, None))
+        inner = stages.chain_segments(maps)
+    stages.walk_backward(ready, BackwardWalk(doutput, dfinal, inner, grads.v, grads.state, dstates))
     stages.gradients(ready, Around(doutput, states, dstates), grads)
 
 
-def count_own_segments(stages: Stages) -> int:
-    """Return into how many segments the walks of a call are cut.
+def cutting_of(q: Tensor, v: Tensor, way: str) -> Cutting:
+    """Return how the sequences of a call are cut for a walk forward or backward.
 
-    Packed sequences are never cut, because the cuts would depend on the other sequences. Calls with wide keys are not
-    cut either, because their maps are too large.
+    Calls with wide keys are not cut, because their maps are too large.
     """
-    call = stages.call
+    stages = architecture_of(q.device)
+    if q.shape[3] > stages.widest_chain:
+        return WHOLE
+    return CUTS[way](v.shape[2] * ceil_div(v.shape[3], stages.walk_columns), multiprocessors(q.device))
+
+
+def _is_cut(call: Call, cutting: Cutting) -> bool:
+    """Whether a sequence of the call may be cut by this rule."""
+    t, sequences = call.q.shape[1], call.sequences
+    return cutting.most_cuts(t, sequences.number if sequences.packed else 1) > 0
+
+
+def _room_for_maps(call: Call) -> Tensor:
+    """Return room for the affine maps of the segments before each cut, `cut hv k (v + k)`."""
     _, _, hv, K, V = call.sizes
-    if call.sequences.packed or stages.widest_chain < K:
-        return 1
-    chunks = call.sequences.slots // call.sequences.number
-    programs = hv * ceil_div(V, stages.walk_columns)
-    return count_segments(chunks, programs, multiprocessors(call.q.device))
+    return call.v.new_empty(call.sequences.cuts, hv, K, V + K, dtype=torch.float32)
 
 
-def count_segments(chunks: int, programs: int, processors: int) -> int:
-    """Return the segments of a walk over `chunks` by `programs` programs a sequence, whatever else is in the batch."""
-    wanted = processors // max(programs, 1)
-    return 1 if chunks < LEAST_CHUNKS or wanted < 3 else min(wanted, chunks // LEAST_SEGMENT)
-
-
-def _room_for_maps(call: Call, segments: int) -> Tensor:
-    """Return room for the affine maps of the segments, `pair segment k (v + k)`."""
+def _room_for_states(call: Call) -> Tensor:
+    """Return room for the states that enter each chunk, `slot hv v k`."""
     _, _, hv, K, V = call.sizes
-    return call.v.new_empty(call.sequences.number * hv, segments, K, V + K, dtype=torch.float32)
+    return call.v.new_empty(call.sequences.slots, hv, V, K)
 
 
 def empty_gradients(call: Call, dstate: Tensor) -> Gradients:
@@ -185,7 +191,7 @@ def _slices(stages: Stages, states: Tensor) -> Iterator[tuple[slice, slice]]:
     call = stages.call
     b, t = call.q.shape[:2]
     everything = slice(0, b), slice(0, t)
-    if call.sequences.packed or (b == 1 and count_own_segments(stages) > 1):
+    if call.sequences.packed or (b == 1 and call.sequences.cuts):
         yield everything  # slices would be cut into other segments
         return
     count = max(1, ceil_div(states.numel() * states.element_size(), SLICE_BYTES))

@@ -7,8 +7,9 @@
                 gradients: those of every chunk at once
     decode      a few tokens in one launch, the state updated in place
 
-A long walk may be cut into segments that run side by side (portable/split.py): a walk without values first finds the
-affine map of each segment, and chain_segments the states between them.
+A long walk may be cut into segments that run side by side (segments.py, portable/split.py): a walk without an output
+first finds the affine map of each segment, and chain_segments the states at the cuts between them. Backwards, segments
+and cuts are numbered from the end of a sequence.
 
 A folder implements `Stages`: portable/ in Triton, for every device; hopper/ in Gluon, for compute capability 9.0.
 Whatever depends on a call's dtype or sizes is decided inside the folder.
@@ -71,12 +72,13 @@ class Prepared(NamedTuple):
 class ForwardWalk(NamedTuple):
     """The tensors that a forward walk reads and fills. Without an output it finds the maps of the segments."""
 
-    segments: int
-    starts: Tensor | None
-    """`pair segment k v`: the state entering each segment; a pair is a sequence and a value head."""
+    outer: Tensor
+    """`sequence hv k v`: the state before each sequence."""
+    inner: Tensor | None
+    """`cut hv k v`: the state at each cut; None for maps, and if no sequence is cut."""
     output: Tensor | None
     final: Tensor
-    """`pair k v`; for maps, `pair segment k (v + k)`."""
+    """`sequence hv k v`; for maps, `cut hv k (v + k)`."""
     states: Tensor | None
     """`slot hv v k`: gets the state entering each chunk, if given."""
 
@@ -89,14 +91,15 @@ class ForwardWalk(NamedTuple):
 class BackwardWalk(NamedTuple):
     """The tensors that a backward walk reads and fills. Without dvalues it finds the maps of the segments."""
 
-    segments: int
     doutput: Tensor
-    ends: Tensor | None
-    """`pair segment k v`: dS behind each segment."""
+    outer: Tensor
+    """`sequence hv k v`: dS behind each sequence."""
+    inner: Tensor | None
+    """`cut hv k v`: dS at each cut; None for maps, and if no sequence is cut."""
     dvalues: Tensor | None
     """Gets X, or dV if the rule only accumulates."""
     dstart: Tensor
-    """`pair k v`: dS before the first chunk; for maps, `pair segment k (v + k)`."""
+    """`sequence hv k v`: dS before the first chunk; for maps, `cut hv k (v + k)`."""
     dstates: Tensor | None
     """`slot hv v k`: gets the dS that left each chunk."""
 
@@ -155,10 +158,10 @@ class Stages(Protocol):
     def runs_on(device: torch.device) -> bool:
         """Whether these stages run on the device."""
 
-    def variant(self, segments: int) -> tuple[object, ...]:
+    def variant(self) -> tuple[object, ...]:
         """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
 
-    def made_in_walk(self, segments: int, keep: bool) -> InWalk:
+    def made_in_walk(self, keep: bool) -> InWalk:
         """Return what the forward walk makes itself. keep: whether it keeps the states."""
 
     def prepare(self, in_walk: InWalk = InWalk.NOTHING, for_backward: bool = False) -> Prepared:
@@ -170,8 +173,8 @@ class Stages(Protocol):
     def walk_backward(self, ready: Prepared, walk: BackwardWalk) -> None:
         """Go from the last chunk to the first and fill what the walk names."""
 
-    def chain_segments(self, maps: Tensor, outer: Tensor, segments: int, reverse: bool) -> Tensor:
-        """Return the states between the segments, `pair segment k v`, from the maps and the outer state."""
+    def chain_segments(self, maps: Tensor) -> Tensor:
+        """Return the states at the cuts, `cut hv k v`, from the maps of the segments before them."""
 
     def gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
         """Fill the gradients of every chunk's inputs. grads.v holds what the backward walk left in dvalues."""

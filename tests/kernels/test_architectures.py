@@ -22,10 +22,22 @@ pytest.importorskip("triton")
 architectures = importlib.import_module("lineate.kernels.architectures")
 launching = importlib.import_module("lineate.kernels.launching")
 pipeline = importlib.import_module("lineate.kernels.pipeline")
+segments = importlib.import_module("lineate.kernels.segments")
 hopper = importlib.import_module("lineate.kernels.hopper.stages")
 portable = importlib.import_module("lineate.kernels.portable.stages")
 
 CPU = torch.device("cpu")
+FORWARD = {
+    2: {1: 1, 2: 4, 4: 8, 8: 16, 16: 32, 32: 32, 64: 32, 128: 32},
+    4: {1: 1, 2: 4, 4: 8, 8: 16, 16: 16, 32: 32, 64: 32, 128: 32},
+    8: {1: 1, 2: 1, 3: 6, 4: 8, 8: 8, 16: 16, 32: 16, 64: 16, 128: 16},
+    16: {1: 1, 2: 1, 4: 1, 6: 4, 8: 8, 16: 8, 32: 8, 64: 8, 128: 8},
+    20: {8: 1, 16: 4, 128: 4},
+    24: {8: 1, 64: 1, 128: 4},
+    32: {8: 1, 64: 1, 128: 3},
+    48: {1: 1, 2: 1, 4: 1, 8: 1, 16: 1, 32: 1, 64: 1, 128: 1},
+}
+"""The segments of a sequence on an H200, by its value heads of 128 and its thousands of tokens."""
 
 
 @pytest.fixture
@@ -47,9 +59,27 @@ def test_a_cpu_gets_the_portable_stages():
 
 def test_decisions_in_the_interpreter_are_those_of_an_h200():
     assert launching.multiprocessors(CPU) == 132
-    assert pipeline.count_segments(256, 44, 132) == 3
-    assert pipeline.count_segments(255, 1, 132) == pipeline.count_segments(256, 45, 132) == 1
-    assert pipeline.count_segments(256, 1, 132) == 8
+    backward = segments.cut_backward(44, 132)
+    assert backward.count_segments(256) == 3 and backward.count_segments(255) == 1
+    assert segments.cut_backward(1, 132).count_segments(256) == 8 and segments.cut_backward(45, 132) == segments.WHOLE
+
+
+@pytest.mark.parametrize("heads", FORWARD)
+def test_where_a_forward_walk_is_cut(heads):
+    """The segments of a lone sequence on an H200, by its value heads of 128 and its thousands of tokens."""
+    cutting = segments.cut_forward(2 * heads, 132)
+    found = {t: cutting.count_segments(16 * t) for t in FORWARD[heads]}
+    assert found == FORWARD[heads]
+    assert cutting.count_segments(cutting.shortest - 1) == 1
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 16, 33])
+def test_more_chunks_never_mean_fewer_segments(heads):
+    """Slices of a sequence that is not cut are not cut either."""
+    for cutting in (segments.cut_forward(2 * heads, 132), segments.cut_backward(2 * heads, 132)):
+        counts = [cutting.count_segments(chunks) for chunks in range(1, 3000)]
+        assert counts == sorted(counts)
+        assert all(count == 1 or chunks // count >= cutting.least for chunks, count in enumerate(counts, 1))
 
 
 @interpreted
@@ -117,15 +147,20 @@ GLUON = {
         ["channel_scores", "forward_state"],
         ["channel_scores", "backward_state", "channel_gradients"],
     ],
-    GATED_DELTA: [["head_scores", "forward_state"], ["head_scores", "backward_state", "head_gradients"]],
+    GATED_DELTA: [
+        ["head_scores", "invert_wild", "forward_state"],
+        ["head_scores", "invert_wild", "backward_state", "head_gradients"],
+    ],
     KIMI_DELTA: [["channel_scores", "forward_state"], ["channel_scores", "backward_state", "channel_gradients"]],
 }
 
 
-def launch_all(row: Row, inputs: dict[str, Tensor], found: Launches) -> list[list[tuple[str, str]]]:
+def launch_all(
+    row: Row, inputs: dict[str, Tensor], found: Launches, cutting: object = segments.WHOLE
+) -> list[list[tuple[str, str]]]:
     """Return the launches of a call and its backward."""
     calls, kernels = importlib.import_module("lineate.call"), importlib.import_module("lineate.kernels.call")
-    call = kernels.make_call(calls.Inputs(**inputs), calls.Options(row.corrects, 1.0))
+    call = kernels.make_call(calls.Inputs(**inputs), calls.Options(row.corrects, 1.0), cutting)
     state, (output, final) = inputs["state"], (torch.empty_like(inputs[name]) for name in ("v", "state"))
     states = call.v.new_empty(call.sequences.slots, *call.v.shape[2:], call.q.shape[3])
     grads = pipeline.empty_gradients(call, final)
@@ -141,6 +176,17 @@ def test_hopper_launches_its_own_kernels(row, launches):
     inputs = convert(draw(row, Shape(12, 10, 12, 12, 128, 128)), torch.bfloat16)
     made = [[name for folder, name in part if folder == "hopper"] for part in launch_all(row, inputs, launches)]
     assert made == GLUON[row]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+def test_hopper_launches_a_walk_for_maps_and_a_chain_before_the_walk_of_segments(row, packed, launches):
+    inputs = convert(draw(row, Shape(1, 400, 2, 2, 128, 128), texts=2 if packed else None), torch.bfloat16)
+    inputs["cu_seqlens"] = torch.tensor([0, 330, 400]) if packed else None
+    forward, backward = launch_all(row, inputs, launches, segments.Cutting(4, 3, 3, 1))
+    assert forward[-3:] == [("hopper", "forward_state"), ("portable", "chain"), ("hopper", "forward_state")]
+    walks = [("portable", "backward_state"), ("portable", "chain"), ("hopper", "backward_state")]
+    assert [x for x in backward if x[1] in ("backward_state", "chain")] == walks
 
 
 @pytest.mark.parametrize("row", GLUON, ids=str)

@@ -1,5 +1,7 @@
 """Long sequences are cut into segments that run in parallel, and their backward into slices that run in turn."""
 
+import importlib
+
 import half
 import pytest
 import torch
@@ -12,18 +14,34 @@ from cases import (
     ROWS,
     Inputs,
     Result,
+    Row,
     _condition,
     assert_same_bits,
     assert_within,
+    bounds,
     convert,
     draw,
     errors,
     relative_error,
+    same_bits,
 )
 from few import few
-from paths import GPU_ONLY, ONE_EACH, PATHS
+from paths import BF16, GPU_ONLY, ONE_EACH, PATHS, Path
 from raw_gates import check_fused, raw_inputs
-from rule_kernels import CHUNK, LEAN, MODEL, check, differentiate, loss_of, native_term, on_gpu, row_results, run, sized
+from rule_kernels import (
+    CHUNK,
+    LEAN,
+    MODEL,
+    check,
+    differentiate,
+    loss_of,
+    native_term,
+    on_gpu,
+    packed_inputs,
+    row_results,
+    run,
+    sized,
+)
 from torch import Tensor
 
 import lineate
@@ -31,25 +49,41 @@ import lineate
 
 @pytest.fixture
 def cuts(monkeypatch):
-    """Return a function that sets how many segments a walk has, and how many bytes of states a slice may have."""
+    """Return a function that sets how walks are cut, and how many bytes of states a slice may have."""
     chunkwise = pytest.importorskip("lineate.kernels.pipeline")
+    tape = importlib.import_module("lineate.kernels.tape")
+    Cutting = importlib.import_module("lineate.kernels.segments").Cutting
 
-    def set_cuts(segments: object = None, slice_bytes: int | None = None) -> None:
-        if segments is not None:
-            monkeypatch.setattr(chunkwise, "count_segments", lambda chunks, *_: segments(chunks))
+    def set_cuts(cutting: tuple[int, int, int, int] | None = None, slice_bytes: int | None = None) -> None:
+        tape.forget_tapes()
+        if cutting is not None:
+            for way in ("forward", "backward"):
+                monkeypatch.setitem(chunkwise.CUTS, way, lambda *_: Cutting(*cutting))
         if slice_bytes is not None:
             monkeypatch.setattr(chunkwise, "SLICE_BYTES", slice_bytes)
 
-    return set_cuts
+    yield set_cuts
+    tape.forget_tapes()
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row", few(ROWS, (GATED_LINEAR_CHANNEL, GATED_DELTA)), ids=str)
 def test_segments(row, path, cuts):
-    """Two segments of two chunks, and one of none, give the same results within the same budget."""
-    cuts(segments=lambda chunks: min(3, chunks))
+    """Two segments of one chunk, and one of two, give the same results within the same budget."""
+    cuts((3, 3, 3, 1))
     shape = sized(path, LEAN, MODEL)._replace(t=3 * CHUNK + 5)
     check(row, convert(draw(row, shape, "reset -50" if row.decay != "none" else "ordinary"), path.dtype), path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row", few(ROWS, (KIMI_DELTA, GATED_DELTA)), ids=str)
+def test_segments_of_packed_sequences(row, path, cuts):
+    """Sequences without tokens, too short to be cut, of two segments and of three, in one row."""
+    cuts((2, 2, 3, 1) if path.device == "cpu" else (2, 3, 4, 1))
+    texts = (0, 70, 30, 129, 0) if path.device == "cpu" else (0, 70, 30, 129, 0, 1, 3 * CHUNK, 9 * CHUNK + 5, 0)
+    inputs = packed_inputs(row, path, texts, LEAN)
+    got = check(row, inputs, path, cu_seqlens=bounds(texts))
+    assert same_bits(got.state[:1], inputs["state"][:1])
 
 
 @pytest.mark.parametrize("path", ONE_EACH)
@@ -84,9 +118,93 @@ def test_batch_company_never_changes_where_a_row_is_cut(row, path, cuts):
     shape = sized(path, LEAN)._replace(b=2, t=4 * CHUNK - 3)
     inputs = convert(draw(row, shape), path.dtype)
     size = 4 if path.dtype == torch.float32 else 2
-    cuts(segments=lambda chunks: max(1, chunks // 2), slice_bytes=2 * shape.hv * shape.k * shape.v * size)
+    cuts((4, 2, 2, 2), slice_bytes=2 * shape.hv * shape.k * shape.v * size)
     together = row_results(row, inputs, path, [0, 1])
     assert_same_bits(row_results(row, inputs, path, [1])[0], together[1])
+
+
+def each_sequence(row: Row, parts: list[Inputs], path: Path, packed: bool) -> list[Result]:
+    """Run these sequences in one call, packed or as rows, and take the results apart; the loss is the sum of all."""
+    lengths = [x["q"].shape[1] for x in parts]
+    joined = {n: torch.cat([x[n] for x in parts], 1 if packed and n != "state" else 0) for n in parts[0]}
+    leaves = {n: x.to(path.device).requires_grad_() for n, x in joined.items()}
+    options = {"cu_seqlens": bounds(tuple(lengths)).to(path.device)} if packed else {}
+    output, state = row.op(**leaves, **options, form="chunkwise", backend="triton")
+    grads = torch.autograd.grad(output.double().sum() + state.double().sum(), list(leaves.values()))
+
+    def take(x: Tensor, which: int, name: str = "") -> Tensor:
+        if name == "state" or not packed:
+            return x[which : which + 1].detach().cpu()
+        return x[:, sum(lengths[:which]) : sum(lengths[: which + 1])].detach().cpu()
+
+    return [
+        Result(take(output, i), take(state, i, "state"), {n: take(x, i, n) for n, x in zip(leaves, grads, strict=True)})
+        for i in range(len(parts))
+    ]
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("row", few([GATED_LINEAR_CHANNEL, GATED_DELTA, KIMI_DELTA], (GATED_DELTA,)), ids=str)
+def test_a_cut_sequence_has_the_same_bits_alone_in_a_batch_and_packed(row, path, cuts):
+    cuts((3, 2, 4, 1))
+    shape = sized(path, LEAN)
+    lengths = (70, 3 * CHUNK + 5, 1, 2 * CHUNK + 1) if path.device == "cpu" else (70, 3 * CHUNK + 5, 1, 9 * CHUNK, 300)
+    parts = [convert(draw(row, shape._replace(b=1, t=t, h=shape.h)), path.dtype) for t in lengths]
+    packed = each_sequence(row, parts, path, packed=True)
+    rows = each_sequence(row, [parts[1], parts[1]], path, packed=False)
+    for which in (1, 3):
+        alone = each_sequence(row, [parts[which]], path, packed=False)[0]
+        assert_same_bits(packed[which], alone, which)
+    assert_same_bits(rows[1], packed[1])
+    assert_same_bits(each_sequence(row, [parts[1], parts[0]], path, packed=True)[0], packed[1])
+
+
+RULES = [(2, 2, 3, 1), (4, 2, 2, 2), (3, 3, 3, 1), (64, 8, 16, 8), (1000, 4, 9, 2)]
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("lengths", [(64 * 64, 0, 63, 64 * 256 - 1), (1,) * 300 + (700, 3), (5000,)], ids=len)
+def test_the_device_cuts_by_the_same_rule_as_the_host(lengths, rule, path):
+    kernels, segments = (importlib.import_module(f"lineate.kernels.{name}") for name in ("call", "segments"))
+    cutting = segments.Cutting(*rule)
+    drawn = torch.zeros(1, sum(lengths), 1, 1, device=path.device)
+    found = kernels.find_sequences(drawn, bounds(lengths).to(path.device), cutting)
+    cuts = [cutting.count_segments(-(-t // CHUNK)) - 1 for t in lengths]
+    assert sum(cuts) <= found.cuts
+    if found.cuts:
+        ends = torch.tensor([0, *cuts]).cumsum(0)
+        assert found.first_cuts.tolist() == ends.tolist()
+        owners = [which for which, count in enumerate(cuts) for _ in range(count)]
+        assert found.cut_sequences.tolist() == owners + [-1] * (found.cuts - len(owners))
+
+
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("wrong", [(0, 400, 100, 250), (100, 500), (0, 0, 0), (-5, 300)], ids=str)
+def test_wrong_bounds_make_no_cut_outside_of_the_tokens(wrong, path):
+    kernels, segments = (importlib.import_module(f"lineate.kernels.{name}") for name in ("call", "segments"))
+    cutting = segments.Cutting(2, 3, 3, 1)
+    drawn = torch.zeros(1, 300, 1, 1, device=path.device)
+    found = kernels.find_sequences(drawn, torch.tensor(wrong, device=path.device), cutting)
+    lengths = found.bounds.diff().tolist()
+    cuts = [cutting.count_segments(-(-t // CHUNK)) - 1 for t in lengths]
+    assert found.first_cuts.diff().tolist() == cuts and sum(cuts) <= found.cuts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
+def test_company_never_changes_the_bits_of_a_long_sequence(row):
+    """8 value heads are cut from 4096 tokens on; the second and third call of a form record and replay its launches."""
+    shape = MODEL._replace(b=1, h=4, hv=8)
+    parts = [convert(draw(row, shape._replace(t=t)), torch.bfloat16) for t in (8000, 100, 4100, 1)]
+    packed = [each_sequence(row, parts, BF16, packed=True) for _ in range(3)]
+    for which in (0, 2):
+        alone = [each_sequence(row, [parts[which]], BF16, packed=False)[0] for _ in range(3)]
+        for each in (*packed[1:], packed[0]):
+            assert_same_bits(each[which], alone[0], which)
+        assert_same_bits(alone[2], alone[0], which)
+    together = each_sequence(row, [parts[2]] * 3, BF16, packed=False)
+    assert_same_bits(together[1], packed[0][2])
 
 
 @pytest.mark.parametrize("path", GPU_ONLY[:2])

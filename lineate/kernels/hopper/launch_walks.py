@@ -14,15 +14,22 @@ def _box_rows(K: int, channel: bool) -> int:
     return 8 if not channel else 4 if K == 128 else 2
 
 
-def forward_block(call: Call, segments: int) -> int:
-    """Return the value columns of a program of the forward walk: 128 if that still gives enough programs."""
+def forward_block(call: Call, map_only: bool = False) -> int:
+    """Return the value columns of a program of the forward walk: 64, or 128 if the device cannot run those at once.
+
+    Of programs with 64 columns, a multiprocessor has room for one; for two if they find maps.
+    """
     _, _, hv, K, V = call.sizes
-    programs = call.sequences.number * hv * segments
-    return 128 if V % 128 == 0 and K % 128 == 0 and programs >= multiprocessors(call.q.device) else 64
+    programs = call.sequences.walks(map_only, likely=True) * hv * ((V + K if map_only else V) // 64)
+    at_once = multiprocessors(call.q.device) * (2 if map_only else 1)
+    return 128 if V % 128 == 0 and K % 128 == 0 and programs > at_once else 64
 
 
 def forward_bytes(call: Call, block: int, stages: int, outs: int, keep: bool, scores: bool) -> int:
-    """Return the bytes of shared memory of a program of the forward walk with these stages and buffers of output."""
+    """Return the bytes of shared memory of a program of the forward walk with these stages and buffers of output.
+
+    One that finds maps needs less.
+    """
     K, channel, corrects = call.sizes[3], call.channel, call.corrects
     tiles = K * (3 if channel and corrects else 2) + block + 64 * (corrects + (not scores))
     rows = _box_rows(K, channel)
@@ -41,9 +48,9 @@ def forward_buffers(call: Call, block: int, keep: bool, scores: bool) -> tuple[i
 def walks_whole(call: Call) -> bool:
     """Whether one launch (whole.py) makes scores, inverse, state and output: where it takes the call and is faster."""
     _, _, hv, K, V = call.sizes
-    programs = call.sequences.number * hv * V // 128
-    fills = 2 * programs > multiprocessors(call.q.device)
-    return K == 128 and V % 128 == 0 and fills and not call.normalize_qk
+    pairs = call.sequences.number * hv
+    fills = 2 * pairs * V // 128 > multiprocessors(call.q.device)
+    return K == 128 and V % 128 == 0 and fills and pairs < 2**16 and not call.normalize_qk
 
 
 def walk_whole(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
@@ -55,7 +62,7 @@ def walk_whole(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
         describe_rows(q, K), describe_rows(k, K), describe_rows(v, 128),
         describe(ready.factors, ready.factors.numel() // 64, 64, 64, [_box_rows(K, False), 64]), ready.factors,
         describe(output, q.shape[0] * t, hv * V, hv * V, [64, 64]),
-        walk.starts, walk.final, output, sequences.bounds, sequences.first_slots, t,
+        walk.outer, walk.final, output, sequences.bounds, sequences.first_slots, t,
         q.stride(2), k.stride(2), v.stride(2), call.scale,
         HV=hv, R=hv // q.shape[2], V=V, GATED=call.gates.log_decay is not None, NORMALIZE=call.normalize_qk,
         PACKED=sequences.packed, SCORE_REGISTERS=120, COLUMN_REGISTERS=184, num_warps=4,
@@ -68,7 +75,7 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     q, k, w, v, P, T = ready.q, ready.k, ready.w, call.v, ready.P, ready.T
     sequences, channel, corrects, output, states = call.sequences, call.channel, call.corrects, walk.output, walk.states
     scores = P is None and not walk.map_only
-    block = forward_block(call, walk.segments)
+    block = forward_block(call, walk.map_only)
     stages, outs = forward_buffers(call, block, states is not None, scores)
 
     P_tiles = describe_rows(q, 64) if P is None else describe_squares(P)  # (of q, only the layout is used)
@@ -76,7 +83,7 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     tokens = q.shape[0] * t
     output_tiles = P_tiles if output is None else describe(output, tokens, hv * V, hv * V, [64, block])
     columns = V + K if walk.map_only else V
-    start(forward_state, (columns // block, sequences.number * hv, walk.segments))(
+    start(forward_state, (columns // block * hv * sequences.walks(walk.map_only),))(
         describe_rows(q, K),
         k_tiles,
         describe_rows(w, K) if channel and corrects else k_tiles,
@@ -86,7 +93,7 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
         describe(ready.factors, ready.factors.numel() // 64, 64, 64, [_box_rows(K, channel), 64]),
         output_tiles,
         output_tiles if states is None else describe(states, sequences.slots * hv * V, K, K, [block, K]),
-        walk.starts, walk.final, output, sequences.bounds, sequences.first_slots, t, walk.segments,
+        walk.outer, walk.inner, walk.final, output, *sequences.places(t, walk.map_only),
         q.stride(2), k.stride(2), v.stride(2), call.scale,
         HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
         CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=walk.map_only, PACKED=sequences.packed,
@@ -94,10 +101,10 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     )  # fmt: skip
 
 
-def backward_block(call: Call, segments: int) -> int:
+def backward_block(call: Call) -> int:
     """Return the value columns of a program of the backward walk: 64, or 128 if the device cannot run those at once."""
     _, _, hv, _, V = call.sizes
-    walks = call.sequences.number * hv * segments
+    walks = call.sequences.walks(map_only=False, likely=True) * hv
     return 128 if V % 128 == 0 and V // 64 * walks > multiprocessors(call.q.device) else 64
 
 
@@ -123,14 +130,14 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
     q, w, P, T = ready.q, ready.w, ready.P, ready.T
     sequences, channel, corrects = call.sequences, call.channel, call.corrects
     assert P is not None and walk.dvalues is not None and walk.dstates is not None
-    block = backward_block(call, walk.segments)
+    block = backward_block(call)
     stages, others, early, outs = backward_buffers(call, block)
     tokens = q.shape[0] * t
 
     P_tiles = describe_squares(P)
     k = ready.k if corrects or not channel else w
     k_tiles = describe_rows(k, K)
-    start(backward_state, (V // block, sequences.number * hv, walk.segments))(
+    start(backward_state, (V // block * hv * sequences.walks(map_only=False),))(
         describe_rows(q, K),
         k_tiles,
         describe_rows(w, K) if channel and corrects else k_tiles,
@@ -140,7 +147,7 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
         describe(walk.doutput, tokens, hv * V, hv * V, [64, block]),
         describe(walk.dvalues, tokens, hv * V, hv * V, [64, block]),
         describe(walk.dstates, sequences.slots * hv * V, K, K, [block, 64]),
-        ready.factors, walk.ends, walk.dstart, walk.dvalues, sequences.bounds, sequences.first_slots, t, walk.segments,
+        ready.factors, walk.outer, walk.inner, walk.dstart, walk.dvalues, *sequences.places(t, map_only=False),
         q.stride(2), k.stride(2),
         HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OTHERS=others, EARLY=early, OUTS=outs,
         CHANNEL=channel, CORRECTS=corrects, PACKED=sequences.packed, num_warps=block // 16,

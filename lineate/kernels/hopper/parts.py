@@ -40,8 +40,30 @@ def _half(ring, stage, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _segment(text, segment, bounds, first_slots, t, segments, PACKED: gl.constexpr):
-    """Return a sequence's first token, length and first slot, and this segment's chunks, from begin to end."""
+def _segment(item, first_cuts, cut_texts, lasts, segments, CUT: gl.constexpr, PACKED: gl.constexpr):
+    """Return what find_segment of layout.py returns. Unless CUT, no sequence is cut."""
+    text = item
+    segment = 0
+    first_cut = 0
+    if CUT:
+        cut = item - lasts
+        if PACKED:
+            text = gl.where(cut < 0, item, gl.load(cut_texts + cut, mask=cut >= 0, other=0))
+            there = text >= 0
+            first_cut = gl.load(first_cuts + text, mask=there, other=0)
+            segments = gl.load(first_cuts + text + 1, mask=there, other=0) - first_cut + 1
+        else:
+            text = gl.where(cut < 0, item, cut // (segments - 1))
+            first_cut = text * (segments - 1)
+        segment = gl.where(cut < 0, segments - 1, cut - first_cut)
+    else:
+        segments = 1
+    return text, segment, segments, first_cut
+
+
+@gluon.jit
+def _text_bounds(text, bounds, first_slots, t, PACKED: gl.constexpr):
+    """Return what text_bounds of layout.py returns, in 32 bits."""
     if PACKED:
         start = gl.load(bounds + text).to(gl.int32)
         length = gl.load(bounds + text + 1).to(gl.int32) - start
@@ -50,10 +72,7 @@ def _segment(text, segment, bounds, first_slots, t, segments, PACKED: gl.constex
         start = text * t
         length = t
         slot = text * ((t + 63) // 64)
-    chunks = (length + 63) // 64
-    per_segment = (chunks + segments - 1) // segments
-    begin = segment * per_segment
-    return start, length, slot, begin, gl.minimum(begin + per_segment, chunks)
+    return start, length, slot
 
 
 @gluon.jit

@@ -1,11 +1,14 @@
 """The stages for compute capability 9.0: Gluon kernels for the calls they support, portable ones for all others."""
 
 import torch
+from torch import Tensor
 
 from lineate.kernels.call import Call
 from lineate.kernels.hopper import launch_gradients, launch_scores, launch_walks
+from lineate.kernels.launching import multiprocessors
 from lineate.kernels.portable import launch_gradients as portable_gradients
 from lineate.kernels.portable import launch_scores as portable_scores
+from lineate.kernels.portable import launch_walks as portable_walks
 from lineate.kernels.portable.stages import PortableStages
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, InWalk, Prepared
 
@@ -29,21 +32,23 @@ class HopperStages(PortableStages):
         """Return products; with decay per channel a second launch makes the rows that are wild in channel.py."""
         return ("fp16", "tf32x3") if self.takes_channel else super().choose_products()
 
-    def variant(self, segments: int) -> tuple[object, ...]:
+    def variant(self) -> tuple[object, ...]:
         """Return what else selects the compiled kernels, including the value columns of the walks' programs."""
-        blocks = launch_walks.forward_block(self.call, segments), launch_walks.backward_block(self.call, segments)
-        return self.products, *blocks
+        blocks = launch_walks.forward_block(self.call), launch_walks.forward_block(self.call, map_only=True)
+        return self.products, *blocks, launch_walks.backward_block(self.call)
 
-    def made_in_walk(self, segments: int, keep: bool) -> InWalk:
+    def made_in_walk(self, keep: bool) -> InWalk:
         """Return what the forward walk makes itself, with the same bits: what is faster so, as measured."""
         call = self.call
         if not (self.takes_call and call.q.dtype == torch.bfloat16 and not call.channel):
             return InWalk.NOTHING
-        if call.corrects and not keep and segments == 1 and launch_walks.walks_whole(call):
+        if call.corrects and not keep and not call.sequences.cuts and launch_walks.walks_whole(call):
             return InWalk.ALL
-        if call.normalize_qk or launch_walks.forward_block(call, segments) != 128:
+        _, h, hv, K, V = call.sizes
+        programs = call.sequences.walks(map_only=False, likely=True) * hv
+        if call.normalize_qk or K != 128 or V % 128 or programs < multiprocessors(call.q.device):
             return InWalk.NOTHING
-        grouped = call.q.shape[2] < call.v.shape[2]
+        grouped = h < hv
         return InWalk.NOTHING if call.corrects and (keep or grouped) else InWalk.SCORES
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
@@ -82,6 +87,10 @@ class HopperStages(PortableStages):
         else:
             super().walk_forward(ready, walk)
 
+    def chain_segments(self, maps: Tensor) -> Tensor:
+        """Return the states at the cuts; two maps fit into shared memory, so that one is fetched ahead."""
+        return portable_walks.chain_segments(self.call, maps, stages=3)
+
     def walk_backward(self, ready: Prepared, walk: BackwardWalk) -> None:
         """Go from the last chunk to the first and fill what the walk names; Triton computes segment maps."""
         if self.takes_call and not walk.map_only:
@@ -118,7 +127,6 @@ def _takes_call(call: Call) -> bool:
         and all(x.stride(3) == 1 and x.stride(1) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (q, k, v))
         and max(call.sequences.slots * hv * max(64, V), v.shape[0] * t) < 2**30
         and all(x.shape[2] * x.stride(2) < 2**31 for x in (q, k, v))
-        and call.sequences.number * hv < 2**16
     )
 
 

@@ -36,6 +36,7 @@ from lineate.kernels.hopper.parts import (
     _half,
     _ring,
     _segment,
+    _text_bounds,
     _times,
     _trim,
     barrier,
@@ -145,10 +146,10 @@ def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, STAGES: g
     return _round(gl.where(i >= j, QK * scale, 0.0))
 
 
-@gluon.jit(do_not_specialize=["t"], do_not_specialize_on_alignment=["segments"])
+@gluon.jit(do_not_specialize=["t", "lasts", "segments"])
 def forward_state(
-    q, k, w, v, P, T, factors, output, states, starts, final, out,
-    bounds, first_slots, t, segments, head_q, head_k, head_v, scale,
+    q, k, w, v, P, T, factors, output, states, outer, inner, final, out,
+    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, scale,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
     PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, num_warps: gl.constexpr,
@@ -168,12 +169,24 @@ def forward_state(
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 256 // num_warps, 16])  # q k^T
 
-    pair = gl.program_id(1)
+    CUT: gl.constexpr = MAP or inner is not None
+    BLOCKS: gl.constexpr = (V + K if MAP else V) // BV
+    first = gl.program_id(0) % BLOCKS * BV
+    pair = gl.program_id(0) // BLOCKS  # an item of _segment, and a head
     head = pair % HV
-    segment = gl.program_id(2)
-    start, length, slot, begin, end = _segment(pair // HV, segment, bounds, first_slots, t, segments, PACKED)
-    count = end - begin
-    first = gl.program_id(0) * BV
+    text, segment, segments, cut = _segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
+    if CUT:
+        needed = text >= 0
+        if MAP:
+            needed = needed & ((segment > 0) | (first < V))
+        if not needed:
+            return
+    start, length, slot = _text_bounds(text, bounds, first_slots, t, PACKED)
+    chunks = (length + 63) // 64
+    begin = segment * chunks // segments
+    if SCORES and not CUT:
+        begin = gl.program_id(2) * chunks  # (this is 0, but where ptxas knows that, it spills more)
+    count = gl.minimum((segment + 1) * chunks // segments, chunks) - begin
     key_head = head if CHANNEL else head // R
     column_q = key_head * head_q
     column_k = key_head * head_k
@@ -234,12 +247,16 @@ def forward_state(
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
     none = gl.zeros([BV, 64], gl.float32, acc)
-    entry = pair.to(gl.int64) * segments + segment
-    if MAP:
-        S0 = gl.where(i + (first - V) == j, 1.0, none)
-        S1 = gl.where(i + (first - V) == j + 64, 1.0, none)
+    base = outer + (text.to(gl.int64) * HV + head) * K * V + first
+    if MAP:  # the first segment starts with the outer state, others with an empty one or with the identity
+        known = (segment == 0) & (i < BV)
+        S0 = gl.where(i + (first - V) == j, 1.0, gl.load(base + i + j * V, mask=known, other=0.0))
+        S1 = S0
+        if H == 2:
+            S1 = gl.where(i + (first - V) == j + 64, 1.0, gl.load(base + i + (j + 64) * V, mask=known, other=0.0))
     else:
-        base = starts + entry * K * V + first
+        if inner is not None and segment > 0:
+            base = inner + ((cut + segment - 1).to(gl.int64) * HV + head) * K * V + first
         S0 = gl.load(base + i + j * V)
         S1 = S0
         if H == 2:
@@ -414,7 +431,7 @@ def forward_state(
         phase = turn
 
     if MAP:
-        base = final + entry * K * (V + K) + first
+        base = final + pair.to(gl.int64) * K * (V + K) + first
         gl.store(base + i + j * (V + K), S0)
         if H == 2:
             gl.store(base + i + (j + 64) * (V + K), S1)
@@ -422,7 +439,7 @@ def forward_state(
         if count > 0:  # store the last chunk's output, which may be partial
             at_o = out + (token - 64).to(gl.int64) * (HV * V) + column_o
             gl.store(at_o + i + j * (HV * V), O, mask=j < rows)
-        if segment == segments - 1:
+        if not CUT or pair < lasts * HV:
             base = final + pair.to(gl.int64) * K * V + first
             gl.store(base + i + j * V, S0)
             if H == 2:

@@ -25,7 +25,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.parts import _expect, _factor, _fetch, _half, _ring, _segment, _store_rows, _trim, barrier
+from lineate.kernels.hopper.parts import (
+    _expect,
+    _factor,
+    _fetch,
+    _half,
+    _ring,
+    _segment,
+    _store_rows,
+    _text_bounds,
+    _trim,
+    barrier,
+)
 from lineate.kernels.portable.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
 
 
@@ -89,10 +100,10 @@ def _leave(leaving0, leaving1, stage, held0, held1, layout: gl.constexpr, H: gl.
         leaving1.index(stage).store(gl.convert_layout(held1, layout))
 
 
-@gluon.jit(do_not_specialize=["t"], do_not_specialize_on_alignment=["segments"])
+@gluon.jit(do_not_specialize=["t", "lasts", "segments"])
 def backward_state(
-    q, k, w, P, T, factors, doutput, dvalues, dstates, numbers, ends, dstart, dv,
-    bounds, first_slots, t, segments, head_q, head_k,
+    q, k, w, P, T, factors, doutput, dvalues, dstates, numbers, outer, inner, dstart, dv,
+    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k,
     HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
     OTHERS: gl.constexpr, EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
     PACKED: gl.constexpr, num_warps: gl.constexpr,
@@ -109,12 +120,17 @@ def backward_state(
     acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
 
-    pair = gl.program_id(1)
+    first = gl.program_id(0) % (V // BV) * BV
+    pair = gl.program_id(0) // (V // BV)  # an item of _segment, and a head
     head = pair % HV
-    segment = gl.program_id(2)
-    start, length, slot, begin, end = _segment(pair // HV, segment, bounds, first_slots, t, segments, PACKED)
-    count = end - begin
-    first = gl.program_id(0) * BV
+    CUT: gl.constexpr = inner is not None
+    text, segment, segments, cut = _segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
+    if CUT and text < 0:
+        return
+    start, length, slot = _text_bounds(text, bounds, first_slots, t, PACKED)
+    chunks = (length + 63) // 64
+    end = (segments - segment) * chunks // segments
+    count = end - (segments - 1 - segment) * chunks // segments
     key_head = head if CHANNEL else head // R
     column_q = key_head * head_q
     column_k = key_head * head_k
@@ -174,7 +190,9 @@ def backward_state(
 
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
-    base = ends + (pair.to(gl.int64) * segments + segment) * K * V + first
+    base = outer + (text.to(gl.int64) * HV + head) * K * V + first
+    if inner is not None and segment > 0:
+        base = inner + ((cut + segment - 1).to(gl.int64) * HV + head) * K * V + first
     dS0 = gl.load(base + i + j * V)
     dS1 = dS0
     if H == 2:
@@ -374,7 +392,7 @@ def backward_state(
 
     if (count == 1) & partial:
         _store_rows(written.index(0), dv + (token + 64).to(gl.int64) * (HV * V) + column_o, HV * V, rows)
-    if segment == 0:
+    if not CUT or pair < lasts * HV:
         base = dstart + pair.to(gl.int64) * K * V + first
         gl.store(base + i + j * V, dS0)
         if H == 2:

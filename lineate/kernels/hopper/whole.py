@@ -42,7 +42,7 @@ from lineate.kernels.hopper.inverse import (
     _vector,
     _wild_inverse,
 )
-from lineate.kernels.hopper.parts import _factor, _half, _segment, _store_rows, _times, _trim, barrier
+from lineate.kernels.hopper.parts import _factor, _half, _store_rows, _text_bounds, _times, _trim, barrier
 from lineate.kernels.hopper.scores import (
     ACC,
     SMALL,
@@ -262,7 +262,8 @@ def whole_walk(
     """
     pair = gl.program_id(1)
     head = pair % HV
-    start, length, slot, _, count = _segment(pair // HV, 0, bounds, first_slots, t, 1, PACKED)
+    start, length, slot = _text_bounds(pair // HV, bounds, first_slots, t, PACKED)
+    count = (length + 63) // 64
     column_o = head * V + gl.program_id(0) * WIDTH
     column_v = head * head_v + gl.program_id(0) * WIDTH
     key_head = head // R

@@ -19,7 +19,7 @@ LAUNCH: dict[str, dict[str, int]] = {
     "channel_residuals": {"BV": 128, "num_warps": 4, "num_stages": 1},
     "channel_state_gradients": {"BX": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "channel_gradients": {"BX": 64, "num_warps": 4, "num_stages": 1},
-    "chain": {"BV": 16, "num_warps": 4, "num_stages": 1},
+    "chain": {"BV": 16, "num_warps": 8, "num_stages": 2},
 }
 
 

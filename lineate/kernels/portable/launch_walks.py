@@ -17,9 +17,9 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     config = launch_walk("forward_state", call)
     BV = config["BV"]
     columns = V + K if walk.map_only else V
-    start(forward_state, (ceil_div(columns, BV) * sequences.number * hv, 1, walk.segments))(
-        q, k, ready.w, v, ready.P, ready.T, ready.factors, walk.starts, walk.output, walk.final, walk.states,
-        sequences.bounds, sequences.first_slots, t, walk.segments,
+    start(forward_state, (ceil_div(columns, BV) * hv * sequences.walks(walk.map_only),))(
+        q, k, ready.w, v, ready.P, ready.T, ready.factors, walk.outer, walk.inner, walk.output, walk.final, walk.states,
+        *sequences.places(t, walk.map_only),
         q.stride(1), k.stride(1), v.stride(1), q.stride(2), k.stride(2), v.stride(2),
         HV=hv, R=hv // h, K=K, V=V, BK=power(K), C=CHUNK, CHANNEL=call.channel, CORRECTS=call.corrects,
         KEEP=walk.states is not None, MAP=walk.map_only, PACKED=sequences.packed,
@@ -34,9 +34,9 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
     config = launch_walk("backward_state", call)
     BV = config["BV"]
     columns = V + K if walk.map_only else V
-    start(backward_state, (ceil_div(columns, BV) * sequences.number * hv, 1, walk.segments))(
-        q, k, ready.w, ready.P, ready.T, ready.factors, walk.ends, walk.doutput, walk.dvalues, walk.dstart,
-        walk.dstates, sequences.bounds, sequences.first_slots, t, walk.segments,
+    start(backward_state, (ceil_div(columns, BV) * hv * sequences.walks(walk.map_only),))(
+        q, k, ready.w, ready.P, ready.T, ready.factors, walk.outer, walk.inner, walk.doutput, walk.dvalues, walk.dstart,
+        walk.dstates, *sequences.places(t, walk.map_only),
         q.stride(1), k.stride(1), q.stride(2), k.stride(2),
         HV=hv, R=hv // h, K=K, V=V, BK=power(K), C=CHUNK, CHANNEL=call.channel, CORRECTS=call.corrects,
         MAP=walk.map_only, PACKED=sequences.packed, EVEN=V % BV == 0 and not walk.map_only,
@@ -44,13 +44,15 @@ def walk_backward(call: Call, ready: Prepared, walk: BackwardWalk) -> None:
     )  # fmt: skip
 
 
-def chain_segments(call: Call, maps: Tensor, outer: Tensor, segments: int, reverse: bool) -> Tensor:
-    """Return the states between the segments, `pair segment k v`."""
+def chain_segments(call: Call, maps: Tensor, stages: int | None = None) -> Tensor:
+    """Return the states at the cuts, `cut hv k v`. stages: those of the loop over cuts, if not the configured ones."""
     _, _, hv, K, V = call.sizes
-    pairs = call.sequences.number * hv
-    entries = outer.new_empty(pairs, segments, K, V)
+    sequences = call.sequences
+    inner = maps.new_empty(sequences.cuts, hv, K, V)
     config = launch("chain", BV=power(V))
-    start(chain, (ceil_div(V, config["BV"]) * pairs,))(
-        maps, outer, entries, segments, K=K, V=V, BK=power(K), REVERSE=reverse, **config
-    )
-    return entries
+    config["num_stages"] = stages or config["num_stages"]
+    start(chain, (ceil_div(V, config["BV"]) * hv * sequences.number,))(
+        maps, inner, sequences.first_cuts, sequences.segments,
+        HV=hv, K=K, V=V, BK=power(K), PACKED=sequences.packed, **config,
+    )  # fmt: skip
+    return inner

@@ -3,6 +3,9 @@
 A sequence (`text` in the code) is one batch row, or one of the sequences packed into one row. Chunks of all sequences
 are numbered consecutively; `slot` is that number. Buffers with one item per chunk and head are `slot hv ...`, tensors
 with one item per token `token heads ...`.
+
+A long sequence is cut into segments (segments.py has the rule). A `cut` is the place between two of them. The cuts of
+all sequences are numbered consecutively; buffers with one item per cut and head are `cut hv ...`.
 """
 
 import triton
@@ -21,6 +24,31 @@ def text_bounds(text, bounds, first_slots, t, C: tl.constexpr, PACKED: tl.conste
         length = t
         slot = text.to(tl.int64) * tl.cdiv(t, C)
     return start, length, slot
+
+
+@triton.jit
+def find_segment(item, first_cuts, cut_texts, lasts, segments, PACKED: tl.constexpr):
+    """Return which segment is an item of a walk: its sequence, its number, and the sequence's segments and first cut.
+
+    Items 0 .. lasts - 1 are the last segments of all sequences; after them comes the segment before each cut. If there
+    is no such cut, the sequence is -1. Segments are numbered in the order of the walk, which may go backwards.
+    """
+    cut = item - lasts
+    last = cut < 0
+    if PACKED:
+        if cut_texts is None:
+            text = item
+            first_cut = 0
+            segments = 1
+        else:
+            text = tl.load(cut_texts + cut, mask=cut >= 0, other=0)
+            text = tl.where(last, item, text)
+            first_cut = tl.load(first_cuts + text, mask=text >= 0, other=0)
+            segments = tl.load(first_cuts + text + 1, mask=text >= 0, other=0) - first_cut + 1
+    else:
+        text = tl.where(last, item, cut // tl.maximum(segments - 1, 1))
+        first_cut = text * (segments - 1)
+    return text, tl.where(last, segments - 1, cut - first_cut), segments, first_cut
 
 
 @triton.jit
@@ -74,16 +102,27 @@ def larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit(do_not_specialize=["t", "texts", "slots"])
-def find_slots(
-    cu_seqlens, bounds, first_slots, slot_texts, t, texts, slots, BT: tl.constexpr, BS: tl.constexpr, C: tl.constexpr
-):
-    """Find the sequence of each slot, BS slots per program; the first program also writes bounds and first_slots.
+@triton.jit
+def count_cuts(chunks, shortest, few, many, least):
+    """Return how often sequences of so many chunks are cut: what segments.Cutting.count_segments returns, less 1."""
+    segments = tl.where(chunks >= 2 * least * many, many, tl.minimum(few, chunks // least))
+    return tl.where(chunks < shortest, 0, segments - 1)
 
-    Wrong bounds are harmless: they are clamped to 0 .. t, and none is less than an earlier one.
+
+@triton.jit(do_not_specialize=["t", "texts", "slots", "cuts", "shortest", "few", "many", "least"])
+def find_slots(
+    cu_seqlens, bounds, first_slots, slot_texts, first_cuts, cut_texts,
+    t, texts, slots, cuts, shortest, few, many, least, BT: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Find the sequence of each slot and, unless cut_texts is None, of each cut: BS of them per program.
+
+    The first program also writes bounds, first_slots and first_cuts. There are no more cuts than slots. Wrong bounds
+    are harmless: they are clamped to 0 .. t, and none is less than an earlier one.
     """
     slot = tl.program_id(0) * BS + tl.arange(0, BS)
     ended = tl.zeros((BS,), tl.int32)  # sequences that end before a slot
+    passed = tl.zeros((BS,), tl.int32)  # sequences whose cuts all come before a cut
+    before = tl.zeros((), tl.int32)
     top = tl.zeros((), tl.int64)
     used = tl.zeros((), tl.int32)
     for begin in range(0, texts, BT):
@@ -100,12 +139,23 @@ def find_slots(
             tl.store(bounds + i, low, mask=there)
             tl.store(first_slots + i, (ends - chunks).to(tl.int64), mask=there)
         ended += tl.sum(((ends[None, :] <= slot[:, None]) & there[None, :]).to(tl.int32), 1)
+        if cut_texts is not None:
+            own = count_cuts(chunks, shortest, few, many, least)
+            cut_ends = before + tl.cumsum(own, 0)
+            if tl.program_id(0) == 0:
+                tl.store(first_cuts + i, cut_ends - own, mask=there)
+            passed += tl.sum(((cut_ends[None, :] <= slot[:, None]) & there[None, :]).to(tl.int32), 1)
+            before += tl.sum(own, 0)
         top = tl.max(high, 0)
         used += tl.sum(chunks, 0)
     if tl.program_id(0) == 0:
         tl.store(bounds + texts, top)
         tl.store(first_slots + texts, used.to(tl.int64))
     tl.store(slot_texts + slot, tl.minimum(ended, texts - 1).to(tl.int64), mask=slot < slots)
+    if cut_texts is not None:
+        if tl.program_id(0) == 0:
+            tl.store(first_cuts + texts, before)
+        tl.store(cut_texts + slot, tl.where(passed < texts, passed, -1), mask=slot < cuts)
 
 
 @triton.jit

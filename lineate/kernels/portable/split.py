@@ -2,8 +2,9 @@
 
 A segment maps the state that enters it to the one that leaves it, S -> A S + B. One walk computes all A and B at once
 (B is the segment's result for an empty state, A its result for the identity without values); a short chain over the
-segments then computes the state entering each segment, and all segments walk at once. The work is three times as much,
-the waiting 1/segments.
+segments then computes the state at each cut, and all segments walk at once. The last segment needs no map, and the
+first one only its result for the state before the sequence. The work is up to three times as much, the waiting
+2/segments.
 """
 
 import triton
@@ -14,25 +15,36 @@ CHAIN_WIDTH = 128  # the most keys: a map [k, k] in float32 must fit into shared
 
 @triton.jit(do_not_specialize=["segments"])
 def chain(
-    maps, outer, entries, segments,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
+    maps, inner, first_cuts, segments,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Fill entries `pair segment k v`, the state entering each segment (leaving it if REVERSE), from outer `pair k v`.
+    """Fill inner `cut hv k v`, the state at each cut, from maps `cut hv k (v + k)`: B and A of the segment before it.
 
-    maps `pair segment k (v + k)`: B, then A. A program has BV value columns of one sequence and head.
+    B of a sequence's first segment is the state at its first cut. A program has BV value columns of one sequence and
+    head. Backwards, cuts are numbered from the end of a sequence, and its last segment is the first.
     """
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head = tl.program_id(0) // BLOCKS % HV
+    text = tl.program_id(0) // BLOCKS // HV
+    if PACKED:
+        cut = tl.load(first_cuts + text)
+        cuts = tl.load(first_cuts + text + 1) - cut
+    else:
+        cuts = segments - 1
+        cut = text * cuts
     x = tl.arange(0, BK)
     column = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     there = (x < K)[:, None] & (column < V)[None, :]
+    square = (x < K)[:, None] & (x < K)[None, :]
     within = x[:, None] * V + column[None, :]
-    S = tl.load(outer + pair * K * V + within, mask=there, other=0.0)
-    for step in range(segments):
-        j = segments - 1 - step if REVERSE else step
-        entry = pair * segments + j
-        tl.store(entries + entry * K * V + within, S, mask=there)
-        map_ = maps + entry * K * (V + K) + x[:, None] * (V + K)
-        A = tl.load(map_ + V + x[None, :], mask=(x < K)[:, None] & (x < K)[None, :], other=0.0)
+    across = x[:, None] * (V + K)
+    entry = cut.to(tl.int64) * HV + head
+    S = tl.load(maps + entry * K * (V + K) + across + column[None, :], mask=there & (cuts > 0), other=0.0)
+    tl.store(inner + entry * K * V + within, S, mask=there & (cuts > 0))
+    for _ in range(1, cuts):
+        entry += HV
+        map_ = maps + entry * K * (V + K) + across
+        A = tl.load(map_ + V + x[None, :], mask=square, other=0.0)
         B = tl.load(map_ + column[None, :], mask=there, other=0.0)
         S = tl.dot(A, S, B, input_precision="tf32x3")
+        tl.store(inner + entry * K * V + within, S, mask=there)

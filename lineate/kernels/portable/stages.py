@@ -48,11 +48,11 @@ class PortableStages:
         call = self.call
         return call.normalize_qk and call.gates.raw_beta and not call.channel and call.gates.beta_scale <= 2.0
 
-    def variant(self, segments: int) -> tuple[object, ...]:
+    def variant(self) -> tuple[object, ...]:
         """Return what else, besides the shapes and dtypes of a call, selects its compiled kernels."""
         return (self.products,)
 
-    def made_in_walk(self, segments: int, keep: bool) -> InWalk:
+    def made_in_walk(self, keep: bool) -> InWalk:
         """Return what the forward walk makes itself: always nothing."""
         return InWalk.NOTHING
 
@@ -101,9 +101,9 @@ class PortableStages:
         """Go from the last chunk to the first and fill what the walk names."""
         launch_walks.walk_backward(self.call, ready, walk)
 
-    def chain_segments(self, maps: Tensor, outer: Tensor, segments: int, reverse: bool) -> Tensor:
-        """Return the states between the segments, `pair segment k v`, from the maps and the outer state."""
-        return launch_walks.chain_segments(self.call, maps, outer, segments, reverse)
+    def chain_segments(self, maps: Tensor) -> Tensor:
+        """Return the states at the cuts, `cut hv k v`, from the maps of the segments before them."""
+        return launch_walks.chain_segments(self.call, maps)
 
     def gradients(self, ready: Prepared, around: Around, grads: Gradients) -> None:
         """Fill the gradients of every chunk's inputs. grads.v holds what the backward walk left in dvalues."""

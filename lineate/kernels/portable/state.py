@@ -5,14 +5,14 @@
 
 The state is held transposed, S [BV, K], with value columns as rows. Every product then has its left operand in
 registers (S, E, R) and takes its right one as it lies in memory (k, P, T), so only loaded tiles go through shared
-memory. A program walks one segment of one pair (a sequence and a value head) for BV of its value columns.
+memory. A program walks one segment (all of a sequence, if it is not cut) of one value head for BV of its value columns.
 """
 
 import triton
 import triton.language as tl
 
 from lineate.kernels.portable.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
-from lineate.kernels.portable.layout import load_tile, store_tile, text_bounds
+from lineate.kernels.portable.layout import find_segment, load_tile, store_tile, text_bounds
 
 
 @triton.jit
@@ -33,10 +33,44 @@ def store_state(base, S, first, K: tl.constexpr, V: tl.constexpr, BK: tl.constex
 
 @triton.jit
 def _own_part(HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, MAP: tl.constexpr):
-    """Return this program's part: first value column, pair (sequence and head), head, segment."""
+    """Return this program's part: first value column, pair (an item of layout.find_segment, and a head), head."""
     COLUMNS: tl.constexpr = ((V + K if MAP else V) + BV - 1) // BV
     pair = tl.program_id(0) // COLUMNS
-    return tl.program_id(0) % COLUMNS * BV, pair, (pair % HV).to(tl.int64), tl.program_id(2)
+    return tl.program_id(0) % COLUMNS * BV, pair, (pair % HV).to(tl.int64)
+
+
+@triton.jit
+def _takes_part(text, segment, first, V: tl.constexpr, MAP: tl.constexpr):
+    """Whether there is such a segment and, for a map, whether the columns from `first` on are needed."""
+    needed = text >= 0
+    if MAP:
+        needed = needed & ((segment > 0) | (first < V))
+    return needed
+
+
+@triton.jit
+def _enter(
+    outer, inner, text, head, segment, cut, first,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, MAP: tl.constexpr,
+):  # fmt: skip
+    """Return columns first.. of what a segment starts with, transposed: [BV, BK].
+
+    That is the outer state of the sequence for its first segment, and the inner one at the cut before it for others. A
+    map starts with an empty state and the identity after it, but that of the first segment with the outer state.
+    """
+    own = text.to(tl.int64) * HV + head
+    if MAP:
+        S = _identity_behind(first, K, V, BK, BV)
+        if segment == 0:
+            S += load_state(outer + own * K * V, first, K, V, BK, BV)
+    elif inner is None:
+        S = load_state(outer + own * K * V, first, K, V, BK, BV)
+    else:
+        base = outer + own * K * V
+        if segment > 0:
+            base = inner + ((cut + segment - 1).to(tl.int64) * HV + head) * K * V
+        S = load_state(base, first, K, V, BK, BV)
+    return S
 
 
 @triton.jit
@@ -61,32 +95,32 @@ def _load_factors(vector, there, C: tl.constexpr, K: tl.constexpr, BK: tl.conste
     return last, read_q
 
 
-@triton.jit(do_not_specialize=["t", "segments"])
+@triton.jit(do_not_specialize=["t", "lasts", "segments"])
 def forward_state(
-    q, k, w, v, P, T, factors, starts, output, final, states,
-    bounds, first_slots, t, segments, stride_q, stride_k, stride_v, head_q, head_k, head_v,
+    q, k, w, v, P, T, factors, outer, inner, output, final, states,
+    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments,
+    stride_q, stride_k, stride_v, head_q, head_k, head_v,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, CHANNEL: tl.constexpr, CORRECTS: tl.constexpr, KEEP: tl.constexpr, MAP: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Walk from the first chunk to the last. q, k: the caller's with factors `slot hv FACTORS c` (decay per head).
 
-    With CHANNEL, q, k, w are Qr, Kr, Kw, and factors are e^{G_c}, beta. starts `pair segment k v`: the state entering
-    each segment; final `pair k v`. KEEP: also store the state entering each chunk, `slot hv v k`. MAP: there is no
-    output, and final `pair segment k (v + k)` is the segment's affine map: its result for an empty state, then for the
-    identity without values.
+    With CHANNEL, q, k, w are Qr, Kr, Kw, and factors are e^{G_c}, beta. outer `text hv k v`: the state before each
+    sequence; inner `cut hv k v`: the state at each cut, None without cuts; final `text hv k v`. KEEP: also store the
+    state entering each chunk, `slot hv v k`. MAP: there is no output, and final `cut hv k (v + k)` is the affine map of
+    the segment before each cut: its result for an empty state, then for the identity without values. The first segment
+    of a sequence has no map but its result for the outer state.
     """
-    first, pair, head, segment = _own_part(HV, K, V, BV, MAP)
-    start, length, slot = text_bounds(pair // HV, bounds, first_slots, t, C, PACKED)
-    per_segment = tl.cdiv(tl.cdiv(length, C), segments)
-    begin = segment * per_segment
-    end = tl.minimum(begin + per_segment, tl.cdiv(length, C))
-    entry = pair.to(tl.int64) * segments + segment
+    first, pair, head = _own_part(HV, K, V, BV, MAP)
+    text, segment, segments, cut = find_segment(pair // HV, first_cuts, cut_texts, lasts, segments, PACKED)
+    if not _takes_part(text, segment, first, V, MAP):
+        return
+    start, length, slot = text_bounds(text, bounds, first_slots, t, C, PACKED)
+    begin = segment * tl.cdiv(length, C) // segments
+    end = (segment + 1) * tl.cdiv(length, C) // segments
     columns = V - first  # the number of columns from `first` on
-    if MAP:
-        S = _identity_behind(first, K, V, BK, BV)
-    else:
-        S = load_state(starts + entry * K * V, first, K, V, BK, BV)
+    S = _enter(outer, inner, text, head, segment, cut, first, HV, K, V, BK, BV, MAP)
     i = tl.arange(0, C)
     key_head = head if CHANNEL else head // R
     dtype = v.dtype.element_ty
@@ -133,15 +167,15 @@ def forward_state(
             written = output + (token * HV + head) * V + first
             store_tile(written, HV * V, tl.trans(O), rows, columns, C, BV, EVEN)
     if MAP:
-        store_state(final + entry * K * (V + K), S, first, K, V + K, BK, BV)
-    elif segment == segments - 1:
+        store_state(final + pair.to(tl.int64) * K * (V + K), S, first, K, V + K, BK, BV)
+    elif pair < lasts * HV:
         store_state(final + pair.to(tl.int64) * K * V, S, first, K, V, BK, BV)
 
 
-@triton.jit(do_not_specialize=["t", "segments"])
+@triton.jit(do_not_specialize=["t", "lasts", "segments"])
 def backward_state(
-    q, k, w, P, T, factors, ends, doutput, dvalues, dstart, dstates,
-    bounds, first_slots, t, segments, stride_q, stride_k, head_q, head_k,
+    q, k, w, P, T, factors, outer, inner, doutput, dvalues, dstart, dstates,
+    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, stride_q, stride_k, head_q, head_k,
     HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, CHANNEL: tl.constexpr, CORRECTS: tl.constexpr, MAP: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -151,20 +185,19 @@ def backward_state(
         dR = P^T dO + Kw dS      X = T^T dR      dE = beta X      (rule only accumulates: dV = dR)
         dS <- e^{G_c} dS + Qr^T dO - Kr^T dE
 
-    ends `pair segment k v`: dS after each segment; dstart: dS before the first. dvalues gets X (dV if the rule only
-    accumulates), dstates `slot hv v k` the dS that left each chunk. MAP is as in forward_state, into dstart.
+    outer, inner: dS behind each sequence and at each cut; dstart: dS before each sequence. dvalues gets X (dV if the
+    rule only accumulates), dstates `slot hv v k` the dS that left each chunk. MAP is as in forward_state, into dstart.
+    Segments and cuts are numbered from the end of a sequence.
     """
-    first, pair, head, segment = _own_part(HV, K, V, BV, MAP)
-    start, length, slot = text_bounds(pair // HV, bounds, first_slots, t, C, PACKED)
-    per_segment = tl.cdiv(tl.cdiv(length, C), segments)
-    begin = segment * per_segment
-    end = tl.minimum(begin + per_segment, tl.cdiv(length, C))
-    entry = pair.to(tl.int64) * segments + segment
+    first, pair, head = _own_part(HV, K, V, BV, MAP)
+    text, segment, segments, cut = find_segment(pair // HV, first_cuts, cut_texts, lasts, segments, PACKED)
+    if not _takes_part(text, segment, first, V, MAP):
+        return
+    start, length, slot = text_bounds(text, bounds, first_slots, t, C, PACKED)
+    begin = (segments - 1 - segment) * tl.cdiv(length, C) // segments
+    end = (segments - segment) * tl.cdiv(length, C) // segments
     columns = V - first
-    if MAP:
-        dS = _identity_behind(first, K, V, BK, BV)
-    else:
-        dS = load_state(ends + entry * K * V, first, K, V, BK, BV)
+    dS = _enter(outer, inner, text, head, segment, cut, first, HV, K, V, BK, BV, MAP)
     i = tl.arange(0, C)
     key_head = head if CHANNEL else head // R
     dtype = doutput.dtype.element_ty
@@ -210,6 +243,6 @@ def backward_state(
         if not MAP:
             store_tile(dvalues + (token * HV + head) * V + first, HV * V, tl.trans(X), rows, columns, C, BV, EVEN)
     if MAP:
-        store_state(dstart + entry * K * (V + K), dS, first, K, V + K, BK, BV)
-    elif segment == 0:
+        store_state(dstart + pair.to(tl.int64) * K * (V + K), dS, first, K, V + K, BK, BV)
+    elif pair < lasts * HV:
         store_state(dstart + pair.to(tl.int64) * K * V, dS, first, K, V, BK, BV)
