@@ -79,7 +79,7 @@ def parts_of(x: Tensor, weight: Codes) -> int:
     """Return into how many sums multiply had better cut k, so that every multiprocessor has a program."""
     if not uses_tensor_cores(x):
         return 1
-    shape = _shape(x.shape[0], weight)
+    shape = _shape(x.shape[0], weight, ceil_div(weight.rows, 32) <= multiprocessors(x.device))
     programs, chunks = ceil_div(weight.rows, 32 * shape["WM"]), weight.columns // 32 // (shape["C"] * shape["WK"])
     most = max(1, min(8, chunks, multiprocessors(x.device) // programs))
     return 1 << (most.bit_length() - 1)
@@ -156,7 +156,9 @@ def _launch(
             from lineate.kernels.hopper.small_rows import multiply_small_rows
 
             assert norm is None or rows == 1
-            shape = _shape(1 if experts is not None else rows, weight)
+            # The number of experts' rows must not choose the shape: a row's sums would be added in another order.
+            alone = experts is None and ceil_div(n, 16 if gated else 32) <= multiprocessors(x.device)
+            shape = _shape(1 if experts is not None else rows, weight, alone)
             warps = shape["WK"] * shape["WM"]
             grid = ceil_div(n, (16 if gated else 32) * shape["WM"]) * parts, 1 if experts is None else rows
             start(multiply_small_rows, grid)(
@@ -170,12 +172,27 @@ def _launch(
     return y
 
 
-def _shape(rows: int, weight: Codes) -> dict[str, int]:
-    """Return how multiply_small_rows shares the work of so many rows: see there."""
+def _shape(rows: int, weight: Codes, alone: bool) -> dict[str, int]:
+    """Return how multiply_small_rows shares the work of so many rows: see there.
+
+    alone: whether each program has a multiprocessor to itself.
+
+    One row on an H200, us with 8, and with 4 bits (n x k; chunk, warps, stages):
+
+                        2, 4, 6       4, 4, 4     4, 8, 3
+        12352 x 4096    16.3, 13.9    19.1        19.9, 13.3
+         4096 x 4096    10.4,  7.6     8.7        10.6, 10.3
+        22016 x 4096    31.1, 20.7    32.1        35.0, 25.1
+         4096 x 11008   21.8, 19.0    19.9        15.9, 17.0
+    """
     bits, k, scale = weight.bits, weight.columns, weight.scales.itemsize
     width = max(8, next_power(rows))
     pairs = {8: 1, 16: 1, 32: 2, 64: 4}[width]  # of tiles; more rows of x are worth reading for more of the weight
-    warps, chunk = 8 // pairs, (4 if rows == 1 else 2) * 4 // bits
+    chunk, warps, most = 8 // bits, 8 // pairs, 5
+    if rows == 1:
+        chunk, warps, most = 2, 4, 6
+        if alone:
+            chunk, warps, most = (4, 8, 3) if k >= 8192 else (4, 4, 4) if bits == 8 else (2, 4, 6)
     while warps > 1 and warps > k // 32:
         warps //= 2
     while chunk > 1 and chunk * warps > k // 32:
@@ -183,7 +200,7 @@ def _shape(rows: int, weight: Codes) -> dict[str, int]:
     groups = chunk * warps
     stage = groups * (2 * pairs * (64 * bits + 16 * scale) + (0 if rows == 1 else 64 * width))
     kept = 2 * 32 * groups * next_power(ceil_div(k // 32, groups)) if rows == 1 else 0
-    stages = max(2, min(5, (SHARED - kept) // stage, 1 + ceil_div(k // 32, groups)))
+    stages = max(2, min(most, ((2 * SHARED if alone else SHARED) - kept) // stage, 1 + ceil_div(k // 32, groups)))
     return {"R": width, "ONE": rows == 1, "C": chunk, "WK": warps, "WM": pairs, "STAGES": stages}
 
 
