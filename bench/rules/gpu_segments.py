@@ -51,7 +51,7 @@ def make_calls(heads: int, length: int, number: int) -> list[Call]:
 def cut(segments: int) -> None:
     """Cut every sequence into so many segments from now on."""
     tape.forget_tapes()
-    chosen = Cutting(segments, segments, segments, 1)
+    chosen = Cutting(segments, segments, 1)
     pipeline.CUTS["forward"] = lambda *_: chosen
 
 

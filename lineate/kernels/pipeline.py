@@ -100,7 +100,7 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
 
     def some(cutting: Cutting) -> Call:
         """Return the call on a few tokens, which select the same kernels if they are enough to be cut as well."""
-        tokens = CHUNK * (cutting.enough(ceil_div(call.q.shape[1], CHUNK)) if _is_cut(call, cutting) else 1)
+        tokens = CHUNK * (cutting.shortest if _is_cut(call, cutting) else 1)
         return call.part(slice(0, call.q.shape[0]), slice(0, min(tokens, call.q.shape[1])), cutting)
 
     def both() -> None:

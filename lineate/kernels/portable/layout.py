@@ -103,16 +103,15 @@ def larger(a, b):
 
 
 @triton.jit
-def count_cuts(chunks, shortest, few, many, least):
+def count_cuts(chunks, shortest, most, least):
     """Return how often sequences of so many chunks are cut: what segments.Cutting.count_segments returns, less 1."""
-    segments = tl.where(chunks >= 2 * least * many, many, tl.minimum(few, chunks // least))
-    return tl.where(chunks < shortest, 0, segments - 1)
+    return tl.where(chunks < shortest, 0, tl.minimum(most, chunks // least) - 1)
 
 
-@triton.jit(do_not_specialize=["t", "texts", "slots", "cuts", "shortest", "few", "many", "least"])
+@triton.jit(do_not_specialize=["t", "texts", "slots", "cuts", "shortest", "most", "least"])
 def find_slots(
     cu_seqlens, bounds, first_slots, slot_texts, first_cuts, cut_texts,
-    t, texts, slots, cuts, shortest, few, many, least, BT: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
+    t, texts, slots, cuts, shortest, most, least, BT: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Find the sequence of each slot and, unless cut_texts is None, of each cut: BS of them per program.
 
@@ -140,7 +139,7 @@ def find_slots(
             tl.store(first_slots + i, (ends - chunks).to(tl.int64), mask=there)
         ended += tl.sum(((ends[None, :] <= slot[:, None]) & there[None, :]).to(tl.int32), 1)
         if cut_texts is not None:
-            own = count_cuts(chunks, shortest, few, many, least)
+            own = count_cuts(chunks, shortest, most, least)
             cut_ends = before + tl.cumsum(own, 0)
             if tl.program_id(0) == 0:
                 tl.store(first_cuts + i, cut_ends - own, mask=there)
