@@ -9,7 +9,7 @@
 #include <arm_neon.h>
 
 enum { BEGIN = 0x4B400000 };     // the bits of 12582912.f
-enum { FEW = 3, AHEAD = 4096 };  // rows that read codes from memory; bytes of codes that are fetched ahead
+enum { FEW = 3, AHEAD = 8192 };  // rows that read codes from memory; bytes of codes that are fetched ahead
 enum { SPAN = 32, PANEL = 2 };   // groups and tiles that stay in the cache while all rows pass
 enum { TOGETHER = 4 };           // planes of rows whose sums are kept in registers
 
@@ -244,16 +244,19 @@ INLINE void multiply_many(const Rounded *w, i64 tile, i64 tiles, int bits, int p
     }
 }
 
-INLINE i64 unit_tiles(const Small *a) { return a->rows <= FEW ? 1 : PANEL; }
+// A few rows take longer runs of codes, up to a 32nd of all: what is fetched ahead of a run's first codes is not.
+INLINE i64 unit_tiles(const Small *a) {
+    const i64 share = blocks(a->out, TILE) / 32;
+    return a->rows > FEW ? PANEL : share > 8 ? 8 : share > 1 ? share : 1;
+}
 
 INLINE void multiply_unit(const Rounded *w, i64 unit, int bits, int planes) {
     const i64 rows = w->call.rows, tile = unit * unit_tiles(&w->call);
-    if (rows > FEW)
-        multiply_many(w, tile, least(PANEL, blocks(w->call.out, TILE) - tile), bits, planes);
-    else if (rows == 1)
-        multiply_few(w, tile, 1, bits, planes);
-    else if (rows == 2)
-        multiply_few(w, tile, 2, bits, planes);
-    else
-        multiply_few(w, tile, 3, bits, planes);
+    const i64 tiles = least(unit_tiles(&w->call), blocks(w->call.out, TILE) - tile);
+    if (rows > FEW) multiply_many(w, tile, tiles, bits, planes);
+    for (i64 t = tile; t < tile + tiles && rows <= FEW; t++) {
+        if (rows == 1) multiply_few(w, t, 1, bits, planes);
+        if (rows == 2) multiply_few(w, t, 2, bits, planes);
+        if (rows == 3) multiply_few(w, t, 3, bits, planes);
+    }
 }
