@@ -505,8 +505,15 @@ INLINE float paired_total(vec x) {
 
 #define EACH_ROW _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)
 #define EACH_WEIGHT _Pragma("GCC unroll 4") for (int j = 0; j < weights; j++)
-#define FETCH_NEXT /* the same columns of the rows of the weight that come next */ \
+// Fetches as many lines of the rows of the weight that come next: the same columns, or one line after the other, which an
+// ARM processor reads faster from memory.
+#if defined(__ARM_NEON)
+#define FETCH_NEXT \
+    EACH_WEIGHT __builtin_prefetch((const char *)a->weight + (at + weights * (a->weight_row + c)) * bytes + j * 64, 0, 2)
+#else
+#define FETCH_NEXT \
     EACH_WEIGHT __builtin_prefetch((const char *)a->weight + (at + (weights + j) * a->weight_row + c) * bytes)
+#endif
 #define ADD_PRODUCTS(column, n, w)                       \
     EACH_ROW {                                           \
         vec z = load(x + i * a->size + (column), n);     \
