@@ -65,7 +65,7 @@ INLINE void round_group(const Rounded *w, i64 row, i64 group, int planes) {
     }
     const i64 at = row * w->groups + group;
     w->scale[at] = most / top;  // NaN and infinity stay here
-    w->zero[at] = w->call.bits == 4 ? -8 * vaddvq_s32(sum) : 0;
+    w->zero[at] = w->call.bits == 4 ? BEGIN - 8 * vaddvq_s32(sum) : BEGIN;
 }
 
 // ---- a few rows ----------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ INLINE void multiply_few(const Rounded *w, i64 tile, int rows, int bits, int pla
         int32x4_t part[FEW][4][2];
         int8x16_t x[FEW][2][2];  // rows planes halves
         UNROLL for (int r = 0; r < rows; r++) {
-            const int32x4_t begin = vdupq_n_s32(BEGIN + (bits == 4 ? w->zero[r * groups + g] : 0));
+            const int32x4_t begin = vdupq_n_s32(w->zero[r * groups + g]);
             UNROLL for (int p = 0; p < 4; p++) UNROLL for (int k = 0; k < planes; k++) part[r][p][k] = begin;
             UNROLL for (int k = 0; k < planes; k++) UNROLL for (int h = 0; h < 2; h++)
                 x[r][k][h] = vld1q_s8(w->q + (r * planes + k) * size + g * GROUP + h * 16);
@@ -125,7 +125,7 @@ typedef struct {
     float scale[PANEL][2][SPAN][8];
 } Panel;
 
-// Gets the groups first .. last of a tile into the panel, as signed bytes.
+// Gets the groups first .. last of a tile into the panel, as signed bytes, whose sums need no zero.
 INLINE void unpack(const Rounded *w, i64 tile, i64 first, i64 last, int bits, int at, Panel *panel) {
     const uint8_t *codes = w->call.codes + (tile * w->groups + first) * GROUP * TILE * bits / 8;
     const uint16_t *scales = (const uint16_t *)w->call.scales + (tile * w->groups + first) * TILE;
