@@ -6,8 +6,9 @@ torch needs 20 to 40 calls for this, which for one row take longer than reading 
 of native/step.c that stay; `bind` adds the addresses of a call's states.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, getitem, is_
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from lineate.layers.attention import GatedAttention
-from lineate.layers.bare import KNOWN, are_unchanged, runs_own_forward
+from lineate.layers.bare import KNOWN, are_unchanged
 from lineate.layers.convolution import ShortConvolution
 from lineate.layers.feed import SwiGLU
 from lineate.layers.linear import GatedDeltaNet, KimiDeltaAttention
@@ -35,10 +36,6 @@ MOST_ROWS = 16
 """The most rows of a step; torch multiplies more rows faster."""
 
 
-Addresses = tuple[int, int, bool]
-"""Where the numbers of a parameter lie, where its scales lie, if it has any, and whether it is dense."""
-
-
 class _Unfit(Exception):
     """Raised inside for a part that has no step in C."""
 
@@ -51,28 +48,66 @@ class Recorded:
         part: The words that stay.
         mixer: The mixer whose states are bound to it; None for a feed-forward.
         modules: All modules, each with its class and its own parts, which must still be there.
-        tensors: Each parameter's module, name, tensor and addresses.
+        tensors: Each parameter's module, name and tensor.
         settings: Each plain attribute of the modules, such as an epsilon, with its value.
     """
 
     part: Part
     mixer: nn.Module | None
     modules: tuple[tuple[nn.Module, type, dict[str, Any]], ...]
-    tensors: tuple[tuple[nn.Module, str, Tensor, Addresses], ...]
+    tensors: tuple[tuple[nn.Module, str, Tensor], ...]
     settings: tuple[tuple[dict[str, Any], str, Any], ...]
 
-    def is_current(self) -> bool:
-        """Whether the modules are still those that were read: none was replaced, hooked, moved, or set otherwise."""
-        for module, kind, parts in self.modules:
-            if type(module) is not kind or module._modules != parts or not runs_own_forward(module):
-                return False
-        for module, name, tensor, addresses in self.tensors:
-            if module._parameters[name] is not tensor or _addresses(tensor) != addresses:
-                return False
-        for attributes, name, value in self.settings:
-            if attributes[name] != value:
-                return False
-        return self.mixer is None or self.mixer.__dict__.get("context") is None
+
+class Unchanged:
+    """Says whether the modules of all parts are as they were read: none was replaced, hooked, moved, or set otherwise.
+
+    After a step, whose weights have filled the caches, every object comes from memory again. So each kind of check is
+    one pass over a flat list, without a call of Python for each module.
+
+    Args:
+        parts: What was read.
+    """
+
+    def __init__(self, parts: Sequence[Recorded]) -> None:
+        self._modules, self._kinds, self._parts = _columns([row for part in parts for row in part.modules], 3)
+        self._owners, self._names, self._tensors = _columns([row for part in parts for row in part.tensors], 3)
+        self._small = [x for x in self._tensors if isinstance(x, SmallWeight)]
+        self._codes, self._scales = [x.codes for x in self._small], [x.scales for x in self._small]
+        plain = [x for x in self._tensors if not isinstance(x, SmallWeight)]
+        self._kept = [*plain, *self._codes, *(x for x in self._scales if x is not None)]
+        self._addresses = list(map(Tensor.data_ptr, self._kept))
+        self._dense = list(map(Tensor.is_contiguous, self._kept))
+        self._attributes, self._settings, self._values = _columns([row for part in parts for row in part.settings], 3)
+        self._mixers = [part.mixer for part in parts if part.mixer is not None]
+
+    def __call__(self) -> bool:
+        modules = self._modules
+        if not all(map(is_, map(type, modules), self._kinds)) or list(map(_PARTS, modules)) != self._parts:
+            return False
+        if any(map(_BEFORE, modules)) or any(map(_AFTER, modules)) or any("forward" in x for x in map(vars, modules)):
+            return False
+        parameters = map(getitem, map(_PARAMETERS, self._owners), self._names)
+        if not all(map(is_, parameters, self._tensors)) or not all(map(is_, map(_CODES, self._small), self._codes)):
+            return False
+        if not all(map(is_, map(_SCALES, self._small), self._scales)):
+            return False
+        if list(map(Tensor.data_ptr, self._kept)) != self._addresses:
+            return False
+        if list(map(Tensor.is_contiguous, self._kept)) != self._dense:
+            return False
+        if list(map(getitem, self._attributes, self._settings)) != self._values:
+            return False
+        return all(x.__dict__.get("context") is None for x in self._mixers)
+
+
+_PARTS, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_BEFORE, _AFTER = attrgetter("_forward_pre_hooks"), attrgetter("_forward_hooks")
+_CODES, _SCALES = attrgetter("codes"), attrgetter("scales")
+
+
+def _columns(rows: Sequence[tuple[Any, ...]], width: int) -> list[list[Any]]:
+    return [[row[n] for row in rows] for n in range(width)]
 
 
 def serves(x: Tensor) -> bool:
@@ -167,7 +202,7 @@ def _spare(state: Memory, name: str, dims: int) -> Tensor | None:
 
 def _bind_cache(part: Part, mixer: GatedAttention, state: TokenCache, shared: dict[Hashable, Any]) -> TokenCache | None:
     rows, size = shared["rows"], (part.kv_heads, part.head_dim)
-    if state.rows != rows or any(state[name].dtype is not torch.float32 for name in state.names):
+    if state.rows != rows or any(x.dtype is not torch.float32 for x in state.tensors.values()):
         return None
     lengths, new, kept = state.lengths, state, state
     if isinstance(state, CacheInPlace):
@@ -175,13 +210,16 @@ def _bind_cache(part: Part, mixer: GatedAttention, state: TokenCache, shared: di
             return None
         new = state.appended()
     else:
-        if any(state[name].shape[2:] != size for name in ("keys", "values")):
+        if any(state.tensors[name].shape[2:] != size for name in ("keys", "values")):
             return None
-        place = shared.get("place")  # append copies these numbers to where the step writes
-        if place is None or place.shape[2:] != size:
-            place = shared["place"] = torch.zeros(rows, 1, *size, dtype=torch.float32, device="cpu")
-        new = kept = state.append({"keys": place, "values": place})
-    keys, values = kept["keys"], kept["values"]
+        longer = state.extended(1)
+        if longer is None:
+            place = shared.get("place")  # append copies these numbers to where the step writes
+            if place is None or place.shape[2:] != size:
+                place = shared["place"] = torch.zeros(rows, 1, *size, dtype=torch.float32, device="cpu")
+            longer = state.append({"keys": place, "values": place})
+        new = kept = longer
+    keys, values = kept.tensors["keys"], kept.tensors["values"]
     if keys.shape[2:] != size or values.shape[2:] != size or not (_is_dense(keys, 2) and _is_dense(values, 2)):
         return None
     part.keys, part.keys_row, part.keys_token = keys.data_ptr(), keys.stride(0), keys.stride(1)
@@ -282,7 +320,7 @@ def _recorded(part: Part, mixer: nn.Module | None, modules: list[nn.Module]) -> 
         mixer,
         tuple((module, type(module), dict(module._modules)) for module in modules),
         tuple(
-            (module, name, tensor, _addresses(tensor))
+            (module, name, tensor)
             for module in modules
             for name, tensor in module._parameters.items()
             if tensor is not None
@@ -294,7 +332,7 @@ def _recorded(part: Part, mixer: nn.Module | None, modules: list[nn.Module]) -> 
             if name != "training" and isinstance(value, bool | int | float | str | None)
         ),
     )
-    if not found.is_current():
+    if not Unchanged([found])():
         raise _Unfit
     return found
 
@@ -347,15 +385,11 @@ def _is_dense(x: Tensor, dims: int, dtypes: tuple[torch.dtype, ...] = (torch.flo
     """Whether x is a plain tensor of one of these dtypes on a CPU, dense in its last dims."""
     if type(x) not in PLAIN_TENSORS or x.dtype not in dtypes or not x.is_cpu or x.is_neg():
         return False
+    if x.is_contiguous():
+        return True
     size = 1
     for dim in range(x.dim() - 1, x.dim() - 1 - dims, -1):
         if x.shape[dim] != 1 and x.stride(dim) != size:
             return False
         size *= x.shape[dim]
     return True
-
-
-def _addresses(x: Tensor) -> Addresses:
-    if not isinstance(x, SmallWeight):
-        return x.data_ptr(), 0, x.is_contiguous()
-    return x.codes.data_ptr(), 0 if x.scales is None else x.scales.data_ptr(), x.codes.is_contiguous()

@@ -260,6 +260,15 @@ class TokenCache:
                     buffer.tensors[name].index_put_(where, x)
         return self._over(buffer, n + t, self.lengths + t)
 
+    def extended(self, t: int) -> "TokenCache | None":
+        """Return the cache with t more tokens in every row, which the caller writes; None where only append can."""
+        if not isinstance(self.lengths, int) or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        buffer, n = self._buffer, self.n
+        if not buffer.claim(n, t):
+            buffer = self._grown(n + t, max((n + t) // 2, 64))
+        return self._over(buffer, n + t, self.lengths + t)
+
     def copy(self, room: int) -> "TokenCache":
         """Return a copy with `room` more entries of 0 in every row; they are not counted as tokens."""
         return self._over(self._grown(self.n + room, 0), self.n + room, self.lengths)

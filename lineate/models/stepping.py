@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lineate.layers import LayerState
 from lineate.layers.bare import runs_own_forward
-from lineate.layers.native_steps import Recorded, bind, record_feed, record_mixer, serves
+from lineate.layers.native_steps import Recorded, Unchanged, bind, record_feed, record_mixer, serves
 from lineate.models.block import Block
 from lineate.native import step as native
 
@@ -30,8 +31,16 @@ class _Run(NamedTuple):
     words: bytes | None
 
 
+class _Plan(NamedTuple):
+    """How blocks run, the parts of each of them, and what says whether those are still as they were."""
+
+    runs: tuple[_Run, ...]
+    parts: list[dict[str, Any]]
+    unchanged: Unchanged
+
+
 Blocks = nn.ModuleList | Sequence[nn.Module]
-_plans: WeakKeyDictionary[nn.Module, tuple[_Run, ...]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[nn.Module, _Plan] = WeakKeyDictionary()
 """How blocks run, by the first of them."""
 
 
@@ -70,27 +79,20 @@ def step(blocks: Blocks, x: Tensor, states: tuple[LayerState, ...]) -> tuple[Ten
 
 def _plan_of(blocks: Blocks) -> tuple[_Run, ...] | None:
     """Return how the blocks run, as it was recorded or, if they were changed since, recorded anew; None: not in C."""
-    runs = _plans.get(blocks[0])
-    if runs is None or not _is_current(blocks, runs):
-        runs = _plans[blocks[0]] = _record(blocks)
-    return runs if any(run.words is not None for run in runs) else None
+    plan = _plans.get(blocks[0])
+    if plan is None or not _is_current(blocks, plan):
+        plan = _plans[blocks[0]] = _record(blocks)
+    return plan.runs if any(run.words is not None for run in plan.runs) else None
 
 
-def _is_current(blocks: Blocks, runs: tuple[_Run, ...]) -> bool:
-    halves = [half for run in runs for half in run.halves]
-    if halves and halves[-1].layer != len(blocks) - 1:
-        return False
-    for half in halves:
-        block: Any = blocks[half.layer]
-        if half.is_mixer and not _is_bare(block):
-            return False
-        if half.recorded is None:
-            continue
-        norm, own = half.recorded.modules[0][0], half.recorded.modules[1][0]
-        parts = (block.mixer_norm, block.mixer) if half.is_mixer else (block.feed_norm, block.feed)
-        if parts[0] is not norm or parts[1] is not own or not half.recorded.is_current():
-            return False
-    return True
+def _is_current(blocks: Blocks, plan: _Plan) -> bool:
+    if not plan.runs:
+        return True
+    own = list(blocks)
+    return list(map(_PARTS, own)) == plan.parts and all(map(_is_bare, own)) and plan.unchanged()
+
+
+_PARTS = attrgetter("_modules")
 
 
 def _is_bare(block: nn.Module) -> bool:
@@ -98,11 +100,11 @@ def _is_bare(block: nn.Module) -> bool:
     return type(block) is Block and block.in_steps and runs_own_forward(block)
 
 
-def _record(blocks: Blocks) -> tuple[_Run, ...]:
+def _record(blocks: Blocks) -> _Plan:
     halves: list[_Half] = []
     for n, block in enumerate(blocks):
         if not _is_bare(block):
-            return ()
+            return _Plan((), [], Unchanged([]))
         assert isinstance(block, Block)
         halves.append(_Half(n, True, record_mixer(block.mixer_norm, block.mixer)))
         halves.append(_Half(n, False, record_feed(block.feed_norm, block.feed)))
@@ -112,7 +114,9 @@ def _record(blocks: Blocks) -> tuple[_Run, ...]:
             runs[-1].append(half)
         else:
             runs.append([half])
-    return tuple(_Run(tuple(run), _words(run)) for run in runs)
+    recorded = [half.recorded for half in halves if half.recorded is not None]
+    parts = [dict(block._modules) for block in blocks]
+    return _Plan(tuple(_Run(tuple(run), _words(run)) for run in runs), parts, Unchanged(recorded))
 
 
 def _words(halves: list[_Half]) -> bytes | None:

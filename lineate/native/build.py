@@ -20,7 +20,7 @@ _SOURCES = [
     Path(__file__).with_name(name)
     for name in ("choice.c", "chunkwise.c", "float8.c", "layers.c", "rounding.c", "small.c", "step.c", "threads.c")
 ]
-_HEADERS = [Path(__file__).with_name(name) for name in ("products.h", "threads.h", "vectors.h")]
+_HEADERS = [Path(__file__).with_name(name) for name in ("products.h", "small_neon.h", "threads.h", "vectors.h")]
 _FLAGS = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
 _LINK = ("-fPIC", "-shared", "-pthread")
 

@@ -10,6 +10,8 @@
 // Weights lie in tiles of 16 rows. A group of a tile is a sequence of steps of 16 rows by 4 columns: 64 bytes, of which
 // a processor multiplies as many as it has in a register with 4 numbers of x. With 4 bits a byte has a code of step s in
 // its low half, and one of step s + 4 in its high half.
+//
+// ARM processors with dot products of bytes have their own products, in small_neon.h.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,8 +60,6 @@ INLINE ints dot(ints sum, bytes w, ints x, int bits) {
     if (bits == 8) z = _mm256_sign_epi8(z, v), v = _mm256_abs_epi8(v);  // at most 2 * 128 * 127, which fits 16 bits
     z = _mm256_maddubs_epi16(v, z);
     return sum + (ints)_mm256_madd_epi16(z, _mm256_set1_epi16(1));
-#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
-    return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
 #elif defined(__ARM_NEON) && defined(__aarch64__)
     int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)w), vget_low_s8((int8x16_t)x));
     int16x8_t high = vmull_high_s8((int8x16_t)w, (int8x16_t)x);
@@ -100,6 +100,9 @@ INLINE vec widen(const uint16_t *x) {
 
 INLINE vec to_float(ints x) { return __builtin_convertvector(x, vec); }
 
+#if defined(__ARM_NEON) && defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#include "small_neon.h"
+#else
 // ---- x as integers -------------------------------------------------------------------------------------------------
 
 enum { WIDE = 16 };  // numbers of x that are rounded at a time
@@ -157,15 +160,6 @@ INLINE void round_group(const Rounded *w, i64 row, i64 group, int planes) {
     w->scale[at] = scale;
     // With two planes the sum of the first is shifted by 7 later, which multiplies by 128, the zero of 8 bits.
     w->zero[at] = (w->call.bits == 4 ? -8 : !UNSIGNED ? 0 : planes == 2 ? -1 : -128) * sum_of(sum);
-}
-
-void lineate_small_round(const void *rounded, i64 row) {
-    const Rounded *w = rounded;
-    if (w->call.planes == 0) return;  // float8: x stays as it is
-    if (w->call.planes == 2)
-        for (i64 g = 0; g < w->groups; g++) round_group(w, row, g, 2);
-    else
-        for (i64 g = 0; g < w->groups; g++) round_group(w, row, g, 1);
 }
 
 // ---- products ------------------------------------------------------------------------------------------------------
@@ -266,17 +260,32 @@ INLINE void multiply_unit(const Rounded *w, i64 unit, int bits, int planes) {
     }
 }
 
-i64 lineate_small_units(const Small *a) { return blocks(blocks(a->out, TILE), TILES); }
+INLINE i64 unit_tiles(const Small *a) { return TILES; }
+#endif
+
+// ---- a call --------------------------------------------------------------------------------------------------------
+
+void lineate_small_round(const void *rounded, i64 row) {
+    const Rounded *w = rounded;
+    if (w->call.planes == 0) return;  // float8: x stays as it is
+    if (w->call.planes == 2)
+        for (i64 g = 0; g < w->groups; g++) round_group(w, row, g, 2);
+    else
+        for (i64 g = 0; g < w->groups; g++) round_group(w, row, g, 1);
+}
+
+i64 lineate_small_units(const Small *a) { return blocks(blocks(a->out, TILE), unit_tiles(a)); }
 
 void lineate_small_columns(const Small *a, i64 unit, i64 *first, i64 *last) {
-    *first = unit * TILES * TILE, *last = least(*first + TILES * TILE, a->out);
+    const i64 columns = unit_tiles(a) * TILE;
+    *first = unit * columns, *last = least(*first + columns, a->out);
 }
 
 void lineate_small_unit(const void *rounded, i64 unit) {
     const Rounded *w = rounded;
+    const i64 tile = unit * unit_tiles(&w->call), last = least(tile + unit_tiles(&w->call), blocks(w->call.out, TILE));
     if (w->call.planes == 0)
-        for (i64 tile = unit * TILES; tile < least((unit + 1) * TILES, blocks(w->call.out, TILE)); tile++)
-            lineate_float8_tile(&w->call, tile);
+        for (i64 t = tile; t < last; t++) lineate_float8_tile(&w->call, t);
     else if (w->call.bits == 4) multiply_unit(w, unit, 4, 1);
     else if (w->call.planes == 2) multiply_unit(w, unit, 8, 2);
     else multiply_unit(w, unit, 8, 1);

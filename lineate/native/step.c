@@ -228,7 +228,13 @@ enum { COLUMNS = 8 };  // vectors of columns of the memory that are read at a ti
 #else
 enum { COLUMNS = 4 };
 #endif
-enum { AHEAD = 4096 };  // numbers of the memory between what is fetched and what is read: processors stop at pages
+// Numbers of the memory between what is fetched and what is read, as processors stop at pages; and whether lines that
+// will be written are fetched: processors that write whole lines without reading them lose by that.
+#if defined(__ARM_NEON)
+enum { AHEAD = 2048, FETCH_WRITTEN = 0 };
+#else
+enum { AHEAD = 4096, FETCH_WRITTEN = 1 };
+#endif
 
 // n numbers of a memory from place `at` on; narrow is known to the compiler.
 INLINE vec load_memory(const void *S, i64 at, i64 n, int narrow) {
@@ -266,7 +272,7 @@ INLINE void read_columns(const void *S, const void *T, i64 at, const float *k, c
         _Pragma("GCC unroll 8") for (int j = 0; j < vectors; j++) {
             if (j * LANES % (64 / bytes) == 0) {
                 __builtin_prefetch((const char *)S + (at + AHEAD + j * LANES) * bytes);
-                __builtin_prefetch((const char *)T + (at + j * LANES) * bytes, 1);
+                if (FETCH_WRITTEN) __builtin_prefetch((const char *)T + (at + j * LANES) * bytes, 1);
             }
             const vec s = load_memory(S, at + j * LANES, j + 1 == vectors ? last : LANES, narrow);
             a[j] += k[i] * s;

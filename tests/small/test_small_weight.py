@@ -205,3 +205,15 @@ def test_a_weight_that_does_not_fit_is_refused() -> None:
         quantize(torch.randn(64), "int4")
     with pytest.raises(ValueError, match="form must be"):
         quantize(torch.randn(16, 32), "int3")
+
+
+@pytest.mark.skipif(not available(), reason="torch's own products, which run without C, do not promise it")
+@pytest.mark.parametrize("form", (*CODED, "fp8"))
+@pytest.mark.parametrize(("out", "size"), [(41, 1120), (600, 64)])
+def test_many_columns_and_many_rows_of_a_weight(form: str, out: int, size: int) -> None:
+    """Products take columns in spans and rows in runs, whose number depends on how many rows x has."""
+    x, small = torch.randn(14, size), quantize(torch.randn(out, size) / size**0.5, form)
+    whole = F.linear(x, small)
+    assert relative(whole, x @ small.decoded().T) < (0.01 if form == "int4" else 1e-4)
+    for n in (1, 2, 3, 4, 7):
+        assert torch.equal(F.linear(x[:n], small), whole[:n])
