@@ -79,8 +79,10 @@ def group_of(item: Any) -> str:
 def start(folder: Path, number: int, arguments: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, "--claims", str(folder), "--number", str(number), *arguments]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    # One thread each: the references run on the processor, and threads of many processes would wait for each other.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths}
     log = (folder / f"log-{number}").open("wb")
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, stdout=log, stderr=log)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
 
 def run(folder: Path, processes: int, deadline: float, arguments: list[str]) -> None:

@@ -367,45 +367,99 @@ INLINE float dot(const float *x, const float *y, i64 size) {
     return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-static void attend_head(const Team *team, const Part *p, i64 unit, float *scores) {
-    const i64 row = unit / p->kv_heads, head = unit % p->kv_heads, d = p->head_dim, last = p->lengths[row];
-    const i64 group = p->query_heads / p->kv_heads, wide = p->query_heads * d;
+// Tokens whose keys or values stay in the nearest caches while all queries of their head read them.
+enum { NEAR = 32 };
+enum { SUMS = LANES == 8 ? 8 : 16 };  // vectors of sums that stay in registers
+
+// sum += weight_j value_j for the tokens from first on, `tokens` of them, `apart` numbers from one to the next
+INLINE void add_values(float *sum, const float *weights, const float *values, i64 tokens, i64 apart, i64 d) {
+    i64 c = 0;
+    for (; c + SUMS * LANES <= d; c += SUMS * LANES) {
+        vec own[SUMS];
+        _Pragma("GCC unroll 16") for (int k = 0; k < SUMS; k++) own[k] = load(sum + c + k * LANES, LANES);
+        for (i64 j = 0; j < tokens; j++)
+            _Pragma("GCC unroll 16") for (int k = 0; k < SUMS; k++)
+                own[k] += weights[j] * load(values + j * apart + c + k * LANES, LANES);
+        _Pragma("GCC unroll 16") for (int k = 0; k < SUMS; k++) store(sum + c + k * LANES, own[k], LANES);
+    }
+    for (; c + LANES <= d; c += LANES) {
+        vec own = load(sum + c, LANES);
+        for (i64 j = 0; j < tokens; j++) own += weights[j] * load(values + j * apart + c, LANES);
+        store(sum + c, own, LANES);
+    }
+    if (c < d) {
+        const i64 n = d - c;
+        vec own = load(sum + c, n);
+        for (i64 j = 0; j < tokens; j++) own += weights[j] * load(values + j * apart + c, n);
+        store(sum + c, own, n);
+    }
+}
+
+// The room that attend_head needs, in numbers: queries, sums and scores of the queries of a head
+INLINE i64 attention_room(const Part *p, i64 tokens) {
+    return p->query_heads / p->kv_heads * (2 * p->head_dim + (tokens / LANES + 1) * LANES);
+}
+
+// scores_j = q . key_j scale, with the bits of `dot`: four keys at a time, for which q is loaded once
+INLINE void score_keys(float *scores, const float *q, const float *keys, i64 tokens, i64 apart, i64 d, float scale) {
+    enum { KEYS = 4, STEP = FEW * LANES };
+    i64 j = 0;
+    for (; d % STEP == 0 && j + KEYS <= tokens; j += KEYS) {
+        vec sum[KEYS][FEW] = {0};
+        for (i64 c = 0; c < d; c += STEP) {
+            vec own[FEW];
+            _Pragma("GCC unroll 4") for (int k = 0; k < FEW; k++) own[k] = load(q + c + k * LANES, LANES);
+            _Pragma("GCC unroll 4") for (int i = 0; i < KEYS; i++)
+                _Pragma("GCC unroll 4") for (int k = 0; k < FEW; k++)
+                    sum[i][k] += own[k] * load(keys + (j + i) * apart + c + k * LANES, LANES);
+        }
+        _Pragma("GCC unroll 4") for (int i = 0; i < KEYS; i++)
+            scores[j + i] = total((sum[i][0] + sum[i][1]) + (sum[i][2] + sum[i][3])) * scale;
+    }
+    for (; j < tokens; j++) scores[j] = dot(q, keys + j * apart, d) * scale;
+}
+
+static void attend_head(const Team *team, const Part *p, i64 unit, float *room) {
+    const i64 row = unit / p->kv_heads, head = unit % p->kv_heads, d = p->head_dim, tokens = p->lengths[row] + 1;
+    const i64 group = p->query_heads / p->kv_heads, wide = p->query_heads * d, span = (tokens / LANES + 1) * LANES;
     const float *new = team->entered + row * p->in.out;
     const float *gates = new + wide, *of_keys = new + (p->gated ? 2 : 1) * wide, *of_values = of_keys + p->kv_heads * d;
     const float *keys = p->keys + row * p->keys_row + head * d, *values = p->values + row * p->values_row + head * d;
-    float *key = p->keys + row * p->keys_row + last * p->keys_token + head * d;
+    float *key = p->keys + row * p->keys_row + (tokens - 1) * p->keys_token + head * d;
+    float *queries = room, *sums = queries + group * d, *scores = sums + group * d;
     normalize(&p->k_norm, of_keys + head * d, NULL, key, d);
     turn(p, row, key);
-    memcpy(p->values + row * p->values_row + last * p->values_token + head * d, of_values + head * d,
+    memcpy(p->values + row * p->values_row + (tokens - 1) * p->values_token + head * d, of_values + head * d,
            d * sizeof(float));
-    for (i64 each = head * group; each < (head + 1) * group; each++) {
-        float q[WIDEST], sum[WIDEST] = {0}, *out = team->mixed + row * wide + each * d;
-        normalize(&p->q_norm, new + each * d, NULL, q, d);
-        turn(p, row, q);
-        float most = -INFINITY;
-        for (i64 j = 0; j <= last; j++) {
-            scores[j] = dot(q, keys + j * p->keys_token, d) * (float)p->scale;
-            most = scores[j] > most ? scores[j] : most;
-        }
-        float all = 0;
-        SWEEP(last + 1, {
+    for (i64 i = 0; i < group; i++) {
+        normalize(&p->q_norm, new + (head * group + i) * d, NULL, queries + i * d, d);
+        turn(p, row, queries + i * d);
+    }
+    for (i64 first = 0; first < tokens; first += NEAR)
+        for (i64 i = 0; i < group; i++)
+            score_keys(scores + i * span + first, queries + i * d, keys + first * p->keys_token,
+                       least(NEAR, tokens - first), p->keys_token, d, (float)p->scale);
+    for (i64 i = 0; i < group; i++) {
+        float *own = scores + i * span, most = -INFINITY;
+        for (i64 j = 0; j < tokens; j++) most = own[j] > most ? own[j] : most;
+        SWEEP(tokens, {
             vec e[FEW];
-            EACH e[k] = most - load(scores + c + k * LANES, n);
+            EACH e[k] = most - load(own + c + k * LANES, n);
             exponentials(e, count);
-            EACH store(scores + c + k * LANES, e[k], n);
+            EACH store(own + c + k * LANES, e[k], n);
         });
-        for (i64 j = 0; j <= last; j++) all += scores[j];
-        for (i64 j = 0; j <= last; j++) {
-            const float weight = scores[j];
-            const float *value = values + j * p->values_token;
-            SWEEP(d, EACH {
-                const i64 at = c + k * LANES;
-                store(sum + at, load(sum + at, n) + weight * load(value + at, n), n);
-            });
-        }
+    }
+    memset(sums, 0, group * d * sizeof(float));
+    for (i64 first = 0; first < tokens; first += NEAR)
+        for (i64 i = 0; i < group; i++)
+            add_values(sums + i * d, scores + i * span + first, values + first * p->values_token,
+                       least(NEAR, tokens - first), p->values_token, d);
+    for (i64 i = 0; i < group; i++) {
+        float all = 0, *out = team->mixed + row * wide + (head * group + i) * d;
+        for (i64 j = 0; j < tokens; j++) all += scores[i * span + j];
         for (i64 c = 0; c < d; c++) {
-            const float opened = p->gated ? 1.f / (1.f + expf(-gates[each * d + c])) : 1.f;
-            out[c] = sum[c] / all * opened;
+            const float opened = p->gated ? 1.f / (1.f + expf(-gates[(head * group + i) * d + c])) : 1.f;
+            out[c] = sums[i * d + c] / all * opened;
         }
     }
 }
@@ -430,7 +484,6 @@ static void work(const void *call, i64 thread) {
         const Part *p = team->call.part + s->part;
         if (atomic_load(&s->next) < s->units) {
             Input input, more;
-            float *scores = (float *)scratch;
             if (s->stage == ENTER)
                 input = enter(team, p, &p->in, team->call.x, team->call.hidden, ENTER, team->entered, scratch);
             const i64 decays = s->stage == LOW_RANK ? units_of(&p->decay, rows) : 0;
@@ -451,7 +504,7 @@ static void work(const void *call, i64 thread) {
                 else if (s->stage == LOW_RANK && unit < decays) multiply(&p->decay, &input, unit, rows, NULL);
                 else if (s->stage == LOW_RANK) multiply(&p->gate, &more, unit - decays, rows, NULL);
                 else if (p->kind == RULE) mix_head(team, p, unit);
-                else attend_head(team, p, unit, scores);
+                else attend_head(team, p, unit, (float *)scratch);
                 atomic_fetch_add(&s->done, 1);
             }
         }
@@ -462,7 +515,7 @@ static void work(const void *call, i64 thread) {
 INLINE void widen_to(i64 *widest, i64 size) { *widest = most(*widest, size); }
 
 int lineate_step(const Step *a) {
-    i64 entered = 1, low = 1, gate = 1, mixed = 1, left = 1, widest = 1, longest = 1;
+    i64 entered = 1, low = 1, gate = 1, mixed = 1, left = 1, widest = 1, room = 1;
     Stage *stage = calloc(a->parts * STAGES, sizeof(Stage));
     if (!stage) return NO_MEMORY;
     i64 stages = 0;
@@ -483,10 +536,11 @@ int lineate_step(const Step *a) {
             widen_to(&low, p->decay.out), widen_to(&gate, p->gate.out);
             widen_to(&widest, p->decay.size), widen_to(&widest, p->gate.size);
         }
-        for (i64 row = 0; p->kind == ATTENTION && row < a->rows; row++) widen_to(&longest, p->lengths[row] + 1);
+        for (i64 row = 0; p->kind == ATTENTION && row < a->rows; row++)
+            widen_to(&room, attention_room(p, p->lengths[row] + 1));
     }
     const i64 own = a->rows * widest * (i64)sizeof(float) + lineate_small_scratch(a->rows, widest) + 128;
-    const i64 scratch = 2 * (most(own, (longest + LANES) * (i64)sizeof(float)) / 64 + 1) * 64;
+    const i64 scratch = 2 * (most(own, room * (i64)sizeof(float)) / 64 + 1) * 64;
     const i64 threads = most(1, a->threads), buffers = a->rows * (entered + low + gate + mixed + left) + 80;
     float *memory = malloc(buffers * sizeof(float) + threads * scratch + 64);
     if (!memory) {
