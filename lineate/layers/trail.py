@@ -79,7 +79,8 @@ def trail(mixer: nn.Module, x: Tensor, state: LayerState, keep: str = "auto") ->
     for i in range(x.shape[1]):
         y, now = mixer(x[:, i : i + 1], states[-1])
         outputs.append(y)
-        states.append(now)
+        seeds = None if state.seeds is None else state.seeds + (i + 1)
+        states.append(Memory(now.tensors, seeds=seeds))
     stored = {name: Stored([each[name] for each in states]) for name in state.names}
     return torch.cat(outputs, 1), MemoryTrail(stored, x.shape[1])
 

@@ -396,6 +396,23 @@ def test_hooks_of_a_mixer_run():
 
 
 @torch.no_grad()
+def test_hooks_do_not_change_how_memories_are_rounded():
+    mixer = GatedDeltaNet(30, 3, value_heads=6, key_dim=8)
+    x = torch.randn(2, 4 + T, 30)
+    _, state = mixer(x[:, :4])
+    tensors = {name: y.bfloat16() if name == "memory" else y for name, y in state.tensors.items()}
+    narrow = Memory(tensors, seeds=torch.tensor([4, 9]))
+    found = []
+    for hook in (False, True):
+        if hook:
+            mixer.register_forward_hook(lambda module, given, made: made)
+        found.append(trail(mixer, x[:, 4:], narrow, keep="states")[1].after(torch.tensor([3, T])))
+    plain, hooked = (after["memory"] for after in found)
+    assert plain.dtype is torch.bfloat16
+    assert (plain == hooked).float().mean() > 0.9  # the projections of all tokens at once round differently
+
+
+@torch.no_grad()
 def test_projections_run_once_over_all_tokens():
     mixer = make(odd("K")).layers[0].mixer
     seen: dict[str, list[int]] = {}
