@@ -101,7 +101,8 @@ def _engine(asked: ServeArguments, model: "HybridLM", job: "RankedJob | None") -
     if job is not None:  # every rank has a part of each state
         peers = LinkedPeers(job.link)
         folder = None if folder is None else folder / f"rank-{job.link.rank}-of-{job.link.size}"
-    identity, shared = identity_of(model) if folder else "", asked.replicas is not None
+    identity = identity_of(model, asked.state_dtype, asked.state_rounding) if folder else ""
+    shared = asked.replicas is not None
     cache = StateCache(budget, spacing, folder, identity, shared=shared, peers=peers) if budget else None
     return Engine(
         model,

@@ -14,7 +14,7 @@ SAMPLES = 1024
 """Elements of each tensor that are hashed."""
 
 
-def identity_of(model: HybridLM) -> str:
+def identity_of(model: HybridLM, state_dtype: str | None = None, state_rounding: str = "nearest") -> str:
     """Return a hash of the versions of lineate and torch, the configuration, the device, and the weights, 64 digits.
 
     Of each tensor its name, shape, dtype and 1024 elements are hashed, evenly spread from the first to the last, or all
@@ -25,9 +25,13 @@ def identity_of(model: HybridLM) -> str:
 
     Args:
         model: the model that reads and continues the states.
+        state_dtype: how running rows keep their memories; see Engine.
+        state_rounding: likewise.
     """
     digest = hashlib.sha256()
-    about = [lineate.__version__, str(model.device), torch.__version__, model.config.to_dict()]
+    about: list[object] = [lineate.__version__, str(model.device), torch.__version__, model.config.to_dict()]
+    if state_dtype not in (None, "float32"):
+        about += [state_dtype, state_rounding]
     digest.update(json.dumps(about, sort_keys=True).encode())
     for name, x in sorted(model.state_dict().items()):
         for key, part in stored_tensors(name, x).items():

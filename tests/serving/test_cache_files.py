@@ -48,6 +48,7 @@ def test_every_mixer_survives_a_restart(tmp_path):
     letters = "".join(kind.letter for kind in kinds() if kind.built_in)
     model = random_model(replace(preset("tiny", pattern="LGTAM"), pattern=letters, n_layers=len(letters)))
     identity, ids = identity_of(model), torch.randint(256, (1, 20))
+    assert identity == identity_of(model, "float32") != identity_of(model, "bfloat16")
     out = model(ids, last_only=True)
     cache = open_cache(tmp_path, 2**30, identity)
     cache.keep(ids[0], out.state, "prompt", out.logits[0, -1])

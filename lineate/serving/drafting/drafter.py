@@ -34,7 +34,9 @@ class DraftRow:
 
 
 class Drafter(Protocol):
-    """Guesses tokens; what it guesses never changes which tokens are generated.
+    """Guesses tokens; what it guesses does not change which tokens are generated.
+
+    (With memories in bfloat16 it may, where two tokens are nearly as likely.)
 
     One that keeps tensors for each sequence also has row_nbytes, as BaseDrafter has, so that they are planned for.
     """
