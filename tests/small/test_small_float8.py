@@ -194,6 +194,14 @@ def test_published_codes_that_are_no_number(tmp_path: Path) -> None:
         checkpoint.read_codes("x.weight")
 
 
+def test_codes_of_a_folder_that_are_no_number(tmp_path: Path) -> None:
+    model = shrink(realistic(sizes("G")), "fp8")
+    model.layers[0].mixer.out_proj.weight.codes.view(-1)[5] = 127
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"mixer\.out_proj\.weight must have numbers alone, got NaN"):
+        HybridLM.from_pretrained(tmp_path, progress=False)
+
+
 def test_scales_that_float32_lacks_are_not_kept(tmp_path: Path) -> None:
     parts, _ = fp8_blocks(torch.randn(32, 128), (16, 128))
     tensors = {"x.weight" + end: x.double() if end else x for end, x in parts.items()}

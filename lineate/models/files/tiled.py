@@ -71,6 +71,7 @@ class TiledCheckpoint(Checkpoint):
         assert small.scales is not None and small.format == self.form
         for key, entry, part in zip((CODES, SCALES), self.tiles[name], (small.codes, small.scales), strict=True):
             self._reader.read_into(name + key, entry, part)
+        self._check_numbers(name, small.codes)
 
     def _read(self, name: str, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return some tiles, or the tiles of some experts."""
@@ -79,7 +80,16 @@ class TiledCheckpoint(Checkpoint):
             part = torch.empty(last - first, *entry.shape[1:], dtype=entry.dtype, device="cpu")
             self._reader.read_into(name + key, entry, part, (first, last))
             found.append(part)
+        self._check_numbers(name, found[0])
         return found[0], found[1]
+
+    def _check_numbers(self, name: str, codes: Tensor) -> None:
+        """Refuse codes of float8 that are not numbers, which the products would take for 480."""
+        if self.form.floating and any(bool((part & 127 == 127).any()) for part in codes.view(torch.uint8)):
+            raise CheckpointError(
+                f"{self.entries[name].file}: {name} must have numbers alone, got NaN; make the folder again with "
+                "`lineate quantize`"
+            )
 
 
 def written_format(config: Mapping[str, Any]) -> Format | None:
