@@ -180,8 +180,8 @@ def decode_small_rows(
     tl.store(y + i.to(tl.int64) * K + c, tl.where(there, found, float("nan")), mask=c < K)
 
 
-@triton.jit
-def round_rows(x, codes, scales, rows, M: tl.constexpr, K: tl.constexpr, BM: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "M"])
+def round_rows(x, codes, scales, rows, M, K: tl.constexpr, BM: tl.constexpr):
     """BM rows of 128 columns of x `rows K` as float8 codes `M K` and scales `K/128 M`; rows to M are filled with 0.
 
     A scale is the largest number of its columns over 448, or NaN if one of them is not finite.

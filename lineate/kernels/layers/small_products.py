@@ -282,7 +282,7 @@ def why_not_float8(device: torch.device) -> str | None:
 def takes_float8(x: Tensor, weight: Codes) -> bool:
     """Whether multiply_float8 takes these rows and this weight."""
     whole = weight.floating and weight.columns % 128 == 0 and x.dtype is torch.bfloat16 and x.is_contiguous()
-    return whole and x.shape[0] > 0 and why_not_float8(x.device) is None
+    return whole and x.shape[0] > MOST_ROWS and why_not_float8(x.device) is None
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,7 +294,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(m, k, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(k // 128, m, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        start(kernels.round_rows, (m // 16, k // 128))(x, codes, scales, rows, M=m, K=k, BM=16, num_warps=4)
+        start(kernels.round_rows, (m // 16, k // 128))(x, codes, scales, rows, m, K=k, BM=16, num_warps=4)
     return codes, scales.t()
 
 
