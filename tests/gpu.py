@@ -10,6 +10,7 @@ works in it, and another takes its place.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,14 @@ class Claims:
             return False
         return True
 
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:  # such as a file that cannot be imported
+            self.note(collected=[report.nodeid], began=report.nodeid)
+            self.note(ended=report.nodeid, outcome="failed", seconds=0.0, why=str(report.longrepr)[-6000:])
+
     def pytest_runtestloop(self, session: Any) -> bool:
+        if session.config.option.collectonly:
+            return True
         groups: dict[tuple[str, int], list[Any]] = {}
         seen: Counter[str] = Counter()
         for item in session.items:
@@ -53,7 +61,7 @@ class Claims:
             seen[name] += 1
         self.note(collected=[item.nodeid for item in session.items])
         for n, items in enumerate(sorted(groups.values(), key=len, reverse=True)):
-            if self.broken or not self.claim(n):
+            if self.broken or session.shouldfail or session.shouldstop or not self.claim(n):
                 continue
             for item, after in zip(items, [*items[1:], None], strict=True):
                 self.note(began=item.nodeid)
@@ -82,7 +90,7 @@ def start(folder: Path, number: int, arguments: list[str]) -> subprocess.Popen[b
     # One thread each: the references run on the processor, and threads of many processes would wait for each other.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths}
     log = (folder / f"log-{number}").open("wb")
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
 def run(folder: Path, processes: int, deadline: float, arguments: list[str]) -> None:
@@ -98,8 +106,9 @@ def run(folder: Path, processes: int, deadline: float, arguments: list[str]) -> 
                 running[started] = start(folder, started, arguments)
                 started += 1
         time.sleep(0.2)
-    for process in running.values():
-        process.kill()
+    for process in running.values():  # and the ranks that a test has started
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -132,6 +141,8 @@ def report(folder: Path, seconds: float) -> int:
                 began.add(line["began"])
             if "ended" in line and ended.get(line["ended"], {}).get("outcome") != "failed":
                 ended[line["ended"]] = line
+    if not collected and (folder / "log-0").exists():
+        print((folder / "log-0").read_text(errors="replace")[-3000:])
     failed = [x for x in ended.values() if x["outcome"] == "failed"]
     for x in failed:
         print(f"\nFAILED {x['ended']}\n{x['why'][-1500:]}")
@@ -163,10 +174,8 @@ def main() -> int:
         return int(pytest.main([*plain, *arguments], plugins=[Claims(own.claims, own.number)]))
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lineate-gpu-") as temporary:
-        folder = own.log or Path(temporary)
+        folder = Path(temporary) if own.log is None else own.log / f"run-{os.getpid()}"
         folder.mkdir(parents=True, exist_ok=True)
-        for old in (*folder.glob("claim-*"), *folder.glob("notes-*"), *folder.glob("log-*")):
-            old.unlink()
         run(folder, own.processes, begun + 60 * own.minutes, arguments)
         return report(folder, time.monotonic() - begun)
 
