@@ -1,4 +1,4 @@
-"""The launches of walk.py and walk_backward.py, and the numbers of columns and buffers of their programs."""
+"""The launches of walk.py, whole.py and walk_backward.py, and the numbers of columns and buffers of their programs."""
 
 from lineate.kernels.call import Call
 from lineate.kernels.hopper.descriptors import SHARED, describe, describe_rows, describe_squares
@@ -64,7 +64,7 @@ def walk_whole(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
         describe(output, q.shape[0] * t, hv * V, hv * V, [64, 64]),
         walk.outer, walk.final, output, sequences.bounds, sequences.first_slots, t,
         q.stride(2), k.stride(2), v.stride(2), call.scale,
-        HV=hv, R=hv // q.shape[2], V=V, GATED=call.gates.log_decay is not None, NORMALIZE=call.normalize_qk,
+        HV=hv, R=hv // q.shape[2], V=V, GATED=call.gates.log_decay is not None,
         PACKED=sequences.packed, SCORE_REGISTERS=120, COLUMN_REGISTERS=184, num_warps=4,
     )  # fmt: skip
 

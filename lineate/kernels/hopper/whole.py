@@ -47,7 +47,6 @@ from lineate.kernels.hopper.scores import (
     ACC,
     SMALL,
     TILES,
-    _diagonal,
     _diagonal_of_halves,
     _halves,
     _invert_blocks,
@@ -56,7 +55,6 @@ from lineate.kernels.hopper.scores import (
 from lineate.kernels.portable.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
 
 STAGES = gl.constexpr(3)
-THIN = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 WHOLE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 
 
@@ -88,7 +86,7 @@ def _load_tiles(
 @gluon.jit
 def _make_scores(
     kept_q, kept_k, kept_v, kept_factors, ready, ready_v, there, full, empty, made_P, made_T,
-    both, swap, squares, norms_q, norms_k, logs_k, count, rows, scale, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
+    both, swap, squares, count, rows, scale, GATED: gl.constexpr,
 ):  # fmt: skip
     """Make P and T of every chunk."""
     none = gl.zeros([64, 64], gl.float32, ACC)
@@ -108,55 +106,27 @@ def _make_scores(
         tile_k = kept_k.index(stage)
         tile_q = kept_q.index(stage)
         flat = kept_factors._reinterpret(gl.float32, [STAGES, FACTORS * 64], PLAIN).index(stage)
-        if NORMALIZE:
-            qq = warpgroup_mma(tile_q, tile_q.permute([1, 0]), none, use_acc=False, is_async=True)
-            qq = warpgroup_mma_wait(0, deps=(qq,))
-            KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
-            sq = _diagonal(qq, SMALL)
-            within = gl.arange(0, 64, sq.type.layout) < here
-            norms_q.store(gl.rsqrt(gl.where(within, sq, 0.0) + 1e-6))
-            KK = warpgroup_mma_wait(0, deps=(KK,))
-            nk = gl.rsqrt(gl.where(within, _diagonal(KK, SMALL), 0.0) + 1e-6)
-            norms_k.store(nk)
-            logs_k.store(gl.log2(nk))
-            QK = warpgroup_mma(tile_q, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
-            barrier()
-            read_q = _vector(flat, READ_Q, THIN) * norms_q.load(THIN)
-            read_k = _vector(flat, READ_K, THIN) * norms_k.load(THIN)
-            write = _vector(flat, WRITE, THIN) * norms_k.load(THIN)
-            barrier()
-            flat.slice(READ_Q * 64, 64, 0).store(read_q)
-            flat.slice(READ_K * 64, 64, 0).store(read_k)
-            flat.slice(WRITE * 64, 64, 0).store(write)
-        else:
-            QK = warpgroup_mma(tile_q, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
-            KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+        QK = warpgroup_mma(tile_q, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+        KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
         to_q = gl.full([64], 1.0, gl.float32, LOW_ROW) * scale
-        if NORMALIZE:
-            to_q = to_q * norms_q.load(LOW_ROW)
-        D = _decays(flat, norms_k, logs_k, 0, GATED, NORMALIZE)
+        D = _decays(flat, squares, squares, 0, GATED, False)
         mbarrier.wait(empty.index(m), ((n >> 1) & 1) ^ 1)
         QK, KK = warpgroup_mma_wait(0, deps=(QK, KK))
         QK_low, QK_high = _halves(QK, 32)
         KK_low, KK_high = _halves(KK, 32)
         P_low, low = _decayed(QK_low, KK_low, D, to_q, here, zero, 0)
-        D = _decays(flat, norms_k, logs_k, 32, GATED, NORMALIZE)
+        D = _decays(flat, squares, squares, 32, GATED, False)
         P_high, high = _decayed(QK_high, KK_high, D, to_q, here, zero, 32)
         made_P.index(m).store(_beside(P_low, P_high))
         to_k = _vector(flat, BETA, LOW_ROW) * -1.0
-        if NORMALIZE:
-            to_k = to_k * norms_k.load(LOW_ROW)
-        else:
-            squares.store(_diagonal_of_halves(low, high, SMALL))
+        squares.store(_diagonal_of_halves(low, high, SMALL))
         N_low, N_high = _system(low, high, to_k, here, zero)
         X, XN = _invert_blocks(N_low, N_high, swap)
         barrier()
-        till = _tame_rows(flat, squares, norms_k, here, GATED, NORMALIZE)
+        till = _tame_rows(flat, squares, squares, here, GATED, False)
         T = _merge_blocks(N_low, X, XN, swap, both)
         if till < here:  # what has been made so far may have overflowed
-            T = _wild_inverse(
-                tile_k, flat, norms_k, logs_k, to_k, squares, swap, both, till, here, zero, GATED, NORMALIZE
-            )
+            T = _wild_inverse(tile_k, flat, squares, squares, to_k, squares, swap, both, till, here, zero, GATED, False)
         made_T.index(m).store(T.to(gl.bfloat16))
         fence_async_shared()
         barrier()
@@ -252,7 +222,7 @@ def _walk_columns(
 @gluon.jit(do_not_specialize=["t"])
 def whole_walk(
     q, k, v, factors, vectors, output, starts, final, out, bounds, first_slots, t, head_q, head_k, head_v, scale,
-    HV: gl.constexpr, R: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, NORMALIZE: gl.constexpr,
+    HV: gl.constexpr, R: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
     PACKED: gl.constexpr, SCORE_REGISTERS: gl.constexpr, COLUMN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Fill out `b t hv v` and final `pair k v` from the states starts, for bfloat16, k = 128, decay per head or none.
@@ -280,7 +250,7 @@ def whole_walk(
     written = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], output.layout)
     both = gl.allocate_shared_memory(gl.float16, [64, 32], gl.NVMMASharedLayout(64, 16, 2))
     swap = gl.allocate_shared_memory(gl.float16, [4, 16, 16], TILES)
-    small = gl.allocate_shared_memory(gl.float32, [4, 64], PLAIN)
+    squares = gl.allocate_shared_memory(gl.float32, [64], PLAIN)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     there = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(there, count=1)
@@ -314,7 +284,7 @@ def whole_walk(
             )),
             (_make_scores, (
                 kept_q, kept_k, kept_v, kept_factors, ready, ready_v, there, full, empty, made_P, made_T, both, swap,
-                small.index(0), small.index(1), small.index(2), small.index(3), count, rows, scale, GATED, NORMALIZE,
+                squares, count, rows, scale, GATED,
             )),
             (_load_tiles, (
                 q, k, v, factors, kept_q, kept_k, kept_v, kept_factors, ready, ready_v, free, empty,
