@@ -56,14 +56,13 @@ WHOLE = Cutting(shortest=2**30, most=1, least=1)
 #
 # So the best s lets programs of 64 columns just fill the multiprocessors, with at least LEAST chunks a segment.
 #
-# Where the multiprocessors are busy anyway, a cut costs up to 2.5 times the walk. So that sequences which fill a call
-# of CROWD chunks (12288 tokens) do not lose by it, a sequence is cut only if such a call would leave half of the
-# multiprocessors without a program. Where programs for 2 or 3 segments fit, the gain is 1.1 to 1.7, and not worth the
-# two launches more of every packed call that might have a sequence to be cut, unless it has FEWEST chunks.
+# Where the multiprocessors are busy anyway, a cut costs up to 2.5 times the walk, and the maps' memory. So only long
+# sequences are cut, from SHORTEST chunks on by the number of segments, else from OTHERS on: a call of many is rare,
+# and where 2 or 3 segments fill the device, little is gained (1.1 to 1.7 times).
 LEAST = 8
 MOST = 32
-CROWD = 192
-FEWEST = {2: 2048, 3: 256}
+SHORTEST = {2: 2048, 3: 256}
+OTHERS = 96
 
 
 def cut_forward(programs: int, processors: int) -> Cutting:
@@ -71,10 +70,10 @@ def cut_forward(programs: int, processors: int) -> Cutting:
     most = min(MOST, processors // programs)
     if most < 2:
         return WHOLE
-    return Cutting(FEWEST.get(most, max(4 * LEAST, -(-2 * CROWD * programs // processors))), most, LEAST)
+    return Cutting(SHORTEST.get(most, OTHERS), most, LEAST)
 
 
 def cut_backward(programs: int, processors: int) -> Cutting:
     """Return how the backward walk of a sequence with so many programs is cut."""
-    most = processors // programs
+    most = min(MOST, processors // programs)
     return WHOLE if most < 3 else Cutting(256, most, 32)

@@ -1,4 +1,4 @@
-"""The chain that cuts the walk over a long sequence with few heads into segments that run in parallel, exactly.
+"""The chain over the segments, which run in parallel, of the walk over a long sequence with few heads; it is exact.
 
 A segment maps the state that enters it to the one that leaves it, S -> A S + B. One walk computes all A and B at once
 (B is the segment's result for an empty state, A its result for the identity without values); a short chain over the
