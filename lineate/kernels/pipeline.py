@@ -92,7 +92,8 @@ def compile_ahead(stages: Stages, state: Tensor, keep: bool) -> None:
     kind = (
         *((None if x is None else (x.device, x.dtype, *x.shape[2:])) for x in (call.q, call.v, *call.gates.tensors)),
         call.gates.raw_decay, call.gates.raw_beta, call.gates.lower_bound is None, call.corrects, call.normalize_qk,
-        call.sequences.packed, stages.variant(), call.sequences.cuts > 0, _is_cut(call, back), keep,
+        call.sequences.packed, stages.variant(), stages.made_in_walk(keep), call.sequences.cuts > 0,
+        _is_cut(call, back), keep,
     )  # fmt: skip
     if kind in COMPILED:
         return

@@ -189,7 +189,7 @@ def test_many_rows(path, form, block, monkeypatch):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_a_row_has_the_same_bits_in_any_company(path, form):
+def test_rows_that_share_a_shape_have_the_same_bits_in_any_company(path, form):
     x, (codes, _) = drawer(path, 3)(16, 160), weight_of(path, form, 70, 160)
     counts = (9, 10, 12) if small_products.uses_tensor_cores(x) else (1, 2, 7)
     whole = small_products.multiply(x, codes)

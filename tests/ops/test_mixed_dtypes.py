@@ -83,7 +83,7 @@ def test_decode(backend):
     got = lineate.decode(**call, backend=backend)
     assert got.dtype == F16 and same_bits(got, lineate.decode(**wide, backend=backend).to(F16))
     assert same_bits(call["state"], wide["state"])
-    with pytest.raises(ValueError, match="state must be float32 for float32 inputs, got float16"):
+    with pytest.raises(ValueError, match="state must be float32 or bfloat16 for float32 inputs, got float16"):
         lineate.decode(**{**call, "state": call["state"].half()}, backend=backend)
 
 

@@ -17,6 +17,7 @@ from lineate.kernels.layers.ops import KERNEL_DTYPES, SIZES
 from lineate.kernels.layers.products import WIDEST, Convolution, Norm
 
 MOST_ROWS = 64
+LONGEST_ROW = 2**16  # of one row that lies whole in shared memory
 MOST_PORTABLE_ROWS = 16
 BLOCK = 2**25
 """Elements of a weight that are decoded at a time for many rows."""
@@ -60,6 +61,7 @@ def serves(x: Tensor, weight: Codes) -> bool:
     most = MOST_ROWS if uses_tensor_cores(x) else MOST_PORTABLE_ROWS
     return (
         0 < x.shape[0] <= most and x.dtype in KERNEL_DTYPES and x.is_contiguous() and x.data_ptr() % 16 == 0
+        and (x.shape[0] > 1 or x.shape[1] <= LONGEST_ROW)
         and weight.codes.is_contiguous() and weight.scales.is_contiguous()
         and weight.codes.data_ptr() % 16 == 0 and weight.scales.data_ptr() % 16 == 0
     )  # fmt: skip
