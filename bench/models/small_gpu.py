@@ -213,6 +213,18 @@ def measure_many(
     return found
 
 
+def show_products(title: str, records: list[dict[str, Any]], rate: str, unit: str) -> None:
+    """Print products beside those of cuBLAS with the same rows."""
+    plain = {(r["product"], r["rows"]): r["us"] for r in records if r["form"] == "bfloat16"}
+    table = []
+    for r in records:
+        base = plain.get((r["product"], r["rows"]))
+        faster = "-" if base is None else f"{base / r['us']:.2f}x"
+        cells = [r["product"], f"{r['n']} x {r['k']}", r["form"], str(r["rows"])]
+        table.append([*cells, f"{r['us']:.1f}", f"{r[rate]:.3g}", faster])
+    show(title, ["product", "n x k", "weights", "rows", "us", unit, "against cuBLAS in bfloat16"], table)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("bench/out/small-gpu.json"))
@@ -256,28 +268,12 @@ def main() -> None:
         for name, shape in products_of(config).items():
             for rows in args.batches:
                 products += [measure_product(name, shape, form, rows, args) for form in args.forms]
-        plain = {(r["product"], r["rows"]): r["us"] for r in products if r["form"] == "bfloat16"}
-        table = []
-        for r in products:
-            base = plain.get((r["product"], r["rows"]))
-            faster = "-" if base is None else f"{base / r['us']:.2f}x"
-            cells = [r["product"], f"{r['n']} x {r['k']}", r["form"], str(r["rows"])]
-            table.append([*cells, f"{r['us']:.1f}", f"{r['tb_per_s']:.2f}", faster])
-        columns = ["product", "n x k", "weights", "rows", "us", "TB/s", "against cuBLAS in bfloat16"]
-        show("products", columns, table)
+        show_products("products", products, "tb_per_s", "TB/s")
     if "many" in args.parts:
         for name, shape in products_of(config).items():
             for rows in args.many:
                 many += measure_many(name, shape, args.forms, rows, args)
-        plain = {(r["product"], r["rows"]): r["us"] for r in many if r["form"] == "bfloat16"}
-        table = []
-        for r in many:
-            base = plain.get((r["product"], r["rows"]))
-            faster = "-" if base is None else f"{base / r['us']:.2f}x"
-            cells = [r["product"], f"{r['n']} x {r['k']}", r["form"], str(r["rows"])]
-            table.append([*cells, f"{r['us']:.1f}", f"{r['tflops']:.1f}", faster])
-        columns = ["product", "n x k", "weights", "rows", "us", "TFLOP/s", "against cuBLAS in bfloat16"]
-        show("products of many rows", columns, table)
+        show_products("products of many rows", many, "tflops", "TFLOP/s")
     versions = {package: importlib.metadata.version(package) for package in ("torch", "triton")}
     where = torch.cuda.get_device_name() if args.device != "cpu" else "cpu"
     head = {"date": datetime.now(UTC).date().isoformat(), "gpu": where, "versions": versions}
