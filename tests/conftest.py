@@ -27,11 +27,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 NOT_QUICK = Path(__file__).with_name("not_quick.txt")
+THREADS = torch.get_num_threads()
 seconds: dict[str, float] = defaultdict(float)
 """The seconds that each test took, by its id."""
 
 
 def pytest_runtest_setup(item):
+    if torch.get_num_threads() != THREADS:  # a benchmark that a test has run sets them; results have other bits then
+        torch.set_num_threads(THREADS)
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         interpreter.make_quick()
     if "lineate.kernels.tape" in sys.modules:  # a test may change what the launches of a call depend on
