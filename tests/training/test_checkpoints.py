@@ -60,9 +60,15 @@ def copy(folder: Path, out: Path, **changes: object) -> TrainConfig:
 
 
 def die_and_resume(folder: Path, moments: list[int], **changes: object) -> None:
-    """Kill a run after this many events of each life, then let it end; compare it with an uninterrupted run."""
-    plain = train(make_config(folder, out=str(folder / "plain"), **changes))
-    config = make_config(folder, **changes)
+    """Kill a run after this many events of each life, then let it end; compare it with an uninterrupted run.
+
+    Both run in processes of their own: what earlier tests have left in this one may give a product other last bits.
+    """
+    alone = make_config(folder, out=str(folder / "plain"), **changes)
+    (folder / "plain.json").write_text(json.dumps(alone.to_dict()))
+    done = Started(live, folder / "plain.json", False, 10**9).wait()
+    assert done.code == 0, done.err
+    plain, config = loaded(alone), make_config(folder, **changes)
     (folder / "wanted.json").write_text(json.dumps(config.to_dict()))
     run, killed = folder / "run", 0
     for moment in (*moments, 10**9):

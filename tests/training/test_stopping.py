@@ -43,6 +43,11 @@ def be_stuck(config: str, signals: list[int], grace: float) -> None:
         main()
 
 
+def train_alone(source: Path, resume: bool) -> None:
+    with short_samples():
+        prepare(TrainConfig.load(source), resume=resume).run()
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """Return a folder with data, a model and an uninterrupted run, and that run's final tensors."""
@@ -165,7 +170,16 @@ def test_a_call_without_end_is_cut(
     done = Started(be_stuck, str(tmp_path / "c.json"), signals, grace).wait()
     message = f"lineate: stopped at once after step 4; go on with lineate train --resume {config.out}, from step 3"
     assert done.code == 1 and done.err == f"{message}: later ones were not saved\n", done.err
-    resume_and_compare(config, finished)
+    plain = make_config(finished[0], out=str(tmp_path / "plain"), sample_every=4)
+    checkpoint.write_json(tmp_path / "plain.json", plain.to_dict())
+    for source, resume in ((tmp_path / "plain.json", False), (Path(config.out) / "config.json", True)):
+        done = Started(train_alone, source, resume).wait()
+        assert done.code == 0, done.err
+    ends = [prepare(each, resume=True) for each in (plain, config)]
+    for trainer in ends:
+        trainer.close()
+    assert_same_bits(*map(everything, ends))
+    assert lines(Path(config.out)) == lines(Path(plain.out))
 
 
 def test_other_threads_leave_signals_alone(tmp_path: Path) -> None:
