@@ -10,7 +10,7 @@ The scores of chunk n+1 are made while the columns walk through chunk n, so P an
 input is read once. Barriers between the parts:
 
     ready[stage], ready_v[m]    q, k and the factors of a chunk have arrived; its values have
-    there[stage]                rows of k after the sequence's end are 0
+    there                       rows of the last chunk's k after the sequence's end are 0
     full[m]                     P, T and the factors of a chunk are made; rows of v after the sequence's end are 0
     free[stage], empty[m]       both groups of columns have read q, k and factors; v, P and T
 
