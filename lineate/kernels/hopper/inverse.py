@@ -152,7 +152,7 @@ def _wild_inverse(
     low = _low(KK_low) * _decays(flat, norms_k, logs_k, 0, GATED, NORMALIZE)
     high = _low(KK_high) * _decays(flat, norms_k, logs_k, 32, GATED, NORMALIZE)
     N_low, N_high = _system(low, high, to_k, till, zero)
-    X, XN = _invert_blocks(N_low, N_high, swap)
+    X, XN = _invert_blocks(N_low, N_high, swap, zero)
     barrier()
     T = _merge_blocks(N_low, X, XN, swap, both)
     i = gl.arange(0, 64, LOW_ROW)[:, None]

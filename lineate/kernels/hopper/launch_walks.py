@@ -61,11 +61,11 @@ def walk_whole(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
     start(whole_walk, (V // 128, sequences.number * hv))(
         describe_rows(q, K), describe_rows(k, K), describe_rows(v, 128),
         describe(ready.factors, ready.factors.numel() // 64, 64, 64, [_box_rows(K, False), 64]), ready.factors,
-        describe(output, q.shape[0] * t, hv * V, hv * V, [64, 64]),
+        describe(output, q.shape[0] * t, hv * V, hv * V, [64, 128]),
         walk.outer, walk.final, output, sequences.bounds, sequences.first_slots, t,
         q.stride(2), k.stride(2), v.stride(2), call.scale,
         HV=hv, R=hv // q.shape[2], V=V, GATED=call.gates.log_decay is not None,
-        PACKED=sequences.packed, SCORE_REGISTERS=120, COLUMN_REGISTERS=184, num_warps=4,
+        PACKED=sequences.packed, num_warps=8,
     )  # fmt: skip
 
 

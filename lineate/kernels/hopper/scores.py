@@ -199,11 +199,11 @@ TILES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
 
 
 @gluon.jit
-def _invert_blocks(N_low, N_high, swap):
+def _invert_blocks(N_low, N_high, swap, zero):
     """Do levels 0 to 3, and the first half of level 4; return X and X N of the block beside.
 
     N_low, N_high: columns ..32 and 32.. of N. swap `4 16 16` gets X of the even warps, then of the odd ones. A barrier
-    must follow before _merge_blocks.
+    must follow before _merge_blocks. zero: 0; where the compiler does not know it, it keeps no masks in registers.
     """
     N0, N1 = _halves(N_low, 16)
     N2, N3 = _halves(N_high, 16)
@@ -213,9 +213,9 @@ def _invert_blocks(N_low, N_high, swap):
     odd = _mask((w & 1) == 1)
     beside = _and(_pick2(N0, N2, _mask(w < 2)), odd)
     # Invert a warp's own block.
-    bi = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, SMALL)))[None, :, None]
+    bi = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, SMALL)))[None, :, None] + zero
     bj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, SMALL)))[None, None, :]
-    ri = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, SMALL_RIGHT)))[None, :, None]
+    ri = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, SMALL_RIGHT)))[None, :, None] + zero
     rj = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, SMALL_RIGHT)))[None, None, :]
     apart = ri ^ rj
     nothing = gl.zeros([4, 16, 16], gl.float16, SMALL)
@@ -448,7 +448,7 @@ def head_scores(
                 KK = KK * D
             N = _pack_fp16(KK * to_k[:, None], below, _mask(i < gl.minimum(till, rows)))
             N_low, N_high = _halves(N, 32)
-            X, XN = _invert_blocks(N_low, N_high, swap)
+            X, XN = _invert_blocks(N_low, N_high, swap, 0)
             mbarrier.expect(ready_v, 1024, pred=ahead)
             fence_async_shared()
             tma.store_wait(1 if SCORES else 0)
