@@ -226,6 +226,15 @@ def channel_scores(
     tl.store(factors + at * (BK + C) + BK + i, rate)
 
 
+@triton.jit
+def solved(T, x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Return T x for x [C, BV] in float32. The diagonal of T is 1, so only the rest of T meets x as it is rounded."""
+    rounded = x.to(dtype)
+    if dtype == tl.float32:
+        return tl.dot(T, rounded, input_precision=PRECISION)
+    return tl.dot(T, rounded, x - rounded.to(tl.float32), input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["t"])
 def channel_residuals(
     k, v, M, T, factors, states, doutput, dv, dbeta, residuals, dP, dM,
@@ -258,7 +267,7 @@ def channel_residuals(
             keys = load_tile(k + (start * HV + head) * K, HV * K, rows, K, C, BK, K == BK)
             E = values.to(tl.float32) - tl.dot(keys, tl.trans(S), input_precision=PRECISION)
             inverse = load_tile(T + at * C * C, C, C, C, C, C, True)
-            Rd = tl.dot(inverse, (E * beta[:, None]).to(dtype), input_precision=PRECISION).to(dtype)
+            Rd = solved(inverse, E * beta[:, None], dtype, PRECISION).to(dtype)
             store_tile(residuals + token, HV * V, Rd, rows, columns, C, BV, EVEN)
             X = load_tile(dv + token, HV * V, rows, columns, C, BV, EVEN)
             XE += tl.sum(X.to(tl.float32) * E, 1)
