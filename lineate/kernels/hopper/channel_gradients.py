@@ -15,7 +15,8 @@ P_b is the columns of block b of dP, and P_b^T the transpose of its rows. The di
 added separately.
 Rules that only accumulate have no M and no ak, and their R is V.
 dlog_decay_r is the sum of what rows >= r read, minus what rows >= r write and the chunk reads, plus what rows < r write
-to the state, plus S.dS e^{G_c}: one running sum in registers.
+to the state, plus S.dS e^{G_c}: one running sum in registers. Pairs of rows >= r cancel in it, so what is read and
+written is counted with the same rounded factors: Yq aq + Yk ak - Z aw (see portable/channel.py).
 
 A unit with a row whose 1 / F is too large is marked in wild `slot hv 2`; the two Triton kernels compute it again.
 """
@@ -45,6 +46,7 @@ from lineate.kernels.hopper.channel_parts import (
     _opaque,
     _opened,
     _reciprocal,
+    _rounded,
     _rows,
     _scale,
     _stack2,
@@ -252,11 +254,11 @@ def channel_gradients(
         inside = gl.sum(gl.where(r == 15, W, -0.0), 1)
         F = _exp2(W)
 
-        # P without its diagonal; with NORMALIZE, P of the unit vectors times the inverse norms.
+        # P without its diagonal; with NORMALIZE, P of the unit vectors times the inverse norms. Without, q F has scale.
         i = _opaque(gl.arange(0, 64, row))
         j = gl.arange(0, 64, gl.SliceLayout(0, acc))
         mbarrier.wait(ready_P, phase)
-        scores = tile_P.load(acc).to(gl.float32)
+        scores = tile_P.load(acc)
         at_norm = norms + item.to(gl.int64) * 128
         own = gl.load(dP + item.to(gl.int64) * 4096 + i * 65).to(gl.float32)
         if NORMALIZE:
@@ -266,10 +268,11 @@ def channel_gradients(
             norm_q = rate_q[:, None]
             norm_k = rate_k[:, None]
             across = gl.load(at_norm + 64 + j)[None, :]
-            scores = scores * norm_q * across
+            scores = scores.to(gl.float32) * norm_q * across
+            in_q = 1.0
         else:
             own = own * scale
-            scores = scores * scale
+            in_q = scale
         tile_P.store(gl.where(i[:, None] == j[None, :], 0.0, scores).to(dtype))
 
         upcoming = u + gl.num_programs(0)
@@ -338,7 +341,7 @@ def channel_gradients(
         if CORRECTS:
             B0.store(_flat((keys * F).to(dtype), flat))
         queries = _cube(tile_q.load(flat).to(gl.float32), cube)
-        A0.store(_flat((queries * F).to(dtype), flat))
+        A0.store(_flat((queries * in_q * F).to(dtype), flat))
         if CORRECTS:
             mbarrier.wait(ready_M, phase)
             if NORMALIZE:
@@ -352,7 +355,7 @@ def channel_gradients(
             if CORRECTS:
                 ak = _scale(ES, f, acc) * (norm_k * -1.0)
         else:
-            aq = _scale(OS, f * scale, acc)
+            aq = _scale(OS, f, acc)
             if CORRECTS:
                 ak = _scale(ES, f * -1.0, acc)
         aq = warpgroup_mma(_columns(tile_P, 0, left), _rows(C0, 0), aq, is_async=True)
@@ -398,23 +401,24 @@ def channel_gradients(
         if NORMALIZE:
             by_row.slice(64, 64, 0).store(rate_k)
         # (q and k are loaded twice, to save registers)
-        read = F * _cube(pass_A.load(flat), cube)
-        total = read * _cube(tile_q.load(flat).to(gl.float32), cube)
+        read = _cube(pass_A.load(flat), cube)
+        total = read * _rounded(_cube(tile_q.load(flat).to(gl.float32), cube) * in_q * F)
+        read = F * in_q * read
         own = _by_rows(by_row.slice(0, 64, 0).load(gl.SliceLayout(1, flat)), cube)
         read = read + own * _cube(tile_k.load(flat).to(gl.float32), cube)
         gl.store(dq + to + at + r * (HV * K), read.to(dtype), mask=there)
         if CORRECTS:
-            reread = F * _cube(pass_B.load(flat), cube)
+            reread = _cube(pass_B.load(flat), cube)
         pass_A.store(aw)
         pass_B.store(RS)
         inverse = _reciprocal(F)
-        written = inverse * _cube(pass_A.load(flat), cube)
+        written = _cube(pass_A.load(flat), cube)
         keys = _cube(tile_k.load(flat).to(gl.float32), cube)
+        total = total - written * _rounded(keys * inverse)
+        written = inverse * written
         if CORRECTS:
-            total = total + keys * (reread - written)
-            written = reread + written
-        else:
-            total = total - keys * written
+            total = total + reread * _rounded(keys * F)
+            written = F * reread + written
         kept = _cube(pass_B.load(flat), cube) * inverse * down[:, None, :]
         if NORMALIZE:
             kept = kept * _by_rows(by_row.slice(64, 64, 0).load(gl.SliceLayout(1, flat)), cube)

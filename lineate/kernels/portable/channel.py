@@ -226,6 +226,15 @@ def channel_scores(
     tl.store(factors + at * (BK + C) + BK + i, rate)
 
 
+@triton.jit
+def solved(T, x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Return T x for x [C, BV] in float32. The diagonal of T is 1, so only the rest of T meets x as it is rounded."""
+    rounded = x.to(dtype)
+    if dtype == tl.float32:
+        return tl.dot(T, rounded, input_precision=PRECISION)
+    return tl.dot(T, rounded, x - rounded.to(tl.float32), input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=["t"])
 def channel_residuals(
     k, v, M, T, factors, states, doutput, dv, dbeta, residuals, dP, dM,
@@ -258,7 +267,7 @@ def channel_residuals(
             keys = load_tile(k + (start * HV + head) * K, HV * K, rows, K, C, BK, K == BK)
             E = values.to(tl.float32) - tl.dot(keys, tl.trans(S), input_precision=PRECISION)
             inverse = load_tile(T + at * C * C, C, C, C, C, C, True)
-            Rd = tl.dot(inverse, (E * beta[:, None]).to(dtype), input_precision=PRECISION).to(dtype)
+            Rd = solved(inverse, E * beta[:, None], dtype, PRECISION).to(dtype)
             store_tile(residuals + token, HV * V, Rd, rows, columns, C, BV, EVEN)
             X = load_tile(dv + token, HV * V, rows, columns, C, BV, EVEN)
             XE += tl.sum(X.to(tl.float32) * E, 1)
@@ -361,6 +370,10 @@ def channel_gradients(
 ):  # fmt: skip
     """Add the gradients through P and M to dq, dk and dG of channel_state_gradients; then compute dlog_decay from dG.
 
+    A pair of a reader and a writer adds to dG of the reader what it takes from that of the writer, and in dlog_decay of
+    the tokens before both the two cancel. So both sides have the same rounded factors, Y and Z. If one side had the
+    factors before rounding, 2^-9 of each pair would remain, and would add up in dA_log and ddt_bias.
+
     dA_log `slot hv blocks` and ddt_bias `slot hv K` are this chunk's parts.
     """
     slot = tl.program_id(0)
@@ -380,64 +393,64 @@ def channel_gradients(
     norm_q, norm_k = load_norms(q, k, stride_q, stride_k, rows, scale, K, BK, C, NORMALIZE)
     queries = load_tile(q + first_x, stride_q, rows, left, C, BX, EVEN_X)
     keys = load_tile(k + first_x, stride_k, rows, left, C, BX, EVEN_X)
+    queries = queries.to(tl.float32) * norm_q[:, None]
+    keys = keys.to(tl.float32) * norm_k[:, None]
     i = tl.arange(0, C)
-    dqueries = load_tile(dq + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
-    dkeys = load_tile(dk + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
     at = slot.to(tl.int64) * HV + head
     given, _, _ = load_decay(
         log_decay, A_log, dt_bias, lower_bound, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS
     )
     coarse, fine = split(allowed(given) * LOG2E, SPLIT)
     total = load_tile(dG + row, HV * K, rows, left, C, BX, EVEN_X)
-    dscores = load_tile(dP + at * C * C, C, C, C, C, C, True).to(tl.float32)
-    dscores = dscores * norm_q[:, None] * norm_k[None, :]
-    own = tl.sum(tl.where(i[:, None] == i[None, :], dscores, 0.0), 1)
-    dqueries += own[:, None] * keys.to(tl.float32)
-    dkeys += own[:, None] * queries.to(tl.float32)
-    dscores = dscores.to(dtype)
+    dscores = load_tile(dP + at * C * C, C, C, C, C, C, True)
+    own = tl.sum(tl.where(i[:, None] == i[None, :], dscores.to(tl.float32), 0.0), 1)
+    dqueries = own[:, None] * keys
+    dkeys = own[:, None] * queries
     dA = dscores
     if CORRECTS:
-        dA = load_tile(dM + at * C * C, C, C, C, C, C, True).to(tl.float32)
-        dA = (dA * norm_k[:, None] * norm_k[None, :]).to(dtype)
+        dA = load_tile(dM + at * C * C, C, C, C, C, C, True)
     inside, good = within_block(spans, coarse, fine, C, SPLIT, PRECISION, dtype)
     F = tl.exp2(inside)
     inverse = tl.where(good[:, None], tl.exp2(-inside), 0.0)
     meet = same_block(C) & good[:, None]
-    Z = (keys.to(tl.float32) * inverse).to(dtype)
+    Z = (keys * inverse).to(dtype)
+    Y = (queries * F).to(dtype)
     d = tl.where(meet, dscores, 0.0)
-    dY = tl.dot(d, Z, input_precision=PRECISION) * F
-    dqueries += dY
-    total += queries.to(tl.float32) * dY
-    dZ = tl.dot(tl.trans(d), (queries.to(tl.float32) * F).to(dtype), input_precision=PRECISION)
+    dY = tl.dot(d, Z, input_precision=PRECISION)
+    dqueries += dY * F
+    total += Y.to(tl.float32) * dY
+    dZ = tl.dot(tl.trans(d), Y, input_precision=PRECISION)
     if CORRECTS:
         d = tl.where(meet, dA, 0.0)
-        dY = tl.dot(d, Z, input_precision=PRECISION) * F
-        dkeys += dY
-        total += keys.to(tl.float32) * dY
-        dZ = tl.dot(tl.trans(d), (keys.to(tl.float32) * F).to(dtype), dZ, input_precision=PRECISION)
-    dZ = dZ * inverse
-    dkeys += dZ
-    total -= keys.to(tl.float32) * dZ
+        Y = (keys * F).to(dtype)
+        dY = tl.dot(d, Z, input_precision=PRECISION)
+        dkeys += dY * F
+        total += Y.to(tl.float32) * dY
+        dZ = tl.dot(tl.trans(d), Y, dZ, input_precision=PRECISION)
+    dkeys += dZ * inverse
+    total -= Z.to(tl.float32) * dZ
     first_level = BLOCK_LEVEL
     if tl.min(good.to(tl.int32), 0) == 0:
         first_level = 0
     for level in range(first_level, LEVELS):
         F = tl.exp2(sums(spans, level, coarse, fine, C, SPLIT, PRECISION))
         meet = pairs(level, C) & ((good == 0)[:, None] | (level >= BLOCK_LEVEL))
-        Z = (keys.to(tl.float32) * F).to(dtype)
+        Z = (keys * F).to(dtype)
+        Y = (queries * F).to(dtype)
         d = tl.where(meet, dscores, 0.0)
-        dY = tl.dot(d, Z, input_precision=PRECISION) * F
-        dqueries += dY
-        total += queries.to(tl.float32) * dY
-        dZ = tl.dot(tl.trans(d), (queries.to(tl.float32) * F).to(dtype), input_precision=PRECISION)
+        dY = tl.dot(d, Z, input_precision=PRECISION)
+        dqueries += dY * F
+        total += Y.to(tl.float32) * dY
+        dZ = tl.dot(tl.trans(d), Y, input_precision=PRECISION)
         if CORRECTS:
             d = tl.where(meet, dA, 0.0)
             dZ = tl.dot(d, Z, dZ, input_precision=PRECISION)
             dZ = tl.dot(tl.trans(d), Z, dZ, input_precision=PRECISION)
-        dZ = dZ * F
-        dkeys += dZ
+        dkeys += dZ * F
         reads = (((i >> level) & 1) == 1)[:, None]
-        total += tl.where(reads, 1.0, -1.0) * keys.to(tl.float32) * dZ
+        total += tl.where(reads, 1.0, -1.0) * Z.to(tl.float32) * dZ
+    dqueries = dqueries * norm_q[:, None] + load_tile(dq + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
+    dkeys = dkeys * norm_k[:, None] + load_tile(dk + row, HV * K, rows, left, C, BX, EVEN_X).to(tl.float32)
     coarse, fine = split(total, SPLIT)
     given, slope, by_speed = load_decay(
         log_decay, A_log, dt_bias, lower_bound, start, rows, head, HV, first_x, K, BX, C, RAW, BIAS
