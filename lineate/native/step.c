@@ -7,6 +7,7 @@
 // The equations are those of lineate/layers. A part is a few stages of units: heads, or tiles of a product. Threads take
 // units until a stage has none left, and wait for each other between stages; one that comes late joins where the others
 // are. What a unit computes depends on its own row alone: the bits are the same in any batch and number of threads.
+// A thread begins with a range of units of its own, as memory is read faster by threads that read far from each other.
 #include <math.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -71,7 +72,7 @@ typedef struct {
 
 typedef struct {
     i64 part, stage, units;
-    atomic_llong next, done;
+    atomic_llong done, *next;  // next: units of each thread's range that were taken
 } Stage;
 
 typedef struct {
@@ -466,6 +467,24 @@ static void attend_head(const Team *team, const Part *p, i64 unit, float *room) 
 
 // ---- stages --------------------------------------------------------------------------------------------------------
 
+INLINE i64 range_first(const Team *team, const Stage *s, i64 range) { return s->units * range / team->call.threads; }
+
+// Whether units of a stage are left that no thread has taken.
+static int has_units(const Team *team, const Stage *s) {
+    for (i64 range = 0; range < team->call.threads; range++)
+        if (atomic_load(&s->next[range]) < range_first(team, s, range + 1) - range_first(team, s, range)) return 1;
+    return 0;
+}
+
+// Takes a unit of the range, or of the first one behind it that has some; -1 if all are taken.
+static i64 take_unit(const Team *team, Stage *s, i64 *range, i64 *tried) {
+    for (; *tried < team->call.threads; ++*tried, *range = (*range + 1) % team->call.threads) {
+        const i64 first = range_first(team, s, *range), unit = first + atomic_fetch_add(&s->next[*range], 1);
+        if (unit < range_first(team, s, *range + 1)) return unit;
+    }
+    return -1;
+}
+
 INLINE void pause_a_moment(i64 *spins) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -482,7 +501,7 @@ static void work(const void *call, i64 thread) {
     for (i64 i = 0; i < team->stages; i++) {
         Stage *s = team->stage + i;
         const Part *p = team->call.part + s->part;
-        if (atomic_load(&s->next) < s->units) {
+        if (has_units(team, s)) {
             Input input, more;
             if (s->stage == ENTER)
                 input = enter(team, p, &p->in, team->call.x, team->call.hidden, ENTER, team->entered, scratch);
@@ -498,7 +517,7 @@ static void work(const void *call, i64 thread) {
             if (s->stage == LEAVE)
                 input = enter(team, p, &p->out, p->kind == FEED ? team->entered : team->mixed,
                               p->kind == FEED ? p->in.out : p->out.size, LEAVE, team->left, scratch);
-            for (i64 unit; (unit = atomic_fetch_add(&s->next, 1)) < s->units;) {
+            for (i64 unit, range = thread, tried = 0; (unit = take_unit(team, s, &range, &tried)) >= 0;) {
                 if (s->stage == ENTER) multiply(&p->in, &input, unit, rows, NULL);
                 else if (s->stage == LEAVE) multiply(&p->out, &input, unit, rows, team->call.x);
                 else if (s->stage == LOW_RANK && unit < decays) multiply(&p->decay, &input, unit, rows, NULL);
@@ -516,8 +535,10 @@ INLINE void widen_to(i64 *widest, i64 size) { *widest = most(*widest, size); }
 
 int lineate_step(const Step *a) {
     i64 entered = 1, low = 1, gate = 1, mixed = 1, left = 1, widest = 1, room = 1;
-    Stage *stage = calloc(a->parts * STAGES, sizeof(Stage));
+    const i64 threads = most(1, a->threads);
+    Stage *stage = calloc(a->parts * STAGES, sizeof(Stage) + threads * sizeof(atomic_llong));
     if (!stage) return NO_MEMORY;
+    atomic_llong *taken = (atomic_llong *)(stage + a->parts * STAGES);
     i64 stages = 0;
     for (i64 i = 0; i < a->parts; i++) {
         const Part *p = a->part + i;
@@ -527,6 +548,7 @@ int lineate_step(const Step *a) {
         for (i64 j = 0; j < STAGES; j++)
             if (units[j]) {
                 stage[stages].part = i, stage[stages].stage = j, stage[stages].units = units[j];
+                stage[stages].next = taken + stages * threads;
                 stages++;
             }
         widen_to(&entered, p->in.out), widen_to(&widest, p->in.size);
@@ -541,7 +563,7 @@ int lineate_step(const Step *a) {
     }
     const i64 own = a->rows * widest * (i64)sizeof(float) + lineate_small_scratch(a->rows, widest) + 128;
     const i64 scratch = 2 * (most(own, room * (i64)sizeof(float)) / 64 + 1) * 64;
-    const i64 threads = most(1, a->threads), buffers = a->rows * (entered + low + gate + mixed + left) + 80;
+    const i64 buffers = a->rows * (entered + low + gate + mixed + left) + 80;
     float *memory = malloc(buffers * sizeof(float) + threads * scratch + 64);
     if (!memory) {
         free(stage);
@@ -549,6 +571,7 @@ int lineate_step(const Step *a) {
     }
     Team team = {.call = *a, .stages = stages, .stage = stage, .entered = memory, .widest = widest,
                  .scratch = (char *)(((uintptr_t)(memory + buffers) + 63) / 64 * 64), .scratch_bytes = scratch};
+    team.call.threads = threads;
     team.decay = team.entered + a->rows * entered;
     team.gate = team.decay + a->rows * low;
     team.mixed = team.gate + a->rows * gate;
