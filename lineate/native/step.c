@@ -65,8 +65,8 @@ typedef struct {  // words of 64 bits, filled in by step.py
 } Part;
 
 typedef struct {
-    i64 rows, hidden, parts, threads;
-    float *x;  // rows hidden
+    i64 rows, hidden, parts, threads, rounded;  // rounded: rows may be rounded further, which is faster
+    float *x;                                   // rows hidden
     const Part *part;
 } Step;
 
@@ -90,22 +90,25 @@ typedef struct {  // the input of a product, as a thread has it
     Rounded rounded;
 } Input;
 
-INLINE int is_coded(const Linear *w) { return w->kind >= FLOAT8; }
-
-INLINE Product plain_of(const Linear *w, i64 rows, const float *x, float *y) {
-    return (Product){rows, w->out, w->size, 1, w->kind, x, w->weight, w->size, y};
+INLINE int is_coded(const Step *a, const Linear *w) {
+    return w->kind >= FLOAT8 || (a->rounded && w->kind == FLOAT16 && lineate_halves_serve(w->size));
 }
 
-INLINE Small small_of(const Linear *w, i64 rows, const float *x, float *y) {
-    const i64 bits = w->kind == BITS_4 ? 4 : 8, planes = w->kind == FLOAT8 ? 0 : w->kind == BITS_8 ? 2 : 1;
-    return (Small){rows, w->out, w->size, bits, planes, 1, x, w->weight, w->scales, y};
+INLINE Product plain_of(const Step *a, const Linear *w, const float *x, float *y) {
+    return (Product){a->rows, w->out, w->size, 1, w->kind, x, w->weight, w->size, y};
 }
 
-static i64 units_of(const Linear *w, i64 rows) {
+INLINE Small small_of(const Step *a, const Linear *w, const float *x, float *y) {
+    const i64 bits = w->kind == BITS_4 ? 4 : w->kind == FLOAT16 ? 16 : 8;
+    const i64 planes = w->kind == FLOAT8 ? 0 : w->kind == BITS_8 && !a->rounded ? 2 : 1;
+    return (Small){a->rows, w->out, w->size, bits, planes, 1, x, w->weight, w->scales, y};
+}
+
+static i64 units_of(const Step *a, const Linear *w) {
     if (w->kind == ABSENT) return 0;
-    const Product plain = plain_of(w, rows, NULL, NULL);
-    const Small small = small_of(w, rows, NULL, NULL);
-    return is_coded(w) ? lineate_small_units(&small) : lineate_product_units(&plain);
+    const Product plain = plain_of(a, w, NULL, NULL);
+    const Small small = small_of(a, w, NULL, NULL);
+    return is_coded(a, w) ? lineate_small_units(&small) : lineate_product_units(&plain);
 }
 
 // ---- inputs of products --------------------------------------------------------------------------------------------
@@ -156,25 +159,27 @@ static Input enter(const Team *team, const Part *part, const Linear *w, const fl
         else if (stage == LEAVE && part->kind == FEED) unite(from, to, w->size);
         else memcpy(to, from, w->size * sizeof(float));
     }
-    Input input = {.plain = plain_of(w, rows, own, y)};
-    if (is_coded(w)) {
-        const Small small = small_of(w, rows, own, y);
+    Input input = {.plain = plain_of(&team->call, w, own, y)};
+    if (is_coded(&team->call, w)) {
+        const Small small = small_of(&team->call, w, own, y);
         input.rounded = lineate_small_place(&small, scratch + rows * team->widest * sizeof(float));
         for (i64 row = 0; row < rows; row++) lineate_small_round(&input.rounded, row);
     }
     return input;
 }
 
-static void multiply(const Linear *w, const Input *input, i64 unit, i64 rows, float *add_to) {
+static void multiply(const Team *team, const Linear *w, const Input *input, i64 unit, float *add_to) {
+    const i64 rows = team->call.rows;
+    const int coded = is_coded(&team->call, w);
     i64 first, last;
-    if (is_coded(w)) {
+    if (coded) {
         lineate_small_unit(&input->rounded, unit);
         lineate_small_columns(&input->rounded.call, unit, &first, &last);
     } else {
         lineate_product_unit(&input->plain, unit);
         lineate_product_columns(&input->plain, unit, &first, &last);
     }
-    float *y = is_coded(w) ? input->rounded.call.y : input->plain.y;
+    float *y = coded ? input->rounded.call.y : input->plain.y;
     for (i64 row = 0; row < rows; row++) {
         float *made = y + row * w->out, *sum = add_to + row * w->out;
         if (w->bias)
@@ -496,7 +501,6 @@ INLINE void pause_a_moment(i64 *spins) {
 
 static void work(const void *call, i64 thread) {
     const Team *team = call;
-    const i64 rows = team->call.rows;
     char *scratch = team->scratch + thread * team->scratch_bytes;
     for (i64 i = 0; i < team->stages; i++) {
         Stage *s = team->stage + i;
@@ -505,7 +509,7 @@ static void work(const void *call, i64 thread) {
             Input input, more;
             if (s->stage == ENTER)
                 input = enter(team, p, &p->in, team->call.x, team->call.hidden, ENTER, team->entered, scratch);
-            const i64 decays = s->stage == LOW_RANK ? units_of(&p->decay, rows) : 0;
+            const i64 decays = s->stage == LOW_RANK ? units_of(&team->call, &p->decay) : 0;
             if (s->stage == LOW_RANK) {
                 if (decays)
                     input = enter(team, p, &p->decay, team->entered + p->at_decay, p->in.out, LOW_RANK, team->decay,
@@ -518,10 +522,10 @@ static void work(const void *call, i64 thread) {
                 input = enter(team, p, &p->out, p->kind == FEED ? team->entered : team->mixed,
                               p->kind == FEED ? p->in.out : p->out.size, LEAVE, team->left, scratch);
             for (i64 unit, range = thread, tried = 0; (unit = take_unit(team, s, &range, &tried)) >= 0;) {
-                if (s->stage == ENTER) multiply(&p->in, &input, unit, rows, NULL);
-                else if (s->stage == LEAVE) multiply(&p->out, &input, unit, rows, team->call.x);
-                else if (s->stage == LOW_RANK && unit < decays) multiply(&p->decay, &input, unit, rows, NULL);
-                else if (s->stage == LOW_RANK) multiply(&p->gate, &more, unit - decays, rows, NULL);
+                if (s->stage == ENTER) multiply(team, &p->in, &input, unit, NULL);
+                else if (s->stage == LEAVE) multiply(team, &p->out, &input, unit, team->call.x);
+                else if (s->stage == LOW_RANK && unit < decays) multiply(team, &p->decay, &input, unit, NULL);
+                else if (s->stage == LOW_RANK) multiply(team, &p->gate, &more, unit - decays, NULL);
                 else if (p->kind == RULE) mix_head(team, p, unit);
                 else attend_head(team, p, unit, (float *)scratch);
                 atomic_fetch_add(&s->done, 1);
@@ -542,9 +546,9 @@ int lineate_step(const Step *a) {
     i64 stages = 0;
     for (i64 i = 0; i < a->parts; i++) {
         const Part *p = a->part + i;
-        const i64 low_rank = p->kind == RULE ? units_of(&p->decay, a->rows) + units_of(&p->gate, a->rows) : 0;
+        const i64 low_rank = p->kind == RULE ? units_of(a, &p->decay) + units_of(a, &p->gate) : 0;
         const i64 heads = p->kind == RULE ? p->heads : p->kind == ATTENTION ? p->kv_heads : 0;
-        const i64 units[STAGES] = {units_of(&p->in, a->rows), low_rank, heads * a->rows, units_of(&p->out, a->rows)};
+        const i64 units[STAGES] = {units_of(a, &p->in), low_rank, heads * a->rows, units_of(a, &p->out)};
         for (i64 j = 0; j < STAGES; j++)
             if (units[j]) {
                 stage[stages].part = i, stage[stages].stage = j, stage[stages].units = units[j];
