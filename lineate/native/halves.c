@@ -1,17 +1,19 @@
 // x weight^T for a weight of float16, in the arithmetic of float16, for callers that allow rounded rows of x.
 //
 //   x_c   ~= scale q_c         q is float16, of at most 64 in size; the scale is a power of two
-//   y_r    = scale sum_g (sum_c weight_rc q_c)      g: 4 columns c, 8 apart; inner sums in float16, the others in float
+//   y_r    = scale sum_g (sum_c weight_rc q_c)      g: 8 columns c, 8 apart; inner sums in float16, the others in float
 //
-// A processor that multiplies eight pairs of float16 at a time widens only four in twice that time: widening the sums of
-// four products instead of every weight is faster than the memory. The bits of a row of y depend on its row of x alone.
+// A processor that multiplies eight pairs of float16 at a time widens only four in twice that time. To widen the sums of
+// eight products, instead of every weight, is faster than the memory. They are two sums of four products, which are
+// rounded less than one sum of eight. The bits of a row of y depend on its row of x alone.
 // Where y is not finite, by a weight or by an inner sum that float16 has no number for, it is computed again in float.
 #include <string.h>
 #include "products.h"
 #include "vectors.h"
 
 #if defined(__ARM_NEON) && defined(__aarch64__) && defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
-enum { SPAN = 32, WEIGHTS = 2, ROWS = 4, UNIT = 64, AHEAD = 16384 };  // columns, tile, weights of a unit, bytes
+enum { SPAN = 32, WEIGHTS = 2, ROWS = 4, UNIT = 64 };  // columns, tile, weights of a unit
+enum { AHEAD = 16384, AHEAD_ALONE = 1024 };            // bytes between what is fetched and what is multiplied
 
 int lineate_halves_serve(i64 size) { return size > 0 && size % SPAN == 0; }
 
@@ -42,31 +44,48 @@ static float exact(const float *x, const float16_t *weight, i64 size) {
 
 #define EACH_ROW _Pragma("GCC unroll 4") for (int i = 0; i < rows; i++)
 #define EACH_WEIGHT _Pragma("GCC unroll 2") for (int j = 0; j < weights; j++)
+// part = sum_c weight_c q_c over 32 columns, for eight of them at a time
+#define MULTIPLY_SPAN(part, at)                                                                            \
+    _Pragma("GCC unroll 4") for (int k = 0; k < SPAN; k += 8) {                                            \
+        float16x8_t own[WEIGHTS];                                                                          \
+        EACH_WEIGHT own[j] = vld1q_f16(weight + j * size + (at) + k);                                      \
+        EACH_ROW {                                                                                         \
+            const float16x8_t x = vld1q_f16(q + i * size + (at) + k);                                      \
+            EACH_WEIGHT part[i][j] = k ? vfmaq_f16(part[i][j], own[j], x) : vmulq_f16(own[j], x);          \
+        }                                                                                                  \
+    }
 INLINE void multiply_tile(const Rounded *w, i64 row, i64 first, int rows, int weights) {
     const i64 size = w->call.size, out = w->call.out;
     const float16_t *q = (const float16_t *)w->q + row * size;
     const float16_t *weight = (const float16_t *)w->call.codes + first * size;
-    float32x4_t sum[ROWS][WEIGHTS][2];
-    EACH_ROW EACH_WEIGHT sum[i][j][0] = sum[i][j][1] = vdupq_n_f32(0);
-    for (i64 c = 0; c < size; c += SPAN) {
-        EACH_WEIGHT __builtin_prefetch((const char *)(weight + weights * c) + AHEAD + j * 64, 0, 2);
-        float16x8_t part[ROWS][WEIGHTS];
-        _Pragma("GCC unroll 4") for (int k = 0; k < SPAN; k += 8) {
-            float16x8_t own[WEIGHTS];
-            EACH_WEIGHT own[j] = vld1q_f16(weight + j * size + c + k);
-            EACH_ROW {
-                const float16x8_t x = vld1q_f16(q + i * size + c + k);
-                EACH_WEIGHT part[i][j] = k ? vfmaq_f16(part[i][j], own[j], x) : vmulq_f16(own[j], x);
-            }
+    float32x4_t sum[ROWS][WEIGHTS];
+    float16x8_t part[ROWS][WEIGHTS], more[ROWS][WEIGHTS];
+    EACH_ROW EACH_WEIGHT sum[i][j] = vdupq_n_f32(0);
+    i64 c = 0;
+    for (; c + 2 * SPAN <= size; c += 2 * SPAN) {
+        _Pragma("GCC unroll 4") for (int j = 0; j < 2 * weights; j++) {
+            const char *own = (const char *)(weight + weights * c) + j * 64;
+            if (weights == 1) __builtin_prefetch(own + AHEAD_ALONE, 0, 3);
+            else __builtin_prefetch(own + AHEAD, 0, 2);
         }
+        MULTIPLY_SPAN(part, c);
+        MULTIPLY_SPAN(more, c + SPAN);
         EACH_ROW EACH_WEIGHT {
-            sum[i][j][0] += vcvt_f32_f16(vget_low_f16(part[i][j]));
-            sum[i][j][1] += vcvt_high_f32_f16(part[i][j]);
+            part[i][j] += more[i][j];
+            sum[i][j] += vcvt_f32_f16(vget_low_f16(part[i][j]));
+            sum[i][j] += vcvt_high_f32_f16(part[i][j]);
+        }
+    }
+    if (c < size) {
+        MULTIPLY_SPAN(part, c);
+        EACH_ROW EACH_WEIGHT {
+            sum[i][j] += vcvt_f32_f16(vget_low_f16(part[i][j]));
+            sum[i][j] += vcvt_high_f32_f16(part[i][j]);
         }
     }
     EACH_ROW EACH_WEIGHT {
         float *y = w->call.y + (row + i) * out + first + j;
-        *y = total((vec)(sum[i][j][0] + sum[i][j][1])) * w->scale[(row + i) * w->groups];
+        *y = total((vec)sum[i][j]) * w->scale[(row + i) * w->groups];
         if (!(*y - *y == 0)) *y = exact(w->call.x + (row + i) * size, weight + j * size, size);
     }
 }
@@ -78,7 +97,9 @@ void lineate_halves_unit(const Rounded *w, i64 unit) {
         i64 row = 0;
         for (; row + ROWS <= rows; row += ROWS) multiply_tile(w, row, first, ROWS, WEIGHTS);
         for (; row + 2 <= rows; row += 2) multiply_tile(w, row, first, 2, WEIGHTS);
-        for (; row < rows; row++) multiply_tile(w, row, first, 1, WEIGHTS);
+        for (; rows > 1 && row < rows; row++) multiply_tile(w, row, first, 1, WEIGHTS);
+        for (i64 j = 0; rows == 1 && j < WEIGHTS; j++)  // line by line, as memory is read fastest
+            multiply_tile(w, 0, first + j, 1, 1);
     }
     for (; first < last; first++)
         for (i64 row = 0; row < rows; row++) multiply_tile(w, row, first, 1, 1);

@@ -69,7 +69,7 @@ def rounded_activations() -> Iterator[None]:
     """Round rows further before they are multiplied by weights of int8 and float16 on a CPU, which is faster.
 
     Inside, in this thread, rows are rounded to 8 bits for int8, 32 columns with a scale, where they otherwise have 15.
-    At most 16 rows are rounded to float16 for float16, and four products at a time are summed in it, on processors that
+    At most 16 rows are rounded to float16 for float16, and eight products at a time are summed in it, on CPUs that
     multiply so (ARM with fp16); a product that overflows there is computed again in float32. Every other product is
     what it is outside.
     """

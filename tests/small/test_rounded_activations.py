@@ -42,10 +42,10 @@ def budget(x: Tensor, weight: Tensor, form: str) -> Tensor:
     if form == "int8":  # half a step of 127 to the largest of 32 numbers
         steps = x.unflatten(1, (-1, 32)).amax(2, keepdim=True).expand(-1, -1, 32).flatten(1) / 127
         return 0.5 * (1 + 1e-5) * steps @ weight.T + summed
-    # The row, its product and three sums are rounded; each of them may also be below the normal numbers of float16,
+    # The row, its product and four sums are rounded; each of them may also be below the normal numbers of float16,
     # where the largest number of a row is at least 32.
-    tiny = 5 * x.shape[1] * HALF.smallest_normal * HALF.eps * x.amax(1, keepdim=True) / 32
-    return 5 * (HALF.eps / 2) * (1 + 4 * HALF.eps) * size + tiny * (1 + weight.amax()) + summed
+    tiny = 6 * x.shape[1] * HALF.smallest_normal * HALF.eps * x.amax(1, keepdim=True) / 32
+    return 6 * (HALF.eps / 2) * (1 + 5 * HALF.eps) * size + tiny * (1 + weight.amax()) + summed
 
 
 @pytest.mark.parametrize("form", FORMS)
