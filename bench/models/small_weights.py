@@ -27,7 +27,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from bench.models.small_sides import LLAMA, OURS, SIDES, THEIRS, TORCHAO, Opener
 from bench.models.small_tables import show_all
 from bench.serving.llama import version_of
 from bench.timing import OtherProcesses, cpu_model, in_fresh_process
+from lineate.small import rounded_activations
 
 PARTS = ("decode", "prefill", "batch", "memory", "read", "error")
 STEPS = 20  # decoding steps of one run
@@ -275,6 +276,17 @@ def listed(text: str, known: Sequence[str], flag: str) -> list[str]:
     return [word for word in known if word in words]
 
 
+def measure_form(measurer: Measurer, form: str, parts: Sequence[str]) -> None:
+    """Measure all parts but the errors in one form."""
+    if "decode" in parts or "prefill" in parts:
+        measurer.one_row(form, "decode" in parts, "prefill" in parts)
+    for part, measure in {
+        "batch": measurer.many_rows, "memory": measurer.memory, "read": measurer.read
+    }.items():  # fmt: skip
+        if part in parts:
+            measure(form)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("bench/out/small-weights-cpu.json"))
@@ -292,6 +304,9 @@ def main() -> None:
         "--budget", type=float, default=40, help="seconds that a prompt may take llama.cpp; others half"
     )
     parser.add_argument("--train-steps", type=int, default=400, help="steps of the trained model of the errors")
+    parser.add_argument(
+        "--rounded", action="store_true", help="lineate rounds rows further (lineate.small.rounded_activations)"
+    )
     args = parser.parse_args()
     parts, forms = listed(args.parts, PARTS, "--parts"), listed(args.forms, tuple(BITS), "--forms")
     if args.sides is not None:
@@ -303,6 +318,7 @@ def main() -> None:
     head = {
         "date": datetime.now(UTC).date().isoformat(), "cpu": cpu_model(), "threads": args.threads,
         "torch": torch.__version__, "layers": shape.layers, "hidden": shape.hidden, "rounds": args.rounds,
+        "rounded": args.rounded,
     }  # fmt: skip
     results = Results(args.json, head)
     sides = find_sides(args, results)
@@ -315,15 +331,10 @@ def main() -> None:
         results.say("all files are there")
         opener = Opener(files, args.threads, args.llama_server, LONG)
         measurer = Measurer(opener, sides, results, args.rounds, args.budget)
-        for form in forms:
-            if "decode" in parts or "prefill" in parts:
-                measurer.one_row(form, "decode" in parts, "prefill" in parts)
-            for part, measure in {
-                "batch": measurer.many_rows, "memory": measurer.memory, "read": measurer.read
-            }.items():  # fmt: skip
-                if part in parts:
-                    measure(form)
-            results.write()
+        with rounded_activations() if args.rounded else nullcontext():
+            for form in forms:
+                measure_form(measurer, form, parts)
+                results.write()
     if "error" in parts:
         measure_error(results, args.folder, args.train_steps, quick=args.train_steps < 100)
     results.write()

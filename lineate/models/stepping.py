@@ -14,6 +14,7 @@ from lineate.layers.bare import runs_own_forward
 from lineate.layers.native_steps import Recorded, Unchanged, bind, record_feed, record_mixer, serves
 from lineate.models.block import Block
 from lineate.native import step as native
+from lineate.small.product import are_rounded
 
 
 class _Half(NamedTuple):
@@ -64,7 +65,7 @@ def step(blocks: Blocks, x: Tensor, states: tuple[LayerState, ...]) -> tuple[Ten
     x = x[:, 0].clone(memory_format=torch.contiguous_format)
     for run, words in zip(runs, parts, strict=True):
         if words is not None:
-            native.run(x, words)
+            native.run(x, words, are_rounded())
             continue
         (half,) = run.halves
         block: Any = blocks[half.layer]

@@ -17,8 +17,8 @@ from pathlib import Path
 from lineate import folders
 
 _SOURCES = [
-    Path(__file__).with_name(name)
-    for name in ("choice.c", "chunkwise.c", "float8.c", "layers.c", "rounding.c", "small.c", "step.c", "threads.c")
+    Path(__file__).with_name(f"{name}.c")
+    for name in ("choice", "chunkwise", "float8", "halves", "layers", "rounding", "small", "step", "threads")
 ]
 _HEADERS = [Path(__file__).with_name(name) for name in ("products.h", "small_neon.h", "threads.h", "vectors.h")]
 _FLAGS = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")

@@ -12,10 +12,10 @@ typedef struct {
     float *y;  // rows out, dense: x weight^T
 } Product;  // of lineate_combine, x is rows out, and y rows size: x weight
 
-typedef struct {  // a weight of 8 or 4 bits (small.c); planes = 0: of float8 (float8.c)
+typedef struct {  // a weight of 8 or 4 bits (small.c); planes = 0: of float8 (float8.c); bits = 16: of float16 (halves.c)
     int64_t rows, out, size, bits, planes, threads;
     const float *x;        // rows size, dense
-    const uint8_t *codes;  // tiles groups steps 16 4
+    const uint8_t *codes;  // tiles groups steps 16 4; of float16: out size
     const void *scales;    // tiles groups 16, float16; of float8: float
     float *y;              // rows out, dense
 } Small;
@@ -23,7 +23,7 @@ typedef struct {  // a weight of 8 or 4 bits (small.c); planes = 0: of float8 (f
 typedef struct {
     Small call;
     int64_t groups;
-    int8_t *q;      // rows planes size
+    int8_t *q;      // rows planes size; of float16: rows size float16
     float *scale;   // rows groups
     int32_t *zero;  // rows groups: what the sums of a group begin with
 } Rounded;
@@ -40,3 +40,9 @@ int64_t lineate_small_units(const Small *);
 void lineate_small_columns(const Small *, int64_t unit, int64_t *first, int64_t *last);
 void lineate_small_unit(const void *rounded, int64_t unit);
 void lineate_float8_tile(const Small *, int64_t tile);  // 16 columns of y
+
+int lineate_halves_serve(int64_t size);  // whether this processor multiplies rows of this size in float16
+void lineate_halves_round(const Rounded *, int64_t row);
+int64_t lineate_halves_units(int64_t out);
+void lineate_halves_columns(int64_t out, int64_t unit, int64_t *first, int64_t *last);
+void lineate_halves_unit(const Rounded *, int64_t unit);

@@ -26,7 +26,7 @@
 typedef int64_t i64;
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
-enum { TILE = 16, GROUP = 32, STEP = 64, NO_MEMORY = 1 };
+enum { TILE = 16, GROUP = 32, STEP = 64, NO_MEMORY = 1, NOT_SERVED = 2 };
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 INLINE i64 blocks(i64 n, i64 size) { return (n + size - 1) / size; }
 
@@ -268,21 +268,34 @@ INLINE i64 unit_tiles(const Small *a) { return TILES; }
 void lineate_small_round(const void *rounded, i64 row) {
     const Rounded *w = rounded;
     if (w->call.planes == 0) return;  // float8: x stays as it is
-    if (w->call.planes == 2)
+    if (w->call.bits == 16)
+        lineate_halves_round(w, row);
+    else if (w->call.planes == 2)
         for (i64 g = 0; g < w->groups; g++) round_group(w, row, g, 2);
     else
         for (i64 g = 0; g < w->groups; g++) round_group(w, row, g, 1);
 }
 
-i64 lineate_small_units(const Small *a) { return blocks(blocks(a->out, TILE), unit_tiles(a)); }
+i64 lineate_small_units(const Small *a) {
+    if (a->bits == 16) return lineate_halves_units(a->out);
+    return blocks(blocks(a->out, TILE), unit_tiles(a));
+}
 
 void lineate_small_columns(const Small *a, i64 unit, i64 *first, i64 *last) {
+    if (a->bits == 16) {
+        lineate_halves_columns(a->out, unit, first, last);
+        return;
+    }
     const i64 columns = unit_tiles(a) * TILE;
     *first = unit * columns, *last = least(*first + columns, a->out);
 }
 
 void lineate_small_unit(const void *rounded, i64 unit) {
     const Rounded *w = rounded;
+    if (w->call.bits == 16) {
+        lineate_halves_unit(w, unit);
+        return;
+    }
     const i64 tile = unit * unit_tiles(&w->call), last = least(tile + unit_tiles(&w->call), blocks(w->call.out, TILE));
     if (w->call.planes == 0)
         for (i64 t = tile; t < last; t++) lineate_float8_tile(&w->call, t);
@@ -298,11 +311,12 @@ i64 lineate_small_scratch(i64 rows, i64 size) {
 Rounded lineate_small_place(const Small *a, void *scratch) {
     const i64 groups = a->size / GROUP, numbers = a->rows * groups;
     int8_t *q = scratch;
-    float *scale = (float *)(q + numbers * a->planes * GROUP);
+    float *scale = (float *)(q + numbers * (a->bits == 16 ? 2 : a->planes) * GROUP);
     return (Rounded){*a, groups, q, scale, (int32_t *)(scale + numbers)};
 }
 
 int lineate_small(const Small *a) {
+    if (a->bits == 16 && !lineate_halves_serve(a->size)) return NOT_SERVED;
     char *scratch = malloc(lineate_small_scratch(a->rows, a->size));
     if (!scratch) return NO_MEMORY;
     const Rounded w = lineate_small_place(a, scratch);

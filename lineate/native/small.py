@@ -1,32 +1,49 @@
-"""Multiplies rows by a weight of 8 or 4 bits in C (small.c), and finds the scales of such a weight (rounding.c)."""
+"""Multiplies rows by a weight of 8 or 4 bits, or float16, in C (small.c, halves.c), and finds scales (rounding.c)."""
 
 import struct
 
 import torch
 from torch import Tensor
 
-from lineate.native.build import c_function
+from lineate.native.build import c_function, why_not
+from lineate.native.product import MOST_ROWS
 
 _SMALL = struct.Struct("10q")  # Small in small.c
 _ROUND = struct.Struct("6q")  # Round in rounding.c
 
 
-def product(x: Tensor, codes: Tensor, scales: Tensor, out: int, bits: int) -> Tensor:
+def product(x: Tensor, codes: Tensor, scales: Tensor, out: int, bits: int, rounded: bool = False) -> Tensor:
     """Return x weight^T in float32; x `n k` float32; codes and scales of a weight `out k`, dense, in tiles.
 
-    With 8 bits, x is rounded to 15 bits; with 4, whose own error is larger, to 8; both by groups of 32. With scales of
-    float32, codes are float8 and x stays as it is (float8.c).
+    With 8 bits, x is rounded to 15 bits, or to 8 if `rounded`; with 4, whose own error is larger, to 8; all by groups
+    of 32. With scales of float32, codes are float8 and x stays as it is (float8.c).
     """
-    x = x.contiguous()
-    y = torch.empty(x.shape[0], out, dtype=torch.float32, device="cpu")
-    planes = 0 if scales.dtype is torch.float32 else 2 if bits == 8 else 1
-    words = _SMALL.pack(
-        *x.shape[:1], out, x.shape[1], bits, planes, torch.get_num_threads(),
-        x.data_ptr(), codes.data_ptr(), scales.data_ptr(), y.data_ptr(),
-    )  # fmt: skip
-    if c_function("small")(words):
+    planes = 0 if scales.dtype is torch.float32 else 2 if bits == 8 and not rounded else 1
+    y, failed = _run(x, codes.data_ptr(), scales.data_ptr(), out, bits, planes)
+    if failed:
         raise MemoryError(f"no memory for {x.shape[0]} rows of {x.shape[1]} numbers, rounded to {bits} bits")
     return y
+
+
+def half_product(x: Tensor, weight: Tensor) -> Tensor | None:
+    """Return x weight^T in float32, multiplied in float16 (halves.c); None where the C code cannot do it.
+
+    x `n k` float32, which is rounded to float16 with a scale for each row; weight `m k` float16.
+    """
+    if x.shape[0] > MOST_ROWS or not x.is_cpu or not weight.is_contiguous() or weight.is_neg() or why_not() is not None:
+        return None
+    y, failed = _run(x, weight.data_ptr(), 0, weight.shape[0], 16, 1)
+    return None if failed else y
+
+
+def _run(x: Tensor, codes: int, scales: int, out: int, bits: int, planes: int) -> tuple[Tensor, int]:
+    """Return x weight^T, and whether there was no memory, or the processor does not multiply so."""
+    x = x.contiguous()
+    y = torch.empty(x.shape[0], out, dtype=torch.float32, device="cpu")
+    words = _SMALL.pack(
+        *x.shape[:1], out, x.shape[1], bits, planes, torch.get_num_threads(), x.data_ptr(), codes, scales, y.data_ptr()
+    )
+    return y, c_function("small")(words)
 
 
 def best_scales(groups: Tensor, scales: Tensor) -> Tensor:

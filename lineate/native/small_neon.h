@@ -10,6 +10,7 @@
 
 enum { BEGIN = 0x4B400000 };     // the bits of 12582912.f
 enum { FEW = 3, AHEAD = 8192 };  // rows that read codes from memory; bytes of codes that are fetched ahead
+enum { AHEAD_FAST = 1024 };      // the same where one row is multiplied as fast as memory is read
 enum { SPAN = 32, PANEL = 2 };   // groups and tiles that stay in the cache while all rows pass
 enum { TOGETHER = 4 };           // planes of rows whose sums are kept in registers
 
@@ -75,6 +76,7 @@ INLINE void multiply_few(const Rounded *w, i64 tile, int rows, int bits, int pla
     const i64 groups = w->groups, size = w->call.size, out = w->call.out;
     const uint8_t *codes = w->call.codes + tile * groups * GROUP * TILE * bits / 8;
     const uint16_t *scales = (const uint16_t *)w->call.scales + tile * groups * TILE;
+    const i64 ahead = bits == 8 && rows * planes == 1 ? AHEAD_FAST : AHEAD;
     float32x4_t sum[FEW][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int p = 0; p < 4; p++) sum[r][p] = vdupq_n_f32(0);
     for (i64 g = 0; g < groups; g++, codes += GROUP * TILE * bits / 8, scales += TILE) {
@@ -87,7 +89,7 @@ INLINE void multiply_few(const Rounded *w, i64 tile, int rows, int bits, int pla
                 x[r][k][h] = vld1q_s8(w->q + (r * planes + k) * size + g * GROUP + h * 16);
         }
         UNROLL for (int s = 0; s < bits; s++) {
-            __builtin_prefetch(codes + AHEAD + s * STEP);
+            __builtin_prefetch(codes + ahead + s * STEP);
             UNROLL for (int p = 0; p < 4; p++) {
                 const uint8x16_t c = vld1q_u8(codes + s * STEP + p * 16);
                 if (bits == 4) {

@@ -7,6 +7,7 @@
 // The equations are those of lineate/layers. A part is a few stages of units: heads, or tiles of a product. Threads take
 // units until a stage has none left, and wait for each other between stages; one that comes late joins where the others
 // are. What a unit computes depends on its own row alone: the bits are the same in any batch and number of threads.
+// A thread begins with a range of units of its own, as memory is read faster by threads that read far from each other.
 #include <math.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -64,14 +65,14 @@ typedef struct {  // words of 64 bits, filled in by step.py
 } Part;
 
 typedef struct {
-    i64 rows, hidden, parts, threads;
-    float *x;  // rows hidden
+    i64 rows, hidden, parts, threads, rounded;  // rounded: rows may be rounded further, which is faster
+    float *x;                                   // rows hidden
     const Part *part;
 } Step;
 
 typedef struct {
     i64 part, stage, units;
-    atomic_llong next, done;
+    atomic_llong done, *next;  // next: units of each thread's range that were taken
 } Stage;
 
 typedef struct {
@@ -89,22 +90,25 @@ typedef struct {  // the input of a product, as a thread has it
     Rounded rounded;
 } Input;
 
-INLINE int is_coded(const Linear *w) { return w->kind >= FLOAT8; }
-
-INLINE Product plain_of(const Linear *w, i64 rows, const float *x, float *y) {
-    return (Product){rows, w->out, w->size, 1, w->kind, x, w->weight, w->size, y};
+INLINE int is_coded(const Step *a, const Linear *w) {
+    return w->kind >= FLOAT8 || (a->rounded && w->kind == FLOAT16 && lineate_halves_serve(w->size));
 }
 
-INLINE Small small_of(const Linear *w, i64 rows, const float *x, float *y) {
-    const i64 bits = w->kind == BITS_4 ? 4 : 8, planes = w->kind == FLOAT8 ? 0 : w->kind == BITS_8 ? 2 : 1;
-    return (Small){rows, w->out, w->size, bits, planes, 1, x, w->weight, w->scales, y};
+INLINE Product plain_of(const Step *a, const Linear *w, const float *x, float *y) {
+    return (Product){a->rows, w->out, w->size, 1, w->kind, x, w->weight, w->size, y};
 }
 
-static i64 units_of(const Linear *w, i64 rows) {
+INLINE Small small_of(const Step *a, const Linear *w, const float *x, float *y) {
+    const i64 bits = w->kind == BITS_4 ? 4 : w->kind == FLOAT16 ? 16 : 8;
+    const i64 planes = w->kind == FLOAT8 ? 0 : w->kind == BITS_8 && !a->rounded ? 2 : 1;
+    return (Small){a->rows, w->out, w->size, bits, planes, 1, x, w->weight, w->scales, y};
+}
+
+static i64 units_of(const Step *a, const Linear *w) {
     if (w->kind == ABSENT) return 0;
-    const Product plain = plain_of(w, rows, NULL, NULL);
-    const Small small = small_of(w, rows, NULL, NULL);
-    return is_coded(w) ? lineate_small_units(&small) : lineate_product_units(&plain);
+    const Product plain = plain_of(a, w, NULL, NULL);
+    const Small small = small_of(a, w, NULL, NULL);
+    return is_coded(a, w) ? lineate_small_units(&small) : lineate_product_units(&plain);
 }
 
 // ---- inputs of products --------------------------------------------------------------------------------------------
@@ -155,25 +159,27 @@ static Input enter(const Team *team, const Part *part, const Linear *w, const fl
         else if (stage == LEAVE && part->kind == FEED) unite(from, to, w->size);
         else memcpy(to, from, w->size * sizeof(float));
     }
-    Input input = {.plain = plain_of(w, rows, own, y)};
-    if (is_coded(w)) {
-        const Small small = small_of(w, rows, own, y);
+    Input input = {.plain = plain_of(&team->call, w, own, y)};
+    if (is_coded(&team->call, w)) {
+        const Small small = small_of(&team->call, w, own, y);
         input.rounded = lineate_small_place(&small, scratch + rows * team->widest * sizeof(float));
         for (i64 row = 0; row < rows; row++) lineate_small_round(&input.rounded, row);
     }
     return input;
 }
 
-static void multiply(const Linear *w, const Input *input, i64 unit, i64 rows, float *add_to) {
+static void multiply(const Team *team, const Linear *w, const Input *input, i64 unit, float *add_to) {
+    const i64 rows = team->call.rows;
+    const int coded = is_coded(&team->call, w);
     i64 first, last;
-    if (is_coded(w)) {
+    if (coded) {
         lineate_small_unit(&input->rounded, unit);
         lineate_small_columns(&input->rounded.call, unit, &first, &last);
     } else {
         lineate_product_unit(&input->plain, unit);
         lineate_product_columns(&input->plain, unit, &first, &last);
     }
-    float *y = is_coded(w) ? input->rounded.call.y : input->plain.y;
+    float *y = coded ? input->rounded.call.y : input->plain.y;
     for (i64 row = 0; row < rows; row++) {
         float *made = y + row * w->out, *sum = add_to + row * w->out;
         if (w->bias)
@@ -466,6 +472,24 @@ static void attend_head(const Team *team, const Part *p, i64 unit, float *room) 
 
 // ---- stages --------------------------------------------------------------------------------------------------------
 
+INLINE i64 range_first(const Team *team, const Stage *s, i64 range) { return s->units * range / team->call.threads; }
+
+// Whether units of a stage are left that no thread has taken.
+static int has_units(const Team *team, const Stage *s) {
+    for (i64 range = 0; range < team->call.threads; range++)
+        if (atomic_load(&s->next[range]) < range_first(team, s, range + 1) - range_first(team, s, range)) return 1;
+    return 0;
+}
+
+// Takes a unit of the range, or of the first one behind it that has some; -1 if all are taken.
+static i64 take_unit(const Team *team, Stage *s, i64 *range, i64 *tried) {
+    for (; *tried < team->call.threads; ++*tried, *range = (*range + 1) % team->call.threads) {
+        const i64 first = range_first(team, s, *range), unit = first + atomic_fetch_add(&s->next[*range], 1);
+        if (unit < range_first(team, s, *range + 1)) return unit;
+    }
+    return -1;
+}
+
 INLINE void pause_a_moment(i64 *spins) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -477,16 +501,15 @@ INLINE void pause_a_moment(i64 *spins) {
 
 static void work(const void *call, i64 thread) {
     const Team *team = call;
-    const i64 rows = team->call.rows;
     char *scratch = team->scratch + thread * team->scratch_bytes;
     for (i64 i = 0; i < team->stages; i++) {
         Stage *s = team->stage + i;
         const Part *p = team->call.part + s->part;
-        if (atomic_load(&s->next) < s->units) {
+        if (has_units(team, s)) {
             Input input, more;
             if (s->stage == ENTER)
                 input = enter(team, p, &p->in, team->call.x, team->call.hidden, ENTER, team->entered, scratch);
-            const i64 decays = s->stage == LOW_RANK ? units_of(&p->decay, rows) : 0;
+            const i64 decays = s->stage == LOW_RANK ? units_of(&team->call, &p->decay) : 0;
             if (s->stage == LOW_RANK) {
                 if (decays)
                     input = enter(team, p, &p->decay, team->entered + p->at_decay, p->in.out, LOW_RANK, team->decay,
@@ -498,11 +521,11 @@ static void work(const void *call, i64 thread) {
             if (s->stage == LEAVE)
                 input = enter(team, p, &p->out, p->kind == FEED ? team->entered : team->mixed,
                               p->kind == FEED ? p->in.out : p->out.size, LEAVE, team->left, scratch);
-            for (i64 unit; (unit = atomic_fetch_add(&s->next, 1)) < s->units;) {
-                if (s->stage == ENTER) multiply(&p->in, &input, unit, rows, NULL);
-                else if (s->stage == LEAVE) multiply(&p->out, &input, unit, rows, team->call.x);
-                else if (s->stage == LOW_RANK && unit < decays) multiply(&p->decay, &input, unit, rows, NULL);
-                else if (s->stage == LOW_RANK) multiply(&p->gate, &more, unit - decays, rows, NULL);
+            for (i64 unit, range = thread, tried = 0; (unit = take_unit(team, s, &range, &tried)) >= 0;) {
+                if (s->stage == ENTER) multiply(team, &p->in, &input, unit, NULL);
+                else if (s->stage == LEAVE) multiply(team, &p->out, &input, unit, team->call.x);
+                else if (s->stage == LOW_RANK && unit < decays) multiply(team, &p->decay, &input, unit, NULL);
+                else if (s->stage == LOW_RANK) multiply(team, &p->gate, &more, unit - decays, NULL);
                 else if (p->kind == RULE) mix_head(team, p, unit);
                 else attend_head(team, p, unit, (float *)scratch);
                 atomic_fetch_add(&s->done, 1);
@@ -516,17 +539,20 @@ INLINE void widen_to(i64 *widest, i64 size) { *widest = most(*widest, size); }
 
 int lineate_step(const Step *a) {
     i64 entered = 1, low = 1, gate = 1, mixed = 1, left = 1, widest = 1, room = 1;
-    Stage *stage = calloc(a->parts * STAGES, sizeof(Stage));
+    const i64 threads = most(1, a->threads);
+    Stage *stage = calloc(a->parts * STAGES, sizeof(Stage) + threads * sizeof(atomic_llong));
     if (!stage) return NO_MEMORY;
+    atomic_llong *taken = (atomic_llong *)(stage + a->parts * STAGES);
     i64 stages = 0;
     for (i64 i = 0; i < a->parts; i++) {
         const Part *p = a->part + i;
-        const i64 low_rank = p->kind == RULE ? units_of(&p->decay, a->rows) + units_of(&p->gate, a->rows) : 0;
+        const i64 low_rank = p->kind == RULE ? units_of(a, &p->decay) + units_of(a, &p->gate) : 0;
         const i64 heads = p->kind == RULE ? p->heads : p->kind == ATTENTION ? p->kv_heads : 0;
-        const i64 units[STAGES] = {units_of(&p->in, a->rows), low_rank, heads * a->rows, units_of(&p->out, a->rows)};
+        const i64 units[STAGES] = {units_of(a, &p->in), low_rank, heads * a->rows, units_of(a, &p->out)};
         for (i64 j = 0; j < STAGES; j++)
             if (units[j]) {
                 stage[stages].part = i, stage[stages].stage = j, stage[stages].units = units[j];
+                stage[stages].next = taken + stages * threads;
                 stages++;
             }
         widen_to(&entered, p->in.out), widen_to(&widest, p->in.size);
@@ -541,7 +567,7 @@ int lineate_step(const Step *a) {
     }
     const i64 own = a->rows * widest * (i64)sizeof(float) + lineate_small_scratch(a->rows, widest) + 128;
     const i64 scratch = 2 * (most(own, room * (i64)sizeof(float)) / 64 + 1) * 64;
-    const i64 threads = most(1, a->threads), buffers = a->rows * (entered + low + gate + mixed + left) + 80;
+    const i64 buffers = a->rows * (entered + low + gate + mixed + left) + 80;
     float *memory = malloc(buffers * sizeof(float) + threads * scratch + 64);
     if (!memory) {
         free(stage);
@@ -549,6 +575,7 @@ int lineate_step(const Step *a) {
     }
     Team team = {.call = *a, .stages = stages, .stage = stage, .entered = memory, .widest = widest,
                  .scratch = (char *)(((uintptr_t)(memory + buffers) + 63) / 64 * 64), .scratch_bytes = scratch};
+    team.call.threads = threads;
     team.decay = team.entered + a->rows * entered;
     team.gate = team.decay + a->rows * low;
     team.mixed = team.gate + a->rows * gate;

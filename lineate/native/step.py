@@ -55,8 +55,8 @@ class Part(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        ("rows", c_int64), ("hidden", c_int64), ("parts", c_int64), ("threads", c_int64), ("x", c_void_p),
-        ("part", POINTER(Part)),
+        ("rows", c_int64), ("hidden", c_int64), ("parts", c_int64), ("threads", c_int64), ("rounded", c_int64),
+        ("x", c_void_p), ("part", POINTER(Part)),
     )  # fmt: skip
 
 
@@ -79,9 +79,15 @@ def no_linear() -> Linear:
     return Linear(ABSENT, 0, 0, None, None, None)
 
 
-def run(x: Tensor, parts: "ctypes.Array[Part]") -> None:
-    """Run the parts one after the other on x `rows hidden`, dense, which is overwritten, as are their states."""
+def run(x: Tensor, parts: "ctypes.Array[Part]", rounded: bool = False) -> None:
+    """Run the parts one after the other on x `rows hidden`, dense, which is overwritten, as are their states.
+
+    Args:
+        x: what the first part reads.
+        parts: mixers and feed-forwards.
+        rounded: whether products with int8 and float16 weights may round their rows further, which is faster.
+    """
     rows, hidden = x.shape
-    step = _Step(rows, hidden, len(parts), torch.get_num_threads(), x.data_ptr(), parts)
+    step = _Step(rows, hidden, len(parts), torch.get_num_threads(), rounded, x.data_ptr(), parts)
     if library().lineate_step(ctypes.byref(step)):
         raise MemoryError(f"no memory for the scratch space of a step of {rows} rows and {hidden} channels")

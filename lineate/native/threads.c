@@ -10,20 +10,27 @@ static i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
 enum { WORTH_A_THREAD = 1 << 16 };  // elements: what a thread should get to be worth starting
 
+// Each thread begins with a range of units of its own, and helps with the others' when that is done: units side by side
+// often read memory side by side, which one thread reads faster than two that take turns.
+enum { MOST_HELPERS = 255 };
 typedef struct {
     void (*work)(const void *call, i64 unit);
     const void *call;
-    i64 units;
-    atomic_llong next;
+    i64 units, ranges;
+    atomic_llong joined, next[MOST_HELPERS + 1];  // threads; units of each range that were taken
 } Job;
 
 static void run(Job *job) {
-    for (i64 i; (i = atomic_fetch_add(&job->next, 1)) < job->units;) job->work(job->call, i);
+    const i64 own = atomic_fetch_add(&job->joined, 1);
+    for (i64 i = 0; i < job->ranges; i++) {
+        const i64 range = (own + i) % job->ranges;
+        const i64 first = job->units * range / job->ranges, size = job->units * (range + 1) / job->ranges - first;
+        for (i64 unit; (unit = atomic_fetch_add(&job->next[range], 1)) < size;) job->work(job->call, first + unit);
+    }
 }
 
 // Threads that wait for a job: to wake one takes a third of the time that starting one does. They belong to one caller
 // at a time; a caller that comes meanwhile works alone. A helper that wakes late finds no job, and nobody waits for it.
-enum { MOST_HELPERS = 255 };
 static struct {
     pthread_mutex_t owned, lock;
     pthread_cond_t wake, done;
@@ -71,12 +78,15 @@ static void start_helpers(i64 count) {
 }
 
 void lineate_spread(void (*work)(const void *, i64), const void *call, i64 units, i64 elements, i64 most_threads) {
-    Job job = {.work = work, .call = call, .units = units};
-    i64 helpers = least(least(least(most_threads, 1 + elements / WORTH_A_THREAD), units) - 1, MOST_HELPERS);
+    const i64 helpers = least(least(least(most_threads, 1 + elements / WORTH_A_THREAD), units) - 1, MOST_HELPERS);
     if (helpers < 1 || pthread_mutex_trylock(&pool.owned)) {
-        run(&job);
+        for (i64 unit = 0; unit < units; unit++) work(call, unit);
         return;
     }
+    Job job;
+    job.work = work, job.call = call, job.units = units, job.ranges = helpers + 1;
+    atomic_init(&job.joined, 0);
+    for (i64 range = 0; range < job.ranges; range++) atomic_init(&job.next[range], 0);
     start_helpers(helpers);
     pthread_mutex_lock(&pool.lock);
     pool.job = &job;

@@ -1,7 +1,7 @@
 """Weights of 16, 8 and 4 bits and float8, which stay small in memory and are multiplied with activations of float32."""
 
 from lineate.small.format import BY_BITS, FORMATS, GROUP, TILE, Format
-from lineate.small.product import float8_activations
+from lineate.small.product import float8_activations, rounded_activations
 from lineate.small.weight import SmallWeight, quantize
 from lineate.small.which import shrink, small_formats
 
@@ -14,6 +14,7 @@ __all__ = [
     "SmallWeight",
     "float8_activations",
     "quantize",
+    "rounded_activations",
     "shrink",
     "small_formats",
 ]

@@ -17,6 +17,7 @@ from lineate.small.format import FORMATS, GROUP, TILE, are_floating, decode, dec
 from lineate.tracing import is_eager, transformed
 
 _float8 = ContextVar("float8_activations", default=False)
+_rounded = ContextVar("rounded_activations", default=False)
 BLOCK = 2**20
 """Elements that are decoded at a time."""
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,6 +62,38 @@ def float8_activations(device: torch.device | str = "cuda") -> Iterator[None]:
         yield
     finally:
         _float8.reset(token)
+
+
+@contextmanager
+def rounded_activations() -> Iterator[None]:
+    """Round rows further before they are multiplied by weights of int8 and float16 on a CPU, which is faster.
+
+    Inside, in this thread, rows are rounded to 8 bits for int8, 32 columns with a scale, where they otherwise have 15.
+    At most 16 rows are rounded to float16 for float16, and eight products at a time are summed in it, on CPUs that
+    multiply so (ARM with fp16); a product that overflows there is computed again in float32. Every other product is
+    what it is outside.
+    """
+    token = _rounded.set(True)
+    try:
+        yield
+    finally:
+        _rounded.reset(token)
+
+
+def are_rounded() -> bool:
+    """Whether rounded_activations is on."""
+    return _rounded.get()
+
+
+def half_linear(x: Tensor, weight: Tensor) -> Tensor | None:
+    """Return x weight^T in x's dtype, multiplied in float16 if rounded_activations allows it; None if not.
+
+    x `... k`, weight `m k`.
+    """
+    if not _rounded.get() or weight.dtype is not torch.float16 or x.dtype is torch.float64 or not is_eager(x, weight):
+        return None
+    y = native.half_product(x.reshape(-1, x.shape[-1]).float(), weight)
+    return None if y is None else y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 def are_tiles(codes: Tensor, scales: Tensor, rows: int) -> bool:
@@ -117,7 +150,8 @@ def _forward(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
         y = small_products.linear(flat.contiguous(), weight, _float8.get())
         return y.view(*x.shape[:-1], rows)
     if x.is_cpu and x.dtype is not torch.float64 and flat.shape[0] and available():
-        y = native.product(flat.float(), codes.contiguous(), scales.contiguous(), rows, codes.shape[-3])
+        bits = codes.shape[-3]
+        y = native.product(flat.float(), codes.contiguous(), scales.contiguous(), rows, bits, _rounded.get())
     else:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         y = torch.empty(flat.shape[0], rows, dtype=wide, device=x.device)

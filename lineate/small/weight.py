@@ -16,7 +16,7 @@ from torch import Tensor
 from lineate import checks
 from lineate.half import wide_linear
 from lineate.small.format import FORMATS, GROUP, Format, TooLargeError, are_floating, check_half, encode
-from lineate.small.product import check_input, decoded, looked_up, small_linear
+from lineate.small.product import check_input, decoded, half_linear, looked_up, small_linear
 from lineate.tracing import is_eager, needs_grad
 
 
@@ -153,7 +153,8 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if needs_grad(input) or input.is_cuda:
             y = F.linear(input, weight.codes.to(input.dtype))
         else:
-            y = wide_linear(input, weight.codes, None, input.dtype)
+            rounded = half_linear(input, weight.codes)
+            y = wide_linear(input, weight.codes, None, input.dtype) if rounded is None else rounded
     else:
         y = small_linear(input, weight.codes, weight.scales, weight.shape[0])
     return y if bias is None else y + bias

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import NATIVE_OBSTACLE, ROWS, Shape, bounds, convert, draw
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from lineate.layers.norm import GatedRMSNorm, RMSNorm
 from lineate.native import build, layers
 from lineate.native.product import combine
 from lineate.native.product import product as multiply
+from lineate.small import quantize, rounded_activations
 
 SANITIZE = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 """The compiler's flags (at -O3 gcc takes minutes)."""
@@ -89,6 +91,18 @@ def check_products() -> None:
         combine(torch.randn(rows, out), weight)
 
 
+@torch.no_grad()
+def check_small_weights() -> None:
+    """Multiply rows by small weights, with rounded rows too, of sizes that fill no tile."""
+    for rows, (out, size), form in product(
+        (1, 3, 4, 9, 17), ((1, 32), (33, 64), (66, 1056)), ("float16", "int8", "int4")
+    ):
+        weight = quantize(torch.randn(out, size), form)
+        F.linear(torch.randn(rows, size), weight)
+        with rounded_activations():
+            F.linear(torch.randn(rows, size), weight)
+
+
 def check_choices() -> None:
     """Draw from vocabularies that do not fill a block: equal logits, logits of -inf, limits of every kind."""
     kinds = {
@@ -111,6 +125,7 @@ if __name__ == "__main__":
         check_rules()
         check_layers()
         check_products()
+        check_small_weights()
         check_choices()
     assert layers.serves(torch.zeros(1))  # torch does not run in its place
     print("no report")
