@@ -3,7 +3,7 @@
     y = round(wide(x) wide(W)^T + wide(bias))       summed in float32, rounded once
 
 On such a CPU, torch's own products in bfloat16 take up to hundreds of times as long. Weights stay as they are: blocks
-of their rows that fit a cache are widened one after another, so that a model's memory does not double. Under autocast
+of their rows are widened one after another, so that a model's memory does not double. Under autocast
 the operands are not rounded first; the result has autocast's dtype.
 
 A few rows of float32, as decoding has them, are multiplied by our C code. torch needs twice the time for four to
@@ -29,10 +29,7 @@ from lineate.processor import multiplies
 from lineate.tracing import is_eager, needs_grad
 
 BLOCK = 2**20
-"""Elements that are widened at a time: 4 MB, small enough that the allocator reuses its pages for every block.
-
-Weights that are larger are widened in blocks of 16 MB.
-"""
+"""What has at most so many elements (4 MB in float32) is widened as a whole; larger weights in blocks of 16 MB."""
 _HALVES = (torch.bfloat16, torch.float16)
 
 

@@ -336,7 +336,8 @@ def main() -> None:
                 measure_form(measurer, form, parts)
                 results.write()
     if "error" in parts:
-        measure_error(results, args.folder, args.train_steps, quick=args.train_steps < 100)
+        with rounded_activations() if args.rounded else nullcontext():
+            measure_error(results, args.folder, args.train_steps, quick=args.train_steps < 100)
     results.write()
     show_all(json.loads(args.json.read_text()))
     print(f"wrote {args.json}")

@@ -3,8 +3,8 @@
 //   x_c   ~= scale q_c         q is float16, of at most 64 in size; the scale is a power of two
 //   y_r    = scale sum_g (sum_c weight_rc q_c)      g: 8 columns c, 8 apart; inner sums in float16, the others in float
 //
-// A processor that multiplies eight pairs of float16 at a time widens only four in twice that time. To widen the sums of
-// eight products, instead of every weight, is faster than the memory. They are two sums of four products, which are
+// Some processors multiply sixteen pairs of float16 a cycle and widen two numbers. Widening the sums of eight products
+// instead of every weight keeps up with the memory. They are two sums of four products, which are
 // rounded less than one sum of eight. The bits of a row of y depend on its row of x alone.
 // Where y is not finite, by a weight or by an inner sum that float16 has no number for, it is computed again in float.
 #include <string.h>

@@ -68,10 +68,10 @@ def float8_activations(device: torch.device | str = "cuda") -> Iterator[None]:
 def rounded_activations() -> Iterator[None]:
     """Round rows further before they are multiplied by weights of int8 and float16 on a CPU, which is faster.
 
-    Inside, in this thread, rows are rounded to 8 bits for int8, 32 columns with a scale, where they otherwise have 15.
-    At most 16 rows are rounded to float16 for float16, and eight products at a time are summed in it, on CPUs that
-    multiply so (ARM with fp16); a product that overflows there is computed again in float32. Every other product is
-    what it is outside.
+    Inside, rows are rounded to 8 bits for int8, 32 columns with a scale, where they otherwise have 15. At most 16 rows
+    are rounded to float16 for float16, and eight products at a time are summed in it, on CPUs that multiply so (ARM
+    with fp16) and where no gradient is needed; a product that overflows there is computed again in float32. Every other
+    product is what it is outside, such as those of other threads: a started Engine has a thread of its own.
     """
     token = _rounded.set(True)
     try:
@@ -92,7 +92,7 @@ def half_linear(x: Tensor, weight: Tensor) -> Tensor | None:
     """
     if not _rounded.get() or weight.dtype is not torch.float16 or x.dtype is torch.float64 or not is_eager(x, weight):
         return None
-    y = native.half_product(x.reshape(-1, x.shape[-1]).float(), weight)
+    y = native.half_product(x.reshape(-1, x.shape[-1]), weight)
     return None if y is None else y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
