@@ -16,8 +16,8 @@ from lineate.registrar import register_op
 from lineate.small.format import FORMATS, GROUP, TILE, are_floating, decode, decode_rows
 from lineate.tracing import is_eager, transformed
 
-_float8 = ContextVar("float8_activations", default=False)
-_rounded = ContextVar("rounded_activations", default=False)
+_float8 = ContextVar("float8_activations", default=0)  # how many blocks are open
+_rounded = ContextVar("rounded_activations", default=0)
 BLOCK = 2**20
 """Elements that are decoded at a time."""
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,11 +57,8 @@ def float8_activations(device: torch.device | str = "cuda") -> Iterator[None]:
     why = small_products.why_not_float8(place)
     if why is not None:
         raise ValueError(f"float8_activations cannot run: {why}; leave it out")
-    token = _float8.set(True)
-    try:
+    with _counted(_float8):
         yield
-    finally:
-        _float8.reset(token)
 
 
 @contextmanager
@@ -73,16 +70,23 @@ def rounded_activations() -> Iterator[None]:
     with fp16) and where no gradient is needed; a product that overflows there is computed again in float32. Every other
     product is what it is outside, such as those of other threads: a started Engine has a thread of its own.
     """
-    token = _rounded.set(True)
+    with _counted(_rounded):
+        yield
+
+
+@contextmanager
+def _counted(opened: ContextVar[int]) -> Iterator[None]:
+    """Count a block while it is open; blocks may be left in any order, as generators leave theirs."""
+    opened.set(opened.get() + 1)
     try:
         yield
     finally:
-        _rounded.reset(token)
+        opened.set(max(0, opened.get() - 1))
 
 
 def are_rounded() -> bool:
     """Whether rounded_activations is on."""
-    return _rounded.get()
+    return _rounded.get() > 0
 
 
 def half_linear(x: Tensor, weight: Tensor) -> Tensor | None:
@@ -90,7 +94,7 @@ def half_linear(x: Tensor, weight: Tensor) -> Tensor | None:
 
     x `... k`, weight `m k`.
     """
-    if not _rounded.get() or weight.dtype is not torch.float16 or x.dtype is torch.float64 or not is_eager(x, weight):
+    if not are_rounded() or weight.dtype is not torch.float16 or x.dtype is torch.float64 or not is_eager(x, weight):
         return None
     y = native.half_product(x.reshape(-1, x.shape[-1]), weight)
     return None if y is None else y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
@@ -147,11 +151,11 @@ def _forward(x: Tensor, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
         from lineate.kernels.layers import small_products  # triton, at its first use
 
         weight = small_products.Codes(codes, scales.contiguous(), rows)
-        y = small_products.linear(flat.contiguous(), weight, _float8.get())
+        y = small_products.linear(flat.contiguous(), weight, _float8.get() > 0)
         return y.view(*x.shape[:-1], rows)
     if x.is_cpu and x.dtype is not torch.float64 and flat.shape[0] and available():
         bits = codes.shape[-3]
-        y = native.product(flat.float(), codes.contiguous(), scales.contiguous(), rows, bits, _rounded.get())
+        y = native.product(flat.float(), codes.contiguous(), scales.contiguous(), rows, bits, are_rounded())
     else:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         y = torch.empty(flat.shape[0], rows, dtype=wide, device=x.device)

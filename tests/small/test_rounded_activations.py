@@ -176,3 +176,20 @@ def test_other_threads_are_not_rounded(form):
         thread.start()
         thread.join()
     assert torch.equal(found[0], exact)
+
+
+def test_blocks_may_be_left_in_any_order():
+    torch.manual_seed(6)
+    weight, x = quantize(torch.randn(33, 96), "int8"), torch.randn(3, 96)
+
+    def inside():
+        with rounded_activations():
+            yield F.linear(x, weight)
+
+    exact, first, second = F.linear(x, weight), inside(), inside()
+    rounded = next(first)
+    assert torch.equal(next(second), rounded) and not torch.equal(rounded, exact)
+    first.close()
+    assert torch.equal(F.linear(x, weight), rounded)  # the second is still inside
+    second.close()
+    assert torch.equal(F.linear(x, weight), exact)
