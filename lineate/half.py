@@ -3,8 +3,8 @@
     y = round(wide(x) wide(W)^T + wide(bias))       summed in float32, rounded once
 
 On such a CPU, torch's own products in bfloat16 take up to hundreds of times as long. Weights stay as they are: blocks
-of their rows are widened one after another, so that a model's memory does not double. Under autocast
-the operands are not rounded first; the result has autocast's dtype.
+of their rows are widened one after another, so that a model's memory does not double. Under autocast the operands are
+not rounded first; the result has autocast's dtype.
 
 A few rows of float32, as decoding has them, are multiplied by our C code. torch needs twice the time for four to
 sixteen rows, and its bits depend on their number; ours do not.

@@ -308,6 +308,7 @@ def main() -> None:
         "--rounded", action="store_true", help="lineate rounds rows further (lineate.small.rounded_activations)"
     )
     args = parser.parse_args()
+    rounding = rounded_activations if args.rounded else nullcontext
     parts, forms = listed(args.parts, PARTS, "--parts"), listed(args.forms, tuple(BITS), "--forms")
     if args.sides is not None:
         listed(args.sides, SIDES, "--sides")
@@ -331,12 +332,12 @@ def main() -> None:
         results.say("all files are there")
         opener = Opener(files, args.threads, args.llama_server, LONG)
         measurer = Measurer(opener, sides, results, args.rounds, args.budget)
-        with rounded_activations() if args.rounded else nullcontext():
+        with rounding():
             for form in forms:
                 measure_form(measurer, form, parts)
                 results.write()
     if "error" in parts:
-        with rounded_activations() if args.rounded else nullcontext():
+        with rounding():
             measure_error(results, args.folder, args.train_steps, quick=args.train_steps < 100)
     results.write()
     show_all(json.loads(args.json.read_text()))

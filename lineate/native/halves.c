@@ -4,8 +4,8 @@
 //   y_r    = scale sum_g (sum_c weight_rc q_c)      g: 8 columns c, 8 apart; inner sums in float16, the others in float
 //
 // Some processors multiply sixteen pairs of float16 a cycle and widen two numbers. Widening the sums of eight products
-// instead of every weight keeps up with the memory. They are two sums of four products, which are
-// rounded less than one sum of eight. The bits of a row of y depend on its row of x alone.
+// instead of every weight keeps up with the memory. They are two sums of four products, which are rounded less than one
+// sum of eight. The bits of a row of y depend on its row of x alone.
 // Where y is not finite, by a weight or by an inner sum that float16 has no number for, it is computed again in float.
 #include <string.h>
 #include "products.h"

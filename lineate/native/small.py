@@ -28,15 +28,13 @@ def product(x: Tensor, codes: Tensor, scales: Tensor, out: int, bits: int, round
 def half_product(x: Tensor, weight: Tensor) -> Tensor | None:
     """Return x weight^T in float32, multiplied in float16 (halves.c); None where the C code cannot do it.
 
-    x `n k`, which is rounded to float16 with a scale for each row; weight `m k` float16.
+    x `n k`, which is rounded to float16 with a scale for each row; weight `m k` float16. Neither may be virtual.
     """
     if x.shape[0] > MOST_ROWS or x.shape[1] != weight.shape[1] or not x.is_cpu or not weight.is_contiguous():
         return None
-    if weight.is_neg() or weight._is_zerotensor() or x._is_zerotensor():  # their memory does not hold their values
-        return None
     if why_not() is not None:
         return None
-    y, failed = _run(x.float().resolve_neg(), weight.data_ptr(), 0, weight.shape[0], 16, 1)
+    y, failed = _run(x.float(), weight.data_ptr(), 0, weight.shape[0], 16, 1)
     return None if failed else y
 
 

@@ -472,22 +472,13 @@ static void attend_head(const Team *team, const Part *p, i64 unit, float *room) 
 
 // ---- stages --------------------------------------------------------------------------------------------------------
 
-INLINE i64 range_first(const Team *team, const Stage *s, i64 range) { return s->units * range / team->call.threads; }
-
 // Whether units of a stage are left that no thread has taken.
 static int has_units(const Team *team, const Stage *s) {
-    for (i64 range = 0; range < team->call.threads; range++)
-        if (atomic_load(&s->next[range]) < range_first(team, s, range + 1) - range_first(team, s, range)) return 1;
+    const i64 units = s->units, ranges = team->call.threads;
+    for (i64 range = 0; range < ranges; range++)
+        if (range_first(units, ranges, range) + atomic_load(&s->next[range]) < range_first(units, ranges, range + 1))
+            return 1;
     return 0;
-}
-
-// Takes a unit of the range, or of the first one behind it that has some; -1 if all are taken.
-static i64 take_unit(const Team *team, Stage *s, i64 *range, i64 *tried) {
-    for (; *tried < team->call.threads; ++*tried, *range = (*range + 1) % team->call.threads) {
-        const i64 first = range_first(team, s, *range), unit = first + atomic_fetch_add(&s->next[*range], 1);
-        if (unit < range_first(team, s, *range + 1)) return unit;
-    }
-    return -1;
 }
 
 INLINE void pause_a_moment(i64 *spins) {
@@ -521,7 +512,8 @@ static void work(const void *call, i64 thread) {
             if (s->stage == LEAVE)
                 input = enter(team, p, &p->out, p->kind == FEED ? team->entered : team->mixed,
                               p->kind == FEED ? p->in.out : p->out.size, LEAVE, team->left, scratch);
-            for (i64 unit, range = thread, tried = 0; (unit = take_unit(team, s, &range, &tried)) >= 0;) {
+            i64 range = thread, tried = 0;
+            for (i64 unit; (unit = take_unit(s->next, s->units, team->call.threads, &range, &tried)) >= 0;) {
                 if (s->stage == ENTER) multiply(team, &p->in, &input, unit, NULL);
                 else if (s->stage == LEAVE) multiply(team, &p->out, &input, unit, team->call.x);
                 else if (s->stage == LOW_RANK && unit < decays) multiply(team, &p->decay, &input, unit, NULL);

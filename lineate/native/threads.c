@@ -2,7 +2,6 @@
 #include "threads.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stddef.h>
 
 typedef int64_t i64;
@@ -10,8 +9,6 @@ static i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
 enum { WORTH_A_THREAD = 1 << 16 };  // elements: what a thread should get to be worth starting
 
-// Each thread begins with a range of units of its own, and helps with the others' when that is done: units side by side
-// often read memory side by side, which one thread reads faster than two that take turns.
 enum { MOST_HELPERS = 255 };
 typedef struct {
     void (*work)(const void *call, i64 unit);
@@ -21,12 +18,9 @@ typedef struct {
 } Job;
 
 static void run(Job *job) {
-    const i64 own = atomic_fetch_add(&job->joined, 1);
-    for (i64 i = 0; i < job->ranges; i++) {
-        const i64 range = (own + i) % job->ranges;
-        const i64 first = job->units * range / job->ranges, size = job->units * (range + 1) / job->ranges - first;
-        for (i64 unit; (unit = atomic_fetch_add(&job->next[range], 1)) < size;) job->work(job->call, first + unit);
-    }
+    i64 range = atomic_fetch_add(&job->joined, 1) % job->ranges, tried = 0;
+    for (i64 unit; (unit = take_unit(job->next, job->units, job->ranges, &range, &tried)) >= 0;)
+        job->work(job->call, unit);
 }
 
 // Threads that wait for a job: to wake one takes a third of the time that starting one does. They belong to one caller

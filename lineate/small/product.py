@@ -14,7 +14,7 @@ from lineate.native import small as native
 from lineate.native.build import available
 from lineate.registrar import register_op
 from lineate.small.format import FORMATS, GROUP, TILE, are_floating, decode, decode_rows
-from lineate.tracing import is_eager, transformed
+from lineate.tracing import in_memory, is_eager, transformed
 
 _float8 = ContextVar("float8_activations", default=0)  # how many blocks are open
 _rounded = ContextVar("rounded_activations", default=0)
@@ -96,6 +96,7 @@ def half_linear(x: Tensor, weight: Tensor) -> Tensor | None:
     """
     if not are_rounded() or weight.dtype is not torch.float16 or x.dtype is torch.float64 or not is_eager(x, weight):
         return None
+    x, weight = in_memory((x, weight))
     y = native.half_product(x.reshape(-1, x.shape[-1]), weight)
     return None if y is None else y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
