@@ -34,7 +34,7 @@ def forward_bytes(call: Call, block: int, stages: int, outs: int, keep: bool, sc
     tiles = K * (3 if channel and corrects else 2) + block + 64 * (corrects + (not scores))
     rows = _box_rows(K, channel)
     made = 2 * 64 * 128 if scores else 0
-    return stages * (128 * tiles + 256 * rows) + made + outs * 2 * block * (64 + (K if keep else 0)) + 1024
+    return stages * (128 * tiles + 256 * rows) + made + outs * 2 * block * (64 + (K if keep else 0)) + 1536
 
 
 def forward_buffers(call: Call, block: int, keep: bool, scores: bool) -> tuple[int, int]:
@@ -98,6 +98,7 @@ def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
         HV=hv, R=hv // q.shape[2], K=K, V=V, BV=block, STAGES=stages, OUTS=outs,
         CHANNEL=channel, CORRECTS=corrects, KEEP=states is not None, MAP=walk.map_only, PACKED=sequences.packed,
         SCORES=scores, GATED=call.gates.log_decay is not None, num_warps=block // 16,
+        maxnreg=128 if walk.map_only and block == 64 else None,
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def backward_bytes(call: Call, block: int, stages: int, others: int, early: int,
     K, channel, corrects = call.sizes[3], call.channel, call.corrects
     ring = stages * 128 * (2 * K + (64 if corrects else 0)) + early * 128 * (64 + block)
     ring += (others + channel) * 256 * _box_rows(K, channel) + (others * 128 * K if channel and corrects else 0)
-    return ring + outs * 2 * block * (64 + K) + 512
+    return ring + outs * 2 * block * (64 + K) + 1024
 
 
 def backward_buffers(call: Call, block: int) -> tuple[int, int, int, int]:

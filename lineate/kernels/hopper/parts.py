@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lineate.kernels.portable.gates import FACTORS
 
+COPY_REGISTERS = gl.constexpr(24)  # a thread, of a warp that only starts copies
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # triton 3.7, triton 3.6
 
 
@@ -122,6 +123,18 @@ def _ring(source, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _signals(STAGES: gl.constexpr, OUTS: gl.constexpr):
+    """Allocate the barriers between the warps that walk and the warp that copies: done[stage], free[m]."""
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [OUTS, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(done.index(s), count=1)
+    for s in gl.static_range(OUTS):
+        mbarrier.init(free.index(s), count=1)
+    return done, free
+
+
+@gluon.jit
 def _trim(ring, ready, stage, phase, rows):
     """Wait for a tile, then set its rows below the sequence's last one to 0."""
     mbarrier.wait(ready.index(stage), phase)
@@ -159,7 +172,7 @@ def _rates(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
     (Triton 3.6 ignores permute on tiles without a swizzle.)
     """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    numbers = kept_factors._reinterpret(gl.float32, [2, FACTORS * 64], flat).index(stage)
+    numbers = kept_factors._reinterpret(gl.float32, [kept_factors.shape[0], FACTORS * 64], flat).index(stage)
     return numbers.slice(ROW * 64, 64, 0).load(gl.SliceLayout(1, layout))[:, None]
 
 

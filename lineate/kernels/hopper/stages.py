@@ -42,14 +42,13 @@ class HopperStages(PortableStages):
         call = self.call
         if not (self.takes_call and call.q.dtype == torch.bfloat16 and not call.channel):
             return InWalk.NOTHING
-        if call.corrects and not keep and not call.sequences.cuts and launch_walks.walks_whole(call):
-            return InWalk.ALL
-        _, h, hv, K, V = call.sizes
+        if call.corrects:
+            whole = not keep and not call.sequences.cuts and launch_walks.walks_whole(call)
+            return InWalk.ALL if whole else InWalk.NOTHING
+        _, _, hv, K, V = call.sizes
         programs = call.sequences.walks(map_only=False, likely=True) * hv
-        if call.normalize_qk or K != 128 or V % 128 or programs < multiprocessors(call.q.device):
-            return InWalk.NOTHING
-        grouped = h < hv
-        return InWalk.NOTHING if call.corrects and (keep or grouped) else InWalk.SCORES
+        fits = not call.normalize_qk and K == 128 and V % 128 == 0 and programs >= multiprocessors(call.q.device)
+        return InWalk.SCORES if fits else InWalk.NOTHING
 
     def make_channel_room(self, for_backward: bool) -> Prepared:
         """Return the buffers that fill_channel_scores fills; for the backward, also norms."""

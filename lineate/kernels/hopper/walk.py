@@ -13,9 +13,10 @@ result that is waited for):
 P is read or (SCORES) computed here one chunk ahead: the next q k^T is issued before [R], its P is made while P R and
 Kw1 R run, and it is stored into one of two tiles between barriers that are needed anyway.
 
-Tiles come in through a ring of STAGES buffers. While the next Kr S is computed, results are stored and the chunk's
-buffers are filled again. ptxas allows no product in flight across the loop's end, so the loop ends where the next
-product needs no register of the last.
+Tiles come in through a ring of STAGES buffers. A warp of its own fetches them and stores the results (_copy_tiles),
+because a warp that starts a copy waits for 150 cycles, and a chunk has six to nine of them: a third of its time, if the
+warps that multiply had to start them. ptxas allows no product in flight across the loop's end, so the loop ends where
+the next product needs no register of the last.
 """
 
 from triton.experimental import gluon
@@ -29,13 +30,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lineate.kernels.hopper.parts import (
+    COPY_REGISTERS,
     _between,
     _expect,
     _factor,
     _fetch,
     _half,
+    _rates,
     _ring,
     _segment,
+    _signals,
     _text_bounds,
     _times,
     _trim,
@@ -108,17 +112,6 @@ def _ask(kept_q, kept_k, stage, layout: gl.constexpr):
 
 
 @gluon.jit
-def _rate(kept_factors, stage, ROW: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr):
-    """Return one vector of 64 of the factors, as a column: [64, 1].
-
-    (Triton 3.6 ignores permute on tiles without a swizzle.)
-    """
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    numbers = kept_factors._reinterpret(gl.float32, [STAGES, FACTORS * 64], flat).index(stage)
-    return numbers.slice(ROW * 64, 64, 0).load(gl.SliceLayout(1, layout))[:, None]
-
-
-@gluon.jit
 def _round(x):
     """Round x to bfloat16, two numbers at a time.
 
@@ -130,7 +123,7 @@ def _round(x):
 
 
 @gluon.jit
-def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr):
+def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, GATED: gl.constexpr):
     """Return P, with the same bits as scores.py.
 
     zero: 0, which the compiler must not know, or it keeps the mask in registers.
@@ -139,133 +132,91 @@ def _score(QK, kept_factors, stage, scale, zero, layout: gl.constexpr, STAGES: g
     j = gl.arange(0, 64, gl.SliceLayout(0, layout))[None, :]
     if GATED:
         fine_j = _times(_factor(kept_factors, stage, FINE, layout), -LOG2E)
-        fine_i = _times(_rate(kept_factors, stage, FINE, STAGES, layout), LOG2E)
-        coarse_i = _rate(kept_factors, stage, COARSE, STAGES, layout)
+        fine_i = _times(_rates(kept_factors, stage, FINE, layout), LOG2E)
+        coarse_i = _rates(kept_factors, stage, COARSE, layout)
         # (entries with j > i are arbitrary)
         QK = QK * _between(coarse_i, _factor(kept_factors, stage, COARSE, layout), fine_i, fine_j)
     return _round(gl.where(i >= j, QK * scale, 0.0))
 
 
-@gluon.jit(do_not_specialize=["t", "lasts", "segments"])
-def forward_state(
-    q, k, w, v, P, T, factors, output, states, outer, inner, final, out,
-    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, scale,
-    HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
-    PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, num_warps: gl.constexpr,
+@gluon.jit
+def _copy_tiles(
+    sources, kept, ready, done, free, output, states, written, entering, token, at, count,
+    column_q, column_k, column_v, column_o, first,
+    HV: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
+    CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Do what state.py's forward_state does. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
+    """Fetch the tiles of all chunks and store their results.
 
-    factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
-    Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. MAP, as in state.py, reads neither q nor P.
-    SCORES: P is not read (its descriptor gives the layout) but computed from q, k and, if GATED, the factors.
+    done[stage]: the others have read a chunk's tiles, and its results lie in shared memory. free[m]: those have left.
     """
-    gl.static_assert(not (SCORES and (CHANNEL or MAP)))
-    gl.static_assert(K == 128 or K == 64)
-    H: gl.constexpr = K // 64
-    ROWS: gl.constexpr = H + 1 if CHANNEL else FACTORS
-    dtype: gl.constexpr = k.dtype
-    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 256 // num_warps, 16])  # q k^T
-
-    CUT: gl.constexpr = MAP or inner is not None
-    BLOCKS: gl.constexpr = (V + K if MAP else V) // BV
-    first = gl.program_id(0) % BLOCKS * BV
-    pair = gl.program_id(0) // BLOCKS  # an item of _segment, and a head
-    head = pair % HV
-    text, segment, segments, cut = _segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
-    if CUT:
-        needed = text >= 0
-        if MAP:
-            needed = needed & ((segment > 0) | (first < V))
-        if not needed:
-            return
-    start, length, slot = _text_bounds(text, bounds, first_slots, t, PACKED)
-    chunks = (length + 63) // 64
-    begin = segment * chunks // segments
-    if SCORES and not CUT:
-        begin = gl.program_id(2) * chunks  # (this is 0, but where ptxas knows that, it spills more)
-    count = gl.minimum((segment + 1) * chunks // segments, chunks) - begin
-    key_head = head if CHANNEL else head // R
-    column_q = key_head * head_q
-    column_k = key_head * head_k
-    column_v = head * head_v + first
-    valued = None
-    if MAP:  # after the V columns of an empty state come those of the identity, to which no values are written
-        valued = first < V
-        column_v = gl.where(valued, column_v, 0)
-    column_o = head * V + first
-    token = start + begin * 64  # first token of the current chunk
-    at = (slot + begin) * HV + head
-
-    kept_k, ready_k = _ring(k, STAGES)
-    kept_v, ready_v = _ring(v, STAGES)
-    kept_factors, ready_factors = _ring(factors, STAGES)
-    sources = (k, v, factors)
-    kept = (kept_k, kept_v, kept_factors)
-    ready = (ready_k, ready_v, ready_factors)
-    kept_T, ready_T, kept_w, ready_w = kept_k, ready_k, kept_k, ready_k
-    if not MAP:
-        kept_q, ready_q = _ring(q, STAGES)
-        sources += (q,)
-        kept += (kept_q,)
-        ready += (ready_q,)
-        if SCORES:
-            kept_P = gl.allocate_shared_memory(dtype, [2, 64, 64], P.layout)
-            # A wait for phase 1 of this barrier returns at once, but without some wait before O, ptxas runs one product
-            # after another.
-            apart = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-            mbarrier.init(apart, count=1)
-        else:
-            kept_P, ready_P = _ring(P, STAGES)
-            sources += (P,)
-            kept += (kept_P,)
-            ready += (ready_P,)
-    if CORRECTS:
-        kept_T, ready_T = _ring(T, STAGES)
-        sources += (T,)
-        kept += (kept_T,)
-        ready += (ready_T,)
-    if CHANNEL and CORRECTS:
-        kept_w, ready_w = _ring(w, STAGES)
-        sources += (w,)
-        kept += (kept_w,)
-        ready += (ready_w,)
-    if not MAP:
-        written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], output.layout)
-    if KEEP:
-        entering = gl.allocate_shared_memory(dtype, [OUTS, BV, K], states.layout)
-    fence_async_shared()
     for s in gl.static_range(STAGES):
         places = _places(
             token + s * 64, at + s * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
         )  # fmt: skip
         _expect(sources, ready, s, s < count)
         _fetch(sources, kept, ready, places, s, s < count)
+    stage = 0
+    phase = 0
+    for n in range(count):
+        mbarrier.wait(done.index(stage), phase)
+        there = n + STAGES < count
+        places = _places(
+            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
+        )  # fmt: skip
+        _expect(sources, ready, stage, there)
+        _fetch(sources, kept, ready, places, stage, there)
+        if not MAP:
+            # (The last chunk may be partial and is stored by the others, so here its store goes outside of the output.)
+            row = gl.where(n + 1 < count, token, output.shape[0])
+            tma.async_copy_shared_to_global(output, [row, column_o], written.index(n % OUTS))
+            if KEEP:
+                tma.async_copy_shared_to_global(states, [at * V + first, 0], entering.index(n % OUTS))
+            tma.store_wait((OUTS - 1) * (1 + KEEP))
+            mbarrier.arrive(free.index((n + 1) % OUTS), count=1, pred=n + 1 >= OUTS)
+        token += 64
+        at += HV
+        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    tma.store_wait(0)
 
+
+@gluon.jit
+def _walk(
+    kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_v, ready_v, kept_P, ready_P, kept_T, ready_T, kept_factors,
+    ready_factors, apart, done, free, written, entering, start, out, final, token, count, rows, known, ends, first,
+    column_o, scale,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr, SCORES: gl.constexpr,
+    GATED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Walk over the chunks. start, final: where the state of these columns lies before and after."""
+    H: gl.constexpr = K // 64
+    dtype: gl.constexpr = kept_k.dtype
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    square: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, 256 // num_warps, 16])  # q k^T
+    valued = None
+    if MAP:  # after the V columns of an empty state come those of the identity, to which no values are written
+        valued = first < V
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
     none = gl.zeros([BV, 64], gl.float32, acc)
-    base = outer + (text.to(gl.int64) * HV + head) * K * V + first
     if MAP:  # the first segment starts with the outer state, others with an empty one or with the identity
-        known = (segment == 0) & (i < BV)
-        S0 = gl.where(i + (first - V) == j, 1.0, gl.load(base + i + j * V, mask=known, other=0.0))
+        given = known & (i < BV)
+        S0 = gl.where(i + (first - V) == j, 1.0, gl.load(start + i + j * V, mask=given, other=0.0))
         S1 = S0
         if H == 2:
-            S1 = gl.where(i + (first - V) == j + 64, 1.0, gl.load(base + i + (j + 64) * V, mask=known, other=0.0))
+            S1 = gl.where(i + (first - V) == j + 64, 1.0, gl.load(start + i + (j + 64) * V, mask=given, other=0.0))
     else:
-        if inner is not None and segment > 0:
-            base = inner + ((cut + segment - 1).to(gl.int64) * HV + head) * K * V + first
-        S0 = gl.load(base + i + j * V)
+        S0 = gl.load(start + i + j * V)
         S1 = S0
         if H == 2:
-            S1 = gl.load(base + i + (j + 64) * V)
+            S1 = gl.load(start + i + (j + 64) * V)
     O = none.to(dtype)
     held0 = gl.convert_layout(S0.to(dtype), left)
     held1 = gl.convert_layout(S1.to(dtype), left)
     KS = none
-    rows = length - (begin + count - 1) * 64  # in the last chunk; below them are another sequence's rows
     if (count == 1) & (rows < 64):
         _trim(kept_k, ready_k, 0, 0, rows)
         _trim(kept_v, ready_v, 0, 0, rows)
@@ -292,7 +243,7 @@ def forward_state(
         QK = _ask(kept_q, kept_k, 0, square)
         mbarrier.wait(ready_factors.index(0), 0, pred=count > 0)
         QK = warpgroup_mma_wait(0, deps=(QK,))
-        kept_P.index(0).store(_score(QK, kept_factors, 0, scale, 0, square, STAGES, GATED))
+        kept_P.index(0).store(_score(QK, kept_factors, 0, scale, 0, square, GATED))
         fence_async_shared()
     stage = 0
     phase = 0
@@ -325,6 +276,8 @@ def forward_state(
             mbarrier.wait(ready_k.index(upcoming), turn, pred=more)
             mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
             QK = _ask(kept_q, kept_k, upcoming, square)
+        if OUTS == 2 and not MAP:
+            mbarrier.wait(free.index(out_stage), (n // OUTS - 1) & 1, pred=n >= OUTS)
         if KEEP and OUTS == 2:  # with one buffer, the previous store must finish first
             _keep(entering, out_stage, held0, held1, acc, H)
         if CHANNEL:
@@ -364,15 +317,14 @@ def forward_state(
             S1 = warpgroup_mma(wrote, _half(kept_w, stage, 64), S1, is_async=True)
         if SCORES:  # of the next chunk, while these products run
             mbarrier.wait(ready_factors.index(upcoming), turn, pred=more)
-            made = _score(QK, kept_factors, upcoming, scale, n >> 28, square, STAGES, GATED)
+            made = _score(QK, kept_factors, upcoming, scale, n >> 28, square, GATED)
         if CORRECTS:
             goal, rate = _compare(
                 kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, valued, acc, H, CHANNEL, not SCORES
             )  # fmt: skip
         if OUTS == 1 and not MAP:
-            tma.store_wait(0)
-        _expect(sources, ready, stage, n + STAGES < count)
-        if SCORES:  # (a barrier came before the expectations, and another follows with the output)
+            mbarrier.wait(free.index(0), (n - 1) & 1, pred=n > 0)
+        if SCORES:
             kept_P.index((n + 1) % 2).store(made)
         if MAP:
             S0, S1 = warpgroup_mma_wait(H - 1, deps=(S0, S1))
@@ -401,47 +353,146 @@ def forward_state(
             if CORRECTS:
                 KS = warpgroup_mma(held1, _half(kept_k, upcoming, 64).permute([1, 0]), KS, is_async=True)
 
-        # All of this chunk has been read: store its output and fill its buffers again.
-        if MAP:
-            barrier()
-        else:
+        # All of this chunk has been read: its output can be stored and its buffers filled again.
+        if not MAP:
             written.index(out_stage).permute([1, 0]).store(O)
             fence_async_shared()
-            # (The last chunk may be partial and is stored below, so here its store goes outside of the output.)
-            tma.async_copy_shared_to_global(
-                output, [gl.where(more, token, output.shape[0]), column_o], written.index(out_stage)
-            )
-        if KEEP:
-            tma.async_copy_shared_to_global(states, [at * V + first, 0], entering.index(out_stage))
-        places = _places(
-            token + STAGES * 64, at + STAGES * HV, column_q, column_k, column_v, ROWS, CHANNEL, CORRECTS, MAP, SCORES
-        )  # fmt: skip
-        _fetch(sources, kept, ready, places, stage, n + STAGES < count)
-        if not MAP:
-            if OUTS == 2:
-                tma.store_wait(1 + KEEP)
-            if not SCORES:
-                mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
+        barrier()
+        mbarrier.arrive(done.index(stage), count=1)
+        if not MAP and not SCORES:
+            mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
         if CORRECTS:
             mbarrier.wait(ready_T.index(upcoming), turn, pred=more)
             KS = warpgroup_mma_wait(0, deps=(KS,))
         token += 64
-        at += HV
         stage = upcoming
         phase = turn
 
     if MAP:
-        base = final + pair.to(gl.int64) * K * (V + K) + first
-        gl.store(base + i + j * (V + K), S0)
+        gl.store(final + i + j * (V + K), S0)
         if H == 2:
-            gl.store(base + i + (j + 64) * (V + K), S1)
+            gl.store(final + i + (j + 64) * (V + K), S1)
     else:
         if count > 0:  # store the last chunk's output, which may be partial
             at_o = out + (token - 64).to(gl.int64) * (HV * V) + column_o
             gl.store(at_o + i + j * (HV * V), O, mask=j < rows)
-        if not CUT or pair < lasts * HV:
-            base = final + pair.to(gl.int64) * K * V + first
-            gl.store(base + i + j * V, S0)
+        if ends:
+            gl.store(final + i + j * V, S0)
             if H == 2:
-                gl.store(base + i + (j + 64) * V, S1)
-        tma.store_wait(0)
+                gl.store(final + i + (j + 64) * V, S1)
+
+
+@gluon.jit(do_not_specialize=["t", "lasts", "segments"])
+def forward_state(
+    q, k, w, v, P, T, factors, output, states, outer, inner, final, out,
+    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k, head_v, scale,
+    HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, KEEP: gl.constexpr, MAP: gl.constexpr,
+    PACKED: gl.constexpr, SCORES: gl.constexpr, GATED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Do what state.py's forward_state does. q, k, w, v, P, T, factors, output, states: descriptors; out: the output.
+
+    factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
+    Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw. MAP, as in state.py, reads neither q nor P.
+    SCORES: P is not read (its descriptor gives the layout) but computed from q, k and, if GATED, the factors.
+    """
+    gl.static_assert(not (SCORES and (CHANNEL or MAP or CORRECTS)))
+    gl.static_assert(K == 128 or K == 64)
+    H: gl.constexpr = K // 64
+    ROWS: gl.constexpr = H + 1 if CHANNEL else FACTORS
+    dtype: gl.constexpr = k.dtype
+
+    CUT: gl.constexpr = MAP or inner is not None
+    BLOCKS: gl.constexpr = (V + K if MAP else V) // BV
+    first = gl.program_id(0) % BLOCKS * BV
+    pair = gl.program_id(0) // BLOCKS  # an item of _segment, and a head
+    head = pair % HV
+    text, segment, segments, cut = _segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
+    if CUT:
+        needed = text >= 0
+        if MAP:
+            needed = needed & ((segment > 0) | (first < V))
+        if not needed:
+            return
+    start, length, slot = _text_bounds(text, bounds, first_slots, t, PACKED)
+    chunks = (length + 63) // 64
+    begin = segment * chunks // segments
+    if SCORES and not CUT:
+        begin = gl.program_id(2) * chunks  # (this is 0, but where ptxas knows that, it spills more)
+    count = gl.minimum((segment + 1) * chunks // segments, chunks) - begin
+    key_head = head if CHANNEL else head // R
+    column_q = key_head * head_q
+    column_k = key_head * head_k
+    column_v = head * head_v + first
+    if MAP:
+        column_v = gl.where(first < V, column_v, 0)
+    column_o = head * V + first
+    token = start + begin * 64  # first token of the current chunk
+    at = (slot + begin) * HV + head
+    rows = length - (begin + count - 1) * 64  # in the last chunk; below them are another sequence's rows
+    states_at = outer + (text.to(gl.int64) * HV + head) * K * V + first
+    if inner is not None and segment > 0:
+        states_at = inner + ((cut + segment - 1).to(gl.int64) * HV + head) * K * V + first
+    final_at = final + pair.to(gl.int64) * K * (V + K if MAP else V) + first
+    ends = pair >= 0
+    if CUT:
+        ends = pair < lasts * HV
+
+    kept_k, ready_k = _ring(k, STAGES)
+    kept_v, ready_v = _ring(v, STAGES)
+    kept_factors, ready_factors = _ring(factors, STAGES)
+    sources = (k, v, factors)
+    kept = (kept_k, kept_v, kept_factors)
+    ready = (ready_k, ready_v, ready_factors)
+    kept_T, ready_T, kept_w, ready_w = kept_k, ready_k, kept_k, ready_k
+    kept_q, ready_q, kept_P, ready_P, apart = kept_k, ready_k, kept_k, ready_k, ready_k
+    written, entering = kept_k, kept_k
+    if not MAP:
+        kept_q, ready_q = _ring(q, STAGES)
+        sources += (q,)
+        kept += (kept_q,)
+        ready += (ready_q,)
+        if SCORES:
+            kept_P = gl.allocate_shared_memory(dtype, [2, 64, 64], P.layout)
+            # A wait for phase 1 of this barrier returns at once, but without some wait before O, ptxas runs one product
+            # after another.
+            apart = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+            mbarrier.init(apart, count=1)
+        else:
+            kept_P, ready_P = _ring(P, STAGES)
+            sources += (P,)
+            kept += (kept_P,)
+            ready += (ready_P,)
+    if CORRECTS:
+        kept_T, ready_T = _ring(T, STAGES)
+        sources += (T,)
+        kept += (kept_T,)
+        ready += (ready_T,)
+    if CHANNEL and CORRECTS:
+        kept_w, ready_w = _ring(w, STAGES)
+        sources += (w,)
+        kept += (kept_w,)
+        ready += (ready_w,)
+    if not MAP:
+        written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], output.layout)
+    if KEEP:
+        entering = gl.allocate_shared_memory(dtype, [OUTS, BV, K], states.layout)
+    done, free = _signals(STAGES, OUTS)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (_walk, (
+                kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_v, ready_v, kept_P, ready_P, kept_T, ready_T,
+                kept_factors, ready_factors, apart, done, free, written, entering, states_at, out, final_at, token,
+                count, rows, segment == 0, ends, first, column_o, scale, HV, K, V, BV, STAGES, OUTS, CHANNEL,
+                CORRECTS, KEEP, MAP, SCORES, GATED, num_warps,
+            )),
+            (_copy_tiles, (
+                sources, kept, ready, done, free, output, states, written, entering, token, at, count, column_q,
+                column_k, column_v, column_o, first, HV, V, STAGES, OUTS, ROWS, CHANNEL, CORRECTS, KEEP, MAP, SCORES,
+            )),
+        ],
+        [1],
+        [COPY_REGISTERS],
+    )  # fmt: skip

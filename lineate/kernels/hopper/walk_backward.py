@@ -11,8 +11,8 @@ result that is waited for):
     dO Qr0  [dR]  dR T  dO Qr1  [X]  dE Kr0  dE Kr1  next dO P  [dS0]  next dS0 Kw0  [dS1]  dS1 Kw1  [all]
 
 Tiles come in through rings of buffers: STAGES for k, q and T; OTHERS for the factors and w; EARLY for dO and P, which
-are used one chunk ahead and so are filled again one chunk sooner. While the next Kw dS is computed, results are stored
-and buffers are filled again. As in walk.py, no product is in flight across the loop's end.
+are used one chunk ahead and so are filled again one chunk sooner. As in walk.py, a warp of its own starts all copies,
+and no product is in flight across the loop's end.
 """
 
 from triton.experimental import gluon
@@ -26,12 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lineate.kernels.hopper.parts import (
+    COPY_REGISTERS,
     _expect,
     _factor,
     _fetch,
     _half,
     _ring,
     _segment,
+    _signals,
     _store_rows,
     _text_bounds,
     _trim,
@@ -100,85 +102,22 @@ def _leave(leaving0, leaving1, stage, held0, held1, layout: gl.constexpr, H: gl.
         leaving1.index(stage).store(gl.convert_layout(held1, layout))
 
 
-@gluon.jit(do_not_specialize=["t", "lasts", "segments"])
-def backward_state(
-    q, k, w, P, T, factors, doutput, dvalues, dstates, numbers, outer, inner, dstart, dv,
-    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k,
-    HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
-    OTHERS: gl.constexpr, EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
-    PACKED: gl.constexpr, num_warps: gl.constexpr,
+@gluon.jit
+def _copy_tiles(
+    sources, kept, ready, others, kept_others, ready_others, early_sources, early_kept, early_ready, begun, done, free,
+    dvalues, dstates, written, leaving0, leaving1, token, at, count, partial, column_q, column_k, column_o, first,
+    HV: gl.constexpr, V: gl.constexpr, H: gl.constexpr, STAGES: gl.constexpr, OTHERS: gl.constexpr,
+    EARLY: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
 ):  # fmt: skip
-    """Do what state.py's backward_state does. q ... dstates: descriptors; numbers: the factors; dv: the dvalues.
+    """Fetch the tiles of all chunks and store their results.
 
-    factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
-    Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw.
+    begun: the others have read dO and P of the first chunk. done[stage]: they have read a chunk's tiles, and dO and P
+    of the next; its results lie in shared memory. free[m]: those have left.
     """
-    gl.static_assert(K == 128 or K == 64)
-    H: gl.constexpr = K // 64
-    ROWS: gl.constexpr = H + 1 if CHANNEL else FACTORS
-    dtype: gl.constexpr = k.dtype
-    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-
-    first = gl.program_id(0) % (V // BV) * BV
-    pair = gl.program_id(0) // (V // BV)  # an item of _segment, and a head
-    head = pair % HV
-    CUT: gl.constexpr = inner is not None
-    text, segment, segments, cut = _segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
-    if CUT and text < 0:
-        return
-    start, length, slot = _text_bounds(text, bounds, first_slots, t, PACKED)
-    chunks = (length + 63) // 64
-    end = (segments - segment) * chunks // segments
-    count = end - (segments - 1 - segment) * chunks // segments
-    key_head = head if CHANNEL else head // R
-    column_q = key_head * head_q
-    column_k = key_head * head_k
-    column_o = head * V + first
-    token = start + (end - 1) * 64  # first token of the current chunk
-    at = (slot + end - 1) * HV + head
-
-    kept_k, ready_k = _ring(k, STAGES)
-    kept_q, ready_q = _ring(q, STAGES)
-    sources = (k, q)
-    kept = (kept_k, kept_q)
-    ready = (ready_k, ready_q)
-    if CORRECTS:
-        kept_T, ready_T = _ring(T, STAGES)
-        sources += (T,)
-        kept += (kept_T,)
-        ready += (ready_T,)
-    kept_factors, ready_factors = _ring(factors, OTHERS + CHANNEL)
-    others = (factors,)
-    kept_others = (kept_factors,)
-    ready_others = (ready_factors,)
-    kept_w, ready_w = kept_k, ready_k
-    if CHANNEL and CORRECTS:
-        kept_w, ready_w = _ring(w, OTHERS)
-        others += (w,)
-        kept_others += (kept_w,)
-        ready_others += (ready_w,)
-    kept_dO, ready_dO = _ring(doutput, EARLY)
-    kept_P, ready_P = _ring(P, EARLY)
-    early_sources = (doutput, P)
-    early_kept = (kept_dO, kept_P)
-    early_ready = (ready_dO, ready_P)
-    written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], dvalues.layout)
-    leaving0 = gl.allocate_shared_memory(dtype, [OUTS, BV, 64], dstates.layout)
-    leaving1 = leaving0
-    if H == 2:
-        leaving1 = gl.allocate_shared_memory(dtype, [OUTS, BV, 64], dstates.layout)
-    if CHANNEL:  # use e^{G_c} = 1 for a chunk that does not exist
-        shape: gl.constexpr = factors.block_type.shape
-        flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
-        kept_factors.index(OTHERS).store(gl.full(shape, 1.0, gl.float32, flat))
-    fence_async_shared()
     for s in gl.static_range(EARLY):
         _expect(early_sources, early_ready, s, s < count)
-        _fetch(
-            early_sources, early_kept, early_ready,
-            ((token - s * 64, column_o), ((at - s * HV) * 64, 0)), s, s < count,
-        )  # fmt: skip
+        places = ((token - s * 64, column_o), ((at - s * HV) * 64, 0))
+        _fetch(early_sources, early_kept, early_ready, places, s, s < count)
     for s in gl.static_range(OTHERS):
         _expect(others, ready_others, s, s < count)
         places = _other_places(token - s * 64, at - s * HV, column_k, ROWS, CHANNEL, CORRECTS)
@@ -187,20 +126,73 @@ def backward_state(
         _expect(sources, ready, s, s < count)
         places = _places(token - s * 64, at - s * HV, column_k, column_q, CORRECTS)
         _fetch(sources, kept, ready, places, s, s < count)
+    mbarrier.wait(begun, 0)
+    _expect(early_sources, early_ready, 0, count > EARLY)
+    places = ((token - EARLY * 64, column_o), ((at - EARLY * HV) * 64, 0))
+    _fetch(early_sources, early_kept, early_ready, places, 0, count > EARLY)
+    if OUTS == 1:  # the dS that left the first chunk
+        row = gl.where(count > 0, at * V + first, dstates.shape[0])
+        tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(0))
+        if H == 2:
+            tma.async_copy_shared_to_global(dstates, [row, 64], leaving1.index(0))
+        tma.store_wait(0)
+        mbarrier.arrive(free.index(0), count=1)
+    stage = 0
+    phase = 0
+    other = 0
+    for n in range(count):
+        mbarrier.wait(done.index(stage), phase)
+        _expect(others, ready_others, other, n + OTHERS < count)
+        places = _other_places(token - OTHERS * 64, at - OTHERS * HV, column_k, ROWS, CHANNEL, CORRECTS)
+        _fetch(others, kept_others, ready_others, places, other, n + OTHERS < count)
+        _expect(sources, ready, stage, n + STAGES < count)
+        places = _places(token - STAGES * 64, at - STAGES * HV, column_k, column_q, CORRECTS)
+        _fetch(sources, kept, ready, places, stage, n + STAGES < count)
+        early = (n + 1) % EARLY
+        _expect(early_sources, early_ready, early, n + 1 + EARLY < count)
+        places = ((token - (1 + EARLY) * 64, column_o), ((at - (1 + EARLY) * HV) * 64, 0))
+        _fetch(early_sources, early_kept, early_ready, places, early, n + 1 + EARLY < count)
+        # (The last chunk may be partial and is stored by the others, so here its store goes outside of dvalues.)
+        row = gl.where((n == 0) & partial, dvalues.shape[0], token)
+        tma.async_copy_shared_to_global(dvalues, [row, column_o], written.index(n % OUTS))
+        row = at * V + first
+        if OUTS == 1:  # this is the dS that left the next chunk; after the first chunk there is none
+            row = gl.where(n + 1 < count, row - HV * V, dstates.shape[0])
+        tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(n % OUTS))
+        if H == 2:
+            tma.async_copy_shared_to_global(dstates, [row, 64], leaving1.index(n % OUTS))
+        tma.store_wait((OUTS - 1) * (1 + H))
+        mbarrier.arrive(free.index((n + 1) % OUTS), count=1, pred=n + 1 >= OUTS)
+        token -= 64
+        at -= HV
+        other = gl.where(other == OTHERS - 1, 0, other + 1)
+        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    tma.store_wait(0)
 
+
+@gluon.jit
+def _walk(
+    kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_P, ready_P, kept_T, ready_T, kept_dO, ready_dO,
+    kept_factors, ready_factors, begun, done, free, written, leaving0, leaving1, numbers, start, dstart, dv, token, at,
+    count, rows, ends, column_o,
+    HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr, OTHERS: gl.constexpr,
+    EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Walk over the chunks. start, dstart: where dS of these columns lies behind and before them."""
+    H: gl.constexpr = K // 64
+    dtype: gl.constexpr = kept_k.dtype
+    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     i = gl.arange(0, BV, gl.SliceLayout(1, acc))[:, None]
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
-    base = outer + (text.to(gl.int64) * HV + head) * K * V + first
-    if inner is not None and segment > 0:
-        base = inner + ((cut + segment - 1).to(gl.int64) * HV + head) * K * V + first
-    dS0 = gl.load(base + i + j * V)
+    dS0 = gl.load(start + i + j * V)
     dS1 = dS0
     if H == 2:
-        dS1 = gl.load(base + i + (j + 64) * V)
+        dS1 = gl.load(start + i + (j + 64) * V)
     none = gl.zeros([BV, 64], gl.float32, acc)
     held0 = gl.convert_layout(dS0.to(dtype), left)
     held1 = gl.convert_layout(dS1.to(dtype), left)
-    rows = length - (end - 1) * 64  # in the last chunk; below them are another sequence's rows
     partial = (count > 0) & (rows < 64)
     if partial:
         _trim(kept_dO, ready_dO, 0, 0, rows)
@@ -229,32 +221,21 @@ def backward_state(
     else:
         PO, KS = warpgroup_mma_wait(0, deps=(PO, KS))
     read = _read(dO, kept_factors, 0, acc, left, CHANNEL)
+    if OUTS == 1:
+        _leave(leaving0, leaving1, 0, held0, held1, acc, H)
+        fence_async_shared()
     barrier()
-    _expect(early_sources, early_ready, 0, count > EARLY)
-    barrier()
-    _fetch(
-        early_sources, early_kept, early_ready,
-        ((token - EARLY * 64, column_o), ((at - EARLY * HV) * 64, 0)), 0, count > EARLY,
-    )  # fmt: skip
+    mbarrier.arrive(begun, count=1)
     at_last = numbers + (at.to(gl.int64) * FACTORS + LAST) * 64
     last = _load_last(at_last, some, CHANNEL)
     dS0, dS1 = _decay(dS0, dS1, last, kept_factors, gl.where(some, 0, OTHERS), acc, H, CHANNEL)
     mbarrier.wait(ready_q.index(0), 0, pred=some)
     if CORRECTS:
         mbarrier.wait(ready_T.index(0), 0, pred=some)
-    if OUTS == 1:
-        _leave(leaving0, leaving1, 0, held0, held1, acc, H)
-        fence_async_shared()
-        barrier()
-        row = gl.where(some, at * V + first, dstates.shape[0])
-        tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(0))
-        if H == 2:
-            tma.async_copy_shared_to_global(dstates, [row, 64], leaving1.index(0))
     stage = 0
     phase = 0
     other = 0
     other_phase = 0
-    barrier()
     for n in range(count):
         out_stage = n % OUTS
         upcoming = gl.where(stage == STAGES - 1, 0, stage + 1)
@@ -284,6 +265,7 @@ def backward_state(
         if H == 2:
             dS1 = warpgroup_mma(read, _half(kept_q, stage, 64), dS1, is_async=True)
         if OUTS == 2:  # with one buffer, dS has already been stored
+            mbarrier.wait(free.index(out_stage), (n // OUTS - 1) & 1, pred=n >= OUTS)
             _leave(leaving0, leaving1, out_stage, held0, held1, acc, H)
         mbarrier.wait(ready_dO.index(early), early_turn, pred=more)
         dO = kept_dO.index(early).permute([1, 0]).load(left)
@@ -318,14 +300,8 @@ def backward_state(
             mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
             if CORRECTS:
                 mbarrier.wait(ready_T.index(upcoming), turn, pred=more)
-            tma.store_wait(0)
-            written.index(out_stage).permute([1, 0]).store(dV)
-        else:
-            written.index(out_stage).permute([1, 0]).store(dV)
-            barrier()
-        _expect(others, ready_others, other, n + OTHERS < count)
-        _expect(sources, ready, stage, n + STAGES < count)
-        _expect(early_sources, early_ready, early, n + 1 + EARLY < count)
+            mbarrier.wait(free.index(0), n & 1)
+        written.index(out_stage).permute([1, 0]).store(dV)
         if H == 2:
             dS0, dS1, PO = warpgroup_mma_wait(2, deps=(dS0, dS1, PO))
         else:
@@ -352,29 +328,11 @@ def backward_state(
         if OUTS == 1:
             _leave(leaving0, leaving1, 0, held0, held1, acc, H)
 
-        # All of this chunk, and dO and P of the next, have been read: store the results and fill the buffers again.
+        # All of this chunk, and dO and P of the next, have been read: buffers can be stored and filled again.
         fence_async_shared()
         barrier()
-        # (The last chunk may be partial and is stored later, so here its store goes outside of dvalues.)
-        tma.async_copy_shared_to_global(
-            dvalues, [gl.where((n == 0) & partial, dvalues.shape[0], token), column_o], written.index(out_stage)
-        )
-        row = at * V + first
-        if OUTS == 1:  # this is the dS that left the next chunk; after the first chunk there is none
-            row = gl.where(more, row - HV * V, dstates.shape[0])
-        tma.async_copy_shared_to_global(dstates, [row, 0], leaving0.index(out_stage))
-        if H == 2:
-            tma.async_copy_shared_to_global(dstates, [row, 64], leaving1.index(out_stage))
-        places = _other_places(token - OTHERS * 64, at - OTHERS * HV, column_k, ROWS, CHANNEL, CORRECTS)
-        _fetch(others, kept_others, ready_others, places, other, n + OTHERS < count)
-        places = _places(token - STAGES * 64, at - STAGES * HV, column_k, column_q, CORRECTS)
-        _fetch(sources, kept, ready, places, stage, n + STAGES < count)
-        _fetch(
-            early_sources, early_kept, early_ready,
-            ((token - (1 + EARLY) * 64, column_o), ((at - (1 + EARLY) * HV) * 64, 0)), early, n + 1 + EARLY < count,
-        )  # fmt: skip
+        mbarrier.arrive(done.index(stage), count=1)
         if OUTS == 2:
-            tma.store_wait(1 + H)
             mbarrier.wait(ready_q.index(upcoming), turn, pred=more)
             if CORRECTS:
                 mbarrier.wait(ready_T.index(upcoming), turn, pred=more)
@@ -384,7 +342,6 @@ def backward_state(
         else:
             PO, KS, dS0, dS1, read = warpgroup_mma_wait(0, deps=(PO, KS, dS0, dS1, read))
         token -= 64
-        at -= HV
         stage = upcoming
         phase = turn
         other = other_upcoming
@@ -392,9 +349,110 @@ def backward_state(
 
     if (count == 1) & partial:
         _store_rows(written.index(0), dv + (token + 64).to(gl.int64) * (HV * V) + column_o, HV * V, rows)
-    if not CUT or pair < lasts * HV:
-        base = dstart + pair.to(gl.int64) * K * V + first
-        gl.store(base + i + j * V, dS0)
+    if ends:
+        gl.store(dstart + i + j * V, dS0)
         if H == 2:
-            gl.store(base + i + (j + 64) * V, dS1)
-    tma.store_wait(0)
+            gl.store(dstart + i + (j + 64) * V, dS1)
+
+
+@gluon.jit(do_not_specialize=["t", "lasts", "segments"])
+def backward_state(
+    q, k, w, P, T, factors, doutput, dvalues, dstates, numbers, outer, inner, dstart, dv,
+    bounds, first_slots, first_cuts, cut_texts, t, lasts, segments, head_q, head_k,
+    HV: gl.constexpr, R: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BV: gl.constexpr, STAGES: gl.constexpr,
+    OTHERS: gl.constexpr, EARLY: gl.constexpr, OUTS: gl.constexpr, CHANNEL: gl.constexpr, CORRECTS: gl.constexpr,
+    PACKED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Do what state.py's backward_state does. q ... dstates: descriptors; numbers: the factors; dv: the dvalues.
+
+    factors are rows of 64: those of gates.py or, with CHANNEL, e^{G_c} in halves and beta. With CHANNEL, k, q, w are
+    Kr, Qr, Kw; without CORRECTS nothing reads with k, and k is Kw.
+    """
+    gl.static_assert(K == 128 or K == 64)
+    H: gl.constexpr = K // 64
+    ROWS: gl.constexpr = H + 1 if CHANNEL else FACTORS
+    dtype: gl.constexpr = k.dtype
+
+    first = gl.program_id(0) % (V // BV) * BV
+    pair = gl.program_id(0) // (V // BV)  # an item of _segment, and a head
+    head = pair % HV
+    CUT: gl.constexpr = inner is not None
+    text, segment, segments, cut = _segment(pair // HV, first_cuts, cut_texts, lasts, segments, CUT, PACKED)
+    if CUT and text < 0:
+        return
+    start, length, slot = _text_bounds(text, bounds, first_slots, t, PACKED)
+    chunks = (length + 63) // 64
+    end = (segments - segment) * chunks // segments
+    count = end - (segments - 1 - segment) * chunks // segments
+    key_head = head if CHANNEL else head // R
+    column_q = key_head * head_q
+    column_k = key_head * head_k
+    column_o = head * V + first
+    token = start + (end - 1) * 64  # first token of the current chunk
+    at = (slot + end - 1) * HV + head
+    rows = length - (end - 1) * 64  # in the last chunk; below them are another sequence's rows
+    starts = outer + (text.to(gl.int64) * HV + head) * K * V + first
+    if inner is not None and segment > 0:
+        starts = inner + ((cut + segment - 1).to(gl.int64) * HV + head) * K * V + first
+    ends = pair >= 0
+    if CUT:
+        ends = pair < lasts * HV
+
+    kept_k, ready_k = _ring(k, STAGES)
+    kept_T, ready_T = kept_k, ready_k
+    kept_q, ready_q = _ring(q, STAGES)
+    sources = (k, q)
+    kept = (kept_k, kept_q)
+    ready = (ready_k, ready_q)
+    if CORRECTS:
+        kept_T, ready_T = _ring(T, STAGES)
+        sources += (T,)
+        kept += (kept_T,)
+        ready += (ready_T,)
+    kept_factors, ready_factors = _ring(factors, OTHERS + CHANNEL)
+    others = (factors,)
+    kept_others = (kept_factors,)
+    ready_others = (ready_factors,)
+    kept_w, ready_w = kept_k, ready_k
+    if CHANNEL and CORRECTS:
+        kept_w, ready_w = _ring(w, OTHERS)
+        others += (w,)
+        kept_others += (kept_w,)
+        ready_others += (ready_w,)
+    kept_dO, ready_dO = _ring(doutput, EARLY)
+    kept_P, ready_P = _ring(P, EARLY)
+    early_sources = (doutput, P)
+    early_kept = (kept_dO, kept_P)
+    early_ready = (ready_dO, ready_P)
+    written = gl.allocate_shared_memory(dtype, [OUTS, 64, BV], dvalues.layout)
+    leaving0 = gl.allocate_shared_memory(dtype, [OUTS, BV, 64], dstates.layout)
+    leaving1 = leaving0
+    if H == 2:
+        leaving1 = gl.allocate_shared_memory(dtype, [OUTS, BV, 64], dstates.layout)
+    if CHANNEL:  # use e^{G_c} = 1 for a chunk that does not exist
+        shape: gl.constexpr = factors.block_type.shape
+        flat: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
+        kept_factors.index(OTHERS).store(gl.full(shape, 1.0, gl.float32, flat))
+    begun = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(begun, count=1)
+    done, free = _signals(STAGES, OUTS)
+    fence_async_shared()
+    barrier()
+    gl.warp_specialize(
+        [
+            (_walk, (
+                kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_P, ready_P, kept_T, ready_T, kept_dO, ready_dO,
+                kept_factors, ready_factors, begun, done, free, written, leaving0, leaving1, numbers, starts,
+                dstart + pair.to(gl.int64) * K * V + first, dv, token, at, count, rows, ends, column_o, HV, K, V, BV,
+                STAGES, OTHERS, EARLY, OUTS, CHANNEL, CORRECTS, num_warps,
+            )),
+            (_copy_tiles, (
+                sources, kept, ready, others, kept_others, ready_others, early_sources, early_kept, early_ready, begun,
+                done, free, dvalues, dstates, written, leaving0, leaving1, token, at, count,
+                (count > 0) & (rows < 64), column_q, column_k, column_o, first, HV, V, H, STAGES, OTHERS, EARLY, OUTS,
+                ROWS, CHANNEL, CORRECTS,
+            )),
+        ],
+        [1],
+        [COPY_REGISTERS],
+    )  # fmt: skip
