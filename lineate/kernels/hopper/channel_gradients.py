@@ -202,6 +202,12 @@ def channel_gradients(
         item = u >> 1
         channel = (u & 1) * 64
         gl.store(wild + u, gl.to_tensor(0).to(gl.int8))
+        token = start.to(gl.int64)
+        to = (token * HV + head) * K + channel
+        there = r < (rows - b * 16)[:, None, :]
+        at = (b * (16 * HV * K) + xs)[:, None, :]  # a block's first row; the other rows lie at constant offsets
+        if not TMA_GATES:  # (after the products, ptxas has so few registers that it would start one load after another)
+            d = gl.load(gates + to + at + r * (HV * K), mask=there, other=0.0)
         for x in gl.static_range(len(of_states)):
             mbarrier.wait(ready_1[x], phase)
         if rows < 64:  # the rows below are another sequence's
@@ -229,16 +235,11 @@ def channel_gradients(
         SS = warpgroup_mma(A0.permute([1, 0]), A1, SS, is_async=True)
 
         # Compute the decays while these products run.
-        token = start.to(gl.int64)
-        to = (token * HV + head) * K + channel
-        there = r < (rows - b * 16)[:, None, :]
-        at = (b * (16 * HV * K) + xs)[:, None, :]  # a block's first row; the other rows lie at constant offsets
         for x in gl.static_range(len(ready_rows)):
             mbarrier.wait(ready_rows[x], phase)
         if TMA_GATES:
-            d = _cube(tile_g.load(flat).to(gl.float32), cube)
-        else:
-            d = gl.load(gates + to + at + r * (HV * K), mask=there, other=0.0).to(gl.float32)
+            d = _cube(tile_g.load(flat), cube)
+        d = d.to(gl.float32)
         if RAW:
             if BIAS:
                 d += gl.load(dt_bias + head * K + channel + xs).to(gl.float32)[:, None, :]
