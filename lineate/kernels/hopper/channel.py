@@ -262,7 +262,6 @@ def channel_scores(
         tiles = (k0, k1, q0, q1, g0, g1)
         i1 = _opaque(gl.arange(0, 64, row))
         i = i1[:, None]
-        gl.store(wild + u, 64)
         token = start.to(gl.int64)
         rate = gl.where(i1 < rows, 1.0, 0.0)
         if CORRECTS:
@@ -313,7 +312,7 @@ def channel_scores(
             A5 = _gram(k0, k1, k0, k1, none)
         good = gl.minimum(good0, good1)
         block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, cube)))[:, None]
-        gl.atomic_min(wild + u + good * 0, block * 16 + good, mask=good < 16, sem="relaxed")
+        first_wild = gl.min(gl.min(gl.where(good < 16, block * 16 + good, 64), 1), 0)
         cols_k = j
         if NORMALIZE:
             cols_k = gl.convert_layout(norm_k, gl.SliceLayout(0, acc))[None, :]
@@ -334,7 +333,7 @@ def channel_scores(
                 squares = squares * norm_k * norm_k
                 A = A * norm_k[:, None] * cols_k
             tame = (rate >= 0.0) & (rate <= MOST_BETA) & (squares <= MOST_SQUARE) & (rate * squares <= MOST_STEP)
-            gl.atomic_min(wild + u + i1 * 0, i1, mask=tame == 0, sem="relaxed")
+            first_wild = gl.minimum(first_wild, gl.min(gl.where(tame, 64, i1), 0))
             A, Pd, P4, P5 = warpgroup_mma_wait(0, deps=(A, Pd, P4, P5))
         else:
             Pd, P4, P5 = warpgroup_mma_wait(0, deps=(Pd, P4, P5))
@@ -343,9 +342,8 @@ def channel_scores(
             scores = scores * norm_q[:, None] * cols_k
         else:
             scores = scores * scale
-        barrier()  # all warps' products have read the operands, and the first wild row is known
-        if CORRECTS:
-            first_wild = gl.load(wild + u, cache_modifier=".cg")
+        gl.store(wild + u, first_wild)
+        barrier()  # all warps' products have read the operands
         upcoming = u + gl.num_programs(0)
         more = upcoming < units
         start, rows, next_head = _bounds(
