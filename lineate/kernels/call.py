@@ -73,7 +73,7 @@ def find_sequences(q: Tensor, cu_seqlens: Tensor | None, cutting: Cutting = WHOL
     with torch.cuda.device_of(q):
         start(find_slots, (ceil_div(slots, 64),))(
             given, bounds, first_slots, slot_sequences, first_cuts, cut_sequences, t, count, slots, cuts, *cutting,
-            BT=256, BS=64, C=CHUNK, num_warps=4,
+            BT=16 if count <= 16 else 256, BS=64, C=CHUNK, num_warps=4,
         )  # fmt: skip
     likely = count * (cutting.count_segments(ceil_div(t, max(count, 1) * CHUNK)) - 1)
     places = bounds, first_slots, slot_sequences

@@ -31,6 +31,11 @@ def start(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return partial(kernel.run, grid=grid, warmup=_only_compile.get())
 
 
+def compiling() -> bool:
+    """Whether launches only compile: inside compile_only, with a part of a call's tokens."""
+    return _only_compile.get()
+
+
 @contextmanager
 def overlapping() -> Iterator[None]:
     """Let launches begin before the one before them has ended, where the kernel is written for it and the GPU can.

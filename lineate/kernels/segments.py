@@ -26,6 +26,11 @@ class Cutting(NamedTuple):
         """Return into how many segments, which differ by a chunk at most, a sequence is cut."""
         return 1 if chunks < self.shortest else min(self.most, chunks // self.least)
 
+    @property
+    def least_cuts(self) -> int:
+        """The least cuts of a sequence that is cut."""
+        return max(1, self.count_segments(self.shortest) - 1)
+
     def most_cuts(self, tokens: int, sequences: int) -> int:
         """Return how many cuts so many packed sequences of so many tokens in all can have."""
         sequences = min(sequences, tokens // (CHUNK * (self.shortest - 1) + 1))  # of those that are cut

@@ -5,7 +5,7 @@ from lineate.kernels.hopper.channel import channel_scores
 from lineate.kernels.hopper.descriptors import describe, describe_rows, describe_squares
 from lineate.kernels.hopper.inverse import invert_wild
 from lineate.kernels.hopper.scores import head_scores
-from lineate.kernels.launching import ceil_div, multiprocessors, start
+from lineate.kernels.launching import ceil_div, compiling, multiprocessors, start
 from lineate.kernels.portable.configurations import GROUP
 from lineate.kernels.portable.gates import FACTORS
 from lineate.kernels.stages import Prepared
@@ -16,9 +16,18 @@ def fill_head_scores(call: Call, ready: Prepared) -> None:
 
     If the rule corrects, the launch that fills the wild rows of T must follow.
     """
+    _, h, hv, _, _ = call.sizes
+    # An item is a chunk with all value heads of a key head; where these are few, with one value head.
+    few = call.sequences.slots * h < 3 * multiprocessors(call.q.device)
+    for groups in {h, hv} if compiling() else {hv if few else h}:
+        _launch_head_scores(call, ready, groups)
+
+
+def _launch_head_scores(call: Call, ready: Prepared, groups: int) -> None:
+    """Launch the kernel, with so many groups of value heads."""
     _, h, hv, K, _ = call.sizes
     q, k, slots = call.q, call.k, call.sequences.slots
-    items = slots * h
+    items = slots * groups
     # Programs on a multiprocessor, as measured.
     side_by_side = 4 if h < hv or ready.P is None else 3 if call.normalize_qk else 2
     squares = [describe_squares(x) for x in (ready.P, ready.T) if x is not None]
@@ -26,8 +35,8 @@ def fill_head_scores(call: Call, ready: Prepared) -> None:
         describe_rows(q, K), describe_rows(k, K), squares[0], squares[-1],
         describe(ready.factors, slots * hv * FACTORS.value, 64, 64, [4, 64]), ready.factors, ready.wild,
         *call.where, items, q.stride(2), k.stride(2), call.scale,
-        H=h, R=hv // h, K=K, GATED=call.gates.log_decay is not None, CORRECTS=call.corrects,
-        NORMALIZE=call.normalize_qk, PACKED=call.sequences.packed,
+        H=groups, R=hv // groups, SHARED=groups // h, K=K, GATED=call.gates.log_decay is not None,
+        CORRECTS=call.corrects, NORMALIZE=call.normalize_qk, PACKED=call.sequences.packed,
         SCORES=ready.P is not None, num_warps=4, maxnreg=128,
     )  # fmt: skip
 

@@ -265,10 +265,12 @@ def _merge_blocks(N_low, X, XN, swap, both):
 @gluon.jit(do_not_specialize=["t", "items"])
 def head_scores(
     q, k, P, T, vectors, factors, wild, bounds, first_slots, slot_texts, t, items, head_q, head_k, scale,
-    H: gl.constexpr, R: gl.constexpr, K: gl.constexpr,
+    H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, K: gl.constexpr,
     GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Fill P and T of every chunk with decay per head or none. An item is a slot and one of H key heads.
+    """Fill P and T of every chunk with decay per head or none. An item is a slot and one of H groups of R value heads.
+
+    SHARED groups have the same key head.
 
     q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]. items: slots H.
     Without SCORES, only T is made (the walk makes P), and q is not read.
@@ -315,10 +317,10 @@ def head_scores(
     begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
     start, rows = _place(item // H, begin, end, first, t, PACKED)
     mbarrier.expect(ready_k, 128 * K)
-    tma.async_copy_global_to_shared(k, [start, item % H * head_k], ready_k, all_k.index(0))
+    tma.async_copy_global_to_shared(k, [start, item % H // SHARED * head_k], ready_k, all_k.index(0))
     if SCORES:
         mbarrier.expect(ready_q, 128 * K)
-        tma.async_copy_global_to_shared(q, [start, item % H * head_q], ready_q, all_q.index(0))
+        tma.async_copy_global_to_shared(q, [start, item % H // SHARED * head_q], ready_q, all_q.index(0))
     if VECTORS:
         mbarrier.expect(ready_v, 1024)
         tma.async_copy_global_to_shared(vectors, [item * R * FACTORS + BETA, 0], ready_v, kept.index(0))
@@ -409,7 +411,7 @@ def head_scores(
             gl.store(vector + READ_K * 64, read_k * nk)
             gl.store(vector + WRITE * 64, write * nk)
         next_start, next_rows = _place(next_item // H, begin, end, first, t, PACKED)
-        next_head = next_item % H
+        next_head = next_item % H // SHARED
         ask = last & more
         ahead = more | (last == 0)
         mbarrier.expect(ready_k, 128 * K, pred=ask)

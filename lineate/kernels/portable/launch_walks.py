@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from lineate.kernels.call import CHUNK, Call
-from lineate.kernels.launching import ceil_div, start
+from lineate.kernels.launching import ceil_div, next_power, start
 from lineate.kernels.portable.configurations import launch, launch_walk, power, precision
 from lineate.kernels.portable.split import chain
 from lineate.kernels.portable.state import backward_state, forward_state
@@ -51,8 +51,10 @@ def chain_segments(call: Call, maps: Tensor, stages: int | None = None) -> Tenso
     inner = maps.new_empty(sequences.cuts, hv, K, V)
     config = launch("chain", BV=power(V))
     config["num_stages"] = stages or config["num_stages"]
-    start(chain, (ceil_div(V, config["BV"]) * hv * sequences.number,))(
-        maps, inner, sequences.first_cuts, sequences.segments,
-        HV=hv, K=K, V=V, BK=power(K), PACKED=sequences.packed, **config,
+    apart = sequences.cutting.least_cuts
+    texts = ceil_div(sequences.cuts, apart) if sequences.packed else sequences.number
+    start(chain, (ceil_div(V, config["BV"]) * hv * texts,))(
+        maps, inner, sequences.first_cuts, sequences.cut_sequences, sequences.segments, apart, sequences.cuts,
+        HV=hv, K=K, V=V, BK=power(K), NEAR=next_power(apart), PACKED=sequences.packed, **config,
     )  # fmt: skip
     return inner
