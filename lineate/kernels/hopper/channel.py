@@ -169,6 +169,20 @@ def _half_chunk(
     return gl.sum(gl.where(W >= -BF16_LIMIT, 1, 0), 1)  # W never rises from row to row
 
 
+@gluon.jit
+def _load_gates(
+    beta, A_log, start, rows, head, i1, HV: gl.constexpr, CORRECTS: gl.constexpr, RAW: gl.constexpr
+):  # fmt: skip
+    """Start to load what a unit needs first: beta [64] and A_log, as they are given; 0 where there is none."""
+    given_beta = i1 * 0
+    if CORRECTS:
+        given_beta = gl.load(beta + (start.to(gl.int64) + i1) * HV + head, mask=i1 < rows, other=0.0)
+    given_A = start * 0
+    if RAW and A_log is not None:
+        given_A = gl.load(A_log + head)
+    return given_beta, given_A
+
+
 @gluon.jit(do_not_specialize=["t", "units"])
 def channel_scores(
     q, k, g, P, M, T, beta, A_log, dt_bias, Qr, Kr, Kw, factors, wild, norms,
@@ -235,6 +249,7 @@ def channel_scores(
     cg = head * K
     places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
     _ask(sources, places, tiles, ready, u < units)
+    given_beta, given_A = _load_gates(beta, A_log, start, rows, head, gl.arange(0, 64, row), HV, CORRECTS, RAW)
 
     j = gl.arange(0, 64, gl.SliceLayout(0, acc))[None, :]
     none = gl.zeros([64, 64], gl.float32, acc)
@@ -265,10 +280,10 @@ def channel_scores(
         token = start.to(gl.int64)
         rate = gl.where(i1 < rows, 1.0, 0.0)
         if CORRECTS:
-            rate = gl.load(beta + (token + i1) * HV + head, mask=i1 < rows, other=0.0).to(gl.float32)
+            rate = given_beta.to(gl.float32)
         speed = 1.0
         if RAW and A_log is not None:
-            speed = gl.exp(gl.load(A_log + head).to(gl.float32))
+            speed = gl.exp(given_A.to(gl.float32))
         if RAW_BETA:
             rate = gl.where(i1 < rows, beta_scale * _sigmoid(rate), 0.0)
         for x in gl.static_range(len(ready)):
@@ -355,6 +370,7 @@ def channel_scores(
         cg = head * K
         places = ((start, ck), (start, ck + 64), (start, cq), (start, cq + 64), (start, cg), (start, cg + 64))
         _ask(sources, places, tiles, ready, more)
+        given_beta, given_A = _load_gates(beta, A_log, start, rows, head, i1, HV, CORRECTS, RAW)
         Y0.store(scores.to(gl.bfloat16))
         if CORRECTS:
             if KEEP:
