@@ -151,6 +151,7 @@ FLA_ALONE = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0"}
 DSL = ("nvidia_cutlass_dsl", "tvm_ffi")  # the compiler of FlashInfer's kernels for Hopper
 CONTESTANTS = {
     "ours": Contestant("lineate", "lineate", lambda case: True),
+    "ours-bounded": Contestant("lineate, bounded gate", "lineate", lambda case: case.rule == "kda" and case.raw),
     # Its single launch, and its path for few heads, which cuts sequences into segments ("context parallel").
     "flashinfer": Contestant("FlashInfer", "flashinfer", lambda case: case.group == PREFILL, also=DSL),
     "flashinfer-cp": Contestant(

@@ -87,7 +87,7 @@ def make_inputs(case: Case, seed: int) -> PeerInputs:
     return PeerInputs(q, k, v, log_decay=log_decay, beta=beta, state=state, cu_seqlens=bounds)
 
 
-def ours(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
+def ours(case: Case, x: PeerInputs, lower_bound: float | None = None) -> Callable[[], RESULT]:
     import lineate
     from bench.rules.contestants import OPS
 
@@ -103,6 +103,7 @@ def ours(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
     if case.raw:
         return lambda: lineate.fused_delta_rule(
             x.q, x.k, x.v, x.gate, x.write, x.A_log, x.dt_bias, normalize_qk=True, cu_seqlens=x.cu_seqlens,
+            lower_bound=lower_bound,
         )  # fmt: skip
     gates = [y for y in (x.log_decay, x.beta) if y is not None]
     op = OPS[case.rule]
@@ -188,7 +189,8 @@ def sdpa(case: Case, x: PeerInputs) -> Callable[[], RESULT]:
 
 
 MAKE: dict[str, Callable[[Case, PeerInputs], Callable[[], RESULT]]] = {
-    "ours": ours, "portable": portable, "flashinfer": flashinfer,
+    "ours": ours, "ours-bounded": lambda case, x: ours(case, x, LOWER_BOUND), "portable": portable,
+    "flashinfer": flashinfer,
     "flashinfer-cp": lambda case, x: flashinfer(case, x, segments=True),
     "fla": fla, "fla-bounded": lambda case, x: fla(case, x, bounded=True), "flashqla": flashqla,
     "flashkda": flashkda, "sdpa": sdpa,
@@ -326,7 +328,7 @@ def main(job: dict[str, Any]) -> None:
         from bench.rules import gpu_flashinfer
 
         gpu_flashinfer.load(job["peers"])
-    elif job["peers"] and who not in ("ours", "portable", "sdpa"):
+    elif job["peers"] and who not in ("ours", "ours-bounded", "portable", "sdpa"):
         sys.path.insert(0, job["peers"])
     log = BackendLog()
     logging.getLogger("fla").addHandler(log)
