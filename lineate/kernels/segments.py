@@ -44,9 +44,10 @@ class Cutting(NamedTuple):
 WHOLE = Cutting(shortest=2**30, most=1, least=1)
 """No sequence is cut."""
 
-# p programs of 64 value columns walk n chunks, about 1.7 us each. In s segments (with k = v), p + 2 p (s - 2) programs
+# p programs of 64 value columns walk n chunks, about 1.3 us each. In s segments (with k = v), p + 2 p (s - 2) programs
 # find the maps of n / s chunks each, a chain has s - 2 steps, and s p programs walk n / s chunks each. The forward of
-# one sequence on an H200 (132 multiprocessors), ms in a graph, by its segments (bench/rules/gpu_segments.py):
+# one sequence on an H200 (132 multiprocessors), ms in a graph, by its segments (bench/rules/gpu_segments.py), before
+# copies had a warp of their own (since then 8192, 8 in 8 segments .089; 32768, 8 in 8 segments .240; 8192, 32 .213):
 #
 #     tokens, value heads of 128      1       2       3       4       6       8      12      16
 #      2048,  8                     .067    .064    .054    .050    .053    .054

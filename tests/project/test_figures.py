@@ -207,6 +207,19 @@ def test_speed_on_a_gpu():
         assert others == ", ".join(f"{who} {_digits(row['graph_ms'])}" for who, row in found.items() if row), case
 
 
+def test_speed_on_a_gpu_since_then():
+    """A case's last run counts; its peer may be of an earlier one."""
+    rows = [row for run in _results("gpu-h200-again.json")["runs"] for row in run["results"]]
+    last = {(row["case"], row["who"]): row for row in rows}
+    shown = {name: cells for name, cells in _rows("docs/speed.md", 5).items() if name[0] in "gk"}
+    assert set(shown) == {case for case, who in last if who == "ours"}
+    for case, (before, now, events, peer) in shown.items():
+        ours, theirs = last[case, "ours"], last.get((case, "flashkda"))
+        assert before == _digits(_gpu(case, "ours")["graph_ms"]), case
+        assert (now, events) == (_digits(ours["graph_ms"]), _digits(ours["event_ms"])), case
+        assert peer == (f"FlashKDA {_digits(theirs['graph_ms'])}" if theirs else ""), case
+
+
 def test_speed_of_models():
     """GPU tables are in ms; CPU tables say how many times faster than transformers."""
     shown = _rows("docs/speed.md", 4)
