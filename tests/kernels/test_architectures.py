@@ -80,6 +80,7 @@ def test_more_chunks_never_mean_fewer_segments(heads):
         counts = [cutting.count_segments(chunks) for chunks in range(1, 3000)]
         assert counts == sorted(counts)
         assert all(count == 1 or chunks // count >= cutting.least for chunks, count in enumerate(counts, 1))
+        assert all(count == 1 or count - 1 >= cutting.least_cuts for count in counts)
 
 
 @interpreted

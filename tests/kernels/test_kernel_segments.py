@@ -191,6 +191,37 @@ def test_wrong_bounds_make_no_cut_outside_of_the_tokens(wrong, path):
     assert found.first_cuts.diff().tolist() == cuts and sum(cuts) <= found.cuts
 
 
+@pytest.mark.parametrize("path", ONE_EACH)
+@pytest.mark.parametrize("rule", [(4, 6, 1), (2, 3, 1), (2, 9, 2)], ids=str)
+@pytest.mark.parametrize("chunks", [(10, 2, 4, 0, 5, 1), (2,) * 5, (1, 12), (1, 1)], ids=str)
+def test_the_chain_finds_the_cuts_of_every_packed_sequence(chunks, rule, path):
+    """Sequences with the most and the least cuts, and uncut ones between them."""
+    call, segments, stages = (
+        importlib.import_module(f"lineate.kernels.{name}") for name in ("call", "segments", "portable.stages")
+    )
+    cutting, (K, V, hv) = segments.Cutting(*rule), (16, 32, 2)
+    lengths = [max(0, CHUNK * n - 3) for n in chunks]
+    q, v = (torch.zeros(1, sum(lengths), hv, n, device=path.device) for n in (K, V))
+    beta = torch.zeros(1, sum(lengths), hv, device=path.device)
+    inputs = lineate.call.Inputs(q, q, v, None, beta, None, bounds(lengths).to(path.device))
+    made = call.make_call(inputs, lineate.call.Options(True, 1.0, False), cutting)
+    cuts = [cutting.count_segments(n) - 1 for n in chunks]
+    if not made.sequences.cuts:
+        assert not any(cuts)
+        return
+    generator = torch.Generator().manual_seed(0)
+    maps = torch.randn(made.sequences.cuts, hv, K, V + K, generator=generator).to(path.device) / 4
+    found = stages.PortableStages(made).chain_segments(maps)
+    cut = 0
+    for count in cuts:
+        S = torch.zeros(hv, K, V, dtype=torch.float64, device=path.device)
+        for n in range(count):
+            B, A = maps[cut].double().split([V, K], -1)
+            S = B if n == 0 else A @ S + B
+            assert (found[cut] - S).abs().max() < 1e-5 * S.abs().max()
+            cut += 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", [GATED_DELTA, KIMI_DELTA], ids=str)
 def test_company_never_changes_the_bits_of_a_long_sequence(row):
