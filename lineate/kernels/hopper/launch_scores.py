@@ -12,7 +12,7 @@ from lineate.kernels.stages import Prepared
 
 
 def fill_head_scores(call: Call, ready: Prepared) -> None:
-    """Fill P, unless it is None, and T, for bfloat16.
+    """Fill P and, if the rule corrects, T, for bfloat16.
 
     If the rule corrects, the launch that fills the wild rows of T must follow.
     """
@@ -29,7 +29,7 @@ def _launch_head_scores(call: Call, ready: Prepared, groups: int) -> None:
     q, k, slots = call.q, call.k, call.sequences.slots
     items = slots * groups
     # Programs on a multiprocessor, as measured.
-    side_by_side = 4 if h < hv or ready.P is None else 3 if call.normalize_qk else 2
+    side_by_side = 4 if h < hv else 3 if call.normalize_qk else 2
     squares = [describe_squares(x) for x in (ready.P, ready.T) if x is not None]
     start(head_scores, (min(side_by_side * multiprocessors(q.device), items),))(
         describe_rows(q, K), describe_rows(k, K), squares[0], squares[-1],
@@ -37,7 +37,7 @@ def _launch_head_scores(call: Call, ready: Prepared, groups: int) -> None:
         *call.where, items, q.stride(2), k.stride(2), call.scale,
         H=groups, R=hv // groups, SHARED=groups // h, K=K, GATED=call.gates.log_decay is not None,
         CORRECTS=call.corrects, NORMALIZE=call.normalize_qk, PACKED=call.sequences.packed,
-        SCORES=ready.P is not None, num_warps=4, maxnreg=128,
+        num_warps=4, maxnreg=128,
     )  # fmt: skip
 
 

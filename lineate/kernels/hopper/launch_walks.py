@@ -70,7 +70,10 @@ def walk_whole(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
 
 
 def walk_forward(call: Call, ready: Prepared, walk: ForwardWalk) -> None:
-    """Launch the forward walk. If P is None, the walk computes it (bfloat16, no decay per channel)."""
+    """Launch the forward walk.
+
+    If P is None, the walk computes it: for bfloat16 and rules that only accumulate, without decay per channel.
+    """
     t, _, hv, K, V = call.sizes
     q, k, w, v, P, T = ready.q, ready.k, ready.w, call.v, ready.P, ready.T
     sequences, channel, corrects, output, states = call.sequences, call.channel, call.corrects, walk.output, walk.states

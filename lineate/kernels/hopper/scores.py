@@ -266,14 +266,13 @@ def _merge_blocks(N_low, X, XN, swap, both):
 def head_scores(
     q, k, P, T, vectors, factors, wild, bounds, first_slots, slot_texts, t, items, head_q, head_k, scale,
     H: gl.constexpr, R: gl.constexpr, SHARED: gl.constexpr, K: gl.constexpr,
-    GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr, SCORES: gl.constexpr,
+    GATED: gl.constexpr, CORRECTS: gl.constexpr, NORMALIZE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Fill P and T of every chunk with decay per head or none. An item is a slot and one of H groups of R value heads.
 
     SHARED groups have the same key head.
 
     q, k: descriptors of [64, K]; P, T: of [64, 64]; vectors: of factors, [4, 64]. items: slots H.
-    Without SCORES, only T is made (the walk makes P), and q is not read.
     wild `slot hv`: the first wild row, or 64; from there on, T's rows are those of the identity.
     """
     acc: gl.constexpr = ACC
@@ -284,16 +283,14 @@ def head_scores(
     thin: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     VECTORS: gl.constexpr = GATED or CORRECTS
-    gl.static_assert(SCORES or (CORRECTS and not NORMALIZE))
 
     all_k = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], k.layout)
     ready_k = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready_k, count=1)
-    if SCORES:
-        all_q = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], q.layout)
-        all_P = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], P.layout)
-        ready_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(ready_q, count=1)
+    all_q = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], q.layout)
+    all_P = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], P.layout)
+    ready_q = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready_q, count=1)
     if VECTORS:
         kept = gl.allocate_shared_memory(gl.float32, [1, 4, 64], vectors.layout)
         ready_v = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -318,9 +315,8 @@ def head_scores(
     start, rows = _place(item // H, begin, end, first, t, PACKED)
     mbarrier.expect(ready_k, 128 * K)
     tma.async_copy_global_to_shared(k, [start, item % H // SHARED * head_k], ready_k, all_k.index(0))
-    if SCORES:
-        mbarrier.expect(ready_q, 128 * K)
-        tma.async_copy_global_to_shared(q, [start, item % H // SHARED * head_q], ready_q, all_q.index(0))
+    mbarrier.expect(ready_q, 128 * K)
+    tma.async_copy_global_to_shared(q, [start, item % H // SHARED * head_q], ready_q, all_q.index(0))
     if VECTORS:
         mbarrier.expect(ready_v, 1024)
         tma.async_copy_global_to_shared(vectors, [item * R * FACTORS + BETA, 0], ready_v, kept.index(0))
@@ -340,17 +336,15 @@ def head_scores(
         u = item * R + r
         zero = u >> 28
         tile_k = all_k.index(zero)
-        if SCORES:
-            tile_q = all_q.index(zero)
-            tile_P = all_P.index(zero)
+        tile_q = all_q.index(zero)
+        tile_P = all_P.index(zero)
         # Find the next item, and fetch its tiles step by step.
         upcoming = item - gl.where(last, gl.num_programs(0), 0)
         more = upcoming >= 0
         next_item = gl.where(more, upcoming, item)
         text = _text(next_item // H, slot_texts, PACKED)
         mbarrier.wait(ready_k, phase)
-        if SCORES:
-            mbarrier.wait(ready_q, phase)
+        mbarrier.wait(ready_q, phase)
         if NORMALIZE:
             vector = factors + u.to(gl.int64) * (FACTORS * 64) + gl.arange(0, 64, thin)
             read_q = gl.load(vector + READ_Q * 64)
@@ -368,18 +362,14 @@ def head_scores(
                 norms_k.store(nk)
                 logs_k.store(gl.log2(nk))
                 barrier()
-        if SCORES:
-            QK = warpgroup_mma(tile_q, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
-        else:
-            KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+        QK = warpgroup_mma(tile_q, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
         begin, end, first = _begin_end(text, bounds, first_slots, PACKED)
         if VECTORS:
             mbarrier.wait(ready_v, phase_v)
             given = kept.index(zero)._reinterpret(gl.float32, [256], plain)
-        if SCORES:
-            to_q = gl.full([64], 1.0, gl.float32, row) * scale
-            if NORMALIZE:
-                to_q = to_q * norms_q.load(row)
+        to_q = gl.full([64], 1.0, gl.float32, row) * scale
+        if NORMALIZE:
+            to_q = to_q * norms_q.load(row)
         if GATED:
             fine_j = _times(_row(given, FINE, column), -LOG2E)
             if NORMALIZE:
@@ -390,16 +380,15 @@ def head_scores(
             D = _between(coarse_i[:, None], coarse_j[None, :], fine_i[:, None], fine_j[None, :])
         elif NORMALIZE:
             D = norms_k.load(column)[None, :] + gl.zeros([64, 64], gl.float32, acc)
-        if SCORES:
-            QK = warpgroup_mma_wait(0, deps=(QK,))
-            if CORRECTS:
-                KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
-            else:
-                tma.store_wait(0)
-                barrier()  # P has been stored; all warps' products have read q and k
-            if GATED or NORMALIZE:
-                QK = QK * D
-            tile_P.store(_pack_bf16(QK * to_q[:, None], below, _mask(i < rows)))
+        QK = warpgroup_mma_wait(0, deps=(QK,))
+        if CORRECTS:
+            KK = warpgroup_mma(tile_k, tile_k.permute([1, 0]), none, use_acc=False, is_async=True)
+        else:
+            tma.store_wait(0)
+            barrier()  # P has been stored; all warps' products have read q and k
+        if GATED or NORMALIZE:
+            QK = QK * D
+        tile_P.store(_pack_bf16(QK * to_q[:, None], below, _mask(i < rows)))
         if CORRECTS:
             KK = warpgroup_mma_wait(0, deps=(KK,))
             if not NORMALIZE:
@@ -415,16 +404,14 @@ def head_scores(
         ask = last & more
         ahead = more | (last == 0)
         mbarrier.expect(ready_k, 128 * K, pred=ask)
-        if SCORES:
-            mbarrier.expect(ready_q, 128 * K, pred=ask)
+        mbarrier.expect(ready_q, 128 * K, pred=ask)
         if VECTORS and not CORRECTS:
             mbarrier.expect(ready_v, 1024, pred=ahead)
         fence_async_shared()
         barrier()  # P and squares are complete; all warps' products have read q and k
         tma.async_copy_global_to_shared(k, [next_start, next_head * head_k], ready_k, tile_k, pred=ask)
-        if SCORES:
-            tma.async_copy_shared_to_global(P, [u * 64, 0], tile_P)
-            tma.async_copy_global_to_shared(q, [next_start, next_head * head_q], ready_q, tile_q, pred=ask)
+        tma.async_copy_shared_to_global(P, [u * 64, 0], tile_P)
+        tma.async_copy_global_to_shared(q, [next_start, next_head * head_q], ready_q, tile_q, pred=ask)
         next_u = next_item * R + gl.where(last, 0, r + 1)
         if CORRECTS:
             # As solve.first_wild_row does; a row whose decay is NaN is wild too.
@@ -453,7 +440,7 @@ def head_scores(
             X, XN = _invert_blocks(N_low, N_high, swap, 0)
             mbarrier.expect(ready_v, 1024, pred=ahead)
             fence_async_shared()
-            tma.store_wait(1 if SCORES else 0)
+            tma.store_wait(1)
             barrier()  # X is complete; all warps have read the factors; T has been stored
             tma.async_copy_global_to_shared(
                 vectors, [next_u * FACTORS + BETA, 0], ready_v, kept.index(zero), pred=ahead
@@ -463,8 +450,7 @@ def head_scores(
             tile_T.store(whole.to(gl.bfloat16))
         if CORRECTS:
             fence_async_shared()
-            if SCORES:
-                tma.store_wait(0)  # of P
+            tma.store_wait(0)  # of P
             barrier()
             tma.async_copy_shared_to_global(T, [u * 64, 0], tile_T)
         elif VECTORS:

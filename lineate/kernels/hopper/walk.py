@@ -10,8 +10,8 @@ result that is waited for):
 
     Qr0 S0  [E]  T E  Qr1 S1  [R]  Kw0 R  P R  Kw1 R  [S0]  next Kr0 S0  [S1]  Kr1 S1  [all]
 
-P is read or (SCORES) computed here one chunk ahead: the next q k^T is issued before [R], its P is made while P R and
-Kw1 R run, and it is stored into one of two tiles between barriers that are needed anyway.
+P is read or, for rules that only accumulate (SCORES), computed here one chunk ahead: the next q k^T is issued after
+Qr S, its P is made while P R and Kw1 R run, and it is stored into one of two tiles.
 
 Tiles come in through a ring of STAGES buffers. A warp of its own fetches them and stores the results (_copy_tiles),
 because a warp that starts a copy waits for 150 cycles, and a chunk has six to nine of them: a third of its time, if the
@@ -77,14 +77,10 @@ def _keep(entering, stage, held0, held1, layout: gl.constexpr, H: gl.constexpr):
 @gluon.jit
 def _compare(
     kept_v, ready_v, kept_factors, ready_factors, stage, phase, there, valued,
-    layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr, WAIT: gl.constexpr,
+    layout: gl.constexpr, H: gl.constexpr, CHANNEL: gl.constexpr,
 ):  # fmt: skip
-    """Return beta V [BV, 64], 0 unless valued, and the factor [1, 64] of Kr S in beta E.
-
-    WAIT: also wait for the factors.
-    """
-    if WAIT:
-        mbarrier.wait(ready_factors.index(stage), phase, pred=there)
+    """Wait for values and factors; return beta V [BV, 64], 0 unless valued, and the factor of Kr S in beta E."""
+    mbarrier.wait(ready_factors.index(stage), phase, pred=there)
     beta = _factor(kept_factors, stage, H if CHANNEL else BETA, layout)
     rate = beta
     if not CHANNEL:
@@ -232,7 +228,7 @@ def _walk(
         if MAP:  # (otherwise ptxas, which knows S here, waits after every product)
             KS = warpgroup_mma_wait(0, deps=(KS,))
         goal, rate = _compare(
-            kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL, True
+            kept_v, ready_v, kept_factors, ready_factors, 0, 0, count > 0, valued, acc, H, CHANNEL
         )  # fmt: skip
         mbarrier.wait(ready_T.index(0), 0, pred=count > 0)
         KS = warpgroup_mma_wait(0, deps=(KS,))
@@ -294,7 +290,7 @@ def _walk(
             if MAP:
                 Rt = warpgroup_mma_wait(0, deps=(Rt,))
             else:
-                Rt, QS = warpgroup_mma_wait(H - 1 + SCORES, deps=(Rt, QS))
+                Rt, QS = warpgroup_mma_wait(H - 1, deps=(Rt, QS))
         added = gl.convert_layout(Rt.to(dtype), left)
         wrote = added
         if not CHANNEL:
@@ -320,7 +316,7 @@ def _walk(
             made = _score(QK, kept_factors, upcoming, scale, n >> 28, square, GATED)
         if CORRECTS:
             goal, rate = _compare(
-                kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, valued, acc, H, CHANNEL, not SCORES
+                kept_v, ready_v, kept_factors, ready_factors, upcoming, turn, more, valued, acc, H, CHANNEL
             )  # fmt: skip
         if OUTS == 1 and not MAP:
             mbarrier.wait(free.index(0), (n - 1) & 1, pred=n > 0)
