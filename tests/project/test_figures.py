@@ -220,6 +220,24 @@ def test_speed_on_a_gpu_since_then():
         assert peer == (f"FlashKDA {_digits(theirs['graph_ms'])}" if theirs else ""), case
 
 
+def test_prefill_beside_flashinfer():
+    """Of FlashInfer's two paths, the faster is shown, in a graph and from Python each."""
+    found = {}
+    for row in _results("prefill-gpu-h200.json")["results"]:
+        lengths = row["lengths"] or [row["t"]]
+        name = "+".join(map(str, lengths)) if len(set(lengths)) > 1 else f"{len(lengths)}x{lengths[0]}"
+        times = row["graph_ms"], row["event_ms"]
+        both = found.setdefault(f"{name}, {row['h']}/{row['hv']}", {}).setdefault(row["who"] == "ours", times)
+        found[f"{name}, {row['h']}/{row['hv']}"][row["who"] == "ours"] = tuple(map(min, both, times))
+    page = (ROOT / "bench/results/README.md").read_text()
+    lines = page.split("## Prefill beside FlashInfer")[1].split("\n## ")[0].splitlines()
+    shown = {cells[1].strip(): [x.strip() for x in cells[2:-1]] for line in lines if len(cells := line.split("|")) == 8}
+    for name, times in found.items():
+        (ours, event), (theirs, their_event) = times[True], times[False]
+        wanted = [_digits(ours), _digits(theirs), f"{theirs / ours:.2f}x", _digits(event), _digits(their_event)]
+        assert shown[name] == wanted, name
+
+
 def test_speed_of_models():
     """GPU tables are in ms; CPU tables say how many times faster than transformers."""
     shown = _rows("docs/speed.md", 4)

@@ -14,9 +14,9 @@ P is read or, for rules that only accumulate (SCORES), computed here one chunk a
 Qr S, its P is made while P R and Kw1 R run, and it is stored into one of two tiles.
 
 Tiles come in through a ring of STAGES buffers. A warp of its own fetches them and stores the results (_copy_tiles),
-because a warp that starts a copy waits for 150 cycles, and a chunk has six to nine of them: a third of its time, if the
-warps that multiply had to start them. ptxas allows no product in flight across the loop's end, so the loop ends where
-the next product needs no register of the last.
+because a warp that starts a copy waits for 150 cycles, and a chunk has four to nine of them: a third of its time, if
+the warps that multiply had to start them. ptxas allows no product in flight across the loop's end, so the loop ends
+where the next product needs no register of the last.
 """
 
 from triton.experimental import gluon
