@@ -10,7 +10,7 @@ hidden 1024, 3 of them linear if the family has other layers. Feed-forwards are 
 torch computes on both sides, do not hide the linear layers. The extra memory of a prefill is that of a fresh process at
 its peak beyond that before the call. Logits that differ by more than 1e-4 of
 the largest end the run with exit code 1. The sparse
-attention of qwen4_exp is a loop over tokens in Python on both sides, and takes most of its prefill.
+attention of qwen4_exp is a loop over tokens in Python on both sides.
 """
 
 import argparse
