@@ -1,8 +1,10 @@
 """The chunk map of docs/derivation.md in plain torch with 16-bit operands, to find how exact a 16-bit kernel can be.
 
 Every matrix product rounds its two operands to the dtype and sums in float32, backward as forward; the state, the gates
-and the triangular inverse are float32. `budget` is twice this map's error against the float64 oracle, plus the rounding
-of the result.
+and the triangular inverse are float32. With normalize_qk, unless decay is per channel, q and k as they are given, which
+need no rounding, are the operands, and their inverse norms stay outside with the decay, as in the kernels: a gradient
+divided by a long norm may be too small for float16. `budget` is twice this map's error against the float64 oracle, plus
+the rounding of the result.
 """
 
 import itertools
@@ -93,30 +95,38 @@ def _scores(a: Tensor, k: Tensor, decay: Tensor | None, dtype: torch.dtype) -> T
     return scores
 
 
-def _chunk(S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, dtype: torch.dtype):
-    """Return output and next state of a chunk `... c k`, decay `... c 1` or `... c k`, beta `... c 1`."""
+def _chunk(
+    S: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None, norm_q: Tensor,
+    norm_k: Tensor, dtype: torch.dtype,
+):  # fmt: skip
+    """Return output and next state of a chunk `... c k`, decay `... c 1` or `... c k`, beta and norms `... c 1`."""
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         return Product.apply(a, b, dtype)
 
-    def reader(x: Tensor) -> Tensor:
+    def reader(x: Tensor, norm: Tensor) -> Tensor:
         """Return e^G x S; a factor per head stays outside the product."""
         if decay is None:
-            return product(x, S)
-        return product(x * read, S) if decay.shape[-1] > 1 else product(x, S) * read
+            return product(x, S) * norm
+        return product(x * read, S) if decay.shape[-1] > 1 else product(x, S) * (read * norm)
 
     if decay is not None:
         G = decay.double().cumsum(-2)
         read, write, last = G.exp().float(), (G[..., -1:, :] - G).exp().float(), G[..., -1:, :].exp().float().mT
     R = v
     if beta is not None:
-        M = _scores(k, k, decay, dtype).tril(-1)
-        R = Solve.apply(beta * M, beta * (v - reader(k)), dtype)
-    output = reader(q) + product(_scores(q, k, decay, dtype), R)
+        M = (_scores(k, k, decay, dtype) * norm_k * norm_k.mT).tril(-1)
+        R = Solve.apply(beta * M, beta * (v - reader(k, norm_k)), dtype)
+    output = reader(q, norm_q) + product(_scores(q, k, decay, dtype) * norm_q * norm_k.mT, R)
     if decay is None:
-        return output, S + product(k.mT, R)
-    written = product((k * write).mT, R) if decay.shape[-1] > 1 else product(k.mT, R * write)
+        return output, S + product(k.mT, R * norm_k)
+    written = product((k * write).mT, R) if decay.shape[-1] > 1 else product(k.mT, R * (write * norm_k))
     return output, Through.apply(last, S, dtype) + written
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    """Return what `normalize` multiplies x with, `... 1`."""
+    return torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def attend(inputs: Inputs, *, cu_seqlens: Tensor | None = None, normalize_qk: bool = False, scale: float | None = None):
@@ -124,10 +134,14 @@ def attend(inputs: Inputs, *, cu_seqlens: Tensor | None = None, normalize_qk: bo
     dtype = inputs["v"].dtype
     group = inputs["v"].shape[2] // inputs["k"].shape[2]
     q, k, v = (inputs[name].float() for name in "qkv")
-    if normalize_qk:
+    per_channel = "log_decay" in inputs and inputs["log_decay"].dim() == 4
+    if normalize_qk and per_channel:
         q, k = normalize(q), normalize(k)
+    outside = normalize_qk and not per_channel
+    norms = [_inverse_norm(x) if outside else torch.ones_like(x[..., :1]) for x in (q, k)]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (x.transpose(1, 2) for x in (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2), v))
+    q, k, *norms = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (q, k, *norms))
+    v = v.transpose(1, 2)
     decay, beta = (inputs[name].float() if name in inputs else None for name in ("log_decay", "beta"))
     decay, beta = (
         None if x is None else (x.unsqueeze(-1) if x.dim() == 3 else x).transpose(1, 2) for x in (decay, beta)
@@ -143,8 +157,8 @@ def attend(inputs: Inputs, *, cu_seqlens: Tensor | None = None, normalize_qk: bo
         S = state if cu_seqlens is None else state[text : text + 1]
         for first in range(start, end, CHUNK):
             part = slice(first, min(first + CHUNK, end))
-            gates = (None if x is None else x[:, :, part] for x in (decay, beta))
-            output, S = _chunk(S, q[:, :, part], k[:, :, part], v[:, :, part], *gates, dtype)
+            rest = (None if x is None else x[:, :, part] for x in (decay, beta, *norms))
+            output, S = _chunk(S, q[:, :, part], k[:, :, part], v[:, :, part], *rest, dtype)
             outputs.append(output * scale)
         finals.append(S)
     return torch.cat(outputs, 2).transpose(1, 2), torch.cat(finals)
