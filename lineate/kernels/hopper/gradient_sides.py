@@ -10,8 +10,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lineate.kernels.hopper.parts import _chunk, _factor, _inverse_norms, _rates, _through_norm, _within, barrier
-from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, READ_K, READ_Q, SMALL_BETA, WRITE
+from lineate.kernels.hopper.parts import (
+    _chunk,
+    _column,
+    _factor,
+    _inverse_norms,
+    _rates,
+    _through_norm,
+    _within,
+    barrier,
+)
+from lineate.kernels.portable.gates import BETA, COARSE, FINE, READ_K, READ_Q, SMALL_BETA, WRITE
 
 PARTS = gl.constexpr(5)  # parts of `sums`: rows and columns of the q side, rows and columns of the k side, <S, dS>
 # Signals between the groups. All but KEYS_READY come once a unit. Every buffer is free at first, so the q side waits
@@ -32,14 +41,6 @@ def _signal(signals, which):
     """Signal once all of this group's warps have arrived here."""
     barrier()
     mbarrier.arrive(signals.index(which), count=1)
-
-
-@gluon.jit
-def _column(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
-    """Return one vector of 64 of the factors, in a layout of one dimension."""
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    numbers = kept_factors._reinterpret(gl.float32, [2, FACTORS * 64], flat).index(stage)
-    return numbers.slice(ROW * 64, 64, 0).load(layout)
 
 
 @gluon.jit

@@ -63,6 +63,17 @@ def _segment(item, first_cuts, cut_texts, lasts, segments, CUT: gl.constexpr, PA
 
 
 @gluon.jit
+def _entering(
+    outer, inner, text, segment, cut, head, first, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Return where the state before a segment lies, from its column `first` on: at a cut, or before the sequence."""
+    at = outer + (text.to(gl.int64) * HV + head) * K * V + first
+    if inner is not None and segment > 0:
+        at = inner + ((cut + segment - 1).to(gl.int64) * HV + head) * K * V + first
+    return at
+
+
+@gluon.jit
 def _text_bounds(text, bounds, first_slots, t, PACKED: gl.constexpr):
     """Return what text_bounds of layout.py returns, in 32 bits."""
     if PACKED:
@@ -123,6 +134,14 @@ def _ring(source, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _upcoming(stage, phase, STAGES: gl.constexpr):
+    """Return the next buffer of a ring, and the phase of its barriers."""
+    last = stage == STAGES - 1
+    turn = gl.where(last, phase ^ 1, phase)
+    return gl.where(last, 0, stage + 1), turn
+
+
+@gluon.jit
 def _signals(STAGES: gl.constexpr, OUTS: gl.constexpr):
     """Allocate the barriers between the warps that walk and the warp that copies: done[stage], free[m]."""
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -166,14 +185,20 @@ def _store_rows(tile, at, stride, rows):
 
 
 @gluon.jit
-def _rates(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
-    """Return one vector of 64 of the factors, as a column: [64, 1].
+def _column(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
+    """Return one vector of 64 of the factors, in a layout of one dimension.
 
     (Triton 3.6 ignores permute on tiles without a swizzle.)
     """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     numbers = kept_factors._reinterpret(gl.float32, [kept_factors.shape[0], FACTORS * 64], flat).index(stage)
-    return numbers.slice(ROW * 64, 64, 0).load(gl.SliceLayout(1, layout))[:, None]
+    return numbers.slice(ROW * 64, 64, 0).load(layout)
+
+
+@gluon.jit
+def _rates(kept_factors, stage, ROW: gl.constexpr, layout: gl.constexpr):
+    """Return one vector of 64 of the factors, as a column: [64, 1]."""
+    return _column(kept_factors, stage, ROW, gl.SliceLayout(1, layout))[:, None]
 
 
 @gluon.jit

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lineate.kernels.hopper.parts import (
     COPY_REGISTERS,
     _between,
+    _entering,
     _expect,
     _factor,
     _fetch,
@@ -43,6 +44,7 @@ from lineate.kernels.hopper.parts import (
     _text_bounds,
     _times,
     _trim,
+    _upcoming,
     barrier,
 )
 from lineate.kernels.portable.gates import BETA, COARSE, FACTORS, FINE, LAST, LOG2E, READ_K, READ_Q, WRITE
@@ -172,8 +174,7 @@ def _copy_tiles(
             mbarrier.arrive(free.index((n + 1) % OUTS), count=1, pred=n + 1 >= OUTS)
         token += 64
         at += HV
-        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        stage, phase = _upcoming(stage, phase, STAGES)
     tma.store_wait(0)
 
 
@@ -246,8 +247,7 @@ def _walk(
     barrier()
     for n in range(count):
         out_stage = n % OUTS
-        upcoming = gl.where(stage == STAGES - 1, 0, stage + 1)
-        turn = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        upcoming, turn = _upcoming(stage, phase, STAGES)
         if (n + 2 == count) & (rows < 64):
             _trim(kept_k, ready_k, upcoming, turn, rows)
             _trim(kept_v, ready_v, upcoming, turn, rows)
@@ -426,9 +426,7 @@ def forward_state(
     token = start + begin * 64  # first token of the current chunk
     at = (slot + begin) * HV + head
     rows = length - (begin + count - 1) * 64  # in the last chunk; below them are another sequence's rows
-    states_at = outer + (text.to(gl.int64) * HV + head) * K * V + first
-    if inner is not None and segment > 0:
-        states_at = inner + ((cut + segment - 1).to(gl.int64) * HV + head) * K * V + first
+    starts = _entering(outer, inner, text, segment, cut, head, first, HV, K, V)
     final_at = final + pair.to(gl.int64) * K * (V + K if MAP else V) + first
     ends = pair >= 0
     if CUT:
@@ -480,7 +478,7 @@ def forward_state(
         [
             (_walk, (
                 kept_q, ready_q, kept_k, ready_k, kept_w, ready_w, kept_v, ready_v, kept_P, ready_P, kept_T, ready_T,
-                kept_factors, ready_factors, apart, done, free, written, entering, states_at, out, final_at, token,
+                kept_factors, ready_factors, apart, done, free, written, entering, starts, out, final_at, token,
                 count, rows, segment == 0, ends, first, column_o, scale, HV, K, V, BV, STAGES, OUTS, CHANNEL,
                 CORRECTS, KEEP, MAP, SCORES, GATED, num_warps,
             )),

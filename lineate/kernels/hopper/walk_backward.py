@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lineate.kernels.hopper.parts import (
     COPY_REGISTERS,
+    _entering,
     _expect,
     _factor,
     _fetch,
@@ -37,6 +38,7 @@ from lineate.kernels.hopper.parts import (
     _store_rows,
     _text_bounds,
     _trim,
+    _upcoming,
     barrier,
 )
 from lineate.kernels.portable.gates import BETA, FACTORS, LAST, READ_K, READ_Q, WRITE
@@ -166,8 +168,7 @@ def _copy_tiles(
         token -= 64
         at -= HV
         other = gl.where(other == OTHERS - 1, 0, other + 1)
-        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        stage, phase = _upcoming(stage, phase, STAGES)
     tma.store_wait(0)
 
 
@@ -238,10 +239,8 @@ def _walk(
     other_phase = 0
     for n in range(count):
         out_stage = n % OUTS
-        upcoming = gl.where(stage == STAGES - 1, 0, stage + 1)
-        turn = gl.where(stage == STAGES - 1, phase ^ 1, phase)
-        other_upcoming = gl.where(other == OTHERS - 1, 0, other + 1)
-        other_turn = gl.where(other == OTHERS - 1, other_phase ^ 1, other_phase)
+        upcoming, turn = _upcoming(stage, phase, STAGES)
+        other_upcoming, other_turn = _upcoming(other, other_phase, OTHERS)
         early = (n + 1) % EARLY
         early_turn = ((n + 1) // EARLY) & 1
         more = n + 1 < count
@@ -391,9 +390,7 @@ def backward_state(
     token = start + (end - 1) * 64  # first token of the current chunk
     at = (slot + end - 1) * HV + head
     rows = length - (end - 1) * 64  # in the last chunk; below them are another sequence's rows
-    starts = outer + (text.to(gl.int64) * HV + head) * K * V + first
-    if inner is not None and segment > 0:
-        starts = inner + ((cut + segment - 1).to(gl.int64) * HV + head) * K * V + first
+    starts = _entering(outer, inner, text, segment, cut, head, first, HV, K, V)
     ends = pair >= 0
     if CUT:
         ends = pair < lasts * HV

@@ -43,7 +43,7 @@ from lineate.kernels.hopper.inverse import (
     _vector,
     _wild_inverse,
 )
-from lineate.kernels.hopper.parts import _factor, _half, _store_rows, _text_bounds, _times, _trim, barrier
+from lineate.kernels.hopper.parts import _factor, _half, _store_rows, _text_bounds, _times, _trim, _upcoming, barrier
 from lineate.kernels.hopper.scores import (
     ACC,
     LOW,
@@ -159,8 +159,7 @@ def _make_T(
     for n in range(count):
         m = n % 2
         here = gl.where(n == count - 1, rows, 64)
-        upcoming = gl.where(stage == STAGES - 1, 0, stage + 1)
-        turn = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        upcoming, turn = _upcoming(stage, phase, STAGES)
         mbarrier.wait(full_N, n & 1)
         N_low = left_N.load(LOW)
         X, XN = _invert_blocks(N_low, right_N.load(LOW), swap, n >> 28)
