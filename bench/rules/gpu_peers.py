@@ -328,7 +328,7 @@ def main(job: dict[str, Any]) -> None:
         from bench.rules import gpu_flashinfer
 
         gpu_flashinfer.load(job["peers"])
-    elif job["peers"] and who not in ("ours", "ours-bounded", "portable", "sdpa"):
+    elif job["peers"] and CONTESTANTS[who].package not in ("lineate", "torch"):
         sys.path.insert(0, job["peers"])
     log = BackendLog()
     logging.getLogger("fla").addHandler(log)
