@@ -59,7 +59,7 @@ def head_scores(
     """
     slot = tl.program_id(0)
     key_head = tl.program_id(1).to(tl.int64)
-    if PRODUCTS == "fp16":
+    if CORRECTS and PRODUCTS == "fp16":
         wild += slot.to(tl.int64) * h * R + key_head * R
     start, rows = chunk_bounds(slot, bounds, first_slots, slot_texts, t, C, PACKED)
     queries = load_tile(q + start * stride_q + key_head * head_q, stride_q, rows, K, C, BK, K == BK)
