@@ -336,7 +336,7 @@ class Recorder:
         kept: list[Any] = []
         count = sum(kind == "pointer" for each in self.noted if each[0] is not None for kind, _ in each[4])
         count += sum(each[0] is None for each in self.noted)
-        pointers = (ctypes.c_uint64 * max(count, 1))()
+        pointers = (ctypes.c_uint64 * count)()
         for each in self.noted:
             if each[0] is None:
                 launches.append((None, len(places), each[2], 0, 0, 0, None))
