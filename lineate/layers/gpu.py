@@ -28,7 +28,12 @@ def kernels_for(*tensors: Tensor | None) -> ModuleType | None:
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether launches on this device overlap, as in a graph that is being recorded; see kernels.launching.overlaps."""
+    """Whether launches on this device overlap, as in a graph that is being recorded; see kernels.launching.overlaps.
+
+    Those of compiled code do not.
+    """
+    if torch.compiler.is_compiling():
+        return False
     launching = sys.modules.get("lineate.kernels.launching")  # otherwise nobody has said so
     return launching is not None and bool(launching.overlaps(device))
 
