@@ -200,17 +200,18 @@ class MixtureOfExperts(nn.Module):
     def _parts_on_gpu(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """Return the outputs of each token's experts, `n active hidden`.
 
-        For few tokens, and in bfloat16, nothing waits for a count, so that a CUDA graph can capture it.
+        For few tokens, in bfloat16, and while a CUDA graph is captured, nothing waits for a count.
         """
         small = coded(self.experts_gate_up) is not None and kernels_for(tokens) is not None
         if chosen.numel() <= (max(GATHERED, 2 * self.count) if small else GATHERED):  # a small weight is not copied
             return self.run_gathered(tokens, chosen)
-        if isinstance(self.experts_down, SmallWeight):  # many experts are read one by one, never all at once
-            return self.run_sorted(tokens, chosen, self.one_by_one)
-        even = all(n % 8 == 0 for n in self.experts_down.shape[1:])  # rows of 16 bytes
-        if tokens.dtype == self.experts_down.dtype == torch.bfloat16 and even:  # autocast leaves weights in float32
+        captured, down = torch.cuda.is_current_stream_capturing(), uncoded(self.experts_down)
+        if isinstance(down, SmallWeight):  # many experts are decoded one by one, never all at once
+            return self.run_gathered(tokens, chosen) if captured else self.run_sorted(tokens, chosen, self.one_by_one)
+        even = all(n % 8 == 0 for n in down.shape[1:])  # rows of 16 bytes
+        if tokens.dtype == down.dtype == torch.bfloat16 and even:  # autocast leaves weights in float32
             return self.run_sorted(tokens, chosen, self.grouped)
-        if tokens.shape[0] <= ALL_EXPERTS or torch.cuda.is_current_stream_capturing():
+        if tokens.shape[0] <= ALL_EXPERTS or captured:
             return self.run_all(tokens, chosen)
         return self.run_sorted(tokens, chosen, self.one_by_one)
 
@@ -244,8 +245,8 @@ class MixtureOfExperts(nn.Module):
     def run_all(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """Run all experts on all tokens, and keep the outputs of the chosen experts."""
         x = tokens.expand(self.count, -1, -1)
-        made = self._activated(torch.bmm(x, self.experts_gate_up.transpose(1, 2)))
-        made = torch.bmm(made, self.experts_down.transpose(1, 2))
+        made = self._activated(torch.bmm(x, uncoded(self.experts_gate_up).transpose(1, 2)))
+        made = torch.bmm(made, uncoded(self.experts_down).transpose(1, 2))
         return made[chosen, torch.arange(tokens.shape[0], device=tokens.device)[:, None]]
 
     def run_sorted(self, tokens: Tensor, chosen: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -263,8 +264,8 @@ class MixtureOfExperts(nn.Module):
     def grouped(self, gathered: Tensor, experts: Tensor) -> Tensor:
         """Run all experts in one launch, as one_by_one."""
         ends = torch.searchsorted(experts, torch.arange(self.count, device=experts.device), right=True, out_int32=True)
-        made = F.grouped_mm(gathered, self.experts_gate_up.transpose(1, 2), offs=ends)
-        return F.grouped_mm(self._activated(made), self.experts_down.transpose(1, 2), offs=ends)
+        made = F.grouped_mm(gathered, uncoded(self.experts_gate_up).transpose(1, 2), offs=ends)
+        return F.grouped_mm(self._activated(made), uncoded(self.experts_down).transpose(1, 2), offs=ends)
 
     def _expert(self, tokens: Tensor, e: int) -> Tensor:
         return linear(self._activated(linear(tokens, self.experts_gate_up[e])), self.experts_down[e])
