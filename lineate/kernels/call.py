@@ -137,7 +137,7 @@ class Call(NamedTuple):
 
     @property
     def gates_outside(self) -> bool:
-        """Whether ops.py computes the gradients of raw gates (per head); the stages compute those per channel."""
+        """Whether the gradients of raw gates come after those of all slices (per head); per channel they do not."""
         return (self.gates.raw_decay or self.gates.raw_beta) and not self.channel
 
     @property

@@ -93,26 +93,11 @@ def _backward(
 
     def run() -> None:
         dq, dk, dv, dlog_decay, dbeta, dA_log, ddt_bias, dstate = grads
+        gates = zip((log_decay, beta, A_log, dt_bias), (dlog_decay, dbeta, dA_log, ddt_bias), strict=True)
+        decay, strength, rate, bias = (None if x is None else dx for x, dx in gates)
         call = make_call(inputs, options, kernels.cutting_of(q, v, "backward"))
-        outside = call.gates_outside  # their gradients come after those of log_decay and beta
-        if outside and raw_decay:
-            dlog_decay = dlog_decay.new_empty(dlog_decay.shape, dtype=torch.float32)
-        if outside and raw_beta:
-            dbeta = dbeta.new_empty(dbeta.shape, dtype=torch.float32)
-        wanted = Gradients(
-            dq,
-            dk,
-            dv,
-            None if log_decay is None else dlog_decay,
-            None if beta is None else dbeta,
-            dstate,
-            None if A_log is None or outside else dA_log,
-            None if dt_bias is None or outside else ddt_bias,
-        )
+        wanted = Gradients(dq, dk, dv, decay, strength, dstate, rate, bias)
         kernels.backward(call, doutput, dfinal, states, wanted)
-        clear(call.sequences, q.shape[1], *wanted[:5])
-        if outside:
-            kernels.raw_gate_gradients(call.gates, dlog_decay, dbeta, *grads[3:5], dA_log, ddt_bias)
 
     given = (doutput, dfinal, q, k, v, log_decay, beta, A_log, dt_bias, states, cu_seqlens)
     made = (x if x.numel() else None for x in grads)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lineate.call import Inputs, Options, Slots
 from lineate.kernels.architectures import architecture_of, stages_for
-from lineate.kernels.call import CHUNK, Call, Gates, aligned
+from lineate.kernels.call import CHUNK, Call, aligned, clear
 from lineate.kernels.launching import ceil_div, compile_only, multiprocessors
 from lineate.kernels.segments import WHOLE, Cutting, cut_backward, cut_forward
 from lineate.kernels.stages import Around, BackwardWalk, ForwardWalk, Gradients, RawGradients, Stages
@@ -38,10 +38,29 @@ def forward(call: Call, state: Tensor, output: Tensor, final: Tensor, states: Te
 
 
 def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads: Gradients) -> None:
-    """Fill grads, from the states that forward kept.
+    """Fill grads, from the states that forward kept. Those of raw gates per head come after those of the gates."""
+    gates, outside, inner = call.gates, call.gates_outside, grads
+    if outside:
+        log_decay, beta = (
+            torch.empty_like(x, dtype=torch.float32) if raw and x is not None else x
+            for x, raw in ((grads.log_decay, gates.raw_decay), (grads.beta, gates.raw_beta))
+        )
+        inner = grads._replace(log_decay=log_decay, beta=beta, A_log=None, dt_bias=None)
+    _backward_in_slices(call, doutput, dfinal, states, inner)
+    clear(call.sequences, call.q.shape[1], *inner[:5])
+    if outside:
+        log_decay, beta, dgate, dwrite, dA_log, ddt_bias = (
+            call.q.new_empty(0) if x is None else x
+            for x in (inner.log_decay, inner.beta, grads.log_decay, grads.beta, grads.A_log, grads.dt_bias)
+        )
+        raw = RawGradients(dgate, dwrite, dA_log, ddt_bias)
+        architecture_of(call.q.device).raw_gate_gradients(gates, log_decay, beta, raw)
 
-    It goes slice by slice from the last chunks to the first (a few rows of the batch at a time if it has several), so
-    that the buffers stay small beside the states; the arithmetic is the same to the bit.
+
+def _backward_in_slices(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads: Gradients) -> None:
+    """Go slice by slice from the last chunks to the first (a few rows of the batch at a time if it has several).
+
+    So the buffers stay small beside the states; the arithmetic is the same to the bit.
     """
     doutput, dfinal = aligned(doutput.contiguous()), dfinal.contiguous()
     parts = grads.A_log, grads.dt_bias
@@ -65,14 +84,6 @@ def backward(call: Call, doutput: Tensor, dfinal: Tensor, states: Tensor, grads:
     for total, x in zip(totals, parts, strict=True):
         if total is not None and x is not None:
             x.copy_(total)
-
-
-def raw_gate_gradients(
-    gates: Gates, dlog_decay: Tensor, dbeta: Tensor, dgate: Tensor, dwrite: Tensor, dA_log: Tensor, ddt_bias: Tensor
-) -> None:
-    """Fill the last four from the gradients of log_decay and beta per head, without gaps; only those of raw gates."""
-    raw = RawGradients(dgate, dwrite, dA_log, ddt_bias)
-    architecture_of(dlog_decay.device).raw_gate_gradients(gates, dlog_decay, dbeta, raw)
 
 
 def decode(inputs: Inputs, slots: Slots, options: Options) -> Tensor:
@@ -169,15 +180,13 @@ def _room_for_states(call: Call) -> Tensor:
 
 
 def empty_gradients(call: Call, dstate: Tensor) -> Gradients:
-    """Return buffers for all of a call's gradients, like ops.py: in float32 for gates that ops.py differentiates."""
-    outside, gates = call.gates_outside, call.gates
-    raw = gates.raw_decay, gates.raw_beta, False, False
-    log_decay, beta, A_log, dt_bias = (
-        None if x is None else torch.empty_like(x, dtype=torch.float32 if outside and own else x.dtype)
-        for x, own in zip(gates.tensors, raw, strict=True)
+    """Return buffers for all of a call's gradients."""
+    q, k, v, log_decay, beta, A_log, dt_bias = (
+        None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (call.q, call.k, call.v, *call.gates.tensors)
     )
-    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v))
-    return Gradients(q, k, v, log_decay, beta, dstate, None if outside else A_log, None if outside else dt_bias)
+    assert q is not None and k is not None and v is not None
+    return Gradients(q, k, v, log_decay, beta, dstate, A_log, dt_bias)
 
 
 def _within(grads: Gradients, rows: slice, tokens: slice, dstate: Tensor) -> Gradients:
