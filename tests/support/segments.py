@@ -431,18 +431,22 @@ def start_ranks(run: Callable[..., None], folder: Path, device: str, names: Sequ
 
 
 def on_ranks(run: Callable[..., None], device: str, names: Sequence[str]) -> Any:
-    """Return a fixture of a module: what failed in these cases on each rank, which run once."""
+    """Return a fixture of a module: what failed in those of these cases that were asked for, on each rank."""
 
     @pytest.fixture(scope="module")
-    def started(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-        return start_ranks(run, tmp_path_factory.mktemp("ranks"), device, names)
+    def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+        items = [item for item in request.session.items if item.parent is request.node]
+        asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
+        return start_ranks(run, tmp_path_factory.mktemp("ranks"), device, [name for name in names if name in asked])
 
     return started
 
 
 def check(failures: list[dict[str, str]], name: str) -> None:
     for rank, results in enumerate(failures):
-        assert name in results, f"rank {rank} never came to this case"
+        if name not in results:
+            before = next((f"{name} failed: {why}" for name, why in reversed(results.items())), "no case ended")
+            pytest.fail(f"rank {rank} never came to this case, since {before}")
         assert not results[name], f"rank {rank}: {results[name]}"
 
 
