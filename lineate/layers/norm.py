@@ -79,9 +79,10 @@ class GatedRMSNorm(nn.Module):
         if kernels is not None and gate.shape == x.shape and x.shape[-1] <= kernels.WIDEST_NORM:
             return kernels.gated_rms_norm(x, gate, weight, self.eps, self.activation)
         dtype = compute_dtype(x.dtype)
-        normed = F.rms_norm(x.to(dtype), x.shape[-1:], weight.to(dtype), self.eps)
-        gate = gate.to(dtype)
-        return (normed * (F.silu(gate) if self.activation == "silu" else gate.sigmoid())).to(x.dtype)
+        x, gate, given = x.to(dtype), gate.to(dtype), x.dtype
+        # (torch 2.11 cannot compile tangents of its own rms_norm on a GPU.)
+        normed = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * weight.to(dtype)
+        return (normed * (F.silu(gate) if self.activation == "silu" else gate.sigmoid())).to(given)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, activation={self.activation!r}"
