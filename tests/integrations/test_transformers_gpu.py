@@ -24,7 +24,10 @@ def model(request):
 
 
 def test_logits_and_gradients_on_a_gpu(model):
-    """Logits equal transformers'; gradients are as near to float64's as its own, where these are not within 1e-3."""
+    """Logits equal transformers'; gradients are within 1e-3 of float64's, or as near as its own, or as float32 rounds.
+
+    A gate with a strong decay has a gradient of 1e-5 of the others, the difference of what is as large as they are.
+    """
     ids = tokens(2, 150).cuda()
     logits = []
 
@@ -42,9 +45,10 @@ def test_logits_and_gradients_on_a_gpu(model):
     with enabled():
         ours = differentiate(model)
     assert relative(logits[2], logits[1]) < 1e-4
+    rounding = torch.finfo(torch.float32).eps * torch.stack([x.norm() for x in exact.values()]).norm()
     for name, want in exact.items():
-        if want.norm() > 1e-6:  # the rest is rounding
-            assert relative(ours[name], want) < max(1e-3, 2 * relative(theirs[name], want)), name
+        allowed = torch.stack([1e-3 * want.norm(), 2 * (theirs[name] - want).norm(), rounding]).max()
+        assert (ours[name] - want).norm() < allowed, name
 
 
 @torch.no_grad()

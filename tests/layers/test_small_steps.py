@@ -62,10 +62,12 @@ def test_steps_in_a_graph_equal_those_on_a_cpu(case, form, rows):
     plain = GraphedDecoder(model, model(ids.cuda(), last_only=True).state, room=64, graph=False)
     assert decoder.captured
     state = wide(ids).state
+    # In a graph every pair of a token and an expert is a product of its own; outside, many are joined by their expert.
+    nearly = 1e-2 if case != "experts" or 2 * rows <= 16 else 3e-2
     for _ in range(4):
         token = torch.randint(VOCAB, (rows, 1))
         found = decoder(token.cuda())
-        assert relative(found, plain(token.cuda())) < 1e-2
+        assert relative(found, plain(token.cuda())) < nearly
         out = wide(token, state=state)
         state = out.state
         assert relative(found, out.logits) < 6e-2
