@@ -4,7 +4,8 @@
 
 Every process collects all tests. It claims one group of them after another, those that compile the same kernels (see
 conftest.py), so that none waits while others have work. A process ends after an error of CUDA's, after which nothing
-works in it, and another takes its place.
+works in it, and another takes its place. Tests that were skipped because the processes together left too little of the
+GPU's memory run again at the end, alone.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MOST = 24  # tests of one group
 TOGETHER = " on_gpu"  # a group whose ranks start once, for all its tests
+NO_MEMORY = "of free GPU memory"  # why a test is skipped that needs most of the GPU
 
 
 class Claims:
@@ -71,11 +73,11 @@ class Claims:
         return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        text = str(report.longrepr) if report.failed else ""
+        text = "" if report.passed else str(report.longrepr)
         self.broken = self.broken or "CUDA error" in text or "device-side assert" in text
         if report.when == "call" or report.outcome != "passed":
             line = {"ended": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
-            self.note(**line, why=text[-6000:] if report.failed else "")
+            self.note(**line, why=text[-6000:])
 
 
 def group_of(item: Any) -> str:
@@ -129,12 +131,18 @@ def unfinished(folder: Path, number: int) -> bool:
     return bool(began) and (began[-1] != (ended[-1]["ended"] if ended else "") or "CUDA" in ended[-1]["why"])
 
 
+def without_memory(folder: Path) -> list[str]:
+    """Return the tests that were skipped because the GPU's memory was not free."""
+    notes = [line for path in sorted(folder.glob("notes-*")) for line in lines(path)]
+    return [x["ended"] for x in notes if x.get("outcome") == "skipped" and NO_MEMORY in x["why"]]
+
+
 def report(folder: Path, seconds: float) -> int:
     """Print how all tests ended; return the exit code."""
     collected: dict[str, None] = {}
     ended: dict[str, dict[str, Any]] = {}
     began: set[str] = set()
-    for path in sorted(folder.glob("notes-*")):
+    for path in (*sorted(folder.glob("notes-*")), *sorted(folder.glob("alone/notes-*"))):
         for line in lines(path):
             collected.update(dict.fromkeys(line.get("collected", ())))
             if "began" in line:
@@ -151,6 +159,9 @@ def report(folder: Path, seconds: float) -> int:
     for title, names in (("failed", [x["ended"] for x in failed]), ("broke off", broke), ("not reached", missed)):
         for name in names:
             print(f"{title}: {name}")
+    for x in ended.values():
+        if x["outcome"] == "skipped":
+            print(f"skipped: {x['ended']}: {x['why'][-120:]}")
     for x in sorted(ended.values(), key=lambda x: -x["seconds"])[:12]:
         print(f"{x['seconds']:6.1f} s  {x['ended']}")
     counts = Counter(x["outcome"] for x in ended.values())
@@ -163,7 +174,7 @@ def report(folder: Path, seconds: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) * 3 // 4)))
+    parser.add_argument("--processes", type=int, default=max(1, min(16, (os.cpu_count() or 1) - 2)))
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--log", type=Path, help="a folder for the logs of the processes")
     parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
@@ -176,7 +187,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lineate-gpu-") as temporary:
         folder = Path(temporary) if own.log is None else own.log / f"run-{os.getpid()}"
         folder.mkdir(parents=True, exist_ok=True)
-        run(folder, own.processes, begun + 60 * own.minutes, arguments)
+        deadline = begun + 60 * own.minutes
+        run(folder, own.processes, deadline, arguments)
+        alone = without_memory(folder)
+        if alone:
+            (folder / "alone").mkdir()
+            run(folder / "alone", 1, deadline, alone)
         return report(folder, time.monotonic() - begun)
 
 
