@@ -1,28 +1,36 @@
-"""How far weights of 8 and 4 bits take a model from its float32 self: random models, and a small trained one.
+"""How far weights of 8 and 4 bits take a model from its float32 self: random models, and trained ones.
 
-The trained model has 3.5 million parameters. `lineate train` makes it from this repository's own text, byte by byte,
-without a tenth of the files, and it is kept in a folder.
+    python -m bench.models.small_error [--model compact] [--steps N] [--json FILE]
+
+`lineate train` makes the trained models, byte by byte, without a tenth of the files, and they are kept in a folder: one
+of 3.5 million parameters from this repository's own text, and one of 50 million (compact), which needs a GPU, from
+Python's standard library.
 """
 
+import argparse
 import copy
+import json
 import math
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench.models.small_model import draw_weights, shrink
+from bench.models.small_tables import trained_table
 from lineate.generation import generate
 from lineate.models import HybridConfig, HybridLM
-from lineate.models.presets import small, tiny
+from lineate.models.presets import compact, small, tiny
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ("docs/**/*.md", "lineate/**/*.py", "bench/**/*.py", "tests/**/*.py", "examples/**/*.py")
@@ -68,15 +76,47 @@ def random_errors(names: list[str], forms: list[str], seeds: int, tokens: int = 
     return rows
 
 
-# ---- a trained model
+# ---- trained models
 
 
-def trained_model(folder: Path, steps: int) -> tuple[HybridLM, bytes, float]:
+class Trained(NamedTuple):
+    """A model to train."""
+
+    config: Callable[[], HybridConfig]
+    files: Callable[[], list[Path]]
+    steps: int
+    options: dict[str, Any]
+    """Of `lineate train`."""
+
+
+def _little() -> HybridConfig:
+    base = tiny("GGGA", 257)  # the bytes, and the token that ends a document
+    return replace(
+        base, hidden_size=256,
+        linear=replace(base.linear, heads=4, value_heads=4),
+        attention=replace(base.attention, heads=4, kv_heads=1),
+        feed=replace(base.feed, size=704),
+    )  # fmt: skip
+
+
+TRAINED = {
+    "little": Trained(_little, lambda: [file for pattern in TEXTS for file in ROOT.glob(pattern)], 400, {}),
+    "compact": Trained(
+        lambda: compact("GGGA", 257),
+        lambda: [x for x in Path(sysconfig.get_path("stdlib")).rglob("*.py") if "site-packages" not in x.parts],
+        600,
+        {"--length": 2048, "--rows": 16, "--lr": 2e-3, "--warmup": 40, "--dtype": "bfloat16"},
+    ),
+}
+
+
+def trained_model(folder: Path, steps: int, name: str = "little") -> tuple[HybridLM, bytes, float]:
     """Return a model trained for so many steps, text that it was not trained on, and the seconds of training.
 
     A model that the folder has already took 0 seconds.
     """
-    folder, seconds = folder / f"trained-{steps}", 0.0
+    kind = TRAINED[name]
+    folder, seconds = folder / (f"trained-{steps}" if name == "little" else f"{name}-{steps}"), 0.0
     texts = {name: folder / "text" / name for name in ("train", "held-out")}
     model = folder / "run" / "model"
     if not (model / "config.json").exists():
@@ -84,22 +124,14 @@ def trained_model(folder: Path, steps: int) -> tuple[HybridLM, bytes, float]:
         shutil.rmtree(folder, ignore_errors=True)
         for path in texts.values():
             path.mkdir(parents=True)
-        files = sorted(file for pattern in TEXTS for file in ROOT.glob(pattern))
-        for n, file in enumerate(files):
+        for n, file in enumerate(sorted(kind.files())):
             target = texts["train" if n % HELD_OUT else "held-out"]
             (target / f"{n:04}.txt").write_bytes(file.read_bytes())
-        base = tiny("GGGA", 257)  # the bytes, and the token that ends a document
-        config = replace(
-            base, hidden_size=256,
-            linear=replace(base.linear, heads=4, value_heads=4),
-            attention=replace(base.attention, heads=4, kv_heads=1),
-            feed=replace(base.feed, size=704),
-        )  # fmt: skip
         torch.manual_seed(0)
-        HybridLM(config).save_pretrained(folder / "begin")
+        HybridLM(kind.config()).save_pretrained(folder / "begin")
         options = {
             "--model": folder / "begin", "--data": texts["train"], "--out": folder / "run", "--steps": steps,
-            "--cache": folder / "tokens", "--eval-every": 0, "--sample-every": 0, "--save-every": 0,
+            "--cache": folder / "tokens", "--eval-every": 0, "--sample-every": 0, "--save-every": 0, **kind.options,
         }  # fmt: skip
         command = [sys.executable, "-m", "lineate.cli", "train", *(str(x) for pair in options.items() for x in pair)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -142,10 +174,11 @@ def trained_errors(
     - own: the same over `tokens` tokens that float32 itself has chosen after held-out prompts.
     - free: the part of `tokens` tokens that are the same when each side goes on from its own tokens.
     """
-    ids = rows_of(held_out, rows)
+    device = model.embed.weight.device
+    ids = rows_of(held_out, rows).to(device)
     exact = logits_of(model, ids)
     each = 100
-    prompts = rows_of(held_out, tokens // each)[:, :PROMPT]
+    prompts = rows_of(held_out, tokens // each)[:, :PROMPT].to(device)
     said = greedy(model, prompts, each)
     whole = torch.cat([prompts, said], 1)
     found: list[dict[str, Any]] = [{"form": "float32", "perplexity": perplexity(exact, ids)}]
@@ -169,3 +202,30 @@ def trained_errors(
             }
         )
     return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=TRAINED, default="compact")
+    parser.add_argument("--steps", type=int, help="of training")
+    parser.add_argument("--forms", nargs="+", default=["bfloat16", "fp8", "int8", "int4"])
+    parser.add_argument("--folder", type=Path, default=Path("bench/out/small-weights"), help="where files are kept")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, default=Path("bench/out/small-error.json"))
+    args = parser.parse_args()
+    steps = args.steps or TRAINED[args.model].steps
+    model, held_out, seconds = trained_model(args.folder, steps, args.model)
+    rows = trained_errors(model.to(args.device).eval(), held_out, args.forms)
+    about = {"steps": steps, "seconds": seconds, "held_out_bytes": len(held_out), "model": args.model}
+    about["parameters"] = sum(x.numel() for x in model.parameters())
+    device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    head = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "device": device, "torch": torch.__version__, "training": about}
+    data = {"header": head, "trained_model": rows}
+    trained_table(data)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(data, indent=1) + "\n")
+    print(f"wrote {args.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -105,6 +105,11 @@ def error_tables(data: dict[str, Any]) -> None:
         for row in rows
     ]
     show("error of logits relative to float32, random models", ["model", "parameters", *forms], table)
+    trained_table(data)
+
+
+def trained_table(data: dict[str, Any]) -> None:
+    """Print what small weights change in a trained model."""
     first, *others = data["trained_model"]
     table = [["float32", "", "", "", "", "", f"{first['perplexity']:.4f}", ""]]
     for row in others:
