@@ -1,0 +1,133 @@
+"""Every kernel gets through the first stages of Triton's compiler, for two GPUs, on a machine that has none.
+
+The interpreter runs kernels in float32 and compiles nothing, so a kernel may be right there and yet not compile. Here
+the launches of whole calls are lowered with the types and constants that they have on a GPU (support/fake_gpu.py): from
+Python to Triton's IR, where types are checked; in slow tests also through Triton's passes, to the IR with layouts.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import chain, cycle, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from lowering import Lowering, lowering
+
+import lineate
+
+pytest.importorskip("triton")
+
+GPUS = [(90, "bfloat16"), (90, "float16"), (80, "bfloat16"), (80, "float32"), (80, "float16"), (90, "float32")]
+"""A capability (90: Gluon where it serves, 80: Triton alone) and a dtype; the first four are fast."""
+GIVEN = ("given",)
+RAW = ("raw", "bounded", "normed", "given")
+GATES = {
+    "linear": GIVEN, "gated_linear": GIVEN, "gated_linear_channel": GIVEN, "delta": ("given", "normed"),
+    "gated_delta": RAW, "kimi_delta": RAW,
+}  # fmt: skip
+"""The rules, and how their gates can be given."""
+SIZES = ("128", "60", "cut", "grouped", "64", "many heads", "wide")
+
+
+class Case(NamedTuple):
+    """A call on a GPU."""
+
+    capability: int
+    call: str
+    options: dict[str, Any]
+    passes: bool = False
+
+    def __str__(self) -> str:
+        words = (x if isinstance(x, str) else f"{name}={x}" for name, x in self.options.items())
+        return "-".join((f"sm_{self.capability}", *words, *["passes"] * self.passes))
+
+
+def rules() -> Iterator[Case]:
+    """Yield every rule on every fast GPU with its backward; gates, sizes and packed sequences take turns.
+
+    Without a backward, the walks of Hopper make more themselves, and those of Triton keep no states. In float16 on
+    Hopper the walks alone are in Gluon, and they are the same without decay.
+    """
+    sizes, packed = cycle(SIZES), cycle((False, True, True))
+    for (i, gpu), row in product(enumerate(GPUS[:4]), GATES):
+        if gpu == (90, "float16") and row in ("linear", "delta", "gated_linear_channel"):
+            continue
+        yield rule(gpu, row, GATES[row][i % len(GATES[row])], next(sizes), backward=True, packed=next(packed))
+    for row in GATES:
+        yield rule(GPUS[0], row, "given", "many heads", backward=False, packed=next(packed))
+        yield rule(GPUS[2], row, GATES[row][0], "60", backward=False, packed=next(packed))
+
+
+def more_rules() -> Iterator[Case]:
+    """Yield every rule on every GPU with all its gates, through Triton's passes; sizes take turns."""
+    sizes, packed = cycle(SIZES), cycle((False, True, True))
+    for gpu, row in product(GPUS, GATES):
+        for gates in GATES[row]:
+            yield rule(gpu, row, gates, next(sizes), backward=True, packed=next(packed))._replace(passes=True)
+        yield rule(gpu, row, GATES[row][0], next(sizes), backward=False, packed=next(packed))._replace(passes=True)
+
+
+def rule(gpu: tuple[int, str], row: str, gates: str, size: str, backward: bool, packed: bool) -> Case:
+    options = {"dtype": gpu[1], "row": row, "gates": gates, "size": size, "backward": backward, "packed": packed}
+    return Case(gpu[0], "rule", options)
+
+
+def steps() -> Iterator[Case]:
+    """Yield the rules token by token, and the other kernels of a decoding step."""
+    turns = cycle(product(("raw", "given"), ("float32", "bfloat16"), ("rows", "tokens", "none")))
+    for (_, dtype), row in product(GPUS[1:4], GATES):
+        gates, state, slots = next(turns)
+        gates = gates if "raw" in GATES[row] else "given"
+        yield Case(90, "decode", dict(dtype=dtype, row=row, gates=gates, state=state, slots=slots, t=2))
+    overlap = cycle((True, True, False))
+    for name, rows in product(("convolution", "product", "norm", "cached", "place", "mix"), (1, 3)):
+        yield Case(90, "step", dict(dtype="bfloat16", name=name, rows=rows, overlap=next(overlap)))
+    for form, rows in (("int8", 1), ("int4", 3), ("fp8", 20)):
+        yield Case(90, "small", dict(dtype="bfloat16", form=form, rows=rows, overlap=next(overlap)))
+        yield Case(80, "small", dict(dtype="float16", form=form, rows=2, overlap=False))
+
+
+def layers() -> Iterator[Case]:
+    """Yield the ops around the rules, and the memories that learn."""
+    dtypes = cycle(("bfloat16", "float32", "float16"))
+    convolutions = ("short_convolution", "packed_convolution", "one_convolution")
+    for name, odd in product((*convolutions, "glu", "rotate", "features", "rms_norm", "gated_rms_norm"), (False, True)):
+        yield Case(90, "layer", dict(dtype=next(dtypes), name=name, odd=odd))
+    for name, d in product(("ttt_linear", "ttt_mlp", "titans_linear", "titans_mlp", "lact"), (64,)):
+        yield Case(80, "memory", dict(name=name, backward=True, d=d))
+
+
+FAST = [*rules(), *steps(), *layers()]
+SLOW = [
+    *more_rules(),
+    *(case._replace(passes=True) for case in chain(steps(), layers())),
+]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Lowering]:
+    with lowering() as started:
+        yield started
+
+
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)], ids=str)
+def test_a_call_is_lowered(case, process):
+    found = process.run(*case)
+    assert not found.failures, "\n\n".join(found.failures)
+
+
+def test_no_kernel_is_left_out(process):
+    """Each kernel that lineate launches is lowered by one of the fast cases."""
+    launched = set()
+    for path in Path(lineate.__file__).with_name("kernels").rglob("*.py"):
+        launched |= set(re.findall(r"\bstart\((?:\w+\.)?(\w+), ", path.read_text())) - {"kernel"}
+    assert len(launched) > 30
+    lowered = {kernel for case in FAST for kernel in process.run(*case).launched}
+    assert launched <= {name.split(".")[-1] for name in lowered}
+    assert {name.split(".")[2] for name in lowered} == {"hopper", "layers", "memories", "portable"}
+
+
+def test_a_kernel_that_does_not_compile_is_noticed(process):
+    found = process.run(90, "broken", {})
+    assert "move_pointer on sm_90" in found.failures[0] and "x += tl.program_id(0)" in found.failures[0]

@@ -1,0 +1,149 @@
+"""Two GPUs that are not there: calls run through their launches, and each kernel is lowered to Triton's IR.
+
+This module is for a process of its own (lowering.py), because it changes torch and triton. Tensors on the meta device
+say that they are on a GPU (to all but torch itself), have no memory and cost nothing. A launch binds its arguments and
+looks for a compiled kernel as on a GPU; a kernel that is not there yet goes through the first stages of the compiler.
+"""
+
+import sys
+from contextlib import nullcontext
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+CAPABILITIES = (90, 80)
+"""Of the GPUs cuda:0, with the stages of Hopper, and cuda:1, with the portable ones."""
+MULTIPROCESSORS = (132, 108)
+MAKERS = "arange as_tensor empty empty_like eye full full_like linspace ones ones_like rand randint randn tensor zeros"
+MOVERS = "new_empty new_full new_ones new_tensor new_zeros to"
+META = torch.device("meta")
+real_device = torch._C.TensorBase.device.__get__
+
+
+class Lowered:
+    """Stands for a compiled kernel, or for one that does not compile, and notes its launches."""
+
+    function = packed_metadata = None
+
+    def __init__(self, gpus: "FakeGPUs", kernel: str) -> None:
+        self.gpus = gpus
+        self.kernel = kernel
+        self.failure = ""
+
+    def launch_metadata(self, *_: object) -> None:
+        pass
+
+    def run(self, *_: object) -> None:
+        self.gpus.launched.append(self.kernel)
+        if self.failure:
+            self.gpus.failures.append(self.failure)
+
+
+class FakeGPUs:
+    """The driver of the two GPUs, of which one is the current one."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.passes = False
+        """Whether Triton's own passes run as well, up to the IR with layouts."""
+        self.launched: list[str] = []
+        self.failures: list[str] = []
+        """The compiler's messages about what was launched."""
+        self.known: dict[object, Lowered] = {}
+
+    def get_current_device(self) -> int:
+        return self.current
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", CAPABILITIES[self.current], 32)
+
+    def compile(self, src: Any, target: GPUTarget, options: dict[str, Any], **_: object) -> Lowered:
+        """Lower one kernel, as triton.compile begins; keep the compiler's message if that fails.
+
+        A variant is lowered once: how addresses are aligned does not matter, nor does the GPU to Triton's front end.
+        """
+        kernel = f"{src.fn.fn.__module__}.{src.name}"
+        variant: tuple[object, ...] = kernel, str(src.signature), str(sorted(src.constants.items()))
+        if self.passes or src.fn.is_gluon():
+            variant = *variant, self.passes, target.arch, options["num_warps"], options["num_stages"]
+        if variant not in self.known:
+            self.known[variant] = found = Lowered(self, kernel)
+            try:
+                self._lower(src, target, options)
+            except Exception as error:
+                constants = {src.fn.arg_names[path[0]]: x for path, x in src.constants.items()}
+                given = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
+                found.failure = f"{kernel} on sm_{target.arch}, {given}, {constants}:\n{_messages(error)}"
+        return self.known[variant]
+
+    def _lower(self, src: Any, target: GPUTarget, options: dict[str, Any]) -> None:
+        backend = triton.compiler.make_backend(target)
+        chosen = backend.parse_options(dict(options))
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        implementations, modules = backend.get_codegen_implementation(chosen), backend.get_module_map()
+        module = src.make_ir(target, chosen, implementations, modules, context)
+        stages: dict[str, Any] = {}
+        backend.add_stages(stages, chosen, src.language)
+        for name in ("ttir", "ttgir") if self.passes else ():
+            module = stages[name](module, {}) if name in stages else module
+
+
+def _messages(error: BaseException | None) -> str:
+    """Return the message of an error and of those that caused it."""
+    found = []
+    while error is not None:
+        found.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "\n".join(found)
+
+
+def install() -> FakeGPUs:
+    """Change torch and triton; lineate and its kernels must be imported after this."""
+    gpus = FakeGPUs()
+    driver.set_active(gpus)
+    triton.compiler.compile = gpus.compile
+
+    def seen(x: Tensor) -> bool:
+        return real_device(x).type == "meta" and not sys._getframe(2).f_globals["__name__"].startswith("torch")
+
+    Tensor.device = property(lambda x: torch.device("cuda", gpus.current) if seen(x) else real_device(x))
+    Tensor.is_cuda = property(lambda x: seen(x))
+    Tensor.get_device = lambda x: gpus.current if seen(x) else -1
+    Tensor.data_ptr = lambda x: 0
+    for owner, names in ((torch, MAKERS), (Tensor, MOVERS)):
+        for name in names.split():
+            setattr(owner, name, _without_gpu(getattr(owner, name)))
+    torch.cuda.device_of = lambda x: nullcontext()
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.current_stream = lambda device=None: SimpleNamespace(synchronize=lambda: None)
+    torch.cuda.get_device_capability = lambda device=None: divmod(CAPABILITIES[gpus.current], 10)
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
+        multi_processor_count=MULTIPROCESSORS[gpus.current]
+    )
+    return gpus
+
+
+def _without_gpu(run: Any) -> Any:
+    """Return run with the meta device in place of a GPU among its arguments."""
+
+    def real(x: object) -> object:
+        on_gpu = x.type == "cuda" if isinstance(x, torch.device) else isinstance(x, str) and x.startswith("cuda")
+        return META if on_gpu else x
+
+    @wraps(run)
+    def there(*given: object, **named: object) -> Any:
+        return run(*map(real, given), **{name: real(x) for name, x in named.items()})
+
+    return there

@@ -1,0 +1,262 @@
+"""Calls whose kernels are lowered, on tensors without memory; each is named by strings and numbers (lowering.py)."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import lineate
+from lineate.call import Inputs
+from lineate.decoding import decode as run_decode
+from lineate.kernels import launching, pipeline
+from lineate.kernels.layers import cached, ops, products, small_products, token
+from lineate.kernels.memories.lact_features import features
+from lineate.memory.lact import lact, lact_state
+from lineate.memory.titans.op import titans, titans_state
+from lineate.memory.ttt import ttt
+from lineate.small.format import FORMATS
+
+SIZES = {
+    "128": (2, 300, 4, 4, 128, 128),
+    "grouped": (1, 4096, 2, 8, 128, 128),
+    "cut": (1, 32768, 2, 4, 128, 128),
+    "many heads": (4, 300, 48, 48, 128, 128),
+    "64": (1, 300, 2, 4, 64, 64),
+    "60": (1, 300, 2, 2, 60, 60),
+    "wide": (1, 300, 1, 1, 256, 256),
+}
+"""b, t, h, hv, k, v."""
+OPS = {
+    "linear": lineate.linear_attention,
+    "gated_linear": lineate.gated_linear_attention,
+    "gated_linear_channel": lineate.gated_linear_attention,
+    "delta": lineate.delta_rule,
+    "gated_delta": lineate.gated_delta_rule,
+    "kimi_delta": lineate.kimi_delta_attention,
+}
+
+pipeline.compile_only = lambda function: None  # what it would compile in other threads is launched right after it
+
+
+class Unrecorded:
+    """Launches kernels; without it, calls would be recorded and replayed where there is a driver of CUDA's."""
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *given: object, **options: object) -> Any:
+        return kernel.run(*given, grid=grid, warmup=False, **options)
+
+
+launching.recording.set(Unrecorded())
+
+
+def empty(*shape: int, dtype: torch.dtype | str = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, device="cuda")
+
+
+def differentiated(outputs: Any, wanted: bool, leaves: list[Tensor]) -> None:
+    """Run the backward of all outputs, if it is wanted."""
+    outputs = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+    if wanted:
+        torch.autograd.grad(outputs, leaves, [torch.empty_like(x) for x in outputs], allow_unused=True)
+
+
+def rule(row: str, dtype: str, backward: bool, packed: bool, gates: str, size: str) -> None:
+    """Run a rule. gates: "given", "normed" (q and k are normalised too), "raw" (likewise), "bounded" (raw)."""
+    b, t, h, hv, k, v = SIZES[size]
+    if packed:
+        b, t = 1, b * t
+    channel = (k,) if row in ("kimi_delta", "gated_linear_channel") else ()
+    rows = 2 if packed else b
+    inputs = {name: empty(b, t, h, k, dtype=dtype) for name in ("q", "k")}
+    inputs |= {"v": empty(b, t, hv, v, dtype=dtype), "state": empty(rows, hv, k, v)}
+    raw = gates in ("raw", "bounded")
+    if row not in ("linear", "delta"):
+        inputs["gate" if raw else "log_decay"] = empty(b, t, hv, *channel, dtype=dtype)
+    if "delta" in row:
+        inputs["write" if raw else "beta"] = empty(b, t, hv, dtype=dtype)
+    if raw:
+        inputs |= {"A_log": empty(hv), "dt_bias": empty(hv, *channel)}
+    leaves = list(inputs.values())
+    for x in leaves:
+        x.requires_grad_(backward)
+    options: dict[str, Any] = {"cu_seqlens": empty(rows + 1, dtype="int64") if packed else None}
+    if gates == "bounded":
+        options["lower_bound"] = -5.0
+    if not raw:
+        options |= {"form": "chunkwise", "normalize_qk": gates == "normed"}
+    outputs = (lineate.fused_delta_rule if raw else OPS[row])(**inputs, **options, backend="triton")
+    differentiated(outputs, backward, leaves)
+
+
+def decode(row: str, dtype: str, state: str, gates: str, slots: str, t: int = 1, size: str = "grouped") -> None:
+    """Run a few tokens. slots: "none", "rows" or "tokens", whose memories are all kept."""
+    _, _, h, hv, k, v = SIZES[size]
+    b, channel = 3, (k,) if row in ("kimi_delta", "gated_linear_channel") else ()
+    given = {name: empty(b, t, heads, width, dtype=dtype) for name, heads, width in (("q", h, k), ("k", h, k))}
+    given["v"] = empty(b, t, hv, v, dtype=dtype)
+    if row not in ("linear", "delta"):
+        given["log_decay"] = empty(b, t, hv, *channel, dtype=dtype)
+    if "delta" in row:
+        given["beta"] = empty(b, t, hv, dtype=dtype)
+    if gates == "raw":
+        given |= {"A_log": empty(hv), "dt_bias": empty(hv, *channel)}
+    if slots != "none":
+        given["slots"] = empty(*((b, t) if slots == "tokens" else (b,)), dtype="int64")
+    if slots == "tokens":
+        given["start_slots"] = empty(b, dtype="int64")
+    options: dict[str, Any] = {}
+    if state == "bfloat16":
+        options = {"rounding": "stochastic", "seeds": empty(b, dtype="int64")}
+    memory = empty(7 if slots != "none" else b, hv, k, v, dtype=state)
+    run_decode(
+        **given, state=memory, normalize_qk=gates == "raw", raw_gates=gates == "raw", **options, backend="triton"
+    )
+
+
+def layer(name: str, dtype: str, odd: bool) -> None:
+    """Run an op around the rules and its backward. odd: sizes that are no powers of two, and no multiples of 8."""
+    width, t = (45, 33) if odd else (2048, 300)
+    if name == "short_convolution":
+        x, weight = empty(2, t, width, dtype=dtype), empty(width, 3 if odd else 4, dtype=dtype)
+        given = [x, weight, empty(2, width, weight.shape[1] - 1, dtype=dtype)]
+    elif name == "packed_convolution":
+        given = [empty(1, t, width, dtype=dtype), empty(width, 4, dtype=dtype)]
+    elif name == "one_convolution":
+        given = [empty(2, 1, width, dtype=dtype), empty(width, 4, dtype=dtype), empty(2, width, 3, dtype=dtype)]
+    elif name == "glu":
+        given = [empty(2, t, 2 * width, dtype=dtype)]
+    elif name == "rotate":
+        given = [empty(2, t, 4, 60 if odd else 128, dtype=dtype)]
+    elif name == "features":
+        given = [empty(2, t, 3 * width, dtype=dtype), empty(2, width, dtype=dtype), empty(2, width, dtype=dtype)]
+    else:
+        gate = [empty(2, t, 4, width, dtype=dtype)] if name == "gated_rms_norm" else []
+        given = [empty(2, t, 4, width, dtype=dtype), *gate, empty(width, dtype=dtype)]
+    for x in given:
+        x.requires_grad_()
+    calls: dict[str, Callable[[], Any]] = {
+        "packed_convolution": lambda: ops.short_convolution(*given, None, empty(4, dtype="int64")),
+        "one_convolution": lambda: ops.short_convolution(*given),
+        "rotate": lambda: ops.rotate(*given, *(empty(t, given[0].shape[-1] // 4) for _ in range(2))),
+        "features": lambda: features(*given, 3 if odd else 4),
+    }
+    outputs = calls.get(name, lambda: getattr(ops, name)(*given))()
+    differentiated(outputs if isinstance(outputs, tuple) else (outputs,), True, given)
+
+
+def step(name: str, dtype: str, rows: int, overlap: bool) -> None:
+    """Run a kernel of a decoding step. overlap: whether launches begin before those before them have ended."""
+    x, n = empty(rows, 2048, dtype=dtype), 4096
+    weight, norm = empty(n, 2048, dtype=dtype), (empty(2048, dtype=dtype), 1e-6, True)
+    convolution = empty(512, 4, dtype=dtype), empty(rows, 512, 3, dtype=dtype)
+    with launching.overlapping() if overlap else nullcontext():
+        if name == "convolution":
+            ops.convolve_in_place(empty(rows, 512, dtype=dtype), *convolution)
+        elif name == "product" and rows == 1:
+            products.product_one(x, weight, norm=norm, convolution=convolution)
+            products.product_one(x, weight, empty(n, dtype=dtype), residual=empty(1, n, dtype=dtype))
+            products.product_one(x, weight, norm=norm, gated=True)
+        elif name == "product" and products.serves_few(x, weight):
+            products.product_few(x, weight, convolution=convolution)
+            products.product_few(x, weight, gated=True)
+            products.product_few(x, weight, parts=products.parts_of(n, 2048))
+        elif name == "norm":
+            products.add_and_norm(x, empty(2, rows, 2048, dtype="float32"), norm)
+            products.add_and_norm(x, empty(1, rows, 2048, dtype="float32"), None)
+            ops.rms_norm(x, norm[0])
+            ops.glu(x)
+        elif name == "cached":
+            keys, values = (empty(rows, 500, 2, 128, dtype=dtype) for _ in range(2))
+            for t in (1, 3):
+                q, lengths = empty(rows, t, 8, 128, dtype=dtype), empty(rows, dtype="int64")
+                cached.cached_attention(q, keys, values, lengths, 0.1, empty(rows, t, 1024, dtype=dtype))
+        elif name == "place":
+            q, k, v = (empty(rows, 1, heads, 128, dtype=dtype) for heads in (8, 2, 2))
+            caches = [empty(rows, 500, 2, 128, dtype=dtype) for _ in range(2)]
+            lengths, width = empty(rows, dtype="int64"), empty(128, dtype=dtype)
+            token.place(q, k, v, (width, width, 1e-6, True), empty(32), lengths, *caches)
+            token.place(q, k, v, None, None, lengths, *caches)
+        elif name == "mix":
+            for state, channel, silu in (("float32", (), True), ("bfloat16", (128,), False)):
+                q, k, v = (empty(rows, 1, heads, 128, dtype=dtype) for heads in (2, 2, 8))
+                gate, write = empty(rows, 1, 8, *channel, dtype=dtype), empty(rows, 1, 8, dtype=dtype)
+                memory = empty(rows, 8, 128, 128, dtype=state)
+                inputs = Inputs(q, k, v, gate, write, memory, None, empty(8), empty(8, *channel))
+                token.mix(
+                    inputs, empty(rows, 1, 1024, dtype=dtype), empty(128, dtype=dtype), eps=1e-6, silu=silu,
+                    beta_scale=1.0, scale=0.1, seeds=empty(rows, dtype="int64") if state == "bfloat16" else None,
+                )  # fmt: skip
+
+
+def small(form: str, dtype: str, rows: int, overlap: bool) -> None:
+    """Run all products with a weight of few bits."""
+    n, k, experts = 512, 1024, 4
+
+    def codes(*first: int) -> Any:
+        shapes = FORMATS[form].shapes((*first, n, k))
+        of = FORMATS[form].codes_dtype, FORMATS[form].scales_dtype
+        return small_products.Codes(*(empty(*s, dtype=d) for s, d in zip(shapes, of, strict=True)), n)
+
+    x, weight = empty(rows, k, dtype=dtype), codes()
+    norm = (empty(k, dtype=dtype), 1e-6, True) if small_products.takes_norm(x) else None
+    convolution = empty(256, 4, dtype=dtype), empty(rows, 256, 3, dtype=dtype)
+    with launching.overlapping() if overlap else nullcontext():
+        if small_products.serves(x, weight):
+            small_products.multiply(x, weight, empty(n, dtype=dtype), norm=norm, residual=empty(rows, n, dtype=dtype))
+            small_products.multiply(x, weight, convolution=convolution)
+            small_products.multiply(x, weight, gated=True)
+            small_products.multiply(x, weight, parts=small_products.parts_of(x, weight))
+            chosen = empty(2 * rows, dtype="int64")
+            small_products.multiply_experts(x, codes(experts), chosen, every=2, gated=True)
+        small_products.decoded(weight, x.dtype)
+        small_products.decoded(codes(experts), x.dtype)
+        small_products.decoded_rows(weight, empty(3, 5, dtype="int64"), x.dtype)
+        if form == "fp8" and launching.is_hopper(x.device):  # the others have no such numbers
+            small_products.round_rows(x)
+
+
+def memory(name: str, backward: bool, d: int) -> None:
+    """Run a memory that learns, and its backward if it is wanted."""
+    b, t, h = 2, 70, 2
+    q, k, v = (empty(b, t, h, d) for _ in range(3))
+    rate, options = [empty(b, t, h) for _ in range(3)], {}
+    if name.startswith("ttt"):
+        widths = [d, d] if name == "ttt_linear" else [d, 4 * d, d]
+        state = {}
+        for i, (a, c) in enumerate(pairwise(widths), 1):
+            state |= {f"weight{i}": empty(h, a, c), f"bias{i}": empty(h, c)}
+        run, given = ttt, [q, k, v, rate[0], empty(h, d), empty(h, d)]
+    elif name.startswith("titans"):
+        sizes = (d, d) if name == "titans_linear" else (d, 2 * d, d)
+        state = titans_state([empty(h, *pair) for pair in pairwise(sizes)], b)
+        run, given = titans, [q, k, v, *rate]
+        options = {} if name == "titans_linear" else {"clip": 1.0, "residual": True, "norm": True}
+    else:
+        state = lact_state([empty(h, *shape) for shape in ((2 * d, d), (d, 2 * d), (2 * d, d))], b)
+        run, given, options = lact, [q, k, v, empty(b, t, h, 3), rate[0]], {"chunk": 32}
+    state = {name: x for name, x in state.items() if name != "position"}  # positions would be read from the device
+    leaves = [*given, *state.values()]
+    for x in leaves:
+        x.requires_grad_(backward)
+    y, after = run(*given, state, **options)
+    differentiated([y, *after.values()], backward, leaves)
+
+
+@triton.jit
+def move_pointer(x, GIVEN: tl.constexpr):
+    """Move a pointer that is not given, and then store nothing."""
+    x += tl.program_id(0)
+    if GIVEN:
+        tl.store(x, 0)
+
+
+def broken() -> None:
+    """Launch a kernel that the interpreter runs, and that does not compile."""
+    launching.start(move_pointer, (1,))(None, GIVEN=False)
+
+
+CALLS = {f.__name__: f for f in (rule, decode, layer, step, small, memory, broken)}
