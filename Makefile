@@ -13,7 +13,7 @@ ARGS       ?=
 
 VENV  := .venv
 STAMP := $(VENV)/.stamp
-PIP   := $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+PIP   := $(VENV)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-quick test-all test-gpu check bench clean
