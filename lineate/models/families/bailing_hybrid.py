@@ -33,7 +33,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
         raise v.error(f"must have num_key_value_heads = num_attention_heads = {heads}, got fewer")
     eps = v.number("rms_norm_eps", default=1e-6, kind=float)
     letters, dense = _letters(v, n_layers), dense_layers(v, n_layers)
-    experts = sigmoid_experts(v) if len(dense) < n_layers else None
+    experts = sigmoid_experts(v, scale=2.5) if len(dense) < n_layers else None
     return HybridConfig(
         vocab_size=v.number("vocab_size"),
         hidden_size=v.number("hidden_size"),

@@ -27,7 +27,7 @@ def config_from(values: dict[str, Any]) -> HybridConfig:
         raise v.error(f"must have num_key_value_heads = num_attention_heads = {heads}, got fewer")
     eps = v.number("rms_norm_eps", default=1e-5, kind=float)
     letters, dense = _letters(v, n_layers), dense_layers(v, n_layers)
-    experts = sigmoid_experts(v) if len(dense) < n_layers else None
+    experts = sigmoid_experts(v, scale=2.446) if len(dense) < n_layers else None
     latent = None
     if "M" in letters:
         latent = LatentConfig(
@@ -97,8 +97,11 @@ def _letters(v: Values, n_layers: int) -> str:
     return "".join("M" if i + 1 in full else "K" for i in range(n_layers))
 
 
-def sigmoid_experts(v: Values) -> ExpertsConfig:
-    """Return the sizes of experts with sigmoid scores, a bias for the choice, and shared experts."""
+def sigmoid_experts(v: Values, scale: float) -> ExpertsConfig:
+    """Return the sizes of experts with sigmoid scores, a bias for the choice, and shared experts.
+
+    scale: what multiplies their outputs if the config does not say it, as in transformers.
+    """
     size = v.number("moe_intermediate_size")
     return ExpertsConfig(
         count=v.number("num_experts", "num_local_experts"),
@@ -107,7 +110,7 @@ def sigmoid_experts(v: Values) -> ExpertsConfig:
         shared_size=size * v.number("num_shared_experts", "n_shared_experts", default=1, least=0),
         scores="sigmoid",
         renormalize=v.flag("moe_renormalize", "norm_topk_prob", default=True),
-        scale=v.number("routed_scaling_factor", default=1.0, kind=float),
+        scale=v.number("routed_scaling_factor", default=scale, kind=float),
         groups=v.number("num_expert_group", "n_group", default=1),
         active_groups=v.number("topk_group", default=1),
     )

@@ -5,9 +5,10 @@ first has no feed-forward.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lineate.models.config import AttentionConfig, ExpertsConfig, FeedConfig, HybridConfig
+from lineate.models.config import AttentionConfig, ExpertsConfig, FeedConfig, HybridConfig, MambaConfig
 from lineate.models.families.builder import FEW_EXPERTS, PlanBuilder, Shape
 from lineate.models.families.family import CheckpointFamily
 from lineate.models.families.mamba_parts import mamba_sizes, take_backbone_ends, take_mamba
@@ -107,14 +108,19 @@ def _pairs(v: Values, signs: str) -> list[Pair]:
     return pairs
 
 
-def _mamba(v: Values, eps: float) -> Any:
+def _mamba(v: Values, eps: float) -> MambaConfig:
+    """Return Mamba-2's sizes; steps are at least time_step_min, as in transformers, which ignores time_step_limit."""
     groups = "n_groups" if v.get("n_groups") is not None else "mamba_n_groups"
     conv = "conv_kernel" if v.get("conv_kernel") is not None else "mamba_d_conv"
-    return mamba_sizes(
+    sizes = mamba_sizes(
         v, "mamba_num_heads", v.number("mamba_head_dim"), "ssm_state_size", conv, groups=groups,
         norm_groups=v.number(groups), eps=eps, bias=v.flag("use_bias", default=False),
         conv_bias=v.flag("use_conv_bias", "mamba_conv_bias", default=True),
     )  # fmt: skip
+    least = v.number("time_step_min", "mamba_dt_min", default=0.001, kind=float)
+    if not least >= 0:
+        raise v.error(f"must have a number of at least 0 in time_step_min, got {show(least)}")
+    return replace(sizes, step_least=least, step_most=None)
 
 
 def _attention(v: Values) -> AttentionConfig:
