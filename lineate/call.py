@@ -121,6 +121,13 @@ def spread_decay(inputs: Inputs) -> Inputs:
     return inputs._replace(log_decay=log_decay.expand(*v.shape[:3]))
 
 
+def spread_bias(dt_bias: Tensor, gate: Tensor) -> Tensor:
+    """Return dt_bias in the shape `hv` or `hv k` of a gate's last dimensions; it may be flat, or one number a head."""
+    if gate.dim() == 4 and dt_bias.shape == gate.shape[2:3] and gate.shape[3] > 1:
+        return dt_bias[:, None].expand(gate.shape[2:])
+    return dt_bias.view(gate.shape[2:])
+
+
 def which_are_raw(decay: bool, beta: bool) -> bool | str:
     """Return Options.raw_gates from whether each of the gates is raw."""
     if decay == beta:

@@ -226,14 +226,16 @@ def check_gate(gate: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower
 def check_gate_parameters(
     gate: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> None:  # fmt: skip
-    """Check A_log `hv`, dt_bias `hv` (or `hv k`, or flat, per channel), and lower_bound; with it A_log may be None."""
+    """Check A_log `hv`, dt_bias `hv` (per channel also `hv k`, or flat), and lower_bound; with it A_log may be None."""
     check_lower_bound(lower_bound)
     hv, key_dim = gate.shape[2], gate.shape[-1]
     if A_log is not None or lower_bound is None:
         _check_raw("A_log", A_log, gate, {"(hv,)": (hv,)})
     if dt_bias is not None:
-        per_channel: dict[str, tuple[int, ...]] = {"(hv, k)": (hv, key_dim), "(hv * k,)": (hv * key_dim,)}
-        _check_raw("dt_bias", dt_bias, gate, per_channel if gate.dim() == 4 else {"(hv,)": (hv,)})
+        shapes: dict[str, tuple[int, ...]] = {"(hv,)": (hv,)}
+        if gate.dim() == 4:
+            shapes |= {"(hv, k)": (hv, key_dim), "(hv * k,)": (hv * key_dim,)}
+        _check_raw("dt_bias", dt_bias, gate, shapes)
 
 
 def _check_raw(name: str, x: Any, q: Tensor, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
@@ -265,8 +267,8 @@ def check_decode_gates(inputs: Inputs, beta_scale: float, lower_bound: float | N
     check_lower_bound(lower_bound)
     q, v, log_decay, A_log, dt_bias = inputs.q, inputs.v, inputs.log_decay, inputs.A_log, inputs.dt_bias
     _check_number("beta_scale", beta_scale)
-    if not abs(beta_scale) <= sys.float_info.max:
-        raise ValueError(f"beta_scale must be finite, got {_shown(beta_scale)}; 1 and 2 are usual")
+    if not 0 < beta_scale <= sys.float_info.max:
+        raise ValueError(f"beta_scale must be finite and above 0, got {_shown(beta_scale)}; 1 and 2 are usual")
     if raw_gates in (False, "beta"):
         for name, given in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
             if given is not None:
@@ -305,7 +307,7 @@ def check_decode_gates(inputs: Inputs, beta_scale: float, lower_bound: float | N
             continue
         wanted = f"(hv,) = ({hv},)"
         if name == "dt_bias" and log_decay.dim() == 4:
-            wanted += f" or (hv, k) = {(hv, key_dim)}"
+            wanted += f" or (hv, k) = {(hv, key_dim)} or (hv * k,) = ({hv * key_dim},)"
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
 
 

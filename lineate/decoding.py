@@ -89,7 +89,7 @@ def decode(
         raw_gates: whether log_decay is the raw gate x of log_decay = -exp(A_log) * softplus(x + dt_bias), and beta the
             raw logit x of beta = beta_scale * sigmoid(x). "log_decay" or "beta" if only that one is raw.
         A_log: `hv`, for raw gates. With a lower bound, None is exp(A_log) = 1.
-        dt_bias: `hv`, `hv k` or None, for raw gates.
+        dt_bias: `hv`, `hv k` (also flat) or None, for raw gates.
         beta_scale: the largest beta of raw gates.
         lower_bound: below 0: if given, log_decay = lower_bound * sigmoid(exp(A_log) * (x + dt_bias)) for raw gates.
         rounding: how a bfloat16 state is rounded: "nearest", ties to even; or "stochastic", up or down by chance, so
@@ -112,10 +112,11 @@ def decode(
         checks.check_which_raw(raw_gates)
         plain = Inputs(q, k, v, log_decay)
         one = in_one_dtype(plain if raw_gates in (True, "log_decay") else spread_decay(plain))
-        if one is not plain:
+        bias = _unflat(dt_bias, log_decay)
+        if one is not plain or bias is not dt_bias:
             return decode(
                 *one[:4], beta, state=state, slots=slots, start_slots=start_slots, cu_seqlens=cu_seqlens,
-                scale=scale, normalize_qk=normalize_qk, raw_gates=raw_gates, A_log=A_log, dt_bias=dt_bias,
+                scale=scale, normalize_qk=normalize_qk, raw_gates=raw_gates, A_log=A_log, dt_bias=bias,
                 beta_scale=beta_scale, lower_bound=lower_bound, rounding=rounding, seeds=seeds, backend=backend,
             ).to(v.dtype)  # fmt: skip
         known = _check_and_choose(inputs, where, _Request(*request))
@@ -135,6 +136,13 @@ def decode(
         options.scale, normalize_qk, options.raw_decay, options.beta_scale, chosen, options.lower_bound,
         options.raw_beta, seeds,
     )  # fmt: skip
+
+
+def _unflat(dt_bias: Tensor | None, gate: Tensor | None) -> Tensor | None:
+    """Return a bias `hv * k` of a gate per channel as `hv k`; others as they are, for the checks."""
+    if not isinstance(dt_bias, Tensor) or not isinstance(gate, Tensor) or gate.dim() != 4 or gate.shape[3] == 1:
+        return dt_bias
+    return dt_bias.view(gate.shape[2:]) if dt_bias.shape == (gate.shape[2:].numel(),) else dt_bias
 
 
 class _Request(NamedTuple):

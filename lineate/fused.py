@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lineate import checks
-from lineate.call import Inputs, Options, Request, in_one_dtype, spread_decay, which_are_raw
+from lineate.call import Inputs, Options, Request, in_one_dtype, spread_bias, spread_decay, which_are_raw
 from lineate.dispatch import check_and_resolve, empty_state, select_rule
 from lineate.ops import Attended, gated_delta_rule, kimi_delta_attention
 from lineate.rule import activate, compute_dtype, decay_of_gate
@@ -25,14 +25,14 @@ def decay_gate(
     Args:
         gate: `b t hv` (per head) or `b t hv k` (per key channel), as a projection gives it.
         A_log: the logarithm of each head's speed of forgetting, `hv`. With a lower bound, None is exp(A_log) = 1.
-        dt_bias: added to gate: `hv`, or `hv k` (also flat) for a gate per channel; None adds nothing.
+        dt_bias: added to gate: `hv`, for a gate per channel also `hv k` (or flat); None adds nothing.
         lower_bound: if given, log_decay lies between it and 0; it must be below 0.
 
     Returns:
         log_decay in the shape of gate, float32 (float64 for a float64 gate).
     """
     checks.check_gate(gate, A_log, dt_bias, lower_bound)
-    bias = None if dt_bias is None else dt_bias.view(gate.shape[2:])
+    bias = None if dt_bias is None else spread_bias(dt_bias, gate)
     return decay_of_gate(gate.to(compute_dtype(gate.dtype)), A_log, bias, lower_bound)
 
 
@@ -73,7 +73,7 @@ def fused_delta_rule(
         gate: the raw gate of log_decay, `b t hv` (per head) or `b t hv k` (per key channel); None with log_decay.
         write: the raw logit of beta, `b t hv`; None with beta.
         A_log: the logarithm of each head's speed of forgetting, `hv`. With a lower bound, None is exp(A_log) = 1.
-        dt_bias: added to gate: `hv`, or `hv k` (also flat) for a gate per channel; None adds nothing.
+        dt_bias: added to gate: `hv`, for a gate per channel also `hv k` (or flat); None adds nothing.
         log_decay: log_decay itself, `b t hv`, `b t hv k` or `hv` (constant), instead of gate.
         beta: beta itself, `b t hv`, instead of write.
         beta_scale: the largest beta; 2 allows negative eigenvalues.
@@ -101,7 +101,7 @@ def fused_delta_rule(
     checks.check_raw_gates(inputs, beta_scale, lower_bound, raw_gates)
     rule = select_rule(decay, rate)
     if dt_bias is not None and decay is not None:
-        dt_bias = dt_bias.view(decay.shape[2:])
+        dt_bias = spread_bias(dt_bias, decay)
         inputs = inputs._replace(dt_bias=dt_bias)
     plan, options = check_and_resolve(rule, inputs, Request(scale, "chunkwise", backend, None, normalize_qk))
     if plan.backend == "triton":

@@ -408,7 +408,9 @@ WRONG: list[tuple[str, dict[str, object], type[Exception], str]] = [
     ("dt_bias per channel of a head's gate", {"raw_gates": True, "A_log": zeros(4), "dt_bias": zeros(4, 3)},
      ValueError, "dt_bias must have shape (hv,) = (4,), got (4, 3)"),
     ("dt_bias", {"raw_gates": True, "A_log": zeros(4), "dt_bias": zeros(3), "log_decay": zeros(2, 3, 4, 3)},
-     ValueError, "dt_bias must have shape (hv,) = (4,) or (hv, k) = (4, 3), got (3,)"),
+     ValueError, "dt_bias must have shape (hv,) = (4,) or (hv, k) = (4, 3) or (hv * k,) = (12,), got (3,)"),
+    ("beta_scale 0", {"raw_gates": True, "A_log": zeros(4), "beta_scale": 0}, ValueError,
+     "beta_scale must be finite and above 0, got 0; 1 and 2 are usual"),
     ("grad", {"v": zeros(2, 3, 4, 5, requires_grad=True)}, ValueError,
      "v must not require grad: decode writes into state and has no gradients; call it under torch.no_grad(), "
      "or train with the ops, such as lineate.gated_delta_rule"),

@@ -46,6 +46,30 @@ def test_gradients(bound, per_channel):
     assert torch.autograd.gradgradcheck(lambda *x: lineate.decay_gate(*x, lower_bound=bound), given)
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (12,)], ids=str)
+def test_biases_of_a_gate_per_channel(shape):
+    """One number a head, one a channel, and flat, wherever raw gates are taken, with gradients in their own shape."""
+    q, k, v = (x.float() for x in list(draw(KIMI_DELTA, SHAPE).values())[:3])
+    given = {name: x.float() for name, x in parameters(True).items()}
+    gate, A_log, bias = given["gate"], given["A_log"], torch.linspace(-1, 1, 12)[: zeros(shape).numel()].view(shape)
+    full = (bias[:, None].expand(4, 3) if shape == (4,) else bias.view(4, 3)).contiguous()
+    write = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(lineate.decay_gate(gate, A_log, bias), lineate.decay_gate(gate, A_log, full))
+    found, wanted = (
+        lineate.fused_delta_rule(q, k, v, gate, write, A_log, x.requires_grad_()).output for x in (bias, full)
+    )
+    assert torch.equal(found, wanted)
+    (gradient,), (expected,) = torch.autograd.grad(found.sum(), bias), torch.autograd.grad(wanted.sum(), full)
+    torch.testing.assert_close(gradient, expected.sum(1) if shape == (4,) else expected.view(shape))
+    with torch.no_grad():
+        for _ in range(2):  # the second call is a known one
+            steps = lineate.decode(
+                q, k, v, gate, write, state=zeros(2, 4, 3, 5), raw_gates=True, A_log=A_log, dt_bias=bias,
+                normalize_qk=True,
+            )  # fmt: skip
+            torch.testing.assert_close(steps, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_without_parameters():
     """With a bound, A_log None is exp(A_log) = 1, and no bias adds nothing."""
     gate = parameters(True)["gate"]
@@ -81,8 +105,8 @@ WRONG = [
     ({"A_log": None}, TypeError, "A_log must be a torch.Tensor, got NoneType"),
     ({"A_log": zeros(2)}, ValueError, "A_log must have shape (hv,) = (4,), got (2,)"),
     ({"dt_bias": zeros(4, 3)}, ValueError, "dt_bias must have shape (hv,) = (4,), got (4, 3)"),
-    ({"gate": zeros(2, 6, 4, 3)}, ValueError,
-     "dt_bias must have shape (hv, k) = (4, 3) or (hv * k,) = (12,), got (4,)"),
+    ({"gate": zeros(2, 6, 4, 3), "dt_bias": zeros(3)}, ValueError,
+     "dt_bias must have shape (hv,) = (4,) or (hv, k) = (4, 3) or (hv * k,) = (12,), got (3,)"),
     ({"lower_bound": 1.0}, ValueError, "lower_bound must be finite and below 0, got 1.0; -5 is usual"),
 ]  # fmt: skip
 
