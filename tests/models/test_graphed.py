@@ -269,9 +269,13 @@ def test_graph_equals_eager_decoding(case, lengths, dtype, monkeypatch):
     if dtype == torch.float32:
         assert relative(found, expected) < 1e-5
         same_state(decoder.state, final, 1e-4)
+        return
+    assert found.isfinite().all()
+    if "experts" not in case:
+        assert relative(found, expected) < 5e-2
     else:  # a token with nearly equal scores may go to another expert
         each = [relative(*both) for both in zip(found.flatten(0, 1), expected.flatten(0, 1), strict=True)]
-        assert sorted(each)[len(each) * 9 // 10] < 5e-2
+        assert sorted(each)[len(each) * 9 // 10] < 5e-2 and max(each) < 1
 
 
 @pytest.mark.gpu
