@@ -205,8 +205,9 @@ class MixtureOfExperts(nn.Module):
         small = coded(self.experts_gate_up) is not None and kernels_for(tokens) is not None
         if chosen.numel() <= (max(GATHERED, 2 * self.count) if small else GATHERED):  # a small weight is not copied
             return self.run_gathered(tokens, chosen)
-        captured, down = torch.cuda.is_current_stream_capturing(), uncoded(self.experts_down)
-        if isinstance(down, SmallWeight):  # many experts are decoded one by one, never all at once
+        captured = torch.cuda.is_current_stream_capturing()
+        gate_up, down = uncoded(self.experts_gate_up), uncoded(self.experts_down)
+        if isinstance(gate_up, SmallWeight) or isinstance(down, SmallWeight):  # decoded one by one, never all at once
             return self.run_gathered(tokens, chosen) if captured else self.run_sorted(tokens, chosen, self.one_by_one)
         even = all(n % 8 == 0 for n in down.shape[1:])  # rows of 16 bytes
         if tokens.dtype == down.dtype == torch.bfloat16 and even:  # autocast leaves weights in float32
