@@ -191,6 +191,17 @@ static void multiply(const Team *team, const Linear *w, const Input *input, i64 
 
 // ---- the rule ------------------------------------------------------------------------------------------------------
 
+enum { MOST_TAPS = 8 };
+
+// y_c = sum_i w_ci x_ic; where the compiler knows how many taps there are, it multiplies vectors of channels.
+INLINE void add_taps(float *restrict y, const float *w, const float *const *x, i64 width, i64 taps) {
+    for (i64 c = 0; c < width; c++) {
+        float sum = 0;
+        for (i64 i = 0; i < taps; i++) sum += w[c * taps + i] * x[i][c];
+        y[c] = sum;
+    }
+}
+
 // Convolves channels first .. first + width of a row, and keeps the inputs of the next token.
 static void convolve(const Part *p, const float *new, i64 row, i64 first, i64 width, float *y) {
     const i64 taps = p->taps;
@@ -201,21 +212,32 @@ static void convolve(const Part *p, const float *new, i64 row, i64 first, i64 wi
     const float *from = p->conv_from + row * p->from_row + first * p->from_channel;
     float *to = p->conv_to + row * p->to_row + first * p->to_channel;
     const float *w = p->conv + first * taps;
-    float kept[8][WIDEST];
-    for (i64 i = 0; i + 1 < taps; i++)
-        for (i64 c = 0; c < width; c++) kept[i][c] = from[c * p->from_channel + i * p->from_tap];
-    memcpy(kept[taps - 1], new + first, width * sizeof(float));
-    for (i64 c = 0; c < width; c++) y[c] = 0;
-    for (i64 i = 0; i < taps; i++)
-        for (i64 c = 0; c < width; c++) y[c] += w[c * taps + i] * kept[i][c];
-    for (i64 i = 0; i + 1 < taps; i++)
-        for (i64 c = 0; c < width; c++) to[c * p->to_channel + i * p->to_tap] = kept[i + 1][c];
+    const int dense = p->from_channel == 1 && p->to_channel == 1;
+    const float *x[MOST_TAPS];
+    float kept[MOST_TAPS][WIDEST];
+    for (i64 i = 0; i + 1 < taps; i++) {
+        x[i] = dense ? from + i * p->from_tap : kept[i];
+        for (i64 c = 0; !dense && c < width; c++) kept[i][c] = from[c * p->from_channel + i * p->from_tap];
+    }
+    x[taps - 1] = new + first;
+    if (taps == 4) add_taps(y, w, x, width, 4);
+    else add_taps(y, w, x, width, taps);
+    for (i64 i = 0; i + 1 < taps; i++) {  // in this order, as they may be the memory that was read
+        if (dense) memmove(to + i * p->to_tap, x[i + 1], width * sizeof(float));
+        for (i64 c = 0; !dense && c < width; c++) to[c * p->to_channel + i * p->to_tap] = x[i + 1][c];
+    }
     SWEEP(width, {
         vec z[FEW];
         EACH z[k] = load(y + c + k * LANES, n);
         silus(z, count);
         EACH store(y + c + k * LANES, z[k], n);
     });
+}
+
+INLINE float dot(const float *x, const float *y, i64 size) {
+    vec sum[FEW] = {0};
+    SWEEP(size, EACH sum[k] += load(x + c + k * LANES, n) * load(y + c + k * LANES, n));
+    return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 static void make_unit(float *x, i64 size, float scale) {
@@ -235,11 +257,12 @@ enum { COLUMNS = 8 };  // vectors of columns of the memory that are read at a ti
 enum { COLUMNS = 4 };
 #endif
 // Numbers of the memory between what is fetched and what is read, as processors stop at pages; and whether lines that
-// will be written are fetched: processors that write whole lines without reading them lose by that.
+// will be written are fetched: processors that write whole lines without reading them lose by that. FETCH_HEAD: whether
+// the memory of the next head is fetched while this one's is written.
 #if defined(__ARM_NEON)
-enum { AHEAD = 2048, FETCH_WRITTEN = 0 };
+enum { AHEAD = 2048, FETCH_WRITTEN = 0, FETCH_HEAD = 1 };
 #else
-enum { AHEAD = 4096, FETCH_WRITTEN = 1 };
+enum { AHEAD = 4096, FETCH_WRITTEN = 1, FETCH_HEAD = 0 };
 #endif
 
 // n numbers of a memory from place `at` on; narrow is known to the compiler.
@@ -299,8 +322,7 @@ INLINE void mix_memory(const Team *team, const Part *p, i64 unit, int narrow) {
     convolve(p, new, row, (p->heads + head) * keys, keys, k);
     make_unit(q, keys, 1.f / sqrtf((float)keys));
     make_unit(k, keys, 1.f);
-    float common = 0;
-    for (i64 i = 0; i < keys; i++) common += q[i] * k[i];
+    const float common = dot(q, k, keys);
     const float *gates = p->decay.kind == ABSENT ? new + p->at_decay : team->decay + row * p->decay.out;
     const float *opened = p->gate.kind == ABSENT ? new + p->at_gate : team->gate + row * p->gate.out;
     for (i64 each = head * p->shared; each < (head + 1) * p->shared; each++) {
@@ -328,6 +350,8 @@ INLINE void mix_memory(const Team *team, const Part *p, i64 unit, int narrow) {
         }
         for (i64 i = 0; i < keys; i++) {
             const float d = decay[i], key = k[i];
+            for (i64 line = 0; FETCH_HEAD && line < width * bytes; line += 64)
+                __builtin_prefetch((const char *)S + (keys + i) * width * bytes + line, 0, 2);
             SWEEP(width, EACH {
                 const i64 at = c + k * LANES, place = i * width + at;
                 store_memory(T, place, d * load_memory(S, place, n, narrow) + key * load(v + at, n), n, narrow);
@@ -365,12 +389,6 @@ static void turn(const Part *p, i64 row, float *x) {
         x[i] = first * cos[i] - second * sin[i];
         x[half + i] = second * cos[i] + first * sin[i];
     }
-}
-
-INLINE float dot(const float *x, const float *y, i64 size) {
-    vec sum[FEW] = {0};
-    SWEEP(size, EACH sum[k] += load(x + c + k * LANES, n) * load(y + c + k * LANES, n));
-    return total((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 // Tokens whose keys or values stay in the nearest caches while all queries of their head read them.
